@@ -308,7 +308,7 @@ class Ledger:
     def only(self) -> Optional[set[int]]:
         """The only requested ranks; None if all were requested."""
         numbers = [name[len(_ONLY) :] for name in self._records.names() if name.startswith(_ONLY)]
-        ranks = {int(number) for number in numbers if number.isdecimal()}
+        ranks = {int(number) for number in numbers if number.isascii() and number.isdecimal()}
         return ranks or None
 
     def request(self, ranks: Optional[Collection[int]]) -> None:

@@ -56,10 +56,20 @@ _CHAINED = re.compile(r"chained_\d+\.")
 _NESTED_OPTIMIZER = re.compile(r"[^.]+\.optim(izer)?\.(?=(state|param_groups)\.)")
 
 _OTHER = frozenset(
-    (
-        *("current_iterator_step", "epoch_num", "global_step", "last_overflow_iterator_step", "state_step", "step_num"),
-        *("beta1_power", "beta2_power", "learning_rate", "loss_scale", "scale_sense", "weight_decay"),
-    )
+    [
+        "beta1_power",
+        "beta2_power",
+        "current_iterator_step",
+        "epoch_num",
+        "global_step",
+        "last_overflow_iterator_step",
+        "learning_rate",
+        "loss_scale",
+        "scale_sense",
+        "state_step",
+        "step_num",
+        "weight_decay",
+    ]
 )
 
 

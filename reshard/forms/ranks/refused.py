@@ -53,7 +53,7 @@ def _form_of_directory(names: list[str]) -> Optional[str]:
         return _VERSION_2
     files = [name for name in names if name.endswith(_ENDINGS)]
     numbers = [name[len(_ITERATION) :] for name in names if name.startswith(_ITERATION)]
-    if any(number.isdecimal() for number in numbers) or _any(_ITERATION_FILE, files):
+    if any(number.isascii() and number.isdecimal() for number in numbers) or _any(_ITERATION_FILE, files):
         return _VERSION_2
     return _UNIFIED if _any(_UNIFIED_MAP, files) or _any(_UNIFIED_PART, files) else None
 
