@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.decryption import Decryption
 from reshard.errors import UsageError
 from reshard.forms.form import Form
 from reshard.forms.registry import form_named, form_of
@@ -17,6 +16,9 @@ from reshard.inspection.tree import InspectedStep, inspect_tree
 from reshard.storage import exists, is_directory, listings_cached
 from reshard.strategies import Strategy
 from reshard.text.wording import rank_ranges, step_words
+
+if TYPE_CHECKING:
+    from reshard.checkpoints.decryption import Decryption
 
 
 class ShownFile(NamedTuple):

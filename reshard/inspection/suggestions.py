@@ -11,10 +11,9 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Callable, NamedTuple, Optional
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.decryption import Decryption
 from reshard.errors import CheckpointError, InputError, ReshardError
 from reshard.forms.form import Names
 from reshard.forms.ranks.steps import RANK, fixed_directory
@@ -34,6 +33,9 @@ from reshard.strategies.beside import equal_layouts, strategies_in
 from reshard.text.names import WEIGHTS, is_weight, training_globs
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
+
+if TYPE_CHECKING:
+    from reshard.checkpoints.decryption import Decryption
 
 SRC_STRATEGY, DST_STRATEGY, DEVICES, CONFIG = "SRC_STRATEGY", "DST_STRATEGY", "DEVICES", "CONFIG"
 """Placeholders of strategies, of the number of devices, and of the model's config.json."""

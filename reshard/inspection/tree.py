@@ -13,10 +13,9 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.decryption import Decryption
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, InputError, ReshardError, UsageError
 from reshard.forms.ranks import SourceTree, Step, find_checkpoints
@@ -44,6 +43,9 @@ from reshard.text.messages import listing
 from reshard.text.names import CURRENT_RANK
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges, some_names
+
+if TYPE_CHECKING:
+    from reshard.checkpoints.decryption import Decryption
 
 # Maximum files to open in order to recognise a directory without checkpoints.
 _MAX_TRIED = 8

@@ -6,10 +6,9 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Optional, Union
+from typing import TYPE_CHECKING, Optional, Union
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.decryption import Decryption
 from reshard.checkpoints.files import decryption_of
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.defaults import MAX_MEMORY, usable_cpus
@@ -28,6 +27,9 @@ from reshard.text.globs import Filters
 from reshard.text.in_python import errors_in_python, in_python
 from reshard.text.report import Report, logged
 from reshard.text.wording import plural
+
+if TYPE_CHECKING:
+    from reshard.checkpoints.decryption import Decryption
 
 Path = Union[str, "os.PathLike[str]"]
 Texts = Union[str, Sequence[str]]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.decryption import Decryption
 from reshard.convert.transfers import Transfers, transfers_of
 from reshard.execute import ExecutionOptions
 from reshard.forms.registry import counted_as, form_named
@@ -17,6 +16,9 @@ from reshard.storage.costs import LOCAL
 from reshard.text.report import Report
 from reshard.view.data import Table
 from reshard.view.numbers import repeats
+
+if TYPE_CHECKING:
+    from reshard.checkpoints.decryption import Decryption
 
 MAX_NUMBERS = 1_000_000
 """Maximum number of integers for pairs in a page; beyond it, neighbouring ranks are added up."""
