@@ -7,7 +7,7 @@ from typing import NamedTuple
 from reshard.defaults import MAX_MEMORY
 from reshard.execute.reading import MIN_DECODING_BYTES, MIN_PIECE, ChosenIo, choose_io
 from reshard.processes import BASE_OF_PROCESSES, MIN_MEMORY_PER_CPU, process_count
-from reshard.storage.costs import LOCAL, Storage
+from reshard.storage.costs import LOCAL, Storage, busy_cpus
 
 # Larger blocks make nothing faster.
 MAX_BLOCK_BYTES = 8 << 20
@@ -76,8 +76,8 @@ class ExecutionOptions(NamedTuple):
         """
         if not (self.storage.mappable and self.target.mappable) or self.part_bytes:
             return self
-        count = process_count(self._cpus, self.nbytes, self.max_memory, private)
-        if count < 2 or (self.jobs < MIN_WRITERS_FOR_MAPS and self.files == 1):
+        count = process_count(self.cpus, self.nbytes, self.max_memory, private)
+        if count < 2 or (count < MIN_WRITERS_FOR_MAPS and self.files == 1):
             return self
         beyond = max(0, count * private - BASE_OF_PROCESSES)
         return self._replace(jobs=count, processes=count, max_memory=self.max_memory - beyond)
@@ -85,24 +85,24 @@ class ExecutionOptions(NamedTuple):
     @property
     def threads(self) -> int:
         """Threads of all processes; more than CPUs where requests take a round trip, because most threads wait."""
-        cpus = self.jobs if self.processes > 1 else min(self._cpus, _MAX_THREADS)
+        cpus = self.jobs if self.processes > 1 else min(self.cpus, _MAX_THREADS)
         count = max(cpus, self._in_flight(self.storage))
         if not self.part_bytes:
             return max(count, self._in_flight(self.target))
         # Other threads send the parts, within the rest of the memory. A few more threads than CPUs fill parts, because
         # they compete with many that send.
-        count = max(count, min(_MIN_IN_FLIGHT_PER_CPU * self._cpus, self._in_flight(self.target)))
+        count = max(count, min(_MIN_IN_FLIGHT_PER_CPU * self.cpus, self._in_flight(self.target)))
         return min(count, max(1, self.max_memory // 2 // self._min_share))
 
     @property
-    def _cpus(self) -> int:
+    def cpus(self) -> int:
         """CPUs to keep busy: fewer where each would have little memory.
 
         Columns of a large transposed matrix are read together, as many as fit about a third of a CPU's memory, and
         each time most of the matrix is read. So CPUs with little memory read it many times.
         """
         share = max(MIN_MEMORY_PER_CPU, self.transposed // _MAX_SHARES_OF_MATRIX)
-        return min(self.jobs, max(1, self.max_memory // share))
+        return min(busy_cpus(self.jobs, self.storage, self.target), max(1, self.max_memory // share))
 
     @property
     def uploads(self) -> int:
@@ -124,8 +124,8 @@ class ExecutionOptions(NamedTuple):
         most = _MAX_IN_FLIGHT
         if storage.large:
             # Their bytes together have a bound in memory: more requests would be smaller ones.
-            most = min(most, max(self._cpus * _MIN_IN_FLIGHT_PER_CPU, self.max_memory // (2 * storage.large)))
-        return min(most, self._cpus * storage.in_flight)
+            most = min(most, max(self.cpus * _MIN_IN_FLIGHT_PER_CPU, self.max_memory // (2 * storage.large)))
+        return min(most, self.cpus * storage.in_flight)
 
     @property
     def least_memory(self) -> int:

@@ -176,7 +176,7 @@ def _processes(checkpoints: Sequence[OpenedCheckpoint], nbytes: int, max_memory:
     options = [checkpoint.reader.options for checkpoint in checkpoints]
     if not may_fork() or not all(one.storage.mappable for one in options):
         return 1
-    return process_count(min(one.jobs for one in options), nbytes, max_memory, private_bytes())
+    return process_count(min(one.cpus for one in options), nbytes, max_memory, private_bytes())
 
 
 @contextlib.contextmanager

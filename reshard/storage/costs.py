@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
+from reshard.defaults import usable_cpus
 from reshard.threads import ThreadLock
 
 # Where a page fault is a memory access or a disk read and never a round trip.
@@ -52,6 +53,14 @@ REMOTE = Storage(remote=True, in_flight=4, worth_skipping=256 << 10, window=256 
 """A network file system: minimum values, used when no round trip was measured."""
 OBJECTS = Storage(remote=True, in_flight=4, worth_skipping=64 << 10, window=256 << 10, small=64 << 10, mappable=False)
 """An object store: likewise, but an unmeasured round trip counts as long."""
+
+
+def busy_cpus(jobs: int, *storages: Storage) -> int:
+    """How many of ``jobs`` CPUs to keep busy: between local files no more than there are, which would only take turns.
+
+    Requests to other storage wait for it, and more of them can be in flight.
+    """
+    return jobs if any(storage.remote for storage in storages) else min(jobs, usable_cpus())
 
 
 # Assumed round trip to an object store before one is measured.

@@ -18,6 +18,7 @@ from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.files import FileVersion
 from reshard.processes import MIN_BYTES_PER_PROCESS, Crew, Notify, may_fork, private_bytes, process_count
 from reshard.storage import storage_of
+from reshard.storage.costs import busy_cpus
 from reshard.verification.boxes import Box, shape_of, volume_of, whole_box, within
 from reshard.verification.products import Sum
 from reshard.verification.rounding import same_nans
@@ -287,7 +288,8 @@ def _sums(parts: Sequence[tuple[Content, Box]], means: Means, counted: bool) -> 
 def _threads(means: Means) -> int:
     """Number of threads that may read at a time."""
     storage = storage_of(next(iter(means.read), "."))
-    return max(1, min(means.jobs * storage.in_flight, means.max_memory // (_MIN_BLOCK * _COPIES)))
+    cpus = busy_cpus(means.jobs, storage)
+    return max(1, min(cpus * storage.in_flight, means.max_memory // (_MIN_BLOCK * _COPIES)))
 
 
 class _Totals:

@@ -24,6 +24,7 @@ from reshard.errors import CheckpointError, RetryableError
 from reshard.execute import options, part_server, part_writing, parts, run
 from reshard.numbers import sweep
 from reshard.processes import OWN_THREAD, Crew, LostWorkerError, Notify, may_fork
+from reshard.storage import costs
 from reshard.storage.new_local_file import NewLocalFile, WrittenFile
 from reshard.verification import reading
 from tests.conftest import LONG
@@ -40,10 +41,11 @@ FULL = tensors()
 # Small work is done by worker processes, too, and small files are cut into many parts.
 FORCED = """
 import os, signal, sys, time
+from reshard import defaults
+defaults.usable_cpus = lambda: 64
 from reshard import processes
 from reshard.execute import options, parts, run
 options.MIN_WRITERS_FOR_MAPS = 0
-run.usable_cpus = lambda: 64
 processes.MIN_BYTES_PER_PROCESS = 1
 parts.MIN_PART_BYTES = parts.MAX_PART_BYTES = 20000
 from reshard.storage.new_local_file import WrittenFile
@@ -89,7 +91,8 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             created.append(count)
             super().__init__(count, *others)
 
-    monkeypatch.setattr(run, "usable_cpus", lambda: 64)
+    for module in (run, costs):
+        monkeypatch.setattr(module, "usable_cpus", lambda: 64)
     for module in (part_server, reading, sweep):
         monkeypatch.setattr(module, "Crew", Counted)
     for module in (run, reading, sweep):
