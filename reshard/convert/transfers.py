@@ -100,14 +100,13 @@ def _add_group(
                 transfers.taken[pair] += count * alike[tensor.name]
                 transfers.requests[pair] += _covered(piece, tensor, execution).ranges * alike[tensor.name]
     for part in parts_of(group, execution.threads):
-        for stretch in part.stretches:
+        # A tensor in several shares is counted once, as a whole.
+        for stretch in (share._replace(shares=1).stretch(group) for share in part if share.number == 0):
             if stretch.shared is not None:
-                if stretch.shared.first == 0:
-                    _add_shared(transfers, stretch.shared, alike[stretch.shared.tensors[0].name])
+                _add_shared(transfers, stretch.shared, alike[stretch.shared.tensors[0].name])
                 continue
             for target, segments in zip(group, stretch.segments):
                 for segment in segments:
-                    # A tensor in several parts is counted with the first.
                     if isinstance(segment, Data) and segment.start == 0:
                         tensor = target.tensors[segment.tensor]
                         for piece in tensor.pieces:

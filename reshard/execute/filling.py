@@ -61,16 +61,15 @@ class BlockFiller:
         self._reader = reader
         self._overflowed = overflowed
         room = np.frombuffer(scratch, np.uint8)
-        half = min(len(room) // 2, _MAX_ROOM)
         gaps = min(_MAX_ROOM, _GAPS_PER_READ * reader.worth_skipping)
         # Rows with gaps that are only copied.
         self._gaps = room[:gaps]
-        # Shared rows and elements to cast: reading them uses the other half.
-        self._scratch, self._room = room[: min(half, gaps)], room[half : 2 * half]
+        # Shared rows and elements to cast, and rows with gaps on their way there.
+        self._scratch = room[: min(len(room) // 4, gaps)]
+        self._room = room[len(self._scratch) :][:_MAX_ROOM]
         # Transposed elements, and rows with gaps on their way there. The larger the stage is, the fewer times are the
         # rows of the source read.
-        self._stage_gaps = room[: min(len(room) // 4, gaps)]
-        self._stage = room[len(self._stage_gaps) :]
+        self._stage = room[len(self._scratch) :]
         # Sources of slices in the staging buffer, and the slices.
         self._in_buffer: list[tuple[StoredSlice, StoredSlice]] = []
 
@@ -188,7 +187,7 @@ class BlockFiller:
             nbytes = volume_of(box) * size
             words = as_words(self._stage[first : first + nbytes].data, shape, size)
             start, strides = _place(source, box, size)
-            self._copy(source, start, shape, strides, words, size, self._stage_gaps)
+            self._copy(source, start, shape, strides, words, size, self._scratch)
             slices.append(StoredSlice(_STAGED, source.rank, ((first, nbytes),), box))
             first += nbytes
         self._in_buffer = [(source, staged) for source, staged in zip(sources, slices) if staged is not None]
@@ -233,24 +232,26 @@ class BlockFiller:
         axis = len(shared.outer)
         example = shared.tensors[0]
         outer = placed(rows, shared.outer)
-        boxes = [(*outer, *tensor.box[axis:]) for tensor in shared.tensors]
-        views = [as_words(out, shape_of(box), example.item_size) for out, box in zip(outs, boxes)]
+        views = [
+            as_words(out, (*shape_of(rows), *tensor.shape[axis:]), example.item_size)
+            for out, tensor in zip(outs, shared.tensors)
+        ]
         cast = None
         if shared.dtype is not None:
             cast = Cast(shared.dtype, str(example.dtype), example.name, self._overflowed)
         for source, uses in shared.uses:
-            region = intersection((*outer, *source.box[axis:]), source.box)
-            if region is None:
+            stored = intersection(outer, source.box[:axis])
+            if stored is None:
                 continue
-            data = self._rows(source, region, shared.stored_size)
-            for member, box in uses:
-                common = intersection(box, region)
+            data = self._rows(source, (*stored, *source.box[axis:]), shared.stored_size)
+            for use in uses:
+                common = intersection(use.outer, stored)
                 if common is not None:
-                    out = views[member][inside(common, boxes[member])]
-                    put(data[inside(common, region)], out, cast)
-        for tensor, box, view in zip(shared.tensors, boxes, views):
+                    out = views[use.member][(*inside(common, outer), *use.columns)]
+                    put(data[(*inside(common, stored), *use.stored_columns)], out, cast)
+        for tensor, view in zip(shared.tensors, views):
             if tensor.added is not None:
-                tensor.added.add(box, view)
+                tensor.added.add((*outer, *tensor.box[axis:]), view)
 
     def _rows(self, source: StoredSlice, region: Box, item_size: int) -> Words:
         """A region of whole rows of a stored slice, in a map or read into the scratch buffer."""

@@ -11,7 +11,7 @@ from typing import Callable, Union
 
 from reshard.checkpoints import Data, FileHandles, Literal
 from reshard.checkpoints.formats.tensors import file_ranges
-from reshard.execute.parts import FilesPart, SharedRows
+from reshard.execute.parts import SharedRows, TensorShare
 from reshard.execute.reader import Worker
 from reshard.execute.runs import Run, is_transposed, runs_of_box
 from reshard.execute.writing import PartBuffer, TargetWriter
@@ -51,7 +51,7 @@ class PartWriter:
         self._wrote = wrote
         self._copied = copied
 
-    def write(self, part: FilesPart, writers: Sequence[TargetWriter]) -> None:
+    def write(self, part: Sequence[TensorShare], writers: Sequence[TargetWriter]) -> None:
         """Write a part, given a writer per file.
 
         Raises:
@@ -61,10 +61,10 @@ class PartWriter:
         block = self._worker.block
         share = len(block) // len(writers)
         buffers = [
-            PartBuffer(block[number * share : (number + 1) * share], writer, offset)
-            for number, (writer, offset) in enumerate(zip(writers, part.offsets))
+            PartBuffer(block[number * share : (number + 1) * share], writer) for number, writer in enumerate(writers)
         ]
-        for stretch in part.stretches:
+        group = [writer.target for writer in writers]
+        for stretch in (share.stretch(group) for share in part):
             if stretch.shared is None:
                 for buffer, writer, segments in zip(buffers, writers, stretch.segments):
                     self._write_alone(segments, writer.target.tensors, buffer)

@@ -14,7 +14,7 @@ from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints import Data, Literal
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
-from reshard.layout import Box, shape_of, volume_of
+from reshard.layout import Box, inside, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetFile, TargetTensor
 
 Segment = Union[Literal, Data]
@@ -23,10 +23,28 @@ Segment = Union[Literal, Data]
 MAX_PART_BYTES = 64 << 20
 MIN_PART_BYTES = 4 << 20
 _PARTS_PER_THREAD = 4
+# A part is complete with so many of these bytes: tensors are cut evenly, and seldom fill it exactly.
+_FULL = 0.75
 # Tensors of all files of a part together: each is an object until the part is written.
 MAX_STRETCHES = 4096
 # Shared rows are read whole: members together must take at least this share of them.
 _MIN_SHARE = 0.5
+
+
+class Use(NamedTuple):
+    """Columns of a stored slice that a member takes.
+
+    Attributes:
+        member: its number.
+        outer: the box of the outer dimensions.
+        stored_columns: the columns, as an index into rows of the slice.
+        columns: likewise, of the member.
+    """
+
+    member: int
+    outer: Box
+    stored_columns: tuple[slice, ...]
+    columns: tuple[slice, ...]
 
 
 class SharedRows(NamedTuple):
@@ -40,7 +58,7 @@ class SharedRows(NamedTuple):
         first: first row.
         last: one past the last row.
         row_bytes: bytes of a row, per member.
-        uses: per stored slice, members and the boxes that they take from it.
+        uses: per stored slice, what members take from it.
         dtype: type of the stored elements, if they are cast.
     """
 
@@ -49,7 +67,7 @@ class SharedRows(NamedTuple):
     first: int
     last: int
     row_bytes: tuple[int, ...]
-    uses: tuple[tuple[StoredSlice, tuple[tuple[int, Box], ...]], ...]
+    uses: tuple[tuple[StoredSlice, tuple[Use, ...]], ...]
     dtype: Optional[str] = None
 
     @property
@@ -64,26 +82,66 @@ class SharedRows(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """A tensor, or a part of one, in every file of the group.
+    """A tensor in every file of the group, or a share of it.
 
     Attributes:
         segments: per member, the segments to write, in file order.
         shared: rows to read once for all members, instead of the data in ``segments``.
     """
 
-    segments: tuple[list[Segment], ...]
+    segments: tuple[Sequence[Segment], ...]
     shared: Optional[SharedRows] = None
 
 
-class FilesPart(NamedTuple):
-    """The work of one thread: the offset of its first byte in every file, and the tensors from there on."""
+class TensorShare(NamedTuple):
+    """One of several equal shares of a tensor in every file of the group; small tensors have one.
 
-    offsets: tuple[int, ...]
-    stretches: list[Stretch]
+    Attributes:
+        segments: per member, the segments of the whole tensor, in file order.
+        number: of the share.
+        shares: number of shares.
+    """
+
+    segments: tuple[Sequence[Segment], ...]
+    number: int
+    shares: int
+
+    def stretch(self, group: Sequence[TargetFile]) -> Stretch:
+        """The elements of the share, and where they come from."""
+        shared = _shared_rows(group, self.segments)
+        if shared is not None:
+            first, last = (shared.last * number // self.shares for number in (self.number, self.number + 1))
+            shared = shared._replace(first=first, last=last)
+            units = shared.row_bytes
+        else:
+            units = tuple(map(_unit_of, group, self.segments, itertools.repeat(self.shares)))
+        if self.shares == 1:
+            return Stretch(self.segments, shared)
+        return Stretch(tuple(map(self._cut, self.segments, units)), shared)
+
+    def _cut(self, segments: Sequence[Segment], unit: int) -> list[Segment]:
+        """The share of a member's segments, in whole units of so many bytes; literal bytes go with the data behind."""
+        size = _size_of(segments)
+        first, last = (size // unit * number // self.shares * unit for number in (self.number, self.number + 1))
+        last = size if self.number + 1 == self.shares else last
+        cut: list[Segment] = []
+        literals: list[Segment] = []
+        for segment in segments:
+            if isinstance(segment, Literal):
+                literals.append(segment)
+                continue
+            start, stop = max(segment.start, first), min(segment.stop, last)
+            if start < stop:
+                cut += literals if start == segment.start else []
+                cut.append(Data(segment.offset + start - segment.start, segment.tensor, start, stop))
+            literals = []
+        return cut
 
 
-def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[FilesPart]:
-    """Cut the files of a group into parts, at element boundaries; at least one.
+def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[list[TensorShare]]:
+    """Cut the files of a group into parts, in file order; at least one.
+
+    Only sizes decide where: each of many processes finds its parts without planning the tensors of the others.
 
     Args:
         group: the files.
@@ -91,61 +149,58 @@ def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[FilesPart]:
     """
     share = sum(target.layout.size for target in group) // (_PARTS_PER_THREAD * threads)
     part_bytes = max(MIN_PART_BYTES, min(MAX_PART_BYTES, share))
-    offsets = [0] * len(group)
-    start, stretches, size = tuple(offsets), list[Stretch](), 0
-    for stretch in _stretches(group, part_bytes):
-        stretches.append(stretch)
-        for member, segments in enumerate(stretch.segments):
-            count = sum(len(s.data) if isinstance(s, Literal) else s.stop - s.start for s in segments)
-            offsets[member] += count
-            size += count
-        if size >= part_bytes or len(stretches) * len(group) >= MAX_STRETCHES:
-            yield FilesPart(start, stretches)
-            start, stretches, size = tuple(offsets), [], 0
-    if stretches or not any(offsets):
-        yield FilesPart(start, stretches)
+    part: list[TensorShare] = []
+    size = 0
+    any_part = False
+    for segments, nbytes in _tensors_of(group):
+        count = max(1, round(nbytes / part_bytes))
+        for number in range(count):
+            part.append(TensorShare(segments, number, count))
+            size += nbytes // count
+            if size >= _FULL * part_bytes or len(part) * len(group) >= MAX_STRETCHES:
+                yield part
+                part, size, any_part = [], 0, True
+    if part or not any_part:
+        yield part
 
 
-def _stretches(group: Sequence[TargetFile], part_bytes: int) -> Iterator[Stretch]:
-    if len(group) == 1:
-        for _, segments in _by_tensor(group[0]):
-            for piece in _split(segments, group[0], part_bytes):
-                yield Stretch((piece,))
-        return
-    if not _alike(group):
+def _tensors_of(group: Sequence[TargetFile]) -> Iterator[tuple[tuple[Sequence[Segment], ...], int]]:
+    """Per tensor of the files: its segments in each, and the bytes of data in all."""
+    if len({id(target.layout) for target in group}) == 1:
+        for segments in _by_tensor(group[0]):
+            yield (segments,) * len(group), len(group) * _size_of(segments)
+    elif _alike(group):
+        for of_members in zip(*map(_by_tensor, group)):
+            yield of_members, sum(map(_size_of, of_members))
+    else:
         # Members with other orders of tensors cannot be written side by side.
         for number, target in enumerate(group):
-            for _, segments in _by_tensor(target):
-                yield Stretch(tuple(segments if member == number else [] for member in range(len(group))))
-        return
-    for entries in zip(*map(_by_tensor, group)):
-        side_by_side = tuple(segments for _, segments in entries)
-        tensors = tuple(target.tensors[tensor] for target, (tensor, _) in zip(group, entries) if tensor >= 0)
-        shared = _shared_rows(tensors, side_by_side) if len(tensors) == len(group) else None
-        if shared is None:
-            yield Stretch(side_by_side)
-        else:
-            yield from _split_shared(shared, side_by_side, part_bytes)
+            for segments in _by_tensor(target):
+                alone = tuple(segments if member == number else () for member in range(len(group)))
+                yield alone, _size_of(segments)
+
+
+def _size_of(segments: Sequence[Segment]) -> int:
+    """Bytes of data, without literal bytes, which are not cut."""
+    return sum(segment.stop - segment.start for segment in segments if isinstance(segment, Data))
 
 
 def _alike(group: Sequence[TargetFile]) -> bool:
     """Whether all files have the same tensors in the same order, and all or none have bytes after the last."""
     layouts = {id(target.layout): target.layout for target in group}.values()
-    if len(layouts) == 1:
-        return True
     orders = itertools.zip_longest(*(layout.order() for layout in layouts))
     return len({layout.ends_in_literal for layout in layouts}) == 1 and all(len(set(order)) == 1 for order in orders)
 
 
-def _by_tensor(target: TargetFile) -> Iterator[tuple[int, list[Segment]]]:
-    """The segments of a file, each tensor's data with the literal bytes before it; -1 for bytes at the end."""
+def _by_tensor(target: TargetFile) -> Iterator[list[Segment]]:
+    """The segments of a file, each tensor's data with the literal bytes before it; then bytes at the end."""
     pending: list[Segment] = []
     last = -1
     for segment in target.layout.segments():
         if isinstance(segment, Data) and segment.tensor != last and last >= 0:
             # Literal bytes since the last tensor's data belong to this one.
             data = max(n for n, s in enumerate(pending) if isinstance(s, Data)) + 1
-            yield last, pending[:data]
+            yield pending[:data]
             pending = pending[data:]
         pending.append(segment)
         if isinstance(segment, Data):
@@ -153,39 +208,35 @@ def _by_tensor(target: TargetFile) -> Iterator[tuple[int, list[Segment]]]:
     # Headers of empty tensors at the end of the file follow the last data and must stay behind it.
     data = max((n + 1 for n, s in enumerate(pending) if isinstance(s, Data)), default=0)
     if pending[:data]:
-        yield last, pending[:data]
+        yield pending[:data]
     if pending[data:]:
-        yield -1, pending[data:]
+        yield pending[data:]
 
 
-def _split(segments: list[Segment], target: TargetFile, part_bytes: int) -> Iterator[list[Segment]]:
-    """Cut a large tensor of a single file at element boundaries, between rows if a row fits into a part."""
-    pending: list[Segment] = []
-    for segment in segments:
-        if isinstance(segment, Literal) or segment.stop - segment.start <= part_bytes:
-            pending.append(segment)
-            continue
-        tensor = target.tensors[segment.tensor]
-        row = math.prod(tensor.shape[1:]) * tensor.item_size
-        unit = row if row <= part_bytes else tensor.item_size
-        step = max(unit, part_bytes // unit * unit)
-        start = segment.start
-        while start < segment.stop:
-            stop = min(segment.stop, (start // step + 1) * step)
-            yield [*pending, Data(segment.offset + start - segment.start, segment.tensor, start, stop)]
-            pending = []
-            start = stop
-    if pending:
-        yield pending
+def _tensor_in(target: TargetFile, segments: Sequence[Segment]) -> Optional[TargetTensor]:
+    """The tensor whose data is in the segments; None if they are literal."""
+    return next((target.tensors[segment.tensor] for segment in segments if isinstance(segment, Data)), None)
 
 
-def _shared_rows(tensors: tuple[TargetTensor, ...], segments: tuple[list[Segment], ...]) -> Optional[SharedRows]:
+def _unit_of(target: TargetFile, segments: Sequence[Segment], count: int) -> int:
+    """Bytes that are not cut in a member: a row, or an element where rows are too large for as many shares."""
+    tensor = _tensor_in(target, segments) if count > 1 else None
+    if tensor is None:
+        return 1
+    row = math.prod(tensor.shape[1:]) * tensor.item_size
+    return row if row * count <= tensor.nbytes else tensor.item_size
+
+
+def _shared_rows(group: Sequence[TargetFile], segments: Sequence[Sequence[Segment]]) -> Optional[SharedRows]:
     """The rows of a tensor that members share, or None where reading them once gains nothing."""
+    if len(group) == 1:
+        return None
     data = [[segment for segment in of_member if isinstance(segment, Data)] for of_member in segments]
-    first = tensors[0]
     if any(len(records) != 1 or records[0] is not of_member[-1] for records, of_member in zip(data, segments)):
         # Several records, or literal bytes after the data: only bytes before the data can precede the rows.
         return None
+    tensors = tuple(target.tensors[records[0].tensor] for target, records in zip(group, data))
+    first = tensors[0]
     if any(tensor.item_size != first.item_size or tensor.padded for tensor in tensors):
         return None
     types = {piece.dtype for tensor in tensors for piece in tensor.pieces}
@@ -212,24 +263,22 @@ def _shared_rows(tensors: tuple[TargetTensor, ...], segments: tuple[list[Segment
     outer = first.box[:axis]
     rows = volume_of(outer)
     row_bytes = tuple(tensor.nbytes // rows for tensor in tensors)
-    uses_of_sources = tuple((source, tuple(boxes)) for source, boxes in uses.items())
-    return SharedRows(tensors, outer, 0, rows, row_bytes, uses_of_sources, types.pop())
-
-
-def _split_shared(shared: SharedRows, segments: tuple[list[Segment], ...], part_bytes: int) -> Iterator[Stretch]:
-    """Cut shared rows so that all members together take at most the bytes of a part."""
-    step = max(1, part_bytes // sum(shared.row_bytes))
-    for first in range(0, shared.last, step):
-        last = min(shared.last, first + step)
-        cut = tuple(
-            [
-                Data(s.offset + first * row, s.tensor, first * row, last * row) if isinstance(s, Data) else s
-                for s in of_member
-                if first == 0 or isinstance(s, Data)
-            ]
-            for of_member, row in zip(segments, shared.row_bytes)
+    uses_of_sources = tuple(
+        (
+            source,
+            tuple(
+                Use(
+                    member,
+                    box[:axis],
+                    inside(box[axis:], source.box[axis:]),
+                    inside(box[axis:], tensors[member].box[axis:]),
+                )
+                for member, box in boxes
+            ),
         )
-        yield Stretch(cut, shared._replace(first=first, last=last))
+        for source, boxes in uses.items()
+    )
+    return SharedRows(tensors, outer, 0, rows, row_bytes, uses_of_sources, types.pop())
 
 
 class Parts:
@@ -246,11 +295,11 @@ class Parts:
         self._alone = alone
         self._lock = threading.Lock()
         self._remaining = parts_of(files, threads)
-        self._next: Optional[FilesPart] = next(self._remaining)
+        self._next: Optional[list[TensorShare]] = next(self._remaining)
         self._number = 0
-        self._skipped: dict[int, FilesPart] = {}
+        self._skipped: dict[int, list[TensorShare]] = {}
 
-    def take(self, number: int) -> tuple[Optional[FilesPart], bool]:
+    def take(self, number: int) -> tuple[Optional[list[TensorShare]], bool]:
         """A part by its number, None if there are fewer parts; and whether it is the last."""
         with self._lock:
             if number in self._skipped:

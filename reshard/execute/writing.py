@@ -21,6 +21,7 @@ _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
 _X_TO_8 = 1 << 23
 _CRC_BYTES = 4
+_NOWHERE = -1
 
 Checksum = tuple[int, int, int]
 """Of a piece of a file: offset, bytes, CRC-32."""
@@ -327,17 +328,16 @@ class PartBuffer:
     Args:
         memory: the buffer, at least one byte.
         writer: of the file.
-        offset: of the part in the file.
     """
 
-    def __init__(self, memory: memoryview, writer: TargetWriter, offset: int) -> None:
+    def __init__(self, memory: memoryview, writer: TargetWriter) -> None:
         self.size = len(memory)
         """Bytes that can be reserved at once."""
         self._memory = memory[:0] if writer.mapped else memory
         # The room that was reserved last at the beginning: equal rooms are one object, whose places are cached.
         self._first = memory[:0]
         self._used = 0
-        self._offset = offset
+        self._offset = _NOWHERE
         self.writer = writer
 
     def reserve(self, count: int) -> memoryview:
@@ -371,10 +371,12 @@ class PartBuffer:
         self._offset += count
 
     def expect(self, offset: int) -> None:
-        """Check that the next byte belongs at this offset of the file.
+        """Begin at this offset of the file, or check that the next byte belongs there.
 
         Segments in a wrong order would not change the size of the file, so they end the run.
         """
+        if self._offset == _NOWHERE:
+            self._offset = offset
         if self.position != offset:
             raise RuntimeError(f"bytes of offset {offset} would be written at {self.position}")
 
