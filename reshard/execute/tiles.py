@@ -52,8 +52,7 @@ def put(source: Words, out: Words, cast: Optional[Cast] = None) -> None:
     Transposed copies go tile by tile through buffers in the cache.
     """
     axes = range(source.ndim - 1)
-    near_source = min(axes, key=lambda axis: source.strides[axis] if source.shape[axis] > 1 else _FAR, default=0)
-    near_out = min(axes, key=lambda axis: out.strides[axis] if out.shape[axis] > 1 else _FAR, default=0)
+    near_source, near_out = _nearest_axis(source), _nearest_axis(out)
     shorter = min(source.shape[near_source], source.shape[near_out])
     if near_source == near_out or shorter < MIN_TILE:
         if cast is None:
@@ -81,6 +80,14 @@ def put(source: Words, out: Words, cast: Optional[Cast] = None) -> None:
         if tile is None or tile.kind != kind:
             tile = _BUFFERS.tile = _Tile(*kind)
         tile.move(source_tile, out_tile, cast)
+
+
+def _nearest_axis(words: Words) -> int:
+    """The axis along which elements are nearest to each other; 0 for a single element."""
+    shape, strides, last = words.shape, words.strides, words.ndim - 2
+    if last > 0 and shape[last] > 1 and strides[last] == shape[-1] * words.itemsize:
+        return last
+    return min(range(last + 1), key=lambda axis: strides[axis] if shape[axis] > 1 else _FAR, default=0)
 
 
 class _Tile:
