@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple, Optional
 
-from benchmarks.measure import COMPARED, Run, Section, memory_backed, remove, reshard, run
+from benchmarks.measure import COMPARED, Run, Section, memory_backed, remove, reshard, reshard_as_if, run
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy, wrong_slices
 from benchmarks.throughput import Claim, by_rank
 
@@ -59,7 +59,8 @@ def measure(gigabytes: float = GIGABYTES, names: Optional[list[str]] = None) -> 
         f"`convert` of {model.nbytes / 1e9:.1f} GB in matrices of {SIDE} x {SIDE}, by `--jobs`, on {cores} cores. "
         f"GB/s written, best of {TURNS} runs in turns; *cp* copies all target files at once. Below: the least user "
         f"time of all processes, in seconds per GB, and writes per GB, as the kernel counts them. *{MANY}/{FEW}* is "
-        f"the ratio of `-j{MANY}` to `-j{FEW}`; user time may grow to 1.2 times."
+        f"the ratio of `-j{MANY}` to `-j{FEW}`; user time may grow to 1.2 times. Between local files no more processes "
+        f"work than there are CPUs; *as if* has as many as `--jobs` even so, which take turns and share caches."
     )
     section.table("kind", *(f"-j{number}" for number in jobs), "cp", f"{MANY}/{FEW}")
     for name in names or CASES:
@@ -82,21 +83,25 @@ def _measure_case(section: Section, place: Path, case: Case, model: Model, jobs:
     write_checkpoint(place / "src", model, case.old, "safetensors")
     write_strategy(place / "old", model, case.old)
     write_strategy(place / "new", model, case.new)
-    words = reshard("convert", place / "src", target, "--src-strategy", place / "old", "--dst-strategy", place / "new")
+    words = ["convert", place / "src", target, "--src-strategy", place / "old", "--dst-strategy", place / "new"]
     runs: dict[int, list[Run]] = {number: [] for number in jobs}
+    as_if: dict[int, list[Run]] = {number: [] for number in jobs}
     copies: list[float] = []
     for _ in range(TURNS):
         for number in jobs:
-            remove(target)
             # The default of --max-memory on a machine of so many cores.
-            runs[number].append(run([*words, "--quiet", "--jobs", number, "--max-memory", f"{max(64, 8 * number)}M"]))
+            effort = ["--quiet", "--jobs", number, "--max-memory", f"{max(64, 8 * number)}M"]
+            for command, done in ((reshard(*words), runs), (reshard_as_if(number, *words), as_if)):
+                remove(target)
+                done[number].append(run([*command, *effort], sampled=False))
         copies.append(_copies_at_once(target, place / "copied"))
     assert wrong_slices(target, model, case.new, "safetensors") == 0
     size = model.nbytes / 1e9
     speeds = [f"{size / min(one.seconds for one in runs[number]):.1f}" for number in jobs]
     section.row(case.name, *speeds, f"{size / min(copies):.1f}", "")
-    user = {number: min(one.user for one in runs[number]) / size for number in jobs}
-    section.row("... user time", *(f"{user[number]:.2f} s" for number in jobs), "", f"{user[MANY] / user[FEW]:.2f}")
+    for label, done in (("... user time", runs), ("... user time, as if", as_if)):
+        user = {number: min(one.user for one in done[number]) / size for number in jobs}
+        section.row(label, *(f"{user[number]:.2f} s" for number in jobs), "", f"{user[MANY] / user[FEW]:.2f}")
     writes = {number: min(one.writes for one in runs[number]) / size for number in jobs}
     section.row("... writes", *(f"{writes[number]:.0f}" for number in jobs), "", f"{writes[MANY] / writes[FEW]:.1f}")
 

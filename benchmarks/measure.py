@@ -151,8 +151,18 @@ def reshard(*words: object) -> list[object]:
     return [sys.executable, "-m", "reshard", *words]
 
 
-def run(command: Sequence[object]) -> Run:
+def reshard_as_if(cpus: int, *words: object) -> list[object]:
+    """As `reshard`, for a program that takes this machine for one with so many CPUs."""
+    program = f"import os; os.sched_getaffinity = lambda _: range({cpus}); from reshard.entry import main; main()"
+    return [sys.executable, "-c", program, *words]
+
+
+def run(command: Sequence[object], sampled: bool = True) -> Run:
     """Run a command, which must succeed.
+
+    Args:
+        command: the command.
+        sampled: whether to look at its memory, which takes the more processor time the more processes there are.
 
     Raises:
         RuntimeError: it failed.
@@ -162,7 +172,8 @@ def run(command: Sequence[object]) -> Run:
     reads, writes = _calls()
     started = perf_counter()
     process = subprocess.Popen(list(map(str, command)), env=environment, stdout=subprocess.DEVNULL)
-    with _Sampler(process.pid) as sampler:
+    sampler = _Sampler(process.pid)
+    with sampler if sampled else contextlib.nullcontext():
         _, status, used = os.wait4(process.pid, 0)
         seconds = perf_counter() - started
     process.returncode = status
