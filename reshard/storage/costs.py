@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import Optional
 
+from reshard.named_tuple import NamedTuple
 from reshard.threads import ThreadLock
 
 # Where a page fault is a memory access or a disk read and never a round trip.
