@@ -46,10 +46,11 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
 }
 _PACKAGE = "reshard.strategies"
 # Limits above any real file: some seconds, some hundred MB. An item has some hundred
-# bytes, a list of ranks some hundred KB.
+# bytes, a list of ranks some hundred KB, and a file some tens of different layouts.
 _MAX_FIELD = 1 << 22
 _MAX_FIELDS = 1 << 20
-_MAX_NUMBERS = 1 << 22
+_MAX_DECODED = 1 << 22
+# Bits of the types of numbers.
 _BITS = {"int32": 32, "int64": 64, "uint32": 32}
 Ranks = tuple[int, ...]
 _Parts = tuple[bytes, ...]
@@ -75,15 +76,23 @@ def _strategy(data: bytes, path: str, current_stage: int) -> StrategyFile:
     # Thousands of operators and parameters share tens of strategies and layouts.
     strategys: dict[_Parts, tuple[int, tuple[Ranks, ...]]] = {}
     distinct: dict[_Parts, RecordedLayout] = {}
-    numbers = 0
+    decoded = 0
+
+    def counted(parts: _Parts) -> _Parts:
+        nonlocal decoded
+        decoded += sum(map(len, parts))
+        if decoded > _MAX_DECODED:
+            problem = f"{path} holds more numbers than any strategy file ({_MAX_DECODED >> 20} MiB without repetitions)"
+            raise StrategyError(problem, file=path)
+        return parts
+
     for number, value in _fields(data):
         if number == 2 and not isinstance(value, int):
             node, parts = _named(value)
             known = strategys.get(parts)
             if known is None:
-                stage, repeated = _values("ParallelStrategys", parts)
+                stage, repeated = _values("ParallelStrategys", counted(parts))
                 known = strategys[parts] = stage, tuple(dims for (dims,) in repeated)
-                numbers += sum(len(entry) + 1 for entry in known[1])
             items.append(StrategyItem(_text(node, path), *known))
         elif number == 3 and not isinstance(value, int):
             label, parts = _named(value)
@@ -93,12 +102,8 @@ def _strategy(data: bytes, path: str, current_stage: int) -> StrategyFile:
                 raise StrategyError(f"{path} lists parameter {quoted(name)} twice", file=path, parameter=name)
             recorded = distinct.get(parts)
             if recorded is None:
-                recorded = distinct[parts] = _recorded(parts, path, name)
-                numbers += sum(len(entry) + 1 for entry in recorded.tensor_maps)
-                numbers += len(recorded.device_matrix) + len(recorded.split_sizes) + len(recorded.split_offsets)
+                recorded = distinct[parts] = _recorded(counted(parts), path, name)
             layouts[name] = recorded
-        if numbers > _MAX_NUMBERS:
-            raise StrategyError(f"{path} holds more numbers than any strategy file ({_MAX_NUMBERS})", file=path)
     return StrategyFile(path, "protobuf", tuple(items), layouts, current_stage)
 
 
@@ -219,7 +224,10 @@ def _values(kind: str, parts: _Parts) -> tuple[Any, ...]:
 def _value(declared: str, occurrences: list[Union[int, bytes]]) -> Any:
     kind = declared.rstrip("*")
     if kind not in _BITS:
-        return tuple([_values(kind, (value,)) for value in occurrences if not isinstance(value, int)])
+        messages = [value for value in occurrences if not isinstance(value, int)]
+        # Equal dimensions have equal maps.
+        values = {message: _values(kind, (message,)) for message in set(messages)}
+        return tuple([values[message] for message in messages])
     if kind == declared:
         scalars = [value for value in occurrences if isinstance(value, int)]
         if not scalars:
