@@ -11,7 +11,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.safetensors_index import read_safetensors_index
 from reshard.checkpoints.formats.tensors import Tensor
 from reshard.errors import DamagedCheckpointError
+from reshard.named_tuple import NamedTuple
 from reshard.storage import FileStatus, ReadableFile, fill
 from reshard.text.wording import quoted
 from reshard.threads import ThreadLock

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+
+from reshard.named_tuple import NamedTuple
 
 # Launchers, by their variables of index and count.
 _LAUNCHERS = (

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, Optional
 
+from reshard.named_tuple import NamedTuple
 from reshard.pictures.slices import Arrangement, Slice, coordinates, shown_positions
 from reshard.text.wording import plural
 

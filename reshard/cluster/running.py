@@ -9,7 +9,7 @@ import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Optional
 
 from distributed import Client, Future
 from distributed.scheduler import KilledWorker
@@ -18,6 +18,7 @@ from reshard._version import __version__
 from reshard.cluster.tasks import INSTALL, TICK, TOPIC
 from reshard.errors import InputError, ReshardError, RetryableError
 from reshard.execute import Progress
+from reshard.named_tuple import NamedTuple
 from reshard.storage import remove_file, store_of, unlinked
 from reshard.text.report import Report
 

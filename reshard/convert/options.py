@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, Optional
 
 from reshard.defaults import MAX_MEMORY
+from reshard.named_tuple import NamedTuple
 
 if TYPE_CHECKING:
     from reshard.checkpoints.decryption import Decryption

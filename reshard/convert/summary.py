@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
-from typing import NamedTuple, Optional
+from typing import Optional
 
+from reshard.named_tuple import NamedTuple
 from reshard.plan.plan import Plan, in_section
 from reshard.source_replicas import ReplicaCheck
 from reshard.text.names import KINDS, Total, kind_of

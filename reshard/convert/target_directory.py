@@ -14,7 +14,7 @@ import os
 import shlex
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, Optional
 
 from reshard.checkpoints.edited import EditedCheckpoint
 from reshard.convert.options import Options
@@ -22,6 +22,7 @@ from reshard.errors import InputError, RetryableError, TargetError
 from reshard.execute import Destination
 from reshard.forms.registry import form_named, forms_among
 from reshard.forms.target import UNFINISHED, UNFINISHED_CONTENT, TargetForm
+from reshard.named_tuple import NamedTuple
 from reshard.plan.pieces import TargetFile
 from reshard.plan.plan import Plan
 from reshard.records import (

@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Callable, NamedTuple, Optional, Protocol
+from typing import Callable, Optional, Protocol
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.convert.target_directory import TargetDirectory
@@ -14,6 +14,7 @@ from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.execute import ExecutionOptions, Progress, convert
 from reshard.execute.destination import Space, space_for
 from reshard.forms.registry import counted_as
+from reshard.named_tuple import NamedTuple
 from reshard.plan.pieces import TargetFile
 from reshard.plan.plan import Plan
 from reshard.text.messages import listing

@@ -11,10 +11,11 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from typing import Callable, NamedTuple, Optional, Union
+from typing import Callable, Optional, Union
 
 from reshard.errors import TargetError, UnwritableError, UsageError
 from reshard.forms.target import UNFINISHED
+from reshard.named_tuple import NamedTuple
 from reshard.storage import (
     FileStatus,
     exists,

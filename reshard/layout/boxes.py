@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box, Grid
+from reshard.named_tuple import NamedTuple
 
 Numbers = npt.NDArray[np.int64]
 

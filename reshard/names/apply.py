@@ -6,9 +6,10 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from reshard.layout.views import ZEROS, View
+from reshard.named_tuple import NamedTuple
 from reshard.names.matching import InstanceKey, NameMatch, Side, SidedRule
 from reshard.names.misfits import Completeness, Misfits, Reason
 from reshard.names.model import NameRules

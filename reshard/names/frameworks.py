@@ -14,8 +14,9 @@ place outside of a trainer's state, such as a step for each parameter.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
+from reshard.named_tuple import NamedTuple
 from reshard.text.names import TRAINER_OPTIMIZERS, is_weight, trainer_optimizer
 
 MODEL = "model."

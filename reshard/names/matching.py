@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import Optional
 
+from reshard.named_tuple import NamedTuple
 from reshard.names.model import NameRule, Number
 from reshard.names.pattern import Fit, Pattern, PatternIndex, SizedPattern
 from reshard.names.sizes import ModelSizes

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from reshard.errors import NamesError
+from reshard.named_tuple import NamedTuple
 from reshard.names.matching import InstanceKey, Side, SidedRule
 from reshard.text.messages import Message, block, joined, listing
 from reshard.text.near_names import near_names

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.errors import NamesError
+from reshard.named_tuple import NamedTuple
 from reshard.names.model import EITHER, FORWARD, NameRule, NameRules, Number, OptionCondition, TableOption
 from reshard.names.operations import Stack
 from reshard.names.operations_text import OperationReader, RuleFile

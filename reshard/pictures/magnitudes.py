@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from reshard.named_tuple import NamedTuple
 from reshard.numbers.statistics import TensorStatistics
 from reshard.numbers.widening import EXPONENTS, ONE
 from reshard.pictures.svg import CHARACTER_WIDTH, LINE_HEIGHT, document, paragraph, rectangle, text

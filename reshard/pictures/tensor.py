@@ -6,8 +6,9 @@ import colorsys
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Optional
+from typing import Optional
 
+from reshard.named_tuple import NamedTuple
 from reshard.pictures import svg
 from reshard.pictures.slices import Arrangement, Slice, coordinates, shown_positions
 from reshard.text.wording import plural, stepped_ranges

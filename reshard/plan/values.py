@@ -9,12 +9,12 @@ number, if that exists.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.target import TargetForm
+from reshard.named_tuple import NamedTuple
 from reshard.storage import read_range, reading
 from reshard.text.globs import Filters
 from reshard.text.messages import listing

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from reshard.errors import CheckpointError
+from reshard.named_tuple import NamedTuple
 from reshard.quantised.values import E2M1, OFFSET_TYPES, SCALE_TYPES, scale_box
 from reshard.text.wording import quoted
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Optional
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints.formats.dtypes import DTYPES, ITEM_SIZES
 from reshard.layout import Box, shape_of
+from reshard.named_tuple import NamedTuple
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]

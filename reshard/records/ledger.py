@@ -26,13 +26,14 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, Optional
 
 from reshard.errors import CheckpointError, ReshardError, TargetError
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.rank_files import STRATEGY_FILE
 from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.forms.ranks.tree import RankFile
+from reshard.named_tuple import NamedTuple
 from reshard.records.commands import RecordedCommand, commands_in, is_command
 from reshard.records.identity import Identity, short_digest, strategy_digest
 from reshard.records.record_files import PLAN, REPLACED, RecordDirectory, names_in

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor
 from reshard.errors import DamagedCheckpointError
+from reshard.named_tuple import NamedTuple
 from reshard.records.identity import digest_of, short_digest
 from reshard.storage import ReadableFile, read_each, read_range, reading, storage_of
 from reshard.text.names import belongs_to_rank, is_value

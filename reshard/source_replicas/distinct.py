@@ -13,13 +13,14 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, Optional, TypeVar
+from typing import Optional, TypeVar
 
 from reshard.checkpoints import FileHandles, files_alike
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.execute import ExecutionOptions
 from reshard.forms.ranks.checkpoint import SourceStep, stage_shardings
 from reshard.layout import shape_of, volume_of
+from reshard.named_tuple import NamedTuple
 from reshard.source_replicas.choice import Holder, group_parameters
 from reshard.source_replicas.samples import MOST_PLACES, UNREADABLE, ReplicaFiles
 from reshard.strategies import Strategy

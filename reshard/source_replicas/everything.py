@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.reader import in_order
 from reshard.execute.tiles import Bytes
 from reshard.layout import boxes_of_range, placed, shape_of, volume_of
+from reshard.named_tuple import NamedTuple
 from reshard.source_replicas.choice import Holder, ParameterGroup, Replicated
 from reshard.source_replicas.outcome import Tally
 from reshard.source_replicas.samples import ReplicaFiles

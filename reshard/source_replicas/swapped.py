@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple, Optional, Union
+from typing import Optional, Union
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
@@ -23,6 +23,7 @@ from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.forms.ranks.coverage import lost_slices
 from reshard.forms.ranks.parameters import listed_by_source, read_parameters
 from reshard.layout import Layout
+from reshard.named_tuple import NamedTuple
 from reshard.source_replicas import (
     Distinctness,
     ReplicaComparison,

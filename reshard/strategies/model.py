@@ -12,11 +12,12 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import LayoutError, UsageError
 from reshard.layout import Layout
+from reshard.named_tuple import NamedTuple
 from reshard.text.wording import rank_ranges, some_numbers
 from reshard.threads import cached_property
 

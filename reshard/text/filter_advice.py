@@ -12,8 +12,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import product
-from typing import NamedTuple, Optional
+from typing import Optional
 
+from reshard.named_tuple import NamedTuple
 from reshard.text.globs import Filters, Glob, Globs, expression_of
 from reshard.text.names import (
     ACCUMULATED_GRADIENTS,

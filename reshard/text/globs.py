@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Optional
+from typing import Optional
+
+from reshard.named_tuple import NamedTuple
 
 # Without the guards, `*{number}` would match only the 2 of x12.
 _NUMBER = r"(?<![0-9])([0-9]+)(?![0-9])"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Container
-from typing import NamedTuple
 
+from reshard.named_tuple import NamedTuple
 from reshard.text.wording import as_glob
 
 ACCUMULATED_GRADIENTS = "accu_grads."

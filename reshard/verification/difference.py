@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from reshard.checkpoints import Tensor
+from reshard.named_tuple import NamedTuple
 from reshard.text.wording import one_line, quoted, rank_ranges, some_names
 
 

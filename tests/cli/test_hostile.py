@@ -268,6 +268,10 @@ def layouts(dev_matrix: list[int], tensor_map: list[int], **more: int) -> bytes:
     return protobuf({"w": layout(dev_matrix, tensor_map, **more)})
 
 
+def strategy_item(strategy: bytes) -> bytes:
+    return field(2, field(1, "n") + field(2, field(1, 0) + field(2, strategy)))
+
+
 def layout_item(inner: bytes) -> bytes:
     return field(1, 1) + field(3, field(1, "w") + field(2, inner))
 
@@ -343,7 +347,12 @@ LARGE: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "millions of empty messages in an item": ("s.ckpt", lambda: layout_item(field(1, b"") * 2**21), ""),
     "millions of numbers": (
         "s.ckpt",
-        lambda: field(1, 1) + field(2, field(1, "n") + field(2, field(1, 0) + field(2, field(1, 300) * 2**20))) * 8,
+        lambda: field(1, 1) + b"".join(strategy_item(field(1, 300 + item) * 2**20) for item in range(8)),
+        "more numbers",
+    ),
+    "millions of unknown fields": (
+        "s.ckpt",
+        lambda: field(1, 1) + b"".join(strategy_item(field(9, item) * 2**20) for item in range(24)),
         "more numbers",
     ),
     "millions of lists in JSON": ("s.json", lambda: json_strategy(b"[" + b"[]," * 2**23 + b"0]"), "a value is longer"),

@@ -11,11 +11,12 @@ import math
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Callable, NamedTuple, NoReturn, Optional
+from typing import Any, Callable, NoReturn, Optional
 
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, ITEM_SIZES
 from reshard.checkpoints.formats.pickles import Global, PickledInstance, PickleError, among, read_pickle
 from reshard.errors import CheckpointError, DamagedCheckpointError
+from reshard.named_tuple import NamedTuple
 from reshard.storage import ReadableFile, fill, read_range
 from reshard.text.wording import quoted
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Callable, NamedTuple
+from typing import Callable
 
 from reshard.checkpoints.encrypted import DecryptedFile
 from reshard.checkpoints.files import FileHandles
@@ -13,6 +13,7 @@ from reshard.checkpoints.formats.ckpt_index import TRAILER_SIZE
 from reshard.checkpoints.formats.dtypes import INTEGERS, MAP_TENSOR
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import DamagedCheckpointError
+from reshard.named_tuple import NamedTuple
 from reshard.storage import ReadableFile, fill, opened_regular, read_range, reading
 from reshard.storage.other_files import GCM
 from reshard.text.wording import plural, quoted

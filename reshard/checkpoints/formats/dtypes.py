@@ -7,7 +7,9 @@ special case.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import Optional
+
+from reshard.named_tuple import NamedTuple
 
 TEXT = "str"
 MAP_TENSOR = "MapTensor"

@@ -11,7 +11,9 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Collection, Iterator
-from typing import Any, Callable, NamedTuple, Optional, Union
+from typing import Any, Callable, Optional, Union
+
+from reshard.named_tuple import NamedTuple
 
 MAX_OPERATIONS = 1 << 26
 """Operations of one pickle. Metadata takes some 30 for each chunk of a tensor."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn, Optional
+from typing import Any, NoReturn, Optional
 
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, dtype_named
 from reshard.checkpoints.formats.pickles import Global, PickledInstance, PickleError, among, read_pickle
 from reshard.errors import CheckpointError, InputError
+from reshard.named_tuple import NamedTuple
 from reshard.storage import read_small, reading
 from reshard.text.wording import as_pattern, quoted
 

@@ -14,7 +14,7 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from reshard.checkpoints.formats.headers import FORMATS, format_of
 from reshard.errors import CheckpointError, ReshardError, UsageError
@@ -30,6 +30,7 @@ from reshard.forms.ranks.steps import (
     name_families,
     parse_stem,
 )
+from reshard.named_tuple import NamedTuple
 from reshard.storage import (
     DirectoryEntry,
     absolute,

@@ -8,9 +8,9 @@ import re
 import time
 from collections.abc import Mapping
 from datetime import datetime
-from typing import NamedTuple
 
 from reshard.errors import UsageError
+from reshard.named_tuple import NamedTuple
 
 _SCHEME = "s3://"
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")

@@ -7,8 +7,9 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Optional
 
+from reshard.named_tuple import NamedTuple
 from reshard.storage.costs import Measured
 from reshard.storage.s3 import failures
 from reshard.storage.s3.address import Address, modified_at, number_of

@@ -14,10 +14,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from typing import Any, Callable, NamedTuple, Optional, TypeVar
+from typing import Any, Callable, Optional, TypeVar
 from urllib.parse import urlsplit
 
 from reshard.errors import InputError
+from reshard.named_tuple import NamedTuple
 from reshard.storage.registry import endpoint
 from reshard.storage.s3 import failures
 from reshard.storage.s3.address import Address

@@ -7,8 +7,9 @@ import errno
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, Optional
 
+from reshard.named_tuple import NamedTuple
 from reshard.storage.costs import Storage
 from reshard.storage.s3 import leases
 from reshard.storage.s3.address import Address, metadata_now, number_of

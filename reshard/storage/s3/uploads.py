@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from reshard.errors import UsageError
+from reshard.named_tuple import NamedTuple
 from reshard.storage.s3.address import Address
 from reshard.storage.s3.failures import StrangeAnswer
 from reshard.storage.s3.leases import Lease, holder, is_alive, is_holder

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from reshard.errors import StrategyError
+from reshard.named_tuple import NamedTuple
 from reshard.storage.toml_tables import one_or_list, quoted_list, toml_string
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.candidates import DEFAULT_MATRIX, SIZED, WHOLE

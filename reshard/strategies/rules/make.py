@@ -12,10 +12,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from reshard.errors import StrategyError
 from reshard.layout import Layout
+from reshard.named_tuple import NamedTuple
 from reshard.storage.toml_tables import one_or_list, quoted_list, toml_string
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.candidates import (

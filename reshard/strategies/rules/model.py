@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Optional, Union
+from typing import Optional, Union
 
 from reshard.errors import UsageError
+from reshard.named_tuple import NamedTuple
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.candidates import DEFAULT_MATRIX, AxisCut, Candidate, Matrix
 from reshard.strategies.rules.sizes import AxisSizes, SizeCondition
