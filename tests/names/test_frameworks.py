@@ -13,7 +13,7 @@ from reshard.names import name_before, plain_names, possible_plain_names, traine
 from tests.forms.test_hf_sharded import CHUNKS, FULL, Chunk, converted, rows, write_shards
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
-from tests.trees import Value, read_checkpoint, value, write_checkpoint
+from tests.trees import Value, layout, read_checkpoint, single, value, write_checkpoint, write_strategy
 
 MODEL = ["model.embed.weight", "model.layers.0.up.weight"]
 STATE = "optimizer.state.layers.0.up.weight.exp_avg"
@@ -262,3 +262,17 @@ def test_optimizer_state_of_a_trainer_is_not_a_weight(tmp_path: Path) -> None:
     done("convert", src, tmp_path / "out", "--to", "dcp", "--dst-strategy", "same", "--cast", "bf16", "--verify")
     types = {each["name"]: each["dtype"] for each in done("inspect", tmp_path / "out", "--json").json["tensors"]}
     assert types == {STATE: "Float32", "model.layers.0.up.weight": "BFloat16"}
+
+
+@pytest.mark.parametrize("form", ["dcp", "hyper-parallel"])
+def test_a_strategy_of_the_model_cuts_a_state_with_momentum(form: str, tmp_path: Path) -> None:
+    full = {"w": value("w", (8, 6)), "moments.w": value("m", (8, 6))}
+    layouts = {name: layout([2], [-1, 0]) for name in full}
+    strategy = write_strategy(tmp_path / "strategy", single(layouts))
+    src = write_checkpoint(tmp_path / "full.safetensors", full)
+    done("convert", src, tmp_path / "state", "--src-strategy", "none", "--to", form, "--shards", 2)
+    words = ("--to", "hyper-parallel", "--dst-strategy", strategy)
+    done("convert", tmp_path / "state", tmp_path / "again", *words, "--verify")
+    slices = {each["name"]: each["cuts"] for each in done("inspect", tmp_path / "again", "--json").json["tensors"]}
+    assert slices == {"model.w": [1, 2], "moments.w": [1, 2]}
+    done("verify", tmp_path / "again", "--src", tmp_path / "state")
