@@ -19,6 +19,7 @@ from tests.trees import (
     read_checkpoint,
     same_checkpoints,
     single,
+    text,
     value,
     write_checkpoint,
     write_strategy,
@@ -304,3 +305,10 @@ def test_a_state_keeps_the_key_of_the_model_through_shards_that_record_none(form
     done("convert", tmp_path / "1", tmp_path / "2", "--to", form, "--shards", 2, "--verify")
     done("convert", tmp_path / "2", tmp_path / "ranks", "--dst-strategy", strategy, "--verify")
     assert read_checkpoint(tmp_path / "ranks" / "rank_1" / "checkpoint_1.safetensors").keys() == full.keys()
+
+
+def test_text_is_no_buffer_of_a_model(tmp_path: Path) -> None:
+    full = {"w": value("w", (4, 2)), "scale": value("s", (1,)), "note": text("a note")}
+    source = write_checkpoint(tmp_path / "full.ckpt", full)
+    result = done("convert", source, tmp_path / "out", "--src-strategy", "none", "--to", "dcp", "--shards", 2)
+    assert "and so on: 'scale'\n" in result.err and "cannot hold text; left out: 'note'" in result.err
