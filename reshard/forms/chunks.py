@@ -77,6 +77,15 @@ class ChunkedCheckpoint(RecordedCheckpoint):
     chunk_holders: Mapping[str, Sequence[Optional[int]]] = field(default_factory=dict)
     nested: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
+    def holders(self, name: str) -> list[int]:
+        """The files that hold an entry of this name, ascending; empty entries of values do not count.
+
+        A cut by rows leaves a value to one rank, and files of other ranks have an empty entry of it.
+        """
+        if name in self.plain:
+            return sorted({holder for holder in self.chunk_holders[name] if holder is not None})
+        return super().holders(name)
+
 
 def chunked_checkpoint(
     form: str,

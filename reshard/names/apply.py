@@ -171,6 +171,7 @@ class _Application:
     tied: list[tuple[str, str]] = field(default_factory=list)
     notes: dict[str, list[str]] = field(default_factory=dict)
     repeated: dict[str, list[str]] = field(default_factory=dict)
+    ambiguous: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         side = self.rules.sides[self.side.reverse]
@@ -221,6 +222,7 @@ class _Application:
             texts = ", ".join(dict.fromkeys(quoted(self._source_of(match).text) for match in matches))
             reason = Reason("", f" match more than one rule: {texts}", f" matches more than one rule: {texts}")
             self.problems.note(reason, name)
+            self.ambiguous.update(match.key.rule for match in matches)
             return True
         match = matches[0]
         rule = self.side.sided[match.key.rule].rule
@@ -261,7 +263,7 @@ class _Application:
     def check_used(self) -> None:
         """Note unused rules of a table that keeps other names, where a mistyped rule would have no effect."""
         if self.rules.keeps_others:
-            used = {key.rule for key in self.instances}
+            used = {key.rule for key in self.instances} | self.ambiguous
             for number, sided in enumerate(self.side.sided):
                 if number not in used and not (sided.rule.optional or sided.rule.drops):
                     self.problems.note_unused(sided)

@@ -71,10 +71,13 @@ def plain_names(
     bare = any(name.startswith(_BARE_GROUPS) for name in objects)
     states = {name for name in names if trainer_optimizer(name) or (bare and name.startswith(_BARE_STATE))}
     weights = [name for name in names if name not in states]
-    unrecorded = [name for name in weights if name not in keys]
+    # State that an optimizer of MindSpore has under the name in the model, such as exp_avg.NAME beside model.NAME.
+    inner = frozenset(name[len(MODEL) :] for name in weights if name.startswith(MODEL))
+    inner_states = {name for name in weights if name.partition(".")[2] in inner and not is_weight(name, inner)}
+    unrecorded = [name for name in weights if name not in keys and name not in inner_states]
     rooted = {name for name in weights if name in keys and len(keys[name]) > 1 and keys[name][0] == MODEL[:-1]}
     if unrecorded and all(name.startswith(MODEL) for name in unrecorded):
-        beside = states or any(trainer_optimizer(name) for name in objects)
+        beside = states or inner_states or any(trainer_optimizer(name) for name in objects)
         if beside or any(name.startswith(_CAUSAL) for name in unrecorded):
             rooted.update(unrecorded)
     if rooted:
@@ -82,7 +85,8 @@ def plain_names(
         rooted.update(name for name in weights if len(keys.get(name, ())) < 2 and name.startswith(MODEL))
     all_names = frozenset(names)
     # Counters and MindSpore's optimizer state stay.
-    others = [name for name in weights if name not in rooted and is_weight(name, all_names)]
+    stay = rooted | inner_states
+    others = [name for name in weights if name not in stay and is_weight(name, all_names)]
     nested = [name for name in others if len(keys.get(name, ())) > 1]
     outside: list[str] = []
     if rooted:

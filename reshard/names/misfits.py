@@ -124,7 +124,8 @@ class Misfits:
 
     def _missing(self) -> Iterator[Message]:
         more = " and perhaps more" if self.missing_enough else ""
-        for names in _grouped(self.missing):
+        # A name that matches several rules belongs to none, but it is there.
+        for names in _grouped([name for name in self.missing if name not in self.names]):
             yield "missing: " + listing(names) + more + _suggested("is it", near_names(names[0], self.unmatched))
 
 

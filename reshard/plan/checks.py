@@ -48,10 +48,10 @@ def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], repor
     for name in plan.sorted.resharded:
         dtype = plan.checkpoint.tensors[name].dtype
         if not can_hold(format, dtype):
-            problems.append(_cannot_hold(name, dtype, format))
+            problems.append(_cannot_hold(name, dtype, plan))
     for name, tensor in values.examples():
         if tensor.dtype == MAP_TENSOR or (tensor.dtype != TEXT and not can_hold(format, tensor.dtype)):
-            problems.append(_cannot_hold(name, tensor.dtype, format))
+            problems.append(_cannot_hold(name, tensor.dtype, plan))
     problems += values.problems()
     problems += earlier
     missing = plan.sorted.missing
@@ -181,16 +181,19 @@ def _warn_of_types(plan: Plan, report: Report) -> None:
         )
 
 
-def _cannot_hold(name: str, dtype: str, format: str) -> CheckpointError:
+def _cannot_hold(name: str, dtype: str, plan: Plan) -> CheckpointError:
+    hint = f"leave it out with --exclude {as_pattern(name)}"
     if dtype == MAP_TENSOR:
         return CheckpointError(
             f"{quoted(name)} is a map tensor, which has no layout and cannot be converted",
             parameter=name,
-            hint=f"leave it out with --exclude {as_pattern(name)}",
+            hint=hint,
         )
-    alternative = "safetensors" if format == "ckpt" else "ckpt"
+    format = plan.form.format
+    if len(form_named(plan.form.name).options.formats) > 1:
+        hint = f"write --format {'safetensors' if format == 'ckpt' else 'ckpt'}, or {hint}"
     return CheckpointError(
         f"{quoted(name)} is {dtype}, which .{format} files cannot hold",
         parameter=name,
-        hint=f"write --format {alternative}, or leave it out with --exclude {as_pattern(name)}",
+        hint=hint,
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Optional
 from reshard.checkpoints import Tensor
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TiedTensors
 from reshard.checkpoints.edited import EditedCheckpoint, Recipe
-from reshard.checkpoints.formats.dtypes import INT4
+from reshard.checkpoints.formats.dtypes import INT4, TEXT
 from reshard.errors import CheckpointError, NamesError, UsageError
 from reshard.layout.views import View
 from reshard.plan.casts import cast
@@ -64,7 +64,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         editing.rename(last)
         editing.unseen = {name: None if new is None else last.get(new, new) for name, new in editing.unseen.items()}
     if edits.trainer:
-        _warn_of_buffers(editing.values, report)
+        _warn_of_buffers(checkpoint, editing.values, report)
     if edits.casts:
         editing.recipes = cast(checkpoint, editing.recipes, editing.values, editing.unseen_names, edits.casts, report)
     editing.check_types()
@@ -323,9 +323,10 @@ def _check_packing(
     report.warn(f"{message}; {hint}")
 
 
-def _warn_of_buffers(values: AbstractSet[str], report: Report) -> None:
-    """Warn of values that may be buffers of a model: a trainer has these under other names."""
+def _warn_of_buffers(checkpoint: Checkpoint, values: AbstractSet[str], report: Report) -> None:
+    """Warn of values that may be buffers of a model: a trainer has these under other names. Text is no buffer."""
     names = sorted(name for name in values if not is_training_value(name))
+    names = [name for name in names if not checkpoint.holders(name) or _stored(checkpoint, name).dtype != TEXT]
     if names:
         report.warn(
             f"single values keep their names, and a trainer has buffers of a model under {quoted('model.' + names[0])} "

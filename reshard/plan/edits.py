@@ -256,8 +256,10 @@ class Edits(NamedTuple):
         from reshard.names import name_before
 
         after = {name_before(name): name for name in names}
-        # Without a renaming, tensors may have the names that the strategy lists.
-        if not self.trainer and not (listed.isdisjoint(names) and len(after) == len(names)):
+        # Without a renaming, tensors may have the names that the strategy lists. Other state, such as moments.w, keeps
+        # its name in a trainer's state.
+        changed = {name for before, name in after.items() if before != name}
+        if not self.trainer and not (listed.isdisjoint(changed) and len(after) == len(names)):
             return target
         stages = (
             stage._replace(layouts={after.get(name, name): layout for name, layout in stage.layouts.items()})

@@ -423,7 +423,8 @@ class _Files(_Comparison):
         boxed = self._form.options.shards
         if laid_out is None and (layouts is Layouts.WHOLE or boxed):
             # In forms of whole tensors, a tensor of one element counts as a value.
-            wrong = [number for number, tensor in headers.items() if tensor.shape != content.shape]
+            numbers = target_files.with_elements(name) if boxed else numbers
+            wrong = [number for number in numbers if headers[number].shape != content.shape]
             if wrong:
                 detail = f"has shape {list(headers[wrong[0]].shape)}, not {list(content.shape)}"
                 self._add("shape", name, detail, wrong)

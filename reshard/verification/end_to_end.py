@@ -23,7 +23,7 @@ from reshard.strategies import Strategy, shards_of
 from reshard.text.filter_advice import warn_of_unmatched
 from reshard.text.globs import Filters
 from reshard.text.messages import Message, joined, listing
-from reshard.text.names import WEIGHTS, is_weight, kind_of
+from reshard.text.names import TRAINER_OPTIMIZERS, WEIGHTS, is_weight, kind_of
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, rank_ranges
 from reshard.verification.boxes import whole_box
@@ -207,16 +207,17 @@ def _edited_differences(
 def _for_trainer(target: ConvertedTarget, strategy: Strategy, names: Collection[str]) -> Strategy:
     """The strategy of a trainer's state, which may list the names of the model."""
     without_names = strategy.is_placeholder or strategy.is_none
-    if (
-        without_names
-        or form_named(target.form).options.names is Names.MODEL
-        or not set(names).isdisjoint(strategy.parameters)
-    ):
+    if without_names or form_named(target.form).options.names is Names.MODEL:
+        return strategy
+    listed = set(names).intersection(strategy.parameters)
+    if any(name.startswith(("model.", *TRAINER_OPTIMIZERS)) for name in listed):
         return strategy
     # Imported only here: most targets have a model's names.
     from reshard.names import trainer_names
 
-    return renamed(strategy, trainer_names(strategy.parameters))
+    new_names = trainer_names(strategy.parameters)
+    # Names that a trainer's state has beside the model, such as moments.w, are those of the strategy.
+    return renamed(strategy, {name: new for name, new in new_names.items() if name not in listed})
 
 
 def _compared(

@@ -375,6 +375,13 @@ class StoredSource:
             # The readers of these forms report skipped entries.
             self.unread = frozenset()
         self.values = {name: self.holders[name] for name in sorted(values)}
+        if form_named(checkpoint.form).options.shards:
+            self.values = {name: self.with_elements(name) for name in self.values}
+
+    def with_elements(self, name: str) -> tuple[int, ...]:
+        """The files with elements of a value, ascending: a cut by rows leaves an empty entry to other ranks."""
+        holders = self.holders[name]
+        return tuple(file for file in holders if self.indexes[file].tensors[name].elements) or holders
 
     def check_read(self, is_requested: Callable[[str], bool]) -> None:
         """Raise if an entry of the files is neither a tensor nor a value.

@@ -239,3 +239,15 @@ def test_a_negative_step_gives_no_iteration(tmp_path: Path) -> None:
     common = json.loads((tmp_path / "c2" / "iteration_00000000" / "common.json").read_text())
     assert common.get("global_step") is None
     done("convert", tmp_path / "c2", tmp_path / "back", "--to", "unified", "--verify")
+
+
+def test_forms_of_one_format_suggest_no_other(tmp_path: Path) -> None:
+    int4 = write_checkpoint(tmp_path / "int4.ckpt", {"w": value("w", (4, 2), "Int4")})
+    words = ("--src-strategy", "none", "--to", "dcp", "--shards", "2")
+    result = fails(
+        3, "convert", int4, tmp_path / "out", *words, texts=["hold", "leave it out with --exclude 'model.w'"]
+    )
+    assert "--format" not in result.err
+    fp8 = write_checkpoint(tmp_path / "fp8.safetensors", {"w": value("w", (4, 2), "F8_E4M3")})
+    words = ("--src-strategy", "none", "--dst-strategy", "none", "--format", "ckpt")
+    fails(3, "convert", fp8, tmp_path / "out", *words, texts=["write --format safetensors, or leave it out"])

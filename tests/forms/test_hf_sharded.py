@@ -18,7 +18,17 @@ from hypothesis import strategies as st
 
 from tests.corpus_dcp import CORPUS_DCP, held_in
 from tests.running import done, fails, reshard
-from tests.trees import Value, read_checkpoint, safetensors_metadata, same_checkpoints, value, write_checkpoint
+from tests.trees import (
+    Value,
+    layout,
+    read_checkpoint,
+    safetensors_metadata,
+    same_checkpoints,
+    single,
+    value,
+    write_checkpoint,
+    write_strategy,
+)
 
 Box = tuple[tuple[int, int], ...]
 
@@ -277,6 +287,22 @@ def test_an_uneven_cut_resumes_and_is_verified(tmp_path: Path) -> None:
 
 
 CORPUS = sorted(CORPUS_DCP.glob("hf_*")) if CORPUS_DCP.is_dir() else []
+
+
+def test_a_value_that_rows_leave_to_one_rank_is_no_difference(tmp_path: Path) -> None:
+    """The other ranks have empty entries of a tensor of one element."""
+    full = {"w": value("w", (4, 2)), "scale": value("s", (1, 1))}
+    src = tmp_path / "src" / "rank_0"
+    src.mkdir(parents=True)
+    write_checkpoint(src / "net-1_1.safetensors", full)
+    strategy = write_strategy(tmp_path / "strategy", single({name: layout([1], [-1, -1]) for name in full}))
+    out = tmp_path / "out"
+    words = ("--src-strategy", strategy, "--to", "hf-sharded", "--shards", 2)
+    done("convert", src.parent, out, *words, "--verify")
+    assert "differ" not in done("fingerprint", out).err
+    result = done("convert", out, tmp_path / "full", "--to", "huggingface", "--verify")
+    assert "differ from" not in result.err
+    same_checkpoints(read_checkpoint(tmp_path / "full" / "model.safetensors"), full)
 
 
 @pytest.mark.parametrize("case", CORPUS, ids=lambda case: case.name)

@@ -13,7 +13,17 @@ from reshard.names import name_before, plain_names, possible_plain_names, traine
 from tests.forms.test_hf_sharded import CHUNKS, FULL, Chunk, converted, rows, write_shards
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
-from tests.trees import Value, read_checkpoint, value, write_checkpoint
+from tests.trees import (
+    Value,
+    layout,
+    read_checkpoint,
+    same_checkpoints,
+    single,
+    text,
+    value,
+    write_checkpoint,
+    write_strategy,
+)
 
 MODEL = ["model.embed.weight", "model.layers.0.up.weight"]
 STATE = "optimizer.state.layers.0.up.weight.exp_avg"
@@ -32,6 +42,11 @@ def test_a_trainers_prefix_is_removed_only_on_evidence() -> None:
     assert plain(MODEL, keys={name: ("model", name[6:]) for name in MODEL}) == bare
     assert plain(MODEL, keys={name: (name,) for name in MODEL}) == unchanged
     assert plain([*MODEL, "head.weight"], objects=("optimizer.x",)) == {**unchanged, "head.weight": "head.weight"}
+    # State that MindSpore's optimizers have shows the names in the model; a second model does not.
+    for state in ("exp_avg.embed.weight", "moments.layers.0.up.weight"):
+        assert plain([*MODEL, state]) == {**bare, state: state}
+    for name in ("exp_avg.model.embed.weight", "ema.embed.weight"):
+        assert plain([*MODEL, name]) == {**unchanged, name: name}
     causal = ["model.model.embed.weight", "model.lm_head.weight"]
     assert plain(causal) == dict(zip(causal, ["model.embed.weight", "lm_head.weight"]))
 
@@ -262,3 +277,38 @@ def test_optimizer_state_of_a_trainer_is_not_a_weight(tmp_path: Path) -> None:
     done("convert", src, tmp_path / "out", "--to", "dcp", "--dst-strategy", "same", "--cast", "bf16", "--verify")
     types = {each["name"]: each["dtype"] for each in done("inspect", tmp_path / "out", "--json").json["tensors"]}
     assert types == {STATE: "Float32", "model.layers.0.up.weight": "BFloat16"}
+
+
+@pytest.mark.parametrize("form", ["dcp", "hyper-parallel"])
+def test_a_strategy_of_the_model_cuts_a_state_with_momentum(form: str, tmp_path: Path) -> None:
+    full = {"w": value("w", (8, 6)), "moments.w": value("m", (8, 6))}
+    layouts = {name: layout([2], [-1, 0]) for name in full}
+    strategy = write_strategy(tmp_path / "strategy", single(layouts))
+    src = write_checkpoint(tmp_path / "full.safetensors", full)
+    done("convert", src, tmp_path / "state", "--src-strategy", "none", "--to", form, "--shards", 2)
+    words = ("--to", "hyper-parallel", "--dst-strategy", strategy)
+    done("convert", tmp_path / "state", tmp_path / "again", *words, "--verify")
+    slices = {each["name"]: each["cuts"] for each in done("inspect", tmp_path / "again", "--json").json["tensors"]}
+    assert slices == {"model.w": [1, 2], "moments.w": [1, 2]}
+    done("verify", tmp_path / "again", "--src", tmp_path / "state")
+    done("convert", tmp_path / "again", tmp_path / "back", "--dst-strategy", "none", "--verify")
+    same_checkpoints(read_checkpoint(tmp_path / "back" / "rank_0" / "checkpoint_0.safetensors"), full)
+
+
+@pytest.mark.parametrize("form", ["dcp", "hyper-parallel"])
+def test_a_state_keeps_the_key_of_the_model_through_shards_that_record_none(form: str, tmp_path: Path) -> None:
+    full = {"w": value("w", (4, 2)), "adam_m.w": value("m", (4, 2))}
+    strategy = write_strategy(tmp_path / "strategy", single({name: layout([2], [0, -1]) for name in full}))
+    source = write_checkpoint(tmp_path / "full.safetensors", full)
+    done("convert", source, tmp_path / "0", "--src-strategy", "none", "--to", "dcp", "--shards", 2)
+    done("convert", tmp_path / "0", tmp_path / "1", "--to", "hf-sharded", "--shards", 2)
+    done("convert", tmp_path / "1", tmp_path / "2", "--to", form, "--shards", 2, "--verify")
+    done("convert", tmp_path / "2", tmp_path / "ranks", "--dst-strategy", strategy, "--verify")
+    assert read_checkpoint(tmp_path / "ranks" / "rank_1" / "checkpoint_1.safetensors").keys() == full.keys()
+
+
+def test_text_is_no_buffer_of_a_model(tmp_path: Path) -> None:
+    full = {"w": value("w", (4, 2)), "scale": value("s", (1,)), "note": text("a note")}
+    source = write_checkpoint(tmp_path / "full.ckpt", full)
+    result = done("convert", source, tmp_path / "out", "--src-strategy", "none", "--to", "dcp", "--shards", 2)
+    assert "and so on: 'scale'\n" in result.err and "cannot hold text; left out: 'note'" in result.err

@@ -208,6 +208,10 @@ def test_a_name_in_two_rules_is_ambiguous() -> None:
     rules = parse_renames(["model.*=net.*", "*.weight=*.w"])
     refused(rules, SHAPES, None, ["match more than one rule: 'model.*', '*.weight'"])
     refused(parse_renames(["*a*=*b*"]), {"xaxax": (1,)}, None, ["'xaxax' matches more than one rule: '*a*'"])
+    with pytest.raises(NamesError) as caught:
+        apply_rules(parse_renames(["a=x", "a=y"]), {"a": (1,)}, None)
+    assert "'a' matches more than one rule" in str(caught.value)
+    assert "missing" not in str(caught.value) and "no name matches" not in str(caught.value)
 
 
 def test_two_tensors_of_one_name_are_an_error() -> None:

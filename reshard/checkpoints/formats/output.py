@@ -190,7 +190,7 @@ def lay_out_safetensors(tensors: Sequence[OutputTensor], metadata: Optional[Mapp
             raise CheckpointError(
                 f"{quoted(tensor.name)}: in safetensors a parameter of this name collides with the metadata",
                 parameter=tensor.name,
-                hint=f"write --format ckpt, or leave it out with --exclude {as_pattern(tensor.name)}",
+                hint=f"leave it out with --exclude {as_pattern(tensor.name)}, or write rank files with --format ckpt",
             )
     marks = {tensor.name: INT4 for tensor in tensors if tensor.dtype == INT4}
     order = _aligned_order(tensors)

@@ -50,7 +50,7 @@ class _DistributedFiles(ChunkFiles):
 
     def __init__(self, checkpoint: Checkpoint, chosen: Selected, request: WriteRequest, name_of: Any) -> None:
         super().__init__(request.target, chosen, name_of)
-        self._nested: Mapping[str, tuple[Any, ...]] = getattr(checkpoint, "nested", {})
+        self._nested: Mapping[str, tuple[Any, ...]] = getattr(checkpoint, "nested", {}) or _keys_of_model(checkpoint)
         self._objects = {name: stored for name, stored in checkpoint.objects.items() if request.admit(name)}
         self._handles = request.handles
 
@@ -293,6 +293,20 @@ class HyperParallelFiles(_DistributedFiles):
             )
 
         return self._finishing(objects, metadata)
+
+
+def _keys_of_model(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+    """The keys of the model's tensors in a trainer's state that records none, as sharded safetensors do.
+
+    Without them, the metadata would record that the state has no key "model", and readers would keep it in the names.
+    """
+    # Imported only here: most checkpoints record their keys, or get them with their names.
+    from reshard.names import plain_names, trainer_keys
+
+    names = [*checkpoint.tensors]
+    if not plain_names(names, checkpoint.objects, {}, True).prefix:
+        return {}
+    return {name: keys for name, keys in ((name, trainer_keys(name)) for name in names) if keys[0] == "model"}
 
 
 class _LayoutWithTensors(OutputLayout):
