@@ -103,8 +103,13 @@ class ToyPlace:
 
 
 def failing(number: int, method: str, path: str) -> Optional[str]:
-    """Every other request goes wrong, each in its own way."""
+    """Every other request goes wrong, each in its own way; with several threads, see `try_often`."""
     return ("unavailable", None, "drop", None, "cut", None, "lost", None)[number % 8]
+
+
+def try_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allow so many retries that no request is given up: between requests of other threads, all of one may fail."""
+    monkeypatch.setattr("reshard.storage.s3.failures.MAX_TRIES", 60)
 
 
 def content(size: int) -> bytes:
@@ -140,4 +145,5 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     objects: Objects = request.getfixturevalue("objects")
     if request.param == "failing":
         objects.faults.choose = failing
+        try_often(request.getfixturevalue("monkeypatch"))
     yield ObjectPlace(objects)

@@ -110,6 +110,20 @@ class Killer:
         return None
 
 
+LATE = 1.0
+"""Seconds by which requests are late."""
+
+
+class SlowKiller(Killer):
+    """As `Killer`; the counted requests arrive late, if they write."""
+
+    def __call__(self, number: int, method: str, path: str) -> Optional[str]:
+        fault = super().__call__(number, method, path)
+        if method == "PUT" and self.of in path:
+            time.sleep(LATE)
+        return fault
+
+
 def interrupted(preloaded: Preloaded, objects: Objects, killer: Killer, words: list[Argument]) -> int:
     """Run a command that gets a signal at a request; its status."""
     objects.faults.choose = killer
@@ -240,6 +254,20 @@ def test_a_terminated_run_leaves_no_upload(
     kind: int, of: str, preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
     assert stop_and_go_on(Killer(1, kind, of=of), job("parts", tmp_path), preloaded, objects)
+
+
+@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.short), 1])
+def test_a_run_terminated_during_a_trial_of_conditional_writes_leaves_nothing(
+    at: int, preloaded: Preloaded, objects: Objects, tmp_path: Path
+) -> None:
+    """A request on its way must not arrive after the deletion of the object that it writes."""
+    killer = SlowKiller(at, signal.SIGINT, of=".reshard/lock.")
+    assert (
+        interrupted(preloaded, objects, killer, job("ranks", tmp_path).into(objects.path("out"))) == 128 + signal.SIGINT
+    )
+    assert killer.done
+    time.sleep(2 * LATE)
+    assert not [name for name in objects.content("out") if "/lock." in name]
 
 
 @pytest.mark.parametrize("form", ["parts", "unified"])

@@ -20,7 +20,7 @@ from reshard.storage.s3 import S3Store, leases, s3_store
 from reshard.storage.s3.service import service
 from tests.corpus import ROOT
 from tests.object_store import KEY, SECRET, Objects
-from tests.storage.places import failing, wait_until_killed
+from tests.storage.places import failing, try_often, wait_until_killed
 
 pytestmark = pytest.mark.long
 
@@ -65,9 +65,10 @@ def count_up(objects: Objects) -> None:
 
 
 @pytest.mark.parametrize("faults", ["none", "failing", "conflict"])
-def test_two_threads_never_hold_one_lock(faults: str, objects: Objects) -> None:
+def test_two_threads_never_hold_one_lock(faults: str, objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     if faults == "failing":
         objects.faults.choose = failing
+        try_often(monkeypatch)
     elif faults == "conflict":
         chosen = random.Random(1)
         objects.faults.choose = lambda number, method, path: (

@@ -21,6 +21,7 @@ from reshard.layout import Overlap
 from reshard.plan import plan as plan_module
 from reshard.strategies import read_strategy
 from reshard.verification import reading
+from reshard.verification.boxes import LayoutValues, device_boxes
 from reshard.verification.difference import Difference
 from reshard.verification.fingerprint import fingerprints
 from reshard.verification.reading import Means
@@ -173,6 +174,19 @@ def test_swapped_slices_are_found(pair: Pair) -> None:
     target[0]["w"], target[1]["w"] = target[1]["w"], target[0]["w"]
     pair.write(held(SOURCE), target)
     assert brief(pair.compare()) == [("content", "w", (0, 1))]
+
+
+def test_entries_of_a_map_are_one_dimension_only_if_all_but_the_last_are_completely_cut() -> None:
+    def rows(first: int, shape: tuple[int, int]) -> Optional[list[tuple[int, int]]]:
+        layout = LayoutValues((first, 2), ((1,), (0,)), shape=shape, expandable=True)
+        boxes = device_boxes(layout, (128,))
+        return None if boxes is None else [box[0] for box in boxes]
+
+    assert rows(2, (2, 64)) == [(0, 32), (32, 64), (64, 96), (96, 128)]
+    # A device would hold two separate pieces of the dimension.
+    assert rows(2, (4, 32)) is None
+    # Other products of sizes.
+    assert rows(2, (2, 32)) is None
 
 
 def test_a_transposed_square_is_found(tmp_path: Path) -> None:

@@ -345,6 +345,21 @@ def _refused(service: Service, path: str, **condition: str) -> bool:
     return False
 
 
+def _respects_conditions(service: Service, probe: str) -> bool:
+    """Whether a service respects both conditions of writes, tried with an object that is deleted afterwards."""
+    try:
+        service.put(probe, b"")
+        # One after the other: the deletion must be the last request.
+        return _refused(service, probe, IfNoneMatch="*") and _refused(service, probe, IfMatch=_NO_ETAG)
+    except OSError as error:
+        if error.errno != errno.ENOTSUP:
+            raise
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            service.delete(probe)
+
+
 def has_conditional_writes(service: Service, path: str) -> bool:
     """Whether a service respects conditions of writes: some ignore them, some reject them.
 
@@ -359,21 +374,8 @@ def has_conditional_writes(service: Service, path: str) -> bool:
     conditional = _conditional.get((service.name, bucket))
     if conditional is None:
         probe = f"{path}.{holder()}"
-        try:
-            service.put(probe, b"")
-            conditional = all(
-                service.at_once(
-                    lambda: _refused(service, probe, IfNoneMatch="*"),
-                    lambda: _refused(service, probe, IfMatch=_NO_ETAG),
-                )
-            )
-        except OSError as error:
-            if error.errno != errno.ENOTSUP:
-                raise
-            conditional = False
-        finally:
-            with contextlib.suppress(OSError):
-                service.delete(probe)
+        # To its end: a request that outlives a signal could write the object again after its deletion.
+        conditional = service.to_its_end(lambda: _respects_conditions(service, probe), lambda _: None)
         _conditional[service.name, bucket] = conditional
     return conditional
 
