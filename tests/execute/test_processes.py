@@ -111,7 +111,14 @@ def prepared(place: Path, kind: str) -> list[str]:
 def start(words: Sequence[str], at: int) -> subprocess.Popen[str]:
     """Start a run whose workers die at their ``at``-th write, are slow (0), or as they are (-1)."""
     command = [sys.executable, "-c", FORCED, str(at), *words]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=hear_hangups
+    )
+
+
+def hear_hangups() -> None:
+    """These tests may run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
@@ -365,7 +372,10 @@ def test_a_killed_worker_ends_the_run_and_the_next_run_resumes(kind: str, at: in
     done("verify", words[2], "--src", words[1], *words[3:])
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
+)
 @pytest.mark.parametrize("kind", some_of(KINDS, 3))
 def test_workers_end_with_their_parent_process(kind: str, sent: signal.Signals, status: int, tmp_path: Path) -> None:
     words = prepared(tmp_path, kind)
@@ -374,7 +384,11 @@ def test_workers_end_with_their_parent_process(kind: str, sent: signal.Signals, 
         until(lambda process=process: len(workers_of(process)) == 3)  # type: ignore[misc]
         workers = workers_of(process)
         time.sleep(random.uniform(0, 0.1))
-        process.send_signal(sent)
+        if sent == signal.SIGKILL:
+            process.kill()
+        else:
+            # A terminal sends signals to workers, too.
+            os.killpg(process.pid, sent)
         _, output = process.communicate(timeout=60)
         assert process.returncode == status and "Traceback" not in output, output
         until(lambda workers=workers: not any(map(is_alive, workers)))  # type: ignore[misc]
