@@ -30,10 +30,11 @@ from tests.conftest import LONG
 from tests.corpus import ROOT
 from tests.dask_cluster import until
 from tests.execute.test_changing_sources import in_place
+from tests.reference import Strategy
 from tests.running import Argument, done, fails
 from tests.sampling import some_of
 from tests.small import World, tensors
-from tests.trees import same_ranks, tree_bytes
+from tests.trees import layout, same_ranks, tree_bytes, value
 
 FULL = tensors()
 
@@ -152,10 +153,23 @@ os.register_at_fork(after_in_child=audit)
 @pytest.mark.parametrize("options", [(), ("--cast", "BFloat16")])
 def test_worker_processes_import_nothing(kind: str, options: tuple[str, ...], tmp_path: Path) -> None:
     """Each would take time, and memory beyond the limit of all processes together."""
-    command = [sys.executable, "-c", AUDITED + FORCED, "-1", *prepared(tmp_path, kind), "--jobs", "4", "--quiet"]
-    finished = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not imported_by_workers([*prepared(tmp_path, kind), *options])
 
-    assert not finished.stderr
+
+def test_worker_processes_import_nothing_for_a_later_stage(tmp_path: Path) -> None:
+    """Only the files of the second stage gather elements."""
+    rows, columns = layout([2], [0, -1]), layout([2], [-1, 0])
+    source: Strategy = [{"devices": 1, "layouts": {name: layout([1], [-1, -1])}} for name in "ab"]
+    target: Strategy = [{"devices": 2, "layouts": {name: cut}} for name, cut in (("a", rows), ("b", columns))]
+    world = World(tmp_path, source, target)
+    world.save({name: value(name, (96, 128)) for name in "ab"})
+    assert not imported_by_workers([str(word) for word in world.words()])
+
+
+def imported_by_workers(words: Sequence[str]) -> str:
+    """What worker processes of a conversion import."""
+    command = [sys.executable, "-c", AUDITED + FORCED, "-1", *words, "--jobs", "4", "--quiet"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
 
 
 # Jobs and bytes of a part. The default suite takes one pair for each kind of cut and checksum.
