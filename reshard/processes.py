@@ -52,7 +52,7 @@ _MIN_PRIVATE = 4 << 20
 # Workers use few of the objects that were made before the plan. A small plan takes fewer blocks of memory than this.
 _BLOCKS, _USUAL_BLOCKS, _BYTES_PER_BLOCK = sys.getallocatedblocks(), 200_000, 100
 # Blocked during a fork: else a signal could run this process's handlers in the worker.
-_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGALRM}
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM}
 
 
 class LostWorkerError(RetryableError):

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end the process with status 130 or 143 at any moment.
+"""SIGINT, SIGTERM and SIGHUP end the process with status 130, 143 or 129 at any moment.
 
 Outside of `unwinding` nothing needs cleaning up, and the process ends immediately. Inside, the signal is raised as
 `Stopped`, so that threads, remote tasks and records can be ended. An exception may be lost, as in a destructor, and
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
     from typing import Callable, NoReturn, Optional
 
-_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_WORDS = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "terminated",
+    signal.SIGHUP: "hangup (closed terminal)",
+}
 # Timeout for cleaning up; containers and batch systems often kill after 30 seconds.
 PATIENCE = 20.0
 # A launcher and a terminal may send the same signal twice; a later one ends the wait.
@@ -37,7 +41,7 @@ _at_end: list[Callable[[], None]] = []
 
 
 class Stopped(KeyboardInterrupt):
-    """The process received SIGINT or SIGTERM.
+    """The process received SIGINT, SIGTERM or SIGHUP.
 
     Attributes:
         status: exit status of the process.
@@ -65,7 +69,7 @@ class unwinding:
 
 
 def install() -> None:
-    """Handle the signals; ignored ones stay ignored, as in background commands of a shell script."""
+    """Handle the signals; ignored ones stay ignored, as under nohup or in background commands of a script."""
     for number in _WORDS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _handle)

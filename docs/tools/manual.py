@@ -46,8 +46,8 @@ The input is wrong, missing or incomplete, or the target holds something else.
 .B 4
 Verification found a difference.
 .TP
-.BR 130 ", " 143
-Interrupted, terminated; the same command continues.
+.BR 129 ", " 130 ", " 143
+Hangup (closed terminal), interrupted, terminated; the same command continues.
 .SH SEE ALSO
 .B reshard help
 .I COMMAND

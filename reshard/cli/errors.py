@@ -21,7 +21,7 @@ DIFFERENT = 4
 """The exit status of a difference."""
 
 # Exit statuses of errors that a retry may cure, and of interrupted runs.
-_CURABLE = (1, 130, 143)
+_CURABLE = (1, 129, 130, 143)
 
 
 class ReshardGroup(LazyGroup):

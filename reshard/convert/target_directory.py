@@ -300,8 +300,19 @@ class TargetDirectory:
         return [source.rank for source in self._sources if (source.rank, source.content) in damaged]
 
     def tidy(self) -> None:
-        """Remove temporary files of killed runs in the directories of the requested ranks."""
-        self._destination.remove_dead_temporaries(self._directories(self._requested))
+        """Remove temporary files of killed runs in the directories of the requested ranks, and of other conversions."""
+        places = self._directories(self._requested)
+        # Their records may be gone after this run begins, and no later run would look there.
+        others = self._ledger.others()
+        if others:
+            existing = set(names_in(self._root))
+            written = (
+                os.path.dirname(other.identity.file_of(rank))
+                for other in others
+                for rank in range(other.identity.ranks)
+            )
+            places.update(place for place in written if place.partition(os.sep)[0] in existing)
+        self._destination.remove_dead_temporaries(places)
 
     def tidy_records(self) -> None:
         """Remove files of killed runs among the records, as `begin` does."""

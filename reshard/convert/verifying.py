@@ -35,8 +35,8 @@ from reshard.verification.end_to_end import (
     converted_files,
     recorded_plan,
     recorded_step,
-    recovered_ranks,
     verify_conversion,
+    written_ranks,
 )
 from reshard.verification.reading import Means
 from reshard.verification.sources import CheckpointPlace, RecordedCrcs
@@ -138,9 +138,7 @@ def verify_with_source(
                 filters = Filters(plan.include, plan.exclude)
         ends = with_recorded_target(src, ends, step)
         if by_rank and ranks is None and manifest is None:
-            ranks = recovered_ranks(out)
-            if ranks is not None:
-                report.note(f"compared: {rank_ranges(ranks)}, since only lost ranks were to be recovered")
+            ranks = written_ranks(out, report)
         if by_rank:
             files, unexpected = converted_files(out, manifest, ranks)
             differences += unexpected

@@ -145,11 +145,14 @@ class Writing:
     def _write_here(self, progress: Progress) -> None:
         groups: Iterable[Sequence[TargetFile]] = self._plan.groups(self.work, self._execution.together)
         execution, target_of = self._execution, self._plan.target_file
+        # Of a later pipeline stage, or of another part of the model.
+        samples = (self.work[len(self.work) // 2], self.work[-1])
         if self._directory is None:
-            convert(groups, self._handles, execution, progress, target_of=target_of)
+            convert(groups, self._handles, execution, progress, target_of=target_of, samples=samples)
         else:
             groups, directory = self._directory.missing(groups), self._directory
-            convert(groups, self._handles, execution, progress, directory.finished, directory.expected, target_of)
+            finished, expected = directory.finished, directory.expected
+            convert(groups, self._handles, execution, progress, finished, expected, target_of, samples)
 
     def _write_elsewhere(self, progress: Progress) -> None:
         directory, ranks = self._directory, self.work

@@ -60,14 +60,14 @@ class PartProcesses:
         target_of: plans the files.
         handles: open source files.
         options: options for all processes together.
-        first: the first files to write.
+        sampled: files like those to write.
     """
 
     def __init__(
-        self, target_of: TargetOf, handles: FileHandles, options: ExecutionOptions, first: Iterable[TargetFile]
+        self, target_of: TargetOf, handles: FileHandles, options: ExecutionOptions, sampled: Iterable[TargetFile]
     ) -> None:
         serve = PartServer(target_of, handles, options)
-        serve.load_for(first)
+        serve.load_for(sampled)
         self._handles = handles
         self._crew = Crew(options.processes, options.threads // options.processes, serve)
 

@@ -51,6 +51,7 @@ def convert(
     finish: Finish = lambda target, status, crc, final: None,
     expected: Expect = lambda target: None,
     target_of: Optional[TargetOf] = None,
+    samples: Iterable[int] = (),
 ) -> None:
     """Write all target files.
 
@@ -64,6 +65,7 @@ def convert(
         finish: called for a file whose bytes are on disk, before it gets its name and after.
         expected: returns the file that a target may replace.
         target_of: plans the same files again, in worker processes; without it there are none.
+        samples: numbers of files that may need other modules than the first group; workers share what they need.
 
     Raises:
         ReshardError: a file could not be read or written. Files committed before that are complete;
@@ -81,9 +83,8 @@ def convert(
                 # Imported late: a small rank is written by this process alone.
                 from reshard.execute.part_server import PartProcesses
 
-                processes = stack.enter_context(
-                    PartProcesses(target_of, handles, options, itertools.chain.from_iterable(first))
-                )
+                sampled = itertools.chain(*first, map(target_of, samples))
+                processes = stack.enter_context(PartProcesses(target_of, handles, options, sampled))
         _Execution(groups, handles, options, progress, finish, expected, processes).run()
 
 

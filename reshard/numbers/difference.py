@@ -38,7 +38,8 @@ class TensorPair:
         identical: type and all bytes are equal.
         differing: elements whose values differ; NaN equals NaN. None if the type has no numbers.
         nan: numbers of elements that are NaN in A only, and in B only.
-        max_abs: the largest absolute difference of elements that are NaN in neither.
+        max_abs: the largest absolute difference of elements that are NaN in neither; for finite elements at most the
+            largest Float64.
         max_rel: the largest difference relative to the larger absolute value.
         at: index of the first largest absolute difference, or else of an element that is NaN on one side.
         first_nonfinite: the first element that is NaN on one side or differs infinitely, in A and in B.
@@ -212,6 +213,8 @@ class _DifferenceComputer:
             nan = np.isnan(a) != np.isnan(b)
             # Equal infinities, and NaN on both sides, are equal.
             distance[(a == b) | (np.isnan(a) & np.isnan(b)) | nan] = 0
+            # Finite numbers do not differ infinitely, even where their difference is too large for Float64.
+            distance[np.isinf(distance) & np.isfinite(a) & np.isfinite(b)] = np.finfo(np.float64).max
             most = distance.max()
         # Int4 has two numbers in a byte.
         packed = 2 if a_raw[1] == INT4 else 1

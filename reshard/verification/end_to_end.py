@@ -25,7 +25,7 @@ from reshard.text.globs import Filters
 from reshard.text.messages import Message, joined, listing
 from reshard.text.names import TRAINER_OPTIMIZERS, WEIGHTS, is_weight, kind_of
 from reshard.text.report import Report
-from reshard.text.wording import plural, quoted, rank_ranges
+from reshard.text.wording import number_ranges, plural, quoted, rank_ranges
 from reshard.verification.boxes import whole_box
 from reshard.verification.converted import AnySource, compare_form, compare_ranks
 from reshard.verification.copies import compare_copies, has_copies, not_held
@@ -468,13 +468,35 @@ def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Opt
     return begun[0].identity if len(begun) == 1 else None
 
 
-def recovered_ranks(out: str) -> Optional[tuple[int, ...]]:
-    """The ranks that a recovery writes into a directory, from its records; None for all, or without records."""
+def written_ranks(out: str, report: Report) -> Optional[tuple[int, ...]]:
+    """The ranks to compare in a directory without a manifest, from its records.
+
+    A recovery of some ranks is whole without the others. A conversion is not: the runs of other machines are missing.
+
+    Args:
+        out: the directory.
+        report: gets a note about ranks that are not compared, or how to compare only the written ones.
+
+    Returns:
+        The ranks; None for all, or without records.
+    """
     try:
         status = status_of(out)
     except TargetError:
         return None
-    return status.wanted if status.lost_only else None
+    if status.lost_only:
+        report.note(f"compared: {rank_ranges(status.wanted)}, since only lost ranks were to be recovered")
+        return status.wanted
+    others = set(status.wanted).difference(status.requested or status.wanted)
+    if others and status.plan.task == "recover":
+        report.note(f"compared: {rank_ranges(status.requested or ())}; not requested: {rank_ranges(others)}")
+        return status.requested
+    if status.done and status.missing:
+        report.note(
+            f"not written yet: {rank_ranges(status.missing)}; to compare only {rank_ranges(status.done)}, add "
+            f"--ranks {number_ranges(status.done)}"
+        )
+    return None
 
 
 def converted_files(

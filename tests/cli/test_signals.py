@@ -1,15 +1,19 @@
-"""A signal at any moment ends a run with 130 or 143, without half-written files and without a traceback.
+"""A signal at any moment ends a run with 129, 130 or 143, without half-written files and without a traceback.
 
 `tests/execute/test_interruption.py` stops long runs, too, and looks at what the next one makes of it.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
 import random
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,12 +30,14 @@ from tests.small import World, tensors
 from tests.trees import same_ranks, tree_bytes
 
 FULL = tensors()
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 SOME = 300 if LONG else 9
 
 # Sends itself a signal at the given call or return after its handlers are installed, the last one included. If there
 # are fewer, it prints how many there were.
 AT_EVENT = """
 import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 number, at = map(int, sys.argv[1:3]); del sys.argv[1:3]
 events, plain = 0, os._exit
 def leave(status):
@@ -53,7 +59,8 @@ main()
 
 # Says when it leaves, in nanoseconds, as its last word.
 WITH_TIME = """
-import os, time
+import os, signal, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 plain = os._exit
 def leave(status):
     os.write(2, b"left at %d" % time.monotonic_ns())
@@ -87,7 +94,7 @@ def started(*words: str) -> Iterator[subprocess.Popen[str]]:
 def ended(status: int, message: str, number: int) -> None:
     """A run ended as signals end it."""
     assert status == 128 + number, message
-    assert re.search("terminated|interrupted", message)
+    assert re.search("terminated|interrupted|hangup", message)
     assert not re.search("Traceback|ignored|Aborted", message), message
 
 
@@ -126,7 +133,7 @@ def test_a_signal_at_any_call_ends_the_run(world: World, command: str) -> None:
     def stop(seed: int) -> bool:
         chance = random.Random(seed)
         at = chance.choice([chance.randint(1, events), events - chance.randint(0, 200)])
-        number, dst = chance.choice([signal.SIGINT, signal.SIGTERM]), world.root / f"dst{seed}"
+        number, dst = chance.choice(SIGNALS), world.root / f"dst{seed}"
         result = run(number, at, dst)
         if "events" in result.err:
             # It was a little less to do this time.
@@ -149,7 +156,7 @@ def test_a_signal_at_any_time_ends_the_run(world: World) -> None:
 
     def stop(seed: int) -> bool:
         chance = random.Random(seed)
-        number, dst = chance.choice([signal.SIGINT, signal.SIGTERM]), world.root / f"dst{seed}"
+        number, dst = chance.choice(SIGNALS), world.root / f"dst{seed}"
         words = [str(dst if word == world.dst else word) for word in world.words("--jobs", "2")]
         with started("-c", WITH_TIME, *words) as process:
             until(lambda: process.poll() is not None or handles(process.pid, signal.SIGTERM))
@@ -174,12 +181,12 @@ def test_a_signal_at_any_time_ends_the_run(world: World) -> None:
         assert sum(pool.map(stop, range(SOME))) > SOME // 4
 
 
-def test_ignored_signals_stay_ignored(world: World) -> None:
-    """As in `reshard ... &` of a shell script, where Ctrl-C is meant for others."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ignored_signals_stay_ignored(world: World, number: signal.Signals) -> None:
+    """As in `reshard ... &` of a shell script, where Ctrl-C is meant for others, and under nohup."""
     world.save(FULL)
-    result = python(
-        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + AT_EVENT, 2, 100_000, *world.words()
-    )
+    script = AT_EVENT.replace("number, at", f"signal.signal({int(number)}, signal.SIG_IGN); number, at", 1)
+    result = python(script, int(number), 100_000, *world.words())
     assert result.status == 0 and "events" not in result.err, result.err
     same_ranks(world.found(), world.expected(FULL))
 
@@ -264,4 +271,22 @@ def test_a_second_signal_or_a_timeout_ends_a_run_on_a_slow_disk(world: World, in
             process.send_signal(signal.SIGINT)
         _, output = process.communicate(timeout=20)
     ended(process.returncode, output, signal.SIGTERM)
+    nothing_half_written(world.dst, {})
+
+
+def test_a_closed_terminal_ends_the_run(world: World) -> None:
+    world.save(FULL)
+    terminal, end = pty.openpty()
+
+    def control() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    words = [sys.executable, "-c", SLOW_DISK, "1", *map(str, world.words())]
+    with subprocess.Popen(words, stdin=end, stdout=end, stderr=end, start_new_session=True, preexec_fn=control) as run:
+        os.close(end)
+        with open(terminal, "rb", 0) as output:
+            while b"flushing" not in output.read(1000):
+                pass
+        assert run.wait(20) == 129
     nothing_half_written(world.dst, {})

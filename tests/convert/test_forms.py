@@ -41,6 +41,27 @@ def test_every_form_converts_to_every_other(first: str, second: str, world: Worl
     same_ranks(read_tree(ranks), world.expected(FULL))
 
 
+@pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_weights_of_one_element_come_back(form: str, ending: str, world: World) -> None:
+    full = {
+        "layer.weight": value("w", (4, 3)),
+        "layer.bias": value("b", (1,)),
+        "head.weight": value("h", (1, 1)),
+        "gate.weight": scalar(2, "Float32"),
+        "adam_m.layer.bias": value("m", (1,)),
+        "scale": scalar(3, "Float32", shape=(1,)),
+        "global_step": scalar(7, shape=(1,)),
+    }
+    write_checkpoint(world.src / "rank_0" / f"net-1_10.{ending}", full)
+    words: list[Argument] = to(form, world)
+    if "--dst-strategy" in words:
+        words[words.index("--dst-strategy") + 1] = "none"
+    done("convert", world.src, world.root / "one", "--src-strategy", "none", *words, "--verify")
+    done("convert", world.root / "one", world.dst, "--dst-strategy", "none")
+    same_ranks(read_tree(world.dst), {0: full})
+
+
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_output_does_not_depend_on_jobs_shards_and_interruptions(form: str, world: World) -> None:
     world.save(FULL)

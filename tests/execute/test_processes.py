@@ -31,10 +31,11 @@ from tests.conftest import LONG
 from tests.corpus import ROOT
 from tests.dask_cluster import until
 from tests.execute.test_changing_sources import in_place
+from tests.reference import Strategy
 from tests.running import Argument, done, fails
 from tests.sampling import some_of
 from tests.small import World, tensors
-from tests.trees import same_ranks, tree_bytes
+from tests.trees import layout, same_ranks, tree_bytes, value
 
 FULL = tensors()
 
@@ -114,7 +115,14 @@ def prepared(place: Path, kind: str) -> list[str]:
 def start(words: Sequence[str], at: int) -> subprocess.Popen[str]:
     """Start a run whose workers die at their ``at``-th write, are slow (0), or as they are (-1)."""
     command = [sys.executable, "-c", FORCED, str(at), *words]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=hear_hangups
+    )
+
+
+def hear_hangups() -> None:
+    """These tests may run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
@@ -148,10 +156,23 @@ os.register_at_fork(after_in_child=audit)
 @pytest.mark.parametrize("options", [(), ("--cast", "BFloat16")])
 def test_worker_processes_import_nothing(kind: str, options: tuple[str, ...], tmp_path: Path) -> None:
     """Each would take time, and memory beyond the limit of all processes together."""
-    command = [sys.executable, "-c", AUDITED + FORCED, "-1", *prepared(tmp_path, kind), "--jobs", "4", "--quiet"]
-    finished = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not imported_by_workers([*prepared(tmp_path, kind), *options])
 
-    assert not finished.stderr
+
+def test_worker_processes_import_nothing_for_a_later_stage(tmp_path: Path) -> None:
+    """Only the files of the second stage gather elements."""
+    rows, columns = layout([2], [0, -1]), layout([2], [-1, 0])
+    source: Strategy = [{"devices": 1, "layouts": {name: layout([1], [-1, -1])}} for name in "ab"]
+    target: Strategy = [{"devices": 2, "layouts": {name: cut}} for name, cut in (("a", rows), ("b", columns))]
+    world = World(tmp_path, source, target)
+    world.save({name: value(name, (96, 128)) for name in "ab"})
+    assert not imported_by_workers([str(word) for word in world.words()])
+
+
+def imported_by_workers(words: Sequence[str]) -> str:
+    """What worker processes of a conversion import."""
+    command = [sys.executable, "-c", AUDITED + FORCED, "-1", *words, "--jobs", "4", "--quiet"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
 
 
 # Jobs and bytes of a part. The default suite takes one pair for each kind of cut and checksum.
@@ -368,7 +389,10 @@ def test_a_killed_worker_ends_the_run_and_the_next_run_resumes(kind: str, at: in
     done("verify", words[2], "--src", words[1], *words[3:])
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
+)
 @pytest.mark.parametrize("kind", some_of(KINDS, 3))
 def test_workers_end_with_their_parent_process(kind: str, sent: signal.Signals, status: int, tmp_path: Path) -> None:
     words = prepared(tmp_path, kind)
@@ -377,7 +401,11 @@ def test_workers_end_with_their_parent_process(kind: str, sent: signal.Signals, 
         until(lambda process=process: len(workers_of(process)) == 3)  # type: ignore[misc]
         workers = workers_of(process)
         time.sleep(random.uniform(0, 0.1))
-        process.send_signal(sent)
+        if sent == signal.SIGKILL:
+            process.kill()
+        else:
+            # A terminal sends signals to workers, too.
+            os.killpg(process.pid, sent)
         _, output = process.communicate(timeout=60)
         assert process.returncode == status and "Traceback" not in output, output
         until(lambda workers=workers: not any(map(is_alive, workers)))  # type: ignore[misc]

@@ -329,6 +329,9 @@ def check_difference(pair: TensorPair, one: Value, other: Value) -> None:
         left, right = (np.array([int(number) for number in side], object) for side in (left, right))
     with np.errstate(all="ignore"):
         distance = np.where(left == right, 0, np.abs(left - right)).astype("f8") if left.size else np.zeros(0)
+        if not whole:
+            finite = np.isfinite(left) & np.isfinite(right)
+            distance[finite] = np.minimum(distance[finite], np.finfo("f8").max)
         scale = np.maximum(np.abs(left), np.abs(right)).astype("f8")
         relative = np.where(distance == 0, 0, np.where(np.isinf(distance), np.inf, distance / scale))
     assert pair.nan == ((nan & np.isnan(a)).sum(), (nan & np.isnan(b)).sum())
@@ -362,6 +365,12 @@ def test_differences_equal_numpys(data: st.DataObject) -> None:
         outcome = compared(Path(directory), {"w": one}, {"w": other})
     assert not outcome.only_a and not outcome.only_b and not outcome.shapes
     check_difference(outcome.pairs[0], one, other)
+
+
+def test_finite_numbers_do_not_differ_infinitely(tmp_path: Path) -> None:
+    one, other = (Value("Float64", np.array([1, sign * 1.7e308])) for sign in (1, -1))
+    (pair,) = compared(tmp_path, {"w": one}, {"w": other}).pairs
+    assert (pair.max_abs, pair.at, pair.first_nonfinite) == (np.finfo("f8").max, (1,), None) and pair.max_rel > 1
 
 
 def test_a_difference_in_a_large_tensor_is_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,21 @@ def test_a_run_that_writes_nothing_removes_files_of_killed_runs_among_records(wo
     assert not list(world.dst.rglob(".reshard-tmp-*"))
 
 
+@pytest.mark.parametrize("options", [("--to", "huggingface"), ("--dst-strategy", "none", "--overwrite")])
+def test_another_conversion_removes_files_of_killed_runs(options: tuple[str, ...], world: World) -> None:
+    """They may be as large as the checkpoint, in directories without a file of the new conversion."""
+    world.save(FULL)
+    code = (
+        "import os\nfrom reshard.execute import writing\n"
+        "writing.TargetWriter.part_done = lambda self: os._exit(9)\n" + LAUNCHER
+    )
+    words = list(map(str, world.words("--ranks", "1")))
+    assert subprocess.run([sys.executable, "-c", code, *words]).returncode == 9
+    assert list((world.dst / "rank_1").glob(".reshard-tmp-*"))
+    done("convert", world.src, world.dst, "--src-strategy", world.old, *options)
+    assert not list(world.dst.rglob(".reshard-tmp-*"))
+
+
 def test_two_processes_of_the_same_conversion_write_one_checkpoint(world: World) -> None:
     world.save(FULL)
     words = [str(word) for word in world.words()]

@@ -441,6 +441,29 @@ def test_recovered_lost_ranks_are_verified_alone(tmp_path: Path) -> None:
     fails(4, "verify", lost, *words[2:])
 
 
+def test_requested_ranks_of_a_recovery_are_verified_alone(tmp_path: Path) -> None:
+    words, _ = recovery(tmp_path)
+    some = tmp_path / "some"
+    recover: list[Argument] = ["recover", tmp_path / "src", some, "--strategy", tmp_path / "old.ckpt", "--ranks"]
+    done(*recover, "4")
+    done(*recover, "1")
+    warns(done("verify", some, *words[2:]), "compared: ranks 1,4; not requested: ranks 0,2-3,5", "no differences")
+    flip(some / "rank_4" / "net-1_10.ckpt", "emb", 1)
+    fails(4, "verify", some, *words[2:])
+    (some / "rank_4" / "net-1_10.ckpt").unlink()
+    assert "rank 4: is missing" in fails(4, "verify", some, *words[2:]).out
+
+
+def test_missing_ranks_of_a_conversion_are_differences(world: World) -> None:
+    """Other machines may write them; the ranks that exist can be verified alone."""
+    world.save(FULL)
+    world.convert("--ranks", "1")
+    result = world.verify()
+    assert result.status == 4 and "rank 0: is missing" in result.out
+    warns(result, "not written yet: rank 0; to compare only rank 1, add --ranks 1")
+    assert world.verify("--ranks", "1").status == 0
+
+
 def test_slices_without_rows_may_be_absent_from_ckpt_files(tmp_path: Path) -> None:
     strategy = single({"table": layout([2], [0, -1], uneven=[0, 8])})
     saved = cut_ranks(strategy, {"table": value("table", (8, 3))}, COPIED)

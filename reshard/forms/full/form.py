@@ -10,7 +10,7 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.forms.form import Form, FormOptions, ReadRequest, WriteRequest, check_latest
 from reshard.forms.full.directory import HYPER_PARAMETERS, MAP_FILES, UNIFIED, full_weights_form, read_weight_map
 from reshard.storage import caches_listings, is_regular_file
-from reshard.text.names import is_weight, training_globs
+from reshard.text.names import is_value, is_weight, training_globs
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names
 
@@ -71,7 +71,18 @@ class UnifiedForm(_FullForm):
 
         chosen = selected(checkpoint, request)
         note_uncopied_files(checkpoint, request.report)
-        return FullDirectory(self.name, chosen.tensors, chosen.values, request.max_shard_size, (), chosen.names)
+        # Readers skip weights among the values, which may be slices. Loaders cut what a part holds: not tensors of
+        # shape [].
+        weights = [
+            name
+            for name in chosen.values
+            if request.source.is_none
+            and not is_value(name, 1)
+            and checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name].shape
+        ]
+        return FullDirectory(
+            self.name, chosen.tensors, chosen.values, request.max_shard_size, (), chosen.names, weights
+        )
 
 
 # Beginnings of names in MindFormers' models that no model of Hugging Face has.

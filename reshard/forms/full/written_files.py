@@ -168,6 +168,7 @@ class FullDirectory(TargetForm):
         extra_files: configuration and tokenizer of a Hugging Face model.
         source_order: the tensors' names in the order of the source, which decides between unified files of equal
             size; by default the order of ``tensors``.
+        weights: the values that are weights of one element, and go to the files of tensors in unified directories.
     """
 
     by_rank = False
@@ -182,6 +183,7 @@ class FullDirectory(TargetForm):
         max_shard_size: Optional[int] = None,
         extra_files: Sequence[FinishingFile] = (),
         source_order: Optional[Sequence[str]] = None,
+        weights: Sequence[str] = (),
     ) -> None:
         self.name = name
         self._extra_files = extra_files
@@ -192,12 +194,16 @@ class FullDirectory(TargetForm):
             self._files = huggingface_files(self._sizes, max_shard_size or MAX_SHARD_SIZE)
         else:
             self.metadata = {"format": UNIFIED_FORMAT}
+            self._sizes = [*self._sizes, *((name, values[name]) for name in weights)]
             sizes = dict(self._sizes)
-            shared_out = self._sizes if source_order is None else [(tensor, sizes[tensor]) for tensor in source_order]
+            order = [*tensors] if source_order is None else source_order
+            shared_out = [(name, sizes[name]) for name in (*order, *weights)]
             self._files = unified_files(shared_out, max_shard_size) if sizes else []
+            placed = set(weights)
+            hyper_parameters = [name for name in values if name not in placed]
             # Readers refuse a map without tensors.
-            if values and self._files:
-                self._files = [*self._files, FullFile(HYPER_PARAMETERS, [*values])]
+            if hyper_parameters and self._files:
+                self._files = [*self._files, FullFile(HYPER_PARAMETERS, hyper_parameters)]
         self._file_of_value = {
             value: number for number, file in enumerate(self._files) for value in file.tensors if value in values
         }
