@@ -28,6 +28,7 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.safetensors_index import read_safetensors_index
 from reshard.checkpoints.formats.tensors import Tensor
 from reshard.errors import DamagedCheckpointError
+from reshard.layout import Box, boxes_of_range
 from reshard.named_tuple import NamedTuple
 from reshard.storage import FileStatus, ReadableFile, fill
 from reshard.text.wording import quoted
@@ -263,7 +264,8 @@ class PlacedFile:
         # Whole elements, of which the first and the last may stand out.
         item = ITEM_SIZES[elements.dtype]
         first, last = inside // item, -(-(inside + len(out)) // item)
-        data = b"".join(_box(file, elements, box, item).tobytes() for box in _boxes(elements.shape, first, last))
+        boxes = boxes_of_range(elements.shape, first, last, last - first)
+        data = b"".join(_box(file, elements, box, item).tobytes() for box in boxes)
         out[:] = data[inside - first * item : inside - first * item + len(out)]
 
     def locate_all(self) -> None:
@@ -309,31 +311,7 @@ class _Ahead:
         return self._file.read_into(offset, out)
 
 
-_Box = tuple[tuple[int, int], ...]
-
-
-def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[_Box]:
-    """The boxes that elements are, in C order from one to before another."""
-    if not shape:
-        yield ()
-        return
-    inner = math.prod(shape[1:])
-    inner_box = tuple((0, size) for size in shape[1:])
-    first, last = -(-start // inner), stop // inner
-    if first > last or (start < first * inner and stop < first * inner):
-        row = start // inner
-        yield from (((row, row + 1), *box) for box in _boxes(shape[1:], start - row * inner, stop - row * inner))
-        return
-    if start < first * inner:
-        row = first - 1
-        yield from (((row, row + 1), *box) for box in _boxes(shape[1:], start - row * inner, inner))
-    if first < last:
-        yield ((first, last), *inner_box)
-    if last * inner < stop:
-        yield from (((last, last + 1), *box) for box in _boxes(shape[1:], 0, stop - last * inner))
-
-
-def _box(file: ReadableFile, elements: Elements, box: _Box, item: int) -> npt.NDArray[Any]:
+def _box(file: ReadableFile, elements: Elements, box: Box, item: int) -> npt.NDArray[Any]:
     """The elements of a box, each as bytes along a last dimension, in the shape of the box."""
     shape = [stop - start for start, stop in box]
     strides = [0 if size == 1 else stride for size, stride in zip(shape, elements.strides)]
