@@ -30,7 +30,6 @@ _NUMBER_GOES_ON = 3
 _SHOWN = 40
 _MAX_DEPTH = 100
 _NOTHING: frozenset[str] = frozenset()
-_WINDOW = 1 << 18
 
 
 class JsonError(UnfitError):
@@ -212,18 +211,6 @@ class JsonStream:
             raise JsonError("its text is not valid UTF-8") from None
         self._text = self._text[self._position :] + text
         self._position = 0
-
-
-def windows_of(data: bytes) -> Callable[[], bytes]:
-    """A reader of bytes in memory for a `JsonStream`; a UTF-8 byte order mark is left out."""
-    position = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
-
-    def read() -> bytes:
-        nonlocal position
-        start, position = position, position + _WINDOW
-        return data[start:position]
-
-    return read
 
 
 class _UnendedError(ValueError):

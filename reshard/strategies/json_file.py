@@ -6,19 +6,23 @@ than strategy items and parameter layouts are skipped.
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Optional
 
 from reshard.errors import StrategyError
-from reshard.storage.json_text import Fields, JsonError, JsonStream, integers, windows_of
+from reshard.storage.json_text import Fields, JsonError, JsonStream, integers
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 from reshard.text.wording import quoted
 
 _AGAIN = "copy the original again, or have MindSpore write it again"
 # A table with hand-made slices has a number per slice, and may have a hundred thousand slices.
 _MAX_ITEM_LENGTH = 1 << 22
+_WINDOW = 1 << 18
 _INT32 = 2**31
 _UINT32 = 2**32
 _INT64 = 2**63
@@ -40,7 +44,8 @@ class _StrategyJson:
     """A file that is read item by item: only layouts are kept in memory."""
 
     def __init__(self, data: bytes) -> None:
-        self._stream = JsonStream(windows_of(data), _MAX_ITEM_LENGTH)
+        text = io.BytesIO(data.removeprefix(codecs.BOM_UTF8))
+        self._stream = JsonStream(partial(text.read, _WINDOW), _MAX_ITEM_LENGTH)
         self._items: list[StrategyItem] = []
         self._layouts: dict[str, RecordedLayout] = {}
         self._distinct: dict[RecordedLayout, RecordedLayout] = {}
