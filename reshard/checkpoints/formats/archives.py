@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Callable, NoReturn, Optional
 
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, ITEM_SIZES
-from reshard.checkpoints.formats.pickles import Global, PickledInstance, PickleError, among, read_pickle
+from reshard.checkpoints.formats.pickles import Global, PickledInstance, PickleError, among, read_pickle, sizes_of
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.named_tuple import NamedTuple
 from reshard.storage import ReadableFile, fill, read_range
@@ -24,7 +24,6 @@ MAX_PICKLE = 16 << 20
 """Bytes of ``data.pkl``; it holds some hundred for every tensor."""
 
 _MAX_DIRECTORY = 64 << 20
-_MAX_DIMENSIONS = 64
 # Both ends of a small archive are read at once, and of a large one enough for its directory and its first entries.
 _NEAR_END = 4 << 10
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -280,9 +279,7 @@ class Archive:
             self._damaged("the type of its elements is unknown")
         if more and more[0]:
             self._damaged("its tensor is a conjugate or negated view, which is not read")
-        if not (
-            _are_sizes([first, count]) and _are_sizes(shape) and _are_sizes(strides) and len(shape) == len(strides)
-        ):
+        if not (None not in map(sizes_of, ([first, count], shape, strides)) and len(shape) == len(strides)):
             self._damaged("the shape or strides of its tensor are none")
         if "byteorder" in self and self._small("byteorder") != b"little":
             self._damaged("its bytes are in big-endian order, which is not read")
@@ -323,12 +320,6 @@ def _is_divided(extra: bytes) -> bool:
     while position + 4 <= len(extra):
         position += 4 + int.from_bytes(extra[position + 2 : position + 4], "little")
     return position <= len(extra) and not any(extra[position:])
-
-
-def _are_sizes(numbers: Any) -> bool:
-    if not isinstance(numbers, (tuple, list)) or len(numbers) > _MAX_DIMENSIONS:
-        return False
-    return all(type(each) is int and 0 <= each < 1 << 62 for each in numbers)
 
 
 def archived_tensor(file: ReadableFile, offset: int, length: int) -> Elements:

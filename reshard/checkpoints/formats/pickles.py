@@ -21,6 +21,9 @@ MAX_OPERATIONS = 1 << 26
 MEMORY_PER_BYTE = 24
 """Bytes of objects for each byte of a pickle; metadata of torch takes 14. Numbers and references come on top."""
 
+MAX_SIZES = 64
+"""Dimensions of a tensor, or of a mesh of ranks."""
+
 # For pickles that are small anyway.
 _MIN_MEMORY = 4 << 20
 # Approximate memory of objects; of a dictionary, that of a few pairs.
@@ -567,6 +570,13 @@ _OPERATIONS: dict[int, _Operation] = {
     ord("b"): _Machine.build,
     ord("Q"): _Machine.persistent_id,
 }
+
+
+def sizes_of(numbers: Any) -> Optional[tuple[int, ...]]:
+    """Numbers of elements or bytes, as in a shape; None for anything else."""
+    if not isinstance(numbers, (tuple, list)) or len(numbers) > MAX_SIZES:
+        return None
+    return tuple(numbers) if all(type(each) is int and 0 <= each < 1 << 62 for each in numbers) else None
 
 
 class NotPlain(ValueError):

@@ -7,7 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, Optional
 
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, dtype_named
-from reshard.checkpoints.formats.pickles import Global, PickledInstance, PickleError, among, read_pickle
+from reshard.checkpoints.formats.pickles import (
+    MAX_SIZES,
+    Global,
+    PickledInstance,
+    PickleError,
+    among,
+    read_pickle,
+    sizes_of,
+)
 from reshard.errors import CheckpointError, InputError
 from reshard.named_tuple import NamedTuple
 from reshard.storage import read_small, reading
@@ -16,7 +24,6 @@ from reshard.text.wording import as_pattern, quoted
 MAX_METADATA = 1 << 29
 """Bytes of one file of metadata; it takes some 140 for each chunk of a tensor."""
 
-_MAX_DIMENSIONS = 64
 _MAX_NAMED = 8
 
 TORCH = "torch.distributed.checkpoint."
@@ -188,12 +195,12 @@ class _Reader:
             if not isinstance(index, PickledInstance) or not isinstance(info, PickledInstance):
                 self._wrong("its list of records is none")
             name, starts = index.fields.get("fqn"), index.fields.get("offset")
-            offset = _sizes(starts)
+            offset = sizes_of(starts)
             if not isinstance(name, str) or (starts is not None and offset is None):
                 self._wrong("has a record of no tensor")
             where = info.fields
             file, first, length = where.get("relative_path"), where.get("offset"), where.get("length")
-            in_file = _sizes((first, 0 if length == -1 else length))
+            in_file = sizes_of((first, 0 if length == -1 else length))
             if not isinstance(file, str) or in_file is None:
                 self._wrong(f"does not record where {quoted(name)} is stored")
             if not file or "\0" in file or _ABSOLUTE.match(file) or ".." in re.split(r"[/\\]", file):
@@ -220,7 +227,7 @@ class _Reader:
         self, name: str, value: PickledInstance, records: dict[tuple[str, Optional[tuple[int, ...]]], Record]
     ) -> None:
         fields = value.fields
-        shape, chunks = _sizes(fields.get("size")), fields.get("chunks")
+        shape, chunks = sizes_of(fields.get("size")), fields.get("chunks")
         dtype = _dtype(fields.get("properties"))
         if shape is None or not isinstance(chunks, (list, tuple)):
             self._wrong(f"does not record shape and chunks of {quoted(name)}")
@@ -232,7 +239,7 @@ class _Reader:
         met: set[tuple[int, ...]] = set()
         for chunk in chunks:
             box = chunk.fields if isinstance(chunk, PickledInstance) else {}
-            offsets, sizes = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
+            offsets, sizes = sizes_of(box.get("offsets")), sizes_of(box.get("sizes"))
             if offsets is None or sizes is None:
                 self._wrong(f"has a chunk of {quoted(name)} without offsets or sizes")
             # Megatron's sizes lack the dimensions before those of a layer.
@@ -280,16 +287,9 @@ def _words(descriptors: Any) -> Iterator[str]:
             yield quoted(each)
 
 
-def _sizes(numbers: Any) -> Optional[tuple[int, ...]]:
-    """Numbers of elements or bytes; None for anything else."""
-    if not isinstance(numbers, (tuple, list)) or len(numbers) > _MAX_DIMENSIONS:
-        return None
-    return tuple(numbers) if all(type(each) is int and 0 <= each < 1 << 62 for each in numbers) else None
-
-
 def _are_keys(keys: Any) -> bool:
     """Whether these are keys of nested dictionaries and lists."""
-    if not isinstance(keys, tuple) or len(keys) > _MAX_DIMENSIONS:
+    if not isinstance(keys, tuple) or len(keys) > MAX_SIZES:
         return False
     return all(type(key) in (str, int) for key in keys)
 

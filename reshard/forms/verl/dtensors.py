@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from reshard.checkpoints.formats.archives import TENSOR_NAMES, Archive, Elements
-from reshard.checkpoints.formats.pickles import PickledInstance, among
+from reshard.checkpoints.formats.pickles import MAX_SIZES, PickledInstance, among, sizes_of
 from reshard.named_tuple import NamedTuple
 
 _REBUILD_TYPE, _WRAPPER = "torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_wrapper_subclass"
@@ -18,7 +18,6 @@ _CLASSES = frozenset(
     {_TENSOR, "DTensorSpec", "TensorMeta", "ShardOrderEntry", "DeviceMesh", "_MeshLayout", "_FlatLayout", "Layout"}
     | {_REPLICATE, _SHARD, _STRIDED, "Partial", "_Partial"}
 )
-_MAX_DIMENSIONS = 64
 _plain_name = among({*TENSOR_NAMES, _REBUILD_TYPE, _WRAPPER, "torch.device", "torch.serialization._get_layout"})
 
 
@@ -74,7 +73,7 @@ def part_of(archive: Archive, value: Any) -> Optional[RankPart]:
         raise PlacementError("has a mesh or placements that are not read")
     if coordinates is None:
         return RankPart(shape, None, elements.shape, math.prod(mesh_shape), elements)
-    coordinates = _sizes(coordinates)
+    coordinates = sizes_of(coordinates)
     if (
         coordinates is None
         or len(coordinates) != len(mesh_shape)
@@ -107,7 +106,7 @@ def _wrapped(value: PickledInstance) -> tuple[Optional[tuple[int, ...]], dict[st
     args = value.args
     wrapper = args[2] if len(args) > 3 and isinstance(args[2], tuple) and len(args[2]) > 2 else (None,)
     if args and getattr(args[0], "name", None) == _WRAPPER and _class(wrapper[0]) == _TENSOR:
-        return _sizes(wrapper[2]), _fields(args[3])
+        return sizes_of(wrapper[2]), _fields(args[3])
     raise PlacementError("is a tensor of a class that is not read")
 
 
@@ -115,18 +114,18 @@ def _mesh_shape(mesh: Mapping[str, Any]) -> Optional[tuple[int, ...]]:
     """The shape of a mesh: of its tensor of ranks, or by its layout since torch 2.9."""
     ranks, layout = mesh.get("mesh"), _fields(mesh.get("_layout"))
     if isinstance(ranks, PickledInstance) and len(ranks.args) > 2:
-        return _sizes(ranks.args[2])
+        return sizes_of(ranks.args[2])
     axes = layout.get("axes", layout.get("shape"))
     axes = (axes,) if isinstance(axes, int) else axes
     if not isinstance(axes, tuple):
         return None
     sizes = [_axis_size(_fields(axis).get("shape") if isinstance(axis, PickledInstance) else axis) for axis in axes]
-    return _sizes(sizes)
+    return sizes_of(sizes)
 
 
 def _axis_size(shape: Any) -> Optional[int]:
     """The ranks along a dimension of a mesh, which may be several joined ones."""
-    sizes = _sizes((shape,) if isinstance(shape, int) else shape)
+    sizes = sizes_of((shape,) if isinstance(shape, int) else shape)
     return None if sizes is None else math.prod(sizes)
 
 
@@ -161,9 +160,9 @@ def _cuts(placements: Sequence[Any], mesh_shape: Sequence[int], dimensions: int,
 
 def _recorded_order(order: Any) -> dict[int, list[int]]:
     """The same as `_cuts`, as newer versions of torch record it; empty for anything else."""
-    entries = order if isinstance(order, (tuple, list)) and len(order) <= _MAX_DIMENSIONS else ()
+    entries = order if isinstance(order, (tuple, list)) and len(order) <= MAX_SIZES else ()
     pairs = [each.args for each in entries if isinstance(each, PickledInstance) and len(each.args) == 2]
-    return {dimension: [*(_sizes(cut) or ())] for dimension, cut in pairs if type(dimension) is int}
+    return {dimension: [*(sizes_of(cut) or ())] for dimension, cut in pairs if type(dimension) is int}
 
 
 def _class(value: Any) -> str:
@@ -176,9 +175,3 @@ def _fields(value: Any) -> dict[str, Any]:
     state = value.state if isinstance(value, PickledInstance) else value
     parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
     return {key: each for part in parts if isinstance(part, dict) for key, each in part.items()}
-
-
-def _sizes(numbers: Any) -> Optional[tuple[int, ...]]:
-    if not isinstance(numbers, (tuple, list)) or len(numbers) > _MAX_DIMENSIONS:
-        return None
-    return tuple(numbers) if all(type(each) is int and 0 <= each < 1 << 62 for each in numbers) else None
