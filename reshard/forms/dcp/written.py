@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
@@ -36,6 +37,11 @@ _BACKEND = (
 )
 
 
+def _instance(kind: str, **fields: Any) -> PickledInstance:
+    """An instance of a class whose fields are set by name."""
+    return PickledInstance(kind, (), fields)
+
+
 class _DistributedFiles(ChunkFiles):
     """The files of both forms.
 
@@ -44,9 +50,17 @@ class _DistributedFiles(ChunkFiles):
         chosen: the selected part of it.
         request: the request.
         name_of: the name of the file of a rank, without its ending.
+
+    Attributes:
+        objects_file: the file of objects.
+        room: the package of the classes in the metadata.
+        versions: fields of the metadata after those of tensors and objects.
     """
 
     holds_empty = False
+    objects_file: str
+    room: str
+    versions: Mapping[str, Any]
 
     def __init__(self, checkpoint: Checkpoint, chosen: Selected, request: WriteRequest, name_of: Any) -> None:
         super().__init__(request.target, chosen, name_of)
@@ -105,9 +119,61 @@ class _DistributedFiles(ChunkFiles):
             yield name, offset, len(data)
             offset += len(data)
 
-    def _finishing(self, objects: str, metadata: Any) -> list[FinishingFile]:
-        files = [FinishingFile(objects, lambda: list(self._contents.values()))] if self._objects else []
-        return [*files, FinishingFile(METADATA, lambda: _joined(pickled(metadata())))]
+    def finishing(self) -> Sequence[FinishingFile]:
+        """Objects, and the metadata, which makes the directory complete."""
+        files = [FinishingFile(self.objects_file, lambda: list(self._contents.values()))] if self._objects else []
+        return [*files, FinishingFile(METADATA, lambda: _joined(pickled(self._metadata())))]
+
+    def _metadata(self) -> PickledInstance:
+        tensors, kinds = dict(self.described()), f"{self.room}metadata."
+        described = [
+            *((name, self._tensor(tensor)) for name, tensor in tensors.items()),
+            *((name, _instance(f"{kinds}BytesStorageMetadata")) for name in self._contents),
+        ]
+        stored = [
+            *(
+                (self._index(name, chunk.offsets, number), self._stored_at(chunk.record))
+                for name, tensor in tensors.items()
+                for number, chunk in enumerate(tensor.chunks)
+            ),
+            *(
+                (self._index(name, None, None), self._stored_at(Record(self.objects_file, offset, length, "")))
+                for name, offset, length in self._object_places()
+            ),
+        ]
+        return _instance(
+            f"{kinds}Metadata",
+            state_dict_metadata=Pairs(iter(described)),
+            planner_data=self._keys([name for name, _ in described]),
+            storage_data=Pairs(iter(stored)),
+            **self.versions,
+        )
+
+    def _tensor(self, tensor: DescribedTensor) -> PickledInstance:
+        kinds = f"{self.room}metadata."
+        chunks = [
+            _instance(f"{kinds}ChunkStorageMetadata", offsets=self._size(chunk.offsets), sizes=self._size(chunk.sizes))
+            for chunk in tensor.chunks
+        ]
+        properties, size = self._properties(tensor.dtype), self._size(tensor.shape)
+        return _instance(f"{kinds}TensorStorageMetadata", properties=properties, size=size, chunks=chunks)
+
+    def _index(self, name: str, starts: Optional[Sequence[int]], number: Optional[int]) -> PickledInstance:
+        return _instance(f"{self.room}metadata.MetadataIndex", fqn=name, offset=self._size(starts), index=number)
+
+    def _size(self, sizes: Optional[Sequence[int]]) -> Any:
+        """Sizes or offsets; None for those of an object."""
+        raise NotImplementedError
+
+    def _properties(self, dtype: str) -> PickledInstance:
+        raise NotImplementedError
+
+    def _stored_at(self, record: Record) -> PickledInstance:
+        raise NotImplementedError
+
+    def _keys(self, names: Sequence[str]) -> Optional[Mapping[str, tuple[Any, ...]]]:
+        """The keys of nested dictionaries by name."""
+        raise NotImplementedError
 
 
 class DcpFiles(_DistributedFiles):
@@ -115,6 +181,16 @@ class DcpFiles(_DistributedFiles):
 
     name = DCP
     format = ARCHIVES
+    objects_file = "__0_1.distcp"
+    room = TORCH
+    versions = MappingProxyType(
+        {
+            "storage_meta": _instance(
+                f"{TORCH}metadata.StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]
+            ),
+            "version": "1.0.0",
+        }
+    )
 
     def __init__(self, checkpoint: Checkpoint, chosen: Selected, request: WriteRequest) -> None:
         super().__init__(checkpoint, chosen, request, lambda rank: f"__{rank}_0")
@@ -139,83 +215,29 @@ class DcpFiles(_DistributedFiles):
         return data if stored.archived else archive_of_pickle(data)
 
     def finishing(self) -> Sequence[FinishingFile]:
-        """Objects, and the metadata, which makes the directory complete."""
-        objects = "__0_1.distcp"
-
-        def metadata() -> PickledInstance:
-            tensors = dict(self.described())
-            names = [*tensors, *self._contents]
-            return _instance(
-                "metadata.Metadata",
-                state_dict_metadata=Pairs(
-                    iter(
-                        [
-                            *((name, _torch_tensor(tensor)) for name, tensor in tensors.items()),
-                            *((name, _instance("metadata.BytesStorageMetadata")) for name in self._contents),
-                        ]
-                    )
-                ),
-                planner_data={name: self._nested.get(name, (name,)) for name in names},
-                storage_data=Pairs(
-                    iter(
-                        [
-                            *_torch_records(tensors),
-                            *(
-                                (_torch_index(name, None, None), _torch_place(objects, offset, length))
-                                for name, offset, length in self._object_places()
-                            ),
-                        ]
-                    )
-                ),
-                storage_meta=_instance(
-                    "metadata.StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]
-                ),
-                version="1.0.0",
-            )
-
+        """Megatron's files, objects, and the metadata, which makes the directory complete."""
         common, beside = self._common, self._beside
         files = []
         if common is not None:
             files.append(FinishingFile(COMMON, lambda: [self._content(COMMON, common)]))
             files.append(FinishingFile(BACKEND, lambda: [_BACKEND if beside is None else self._read(beside)]))
-        return [*files, *self._finishing(objects, metadata)]
+        return [*files, *super().finishing()]
 
+    def _size(self, sizes: Optional[Sequence[int]]) -> Any:
+        return None if sizes is None else PickledInstance("torch.Size", (tuple(sizes),), None, True)
 
-def _instance(kind: str, room: str = TORCH, **fields: Any) -> PickledInstance:
-    """An instance of a class whose fields are set by name."""
-    return PickledInstance(room + kind, (), fields)
+    def _properties(self, dtype: str) -> PickledInstance:
+        layout = PickledInstance("torch.serialization._get_layout", ("torch.strided",), None, True)
+        contiguous = PickledInstance(f"{TORCH}metadata._MEM_FORMAT_ENCODING", (0,), None, True)
+        state = (Global(TORCH_NAMES[dtype]), layout, False, contiguous, False)
+        return PickledInstance(f"{TORCH}metadata.TensorProperties", (), state)
 
+    def _stored_at(self, record: Record) -> PickledInstance:
+        file, offset, length, _ = record
+        return _instance(f"{TORCH}filesystem._StorageInfo", relative_path=file, offset=offset, length=length)
 
-def _size(sizes: Sequence[int]) -> PickledInstance:
-    return PickledInstance("torch.Size", (tuple(sizes),), None, True)
-
-
-def _torch_tensor(tensor: DescribedTensor) -> PickledInstance:
-    layout = PickledInstance("torch.serialization._get_layout", ("torch.strided",), None, True)
-    contiguous = PickledInstance(f"{TORCH}metadata._MEM_FORMAT_ENCODING", (0,), None, True)
-    properties = PickledInstance(
-        f"{TORCH}metadata.TensorProperties", (), (Global(TORCH_NAMES[tensor.dtype]), layout, False, contiguous, False)
-    )
-    chunks = [
-        _instance("metadata.ChunkStorageMetadata", offsets=_size(chunk.offsets), sizes=_size(chunk.sizes))
-        for chunk in tensor.chunks
-    ]
-    return _instance("metadata.TensorStorageMetadata", properties=properties, size=_size(tensor.shape), chunks=chunks)
-
-
-def _torch_index(name: str, starts: Optional[Sequence[int]], number: Optional[int]) -> PickledInstance:
-    return _instance("metadata.MetadataIndex", fqn=name, offset=None if starts is None else _size(starts), index=number)
-
-
-def _torch_place(file: str, offset: int, length: int) -> PickledInstance:
-    return _instance("filesystem._StorageInfo", relative_path=file, offset=offset, length=length)
-
-
-def _torch_records(tensors: Mapping[str, DescribedTensor]) -> Iterator[tuple[PickledInstance, PickledInstance]]:
-    for name, tensor in tensors.items():
-        for number, chunk in enumerate(tensor.chunks):
-            where = chunk.record
-            yield _torch_index(name, chunk.offsets, number), _torch_place(where.file, where.offset, where.length)
+    def _keys(self, names: Sequence[str]) -> Optional[Mapping[str, tuple[Any, ...]]]:
+        return {name: self._nested.get(name, (name,)) for name in names}
 
 
 class HyperParallelFiles(_DistributedFiles):
@@ -223,6 +245,9 @@ class HyperParallelFiles(_DistributedFiles):
 
     name = HYPER_PARALLEL
     format = "safetensors"
+    objects_file = "_rank0_.bytes"
+    room = HYPER
+    versions = MappingProxyType({"version": "1.0"})
 
     def __init__(self, checkpoint: Checkpoint, chosen: Selected, request: WriteRequest) -> None:
         super().__init__(checkpoint, chosen, request, lambda rank: f"_rank{rank}_")
@@ -253,46 +278,21 @@ class HyperParallelFiles(_DistributedFiles):
         except OSError as error:
             raise reading_error(stored.path, error) from error
 
-    def finishing(self) -> Sequence[FinishingFile]:
-        """Objects, and the metadata, which makes the directory complete."""
-        objects = "_rank0_.bytes"
+    def _size(self, sizes: Optional[Sequence[int]]) -> Any:
+        return () if sizes is None else sizes
 
-        def index(name: str, starts: tuple[int, ...], number: Optional[int]) -> PickledInstance:
-            return _instance("metadata.MetadataIndex", HYPER, fqn=name, offset=starts, index=number)
+    def _properties(self, dtype: str) -> PickledInstance:
+        name = TORCH_NAMES.get(dtype, dtype)
+        return _instance(f"{HYPER}metadata.TensorProperties", dtype=name, requires_grad=False, memory_format=None)
 
-        def place(file: str, offset: int, length: int, key: Optional[str]) -> PickledInstance:
-            return _instance(
-                "storage.StorageInfo", HYPER, relative_path=file, offset=offset, length=length, tensor_key=key
-            )
+    def _stored_at(self, record: Record) -> PickledInstance:
+        file, offset, length, key = record
+        return _instance(
+            f"{HYPER}storage.StorageInfo", relative_path=file, offset=offset, length=length, tensor_key=key or None
+        )
 
-        def metadata() -> PickledInstance:
-            tensors = dict(self.described())
-            described = [
-                *((name, _hyper_tensor(tensor)) for name, tensor in tensors.items()),
-                *((name, _instance("metadata.BytesStorageMetadata", HYPER)) for name in self._contents),
-            ]
-            stored = [
-                *(
-                    (index(name, chunk.offsets, number), place(chunk.record.file, 0, -1, name))
-                    for name, tensor in tensors.items()
-                    for number, chunk in enumerate(tensor.chunks)
-                ),
-                *(
-                    (index(name, (), None), place(objects, offset, length, None))
-                    for name, offset, length in self._object_places()
-                ),
-            ]
-            keys = {name: self._nested[name] for name, _ in described if name in self._nested}
-            return _instance(
-                "metadata.Metadata",
-                HYPER,
-                state_dict_metadata=Pairs(iter(described)),
-                planner_data=keys or None,
-                storage_data=Pairs(iter(stored)),
-                version="1.0",
-            )
-
-        return self._finishing(objects, metadata)
+    def _keys(self, names: Sequence[str]) -> Optional[Mapping[str, tuple[Any, ...]]]:
+        return {name: self._nested[name] for name in names if name in self._nested} or None
 
 
 def _keys_of_model(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
@@ -315,21 +315,6 @@ class _LayoutWithTensors(OutputLayout):
     def __init__(self, layout: OutputLayout, tensors: Sequence[OutputTensor]) -> None:
         self.__dict__.update(layout.__dict__)
         self.tensors = tensors
-
-
-def _hyper_tensor(tensor: DescribedTensor) -> PickledInstance:
-    chunks = [
-        _instance("metadata.ChunkStorageMetadata", HYPER, offsets=chunk.offsets, sizes=chunk.sizes)
-        for chunk in tensor.chunks
-    ]
-    properties = _instance(
-        "metadata.TensorProperties",
-        HYPER,
-        dtype=TORCH_NAMES.get(tensor.dtype, tensor.dtype),
-        requires_grad=False,
-        memory_format=None,
-    )
-    return _instance("metadata.TensorStorageMetadata", HYPER, properties=properties, size=tensor.shape, chunks=chunks)
 
 
 def _joined(parts: Iterable[bytes]) -> Iterator[bytes]:
