@@ -399,11 +399,7 @@ def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
     names.update((name, name) for name in checkpoint.values())
     # Runs that read other ranks' files need the same strategy.
     names.update((new, name) for name, new in checkpoint.unseen.items() if new is not None)
-    stages = (
-        stage._replace(layouts={name: stage.layouts[old] for name, old in names.items() if old in stage.layouts})
-        for stage in strategy.stages
-    )
-    return replace(strategy, stages=tuple(stages))
+    return strategy.with_layouts(lambda old: {name: old[before] for name, before in names.items() if before in old})
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> Tensor:

@@ -261,11 +261,8 @@ class Edits(NamedTuple):
         changed = {name for before, name in after.items() if before != name}
         if not self.trainer and not (listed.isdisjoint(changed) and len(after) == len(names)):
             return target
-        stages = (
-            stage._replace(layouts={after.get(name, name): layout for name, layout in stage.layouts.items()})
-            for stage in target.stages
-        )
-        return replace(target, stages=tuple(stages), original=target)
+        renamed = target.with_layouts(lambda layouts: {after.get(name, name): one for name, one in layouts.items()})
+        return replace(renamed, original=target)
 
     def possible_identities(self) -> Iterator[str]:
         """All possible identities, since names decide options and direction.

@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Optional
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import LayoutError, UsageError
@@ -340,6 +340,10 @@ class Strategy:
                 layouts_by_shape[shape] = rows_over(count, shape)
             layouts[name] = layouts_by_shape[shape]
         return cls((Stage(0, 0, count, layouts, (path,)),), path)
+
+    def with_layouts(self, layouts_of: Callable[[Mapping[str, Layout]], dict[str, Layout]]) -> Strategy:
+        """The same ranks with other layouts, which a function makes of those of each stage."""
+        return replace(self, stages=tuple(stage._replace(layouts=layouts_of(stage.layouts)) for stage in self.stages))
 
     @property
     def is_placeholder(self) -> bool:

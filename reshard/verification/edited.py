@@ -148,11 +148,7 @@ class EditedSource:
         before = {name: name for name in self.values}
         for name, tensor in self.tensors.items():
             before[name] = tensor.sources[0].name if isinstance(tensor, DerivedTensor) else tensor.stored_name  # type: ignore[attr-defined]
-        stages = (
-            stage._replace(layouts={name: stage.layouts[old] for name, old in before.items() if old in stage.layouts})
-            for stage in strategy.stages
-        )
-        return replace(strategy, stages=tuple(stages))
+        return strategy.with_layouts(lambda old: {name: old[first] for name, first in before.items() if first in old})
 
     def laid_out(self, strategy: Strategy) -> Strategy:
         """A strategy of the target that lists names before the last renaming, with the names after it."""
@@ -210,11 +206,7 @@ class EditedSource:
 
 def renamed(strategy: Strategy, names: Mapping[str, Optional[str]]) -> Strategy:
     """A strategy with new names by old ones; other names are unchanged."""
-    stages = (
-        stage._replace(layouts={names.get(name) or name: layout for name, layout in stage.layouts.items()})
-        for stage in strategy.stages
-    )
-    return replace(strategy, stages=tuple(stages))
+    return strategy.with_layouts(lambda layouts: {names.get(name) or name: one for name, one in layouts.items()})
 
 
 def _of_all(readings: Sequence[Shards]) -> Shards:
