@@ -243,20 +243,8 @@ def common_json(training: Mapping[str, Any]) -> bytes:
     return json.dumps({name: training.get(name) for name in _MEMBERS}, indent=4).encode()
 
 
-class PlainLayout(NamedTuple):
-    """A layout without optimizer shards.
-
-    Attributes:
-        device_matrix: sizes of the axes, slowest first; at least one.
-        tensor_map: per dimension the axes that split it, counted from the right, most significant first.
-    """
-
-    device_matrix: tuple[int, ...]
-    tensor_map: tuple[tuple[int, ...], ...]
-
-
-def plain_layout(layout: Layout) -> PlainLayout:
-    """Express optimizer shards as axes.
+def plain_layout(layout: Layout) -> Layout:
+    """The same layout with optimizer shards as axes.
 
     Shards alternate among the ranks that hold the same slice, in ascending order: so they lie along the fastest
     axes that do not split the tensor. The last of these axes may have to be divided.
@@ -290,9 +278,8 @@ def plain_layout(layout: Layout) -> PlainLayout:
             remaining //= common
             axis += 1
         dimensions[0] += reversed(shard_axes)
-    plain = PlainLayout(tuple(reversed(sizes)), tuple(map(tuple, dimensions)))
-    equivalent = Layout(plain.device_matrix, plain.tensor_map)
-    if equivalent.cuts != layout.cuts or equivalent.slice_of_rank != layout.slice_of_rank:
+    plain = Layout(tuple(reversed(sizes)), tuple(map(tuple, dimensions)))
+    if plain.cuts != layout.cuts or plain.slice_of_rank != layout.slice_of_rank:
         raise LayoutError(
             f"{layout.shards} optimizer shards over device matrix {list(layout.device_matrix)} and tensor map "
             f"{layout.map_text} has no equivalent device matrix and tensor map"
