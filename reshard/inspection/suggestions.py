@@ -293,17 +293,14 @@ def _fitting(
             judged = inspected(strategy)
             if judged.checkpoint is None or (judged.complete is False and _may_be_larger(subject, strategy)):
                 continue
-            if not any(_alike(judged, other, frozenset(present)) for _, other in fitting):
+            ranks = frozenset(present)
+            if not any(_boxes(judged, ranks) == _boxes(other, ranks) for _, other in fitting):
                 fitting.append((strategy, judged))
     return fitting
 
 
-def _alike(subject: Subject, other: Subject, ranks: frozenset[int]) -> bool:
-    """Whether ranks hold the same boxes of all tensors by both."""
-    return _boxes(subject, ranks) == _boxes(other, ranks)
-
-
 def _boxes(subject: Subject, ranks: frozenset[int]) -> dict[str, object]:
+    """The boxes of every tensor, and which of these ranks hold them."""
     checkpoint = subject.checkpoint
     return {
         name: {

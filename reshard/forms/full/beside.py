@@ -110,13 +110,7 @@ def _of_other_types(
         config = {key: value for key, value in config.items() if key not in QUANTISATION}
         content = (json.dumps(config, indent=2) + "\n").encode()
     recorded = {key: config[key] for key in TYPE_KEYS if key in config}
-    types = sorted(
-        {
-            tensor.dtype.lower()
-            for name, tensor in tensors.items()
-            if is_weight(name, tensors) and "Float" in tensor.dtype
-        }
-    )
+    types = _types_of_weights(tensors)
     if not recorded or not types or all(types == [value] for value in recorded.values()):
         return content
     key, value = next(iter(recorded.items()))
@@ -181,8 +175,7 @@ def _same_but_type(old: str, new: str, target: Checkpoint) -> bool:
     Raises:
         OSError: a file cannot be read.
     """
-    tensors = target.tensors
-    types = {tensor.dtype for name, tensor in tensors.items() if is_weight(name, tensors) and "Float" in tensor.dtype}
+    types = _types_of_weights(target.tensors)
     try:
         before, after = (read_json(path, _LARGEST_CONFIG) or {} for path in (old, new))
     except CheckpointError:
@@ -190,5 +183,10 @@ def _same_but_type(old: str, new: str, target: Checkpoint) -> bool:
     plain = {key: value for key, value in before.items() if key in after or key not in QUANTISATION}
     if len(types) != 1:
         return bool(after == plain)
-    type_name = types.pop().lower()
-    return bool({key: type_name if key in TYPE_KEYS else value for key, value in plain.items()} == after)
+    return bool({key: types[0] if key in TYPE_KEYS else value for key, value in plain.items()} == after)
+
+
+def _types_of_weights(tensors: Mapping[str, GlobalTensor]) -> list[str]:
+    """The floating-point types of weights, as config.json spells them."""
+    weights = (tensor for name, tensor in tensors.items() if is_weight(name, tensors))
+    return sorted({tensor.dtype.lower() for tensor in weights if "Float" in tensor.dtype})
