@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import LayoutError, UsageError
