@@ -119,6 +119,8 @@ class Crew:
         import ctypes
         import socket
 
+        # Before the fork: else each worker loads pickle.
+        _pickled(None)
         self._idle: queue.SimpleQueue[Seat] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
         self._ends: list[socket.socket] = []
