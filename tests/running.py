@@ -106,10 +106,11 @@ def install(directory: Path) -> dict[str, str]:
     }
 
 
-def terminal_output(columns: int, script: str, *words: str, **environment: str) -> str:
-    """The output of a Python script on a terminal of this width; it must succeed."""
+def terminal_output(size: Union[int, tuple[int, int]], script: str, *words: str, **environment: str) -> str:
+    """The output of a Python script on a terminal of so many columns, or columns and rows; it must succeed."""
+    columns, rows = size if isinstance(size, tuple) else (size, 50)
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
     with subprocess.Popen(
         [sys.executable, "-c", script, *words],

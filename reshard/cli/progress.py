@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -27,11 +28,21 @@ def progress_of(quiet: bool, requested: Optional[bool]) -> Progress:
         quiet: only warnings and errors; --progress overrides it.
         requested: --progress or --no-progress; None for a bar on a terminal only.
     """
-    on_terminal = sys.stderr is not None and sys.stderr.isatty()
+    on_terminal = _has_room()
     shown = on_terminal and not quiet if requested is None else requested
     if not shown:
         return Progress()
     return _Bar() if on_terminal else _Lines()
+
+
+def _has_room() -> bool:
+    """Whether standard error is a terminal with a size: pseudo-terminals of other programs often have none."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return False
+    try:
+        return all(os.get_terminal_size(sys.stderr.fileno()))
+    except OSError:
+        return False
 
 
 class _Bar(Progress):

@@ -53,6 +53,14 @@ def test_a_terminal_shows_progress_unless_switched_off(words: list[str], shown: 
     assert ("checking" in on_terminal(80, *words)) == shown
 
 
+@pytest.mark.parametrize("size", [(0, 0), (80, 0)])
+def test_a_terminal_without_a_size_shows_lines_on_request(size: tuple[int, int]) -> None:
+    """Pseudo-terminals of other programs often have none; a bar on them stays empty."""
+    script = f"from reshard.cli import progress; progress.BETWEEN_LINES = 0.1{SCRIPT}"
+    assert "checking CRCs: 25%, 1.0 GiB of 4.0 GiB" in terminal_output(size, script, "--progress")
+    assert "checking" not in terminal_output(size, script)
+
+
 @pytest.mark.parametrize("words", [[], ["--no-progress"]])
 def test_without_a_terminal_no_progress_is_shown_by_default(
     world: World, words: list[str], monkeypatch: pytest.MonkeyPatch
