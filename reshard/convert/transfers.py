@@ -101,7 +101,7 @@ def _add_group(
                 transfers.requests[pair] += _covered(piece, tensor, execution).ranges * alike[tensor.name]
     for part in parts_of(group, execution.threads):
         # A tensor in several shares is counted once, as a whole.
-        for stretch in (share._replace(shares=1).stretch(group) for share in part if share.number == 0):
+        for stretch in (share._replace(shares=1).stretch() for share in part if share.number == 0):
             if stretch.shared is not None:
                 _add_shared(transfers, stretch.shared, alike[stretch.shared.tensors[0].name])
                 continue

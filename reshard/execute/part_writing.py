@@ -63,8 +63,7 @@ class PartWriter:
         buffers = [
             PartBuffer(block[number * share : (number + 1) * share], writer) for number, writer in enumerate(writers)
         ]
-        group = [writer.target for writer in writers]
-        for stretch in (share.stretch(group) for share in part):
+        for stretch in (share.stretch() for share in part):
             if stretch.shared is None:
                 for buffer, writer, segments in zip(buffers, writers, stretch.segments):
                     self._write_alone(segments, writer.target.tensors, buffer)
@@ -166,6 +165,8 @@ class PartWriter:
         return True
 
     def _write_shared(self, shared: SharedRows, buffers: Sequence[PartBuffer]) -> None:
+        if shared.first == shared.last:
+            return
         most = min(
             self._worker.filler.most_shared_rows(shared),
             *(buffer.size // row for buffer, row in zip(buffers, shared.row_bytes)),

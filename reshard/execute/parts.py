@@ -17,6 +17,7 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.layout import Box, inside, shape_of, volume_of
 from reshard.named_tuple import NamedTuple
 from reshard.plan.pieces import StoredSlice, TargetFile, TargetTensor
+from reshard.threads import cached_property
 
 Segment = Union[Literal, Data]
 
@@ -24,7 +25,7 @@ Segment = Union[Literal, Data]
 MAX_PART_BYTES = 64 << 20
 MIN_PART_BYTES = 4 << 20
 _PARTS_PER_THREAD = 4
-# A part is complete with so many of these bytes: tensors are cut evenly, and seldom fill it exactly.
+# A part ends at this fraction of its bytes: shares are equal and seldom fill it exactly.
 _FULL = 0.75
 # Tensors of all files of a part together: each is an object until the part is written.
 MAX_STRETCHES = 4096
@@ -94,34 +95,51 @@ class Stretch(NamedTuple):
     shared: Optional[SharedRows] = None
 
 
-class TensorShare(NamedTuple):
-    """One of several equal shares of a tensor in every file of the group; small tensors have one.
+class CutTensor:
+    """A tensor in every file of a group; what its shares have in common is looked up once, at the first use.
 
     Attributes:
-        segments: per member, the segments of the whole tensor, in file order.
+        group: the files.
+        segments: per member, the segments of the tensor, in file order.
+    """
+
+    def __init__(self, group: Sequence[TargetFile], segments: tuple[Sequence[Segment], ...]) -> None:
+        self.group = group
+        self.segments = segments
+
+    @cached_property
+    def shared(self) -> Optional[SharedRows]:
+        """Its rows that members share."""
+        return _shared_rows(self.group, self.segments)
+
+
+class TensorShare(NamedTuple):
+    """One of several equal shares of a tensor; small tensors have one.
+
+    Attributes:
+        tensor: the tensor.
         number: of the share.
         shares: number of shares.
     """
 
-    segments: tuple[Sequence[Segment], ...]
+    tensor: CutTensor
     number: int
     shares: int
 
-    def stretch(self, group: Sequence[TargetFile]) -> Stretch:
+    def stretch(self) -> Stretch:
         """The elements of the share, and where they come from."""
-        shared = _shared_rows(group, self.segments)
-        if shared is not None:
-            first, last = (shared.last * number // self.shares for number in (self.number, self.number + 1))
-            shared = shared._replace(first=first, last=last)
-            units = shared.row_bytes
-        else:
-            units = tuple(map(_unit_of, group, self.segments, itertools.repeat(self.shares)))
+        group, segments, shared = self.tensor.group, self.tensor.segments, self.tensor.shared
         if self.shares == 1:
-            return Stretch(self.segments, shared)
-        return Stretch(tuple(map(self._cut, self.segments, units)), shared)
+            return Stretch(segments, shared)
+        if shared is None:
+            units = tuple(map(_unit_of, group, segments, itertools.repeat(self.shares)))
+        else:
+            first, last = (shared.last * number // self.shares for number in (self.number, self.number + 1))
+            shared, units = shared._replace(first=first, last=last), shared.row_bytes
+        return Stretch(tuple(map(self._cut, segments, units)), shared)
 
     def _cut(self, segments: Sequence[Segment], unit: int) -> list[Segment]:
-        """The share of a member's segments, in whole units of so many bytes; literal bytes go with the data behind."""
+        """The share of a member's segments, in multiples of ``unit`` bytes; literal bytes go with the data behind."""
         size = _size_of(segments)
         first, last = (size // unit * number // self.shares * unit for number in (self.number, self.number + 1))
         last = size if self.number + 1 == self.shares else last
@@ -155,8 +173,9 @@ def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[list[TensorS
     any_part = False
     for segments, nbytes in _tensors_of(group):
         count = max(1, round(nbytes / part_bytes))
+        tensor = CutTensor(group, segments)
         for number in range(count):
-            part.append(TensorShare(segments, number, count))
+            part.append(TensorShare(tensor, number, count))
             size += nbytes // count
             if size >= _FULL * part_bytes or len(part) * len(group) >= MAX_STRETCHES:
                 yield part
@@ -214,18 +233,13 @@ def _by_tensor(target: TargetFile) -> Iterator[list[Segment]]:
         yield pending[data:]
 
 
-def _tensor_in(target: TargetFile, segments: Sequence[Segment]) -> Optional[TargetTensor]:
-    """The tensor whose data is in the segments; None if they are literal."""
-    return next((target.tensors[segment.tensor] for segment in segments if isinstance(segment, Data)), None)
-
-
-def _unit_of(target: TargetFile, segments: Sequence[Segment], count: int) -> int:
+def _unit_of(target: TargetFile, segments: Sequence[Segment], shares: int) -> int:
     """Bytes that are not cut in a member: a row, or an element where rows are too large for as many shares."""
-    tensor = _tensor_in(target, segments) if count > 1 else None
+    tensor = next((target.tensors[segment.tensor] for segment in segments if isinstance(segment, Data)), None)
     if tensor is None:
         return 1
     row = math.prod(tensor.shape[1:]) * tensor.item_size
-    return row if row * count <= tensor.nbytes else tensor.item_size
+    return row if row * shares <= tensor.nbytes else tensor.item_size
 
 
 def _shared_rows(group: Sequence[TargetFile], segments: Sequence[Sequence[Segment]]) -> Optional[SharedRows]:
