@@ -152,8 +152,8 @@ def reshard(*words: object) -> list[object]:
 
 
 def reshard_as_if(cpus: int, *words: object) -> list[object]:
-    """As `reshard`, for a program that takes this machine for one with so many CPUs."""
-    program = f"import os; os.sched_getaffinity = lambda _: range({cpus}); from reshard.entry import main; main()"
+    """As `reshard`, on a machine with ``cpus`` CPUs."""
+    program = f"from reshard import defaults, entry; defaults.usable_cpus = lambda: {cpus}; entry.main()"
     return [sys.executable, "-c", program, *words]
 
 

@@ -145,8 +145,8 @@ class Writing:
     def _write_here(self, progress: Progress) -> None:
         groups: Iterable[Sequence[TargetFile]] = self._plan.groups(self.work, self._execution.together)
         execution, target_of = self._execution, self._plan.target_file
-        # Of a later pipeline stage, or of another part of the model.
-        samples = (self.work[len(self.work) // 2], self.work[-1])
+        # Files of a later pipeline stage, or of another part of the model, may need NumPy where the first do not.
+        samples = {self.work[len(self.work) // 2], self.work[-1]}
         if self._directory is None:
             convert(groups, self._handles, execution, progress, target_of=target_of, samples=samples)
         else:

@@ -83,7 +83,8 @@ def convert(
                 # Imported late: a small rank is written by this process alone.
                 from reshard.execute.part_server import PartProcesses
 
-                sampled = itertools.chain(*first, map(target_of, samples))
+                others = set(samples).difference(target.rank for target in itertools.chain(*first))
+                sampled = itertools.chain(*first, map(target_of, others))
                 processes = stack.enter_context(PartProcesses(target_of, handles, options, sampled))
         _Execution(groups, handles, options, progress, finish, expected, processes).run()
 

@@ -57,7 +57,7 @@ OBJECTS = Storage(remote=True, in_flight=4, worth_skipping=64 << 10, window=256 
 
 
 def busy_cpus(jobs: int, *storages: Storage) -> int:
-    """How many of ``jobs`` CPUs to keep busy: between local files no more than there are, which would only take turns.
+    """How many of ``jobs`` CPUs to keep busy: between local files at most those there are; more would only take turns.
 
     Requests to other storage wait for it, and more of them can be in flight.
     """

@@ -71,8 +71,8 @@ class UnifiedForm(_FullForm):
 
         chosen = selected(checkpoint, request)
         note_uncopied_files(checkpoint, request.report)
-        # Readers skip weights among the values, which may be slices. Loaders cut what a part holds: not tensors of
-        # shape [].
+        # Readers skip weights among the values, which may be slices. Loaders cut every tensor of a part, and
+        # cannot cut shape []: such weights stay values.
         weights = [
             name
             for name in chosen.values
