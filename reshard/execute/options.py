@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.defaults import MAX_MEMORY
+from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.execute.reading import MIN_DECODING_BYTES, MIN_PIECE, ChosenIo, choose_io
 from reshard.named_tuple import NamedTuple
 from reshard.processes import BASE_OF_PROCESSES, MIN_MEMORY_PER_CPU, process_count
@@ -92,6 +92,12 @@ class ExecutionOptions(NamedTuple):
         # they compete with many that send.
         count = max(count, min(_MIN_IN_FLIGHT_PER_CPU * self.cpus, self._in_flight(self.target)))
         return min(count, max(1, self.max_memory // 2 // self._min_share))
+
+    @property
+    def through_maps(self) -> bool:
+        """Whether target files are written through maps: many processes write to each."""
+        # No more threads than CPUs write at a time.
+        return self.processes > 1 and min(self.threads, usable_cpus()) >= MIN_WRITERS_FOR_MAPS * self.files
 
     @property
     def cpus(self) -> int:

@@ -142,8 +142,9 @@ class PartServer:
     def load_for(self, files: Iterable[TargetFile]) -> None:
         """Load NumPy if files like these need it: workers then share its memory, which else each would take."""
         worker = self._reader.new_worker()
+        kept = not self._options.through_maps
         for tensor in itertools.chain.from_iterable(file.tensors for file in files):
-            if tensor.nbytes and worker.runs(tensor, whole_box(tensor.shape)) is None:
+            if tensor.nbytes and worker.runs(tensor, whole_box(tensor.shape), kept) is None:
                 _ = worker.filler
                 return
 

@@ -21,9 +21,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Callable, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.defaults import usable_cpus
 from reshard.errors import ReshardError, RetryableError, TargetError, UnwritableError
-from reshard.execute.options import MIN_WRITERS_FOR_MAPS, ExecutionOptions, Progress
+from reshard.execute.options import ExecutionOptions, Progress
 from reshard.execute.part_writing import PartWriter
 from reshard.execute.reader import BoxReader
 from reshard.execute.schedule import Schedule, Task
@@ -280,13 +279,8 @@ class _Execution:
             self._stop.set()
 
     def _writer_of(self, target: TargetFile) -> TargetWriter:
-        options = self._options
-        # No more threads than CPUs write at a time.
-        writers = min(options.threads, usable_cpus())
-        through_maps = self._processes is not None and writers >= MIN_WRITERS_FOR_MAPS * options.files
-        return TargetWriter(
-            target, self._finish, options.checksum, self._expected(target), self._sending, allocated=through_maps
-        )
+        checksum, allocated = self._options.checksum, self._options.through_maps
+        return TargetWriter(target, self._finish, checksum, self._expected(target), self._sending, allocated=allocated)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

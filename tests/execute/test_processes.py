@@ -92,7 +92,7 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             created.append(count)
             super().__init__(count, *others)
 
-    for module in (run, costs):
+    for module in (options, costs):
         monkeypatch.setattr(module, "usable_cpus", lambda: 64)
     for module in (part_server, reading, sweep):
         monkeypatch.setattr(module, "Crew", Counted)
@@ -103,11 +103,11 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return created
 
 
-def prepared(place: Path, kind: str) -> list[str]:
+def prepared(place: Path, kind: str, model: Model = MODEL) -> list[str]:
     old, new = KINDS[kind]
-    write_checkpoint(place / "src", MODEL, old)
-    write_strategy(place / "old", MODEL, old)
-    write_strategy(place / "new", MODEL, new)
+    write_checkpoint(place / "src", model, old)
+    write_strategy(place / "old", model, old)
+    write_strategy(place / "new", model, new)
     words = ["convert", place / "src", place / "dst", "--src-strategy", place / "old", "--dst-strategy", place / "new"]
     return [str(word) for word in words]
 
@@ -157,6 +157,12 @@ os.register_at_fork(after_in_child=audit)
 def test_worker_processes_import_nothing(kind: str, options: tuple[str, ...], tmp_path: Path) -> None:
     """Each would take time, and memory beyond the limit of all processes together."""
     assert not imported_by_workers([*prepared(tmp_path, kind), *options])
+
+
+def test_worker_processes_import_nothing_for_pieces_in_maps(tmp_path: Path) -> None:
+    """Places in maps are not kept, so NumPy gathers pieces of 2 KiB there."""
+    model = Model(layers=1, matrices=1, rows=64, columns=2048)
+    assert not imported_by_workers(prepared(tmp_path, "one file", model))
 
 
 def test_worker_processes_import_nothing_for_a_later_stage(tmp_path: Path) -> None:
@@ -355,6 +361,7 @@ def test_sources_modified_while_workers_read_are_an_error(world: World, crews: l
         write(self, offset, data)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "MIN_WRITERS_FOR_MAPS", 4)
         patch.setattr(WrittenFile, "write", changing)
         fails(1, *world.words("--jobs", "2"), texts=[path])
     assert crews and not list(world.dst.glob("rank_*/*"))
@@ -367,6 +374,7 @@ def test_a_failed_write_in_a_worker_names_the_file(world: World, crews: list[int
         raise OSError(5, os.strerror(5))
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "MIN_WRITERS_FOR_MAPS", 4)
         patch.setattr(WrittenFile, "write", failing)
         fails(1, *world.words("--jobs", "2"), texts=[world.dst / "rank_0" / "checkpoint_0.ckpt", "1 more file"])
     assert crews and not temporary_files(world.root)
