@@ -42,14 +42,14 @@ def _quotas() -> tuple[int, ...]:
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and "cpu" not in controllers.split(","):
             continue
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
         # A container may see its own group as the root, and none of this path.
         group = f"/sys/fs/cgroup/{controllers}"
         for name in ["", *path.strip("/").split("/")]:
             group = os.path.join(group, name)
-            version1 = _text(f"{group}/cpu.cfs_quota_us") + _text(f"{group}/cpu.cfs_period_us")
-            limit = _text(f"{group}/cpu.max") or version1
             # Microseconds in each period, and the period; "max" or -1 is no quota.
-            numbers = [int(word) for word in limit.split() if word.isdecimal()]
+            words = " ".join(_text(f"{group}/{file}") for file in files).split()
+            numbers = [int(word) for word in words if word.isdecimal()]
             if len(numbers) == 2 and numbers[1]:
                 quotas.append(math.ceil(numbers[0] / numbers[1]))
     return tuple(quotas)

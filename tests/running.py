@@ -107,7 +107,7 @@ def install(directory: Path) -> dict[str, str]:
 
 
 def terminal_output(size: Union[int, tuple[int, int]], script: str, *words: str, **environment: str) -> str:
-    """The output of a Python script on a terminal of so many columns, or columns and rows; it must succeed."""
+    """The output of a Python script on a terminal, given its columns, or columns and rows; it must succeed."""
     columns, rows = size if isinstance(size, tuple) else (size, 50)
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

@@ -27,28 +27,29 @@ def field(number: int, value: Union[int, str, bytes]) -> bytes:
     return varint(number << 3 | 2) + varint(len(data)) + data
 
 
+def varint_at(message: bytes, position: int) -> tuple[int, int]:
+    """The varint at a position, and the position after it."""
+    value = shift = 0
+    while True:
+        byte = message[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return value, position
+
+
 def fields(message: bytes) -> Iterator[tuple[int, FieldValue]]:
     """The fields of a message: number, and an int or the bytes."""
     position = 0
-
-    def read() -> int:
-        nonlocal position
-        value = shift = 0
-        while True:
-            byte = message[position]
-            position += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
     while position < len(message):
-        key = read()
+        key, position = varint_at(message, position)
         kind = key & 7
         if kind == 0:
-            yield key >> 3, read()
+            value, position = varint_at(message, position)
+            yield key >> 3, value
         elif kind == 2:
-            length = read()
+            length, position = varint_at(message, position)
             assert position + length <= len(message), "a field ends beyond its message"
             yield key >> 3, message[position : position + length]
             position += length

@@ -108,7 +108,7 @@ def failing(number: int, method: str, path: str) -> Optional[str]:
 
 
 def try_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow so many retries that no request is given up: between requests of other threads, all of one may fail."""
+    """Allow enough retries: where other threads' requests succeed in between, all tries of one request may fail."""
     monkeypatch.setattr("reshard.storage.s3.failures.MAX_TRIES", 60)
 
 

@@ -17,7 +17,7 @@ from reshard.errors import StrategyError
 from reshard.strategies.model import RecordedLayout, StrategyItem
 from reshard.strategies.protobuf_file import _MESSAGES, _PACKAGE, _message_class, _pool, parse_group_map, parse_strategy
 from tests.strategy_writing import numbers
-from tests.wire import field, varint
+from tests.wire import field, varint, varint_at
 
 FIELD = descriptor_pb2.FieldDescriptorProto
 GROUP, END_OF_GROUP = 3, 4
@@ -198,23 +198,17 @@ def damaged(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> bytes:
 def walk(data: bytes) -> Iterator[tuple[int, int, Union[int, bytes]]]:
     """Number, wire type and value of every field of an undamaged message, to the first group."""
     position = 0
-
-    def read() -> int:
-        nonlocal position
-        value = shift = 0
-        while True:
-            byte = data[position]
-            position += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
     while position < len(data):
-        key = read()
+        key, position = varint_at(data, position)
         wire_type = key & 7
-        size = 0 if wire_type in (0, GROUP) else 8 if wire_type == 1 else 4 if wire_type == 5 else read()
-        yield key >> 3, wire_type, read() if wire_type == 0 else data[position : position + size]
+        if wire_type == 0:
+            value, position = varint_at(data, position)
+            yield key >> 3, wire_type, value
+            continue
+        size = {1: 8, 5: 4, GROUP: 0}.get(wire_type)
+        if size is None:
+            size, position = varint_at(data, position)
+        yield key >> 3, wire_type, data[position : position + size]
         if wire_type == GROUP:
             return
         position += size
