@@ -134,14 +134,18 @@ class TensorShare(NamedTuple):
         if shared is None:
             units = tuple(map(_unit_of, group, segments, itertools.repeat(self.shares)))
         else:
-            first, last = (shared.last * number // self.shares for number in (self.number, self.number + 1))
+            first, last = self._part_of(shared.last)
             shared, units = shared._replace(first=first, last=last), shared.row_bytes
         return Stretch(tuple(map(self._cut, segments, units)), shared)
+
+    def _part_of(self, count: int) -> tuple[int, int]:
+        """The first of ``count`` units that are in this share, and the one behind the last."""
+        return count * self.number // self.shares, count * (self.number + 1) // self.shares
 
     def _cut(self, segments: Sequence[Segment], unit: int) -> list[Segment]:
         """The share of a member's segments, in multiples of ``unit`` bytes; literal bytes go with the data behind."""
         size = _size_of(segments)
-        first, last = (size // unit * number // self.shares * unit for number in (self.number, self.number + 1))
+        first, last = (unit * place for place in self._part_of(size // unit))
         last = size if self.number + 1 == self.shares else last
         cut: list[Segment] = []
         literals: list[Segment] = []
