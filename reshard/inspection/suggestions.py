@@ -507,7 +507,7 @@ class _Advisor:
     def _lacks_settings(self) -> bool:
         """Whether tensors are quantised and only the model's settings are missing."""
         config = self._model.config
-        return self._subject.undecoded and (config is None or stated_settings(config) is None)
+        return self._subject.undecoded and (config is None or not stated_settings(config))
 
     def _source(self) -> Words:
         """The source's strategy."""

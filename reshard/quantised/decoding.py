@@ -480,7 +480,7 @@ class Quantisation(NamedTuple):
     @property
     def identity(self) -> str:
         """A text that is the same for settings that give the same tensors."""
-        settings = None if self.config is None else stated_settings(self.config)
+        settings = [] if self.config is None else stated_settings(self.config)
         return repr((self.dtype, json.dumps([settings, self.description], sort_keys=True)))
 
 

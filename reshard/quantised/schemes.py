@@ -8,13 +8,14 @@ is garbage that no loader notices.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
 from reshard.errors import CheckpointError
 from reshard.named_tuple import NamedTuple
 from reshard.quantised.values import E2M1, OFFSET_TYPES, SCALE_TYPES, scale_box
+from reshard.text.messages import listing
 from reshard.text.wording import quoted
 
 Shape = tuple[int, ...]
@@ -67,8 +68,29 @@ _OTHER_SCHEMES = {
 # Endings that no unquantised model has. Others, such as logit_scale, may be parameters.
 _ONLY_QUANTISED = (".weight_scale", ".weight_scale_inv", "_scale_inv", "_blocks", *_OFFSETS)
 
+_COPY = "in a copy of the file, and pass that with --config"
+
 METHODS = ("fp8", "compressed-tensors", "mxfp4")
 """Supported methods of `quantization_config`."""
+
+# Keys that are read here, or do not change the meaning of codes. Others may: transform_config lists rotations, which
+# the model undoes while it runs.
+_KNOWN = frozenset(
+    (
+        *("quant_method", "format", "quantization_status", "version", "weight_block_size", "config_groups", "fmt"),
+        *("scale_fmt", "activation_scheme", "kv_cache_scheme", "global_compression_ratio", "run_compressed"),
+        *("modules_to_not_convert", "modules_to_convert", "ignored_layers", "ignore", "dequantize", "expert_dtype"),
+    )
+)
+# Of msmodelslim, whose quant_model_description.json lists the scheme of each tensor.
+_KNOWN_BESIDE_DESCRIPTION = frozenset(("group_size", "kv_quant_type", "fa_quant_type", "reduce_quant_type"))
+_KNOWN_OF_GROUPS = frozenset(("targets", "weights", "input_activations", "output_activations", "format"))
+_KNOWN_OF_WEIGHTS = frozenset(
+    (
+        *("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "observer"),
+        *("observer_kwargs", "scale_dtype", "zp_dtype"),
+    )
+)
 
 
 class TypedShape(NamedTuple):
@@ -145,7 +167,7 @@ def recognise(
         CheckpointError: a tensor is quantised in an unknown way, a scale is missing or has no weight, or its shape
             does not fit.
     """
-    settings = _settings(config, place)
+    settings = _settings(config, place, description)
     quantised: dict[str, Quantised] = {}
     used: set[str] = set()
     for name, tensor in stored.items():
@@ -182,19 +204,41 @@ def looks_quantised(stored: Mapping[str, TypedShape]) -> bool:
     return any(_scale_of(name, stored) is not None for name in stored)
 
 
-def stated_settings(config: Mapping[str, Any]) -> Any:
-    """The settings of quantisation in config.json, unchecked; None without them."""
-    return config.get("quantization_config", config.get("compression_config"))
+def stated_settings(config: Mapping[str, Any]) -> list[Any]:
+    """The settings of quantisation in config.json and, of multimodal models, its `text_config`, unchecked."""
+    levels = (config, _object(config.get("text_config")))
+    stated = (level.get(key) for level in levels for key in ("quantization_config", "compression_config"))
+    return [settings for settings in stated if settings is not None]
 
 
-def _settings(config: Optional[Mapping[str, Any]], place: str) -> Optional[Mapping[str, Any]]:
-    """`quantization_config`, checked.
+def _object(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _settings(
+    config: Optional[Mapping[str, Any]], place: str, description: Optional[Mapping[str, Any]]
+) -> Optional[Mapping[str, Any]]:
+    """`quantization_config`, checked; None where only msmodelslim's description lists schemes.
 
     Raises:
-        CheckpointError: the method is not supported.
+        CheckpointError: the method or a key is not supported, or there are different ones.
     """
-    settings = None if config is None else stated_settings(config)
-    if settings is None:
+    if description is not None and description.get("optional"):
+        raise CheckpointError(
+            "quant_model_description.json: has optional, such as rotations, which reshard does not support",
+            hint="if the codes mean the same without it, remove the key",
+        )
+    stated = [] if config is None else stated_settings(config)
+    if not stated:
+        return None
+    settings = stated[0]
+    if any(other != settings for other in stated):
+        raise CheckpointError(
+            f"{place}: has several quantization_config, also in text_config, and they differ",
+            file=place,
+            hint=f"keep the right one {_COPY}",
+        )
+    if description is not None and isinstance(settings, dict) and _KNOWN_BESIDE_DESCRIPTION.issuperset(settings):
         return None
     if not isinstance(settings, dict) or settings.get("quant_method") not in METHODS:
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
@@ -203,7 +247,33 @@ def _settings(config: Optional[Mapping[str, Any]], place: str) -> Optional[Mappi
             file=place,
             hint=f"it dequantises {', '.join(METHODS)}, and W8A8_DYNAMIC of msmodelslim",
         )
+    unknown = _unknown_keys(settings, _KNOWN, "")
+    for name, group in _object(settings.get("config_groups")).items():
+        unknown += _unknown_keys(_object(group), _KNOWN_OF_GROUPS, f"config_groups.{name}.")
+        weights = _object(_object(group).get("weights"))
+        unknown += _unknown_keys(weights, _KNOWN_OF_WEIGHTS, f"config_groups.{name}.weights.")
+    if unknown:
+        raise CheckpointError(
+            f"{place}: quantization_config has keys that reshard does not support: " + listing(unknown),
+            file=place,
+            hint=f"if a key does not change the meaning of the codes, remove it {_COPY}",
+        )
     return settings
+
+
+def _unknown_keys(settings: Mapping[str, Any], known: Collection[str], prefix: str) -> list[str]:
+    """The keys that may change the meaning of codes."""
+    return [prefix + key for key, value in settings.items() if key not in known and not _is_harmless(key, value)]
+
+
+def _is_harmless(key: str, value: object) -> bool:
+    """Whether codes with this setting are stored as without it."""
+    if key == "actorder":
+        # Only groups in the order of activations need an index.
+        return value in (None, False, "static", "weight")
+    if key == "sparsity_config" and _object(value).get("format") == "dense":
+        return True
+    return value in (None, {}, [])
 
 
 def _scale_of(name: str, stored: Mapping[str, TypedShape]) -> Optional[tuple[str, str]]:
@@ -247,19 +317,21 @@ def _quantised(
         if code != "UInt8" or len(shape) < 2 or shape[-1] * 2 != _MX or scale.dtype != "UInt8":
             raise _unknown(name, scales, f"blocks of type {code} and shape {list(shape)}")
         code, shape = E2M1, (*shape[:-2], shape[-2] * _MX)
-        schemes = [("MXFP4", (*(1,) * (len(shape) - 1), _MX))]
+        schemes = [("MXFP4", (*(1,) * (len(shape) - 1), _MX), False)]
     elif code in _PACKED and scale.dtype == "Float8E8M0":
         code, shape = E2M1, (*shape[:-1], shape[-1] * 2)
-        schemes = [("MXFP4", (*(1,) * (len(shape) - 1), _MX))]
+        schemes = [("MXFP4", (*(1,) * (len(shape) - 1), _MX), False)]
     elif code == "Int8" or code in FP8:
         title = "Int8" if code == "Int8" else f"FP8 ({'E4M3' if code == FP8[0] else 'E5M2'})"
-        schemes = [(f"{title} {how}", block) for how, block in _blocks(name, shape, settings, description)]
+        schemes = [
+            (f"{title} {how}", block, shifted) for how, block, shifted in _blocks(name, shape, settings, description)
+        ]
     else:
         raise _unknown(name, scales, f"elements of type {code}")
     # gpt-oss stores [experts, out, in] in blocks, and its unquantised weights are [experts, in, out].
     swapped = scales.endswith("_scales") and len(shape) > 2
     candidates = [
-        Quantised(new_name, name, code, scales, offsets, shape, block, scheme, swapped) for scheme, block in schemes
+        Quantised(new_name, name, code, scales, offsets, shape, block, scheme, swapped) for scheme, block, _ in schemes
     ]
     fitting = [each for each in candidates if _fits(scale.shape, each)]
     if not fitting:
@@ -274,6 +346,12 @@ def _quantised(
         schemes_text = " and ".join(each.scheme for each in fitting)
         raise CheckpointError(
             f"{quoted(name)}: its scales fit two schemes of config.json: {schemes_text}", parameter=name
+        )
+    if offsets is None and any(shifted and each in fitting for each, (_, _, shifted) in zip(candidates, schemes)):
+        raise CheckpointError(
+            f"{quoted(name)} is quantised with zero points, and no tensor holds them",
+            parameter=name,
+            hint=f"the checkpoint lacks {' or '.join(quoted(name.removesuffix('.weight') + end) for end in _OFFSETS)}",
         )
     if offsets is not None and stored[offsets].shape != scale.shape:
         raise CheckpointError(
@@ -294,8 +372,8 @@ def _fits(shape: Shape, candidate: Quantised) -> bool:
 
 def _blocks(
     name: str, shape: Shape, settings: Mapping[str, Any], description: Optional[Mapping[str, Any]]
-) -> Iterator[tuple[str, Shape]]:
-    """The possible blocks of a weight of FP8 or Int8 by its configuration, each with its name."""
+) -> Iterator[tuple[str, Shape, bool]]:
+    """The possible blocks of a weight of FP8 or Int8 by its configuration: name, sizes, whether it has zero points."""
     rank = len(shape)
     per_tensor, per_channel = ("per tensor", shape), ("per channel", (*(1,) * (rank - 1), *shape[-1:]))
     if description is not None and settings == {}:
@@ -306,14 +384,14 @@ def _blocks(
                 parameter=name,
                 hint="of msmodelslim's schemes it dequantises W8A8_DYNAMIC",
             )
-        yield per_channel
+        yield *per_channel, any(name.removesuffix(".weight") + end in description for end in _OFFSETS)
     elif settings["quant_method"] == "fp8":
         sizes = settings.get("weight_block_size")
         if sizes is None:
-            yield per_tensor
-            yield per_channel
+            yield *per_tensor, False
+            yield *per_channel, False
         else:
-            yield _in_blocks(name, sizes, rank, "weight_block_size")
+            yield *_in_blocks(name, sizes, rank, "weight_block_size"), False
     else:
         weights = [
             group["weights"]
@@ -321,16 +399,16 @@ def _blocks(
             if isinstance(group, dict) and isinstance(group.get("weights"), dict)
         ]
         for each in weights:
-            strategy = each.get("strategy")
+            strategy, shifted = each.get("strategy"), each.get("symmetric", True) is not True
             if strategy == "tensor":
-                yield per_tensor
+                yield *per_tensor, shifted
             elif strategy == "channel":
-                yield per_channel
+                yield *per_channel, shifted
             elif strategy == "group" and isinstance(each.get("group_size"), int) and each["group_size"] > 0:
                 size = each["group_size"]
-                yield f"in groups of {size}", (*(1,) * (rank - 1), size)
+                yield f"in groups of {size}", (*(1,) * (rank - 1), size), shifted
             elif strategy == "block":
-                yield _in_blocks(name, each.get("block_structure"), rank, "block_structure")
+                yield *_in_blocks(name, each.get("block_structure"), rank, "block_structure"), shifted
 
 
 def _in_blocks(name: str, sizes: object, rank: int, key: str) -> tuple[str, Shape]:

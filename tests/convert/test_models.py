@@ -246,6 +246,7 @@ def test_the_given_configuration_is_copied_beside_the_weights(tmp_path: Path) ->
 def test_the_configuration_records_the_dtype_of_cast_weights(tmp_path: Path, key: str) -> None:
     world = World(tmp_path, "qwen3")
     output = {key: "float32", **world.config, "rope_scaling": {"dtype": "float32", "factor": 1e-6}}
+    output["text_config"] = {key: "float32"}
     config = world.hf / "config.json"
     config.write_text(json.dumps(output))
     done("convert", *world.convert)
@@ -254,14 +255,16 @@ def test_the_configuration_records_the_dtype_of_cast_weights(tmp_path: Path, key
     warns(result, f"config.json: {key} changed from 'float32' to bfloat16")
     back = world.back(tmp_path / "ranks", *words)
     written = (back / "config.json").read_bytes()
-    assert json.loads(written) == {**output, key: "bfloat16"} and [*json.loads(written)] == [*output]
+    inner = {"text_config": {key: "bfloat16"}}
+    assert json.loads(written) == {**output, key: "bfloat16", **inner} and [*json.loads(written)] == [*output]
     result = world.result_of_way_back(tmp_path / "ranks", *words)
     assert "is kept" not in result.err and (back / "config.json").read_bytes() == written
 
     # From one Hugging Face directory to another, where files beside the weights are compared.
     verified: list[Argument] = ["--to", "huggingface", "--cast", "Float16"]
     done("convert", world.hf, tmp_path / "half", *verified, "--verify")
-    assert json.loads((tmp_path / "half" / "config.json").read_text()) == {**output, key: "float16"}
+    half = {**output, key: "float16", "text_config": {key: "float16"}}
+    assert json.loads((tmp_path / "half" / "config.json").read_text()) == half
     verify: list[Argument] = ["verify", tmp_path / "half", "--src", world.hf]
     assert "config.json" not in done(*verify).err
     (tmp_path / "half" / "config.json").write_text(json.dumps(output))

@@ -274,6 +274,35 @@ def test_a_scale_that_is_not_positive_is_an_error(tmp_path: Path, scale: float, 
     )
 
 
+@pytest.mark.parametrize("top", [False, True])
+def test_the_configuration_of_the_language_model_of_a_multimodal_one_counts(tmp_path: Path, top: bool) -> None:
+    quantised = write_model(tmp_path / "src", "fp8 blocks")
+    place = tmp_path / "src" / "config.json"
+    config = json.loads(place.read_text())
+    place.write_text(json.dumps({**(config if top else {}), "text_config": config, "vision_config": {"depth": 2}}))
+
+    done("convert", tmp_path / "src", tmp_path / "out", "--dequantize", "Float16", "--verify")
+    done("verify", tmp_path / "out", "--src", tmp_path / "src")
+
+    (written,) = (tmp_path / "out").glob("*.safetensors")
+    same_checkpoints(read_checkpoint(written), expected(quantised, "Float16"))
+    rest = {"model_type": "tiny", "torch_dtype": "bfloat16"}
+    parts = {"text_config": rest, "vision_config": {"depth": 2}}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**(rest if top else {}), **parts}
+
+
+def test_zero_points_that_are_listed_must_be_there(tmp_path: Path) -> None:
+    write_model(tmp_path / "src", "int8 channels")
+    place = tmp_path / "src" / "config.json"
+    config = json.loads(place.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    place.write_text(json.dumps(config))
+
+    words: list[Argument] = ["convert", tmp_path / "src", tmp_path / "out", "--dequantize", "bf16"]
+    fails(3, *words, texts=["'a.weight'", "zero points"])
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_missing_scale_is_an_error_that_names_the_file_of_its_weight(tmp_path: Path) -> None:
     write_model(tmp_path / "src", "fp8 blocks")
     files = {path: read_checkpoint(path) for path in (tmp_path / "src").glob("*.safetensors")}

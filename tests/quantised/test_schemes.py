@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Optional
 
 import pytest
@@ -137,8 +138,145 @@ def test_weights_of_msmodelslim_have_a_scale_and_an_offset_per_row() -> None:
     assert (schemes.offsets, schemes.block) == ("a.weight_offset", (1, 6))
 
 
-WEIGHT = {"a.weight": TypedShape(E4M3, (576, 256))}
 INT8 = {"a.weight": TypedShape("Int8", (8, 6)), "a.weight_scale": TypedShape("Float32", (8, 1))}
+BLOCK_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+BLOCK_TENSORS = {
+    "a.weight": TypedShape(E4M3, (576, 256)),
+    "a.weight_scale_inv": TypedShape("Float32", (5, 2)),
+    "norm.weight": TypedShape("BFloat16", (256,)),
+}
+OF_ACTIVATIONS = {
+    **dict.fromkeys(("actorder", "block_structure", "group_size", "observer")),
+    **{"dynamic": True, "num_bits": 8, "observer_kwargs": {}, "strategy": "token", "symmetric": True, "type": "float"},
+}
+GLM = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": OF_ACTIVATIONS,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {**OF_ACTIVATIONS, "dynamic": False, "observer": "minmax", "strategy": "channel"},
+        }
+    },
+    "format": "float-quantized",
+    "global_compression_ratio": None,
+    "ignore": ["lm_head", "model.layers.0.mlp.gate"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+SPARE = {
+    "sparsity_config": {"format": "dense", "sparsity_structure": "unstructured"},
+    "transform_config": {},
+    "version": "0.10.2",
+}
+CHANNEL_TENSORS = {"a.weight": TypedShape(E4M3, (64, 256)), "a.weight_scale": TypedShape("BFloat16", (64, 1))}
+GPT_OSS_TENSORS = {
+    "mlp.experts.down_proj_blocks": TypedShape("UInt8", (4, 96, 3, 16)),
+    "mlp.experts.down_proj_scales": TypedShape("UInt8", (4, 96, 3)),
+    "mlp.experts.down_proj_bias": TypedShape("BFloat16", (4, 96)),
+}
+MXFP4 = {"modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"], "quant_method": "mxfp4"}
+STATIC = {"activation_scheme": "static", "dequantize": False, "quant_method": "fp8", "weight_block_size": None}
+PUBLISHED: dict[str, tuple[Any, dict[str, TypedShape]]] = {
+    "DeepSeek-V3 and R1": (BLOCK_FP8, BLOCK_TENSORS),
+    "DeepSeek-V3.1": ({**BLOCK_FP8, "scale_fmt": "ue8m0"}, BLOCK_TENSORS),
+    "Qwen3-FP8": ({**BLOCK_FP8, "modules_to_not_convert": ["lm_head", "model.norm"]}, BLOCK_TENSORS),
+    "MiniMax-M2": (
+        {**BLOCK_FP8, "fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
+        BLOCK_TENSORS,
+    ),
+    "saved by transformers 5": (
+        {**BLOCK_FP8, **dict.fromkeys(("modules_to_convert", "modules_to_not_convert")), "expert_dtype": "fp8"},
+        BLOCK_TENSORS,
+    ),
+    "GLM-4.5-FP8": (GLM, CHANNEL_TENSORS),
+    "later compressed-tensors": ({**GLM, **SPARE}, CHANNEL_TENSORS),
+    "Ministral": (STATIC, {"a.weight": TypedShape(E4M3, (4, 6)), "a.weight_scale_inv": TypedShape("BFloat16", ())}),
+    "gpt-oss": (MXFP4, GPT_OSS_TENSORS),
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+@pytest.mark.parametrize("place", ["top", "text_config", "both"])
+def test_published_configurations_are_read(model: str, place: str) -> None:
+    settings, stored = PUBLISHED[model]
+    own = {"quantization_config": settings}
+    config = {"top": own, "text_config": {"text_config": own}, "both": {**own, "text_config": own}}[place]
+
+    assert len(recognise(stored, config).tensors) == 1
+
+
+DESCRIPTION: dict[str, Any] = {
+    "model_quant_type": "W8A8_DYNAMIC",
+    "version": "1.0.0",
+    **dict.fromkeys(("group_size", "kv_quant_type", "fa_quant_type", "reduce_quant_type"), None),
+    "metadata": {},
+    "optional": {},
+    "a.weight": "W8A8_DYNAMIC",
+    "a.weight_scale": "W8A8_DYNAMIC",
+    "a.weight_offset": "W8A8_DYNAMIC",
+    "norm.weight": "FLOAT",
+}
+
+
+@pytest.mark.parametrize("config", [None, {}, {"quantize": "w8a8", "quantization_config": {"kv_quant_type": None}}])
+def test_published_weights_of_msmodelslim_are_read(config: Optional[dict[str, Any]]) -> None:
+    stored = {**INT8, "a.weight_offset": TypedShape("Float32", (8, 1)), "norm.weight": TypedShape("BFloat16", (6,))}
+
+    assert [*recognise(stored, config, DESCRIPTION).tensors] == ["a.weight"]
+
+
+def with_key(key: str, value: Any) -> dict[str, Any]:
+    """The configuration of GLM-4.5-FP8 with one more key, at a path with points."""
+    config = json.loads(json.dumps({"quantization_config": GLM}))
+    place = config["quantization_config"]
+    *path, last = key.split(".")
+    for part in path:
+        place = place[part]
+    place[last] = value
+    return dict(config)
+
+
+ROTATIONS = {"config_groups": {"R4": {"type": "hadamard", "apply": []}}}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("transform_config", ROTATIONS),
+        ("sparsity_config", {"format": "sparse-24-bitmask"}),
+        ("some_new_key", False),
+        ("config_groups.group_0.some_new_key", 1),
+        ("config_groups.group_0.weights.actorder", "group"),
+        ("config_groups.group_0.weights.actorder", True),
+        ("config_groups.group_0.weights.some_new_key", "x"),
+    ],
+)
+def test_a_key_that_may_change_the_codes_is_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"config.json: .*{key}"):
+        recognise(CHANNEL_TENSORS, with_key(key, value))
+
+
+@pytest.mark.parametrize("value", [None, False, "static", "weight"])
+def test_groups_in_the_order_of_weights_need_no_index(value: Any) -> None:
+    config = with_key("config_groups.group_0.weights.actorder", value)
+    assert len(recognise(CHANNEL_TENSORS, config).tensors) == 1
+
+
+def test_different_configurations_in_one_file_are_refused() -> None:
+    config = {"quantization_config": BLOCK_FP8, "text_config": {"quantization_config": {"quant_method": "fp8"}}}
+    with pytest.raises(CheckpointError, match="text_config"):
+        recognise(BLOCK_TENSORS, config)
+
+
+def test_rotations_of_msmodelslim_are_refused() -> None:
+    stored = {**INT8, "a.weight_offset": TypedShape("Float32", (8, 1))}
+    with pytest.raises(CheckpointError, match="optional"):
+        recognise(stored, None, {**DESCRIPTION, "optional": {"quarot": {"rotation_map": {}}}})
+
+
+WEIGHT = {"a.weight": TypedShape(E4M3, (576, 256))}
 REFUSED = [
     ("no tensor holds its scales", WEIGHT, BLOCKS, None),
     (r"needs \[5, 2\]", {**WEIGHT, "a.weight_scale_inv": TypedShape("Float32", (4, 2))}, BLOCKS, None),
@@ -172,6 +310,13 @@ REFUSED = [
         groups({"strategy": "group", "group_size": 100}, {"strategy": "group", "group_size": 128}),
         None,
     ),
+    (
+        "zero points, and no tensor",
+        INT8,
+        groups({"strategy": "channel", "symmetric": False}, {"strategy": "tensor"}),
+        None,
+    ),
+    ("zero points, and no tensor", INT8, None, {"a.weight": "W8A8_DYNAMIC", "a.weight_offset": "W8A8_DYNAMIC"}),
     ("quantised as W4A8", INT8, None, {"a.weight": "W4A8"}),
     ("quantised as W8A8_DYNAMIC, but", {"a.weight": TypedShape("Int8", (8, 6))}, None, {"a.weight": "W8A8_DYNAMIC"}),
     (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from typing import Optional
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
@@ -33,6 +33,8 @@ TYPE_KEYS = ("dtype", "torch_dtype")
 QUANTISATION = frozenset(("quantization_config", "compression_config"))
 """Keys of config.json that describe how weights are quantised."""
 
+# The configuration of the language model in that of a multimodal one.
+_TEXT = "text_config"
 _LARGEST_CONFIG = 1 << 22
 _PART = 1 << 20
 
@@ -106,14 +108,15 @@ def _of_other_types(
         report.warn(f"{error.message}; it is copied unchanged: check that it names the type of the weights")
         return None
     content = None
-    if request.dequantised and not QUANTISATION.isdisjoint(config):
-        config = {key: value for key, value in config.items() if key not in QUANTISATION}
+    if request.dequantised and not all(map(QUANTISATION.isdisjoint, _levels(config))):
+        config = _rewritten(config, QUANTISATION)
         content = (json.dumps(config, indent=2) + "\n").encode()
-    recorded = {key: config[key] for key in TYPE_KEYS if key in config}
     types = _types_of_weights(tensors)
-    if not recorded or not types or all(types == [value] for value in recorded.values()):
+    recorded = [(key, level[key]) for level in _levels(config) for key in TYPE_KEYS if key in level]
+    other = [(key, value) for key, value in recorded if types != [value]]
+    if not types or not other:
         return content
-    key, value = next(iter(recorded.items()))
+    key, value = other[0]
     if not request.cast and not request.dequantised:
         if value not in types:
             report.note(
@@ -130,7 +133,27 @@ def _of_other_types(
         )
         return content
     report.note(f"{CONFIG}: {key} changed from {quoted(str(value))} to {types[0]}, the type of the weights")
-    return (json.dumps({**config, **dict.fromkeys(recorded, types[0])}, indent=2) + "\n").encode()
+    return (json.dumps(_rewritten(config, dtype=types[0]), indent=2) + "\n").encode()
+
+
+def _levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A configuration and, of a multimodal model, that of its language model."""
+    text = config.get(_TEXT)
+    return [config, text] if isinstance(text, dict) else [config]
+
+
+def _rewritten(
+    config: Mapping[str, Any], left_out: Collection[str] = (), dtype: Optional[str] = None
+) -> dict[str, Any]:
+    """A configuration without some keys, and with another type, at every level."""
+    rewritten = {
+        key: dtype if dtype is not None and key in TYPE_KEYS else value
+        for key, value in config.items()
+        if key not in left_out
+    }
+    if isinstance(config.get(_TEXT), dict):
+        rewritten[_TEXT] = _rewritten(config[_TEXT], left_out, dtype)
+    return rewritten
 
 
 def check_beside(
@@ -180,10 +203,8 @@ def _same_but_type(old: str, new: str, target: Checkpoint) -> bool:
         before, after = (read_json(path, _LARGEST_CONFIG) or {} for path in (old, new))
     except CheckpointError:
         return _same(old, new)
-    plain = {key: value for key, value in before.items() if key in after or key not in QUANTISATION}
-    if len(types) != 1:
-        return bool(after == plain)
-    return bool({key: types[0] if key in TYPE_KEYS else value for key, value in plain.items()} == after)
+    kept = {key for level in _levels(after) for key in level}
+    return _rewritten(before, QUANTISATION - kept, types[0] if len(types) == 1 else None) == after
 
 
 def _types_of_weights(tensors: Mapping[str, GlobalTensor]) -> list[str]:
