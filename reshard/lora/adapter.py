@@ -14,7 +14,7 @@ from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE
 from reshard.errors import CheckpointError
 from reshard.execute.casts import Overflowed, cast_words
 from reshard.lora.low_rank import LARGEST_SIDE, LowRank, Matrix, MatrixCache, Span
-from reshard.lora.pairs import Pair, is_matrix, module_of, pairs_of, weight_of, whole_weights
+from reshard.lora.pairs import Pair, is_matrix, module_of, name_beside, pairs_of, weight_of, whole_weights
 from reshard.lora.scale import Scale
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.text.messages import listing
@@ -55,7 +55,7 @@ class Adapter:
         self._products = MatrixCache(_TILE_BYTES)
         ranks = {pair.stem: self._rank(pair) for pair in pairs}
         scale.check(ranks)
-        hashed = hashlib.sha256(repr(scale.transposed).encode())
+        hashed = hashlib.sha256(repr(scale.fan_in_fan_out).encode())
         for pair in pairs:
             hashed.update(f"{pair} {scale.of(pair.stem, ranks[pair.stem])!r}\n".encode(errors="surrogateescape"))
             for name in (pair.down, pair.up):
@@ -76,27 +76,22 @@ class Adapter:
         Raises:
             CheckpointError: a pair fits no weight, or several pairs fit one.
         """
-        additions: dict[str, Addition] = {}
-        weights = [name for name in tensors if not is_matrix(name)]
+        names: dict[str, Pair] = {}
         for pair in self._pairs:
             name = weight_of(pair, tensors.keys())
-            if name in additions:
+            if name in names:
                 raise CheckpointError(
                     f"{self._place}: several pairs of matrices belong to {quoted(name)}; one is {quoted(pair.down)}",
                     file=self._place,
                     parameter=pair.down,
                 )
-            additions[name] = self._addition(pair, tensors[name])
-        # A checkpoint may be base and adapter at once: then it has all weights beside the matrices.
-        missing = [name for name in whole_weights(self._tensors.keys()) if name not in weights]
-        if missing:
-            raise CheckpointError(
-                f"{self._place}: contains weights that the base lacks: " + listing(missing),
-                file=self._place,
-                parameter=missing[0],
-                hint="is it the adapter of another model?",
-            )
-        return additions
+            names[name] = pair
+        shapes = {
+            pair.stem: (self._tensors[pair.up].shape[:1] + self._tensors[pair.down].shape[1:], tensors[name].shape)
+            for name, pair in names.items()
+        }
+        transposed = self._scale.transposed(shapes)
+        return {name: self._addition(pair, tensors[name], transposed[pair.stem]) for name, pair in names.items()}
 
     def other_alphas(self) -> dict[float, list[str]]:
         """The modules with their own alpha, by alpha."""
@@ -140,17 +135,8 @@ class Adapter:
         tensors = (self._tensors[name].target for name in (pair.down, pair.up))
         return frozenset(piece.source.path for tensor in tensors for piece in tensor.pieces)
 
-    def _addition(self, pair: Pair, weight: GlobalTensor) -> Addition:
+    def _addition(self, pair: Pair, weight: GlobalTensor, transposed: bool) -> Addition:
         down, up = self._tensors[pair.down], self._tensors[pair.up]
-        shape = weight.shape[::-1] if self._scale.transposed else weight.shape
-        if (*up.shape[:1], *down.shape[1:]) != shape:
-            raise CheckpointError(
-                f"{quoted(pair.up)} of shape {list(up.shape)} times {quoted(pair.down)} of shape {list(down.shape)} "
-                f"does not have the shape {list(weight.shape)} of {quoted(weight.name)}",
-                file=self._place,
-                parameter=pair.down,
-                hint="is it the adapter of another model, or a strategy wrong?",
-            )
         for name, dtype in ((weight.name, weight.dtype), (pair.down, down.dtype_name), (pair.up, up.dtype_name)):
             if dtype not in (CAST_TO if name == weight.name else CASTABLE):
                 raise CheckpointError(
@@ -160,16 +146,16 @@ class Adapter:
             weight.name,
             (weight.shape[0], weight.shape[1]),
             weight.dtype,
-            lambda rows, columns: self._matrices(pair, rows, columns),
+            lambda rows, columns: self._matrices(pair, transposed, rows, columns),
             self._scale.of(pair.stem, down.shape[0]),
             self._overflowed,
             self._products,
             self._paths(pair),
         )
 
-    def _matrices(self, pair: Pair, rows: Span, columns: Span) -> tuple[Matrix, Matrix]:
+    def _matrices(self, pair: Pair, transposed: bool, rows: Span, columns: Span) -> tuple[Matrix, Matrix]:
         """Rows of the left and columns of the right factor of a product with the weight's shape."""
-        if self._scale.transposed:
+        if transposed:
             return self._part(pair.down, 1, rows).T, self._part(pair.up, 0, columns).T
         return self._part(pair.up, 0, rows), self._part(pair.down, 1, columns)
 
@@ -201,8 +187,8 @@ class Adapter:
 def check_beside(adapter: OpenedCheckpoint, place: str, base: OpenedCheckpoint) -> None:
     """Compare the tensors that an adapter and its base share, element by element.
 
-    Training may save the whole model beside the matrices. A merge ignores other trained weights, and matrices of
-    another adapter in the base, so both are refused.
+    Training may save the whole model beside the matrices, and PEFT saves embeddings and head after the vocabulary was
+    resized. A merge ignores other trained weights, and matrices of another adapter in the base, so both are refused.
 
     Args:
         adapter: the adapter's tensors.
@@ -210,7 +196,7 @@ def check_beside(adapter: OpenedCheckpoint, place: str, base: OpenedCheckpoint) 
         base: the base's tensors.
 
     Raises:
-        CheckpointError: tensors differ, or the base has matrices that the adapter lacks.
+        CheckpointError: tensors differ, the base has matrices that the adapter lacks, or it lacks weights.
         ReshardError: a file cannot be read.
     """
     matrices = [name for name in base if is_weight(name, base) and is_matrix(name)]
@@ -222,14 +208,27 @@ def check_beside(adapter: OpenedCheckpoint, place: str, base: OpenedCheckpoint) 
             hint="merge them first, with this base as BASE and as ADAPTER, or skip them with "
             "`reshard convert --exclude '*lora_*'`",
         )
-    shared = [name for name in whole_weights(adapter.keys()) if name in base]
-    differing = [name for name in shared if not _same(adapter[name], base[name])]
+    names = {name: name if name in base else name_beside(name) for name in whole_weights(adapter.keys())}
+    shared = [name for name, own in names.items() if own in base]
+    differing = [name for name in shared if not _same(adapter[name], base[names[name]])]
     if differing:
         raise CheckpointError(
             f"{place}: contains weights that differ from the base's: " + listing(differing),
             file=place,
             parameter=differing[0],
-            hint="merge-lora only merges matrices; if this checkpoint is the whole model, pass it as BASE, too",
+            hint="merge-lora only merges matrices: merge weights that were trained whole (modules_to_save, a resized "
+            "vocabulary) with PEFT; if this checkpoint is the whole model, pass it as BASE, too",
+        )
+    # PEFT saves a tied head beside its embedding.
+    lacking = [
+        name for name in names if name not in shared and not any(_same(adapter[name], adapter[one]) for one in shared)
+    ]
+    if lacking:
+        raise CheckpointError(
+            f"{place}: contains weights that the base lacks: " + listing(lacking),
+            file=place,
+            parameter=lacking[0],
+            hint="is it the adapter of another model?",
         )
 
 

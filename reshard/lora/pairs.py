@@ -119,6 +119,11 @@ def whole_weights(names: Iterable[str]) -> list[str]:
     return sorted(name for name in all_names if is_weight(name, all_names) and not is_matrix(name))
 
 
+def name_beside(name: str) -> str:
+    """The name in the base of a weight that PEFT saved with the matrices, such as an embedding."""
+    return module_of(name).replace(".base_layer.", ".")
+
+
 def weight_of(pair: Pair, weights: Collection[str]) -> str:
     """The weight of a pair.
 

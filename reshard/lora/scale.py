@@ -1,4 +1,4 @@
-"""The factor of an adapter's products, from its configuration or from --alpha."""
+"""The factor and the orientation of an adapter's products, from its configuration, from --alpha and from shapes."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ _SUPPORTED_KEYS = frozenset(
         *("corda_config", "lora_ga_config", "qalora_group_size"),
     )
 )
+# Modules of GPT-2 and its kin that are transformers' Conv1D, whose weights have a row for each input.
+_CONV1D = frozenset(("c_attn", "c_fc", "c_proj", "q_attn"))
 _UNSUPPORTED = frozenset(("use_dora", "use_qalora", "lora_bias", "layer_replication", "alora_invocation_tokens"))
 
 
@@ -50,7 +52,7 @@ class Scale:
         rank: of modules without a key in ``ranks``; None if the file does not contain it.
         ranks: ranks by module.
         by_root: alpha is divided by the root of the rank instead.
-        transposed: weights have a row for each input.
+        fan_in_fan_out: weights have a row for each input, as PEFT decided for the last module that it made.
     """
 
     path: str
@@ -59,7 +61,7 @@ class Scale:
     rank: Optional[float] = None
     ranks: KeyPatterns = field(default_factory=KeyPatterns)
     by_root: bool = False
-    transposed: bool = False
+    fan_in_fan_out: bool = False
 
     def alpha_of(self, stem: str) -> float:
         """The alpha of the module with this stem."""
@@ -69,6 +71,46 @@ class Scale:
     def of(self, stem: str, rank: int) -> float:
         """The scale of a module's pair of this rank."""
         return self.alpha_of(stem) / (math.sqrt(rank) if self.by_root else rank)
+
+    def transposed(self, shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, bool]:
+        """Whether each product is added transposed: to a weight with a row for each input, as PEFT decides by module.
+
+        Shapes show it. A square weight follows the other modules that are named as Conv1D, or not, like its own; and
+        the configuration, where all modules are named alike.
+
+        Args:
+            shapes: of each product and its weight, by stem.
+
+        Raises:
+            CheckpointError: shapes differ, or nothing shows how a square weight is stored.
+        """
+        named = {stem: stem.rpartition(".")[2] in _CONV1D for stem in shapes}
+        transposed: dict[str, bool] = {}
+        for stem, (product, weight) in shapes.items():
+            if weight not in (product, product[::-1]):
+                raise CheckpointError(
+                    f"the product of the matrices of {quoted(stem)} has the shape {list(product)}, and their weight "
+                    f"has {list(weight)}",
+                    parameter=stem,
+                    hint="is it the adapter of another model, or a strategy wrong?",
+                )
+            if product != product[::-1]:
+                transposed[stem] = product != weight
+        shown = {kind: {value for stem, value in transposed.items() if named[stem] == kind} for kind in named.values()}
+        if len(shown) == 1:
+            shown[next(iter(shown))].add(self.fan_in_fan_out)
+        for stem in shapes.keys() - transposed.keys():
+            values = shown[named[stem]]
+            if len(values) != 1:
+                raise CheckpointError(
+                    f"the weight of {quoted(stem)} is square, and nothing shows whether it has a row for each input: "
+                    "the adapter has modules of both kinds (Linear and Conv1D), and fan_in_fan_out is that of one",
+                    file=self.path,
+                    parameter=stem,
+                    hint="merge it with PEFT (merge_and_unload)",
+                )
+            (transposed[stem],) = values
+        return transposed
 
     def check(self, ranks: Mapping[str, int]) -> None:
         """Refuse a configuration that does not fit the matrices.

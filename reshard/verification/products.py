@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional, Union
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,7 @@ import numpy.typing as npt
 from reshard.checkpoints import FileHandles
 from reshard.errors import CheckpointError
 from reshard.text.messages import listing
-from reshard.text.wording import quoted
-from reshard.verification.boxes import Box, Shape
+from reshard.verification.boxes import Box
 from reshard.verification.rounding import decoded, half_unit, largest
 from reshard.verification.stored import AS_RECORDED, Content, Shards, StoredSource, Words
 
@@ -125,17 +124,12 @@ def sums_of(
         )
     sums = {name: tensor for name, tensor in tensors.items() if not is_matrix(name)}
     written_names = {model_names[name]: name for name in sums}
+    names = {pair.stem: written_names[weight_of(pair, written_names)] for pair in pairs}
+    products = {pair.stem: adapter.tensors[pair.up].shape[:1] + adapter.tensors[pair.down].shape[1:] for pair in pairs}
+    transposed = scale.transposed({stem: (product, sums[names[stem]].shape) for stem, product in products.items()})
     for pair in pairs:
-        name = written_names[weight_of(pair, written_names)]
+        name = names[pair.stem]
         up, down, weight = adapter.tensors[pair.up], adapter.tensors[pair.down], sums[name]
-        shape: Optional[Shape] = (up.shape[:1] + down.shape[1:])[:: -1 if scale.transposed else 1]
-        if shape != weight.shape or up.shape[1:] != down.shape[:1]:
-            raise CheckpointError(
-                f"{quoted(pair.up)} of shape {list(up.shape)} times {quoted(pair.down)} of shape {list(down.shape)} "
-                f"does not have the shape {list(weight.shape)} of {quoted(name)}",
-                file=place,
-                parameter=pair.up,
-            )
         sums[name] = Sum(
             weight.name,
             weight.dtype,
@@ -145,7 +139,7 @@ def sums_of(
             up,
             down,
             scale.of(pair.stem, down.shape[0]),
-            scale.transposed,
+            transposed[pair.stem],
             weight.shards,
         )
     return sums

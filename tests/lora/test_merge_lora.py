@@ -574,3 +574,113 @@ def test_another_command_in_the_directory_is_named_with_what_differs(tmp_path: P
     fails(3, *merge, tmp_path / "merged", "--alpha", 3, texts=texts)
     texts = ["which differs in --rename (none there, model.*=* here)\n"]
     fails(3, *convert, "--rename", "model.*=*", texts=texts)
+
+
+def merge_of_modules(
+    tmp_path: Path, shapes: dict[str, tuple[int, int]], conv: tuple[str, ...], stated: bool
+) -> tuple[list[Argument], dict[str, Array]]:
+    """A merge of an adapter for weights of these shapes, and the result as PEFT merges it.
+
+    Args:
+        tmp_path: where files go.
+        shapes: outputs and inputs of each module.
+        conv: the modules whose weights have a row for each input.
+        stated: fan_in_fan_out of the configuration.
+    """
+    random = np.random.default_rng(4)
+    full, pairs, expected = {}, {}, {}
+    for module, (rows, columns) in shapes.items():
+        name = f"h.0.{module}.weight"
+        weight = random.standard_normal((rows, columns)).astype("f4")
+        pairs[name] = (
+            random.standard_normal((8, columns)).astype("f4"),
+            random.standard_normal((rows, 8)).astype("f4"),
+        )
+        result = merged({name: weight}, pairs, 2.0)[name]
+        full[name], expected[name] = (
+            np.ascontiguousarray(each.T if module in conv else each) for each in (weight, result)
+        )
+    adapter = peft(tmp_path / "adapter", pairs, fan_in_fan_out=stated)
+    return ["merge-lora", base(tmp_path / "base", full), adapter, tmp_path / "out", "--verify"], expected
+
+
+GPT2 = {"attn.c_attn": (36, 12), "attn.c_proj": (12, 12), "mlp.c_fc": (48, 12), "mlp.c_proj": (12, 48)}
+LLAMA = {"q_proj": (12, 12), "k_proj": (6, 12), "up_proj": (48, 12)}
+SQUARE = {"q_proj": (12, 12), "o_proj": (12, 12)}
+
+
+@pytest.mark.parametrize("stated", [False, True])
+@pytest.mark.parametrize(
+    ("shapes", "conv"),
+    [
+        ({**GPT2, "head": (30, 12)}, tuple(GPT2)),
+        # Qwen names its linear layers so.
+        ({**GPT2, "mlp.w1": (48, 12)}, ()),
+        ({**LLAMA, "mlp.c_fc": (48, 12)}, ("mlp.c_fc",)),
+    ],
+)
+def test_shapes_and_names_show_which_weights_have_a_row_for_each_input(
+    tmp_path: Path, shapes: dict[str, tuple[int, int]], conv: tuple[str, ...], stated: bool
+) -> None:
+    words, expected = merge_of_modules(tmp_path, shapes, conv, stated)
+    done(*words)
+    close(load_file(tmp_path / "out" / "model.safetensors"), expected)
+
+
+@pytest.mark.parametrize("stated", [False, True])
+def test_square_weights_of_one_kind_follow_the_configuration(tmp_path: Path, stated: bool) -> None:
+    words, expected = merge_of_modules(tmp_path, SQUARE, tuple(SQUARE) if stated else (), stated)
+    done(*words)
+    close(load_file(tmp_path / "out" / "model.safetensors"), expected)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "stated"),
+    [
+        ({"q_proj": (12, 12), "attn.c_proj": (12, 12)}, False),
+        ({"q_proj": (12, 12), "attn.c_proj": (12, 12)}, True),
+        ({**LLAMA, "attn.c_proj": (12, 12)}, False),
+        # The configuration contradicts the other modules.
+        (LLAMA, True),
+    ],
+)
+def test_a_square_weight_that_may_be_stored_both_ways_is_refused(
+    tmp_path: Path, shapes: dict[str, tuple[int, int]], stated: bool
+) -> None:
+    words, _ = merge_of_modules(tmp_path, shapes, (), stated)
+    fails(3, *words, texts=["is square", "proj'", "fan_in_fan_out"])
+    assert not (tmp_path / "out").exists()
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def embedding_saved(tmp_path: Path, **saved: Array) -> list[Argument]:
+    """A merge where PEFT saved whole weights with the matrices, by the rest of their names."""
+    tmp_path.mkdir(exist_ok=True)
+    adapter = peft(tmp_path / "adapter", matrices())
+    path = adapter / "adapter_model.safetensors"
+    save_file({**load_file(path), **{f"base_model.model.{name}": array for name, array in saved.items()}}, path)
+    full = {**weights(), EMBEDDING: np.arange(12, dtype="f4").reshape(4, 3)}
+    return ["merge-lora", base(tmp_path / "base", full), adapter, tmp_path / "out", "--verify"]
+
+
+def test_embeddings_that_peft_saved_unchanged_are_accepted(tmp_path: Path) -> None:
+    table = np.arange(12, dtype="f4").reshape(4, 3)
+    # The base ties the head to the embedding, and does not hold it.
+    names = (EMBEDDING, "lm_head.weight")
+    done(*embedding_saved(tmp_path / "a", **dict.fromkeys(names, table)))
+    done(*embedding_saved(tmp_path / "b", **{"model.embed_tokens.base_layer.weight": table}))
+    merged_weights = load_file(tmp_path / "a" / "out" / "model.safetensors")
+    assert np.array_equal(merged_weights[EMBEDDING], table) and "lm_head.weight" not in merged_weights
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "text"), [(EMBEDDING, 4, "differ"), (EMBEDDING, 5, "differ"), ("lm_head.weight", 4, "lacks")]
+)
+def test_whole_weights_of_an_adapter_are_refused_with_their_reason(
+    tmp_path: Path, name: str, rows: int, text: str
+) -> None:
+    words = embedding_saved(tmp_path, **{name: np.ones((rows, 3), "f4")})
+    fails(3, *words, texts=[f"base_model.model.{name}", text])
+    assert not (tmp_path / "out").exists()
