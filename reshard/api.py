@@ -6,6 +6,7 @@ name when they are imported.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class Conversion:
         step: ``"3_10"``, the number of an iteration, or ``"latest"``, the newest complete one.
         fallback: use an older step if the newest is incomplete.
         file_suffix: suffix of the stems of rank files to read.
+        without_ranks: ranks of ``src`` that count as lost: replicas on other ranks are read.
         include: convert only names that match this pattern, or one of these.
         exclude: skip names that match; overrides ``include``.
         strict: missing parameters are errors.
@@ -104,6 +106,7 @@ class Conversion:
     step: Union[str, int] = "latest"
     fallback: bool = True
     file_suffix: Optional[str] = None
+    without_ranks: Sequence[int] = ()
     include: Texts = ()
     exclude: Texts = ()
     strict: bool = False
@@ -194,6 +197,7 @@ class Conversion:
             "step": str(self.step),
             "no_fallback": not self.fallback,
             **{name: texts_of(getattr(self, name)) for name in ("include", "exclude", "rename", "cast")},
+            "without_ranks": tuple(sorted({*map(operator.index, self.without_ranks)})),
             "optimizer": "keep" if self.optimizer else None,
             "max_shard_size": parse_size(size) if isinstance(size, str) else size,
         }

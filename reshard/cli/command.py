@@ -42,7 +42,7 @@ SPELLINGS = {
     "transform-rank": "rank",
 }
 
-# Options of their scripts that mean something else than any option here.
+# Options of their scripts, or of earlier versions, that mean something else than any option here.
 _ELSEWHERE = {
     "--world-size": "Not needed: strategies contain the number of ranks.",
     "--device-num": "Not needed: strategies contain the number of ranks.",
@@ -60,6 +60,7 @@ _ELSEWHERE = {
     "--max-process-num": "Use --jobs N for the number of CPUs.",
     "--ckpt-prefix": "It is --prefix here.",
     "--output-format": "It is --format here.",
+    "--available": "For ranks that cannot be read: --without-ranks 3,7.",
 }
 
 # Options that a command deliberately lacks.

@@ -154,6 +154,7 @@ cp -rf lost/rank_* ckpt/
 @option("Target", "--lost-only", is_flag=True, help="Write only lost and damaged ranks.")
 @options.prefix(None, "as in SRC")
 @options.source
+@options.without_ranks
 @options.fallback
 @options.writing
 @options.output

@@ -61,6 +61,7 @@ reshard merge-lora base/ adapter/ merged/ \\
 @options.target_form("that of BASE; ranks with --dst-strategy")
 @options.target_files
 @options.source
+@options.without_ranks
 @options.fallback
 @options.writing
 @options.proof("Compute every tensor again from BASE and ADAPTER after writing, in Float64, and compare.")
@@ -124,6 +125,7 @@ def merge_lora(
                 Filters(),
                 Report(),
                 edits_to_model(form_of(base)),
+                without_ranks=typed["without_ranks"] or (),
             )
             with open_requested(base_reading, effort_of(typed, 4), decryption) as weights:
                 check_beside(tensors, adapter, weights)

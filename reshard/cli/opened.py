@@ -46,7 +46,8 @@ def opened(
     filters = Filters(typed.get("include", ()), typed.get("exclude", ()))
     step = step or typed["step"]
     request = reading_request(
-        src, strategy, None, None, step, typed["file_suffix"], filters, report, edits, option, unrecorded
+        *(src, strategy, None, None, step, typed["file_suffix"], filters, report, edits, option, unrecorded),
+        without_ranks=typed.get("without_ranks") or (),
     )
     decryption = options.decryption_of(typed)
     return open_requested(request, effort_of(typed, share), decryption, report)

@@ -354,6 +354,16 @@ source = together(
 )
 """Which of the source's files are taken."""
 
+without_ranks = option(
+    "Source",
+    "--without-ranks",
+    type=RANKS,
+    metavar="3,7",
+    show_default="none",
+    help="Count these source ranks as lost: replicas on other ranks are read.",
+)
+"""--without-ranks."""
+
 selection = together(
     option(
         "Parameters",
@@ -557,6 +567,7 @@ conversion = together(
     target_form("ranks"),
     target_files,
     source,
+    without_ranks,
     fallback,
     selection,
     edits,

@@ -11,7 +11,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, listener, show_notes
 from reshard.errors import UsageError
-from reshard.text.wording import are, plural, rank_ranges
+from reshard.text.wording import plural
 
 _WITH_SRC = ("to", "max_shard_size", "names", "rename", "config", "reverse", "optimizer")
 
@@ -27,14 +27,7 @@ reshard rank-list 1 --src hf/ --names qwen3 --dst-strategy dst.ckpt
 )
 @argument("rank", type=options.RANK)
 @options.strategies
-@option(
-    "Source",
-    "--available",
-    show_default="all",
-    type=options.RANKS,
-    metavar="0,2-5",
-    help="Only these source ranks can be read.",
-)
+@options.without_ranks
 @option(
     "Source",
     "--src",
@@ -52,7 +45,7 @@ def rank_list(
     rank: int,
     src_strategy: Optional[str],
     dst_strategy: Optional[str],
-    available: Optional[tuple[int, ...]],
+    without_ranks: Optional[tuple[int, ...]],
     src: Optional[str],
     as_json: bool,
     **typed: Any,
@@ -67,11 +60,10 @@ def rank_list(
         if extra:
             option = "--" + extra[0].replace("_", "-")
             raise UsageError(f"{option} is given without the checkpoint", hint="name it: --src SRC")
-        ranks = _of_strategies(rank, src_strategy, dst_strategy, available)
-    elif available is not None:
-        raise UsageError("--available is for strategies alone; --src uses the existing files")
+        ranks = _of_strategies(rank, src_strategy, dst_strategy, without_ranks or ())
     else:
-        ranks = _of_checkpoint(rank, src, {**typed, "src_strategy": src_strategy, "dst_strategy": dst_strategy})
+        ends = {"src_strategy": src_strategy, "dst_strategy": dst_strategy, "without_ranks": without_ranks}
+        ranks = _of_checkpoint(rank, src, {**typed, **ends})
     if as_json:
         echo_json({"rank": rank, "ranks": list(ranks)})
     else:
@@ -79,7 +71,7 @@ def rank_list(
 
 
 def _of_strategies(
-    rank: int, src_strategy: Optional[str], dst_strategy: Optional[str], available: Optional[tuple[int, ...]]
+    rank: int, src_strategy: Optional[str], dst_strategy: Optional[str], without_ranks: Sequence[int]
 ) -> Sequence[int]:
     """The source ranks, from strategies alone."""
     # Loaded only here: --help needs neither NumPy nor protobuf.
@@ -93,14 +85,9 @@ def _of_strategies(
             f"{plural(target.device_count, 'rank')}, 0 to {target.device_count - 1}",
             rank=rank,
         )
-    beyond = [number for number in available or () if number >= source.device_count]
-    if beyond:
-        raise UsageError(
-            f"--available: {rank_ranges(beyond)} {are(beyond)} out of range: the source strategy ({source.path}) has "
-            f"{plural(source.device_count, 'rank')}"
-        )
+    readable = source.without(without_ranks)
     show_notes((*source.notes, *target.notes))
-    return ReplicaChoice(source, target).ranks(rank, available)
+    return ReplicaChoice(source, target).ranks(rank, readable if without_ranks else None)
 
 
 def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:

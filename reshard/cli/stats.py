@@ -43,6 +43,7 @@ reshard stats unified/ --svg magnitudes.svg
 @argument("src", shell_complete=completion.paths)
 @options.strategy("Strategy the checkpoint was saved with; none for an unsharded one.", "--src-strategy", "strategy")
 @options.source
+@options.without_ranks
 @options.selection
 @options.edits
 @option(

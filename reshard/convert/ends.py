@@ -130,6 +130,8 @@ def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
         raise UsageError(f"{src}: holds full weights, which have no strategy", hint="leave out --src-strategy")
     if not form.options.by_rank and typed["file_suffix"] is not None:
         raise UsageError("--file-suffix is for rank files", hint="remove --file-suffix")
+    if not form.options.by_rank and typed.get("without_ranks"):
+        raise UsageError("--without-ranks is for rank files", hint="remove --without-ranks")
     if not to.options.shards and target is not None and shards_of(target) is not None:
         sharded = " and ".join(f"--to {each.name}" for each in all_forms() if each.options.shards)
         hint = "name a strategy: --dst-strategy FILE or DIR" if typed.get("to") else "add --to dcp"
@@ -211,6 +213,7 @@ def request_of(
         step=typed["step"],
         fallback=not typed.get("no_fallback"),
         file_suffix=typed["file_suffix"],
+        without_ranks=typed.get("without_ranks") or (),
         filters=Filters(typed.get("include", ()), typed.get("exclude", ())),
         strict=typed.get("strict", False),
         recover=recover,

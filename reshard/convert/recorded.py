@@ -54,6 +54,7 @@ def command_of(plan: Plan, options: Options) -> Optional[RecordedCommand]:
         include=tuple(request.filters.include),
         exclude=tuple(request.filters.exclude),
         packing=packing,
+        without_ranks=number_ranges(request.without_ranks) or None,
         ranks=None if request.files is None or several else number_ranges(request.files),
         **{name: getattr(request, name) for name in ("to", "max_shard_size", "file_suffix", "prefix", "strict")},
         **{name: getattr(options, name) for name in ("crc", "check_replicas", "checksum", "verify", "lost_only")},

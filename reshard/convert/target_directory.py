@@ -148,6 +148,7 @@ class TargetDirectory:
             form=plan.form.name,
             division=_division(plan.form),
             edits=short_digest(checkpoint.identity.encode()) if isinstance(checkpoint, EditedCheckpoint) else "",
+            without_ranks=request.without_ranks,
         )
         self._destination = Destination(self._root)
         self._ledger = Ledger(self._root, identity, report.note)

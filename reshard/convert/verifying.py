@@ -71,7 +71,9 @@ def verify_written(
             files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
         return verify_conversion(
             Converted(
-                CheckpointPlace(request.src, request.form, request.source, step, request.file_suffix),
+                CheckpointPlace(
+                    request.src, request.form, request.source, step, request.file_suffix, request.without_ranks
+                ),
                 request.edits,
                 adapter=adapter,
             ),
@@ -130,8 +132,9 @@ def verify_with_source(
         strategies = {name: typed[name] for name in ("src_strategy", "dst_strategy")}
         completed = {**typed, **strategies_of_target(out, src, to, strategies, plan, report)}
         ends = read_ends(src, {**completed, "to": to, "format": None, "max_shard_size": None}, report)
-        step = typed["step"]
+        step, without = typed["step"], tuple(typed.get("without_ranks") or ())
         if plan is not None:
+            without = without or plan.without_ranks
             if step == "latest":
                 step = recorded_step(src, ends.form, plan.step)
             if not (filters.include or filters.exclude):
@@ -150,7 +153,9 @@ def verify_with_source(
                 swap_test = SwapTest(ends.source, ends.target, means.handles)
                 stack.enter_context(swap_test.explain_errors(src, step, typed["file_suffix"]))
             differing = verify_conversion(
-                Converted(CheckpointPlace(src, ends.form, ends.source, step, typed["file_suffix"]), edits, recorded),
+                Converted(
+                    CheckpointPlace(src, ends.form, ends.source, step, typed["file_suffix"], without), edits, recorded
+                ),
                 ConvertedTarget(out, to, ends.target, files, ranks, ends.target.path == SAME),
                 filters=filters,
                 means=means,

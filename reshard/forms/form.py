@@ -126,6 +126,7 @@ class ReadRequest(NamedTuple):
         filters: the selection of names.
         file_suffix: only files whose stem ends so.
         fallback: whether ``latest`` may be an older step, if the newest is incomplete.
+        without_ranks: source ranks that count as lost.
         edit: edits a checkpoint, complete or not; raises an InputError if the edits do not fit. None without
             edits.
     """
@@ -143,6 +144,7 @@ class ReadRequest(NamedTuple):
     filters: Filters = Filters()
     file_suffix: Optional[str] = None
     fallback: bool = True
+    without_ranks: Sequence[int] = ()
     edit: Optional[Callable[[Checkpoint], EditedStep]] = None
 
     @property

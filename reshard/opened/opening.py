@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import shlex
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ def open(
     rank: Optional[int] = None,
     step: Union[str, int] = "latest",
     file_suffix: Optional[str] = None,
+    without_ranks: Sequence[int] = (),
     include: Texts = (),
     exclude: Texts = (),
     names: Optional[Path] = None,
@@ -74,6 +76,7 @@ def open(
         rank: rank of ``dst_strategy`` or ``shards`` whose slices are read.
         step: step to read, ``"3_10"`` or an iteration's number; ``latest`` is the newest complete one.
         file_suffix: read only files of ranks whose stem ends with it.
+        without_ranks: ranks of ``src`` that count as lost: replicas on other ranks are read.
         include: read only names that match this pattern, or one of these.
         exclude: skip names that match; overrides ``include``.
         names: a built-in table of rules of names and packing, such as ``"qwen3"``, or its file; names of tensors
@@ -121,6 +124,7 @@ def open(
         filters,
         report,
         edits,
+        without_ranks=sorted({*map(operator.index, without_ranks)}),
     )
     effort = ReadingEffort(jobs or usable_cpus(), max_memory, io)
     return OpenedCheckpoint(request, FileHandles(decryption=decryption), effort, report, errors_in_python)
@@ -139,6 +143,7 @@ def reading_request(
     edits: Edits = NO_EDITS,
     option: str = "src_strategy=",
     unrecorded: Optional[str] = None,
+    without_ranks: Sequence[int] = (),
 ) -> Request:
     """The conversion request for reading: its target is one file in memory, which is never written.
 
@@ -154,12 +159,15 @@ def reading_request(
         edits: requested names and types.
         option: spelling of the ``src_strategy`` option, for messages.
         unrecorded: see `source_strategy`.
+        without_ranks: see `open`.
 
     Raises:
         UsageError: options are missing, or contradict each other.
         ReshardError: the checkpoint is missing, or a strategy cannot be read.
     """
     form = form_of(src)
+    if without_ranks and not form_named(form).options.by_rank:
+        raise UsageError("--without-ranks is for rank files", hint="remove --without-ranks")
     source = source_strategy(src, form, src_strategy, file_suffix, report, option, unrecorded)
     target, file = _target(src, form, source, dst_strategy, rank, step, report)
     return Request(
@@ -171,6 +179,7 @@ def reading_request(
         format=MEMORY,
         step=step,
         file_suffix=file_suffix,
+        without_ranks=tuple(without_ranks),
         filters=filters,
         form=form,
         to=DEFAULT_FORM,

@@ -110,6 +110,7 @@ def _read_request(request: Request, handles: FileHandles, report: Report) -> Rea
         filters=request.filters,
         file_suffix=request.file_suffix,
         fallback=request.fallback,
+        without_ranks=request.without_ranks,
         edit=None if request.edits.is_empty else request.edits.step_editor(request.target),
     )
 

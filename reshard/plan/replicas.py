@@ -240,7 +240,7 @@ def _unavailable(target_rank: int, lost: Sequence[Need]) -> IncompleteSourceErro
         block(f"target rank {target_rank} needs slices that no available rank has:", lines),
         rank=target_rank,
         parameter=lost[0].parameter,
-        hint="make one rank of each line available",
+        hint="bring back one rank of each line",
     )
 
 

@@ -27,6 +27,7 @@ class Request(NamedTuple):
         step: ``latest`` or ``<epoch>_<step>``.
         fallback: whether ``latest`` may be an older step than the newest, where that is not complete.
         file_suffix: only source files whose stem has this ending.
+        without_ranks: source ranks that count as lost, ascending.
         filters: which parameters are written.
         strict: missing parameters and unlisted tied ones are errors.
         exact_file: ``dst`` is the file itself.
@@ -48,6 +49,7 @@ class Request(NamedTuple):
     step: str = "latest"
     fallback: bool = True
     file_suffix: Optional[str] = None
+    without_ranks: tuple[int, ...] = ()
     filters: Filters = Filters()
     strict: bool = False
     exact_file: bool = False

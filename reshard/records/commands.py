@@ -61,6 +61,7 @@ class RecordedCommand(NamedTuple):
         host: the host where it was typed.
         step: the chosen step; None if file names contain none.
         prefix: None for names as in the source.
+        without_ranks: source ranks that count as lost, such as ``3,7``; None without any.
         ranks: the requested target ranks, such as ``0-7,12``; None for all, or for one of several processes.
         names: a built-in table of names, or an absolute path.
         config: absolute path.
@@ -77,6 +78,7 @@ class RecordedCommand(NamedTuple):
     max_shard_size: Optional[int] = None
     step: Optional[str] = None
     file_suffix: Optional[str] = None
+    without_ranks: Optional[str] = None
     ranks: Optional[str] = None
     names: Optional[str] = None
     config: Optional[str] = None
@@ -229,7 +231,7 @@ def _parsed(fields: Fields) -> RecordedCommand:
         raise JsonError("src is not an absolute path")
     command = RecordedCommand(**values)
     # Raises for ranks of another spelling.
-    _ = command.rank_numbers
+    _ = command.rank_numbers, command.without_ranks and _numbers(command.without_ranks)
     if command.step is not None and not re.fullmatch("[0-9]{1,18}", command.step):
         Step.parse(command.step)
     if command.lost_only and command.task != "recover":

@@ -34,6 +34,7 @@ _READERS: dict[object, Callable[[Fields, str], Any]] = {
     bool: Fields.flag,
     Optional[int]: lambda fields, key: None if fields.is_null(key) else fields.integer(key, 1, 1 << 63),
     FileNames: lambda fields, key: FileNames.from_fields(fields.fields(key)),
+    tuple[int, ...]: lambda fields, key: fields.integers(key, 0, MAX_DEVICES),
     int: lambda fields, key: fields.integer(key, 1, MAX_DEVICES + 1),
 }
 
@@ -54,6 +55,7 @@ class Identity(NamedTuple):
         form: the target form.
         division: digest of the division of tensors into files, if the strategy does not determine it.
         edits: digest of requested names and types; empty if unchanged.
+        without_ranks: source ranks that counted as lost, ascending: they decide which replicas are read.
     """
 
     source_strategy: str
@@ -68,6 +70,7 @@ class Identity(NamedTuple):
     form: str = "ranks"
     division: str = ""
     edits: str = ""
+    without_ranks: tuple[int, ...] = ()
 
     @property
     def digest(self) -> str:

@@ -12,7 +12,7 @@ from reshard.errors import ReplaceableError, ReshardError, TargetError
 from reshard.forms.ranks import FileNames
 from reshard.records.commands import EDITS, RecordedCommand
 from reshard.records.identity import Identity
-from reshard.text.wording import rank_ranges, some_names
+from reshard.text.wording import number_ranges, rank_ranges, some_names
 
 _MAX_SHOWN = 200
 _FIELD_WORDS = {
@@ -26,6 +26,7 @@ _FIELD_WORDS = {
     "task": "the task",
     "form": "the form (--to)",
     "division": "the division into files (--max-shard-size)",
+    "without_ranks": "--without-ranks",
     "edits": "names or types (--names, --config, --rename, --cast, --dequantize)",
 }
 
@@ -247,6 +248,9 @@ def _to_go_on(mine: Identity, theirs: Identity, differs: Sequence[str]) -> Optio
             needed, typed = getattr(theirs, field), getattr(mine, field)
             give += [f"--{field} {shlex.quote(pattern)}" for pattern in needed]
             leave_out += [f"--{field} {shlex.quote(pattern)}" for pattern in typed if pattern not in needed]
+        elif field == "without_ranks":
+            give += [f"--without-ranks {number_ranges(theirs.without_ranks)}"] if theirs.without_ranks else []
+            leave_out += [] if theirs.without_ranks else ["--without-ranks"]
         elif field == "format" and theirs.task == "convert":
             give.append(f"--format {theirs.format}")
         elif field == "names" and theirs.names.prefix is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Optional
 
@@ -18,7 +18,7 @@ from reshard.defaults import MAX_DEVICES
 from reshard.errors import LayoutError, UsageError
 from reshard.layout import Layout
 from reshard.named_tuple import NamedTuple
-from reshard.text.wording import rank_ranges, some_numbers
+from reshard.text.wording import are, plural, rank_ranges, some_numbers
 from reshard.threads import cached_property
 
 # Maximum dimensions: MindSpore's tensors have 8; expanded maps and axes of size 1 need some more.
@@ -359,6 +359,21 @@ class Strategy:
     def device_count(self) -> int:
         """Devices of all stages; ranks are ``0 .. device_count - 1``."""
         return self.stages[-1].ranks.stop
+
+    def without(self, ranks: Collection[int]) -> tuple[int, ...]:
+        """The ranks that remain without these (``--without-ranks``), ascending.
+
+        Raises:
+            UsageError: one of them is no rank of the strategy.
+        """
+        beyond = [rank for rank in ranks if not 0 <= rank < self.device_count]
+        if beyond:
+            raise UsageError(
+                f"--without-ranks: {rank_ranges(beyond)} {are(beyond)} out of range: the source strategy ({self.path}) "
+                f"has {plural(self.device_count, 'rank')}",
+                rank=beyond[0],
+            )
+        return tuple(rank for rank in range(self.device_count) if rank not in ranks)
 
     def stage_of(self, rank: int) -> Stage:
         """The stage of a global rank.

@@ -47,6 +47,8 @@ def _written(match: re.Match[str]) -> str:
         return f"{name}=True" + (f" {value}" if value else "")
     if not value:
         return name
+    if name in ("ranks", "without_ranks") and value.isdigit():
+        return f"{name}=[{value}]"
     if value.isdigit() or value[0] == "'" or value[0].isupper():
         return f"{name}={value}"
     if value[:-1].isdigit() and value[-1] in _SHIFTS:

@@ -43,6 +43,7 @@ class CheckpointPlace(NamedTuple):
         strategy: strategy of rank directories; `none` if the form records the layouts.
         step: the step; ``latest`` for the newest complete one.
         file_suffix: only files whose stem ends so.
+        without_ranks: ranks that count as lost.
     """
 
     path: str
@@ -50,6 +51,7 @@ class CheckpointPlace(NamedTuple):
     strategy: Strategy
     step: str = "latest"
     file_suffix: Optional[str] = None
+    without_ranks: tuple[int, ...] = ()
 
 
 def reader_of(
@@ -102,6 +104,7 @@ def reader_of(
         ranks=ranks,
         filters=filter_names,
         file_suffix=place.file_suffix,
+        without_ranks=place.without_ranks,
         edit=None if edits is None else edits.step_editor(target),
     )
 

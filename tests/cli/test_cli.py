@@ -161,16 +161,16 @@ def test_a_rank_list_contains_one_replica_of_each_slice(plain: World) -> None:
     assert sorted(rank % 2 for rank in result.json["ranks"]) == [0, 1]
 
 
-def test_a_rank_list_uses_available_ranks_only(plain: World) -> None:
+def test_a_rank_list_lacks_the_ranks_that_are_left_out(plain: World) -> None:
     words: list[Argument] = ["rank-list", 0, "--src-strategy", plain.old, "--dst-strategy", plain.new]
-    assert done(*words, "--available", "1-2").out == "1 2\n"
-    assert done(*words, "--available", "2,3").out == "2 3\n"
-    fails(3, *words, "--available", "0,2", texts=["w"])
+    assert done(*words, "--without-ranks", "0,3").out == "1 2\n"
+    assert done(*words, "--without-ranks", "0-1").out == "2 3\n"
+    fails(3, *words, "--without-ranks", "1,3", texts=["w"])
 
 
-def test_a_rank_list_of_available_ranks_out_of_range_is_wrong_usage(plain: World) -> None:
+def test_a_rank_list_without_ranks_out_of_range_is_wrong_usage(plain: World) -> None:
     fails(
-        2, "rank-list", 0, "--src-strategy", plain.old, "--dst-strategy", plain.new, "--available", "0,9",
+        2, "rank-list", 0, "--src-strategy", plain.old, "--dst-strategy", plain.new, "--without-ranks", "0,9",
         texts=["9"],
     )  # fmt: skip
 

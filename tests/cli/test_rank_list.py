@@ -49,6 +49,6 @@ def test_source_options_of_rank_list_without_a_source_are_wrong_usage() -> None:
     fails(2, "rank-list", 1, *STRATEGIES, "--names", "qwen3", texts=["--names", "--src SRC"])
     fails(2, "rank-list", 1, *STRATEGIES, "--to", "unified", texts=["--to", "--src SRC"])
     source: list[Argument] = ["--src", DEMO / "src_checkpoints"]
-    fails(2, "rank-list", 1, *source, *STRATEGIES, "--available", "0-3", texts=["--available"])
+    fails(2, "rank-list", 1, *STRATEGIES, "--available", "0-3", texts=["--available", "--without-ranks"])
     fails(2, "rank-list", 4, *source, *STRATEGIES, texts=["out of range"])
     fails(2, "rank-list", 9, *source, *STRATEGIES[:2], "--to", "unified", texts=["out of range"])

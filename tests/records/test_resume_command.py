@@ -383,6 +383,7 @@ DAMAGE: dict[str, Any] = {
     "ranks twice": {"ranks": "1,1"},
     "too many ranks": {"ranks": "0-999999999"},
     "no ranks": {"ranks": ""},
+    "no ranks left out": {"without_ranks": "0-"},
     "a pattern that is none": {"include": [1]},
     "lost ranks of a conversion": {"lost_only": True},
 }
@@ -425,7 +426,8 @@ def test_a_hostile_recorded_prefix_cannot_leave_the_directory(world: World) -> N
 # What a record has of a request and of options; the rest is how much of the machine is used, what follows from the
 # chosen step, or concerns one run alone.
 RECORDED = {
-    Request: "src source target files prefix format step file_suffix filters strict recover to max_shard_size edits",
+    Request: "src source target files prefix format step file_suffix without_ranks filters strict "
+    "recover to max_shard_size edits",
     Options: "crc check_replicas checksum verify lost_only share adding",
 }
 NOT_RECORDED = {

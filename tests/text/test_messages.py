@@ -187,8 +187,8 @@ def test_parameters_that_no_rank_can_provide_are_folded(tmp_path: Path) -> None:
         world.old,
         "--dst-strategy",
         world.new,
-        "--available",
-        "0,1",
+        "--without-ranks",
+        "2,3",
     ]
     result = fails(3, *words, texts=["that only source rank 2 held", "that only source rank 3 held"])
     assert len(flat(result.err)) < 600

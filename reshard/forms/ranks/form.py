@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -43,6 +43,7 @@ class RanksForm(Form):
         # Imported late: `rank-list` in a loop reads only strategies.
         from reshard.forms.ranks.selection import StepSelector
 
+        request.source.without(request.without_ranks)
         selector = StepSelector(
             request.source,
             request.target,
@@ -54,7 +55,7 @@ class RanksForm(Form):
         )
         candidates, steps, ranks = _candidates(request)
         try:
-            return selector.select(_with_damage(candidates, request.damaged), steps)
+            return selector.select(_with_damage(candidates, request), steps)
         except IncompleteSourceError as error:
             if ranks == tuple(range(len(ranks))) and 0 < len(ranks) < request.source.device_count:
                 doubt = f"if the run had {plural(len(ranks), 'rank')}, {request.source.path} is not its strategy"
@@ -112,15 +113,13 @@ def _candidates(request: ReadRequest) -> tuple[Iterable[StepFiles], Sequence[Opt
     return candidates if request.fallback else itertools.islice(candidates, 1), tree.steps, tree.ranks
 
 
-def _with_damage(candidates: Iterable[StepFiles], damaged: Mapping[str, str]) -> Iterator[StepFiles]:
-    """Candidates with their damaged files marked.
-
-    Args:
-        candidates: the steps.
-        damaged: reasons by path.
-    """
+def _with_damage(candidates: Iterable[StepFiles], request: ReadRequest) -> Iterator[StepFiles]:
+    """Candidates, with the files marked that count as absent."""
     for candidate in candidates:
-        reasons = {rank: damaged[path] for rank, path in candidate.files.items() if path in damaged}
+        left_out = (rank for rank in request.without_ranks if rank in candidate.files)
+        reasons = {rank: f"rank {rank} counts as lost (--without-ranks)" for rank in left_out}
+        damaged = request.damaged
+        reasons.update((rank, damaged[path]) for rank, path in candidate.files.items() if path in damaged)
         yield candidate._replace(damaged=reasons)
 
 
