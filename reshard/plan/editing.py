@@ -68,6 +68,9 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     if edits.casts:
         editing.recipes = cast(checkpoint, editing.recipes, editing.values, editing.unseen_names, edits.casts, report)
     editing.check_types()
+    if "" in editing.recipes:
+        name = editing.recipes[""].sources[0]
+        raise CheckpointError(f"{quoted(name)}: its new name would be empty", parameter=name)
     nested = edits.nested(editing.recipes, getattr(checkpoint, "nested", {}))
     return EditedCheckpoint(
         checkpoint,

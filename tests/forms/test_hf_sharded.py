@@ -236,6 +236,13 @@ def test_shards_named_as_a_full_model_are_refused(tmp_path: Path) -> None:
     fails(3, "convert", tmp_path / "one", tmp_path / "out", "--to", "unified", texts=["holds parts of tensors"])
 
 
+def test_a_tensor_without_a_name_in_the_model_is_refused(tmp_path: Path) -> None:
+    tensors = {name: value(name, (2, 2)) for name in ("_orig_mod.", "b.weight")}
+    src = write_shards(tmp_path / "src", tensors, [Chunk(name, ((0, 2), (0, 2)), 1) for name in tensors])
+    fails(3, "convert", src, tmp_path / "out", "--to", "huggingface", texts=["'_orig_mod.'", "name"])
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_single_shard_is_refused(tmp_path: Path) -> None:
     src = write_shards(tmp_path / "src", FULL, CHUNKS)
     one = src / "shard-00002-model-00001-of-00001.safetensors"
