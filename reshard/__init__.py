@@ -13,12 +13,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from reshard.api import Conversion
     from reshard.mindspore_api import (
+        ckpt_to_safetensors,
         convert_checkpoint_by_rank,
         convert_checkpoints,
         merge_pipeline_strategys,
         rank_list_for_convert,
         rank_list_for_transform,
         restore_group_info_list,
+        safetensors_to_ckpt,
         transform_checkpoint_by_rank,
         transform_checkpoints,
     )
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Conversion",
     "__version__",
+    "ckpt_to_safetensors",
     "convert_checkpoint_by_rank",
     "convert_checkpoints",
     "load_distributed_checkpoint",
@@ -36,6 +39,7 @@ __all__ = [
     "rank_list_for_convert",
     "rank_list_for_transform",
     "restore_group_info_list",
+    "safetensors_to_ckpt",
     "transform_checkpoint_by_rank",
     "transform_checkpoints",
     "unified_safetensors",

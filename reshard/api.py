@@ -56,7 +56,8 @@ class Conversion:
     Attributes:
         src: rank directories, a file, a path with ``{rank}`` in it, or a directory of another form.
         dst: the target directory.
-        src_strategy: strategy file or directory of rank files; ``"none"`` for an unsharded checkpoint.
+        src_strategy: strategy file or directory of rank files; ``"none"`` for an unsharded checkpoint. Without it and
+            ``dst_strategy``, ``format`` changes only the format of rank files.
         dst_strategy: strategy of the target; ``"none"`` for one unsharded rank, ``"same"`` for that of ``src``.
         to: form of the target: ``"ranks"``, ``"checkpoint2"``, ``"unified"``, ``"huggingface"`` or ``"hf"``, ``"dcp"``,
             ``"hf-sharded"`` or ``"hyper-parallel"``.
@@ -209,6 +210,9 @@ class Conversion:
         return request_between(os.fspath(self.src), os.fspath(self.dst), self._ranks(), self._typed(), report)
 
     def _options(self, dry_run: bool = False, verify: bool = False) -> Options:
+        for name, value in vars(self).items():
+            if "" in (value if isinstance(value, (list, tuple)) else (value,)):
+                raise UsageError(f"{name} is empty", hint="leave it out for its default")
         for name, choices in {"to": (None, *FORM_CLASSES, *SHORT_NAMES), **CHOICES}.items():
             value = getattr(self, name)
             if value not in choices:

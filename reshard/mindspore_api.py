@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from typing import Optional
 
 from reshard.convert import Options, transform, usable_cpus
-from reshard.errors import UsageError
+from reshard.errors import CheckpointError, UsageError
 from reshard.forms.ranks.naming import as_prefix
+from reshard.forms.ranks.steps import RANK
+from reshard.plan.edits import NO_EDITS, Edits
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
-from reshard.storage import real
-from reshard.strategies import read_group_info, read_strategy
+from reshard.storage import is_directory, names_in, real
+from reshard.strategies import Strategy, read_group_info, read_strategy
 from reshard.strategies.written import merge_pipeline
 from reshard.text.report import logged
 
@@ -49,7 +52,7 @@ def transform_checkpoints(
         dst=str(dst_checkpoints_dir),
         source=read_strategy(path_of(src_strategy_file)),
         target=read_strategy(path_of(dst_strategy_file)),
-        prefix=as_prefix(ckpt_prefix),
+        prefix=as_prefix(ckpt_prefix) or RANK,
         format=checked_format(output_format),
     )
     transform(request, Options(jobs=process_num if process_num > 1 else usable_cpus()), logged())
@@ -123,6 +126,79 @@ def restore_group_info_list(group_info_file_name: str) -> list[int]:
         StrategyError: the file is not a group_info file.
     """
     return list(read_group_info(str(group_info_file_name)).restore_ranks)
+
+
+def ckpt_to_safetensors(
+    file_path: str,
+    save_path: Optional[str] = None,
+    name_map: Optional[Mapping[str, str]] = None,
+    file_name_regex: Optional[str] = None,
+    processes_num: int = 1,
+) -> None:
+    """Copy ``.ckpt`` files to safetensors files, each as it is cut.
+
+    Args:
+        file_path: a file, or a directory whose directories ``rank...`` hold files.
+        save_path: target directory, with the same directories and names; by default beside the sources. Existing
+            files are replaced.
+        name_map: new names of tensors of several elements.
+        file_name_regex: only files whose names contain a match.
+        processes_num: threads; 1, the default, means all CPUs of this process.
+
+    Raises:
+        ReshardError: see `reshard.convert.transform`.
+    """
+    _change_format(file_path, save_path, name_map, file_name_regex, processes_num, "ckpt", "safetensors")
+
+
+def safetensors_to_ckpt(
+    file_path: str,
+    save_path: Optional[str] = None,
+    name_map: Optional[Mapping[str, str]] = None,
+    file_name_regex: Optional[str] = None,
+    processes_num: int = 1,
+) -> None:
+    """Copy safetensors files to ``.ckpt`` files, each as it is cut; the parameters are those of `ckpt_to_safetensors`.
+
+    Raises:
+        ReshardError: see `reshard.convert.transform`.
+    """
+    _change_format(file_path, save_path, name_map, file_name_regex, processes_num, "safetensors", "ckpt")
+
+
+def _change_format(
+    src: str,
+    dst: Optional[str],
+    names: Optional[Mapping[str, str]],
+    pattern: Optional[str],
+    threads: int,
+    source: str,
+    target: str,
+) -> None:
+    src = str(src)
+    if is_directory(src):
+        ranks = [name for name in names_in(src) if name.startswith("rank") and is_directory(os.path.join(src, name))]
+        files = [os.path.join(rank, name) for rank in ranks for name in names_in(os.path.join(src, rank))]
+        root = src
+    else:
+        root, name = os.path.split(src)
+        files = [name]
+    chosen = [f for f in files if f.endswith(f".{source}") and re.search(pattern or "", os.path.basename(f))]
+    if not chosen:
+        raise CheckpointError(f"{src}: no .{source} file to convert", file=src, hint="check file_name_regex")
+    for name in chosen:
+        place = os.path.join(root if dst is None else str(dst), os.path.splitext(name)[0])
+        request = Request(
+            src={0: os.path.join(root, name)},
+            dst=os.path.join(real(os.path.dirname(place)), f"{os.path.basename(place)}.{target}"),
+            source=Strategy.none(),
+            target=Strategy.none(),
+            files=(0,),
+            format=target,
+            exact_file=True,
+            edits=Edits(exactly=tuple(names.items()), typed=None) if names else NO_EDITS,
+        )
+        transform(request, Options(jobs=threads if threads > 1 else usable_cpus()), logged())
 
 
 def path_of(strategy: Optional[str]) -> Optional[str]:

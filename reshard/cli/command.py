@@ -80,12 +80,24 @@ _OTHER_NAMES = {
 }
 
 
+def _filled(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """A typed value, or several; an empty one comes from an unset variable of a shell, and is an error."""
+    if "" in (value if isinstance(value, (tuple, list)) else (value,)) and not ctx.resilient_parsing:
+        name = param.opts[0] if isinstance(param, click.Option) else str(param.name).upper()
+        raise UsageError(f"{name} is empty", hint="is a variable of the shell unset?")
+    return value
+
+
 class GroupedOption(click.Option):
     """An option in one of the help groups above."""
 
     def __init__(self, *names: Any, group: str, **attributes: Any) -> None:
         super().__init__(*names, **attributes)
         self.group = group
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """The value of a text."""
+        return super().type_cast_value(ctx, _filled(ctx, self, value))
 
     def get_help_record(self, ctx: click.Context) -> Optional[tuple[str, str]]:
         """Names and help, with a default in words as in ``[default: unchanged]``: no parentheses, and no range."""
@@ -104,6 +116,10 @@ def option(group: str, *names: str, **attributes: Any) -> Callable[[F], F]:
 class Argument(click.Argument):
     """An argument that may be typed as an option of its name, too, as in MindSpore's scripts."""
 
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """The value of a text."""
+        return super().type_cast_value(ctx, _filled(ctx, self, value))
+
     @property
     def option_name(self) -> str:
         """``--src`` for SRC."""
@@ -111,8 +127,9 @@ class Argument(click.Argument):
 
     def as_option(self) -> click.Option:
         """The option form of the argument."""
-        return click.Option(
+        return GroupedOption(
             [self.option_name, str(self.name)],
+            group=_GROUPS[0],
             required=self.required,
             type=self.type,
             shell_complete=lambda ctx, param, incomplete: self.shell_complete(ctx, incomplete),

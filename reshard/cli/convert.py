@@ -18,7 +18,7 @@ from reshard.plan.request import Request
 from reshard.records.ledger import check_not_replaced
 from reshard.strategies import typed_strategy
 from reshard.text.report import Report
-from reshard.text.wording import byte_size, counted_ranks, rank_ranges, step_words
+from reshard.text.wording import byte_size, counted_ranks, plural, rank_ranges, step_words
 
 if TYPE_CHECKING:
     from reshard.cli.shard import Share
@@ -61,7 +61,8 @@ def convert(
     SRC is a directory with rank_0/, rank_1/ ... (or rank0/, 0/), one file with a whole checkpoint, or a path
     with {rank} and wildcards in it; these need --src-strategy. Or it is a directory of Checkpoint 2.0, unified,
     Hugging Face or PyTorch weights. DST gets rank_{r}/{prefix}{r}.{ckpt|safetensors}, or the form that --to
-    names. Run the same command again to continue after an interruption.
+    names. Without strategies, --format changes only the format of rank files, and each rank keeps its cut.
+    Run the same command again to continue after an interruption.
     """
     _convert(src, dst, ranks, typed, adding=False, share=shard, scheduler=scheduler)
 
@@ -126,6 +127,8 @@ def summary_lines(request: Request, typed: Mapping[str, Any], how: Options) -> C
             number, runs = how.share or (0, 1)
             first = f"nothing to write: share {number}/{runs} is empty: fewer {files}s than shares"
         contents = [f"{step_words(summary.step)}: {contents_words(summary)}"] if summary.target_files else []
+        if contents and request.source.is_as_cut:
+            contents.append(f"{plural(len(summary.target_files), 'rank file')} copied, still cut as before")
         if typed["verbose"]:
             contents += detail_lines(summary, request, verifying)
         elif summary.manifest and (request.files is not None or how.share is not None):

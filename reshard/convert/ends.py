@@ -13,6 +13,7 @@ from reshard.defaults import DEFAULT_PREFIX, usable_cpus
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms import DEFAULT_FORM
 from reshard.forms.form import Form, Layouts, ReadRequest
+from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.steps import RANK
 from reshard.forms.registry import (
     all_forms,
@@ -24,12 +25,14 @@ from reshard.forms.registry import (
 from reshard.named_tuple import NamedTuple
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.plan.request import Request
+from reshard.records.commands import EDITS
 from reshard.records.ledger import check_not_replaced, ledgers_in
 from reshard.storage import caches_listings, exists, is_directory
-from reshard.strategies import NONE, SAME, Strategy, required_strategies, shards_of, typed_strategy
+from reshard.strategies import AS_CUT, NONE, SAME, Strategy, required_strategies, shards_of, typed_strategy
 from reshard.text.globs import Filters
 from reshard.text.near_names import similar_path_hint
 from reshard.text.report import Report
+from reshard.text.wording import rank_ranges
 
 
 class Ends(NamedTuple):
@@ -75,6 +78,9 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
         (check_holds_ranks if needs_strategy else check_exists)(src)
     if form.options.by_rank:
         check_not_replaced(src)
+    if _keeps_cut(form, to, typed):
+        strategy = _as_cut(src, typed["file_suffix"])
+        return Ends(form.name, strategy, to.name, strategy)
     if to.options.shards and target_path is None:
         raise UsageError(
             f"--to {to.name}: --shards or --dst-strategy is missing",
@@ -94,6 +100,33 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     else:
         target = replace(source, path=SAME) if needs_strategy else Strategy.same()
     return Ends(form.name, source, to.name, target)
+
+
+def _keeps_cut(form: Form, to: Form, typed: Mapping[str, Any]) -> bool:
+    """Whether only the format of rank files changes: neither strategy is given, and nothing else is requested."""
+    strategies = (typed["src_strategy"], typed["dst_strategy"])
+    if not (form.options.by_rank and to.options.by_rank) or any(typed.get(name) for name in EDITS):
+        return False
+    return strategies == (AS_CUT, AS_CUT) or (strategies == (None, None) and typed.get("format") in to.options.formats)
+
+
+def _as_cut(src: str, file_suffix: Optional[str]) -> Strategy:
+    """The cut of the files of a rank tree, of any layouts.
+
+    Raises:
+        CheckpointError: ranks are missing between others, or files are.
+    """
+    ranks = find_checkpoints(src, file_suffix).ranks
+    missing = sorted(set(range(ranks[-1])).difference(ranks))
+    if missing:
+        raise CheckpointError(
+            f"{src}: has no directory of {rank_ranges(missing)}, but of rank {ranks[-1]}",
+            file=src,
+            rank=missing[0],
+            hint="to copy the cut of other ranks, bring these back; with strategies, replicas take their place: add "
+            "--src-strategy and --dst-strategy",
+        )
+    return Strategy.as_cut(len(ranks))
 
 
 def with_recorded_target(src: str, ends: Ends, step: str) -> Ends:

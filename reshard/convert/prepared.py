@@ -349,7 +349,7 @@ class Prepared:
         if checkpoint is None and effort != "never":
             stored, limits = stored_checkpoint(plan.checkpoint), EFFORTS["auto" if effort == "auto" else "more"]
             check_copies(stored, self._stored(), self._handles, self.state.execution, limits)
-        if checkpoint is None or request.source.is_none:
+        if checkpoint is None or request.source.is_none or request.source.is_as_cut:
             return None
         if effort == "never":
             return ReplicaCheck("nothing")

@@ -18,7 +18,7 @@ from reshard.records.commands import EDITS
 from reshard.records.identity import short_digest
 from reshard.records.ledger import Ledger, ledgers_in, packing_of
 from reshard.storage import absolute, exists, real
-from reshard.strategies import NONE, Strategy, names_files, read_strategy, target_words
+from reshard.strategies import AS_CUT, NONE, Strategy, names_files, read_strategy, target_words
 from reshard.text.report import Report
 from reshard.text.wording import number_ranges
 
@@ -145,6 +145,8 @@ def strategies_of_target(
                     hint=f"add {option} FILE or DIR with the strategy that {out} was converted with",
                 )
         paths[name] = path
+    if AS_CUT in paths.values():
+        return paths
     words = [f"--src-strategy {paths['src_strategy']}"] if "src_strategy" in missing else []
     if "dst_strategy" in missing:
         words += target_words(recorded["dst_strategy"][0])

@@ -70,7 +70,7 @@ def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], repor
     _warn_of_weights(plan, report)
     if plan.sorted.unholdable:
         report.warn(f"{format} cannot hold text; left out: " + listing(plan.sorted.unholdable))
-    _warn_of_types(plan, report)
+    _warn_of_types(plan, values, report)
     plain = {name for section in plan.sections for name in plan.names_of(section) if _lacks_shard(plan, name, section)}
     if plain:
         report.note(
@@ -167,14 +167,16 @@ def problems_of_form(plan: Plan) -> list[InputError]:
     return problems
 
 
-def _warn_of_types(plan: Plan, report: Report) -> None:
+def _warn_of_types(plan: Plan, values: CopiedValues, report: Report) -> None:
     """Warn of files that MindSpore and MindFormers refuse to load."""
     if plan.form.format != "safetensors" or not form_named(plan.form.name).options.mindspore:
         return
     tensors = plan.checkpoint.tensors
-    unread = [name for name in plan.sorted.resharded if not mindspore_reads(tensors[name].dtype)]
+    types_of = {name: tensors[name].dtype for name in plan.sorted.resharded}
+    types_of.update((name, tensor.dtype) for name, tensor in values.examples() if tensor.dtype != TEXT)
+    unread = sorted(name for name, dtype in types_of.items() if not mindspore_reads(dtype))
     if unread:
-        types = " or ".join(sorted({tensors[name].dtype for name in unread}))
+        types = " or ".join(sorted({types_of[name] for name in unread}))
         report.warn(
             f"MindSpore and MindFormers load no .safetensors file that contains {types}: here the files with "
             + listing(unread)

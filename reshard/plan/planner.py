@@ -66,7 +66,8 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         form = written.target(checkpoint, _write_request(request, handles, report))
         if written.options.names is not Names.TRAINER and request.format != MEMORY:
             _note_skipped_objects(checkpoint, request.filters.admit, report)
-    values = CopiedValues(checkpoint, form, request.filters, request.source.device_count > 1, handles)
+    several = request.source.device_count > 1
+    values = CopiedValues(checkpoint, form, request.filters, several, handles, request.source.is_as_cut)
     copied = values if recovery is None else recovery.with_values(values)
     between_ranks = source.options.by_rank and form.by_rank and request.edits.is_empty
     choice = ReplicaChoice(request.source, request.target) if between_ranks else None

@@ -3,7 +3,7 @@
 `global_step`, `learning_rate`, text and the like are usually the same in every file. They come from
 the lowest source rank that has them; where copies differ, a warning names them. A few belong to a
 rank (`cur_rank`, the state of random generators): a target rank gets those of the source rank with its own
-number, if that exists.
+number, if that exists. Where only the format changes, all entries belong to their rank.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class CopiedValues:
         filters: select the names.
         sliced: whether tensors without a layout may be slices.
         handles: open source files.
+        as_cut: every file gets exactly the entries of the source file with its number.
 
     Attributes:
         names: all copied names, sorted.
@@ -50,8 +51,15 @@ class CopiedValues:
     """
 
     def __init__(
-        self, source: Checkpoint, form: TargetForm, filters: Filters, sliced: bool, handles: FileHandles
+        self,
+        source: Checkpoint,
+        form: TargetForm,
+        filters: Filters,
+        sliced: bool,
+        handles: FileHandles,
+        as_cut: bool = False,
     ) -> None:
+        self._as_cut = as_cut
         self._source = source
         self._form = form
         self._sliced = sliced
@@ -74,6 +82,9 @@ class CopiedValues:
 
     def of(self, file: int) -> list[CopiedValue]:
         """The values of one target file."""
+        if self._as_cut:
+            tensors = self._source.indexes[file].tensors
+            return [CopiedValue(name, file, tensors[name]) for name in self.names if name in tensors]
         section = self._form.section_of(file).number
         values = []
         for name in self.names:
@@ -113,7 +124,7 @@ class CopiedValues:
 
     def _differing(self, name: str) -> tuple[int, ...]:
         """Files whose copy differs from that of the lowest; none for values that belong to a rank."""
-        if belongs_to_rank(name):
+        if self._as_cut or belongs_to_rank(name):
             return ()
         holders = self._source.holders(name)
         return tuple(

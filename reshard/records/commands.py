@@ -25,7 +25,7 @@ from reshard.named_tuple import NamedTuple
 from reshard.records.identity import attributes_of, short_digest
 from reshard.storage import is_absolute, names_in, read_json, reading, status_at, store_of, write_whole
 from reshard.storage.json_text import Fields, JsonError
-from reshard.strategies import names_files, shards_of, target_words
+from reshard.strategies import AS_CUT, names_files, shards_of, target_words
 from reshard.text.wording import number_ranges, quoted
 
 VERSION = 1
@@ -55,7 +55,7 @@ class RecordedCommand(NamedTuple):
     Attributes:
         task: ``convert`` or ``recover``.
         src: the source, absolute; may contain ``{rank}``.
-        source_strategy: absolute path, or ``none``.
+        source_strategy: absolute path, ``none``, or ``as cut`` where only the format changes.
         target_strategy: likewise; that of the source when recovering.
         format: of the target files, as chosen.
         host: the host where it was typed.
@@ -134,9 +134,10 @@ class RecordedCommand(NamedTuple):
         if recovery:
             words.append(f"--strategy={self.source_strategy}")
         else:
-            if form_named(form_of(self.src)).options.needs_strategy:
+            if form_named(form_of(self.src)).options.needs_strategy and self.source_strategy != AS_CUT:
                 words.append(f"--src-strategy={self.source_strategy}")
-            words += ["=".join(target_words(self.target_strategy))] if to.cut else []
+            if to.cut and self.target_strategy != AS_CUT:
+                words.append("=".join(target_words(self.target_strategy)))
             words += [f"--format={self.format}"] if len(to.formats) > 1 else []
         if self.prefix is not None and (self.prefix != DEFAULT_PREFIX or recovery):
             words.append(f"--prefix={self.prefix}")

@@ -6,6 +6,7 @@ trust their input. This room does not use checkpoints.
 """
 
 from reshard.strategies.model import (
+    AS_CUT,
     NONE,
     SAME,
     SHARDS,
@@ -25,6 +26,7 @@ from reshard.strategies.one_file import GroupInfo, read_group_info, read_strateg
 from reshard.strategies.read import read_strategy, required_strategies, typed_strategy
 
 __all__ = [
+    "AS_CUT",
     "NONE",
     "SAME",
     "SHARDS",

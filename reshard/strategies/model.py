@@ -33,6 +33,9 @@ NONE = "none"
 SAME = "same"
 """The name of the strategy that the source records."""
 
+AS_CUT = "as cut"
+"""The name of the cut of rank files of which only the format changes; in records, users do not type it."""
+
 SHARDS = "shards:"
 """The prefix of rows cut over a number of ranks, as in ``shards:8``; users type ``--shards 8``."""
 
@@ -217,7 +220,7 @@ def rows_over(count: int, shape: tuple[int, ...]) -> Layout:
 
 def names_files(path: str) -> bool:
     """Whether a strategy's name is a path."""
-    return path not in (NONE, SAME) and not path.startswith(SHARDS)
+    return path not in (NONE, SAME, AS_CUT) and not path.startswith(SHARDS)
 
 
 class StrategyItem(NamedTuple):
@@ -323,6 +326,11 @@ class Strategy:
         return cls((), SAME)
 
     @classmethod
+    def as_cut(cls, ranks: int) -> Strategy:
+        """Unknown layouts that stay: no parameter is listed, and each rank keeps the entries of its own file."""
+        return cls((Stage(0, 0, ranks, {}, (AS_CUT,)),), AS_CUT)
+
+    @classmethod
     def shards(cls, count: int, shapes: Optional[Mapping[str, tuple[int, ...]]] = None) -> Strategy:
         """Rows cut over ranks in parts of one size, the last smaller or empty, as PyTorch's FSDP cuts them.
 
@@ -354,6 +362,11 @@ class Strategy:
     def is_none(self) -> bool:
         """True for `none`: a single device, and no list of parameters."""
         return not self.is_placeholder and not any(stage.files for stage in self.stages)
+
+    @property
+    def is_as_cut(self) -> bool:
+        """True if each rank keeps the entries of its own file."""
+        return self.path == AS_CUT
 
     @cached_property
     def device_count(self) -> int:

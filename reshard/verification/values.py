@@ -48,6 +48,8 @@ class ExpectedValues:
         """The source ranks whose copy a target rank may hold; empty if it gets no copy."""
         if self._target.stage_of(rank).number not in self._stages.get(name, ()):
             return ()
+        if self._target.is_as_cut:
+            return (rank,) if rank in self._indexes and name in self._indexes[rank].tensors else ()
         holders = self._files[name]
         return (rank if belongs_to_rank(name) and rank in holders else holders[0],)
 
@@ -57,7 +59,7 @@ class ExpectedValues:
 
     def metadata(self, rank: int) -> Mapping[str, str]:
         """Metadata that a target rank's file may always have."""
-        return {}
+        return self._indexes[rank].metadata if self._target.is_as_cut and rank in self._indexes else {}
 
 
 class RecoveryValues(ExpectedValues):

@@ -9,9 +9,19 @@ from pathlib import Path
 import pytest
 
 import reshard
+from reshard.errors import ReshardError
 from tests import cases
 from tests.small import COPIED, World, tensors
-from tests.trees import Value, cut_ranks, read_checkpoint, same_checkpoints, same_ranks, write_checkpoint
+from tests.trees import (
+    Value,
+    cut_ranks,
+    read_checkpoint,
+    safetensors_metadata,
+    same_checkpoints,
+    same_ranks,
+    write_checkpoint,
+    write_tree,
+)
 
 FULL = tensors()
 
@@ -64,6 +74,52 @@ def test_one_rank_is_written_to_exactly_the_given_file(world: World) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["here.ckpt"]
 
 
+def test_the_format_of_every_file_of_rank_directories_changes_and_names_stay(world: World) -> None:
+    """As MindSpore's functions: all steps, directories and names as they are, each file cut as it was."""
+    ranks = cut_ranks(world.source, FULL, COPIED)
+    for step in ("1_9", "1_10"):
+        write_tree(world.src, ranks, f"rank{{rank}}/net-{step}.ckpt")
+    reshard.ckpt_to_safetensors(str(world.src), str(world.dst))
+    reshard.safetensors_to_ckpt(file_path=str(world.dst), file_name_regex="1_9$|1_9[.]", processes_num=2)
+    names = {str(path.relative_to(world.dst)) for path in world.dst.rglob("*") if path.is_file()}
+    files = {rank: f"rank{rank}/net-1" for rank in ranks}
+    assert names == {
+        f"{file}_{step}" for file in files.values() for step in ("9.ckpt", "9.safetensors", "10.safetensors")
+    }
+    for rank, file in files.items():
+        for name in (f"{file}_10.safetensors", f"{file}_9.ckpt"):
+            same_checkpoints(read_checkpoint(world.dst / name), ranks[rank])
+
+
+def test_the_format_of_one_file_changes_and_its_tensors_get_new_names(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "net.safetensors", {**FULL, **COPIED}, metadata={"remove_redundancy": "True"})
+    for _ in range(2):
+        # A second run replaces the file.
+        reshard.safetensors_to_ckpt(str(path), str(tmp_path / "new"), {"w": "net.w", "absent": "x"})
+    renamed = {**{"net.w" if name == "w" else name: tensor for name, tensor in FULL.items()}, **COPIED}
+    same_checkpoints(read_checkpoint(tmp_path / "new/net.ckpt"), renamed)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["net.ckpt", "net.safetensors"]
+    # Whether a save was de-duplicated is unknown after .ckpt, so no mark claims that it was not.
+    reshard.ckpt_to_safetensors(str(tmp_path / "new/net.ckpt"), name_map={"net.w": "w"})
+    same_checkpoints(read_checkpoint(tmp_path / "new/net.safetensors"), {**FULL, **COPIED})
+    assert safetensors_metadata(tmp_path / "new/net.safetensors") == {"format": "ms"}
+
+
+def test_format_functions_refuse_what_they_would_get_wrong(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "net.ckpt", {**FULL, **COPIED})
+    for source, names in (
+        (tmp_path, None),
+        (tmp_path / "absent", None),
+        (path, {"w": "v"}),
+        (path, {"global_step": "s"}),
+    ):
+        with pytest.raises(ReshardError):
+            reshard.ckpt_to_safetensors(str(source), str(tmp_path / "out"), names)
+    with pytest.raises(ReshardError):
+        reshard.safetensors_to_ckpt(str(path), str(tmp_path / "out"))
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_rank_lists_are_lists_of_numbers(plain: World) -> None:
     ranks = reshard.rank_list_for_transform(0, str(plain.old), str(plain.new))
     assert sorted(rank % 2 for rank in ranks) == [0, 1]
@@ -89,8 +145,6 @@ def test_restore_lists_equal_those_of_group_info_files() -> None:
 
 
 def test_functions_raise_reshards_errors(world: World) -> None:
-    from reshard.errors import ReshardError
-
     with pytest.raises(ReshardError):
         reshard.transform_checkpoints(str(world.root / "absent"), str(world.dst), "x", str(world.old), str(world.new))
 

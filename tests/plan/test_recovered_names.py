@@ -210,7 +210,7 @@ def test_names_in_records_cannot_leave_the_directory() -> None:
         FileNames.from_fields(Fields(twice, "names"))
 
 
-@pytest.mark.parametrize("prefix", ["checkpoint_", "", "{{x}}", "a{rank:02}", "a{rank}b", "{{", "rank_1"])
+@pytest.mark.parametrize("prefix", ["checkpoint_", "{rank}", "{{x}}", "a{rank:02}", "a{rank}b", "{{", "rank_1"])
 def test_a_prefix_is_derived_from_names(prefix: str) -> None:
     assert FileNames.of_prefix(prefix).prefix == prefix
     assert FileNames.of_prefix("a{rank}").prefix == "a"

@@ -32,7 +32,7 @@ OTHERWISE = [
     ("--prefix", "net {{0}}"),
     ("--exclude", "m.*"),
     ("--include", "w", "--include", "v"),
-    ("--exclude", "v", *SAFE, "--prefix", ""),
+    ("--exclude", "v", *SAFE, "--prefix", "{rank}"),
     ("--step", "1_9"),
 ]
 PARTS: dict[str, tuple[str, tuple[Argument, ...]]] = {

@@ -23,7 +23,10 @@ from reshard.text.wording import as_pattern, quoted
 RECORD_LIMIT = 512 << 20
 """Maximum bytes of a tensor in one `.ckpt` record, as in MindSpore."""
 
-MINDSPORE_METADATA = {"format": "ms", "remove_redundancy": "False"}
+DEDUPLICATED = "remove_redundancy"
+"""The metadata's key for a save of which each slice is on one rank only."""
+
+MINDSPORE_METADATA = {"format": "ms", DEDUPLICATED: "False"}
 """Metadata of complete safetensors files of MindSpore."""
 
 _ALIGNMENT = 8

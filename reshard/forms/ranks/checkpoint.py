@@ -10,6 +10,7 @@ from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, StoredObject, TiedTensors, order_in_files
 from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.formats.headers import KnownStructures, read_headers
+from reshard.checkpoints.formats.output import DEDUPLICATED
 from reshard.errors import DamagedCheckpointError
 from reshard.forms.ranks import StepFiles
 from reshard.layout import Box, Grid, Layout
@@ -144,10 +145,6 @@ def rank_checkpoint_of(checkpoint: Checkpoint) -> Optional[RankCheckpoint]:
     return stored if isinstance(stored, RankCheckpoint) else None
 
 
-# In the metadata of .safetensors files.
-_DEDUPLICATED_KEY = "remove_redundancy"
-
-
 class SourceStep:
     """One step of a source tree.
 
@@ -204,7 +201,7 @@ class SourceStep:
                 self._report.warn(f"{index.message}; rank {rank} counts as absent at {self.label}")
                 continue
             self.indexes[rank] = index
-            self._marked = self._marked or index.metadata.get(_DEDUPLICATED_KEY) == "True"
+            self._marked = self._marked or index.metadata.get(DEDUPLICATED) == "True"
             # Files of equal structure share their tensors: compare by identity first.
             number = self._set_of_tensors.get(id(index.tensors))
             if number is None:

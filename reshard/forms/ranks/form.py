@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.formats.output import DEDUPLICATED
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.forms.form import Form, FormOptions, Layouts, ReadRequest, WriteRequest
@@ -77,13 +78,20 @@ class RanksForm(Form):
             with_strategy = False
         if with_strategy and request.on_disk:
             request.report.note(f"the strategy of these ranks is written to {os.path.join(request.dst, STRATEGY_FILE)}")
-        return RankFiles(
+        files = RankFiles(
             request.target,
             checkpoint.tensors,
             target_format(request.format, checkpoint),
             rank_names(request.prefix, checkpoint),
             with_strategy,
         )
+        whole = request.source.is_none and request.target.is_none
+        if request.source.is_as_cut or (whole and not request.on_disk):
+            # A de-duplicated save stays one; .ckpt files do not record it.
+            marks = {index.metadata.get(DEDUPLICATED) for index in checkpoint.indexes.values()}
+            mark = marks.pop() if len(marks) == 1 else None
+            files.metadata = {"format": "ms", **({} if mark is None else {DEDUPLICATED: mark})}
+        return files
 
     def marks(self, files: Sequence[str]) -> list[str]:
         """The strategy, if no file contains it, and the files that trainers read."""

@@ -95,7 +95,7 @@ class FileNames(NamedTuple):
             return None
         for prefix in (stem[: -len(RANK)] if stem.endswith(RANK) else stem, stem):
             with contextlib.suppress(UsageError, CheckpointError):
-                if self.of_prefix(prefix) == self:
+                if prefix and self.of_prefix(prefix) == self:
                     return prefix
         return None
 

@@ -237,14 +237,21 @@ class StepSelector:
         unread = unread_parameters(self._source, step, self._source.stages, set(parameters))
         lost += [item for item in unread if needed is None or item.parameter in needed]
         stages = self._empty_stages(checkpoint, needed)
-        if not stages and not lost:
+        if not stages and not lost and not self._lacks_files(step, scope):
             return None
         causes = list(step.damaged.values())
         causes += [f"{index.path}: holds nothing" for index in step.indexes.values() if not index.tensors]
         absent = sorted(set(range(self._source.device_count)) - set(step.files))
         if absent:
-            causes.append(f"no file of {rank_ranges(absent)} ({self._source.device_count} in the strategy)")
+            total = f"{self._source.device_count} {'rank directories' if self._source.is_as_cut else 'in the strategy'}"
+            causes.append(f"no file of {rank_ranges(absent)} ({total})")
         return Incomplete(step.label, step.place, [*causes, *stages], lost)
+
+    def _lacks_files(self, step: SourceStep, scope: Scope) -> bool:
+        """Whether a rank whose file is only copied has none, or one without tensors."""
+        ranks = self._ranks if scope is Scope.REQUESTED else None
+        copied = range(self._source.device_count) if ranks is None else ranks
+        return self._source.is_as_cut and any(r not in step.indexes or not step.indexes[r].tensors for r in copied)
 
     def _needed_names(self, scope: Scope, edited: EditedStep) -> Optional[set[str]]:
         """The source parameters of a scope; None for all."""
