@@ -74,7 +74,8 @@ class Conversion:
         include: convert only names that match this pattern, or one of these.
         exclude: skip names that match; overrides ``include``.
         strict: missing parameters are errors.
-        names: a built-in table of names and packing, such as ``"qwen3"``, or the file of one.
+        names: a built-in table of names and packing, or the file of one, with its options, such as
+            ``"qwen3,gate_up=halves,qkv=grouped"``.
         rename: new names, ``"OLD=NEW"``; the text of a ``*`` is kept.
         config: file with the sizes that the table needs; by default the config.json of ``src``.
         reverse: read the table from right to left.

@@ -173,8 +173,30 @@ def form_jobs() -> Iterator[Job]:
             commands.append(["convert", source, out, "--to", form, *options, "--verify"])
             commands.append(["verify", out, "--headers-only"])
         if path.name == "qwen3":
-            commands.append(["convert", source, "mf", "--names", "qwen3", "--to", "unified", "--verify"])
-            commands.append(["convert", "mf", "back", "--names", "qwen3", "--to", "huggingface", "--verify"])
+            commands.append(
+                [
+                    "convert",
+                    source,
+                    "mf",
+                    "--names",
+                    "qwen3,gate_up=interleaved,qkv=grouped",
+                    "--to",
+                    "unified",
+                    "--verify",
+                ]
+            )
+            commands.append(
+                [
+                    "convert",
+                    "mf",
+                    "back",
+                    "--names",
+                    "qwen3,gate_up=interleaved,qkv=grouped",
+                    "--to",
+                    "huggingface",
+                    "--verify",
+                ]
+            )
         yield Job(name, json_commands(*commands))
 
 

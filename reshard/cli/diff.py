@@ -13,6 +13,7 @@ from reshard.cli.opened import location_json, location_words, number_json, numbe
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import alarming_lines, table
+from reshard.errors import UsageError
 from reshard.forms.registry import form_named, form_of
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.opened import OpenedCheckpoint
@@ -60,8 +61,8 @@ def diff(
     only one of them has, tensors of different shapes, and for each tensor that differs the number of different
     elements and the largest absolute and relative difference. NaN equals NaN. A tensor of another type or with
     other bits counts as different even if all values are equal. The exit status is 0, or with --exit-code 4 if
-    anything differs. Options of names and types apply to A: use them to compare B with its source A.
-    `reshard strategy diff` compares strategies.
+    anything differs, and 2 if they have no names in common. Options of names and types apply to A: use them to
+    compare B with its source A. `reshard strategy diff` compares strategies.
     """
     quiet = typed["quiet"]
     report = Report(listener())
@@ -74,6 +75,11 @@ def diff(
         echo_json(_json(result, sides))
     else:
         _print(result, typed["verbose"])
+    if not result.pairs and not result.shapes:
+        raise UsageError(
+            "no tensor was compared: A and B have no names in common",
+            hint="--names and --rename give A's tensors the names of B's; leave them out if A has these already",
+        )
     if exit_code and not result.equal:
         exit_different()
 
@@ -90,9 +96,7 @@ def _print(result: Differences, verbose: bool) -> None:
         table(title, _COLUMNS, [_cells(pair) for pair in ordered], _SPARE, range(len(bad)))
     elif result.equal:
         say(f"{plural(len(result.pairs), 'tensor')}, all equal in every byte")
-    elif not result.pairs and not result.shapes:
-        say("no tensor was compared: the two have no names in common")
-    else:
+    elif result.pairs:
         say(f"{plural(len(result.pairs), 'tensor')} in both with the same shape, all equal in every byte")
 
 

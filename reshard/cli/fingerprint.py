@@ -49,7 +49,7 @@ from reshard.verification.stored import StoredSource
     """
 reshard fingerprint ckpt/ --strategy src.ckpt
 reshard fingerprint iterations/
-reshard fingerprint hf/ --names qwen3
+reshard fingerprint hf/ --names qwen3,gate_up=interleaved,qkv=grouped
 
 On two machines, then on any:
 reshard fingerprint ckpt/ --strategy src.ckpt --ranks 0-3 --json > part0.json

@@ -22,7 +22,8 @@ _WITH_SRC = ("to", "max_shard_size", "names", "rename", "config", "reverse", "op
 reshard rank-list 1 --src-strategy src.ckpt --dst-strategy dst.ckpt
 
 Files of a source of another form, or with other names:
-reshard rank-list 1 --src hf/ --names qwen3 --dst-strategy dst.ckpt
+reshard rank-list 1 --src hf/ --names qwen3,gate_up=interleaved,qkv=grouped \\
+    --dst-strategy dst.ckpt
 """,
 )
 @argument("rank", type=options.RANK)

@@ -243,7 +243,8 @@ def under_names(tensors: ModelTensors, table: Optional[str], config: Optional[st
 
     sizes = _configuration(tensors, config)
     shapes = {name: tensor.shape for name, tensor in tensors.weights.items()}
-    applied = apply_rules(rules_named(table), shapes, sizes)
+    # Packing that changes only elements is of no consequence here.
+    applied = apply_rules(rules_named(table), shapes, sizes, contents=False)
     renamed = []
     states: dict[str, tuple[str, ...]] = {}
     for name, result in applied.views.items():

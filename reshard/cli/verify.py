@@ -41,7 +41,8 @@ reshard verify out/ --src ckpt/ \\
 reshard verify ckpt/ --replicas --strategy src.ckpt
 
 With the names and types that the conversion was given:
-reshard verify out/ --src ckpt/ --names qwen3 --cast BFloat16 \\
+reshard verify out/ --src ckpt/ --cast BFloat16 \\
+    --names qwen3,gate_up=interleaved,qkv=grouped \\
     --src-strategy src.ckpt --dst-strategy dst.ckpt
 """,
 )

@@ -42,7 +42,8 @@ def command_of(plan: Plan, options: Options) -> Optional[RecordedCommand]:
     except FileNotFoundError:
         # The working directory is gone.
         return None
-    packing = getattr(plan.checkpoint, "packing", ()) or packing_of(src)
+    # A table leaves other packing than the source's, or none.
+    packing = packing_of(src) if request.edits.table is None else getattr(plan.checkpoint, "packing", ())
     return RecordedCommand(
         task="recover" if request.recover else "convert",
         src=src,

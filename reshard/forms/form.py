@@ -54,6 +54,7 @@ class FormOptions(NamedTuple):
         prefix: names of target files can be chosen, with --prefix.
         shards: tensors may be cut by rows over a number of files, with --shards.
         mindspore: MindSpore loads its files.
+        huggingface: its loaders expect Hugging Face's names, not MindFormers'.
         names: the names that its tensors have.
         metadata: keys in the headers of its files that its reader checks.
     """
@@ -67,6 +68,7 @@ class FormOptions(NamedTuple):
     prefix: bool = False
     shards: bool = False
     mindspore: bool = True
+    huggingface: bool = False
     names: Names = Names.MODEL
     metadata: tuple[str, ...] = ()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Callable, Optional
@@ -21,7 +21,7 @@ from reshard.forms.ranks.tree import find_rank
 from reshard.forms.registry import form_of
 from reshard.inspection.subject import Subject, subject_of
 from reshard.named_tuple import NamedTuple
-from reshard.names import Configuration, builtin_names, config_beside, rules_named
+from reshard.names import Configuration, UndeterminedError, builtin_names, config_beside, rules_named
 from reshard.names.options import settle, side_of
 from reshard.plan.editing import edited, words_of_packing
 from reshard.plan.edits import between_forms, typed_edits
@@ -104,7 +104,7 @@ class Model(NamedTuple):
         side: ``huggingface`` or ``mindformers``: the side of the tables that the names are on; None if on neither.
         tables: the tables that have these names; only that of the model's type, if there is one.
         refusal: why that table cannot be applied.
-        assumed: its options that neither config.json nor names determine, each with its values and meaning.
+        undetermined: its options that the user must state, each with its possible values and their meaning.
         packing: the table that the conversion that wrote the checkpoint recorded; see `words_of_packing`.
     """
 
@@ -113,7 +113,7 @@ class Model(NamedTuple):
     side: Optional[str] = None
     tables: Sequence[str] = ()
     refusal: Optional[str] = None
-    assumed: Sequence[tuple[str, str]] = ()
+    undetermined: Sequence[tuple[str, Sequence[str], str]] = ()
     packing: Sequence[str] = ()
 
 
@@ -337,15 +337,20 @@ def _model(src: str, subject: Subject, places: Sequence[str]) -> Model:
     model = Model(config, type, side, sides[side])
     if table is None or config is None:
         return model
+    rules = rules_named(table)
+    undetermined: Iterable[tuple[str, Sequence[str]]] = ()
     try:
-        if subject.checkpoint is not None:
-            _written(src, subject, table, config.path)
+        if subject.checkpoint is None:
+            undetermined = settle(rules, config, shapes).undetermined.items()
+        else:
+            _written(src, subject, table, config.path, _RANKS if side == _HUGGINGFACE else _HUGGINGFACE)
+    except UndeterminedError as error:
+        undetermined = error.options
     except InputError as error:
         return model._replace(refusal=error.message)
-    options = {option.name: option for option in rules_named(table).options}
-    assumed = settle(rules_named(table), config, shapes).assumed
+    about = {option.name: option.about for option in rules.options}
     return model._replace(
-        assumed=[(name, f"{' or '.join(options[name].values)}. {options[name].about}") for name in assumed]
+        undetermined=[(name, values, f"{' or '.join(values)}. {about[name]}") for name, values in undetermined]
     )
 
 
@@ -558,7 +563,9 @@ class _Advisor:
     def _written_names(self) -> frozenset[str]:
         """Names of tensors in rank files."""
         model = self._model
-        table = model.type if model.side == _HUGGINGFACE and model.type in model.tables else None
+        table = None
+        if model.side == _HUGGINGFACE and model.type is not None and model.type in model.tables:
+            table = ",".join([model.type, *(f"{name}={values[0]}" for name, values, _ in model.undetermined)])
         path = None if model.config is None else model.config.path
         if self._subject.checkpoint is not None:
             with suppress(InputError):
@@ -599,11 +606,11 @@ class _Advisor:
                 ),
                 Missing(CONFIG, "The model's config.json."),
             )
-        stated = [f"{name}={name.upper()}" for name, _ in model.assumed]
+        stated = [f"{name}={name.upper()}" for name, _, _ in model.undetermined]
         words: tuple[str, ...] = ("--names", ",".join([model.type, *stated]))
         if absolute(model.config.path) != absolute(os.path.join(self._subject.path, "config.json")):
             words += ("--config", _argument(model.config.path))
-        return words, tuple(Missing(name.upper(), text) for name, text in model.assumed)
+        return words, tuple(Missing(name.upper(), text) for name, _, text in model.undetermined)
 
     def _shards(self, form: str) -> Words:
         """A form of PyTorch, cut by rows."""

@@ -4,22 +4,24 @@
 `apply` computes the results as views. This room does not depend on files of tensors, dtypes or layouts.
 """
 
-from reshard.names.apply import Applied, AppliedStep, NamedView, apply_rules, warning_of
+from reshard.names.apply import Applied, AppliedStep, NamedView, apply_rules
 from reshard.names.frameworks import name_before, plain_names, possible_plain_names, trainer_keys, trainer_names
-from reshard.names.model import NameRules
+from reshard.names.model import HUGGINGFACE, NameRules
 from reshard.names.operations import SizedOperation
-from reshard.names.options import possible_options
+from reshard.names.options import UndeterminedError, possible_options
 from reshard.names.sizes import Configuration
 from reshard.names.tables import builtin_names, config_beside, parse_renames, read_config, rules_named
 from reshard.names.toml_file import parse_rules, read_rules
 
 __all__ = [
+    "HUGGINGFACE",
     "Applied",
     "AppliedStep",
     "Configuration",
     "NameRules",
     "NamedView",
     "SizedOperation",
+    "UndeterminedError",
     "apply_rules",
     "builtin_names",
     "config_beside",
@@ -34,5 +36,4 @@ __all__ = [
     "rules_named",
     "trainer_keys",
     "trainer_names",
-    "warning_of",
 ]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Optional
 
+from reshard.errors import NamesError, UsageError
 from reshard.layout.views import ZEROS, View
 from reshard.named_tuple import NamedTuple
 from reshard.names.matching import InstanceKey, NameMatch, Side, SidedRule
 from reshard.names.misfits import Completeness, Misfits, Reason
-from reshard.names.model import NameRules
+from reshard.names.model import HUGGINGFACE, NameRules
 from reshard.names.operations import TAKE, Shape, SizedOperation, apply_all
-from reshard.names.options import Settled, settle, side_of
+from reshard.names.options import NONE_RECORDED, Settled, UndeterminedError, settle, side_of, with_options
 from reshard.names.pattern import Pattern, SizedPattern
 from reshard.text.messages import listing
 from reshard.text.names import OTHER, WEIGHTS, is_value, kind_of, state_prefix
@@ -64,7 +66,6 @@ class Applied:
         skipped_state: optimizer state that was not requested, or whose weight matches no rule.
         tied: pairs of source tensors that should be equal; the first of each is used.
         notes: notes for the user.
-        assumed: options with their default value: ``gate_up=interleaved``.
         options: all options of the table with their values.
         sizes: the sizes of the model that the rules used.
     """
@@ -76,7 +77,6 @@ class Applied:
     skipped_state: tuple[str, ...]
     tied: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
-    assumed: tuple[str, ...]
     options: Mapping[str, str]
     sizes: Mapping[str, int]
 
@@ -88,6 +88,9 @@ def apply_rules(
     reverse: Optional[bool] = None,
     optimizer: bool = False,
     values: AbstractSet[str] = frozenset(),
+    recorded: Mapping[str, str] = NONE_RECORDED,
+    contents: bool = True,
+    to_huggingface: bool = False,
 ) -> Applied:
     """Apply rules to the names and shapes of a checkpoint.
 
@@ -99,35 +102,55 @@ def apply_rules(
         optimizer: whether optimizer state and gradients follow their weights. They always do in a table that keeps
             names without a rule.
         values: names without a layout. Counters among them match no name with a star.
+        recorded: values of options in the source's records.
+        contents: whether the elements of the results are used, not only their names and shapes.
+        to_huggingface: whether the results are for loaders that expect Hugging Face's names.
 
     Raises:
+        UsageError: the names are Hugging Face's already, and only these are expected.
+        UndeterminedError: several values of an option fit, and their results differ.
         NamesError: rules and source do not fit, a size is missing or contradicts a shape.
     """
-    settled = settle(rules, config, shapes)
-    side = side_of(rules, settled, shapes, reverse)
-    run = _Application(rules, side, shapes, optimizer, settled, values)
-    run.sort()
-    Completeness(side, run.instances, run.problems).check(rules.keeps_others)
-    run.check_used()
-    run.compute_views()
-    run.problems.check()
-    return run.applied()
+
+    def applied_as(settled: Settled, reverse: Optional[bool]) -> Applied:
+        side = side_of(rules, settled, shapes, reverse)
+        run = _Application(rules, side, shapes, optimizer, settled, values)
+        run.sort()
+        Completeness(side, run.instances, run.problems).check(rules.keeps_others)
+        run.check_used()
+        run.compute_views()
+        run.problems.check()
+        return run.applied()
+
+    settled = settle(rules, config, shapes, recorded)
+    result = applied_as(settled, reverse)
+    old, new = rules.sides[:: -1 if result.reversed else 1]
+    if to_huggingface and old == HUGGINGFACE:
+        raise UsageError(
+            f"--names {rules.path}: names are Hugging Face's already; the rules would make them {new} names, which "
+            "loaders of the target do not expect",
+            hint=f"leave out --names to keep the names; {new} names are for --to ranks, checkpoint2, unified or "
+            "hyper-parallel",
+        )
+    undetermined = []
+    for name, possible in settled.undetermined.items():
+        for value in possible[1:]:
+            other = settle(with_options(rules, {name: value}), config, shapes, recorded)
+            # A value that does not fit is none to choose from.
+            with contextlib.suppress(NamesError):
+                if _made(applied_as(other, result.reversed), contents) != _made(result, contents):
+                    undetermined.append((name, possible))
+                    break
+    if undetermined:
+        raise UndeterminedError(rules, undetermined)
+    return result
 
 
-def warning_of(rules: NameRules, applied: Applied, recorded: Collection[str] = ()) -> Optional[str]:
-    """A warning about options with their default value, or None; those in the source's `recorded` packing are right.
-
-    A wrong value gives the same names and shapes, but a model with wrong numbers.
-    """
-    assumed = [text for text in applied.assumed if f"option {text}" not in recorded]
-    if not assumed:
-        return None
-    values = ",".join(assumed)
-    stated = ",".join([rules.path, *(f"{name}={value}" for name, value in rules.chosen), values])
-    return (
-        f"the rules {rules.path} are applied with the default {values}: neither --names nor a configuration states it; "
-        f"state it with --names {stated}"
-    )
+def _made(applied: Applied, contents: bool) -> Mapping[str, object]:
+    """What options may change: the results by name."""
+    if contents:
+        return {name: (each.sources, frozenset(each.view.regions)) for name, each in applied.views.items()}
+    return {name: each.view.shape for name, each in applied.views.items()}
 
 
 InstanceNames = dict[tuple[int, int], str]
@@ -376,7 +399,6 @@ class _Application:
             tuple(self.skipped_state),
             tuple(self.tied),
             tuple(notes),
-            tuple(f"{name}={self.settled.values[name]}" for name in self.settled.assumed),
             self.settled.values,
             self.settled.sizes.used,
         )

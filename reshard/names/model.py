@@ -11,6 +11,9 @@ from reshard.names.pattern import Pattern
 from reshard.names.sizes import ModelSize, config_value
 from reshard.text.products import Product
 
+HUGGINGFACE = "huggingface"
+"""The side of tables whose tensors no option packs."""
+
 EITHER, FORWARD = "either", "forward"
 """The direction of a table without --reverse: by the names of the source, or always left to right."""
 
@@ -37,10 +40,11 @@ class TableOption:
     Attributes:
         name: its name.
         values: the allowed values; any number if empty.
-        default: the value if neither the user, the configuration nor names determine it.
+        default: the value if nothing else determines it; None if the user must choose where values differ.
         key: the key of config.json that determines it, if any.
         config_values: the option's value per value of that key, as JSON spells it; `values` need no entry.
-        name_values: the option's value per name that a checkpoint may have, on either side; the first match wins.
+        name_values: the option's possible values per name that a checkpoint may have, on either side; the first match
+            wins.
         about: a description, one sentence.
     """
 
@@ -49,7 +53,7 @@ class TableOption:
     default: Optional[str]
     key: Optional[str]
     config_values: tuple[tuple[str, str], ...]
-    name_values: tuple[tuple[Pattern, str], ...]
+    name_values: tuple[tuple[Pattern, tuple[str, ...]], ...]
     about: str
 
 
@@ -146,9 +150,13 @@ class NameRules:
         for rule in self.rules:
             alike.setdefault((rule.left, rule.right), []).append(rule)
         differing = (rules for rules in alike.values() if len({rule.operations for rule in rules}) > 1)
-        by_names = {option.name for option in self.options if option.name_values}
         options = {condition.option for rules in differing for rule in rules for condition in rule.when}
-        return frozenset(options - by_names)
+        for option in self.options:
+            if option.name_values:
+                options.discard(option.name)
+            if any(len(values) > 1 for _, values in option.name_values):
+                options.add(option.name)
+        return frozenset(options)
 
     def size_values(self, config: Optional[Mapping[str, object]]) -> dict[str, object]:
         """The values in a configuration that the table's sizes use.

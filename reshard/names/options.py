@@ -1,11 +1,11 @@
-"""The options of a table, and the side that a checkpoint is on: stated, from config.json or names, or default."""
+"""The options of a table: stated, from config.json, names, records or default; and the side that a checkpoint is on."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Optional
 
@@ -20,6 +20,7 @@ from reshard.text.names import WEIGHTS, kind_of
 from reshard.text.wording import quoted
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+NONE_RECORDED: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,40 @@ class Settled:
     Attributes:
         rules: the rules whose conditions hold.
         sizes: of the model.
-        values: per option its value.
-        assumed: options with listed values that have their default.
+        values: per option its value; the first of `undetermined` ones.
+        undetermined: the possible values of options that nothing determines.
     """
 
     rules: tuple[NameRule, ...]
     sizes: ModelSizes
     values: Mapping[str, str]
-    assumed: tuple[str, ...]
+    undetermined: Mapping[str, tuple[str, ...]]
+
+
+class UndeterminedError(UsageError):
+    """Several values of options fit a checkpoint, and each gives other tensors.
+
+    Attributes:
+        options: names and possible values.
+    """
+
+    def __init__(self, rules: NameRules, options: Sequence[tuple[str, Sequence[str]]]) -> None:
+        self.options = options
+        about = {option.name: option.about for option in rules.options}
+        names = ", ".join(name for name, _ in options)
+        typed = [rules.path, *(f"{name}={value}" for name, value in rules.chosen)]
+        lines = [" or ".join(f"{name}={value}" for value in values) + f": {about[name]}" for name, values in options]
+        super().__init__(
+            f"--names {','.join(typed)}: {names} must be stated: names of tensors, config.json and records of the "
+            "source do not determine it, and a wrong value gives wrong weights",
+            hint="\n  ".join(
+                [
+                    f"--names {','.join([*typed, *(f'{name}={name.upper()}' for name, _ in options)])}, "
+                    "as the model was trained:",
+                    *lines,
+                ]
+            ),
+        )
 
 
 def with_options(rules: NameRules, stated: Mapping[str, str]) -> NameRules:
@@ -57,49 +84,59 @@ def with_options(rules: NameRules, stated: Mapping[str, str]) -> NameRules:
     return replace(rules, chosen=tuple({**dict(rules.chosen), **stated}.items()))
 
 
-def settle(rules: NameRules, config: Optional[Mapping[str, object]], names: Container[str]) -> Settled:
+def settle(
+    rules: NameRules,
+    config: Optional[Mapping[str, object]],
+    names: Container[str],
+    recorded: Mapping[str, str] = NONE_RECORDED,
+) -> Settled:
     """The rules that apply to a model.
 
     Args:
         rules: the table.
         config: the content of config.json, if any.
         names: of the checkpoint.
+        recorded: values of options in the source's records.
 
     Raises:
-        NamesError: an option has no value, or an unknown value in the configuration.
+        NamesError: a number has no value, or an option has an unknown value in the configuration.
     """
     stated = dict(rules.chosen)
     sizes = ModelSizes(rules.sizes, config)
-    stated_values = {
-        option.name: _stated_value(option, stated, config, rules) or _value_from_names(option, sizes, names)
-        for option in rules.options
-    }
-    values = {option.name: stated_values[option.name] or _default(option, rules) for option in rules.options}
+    possible = {}
+    for option in rules.options:
+        value = _stated_value(option, stated, config, rules)
+        possible[option.name] = _possible(option, sizes, names, recorded, rules) if value is None else (value,)
+    values = {name: each[0] for name, each in possible.items()}
     numbers = {option.name: int(values[option.name]) for option in rules.options if not option.values}
     applicable = tuple(rule for rule in rules.rules if all(_holds(condition, values) for condition in rule.when))
-    # Without numeric options: a wrong number contradicts a shape.
-    assumed = tuple(option.name for option in rules.options if option.values and stated_values[option.name] is None)
-    return Settled(applicable, ModelSizes(rules.sizes, config, numbers), values, assumed)
+    undetermined = {name: each for name, each in possible.items() if len(each) > 1}
+    return Settled(applicable, ModelSizes(rules.sizes, config, numbers), values, undetermined)
 
 
-def possible_options(rules: NameRules, config: Optional[Mapping[str, object]]) -> Iterator[dict[str, str]]:
+def possible_options(
+    rules: NameRules, config: Optional[Mapping[str, object]], recorded: Mapping[str, str] = NONE_RECORDED
+) -> Iterator[dict[str, str]]:
     """All possible combinations of option values, for a checkpoint with unknown names.
 
     Args:
         rules: the table.
         config: the content of config.json, if any.
+        recorded: values of options in the source's records.
 
     Raises:
-        NamesError: an option has no value, or an unknown value in the configuration.
+        NamesError: a number has no value, or an option has an unknown value in the configuration.
     """
     stated = dict(rules.chosen)
-    choices = []
+    choices: list[Sequence[str]] = []
     for option in rules.options:
         value = _stated_value(option, stated, config, rules)
-        if value is None and option.name_values:
-            choices.append(sorted({value for _, value in option.name_values} | {_default(option, rules)}))
+        if value is not None:
+            choices.append([value])
+        elif option.name_values:
+            choices.append(option.values)
         else:
-            choices.append([value or _default(option, rules)])
+            choices.append(_unshown(option, recorded, rules))
     for values in itertools.product(*choices):
         yield {option.name: value for option, value in zip(rules.options, values)}
 
@@ -127,21 +164,26 @@ def _stated_value(
     )
 
 
-def _value_from_names(option: TableOption, sizes: ModelSizes, names: Container[str]) -> Optional[str]:
-    """The value of an option from the checkpoint's names; the default if no name decides."""
-    for pattern, value in option.name_values:
+def _possible(
+    option: TableOption, sizes: ModelSizes, names: Container[str], recorded: Mapping[str, str], rules: NameRules
+) -> tuple[str, ...]:
+    """The values of an option that neither the user nor the configuration states: one if anything determines it."""
+    for pattern, values in option.name_values:
         if SizedPattern(pattern, sizes.value).name({}, ()) in names:
-            return value
-    return option.default if option.name_values else None
+            value = recorded.get(option.name)
+            return values if value not in values else (value,)
+    return _unshown(option, recorded, rules)
 
 
-def _default(option: TableOption, rules: NameRules) -> str:
-    if option.default is not None:
-        return option.default
-    choices = ", ".join(option.values) or "a number"
+def _unshown(option: TableOption, recorded: Mapping[str, str], rules: NameRules) -> tuple[str, ...]:
+    """The possible values of an option that no name shows."""
+    value = recorded.get(option.name, option.default)
+    if value is not None:
+        return (value,)
+    if option.values:
+        return option.values
     raise NamesError(
-        f"{rules.path}: the option {option.name} must be stated: {choices}",
-        hint=f"--names {rules.path},{option.name}={option.values[0] if option.values else 1}",
+        f"{rules.path}: the option {option.name} must be stated: a number", hint=f"--names {rules.path},{option.name}=1"
     )
 
 

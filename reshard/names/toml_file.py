@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -148,10 +149,11 @@ def _option(file: RuleFile, name: str, content: Any, sizes: Collection[str]) -> 
         raise file.wrong(where, f"default must be {' or '.join(values)}")
     if not values and default is not None and not default.isdecimal():
         raise file.wrong(where, "has no values, so its default must be a number")
-    for value in (*table["config_values"].values(), *table["name_values"].values()):
+    shown = {name: (value,) if isinstance(value, str) else tuple(value) for name, value in table["name_values"].items()}
+    for value in (*table["config_values"].values(), *itertools.chain.from_iterable(shown.values())):
         if value not in values:
             raise file.wrong(where, f"{value!r} must be {' or '.join(values)}")
-    patterns = tuple(zip(file.parsed(pattern, [*table["name_values"]], where), table["name_values"].values()))
+    patterns = tuple(zip(file.parsed(pattern, [*shown], where), shown.values()))
     for each, _ in patterns:
         if each.numbers or each.stars:
             raise file.wrong(where, f"name_values: {quoted(each.text)} must not have numbers or stars")

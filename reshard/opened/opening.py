@@ -79,7 +79,8 @@ def open(
         without_ranks: ranks of ``src`` that count as lost: replicas on other ranks are read.
         include: read only names that match this pattern, or one of these.
         exclude: skip names that match; overrides ``include``.
-        names: a built-in table of rules of names and packing, such as ``"qwen3"``, or its file; names of tensors
+        names: a built-in table of rules of names and packing, or its file, with its options, such as
+            ``"qwen3,gate_up=halves,qkv=grouped"``; names of tensors
             are then those on its other side.
         rename: rules ``"OLD=NEW"``; a ``*`` in both keeps its text.
         config: file with the model's sizes; by default the config.json of ``src``.

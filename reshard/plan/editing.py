@@ -15,7 +15,7 @@ from reshard.checkpoints.formats.dtypes import INT4, TEXT
 from reshard.errors import CheckpointError, NamesError, UsageError
 from reshard.layout.views import View
 from reshard.plan.casts import cast
-from reshard.plan.edits import Additions, Edits
+from reshard.plan.edits import Additions, Edits, recorded_name
 from reshard.storage import absolute
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from reshard.names import Applied, NameRules
     from reshard.quantised import Quantisation
 
-# The side of tables whose tensors no option changes.
-_UNPACKED = "huggingface"
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
 
@@ -155,11 +153,11 @@ class _Editing:
     def apply_table(self, table: NameRules, edits: Edits, complete: bool) -> str:
         """Apply rules of names and packing; returns the identity of the edits."""
         # Loaded only here: most conversions have no rules.
-        from reshard.names import apply_rules
+        from reshard.names import HUGGINGFACE
 
         if edits.quantisation is None:
             _check_not_quantised(self._checkpoint)
-        applied = apply_rules(table, self._shapes(), edits.config, edits.reverse, edits.optimizer)
+        applied = edits.apply_table(self._shapes())
         old, new = table.sides[:: -1 if applied.reversed else 1]
         self._report.note(f"names and packing by the rules {table.path}: {old} to {new}")
         if applied.tied and not complete:
@@ -169,9 +167,9 @@ class _Editing:
                 parameter=second,
             )
         packing = _packing(edits, applied)
-        if old != _UNPACKED:
+        if old != HUGGINGFACE:
             _check_packing(self._checkpoint.place, edits.source_packing, packing, table.packing_options, self._report)
-        self.packing = () if new == _UNPACKED else packing
+        self.packing = () if new == HUGGINGFACE else packing
         tensors, recipes = self._checkpoint.tensors, self.recipes
         # By the names in the files, which an earlier renaming may have changed. Rules that move values are refused
         # elsewhere.
@@ -186,7 +184,7 @@ class _Editing:
             for first, second in applied.tied
             if first in recipes and second in recipes
         ]
-        self._apply(applied, table, edits.source_packing)
+        self._apply(applied)
         self.unseen = dict.fromkeys(self.unseen)
         return edits.identity(applied.options, applied.reversed)
 
@@ -201,18 +199,10 @@ class _Editing:
         new_names = {view.sources[0]: name for name, view in applied.views.items()}
         self.unseen = {name: None if old is None else new_names.get(old) for name, old in self.unseen.items()}
         present = {name: view for name, view in applied.views.items() if name not in self.unseen_names}
-        self._apply(replace(applied, views=present), renames)
+        self._apply(replace(applied, views=present))
 
-    def _apply(self, applied: Applied, rules: NameRules, recorded: Collection[str] = ()) -> None:
-        """Set the tensors and values after rules; refuse rules that take an entry without a layout.
-
-        Args:
-            applied: the names and views.
-            rules: that were applied.
-            recorded: the packing of the source.
-        """
-        from reshard.names import warning_of
-
+    def _apply(self, applied: Applied) -> None:
+        """Set the tensors and values after rules; refuse rules that take an entry without a layout."""
         recipes: dict[str, Recipe] = {}
         values: set[str] = set()
         for name, (_, sources, view) in applied.views.items():
@@ -233,9 +223,6 @@ class _Editing:
                 self._report.note(f"{len(names)} {reason}: " + listing(sorted(names)))
         for note in applied.notes:
             self._report.note(note)
-        warning = warning_of(rules, applied, recorded)
-        if warning is not None:
-            self._report.warn(warning)
         self.recipes, self.values = recipes, values
 
     def _packed(self, name: str, sources: Sequence[str], view: View) -> Recipe:
@@ -281,11 +268,8 @@ class _Editing:
 
 def _packing(edits: Edits, applied: Applied) -> tuple[str, ...]:
     """The applied table, its typed and its decisive options, and the sizes, as ``KEY=VALUE``."""
-    from reshard.names import builtin_names
-
     assert edits.table is not None
-    path = edits.table.path
-    texts = [f"table={path if path in builtin_names() else absolute(path)}"]
+    texts = [f"table={recorded_name(edits.table)}"]
     if edits.typed is not None and edits.typed.config is not None:
         texts.append(f"config={absolute(edits.typed.config)}")
     recorded = edits.table.packing_options.union(name for name, _ in edits.table.chosen)

@@ -22,7 +22,7 @@ from reshard.text.report import Report
 from reshard.text.wording import as_glob, plural, quoted
 
 if TYPE_CHECKING:
-    from reshard.names import NameRules
+    from reshard.names import Applied, NameRules
     from reshard.plan.casts import CastRule
     from reshard.quantised import Quantisation
 
@@ -99,6 +99,7 @@ class Edits(NamedTuple):
             copy codes and scales unchanged.
         typed: the options as typed; None for edits without options of a conversion.
         source_packing: the `packing` that the source's records list; empty without records of a table.
+        to_huggingface: the target's loaders expect Hugging Face's names.
     """
 
     table: Optional[NameRules] = None
@@ -114,11 +115,12 @@ class Edits(NamedTuple):
     quantisation: Optional[Quantisation] = None
     typed: Optional[TypedEdits] = TypedEdits()
     source_packing: tuple[str, ...] = ()
+    to_huggingface: bool = False
 
     @property
     def is_empty(self) -> bool:
         """Whether all names, packing and types are unchanged."""
-        return self._replace(typed=NO_EDITS.typed, source_packing=()) == NO_EDITS
+        return self._replace(typed=NO_EDITS.typed, source_packing=(), to_huggingface=False) == NO_EDITS
 
     def identity(self, options: Optional[Mapping[str, str]] = None, reverse: bool = False) -> str:
         """A text; edits that make equal tensors have equal texts.
@@ -136,6 +138,30 @@ class Edits(NamedTuple):
         additions = None if self.additions is None else self.additions.identity
         quantisation = None if self.quantisation is None else self.quantisation.identity
         return repr((table, renames, self.casts, additions, self.exactly, self.plain, self.trainer, quantisation))
+
+    @property
+    def recorded_options(self) -> Mapping[str, str]:
+        """The options of the same table that the source's records list."""
+        recorded = dict(text.split("=", 1) for text in self.source_packing)
+        if self.table is None or recorded.get("table") != recorded_name(self.table):
+            return {}
+        return {key[len("option ") :]: value for key, value in recorded.items() if key.startswith("option ")}
+
+    def apply_table(self, shapes: Mapping[str, tuple[int, ...]]) -> Applied:
+        """Apply the rules of names and packing to tensors of these shapes; see `names.apply_rules`."""
+        # Loaded only here: most conversions have no rules.
+        from reshard.names import apply_rules
+
+        assert self.table is not None
+        return apply_rules(
+            self.table,
+            shapes,
+            self.config,
+            self.reverse,
+            self.optimizer,
+            recorded=self.recorded_options,
+            to_huggingface=self.to_huggingface,
+        )
 
     def possible_names(self, name: str) -> Iterator[Optional[str]]:
         """The possible names of a tensor; None for a name that depends on other tensors."""
@@ -275,7 +301,7 @@ class Edits(NamedTuple):
             return
         from reshard.names import possible_options
 
-        for options in possible_options(self.table, self.config):
+        for options in possible_options(self.table, self.config, self.recorded_options):
             for reverse in (False, True) if self.reverse is None else (self.reverse,):
                 yield self.identity(options, reverse)
 
@@ -319,6 +345,7 @@ def between_forms(edits: Edits, form: str, to: str) -> Edits:
         to: of the target.
     """
     source, target = form_named(form).options, form_named(to).options
+    edits = edits._replace(to_huggingface=target.huggingface)
     if edits.renames is not None:
         return edits
     plain = None
@@ -326,6 +353,13 @@ def between_forms(edits: Edits, form: str, to: str) -> Edits:
         plain = PLAIN_ALL if target.mindspore else PLAIN_WEIGHTS
     trainer = source.names is Names.MODEL and target.names is Names.TRAINER
     return edits._replace(plain=plain, trainer=trainer) if plain or trainer else edits
+
+
+def recorded_name(table: NameRules) -> str:
+    """A built-in table's name, or the absolute path of a file."""
+    from reshard.names import builtin_names
+
+    return table.path if table.path in builtin_names() else absolute(table.path)
 
 
 def edits_to_model(form: str) -> Edits:

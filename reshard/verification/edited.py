@@ -63,7 +63,7 @@ class EditedSource:
 
     def __init__(self, base: StoredSource, edits: Edits, report: Report) -> None:
         # Imported only here: most checkpoints are compared without rules.
-        from reshard.names import apply_rules, warning_of
+        from reshard.names import apply_rules
 
         base.check_read(lambda name: True)
         self.base = base
@@ -82,12 +82,7 @@ class EditedSource:
         if first:
             recipes = {new: recipes[old] for old, new in first.items() if new is not None}
         if edits.table is not None:
-            applied = apply_rules(
-                edits.table, self._shapes(recipes, kept_values), edits.config, edits.reverse, edits.optimizer
-            )
-            warning = warning_of(edits.table, applied, edits.source_packing)
-            if warning is not None:
-                report.warn(warning)
+            applied = edits.apply_table(self._shapes(recipes, kept_values))
             # Rules do not see the names in the files where an earlier renaming changed them.
             contents = {name: self._originals[recipe.sources[0]] for name, recipe in recipes.items()}
             pairs = (pair for pair in applied.tied if contents.keys() >= set(pair))

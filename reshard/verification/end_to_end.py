@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Callable, Optional
 
 from reshard.checkpoints import FileHandles, read_index
-from reshard.errors import CheckpointError, InputError, TargetError
+from reshard.errors import CheckpointError, InputError, TargetError, UsageError
 from reshard.forms.form import Names
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.coverage import check_ranks
@@ -306,8 +306,8 @@ def _without_rules(base: StoredSource, edits: Edits, target_weights: Collection[
         return False
     try:
         return not EditedSource(base, edits, Report()).names.issuperset(target_weights)
-    except InputError:
-        # The rules do not fit the source's names.
+    except (InputError, UsageError):
+        # The rules do not fit the source's names, or need options for these only.
         return True
 
 

@@ -15,6 +15,7 @@ import pytest
 from tests.conformance import oracles
 from tests.corpus import FIXTURES
 from tests.model_weights import bfloat16, cut, float32, mindformers
+from tests.names.models import table_of
 from tests.reference import Strategy
 from tests.running import Argument, done
 from tests.trees import (
@@ -45,7 +46,7 @@ class Model(NamedTuple):
 
     def converted(self, source: Path, target: Path, *words: Argument) -> None:
         config = self.directory / "config.json"
-        done("convert", source, target, "--names", self.family, "--config", config, "--quiet", *words)
+        done("convert", source, target, "--names", table_of(self.family), "--config", config, "--quiet", *words)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,18 @@ from safetensors.numpy import load_file, save_file
 
 from reshard.names import apply_rules, rules_named
 from tests.conformance import oracles
-from tests.names.models import TINY, Config, mixture
+from tests.names.models import TINY, Config, mixture, table_of
 from tests.names.naive import Array, Shapes, arrays_of, assert_equal, numbered
 
 _VERSION = "2.1.0"
 
 
-def both_ways(table: str, shapes: Shapes, config: Config) -> tuple[dict[str, Array], dict[str, Array]]:
+def both_ways(
+    table: tuple[str, Sequence[str]], shapes: Shapes, config: Config
+) -> tuple[dict[str, Array], dict[str, Array]]:
     """A model in both namings, ours."""
     arrays = numbered(shapes)
-    return arrays, arrays_of(apply_rules(rules_named(table), shapes, config), arrays)
+    return arrays, arrays_of(apply_rules(rules_named(table_of(*table)), shapes, config), arrays)
 
 
 def wanted_of(config: Config, **more: Any) -> dict[str, Any]:
@@ -49,8 +52,8 @@ def converted(tmp_path: Path, way: str, model: str, arrays: dict[str, Array], co
 @pytest.mark.parametrize("way", ["to_mindformers", "to_huggingface"])
 def test_qwen3_equals_mindformers_conversion(tmp_path: Path, way: str, interleaved: bool) -> None:
     config, shapes = TINY["qwen3"]
-    table = "qwen3" if interleaved else "qwen3,gate_up=halves"
-    theirs, ours = both_ways(table, shapes, config)
+    options = () if interleaved else ("gate_up=halves",)
+    theirs, ours = both_ways(("qwen3", options), shapes, config)
     output = wanted_of(config, use_interleaved_weight_layout_mlp=interleaved)
 
     if way == "to_mindformers":
@@ -62,7 +65,7 @@ def test_qwen3_equals_mindformers_conversion(tmp_path: Path, way: str, interleav
 def test_qwen3_moe_equals_mindformers_conversion(tmp_path: Path) -> None:
     """Their table has no dense layers."""
     config = {**TINY["qwen3_moe"][0], "mlp_only_layers": []}
-    theirs, ours = both_ways("qwen3_moe", mixture(config), config)
+    theirs, ours = both_ways(("qwen3_moe", ()), mixture(config), config)
 
     assert_equal(converted(tmp_path, "to_huggingface", "qwen3_moe", ours, wanted_of(config)), theirs)
 
@@ -70,7 +73,7 @@ def test_qwen3_moe_equals_mindformers_conversion(tmp_path: Path) -> None:
 def test_experts_of_deepseek_equal_mindformers_conversion(tmp_path: Path) -> None:
     """Their converters are those of DeepSeek-V4, whose experts and shared experts are the same under other names."""
     config, shapes = TINY["deepseek_v3"]
-    theirs, ours = both_ways("deepseek_v3", shapes, config)
+    theirs, ours = both_ways(("deepseek_v3", ()), shapes, config)
     output = wanted_of(config, use_interleaved_weight_layout_mlp=True)
     output["num_moe_experts"] = config["n_routed_experts"]
     packed = {name: array for name, array in ours.items() if "decoder" in name and "experts." in name}
@@ -95,7 +98,7 @@ def test_names_equal_those_of_mindformers_tables(table: str) -> None:
     """`weight_mapping` lists the name of each tensor before packing."""
     config, shapes = TINY[table]
     model = {"deepseek_v3": "deepseek3"}.get(table, table)
-    views = apply_rules(rules_named(table), shapes, config).views
+    views = apply_rules(rules_named(table_of(table)), shapes, config).views
     targets: dict[str, set[str]] = {}
     for each in views.values():
         for source in each.sources:
@@ -116,7 +119,7 @@ def test_names_equal_those_of_mindformers_tables(table: str) -> None:
 def test_the_multi_token_prediction_layer_has_mindformers_names() -> None:
     """Those of DeepSeek-V4's converters, but for attention and the bias of experts, which V4 has not alike."""
     config, shapes = TINY["deepseek_v3"]
-    views = apply_rules(rules_named("deepseek_v3"), shapes, config).views
+    views = apply_rules(rules_named(table_of("deepseek_v3")), shapes, config).views
 
     [reference] = oracles.done(oracles.mindformers_names(_VERSION, [{"do": "known", "model": "deepseek4"}]))
 
@@ -130,7 +133,7 @@ def test_the_multi_token_prediction_layer_has_mindformers_names() -> None:
 @pytest.mark.parametrize("table", ["llama", "qwen2"])
 def test_legacy_names_equal_those_of_mindformers_scripts(table: str) -> None:
     config, shapes = TINY[table]
-    views = apply_rules(rules_named(table), shapes, config).views
+    views = apply_rules(rules_named(table_of(table)), shapes, config).views
     ours = {each.sources[0]: name for name, each in views.items()}
     jobs = [
         {"do": "legacy_names", "names": [*ours], "back": False},

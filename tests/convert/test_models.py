@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -16,10 +15,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import reshard
-from reshard.errors import NamesError
+from reshard.errors import NamesError, UsageError
 from tests.conftest import LONG
 from tests.corpus import FIXTURES, ROOT
 from tests.model_weights import MODELS, bfloat16, cut, mindformers, weights, write_huggingface
+from tests.names.models import table_of
 from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, flat, warns
 from tests.trees import (
@@ -53,7 +53,7 @@ class World:
     def __init__(self, root: Path, family: str, options: Sequence[str] = ()) -> None:
         self.root = root
         self.config, _ = MODELS[family]
-        self.names = ",".join([family, *options])
+        self.names = table_of(family, options)
         self.weights = weights(family)
         self.hf = write_huggingface(root / "hf", self.weights, self.config)
         self.made = mindformers(family, self.weights, self.config, options)
@@ -171,7 +171,7 @@ def test_only_configuration_values_in_use_belong_to_the_identity(tmp_path: Path)
     words = [*world.convert, "--config", world.hf / "config.json"]
     done("convert", *words, "--shard", "0/2")
 
-    # The assumed default is stated now, and a setting that no rule uses.
+    # The default is stated now, and a setting that no rule uses.
     edited = {**world.config, "use_cache": False, "torch_dtype": "float32", "head_dim": 3}
     (world.hf / "config.json").write_text(json.dumps(edited, indent=1))
     assert done("convert", *words, "--shard", "0/2", "--json").json["ranks"] == []
@@ -180,19 +180,19 @@ def test_only_configuration_values_in_use_belong_to_the_identity(tmp_path: Path)
     (world.hf / "config.json").write_text(json.dumps({**edited, "use_cache": True}))
     done("verify", tmp_path / "ranks", "--src", world.hf, "--dst-strategy", world.d)
 
-    (world.hf / "config.json").write_text(json.dumps({**edited, "use_contiguous_weight_layout_attention": True}))
+    (world.hf / "config.json").write_text(json.dumps({**edited, "tie_word_embeddings": True}))
     fails(3, "convert", *words, texts=["another conversion"])
 
 
 def test_stating_a_default_size_is_the_same_conversion(tmp_path: Path) -> None:
     hf = FIXTURES / "models" / "qwen3"
-    words: list[Argument] = ["convert", hf, tmp_path / "out", "--to", "huggingface"]
-    warned = done(*words, "--names", "qwen3,output=own")
-    (stated,) = re.findall("state it with --names (.*)", warned.err)
-    for same in (["--names", stated], ["--names", "qwen3"], ["--names", "qwen3,vocab_multiple=1"]):
-        assert done(*words, *same, "--json").json["ranks"] == []
+    words: list[Argument] = ["convert", hf, tmp_path / "out", "--to", "unified"]
+    stated = table_of("qwen3")
+    done(*words, "--names", f"{stated},output=own")
+    for same in (stated, f"{stated},vocab_multiple=1"):
+        assert done(*words, "--names", same, "--json").json["ranks"] == []
     done("verify", tmp_path / "out", "--src", hf)
-    fails(3, *words, "--names", "qwen3,gate_up=halves", texts=["another conversion"])
+    fails(3, *words, "--names", table_of("qwen3", ["gate_up=halves"]), texts=["another conversion"])
 
     back: list[Argument] = ["convert", tmp_path / "out", tmp_path / "back", "--to", "huggingface", "--names", stated]
     back += ["--config", hf / "config.json"]
@@ -214,14 +214,15 @@ def test_stating_a_size_derived_from_names_is_the_same_conversion(tmp_path: Path
 
 def test_values_are_copied_with_renamed_tensors(tmp_path: Path) -> None:
     hf, src = FIXTURES / "models" / "qwen3", tmp_path / "src"
-    done("convert", hf, src, "--to", "unified", "--cast", "Float32")
+    table: list[Argument] = ["--names", "qwen3,gate_up=halves,qkv=grouped"]
+    done("convert", hf, src, "--to", "unified", "--cast", "Float32", *table)
     paths = {name: array for path in src.glob("*.safetensors") for name, array in load_file(path).items()}
     state = {f"adam_m.{name}": array for name, array in paths.items()}
     (tmp_path / "ck").mkdir()
     values = {"global_step": np.array([7], "i4"), "learning_rate": np.array(0.5, "f4")}
     save_file({**paths, **state, **values}, tmp_path / "ck" / "net.safetensors")
     out: list[Argument] = ["convert", tmp_path / "ck" / "net.safetensors", tmp_path / "out", "--src-strategy", "none"]
-    out += ["--to", "huggingface", "--config", hf / "config.json", "--names", "qwen3,gate_up=halves,qkv=grouped"]
+    out += ["--to", "huggingface", "--config", hf / "config.json", *table]
     warns(done(*out, "--verify"), f"{len(state)} left out", "--optimizer keep", "no differences")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert tensors["global_step"] == 7 and tensors["learning_rate"] == np.float32(0.5)
@@ -382,20 +383,55 @@ def test_plan_shows_a_conversion_of_a_model(tmp_path: Path) -> None:
         )
 
 
-def test_the_command_in_a_warning_can_be_pasted_and_keeps_all_options(tmp_path: Path) -> None:
-    source: list[Argument] = [FIXTURES / "models" / "qwen3", tmp_path / "out", "--to", "unified", "--names"]
+def test_every_command_refuses_packing_that_nothing_determines(tmp_path: Path) -> None:
+    hf, out = FIXTURES / "models" / "qwen3", tmp_path / "out"
+    done("convert", hf, out, "--to", "unified", "--names", table_of("qwen3"))
+    shutil.copytree(out, tmp_path / "copy", ignore=shutil.ignore_patterns(".reshard"))
+    commands: list[list[Argument]] = [
+        ["plan", hf, tmp_path / "new", "--to", "unified"],
+        ["convert", hf, tmp_path / "new", "--to", "unified"],
+        ["convert", tmp_path / "copy", tmp_path / "new", "--to", "huggingface", "--config", hf],
+        ["verify", out, "--src", hf],
+        ["fingerprint", hf],
+        ["stats", hf],
+        ["get", hf, "embedding.word_embeddings.weight"],
+        ["diff", tmp_path / "copy", hf, "--config", hf],
+    ]
+    for words in commands:
+        fails(2, *words, "--names", "qwen3,qkv=grouped", texts=["gate_up=interleaved or gate_up=halves"])
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(UsageError, match="gate_up"), reshard.open(str(hf), names="qwen3,qkv=grouped") as opened:
+        len(opened)
+    done("verify", out, "--src", hf)
 
-    warned = done("plan", *source, "qwen3,gate_up=halves").err
-    (stated,) = re.findall("state it with --names (.*)", warned)
 
-    assert stated == "qwen3,gate_up=halves,qkv=grouped"
-    assert "warning" not in done("plan", *source, stated).err
-    # Who compares takes the same for granted.
-    done("convert", *source, stated)
-    for words in (["verify", tmp_path / "out", "--src", source[0]], ["fingerprint", source[0]]):
-        warns(done(*words, "--names", "qwen3,gate_up=halves"), "warning: the rules", f"state it with --names {stated}")
-        assert "warning" not in done(*words, "--names", stated).err
-    assert "warning" not in done("verify", tmp_path / "out", "--src", source[0]).err
+@pytest.mark.parametrize("form", ["huggingface", "dcp", "hf-sharded"])
+def test_names_of_hugging_face_are_not_changed_for_its_own_loaders(tmp_path: Path, form: str) -> None:
+    hf = FIXTURES / "models" / "qwen3"
+    words: list[Argument] = ["convert", hf, tmp_path / "out", "--to", form]
+    words += [] if form == "huggingface" else ["--shards", 2]
+    for names in ("qwen3", table_of("qwen3")):
+        fails(2, *words, "--names", names, texts=["Hugging Face's already", "leave out --names"])
+    assert not (tmp_path / "out").exists()
+    done(*words, "--verify")
+    done("convert", hf, tmp_path / "hyper", "--to", "hyper-parallel", "--shards", 2, "--names", table_of("qwen3"))
+
+
+@pytest.mark.parametrize("mtp", ["shared", "dropped"])
+def test_a_record_decides_which_copies_a_model_gets_back(tmp_path: Path, mtp: str) -> None:
+    """MindFormers' names do not show it."""
+    world = World(tmp_path, "deepseek_v3")
+    twins = ("model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight")
+    shared = {name: each for name, each in world.weights.items() if name not in twins}
+    hf = write_huggingface(tmp_path / "shared", shared, world.config)
+    names = f"{world.names},mtp=dropped" if mtp == "dropped" else world.names
+    done("convert", hf, tmp_path / "ranks", "--names", names, "--dst-strategy", "none")
+
+    done("convert", tmp_path / "ranks", tmp_path / "back", "--src-strategy", "none", "--to", "huggingface", "--names",
+         world.names, "--config", hf, "--verify")  # fmt: skip
+
+    kept = {name: each for name, each in shared.items() if mtp == "shared" or "layers.4." not in name}
+    same_checkpoints(huggingface(tmp_path / "back"), kept)
 
 
 def test_the_model_of_the_documentation_equals_its_scripts_output(tmp_path: Path) -> None:
@@ -413,7 +449,7 @@ def test_the_way_back_with_other_packing_is_refused(tmp_path: Path, between: boo
         done("convert", *src, tmp_path / "other", "--dst-strategy", "none")
         src = [tmp_path / "other", "--src-strategy", "none"]
     recorded = ["--names", "qwen3,gate_up=halves,qkv=contiguous", "--config", str(world.hf / "config.json")]
-    typed: list[Argument] = ["--names", "qwen3,qkv=contiguous", "--config", world.hf]
+    typed: list[Argument] = ["--names", "qwen3,gate_up=interleaved", "--config", world.hf]
     for command in (["convert", *src, tmp_path / "back", "--to", "huggingface"], ["stats", *src]):
         texts = ["was converted with gate_up=halves by the rules qwen3", "and gate_up=interleaved would"]
         fails(3, *command, *typed, texts=[*texts, " ".join(recorded)])
@@ -436,7 +472,7 @@ def test_the_way_back_with_other_packing_is_refused(tmp_path: Path, between: boo
         tmp_path / "back",
         tmp_path / "anew",
         "--names",
-        "qwen3,gate_up=interleaved",
+        table_of("qwen3"),
         "--dst-strategy",
         world.d,
     )
@@ -476,7 +512,7 @@ def test_typed_options_are_suggested_for_the_way_back(tmp_path: Path) -> None:
         world.hf,
         tmp_path / "whole",
         "--names",
-        "qwen3,gate_up=halves,vocab_multiple=48",
+        world.names,
         "--dst-strategy",
         "none",
     )
@@ -512,9 +548,10 @@ def test_another_table_with_other_packing_is_a_warning(tmp_path: Path) -> None:
     table.write_text((ROOT / "reshard" / "names" / "builtin" / "qwen3.toml").read_text())
     words: list[Argument] = ["stats", tmp_path / "ranks", "--src-strategy", world.d, "--config", world.hf]
     warns(
-        done(*words, "--names", f"{table},gate_up=interleaved"), "was converted with gate_up=halves by the rules qwen3"
+        done(*words, "--names", f"{table},gate_up=interleaved,qkv=grouped"),
+        "was converted with gate_up=halves by the rules qwen3",
     )
-    assert "was converted" not in done(*words, "--names", f"{table},gate_up=halves").err
+    assert "was converted" not in done(*words, "--names", f"{table},gate_up=halves,qkv=grouped").err
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.model_weights import MODELS, weights
+from tests.names.models import table_of
 from tests.packed_model import CONFIG, RULES, SHAPES
 from tests.quantised.models import SCHEMES, write_model
 from tests.reference import Strategy
@@ -165,7 +166,9 @@ def build(root: Path) -> Mapping[str, list[str]]:
     place = root / "model" / "src"
     write_checkpoint(place / "model.safetensors", weights("qwen3"), metadata={"format": "pt"})
     (place / "config.json").write_text(json.dumps(MODELS["qwen3"][0]))
-    created.plain("model", "--names", "qwen3", "--dst-strategy", "none", "--cast", "BFloat16", "--to", "ranks")
+    created.plain(
+        "model", "--names", table_of("qwen3"), "--dst-strategy", "none", "--cast", "BFloat16", "--to", "ranks"
+    )
 
     for scheme in SCHEMES:
         name = scheme.replace(" ", "-").replace(",", "")

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tests.names.naive import Shapes
 
 Config = dict[str, Any]
+
+_MCORE = {"gate_up": "interleaved", "qkv": "grouped"}
+#: Per table the options that nothing determines.
+_PACKING = {"qwen3": _MCORE, "qwen3_moe": _MCORE, "deepseek_v3": {"gate_up": "interleaved", "mla": "separate"}}
+
+
+def table_of(family: str, options: Sequence[str] = ()) -> str:
+    """The words for --names: a family with its packing, where ``options`` do not state another."""
+    stated = {**_PACKING.get(family, {}), **dict(option.split("=") for option in options)}
+    return ",".join([family, *(f"{name}={value}" for name, value in stated.items())])
 
 
 def _attention(shapes: dict[str, tuple[int, ...]], layer: str, config: Config, bias: bool, norms: bool) -> None:

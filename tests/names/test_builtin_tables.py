@@ -12,20 +12,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reshard.errors import NamesError
+from reshard.errors import NamesError, UsageError
 from reshard.layout.views import Region, View
 from reshard.names import Applied, apply_rules, builtin_names, rules_named
-from tests.names.models import REAL, TINY
+from tests.names.models import REAL, TINY, dense, table_of
 from tests.names.naive import Shapes, arrays_of, assert_equal, numbered, redone
 
-_OPTIONS = {
-    "llama": ["", ",vocab_multiple=8", ",output=shared", ",output=copied"],
-    "qwen2": ["", ",vocab_multiple=8"],
-    "qwen3": ["", ",gate_up=halves", ",qkv=contiguous,vocab_multiple=4", ",output=copied,vocab_multiple=8"],
-    "qwen3_moe": ["", ",gate_up=halves,qkv=contiguous", ",vocab_multiple=16"],
-    "deepseek_v3": ["", ",mla=joined", ",gate_up=halves,vocab_multiple=8"],
+_OPTIONS: dict[str, list[tuple[str, ...]]] = {
+    "llama": [(), ("vocab_multiple=8",), ("output=shared",), ("output=copied",)],
+    "qwen2": [(), ("vocab_multiple=8",)],
+    "qwen3": [(), ("gate_up=halves",), ("qkv=contiguous", "vocab_multiple=4"), ("output=copied", "vocab_multiple=8")],
+    "qwen3_moe": [(), ("gate_up=halves", "qkv=contiguous"), ("vocab_multiple=16",)],
+    "deepseek_v3": [(), ("mla=joined",), ("gate_up=halves", "vocab_multiple=8")],
 }
 _TABLES = [(name, options) for name, each in _OPTIONS.items() for options in each]
+
+
+def _whole(name: str, options: Sequence[str] = ()) -> str:
+    """A table for both ways: MindFormers' names do not show which further tensors Hugging Face's release has."""
+    return table_of(name, [*options, "mtp=copies"] if name == "deepseek_v3" else options)
 
 
 def test_every_built_in_table_is_tested() -> None:
@@ -33,12 +38,12 @@ def test_every_built_in_table_is_tested() -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), _TABLES)
-def test_a_tiny_model_round_trips_and_uses_each_element_once(name: str, options: str) -> None:
+def test_a_tiny_model_round_trips_and_uses_each_element_once(name: str, options: Sequence[str]) -> None:
     config, shapes = TINY[name]
     if "output=copied" in options:
         shapes = {tensor: shape for tensor, shape in shapes.items() if tensor != "lm_head.weight"}
     arrays = numbered(shapes)
-    table = rules_named(name + options)
+    table = rules_named(_whole(name, options))
 
     applied = apply_rules(table, shapes, config)
     outputs = arrays_of(applied, arrays)
@@ -64,7 +69,7 @@ def test_a_tiny_model_round_trips_and_uses_each_element_once(name: str, options:
 @pytest.mark.parametrize("name", sorted(REAL))
 def test_a_real_model_round_trips_and_uses_each_element_once(name: str) -> None:
     config, shapes = REAL[name]
-    table = rules_named(name)
+    table = rules_named(_whole(name))
 
     applied = apply_rules(table, shapes, config)
     assert_each_element_once(applied, shapes)
@@ -132,7 +137,7 @@ def test_a_model_whose_output_is_its_embedding_needs_no_head() -> None:
     config, shapes = TINY["qwen3"]
     tied = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
 
-    applied = apply_rules(rules_named("qwen3"), tied, {**config, "tie_word_embeddings": True})
+    applied = apply_rules(rules_named(table_of("qwen3")), tied, {**config, "tie_word_embeddings": True})
 
     assert "output_layer.weight" not in applied.views
     with pytest.raises(NamesError, match=r"missing: 'lm_head\.weight'"):
@@ -150,21 +155,62 @@ def test_settings_of_a_mindformers_configuration_apply() -> None:
     )
 
     assert applied.views == stated.views
-    assert applied.views != apply_rules(rules_named("qwen3"), shapes, config).views
+    assert applied.views != apply_rules(rules_named(table_of("qwen3")), shapes, config).views
 
 
-def test_assumed_defaults_are_printed() -> None:
+def test_packing_that_nothing_determines_is_an_error_that_lists_the_choices() -> None:
     config, shapes = TINY["qwen3"]
 
-    assert "gate_up=interleaved" in apply_rules(rules_named("qwen3"), shapes, config).assumed
-    stated = apply_rules(rules_named("qwen3,gate_up=halves,qkv=grouped,vocab_multiple=1"), shapes, config)
-    assert not stated.assumed
+    with pytest.raises(UsageError) as caught:
+        apply_rules(rules_named("qwen3,qkv=contiguous"), shapes, config)
+    assert "gate_up=interleaved or gate_up=halves" in str(caught.value) and "qkv=grouped" not in str(caught.value)
+    with pytest.raises(UsageError, match="gate_up, qkv"):
+        apply_rules(rules_named("qwen3"), shapes, config)
+    recorded = {"gate_up": "halves", "qkv": "contiguous"}
+    stated = apply_rules(rules_named("qwen3,gate_up=halves,qkv=contiguous"), shapes, config)
+    assert apply_rules(rules_named("qwen3"), shapes, config, recorded=recorded).views == stated.views
+    # Names and shapes do not depend on it.
+    names = apply_rules(rules_named("qwen3"), shapes, config, contents=False).views
+    assert {name: view.view.shape for name, view in names.items()} == {
+        name: view.view.shape for name, view in stated.views.items()
+    }
+
+
+def test_packing_that_changes_no_element_is_not_needed() -> None:
+    """One group of query heads, and one row of gate and of up."""
+    config = {**TINY["qwen3"][0], "num_key_value_heads": 1, "intermediate_size": 1}
+    shapes = dense(config, norms=True)
+
+    both = [
+        apply_rules(rules_named(table), shapes, config)
+        for table in ("qwen3", "qwen3,gate_up=halves,qkv=contiguous", "qwen3,gate_up=interleaved,qkv=grouped")
+    ]
+
+    arrays = numbered(shapes)
+    for applied in both[1:]:
+        assert_equal(arrays_of(applied, arrays), arrays_of(both[0], arrays))
+
+
+@pytest.mark.parametrize("mla", ["separate", "joined"])
+def test_names_show_the_attention_of_mindformers_but_not_its_copies(mla: str) -> None:
+    config, shapes = TINY["deepseek_v3"]
+    stated = rules_named(f"deepseek_v3,gate_up=halves,mla={mla}")
+    made = {name: view.view.shape for name, view in apply_rules(stated, shapes, config).views.items()}
+
+    with pytest.raises(UsageError, match=r"mtp must be stated(.|\n)*mtp=copies or mtp=shared or mtp=dropped"):
+        apply_rules(rules_named("deepseek_v3,gate_up=halves"), made, config)
+    back = apply_rules(rules_named("deepseek_v3,gate_up=halves,mtp=copies"), made, config)
+
+    assert {name: view.view.shape for name, view in back.views.items()} == shapes
+    # Of the packing, this alone changes names.
+    with pytest.raises(UsageError, match="mla must be stated"):
+        apply_rules(rules_named("deepseek_v3,vocab_multiple=1"), shapes, config, contents=False)
 
 
 def test_the_multi_token_prediction_layer_can_be_dropped() -> None:
     config, shapes = TINY["deepseek_v3"]
 
-    applied = apply_rules(rules_named("deepseek_v3,mtp=dropped"), shapes, config)
+    applied = apply_rules(rules_named(table_of("deepseek_v3", ["mtp=dropped"])), shapes, config)
 
     assert not any(name.startswith("mtp.") for name in applied.views)
     assert {name for name in shapes if name.startswith("model.layers.3.")} == set(applied.dropped)
@@ -175,8 +221,9 @@ def test_the_multi_token_prediction_layer_may_be_absent() -> None:
     config, shapes = TINY["deepseek_v3"]
     less = {name: shape for name, shape in shapes.items() if not name.startswith("model.layers.3.")}
 
-    applied = apply_rules(rules_named("deepseek_v3"), less, config)
-    back = apply_rules(rules_named("deepseek_v3"), {name: m.view.shape for name, m in applied.views.items()}, config)
+    table = rules_named(table_of("deepseek_v3"))
+    applied = apply_rules(table, less, config)
+    back = apply_rules(table, {name: made.view.shape for name, made in applied.views.items()}, config)
 
     assert not any(name.startswith("mtp.") for name in applied.views)
     assert {name: view.view.shape for name, view in back.views.items()} == less
@@ -187,7 +234,7 @@ def test_the_multi_token_prediction_layer_must_be_complete() -> None:
     for name in ("model.layers.3.enorm.weight", "model.layers.3.mlp.experts.1.up_proj.weight"):
         less = {other: shape for other, shape in shapes.items() if other != name}
         with pytest.raises(NamesError, match=f"missing: '{re.escape(name)}'"):
-            apply_rules(rules_named("deepseek_v3"), less, config)
+            apply_rules(rules_named(table_of("deepseek_v3")), less, config)
 
 
 def test_layers_over_the_configured_number_are_an_error() -> None:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from reshard.errors import NamesError, ReshardError, UsageError
 from reshard.names import Configuration, NameRules, apply_rules, parse_renames, parse_rules, rules_named
-from tests.names.models import TINY
+from tests.names.models import TINY, table_of
 from tests.names.naive import arrays_of, assert_equal, numbered
 
 QWEN3, SHAPES = TINY["qwen3"]
+PACKING = table_of("qwen3")[len("qwen3") :]
 MIXTURE, EXPERTS = TINY["qwen3_moe"]
 
 
@@ -52,13 +53,16 @@ def test_unknown_and_missing_names_are_listed_with_the_nearest() -> None:
 def test_the_suggested_rule_drops_unknown_names(tmp_path: Path) -> None:
     unknown = {"model.layers.0.extra.w": (2,), "model.layers.1.extra.w": (2,)}
     table = tmp_path / "mine.toml"
-    for named, message in (("qwen3", "(reshard names show qwen3 > mine.toml)"), (str(table), "to the table:")):
+    for named, message in (
+        (table_of("qwen3"), "(reshard names show qwen3 > mine.toml)"),
+        (str(table) + PACKING, "to the table:"),
+    ):
         with pytest.raises(NamesError, match=re.escape(message)) as caught:
             apply_rules(rules_named(named), {**SHAPES, **unknown}, QWEN3)
         table.write_text(rules_named(named).text)
     rule = str(caught.value)[str(caught.value).index("[[rule]]") :]
     table.write_text(table.read_text() + rule)
-    assert set(apply_rules(rules_named(str(table)), {**SHAPES, **unknown}, QWEN3).dropped) == {*unknown}
+    assert set(apply_rules(rules_named(str(table) + PACKING), {**SHAPES, **unknown}, QWEN3).dropped) == {*unknown}
 
 
 def test_the_suggested_rule_is_written_for_the_checkpoints_side(tmp_path: Path) -> None:
@@ -181,7 +185,7 @@ def test_a_configuration_that_contradicts_the_tensors_is_an_error(changed: dict[
 
 
 def test_experts_that_are_missing_or_too_many_are_an_error() -> None:
-    table = rules_named("qwen3_moe")
+    table = rules_named(table_of("qwen3_moe"))
     refused(table, EXPERTS, {**MIXTURE, "num_experts": 4}, ["missing: 'model.layers.0.mlp.experts.3.gate_proj.weight'"])
     refused(table, EXPERTS, {**MIXTURE, "num_experts": 2}, ["expert must be less than 2, by config.json"])
     created = {name: each.view.shape for name, each in apply_rules(table, EXPERTS, MIXTURE).views.items()}
@@ -190,7 +194,7 @@ def test_experts_that_are_missing_or_too_many_are_an_error() -> None:
 
 
 def test_a_layer_with_dense_weights_and_experts_is_an_error() -> None:
-    table = rules_named("qwen3_moe")
+    table = rules_named(table_of("qwen3_moe"))
     both = {**EXPERTS, "model.layers.0.mlp.down_proj.weight": (6, 5)}
     refused(table, both, MIXTURE, ["mlp: both experts and dense are present for layer 0"])
     neither = {name: shape for name, shape in EXPERTS.items() if ".layers.1.mlp." not in name}
@@ -269,7 +273,7 @@ def test_renames_keep_other_names_and_states_follow_their_weights() -> None:
 
 def test_optimizer_state_is_skipped_by_default() -> None:
     shapes = {**SHAPES, **{f"adam_m.{name}": shape for name, shape in SHAPES.items()}, "global_step": (1,)}
-    table, arrays = rules_named("qwen3"), numbered(shapes)
+    table, arrays = rules_named(table_of("qwen3")), numbered(shapes)
 
     alone = apply_rules(table, shapes, QWEN3)
     applied = apply_rules(table, shapes, QWEN3, optimizer=True)
@@ -330,7 +334,7 @@ def test_an_unknown_table_is_an_error(typed: str, texts: str) -> None:
 
 
 def test_heads_that_fit_only_the_packed_tensor_are_an_error_in_reverse() -> None:
-    table = rules_named("qwen3")
+    table = rules_named(table_of("qwen3"))
     created = {name: each.view.shape for name, each in apply_rules(table, SHAPES, QWEN3).views.items()}
     wrong = {**QWEN3, "num_attention_heads": 2, "num_key_value_heads": 3}
     refused(table, created, wrong, ["shape [6, 12] is not [hidden, heads*head_dim] with heads 2, head_dim 3"])

@@ -6,7 +6,7 @@ import numpy as np
 
 from docs.tools.pages import ROOT, blocks
 from reshard.names import apply_rules, parse_rules, rules_named
-from tests.names.models import dense
+from tests.names.models import dense, table_of
 from tests.names.naive import arrays_of, assert_equal, numbered
 
 CONFIG = {
@@ -39,7 +39,7 @@ def test_the_example_of_an_own_table_converts() -> None:
 
     # Of the same model, Qwen3 has two norms more.
     more = {f"model.layers.{layer}.self_attn.{one}_norm.weight": (3,) for layer in (0, 1) for one in "qk"}
-    twin = apply_rules(rules_named("qwen3"), {**dense(CONFIG), **more}, CONFIG)
+    twin = apply_rules(rules_named(table_of("qwen3")), {**dense(CONFIG), **more}, CONFIG)
     everything = {**separate, **{name: np.zeros(shape, np.int64) for name, shape in more.items()}}
     norms = ("q_layernorm.weight", "k_layernorm.weight")
     expected = {name: array for name, array in arrays_of(twin, everything).items() if not name.endswith(norms)}

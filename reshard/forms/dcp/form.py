@@ -109,6 +109,7 @@ class DcpForm(_DistributedForm):
         shards=True,
         formats=("distcp",),
         mindspore=False,
+        huggingface=True,
         names=Names.TRAINER,
     )
 
@@ -131,7 +132,7 @@ class HyperParallelForm(_DistributedForm):
     """hyper-parallel's checkpoints: metadata of the same kind, tensors in safetensors."""
 
     name = HYPER_PARALLEL
-    options = DcpForm.options._replace(title="hyper-parallel's", formats=("safetensors",))
+    options = DcpForm.options._replace(title="hyper-parallel's", formats=("safetensors",), huggingface=False)
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
         """By the names of its files."""

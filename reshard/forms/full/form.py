@@ -93,7 +93,7 @@ class HuggingFaceForm(_FullForm):
     """Hugging Face's directories."""
 
     name = "huggingface"
-    options = FormOptions(shard_size=True, mindspore=False)
+    options = FormOptions(shard_size=True, mindspore=False, huggingface=True)
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """Numbered files, the index, and further files of a Hugging Face source."""

@@ -43,6 +43,7 @@ class HfShardedForm(ChunkedForm):
         layouts=Layouts.RECORDED,
         shards=True,
         mindspore=False,
+        huggingface=True,
         names=Names.ANY,
         metadata=(INFO, VERSION_KEY),
     )
