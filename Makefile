@@ -67,7 +67,7 @@ check:
 	$(VENV)/bin/mypy
 
 conformance:
-	@python=$$(.ci/conformance-python $(MINDSPORE) $(PYTHON)) && .ci/venv $(CONFORMANCE) "$$python" test mindspore==$(MINDSPORE) ml_dtypes
+	@python=$$(.ci/conformance-python $(MINDSPORE) $(PYTHON)) && .ci/venv $(CONFORMANCE) "$$python" test mindspore==$(MINDSPORE)
 	@python=$$(.ci/conformance-python $(MINDFORMERS_MINDSPORE) $(PYTHON)) && \
 		.ci/mindformers $(WITH_MINDFORMERS) "$$python" $(MINDFORMERS_MINDSPORE) $(MINDFORMERS) || \
 		echo 'MindFormers is left out, see above: the tests that ask it skip.' >&2

@@ -134,9 +134,6 @@ class StoredSlice(NamedTuple):
 ReadBytes = Callable[[StoredSlice, int, memoryview], None]
 """Fills a buffer with bytes of a stored slice, from an offset in it on."""
 
-CastWords = Callable[["npt.NDArray[Any]", str], "npt.NDArray[Any]"]
-"""Returns elements of Float32, as words, as words of a type."""
-
 
 class Decoding(Protocol):
     """The conversion of a quantised tensor's bytes to elements.
@@ -160,7 +157,6 @@ class Decoding(Protocol):
         start: int,
         out: memoryview,
         memory: memoryview,
-        cast: CastWords,
     ) -> int:
         """Fill ``out`` with elements of a slice.
 
@@ -170,7 +166,6 @@ class Decoding(Protocol):
             start: offset of the first byte, in bytes of the slice's elements.
             out: a whole number of elements.
             memory: working memory; scales take up to half as much beside it.
-            cast: from Float32 to the type of the elements.
 
         Returns:
             How many elements became infinite.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import math
 import os
@@ -15,17 +14,17 @@ import click
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints.formats.dtypes import INT4
+from reshard.checkpoints.formats.dtypes import INT4, can_hold
+from reshard.checkpoints.formats.elements import widen
+from reshard.checkpoints.formats.output import Literal, OutputTensor, lay_out_safetensors
 from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.opened import number_json, opened, shape_words
 from reshard.cli.output import echo_json, is_quiet, is_verbose, listener, say
 from reshard.errors import CheckpointError, UsageError
-from reshard.numbers.widening import in_numpy
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.indexing import select
-from reshard.opened.tensor import stand_in
 from reshard.plan.edits import edits_of
 from reshard.storage import store_of, unlinked, write_parts, writing_error
 from reshard.text.globs import Glob
@@ -41,6 +40,7 @@ _MAX_PRINTED = 1 << 20
 # Beyond these NumPy shows the ends only.
 _MAX_SHOWN = 1000
 _STANDARD_OUTPUT = "-"
+_SAFETENSORS = ".safetensors"
 
 
 @command(
@@ -62,12 +62,11 @@ reshard get iterations/ lm_head.weight -o head.npy
     "Output",
     "--output",
     "-o",
-    metavar="FILE.npy|-",
-    callback=options.path_to_write("--output", ".npy", standard_output=True),
+    metavar="FILE|-",
+    callback=options.path_to_write("--output", ".npy", _SAFETENSORS, standard_output=True),
     shell_complete=completion.paths,
-    help="Write a .npy file for numpy.load; - is standard output.",
+    help="Write a .npy file for numpy.load, or a .safetensors file; - is a .npy file to standard output.",
 )
-@option("Output", "--raw", is_flag=True, help="Print types that NumPy lacks as unsigned integers instead of Float32.")
 @options.edits
 @options.effort
 @options.json_output
@@ -79,16 +78,15 @@ def get(
     strategy: Optional[str],
     index: Optional[str],
     output: Optional[str],
-    raw: bool,
     as_json: bool,
     **typed: Any,
 ) -> None:
-    """Print the tensor NAME of the checkpoint in SRC, or write it to a .npy file.
+    """Print the tensor NAME of the checkpoint in SRC, or write it to a file.
 
     The tensor is printed whole, however the checkpoint is sharded; --slice reads a part. NAME may be a pattern
-    such as '*.norm.weight'. All matches are printed; --output needs exactly one. NumPy has no BFloat16 and
-    no 8-bit floats: they are converted to Float32, which is exact, or with --raw to unsigned integers with the
-    same bits. Int4 tensors are printed as packed bytes. Objects of PyTorch's checkpoints, such as a learning rate,
+    such as '*.norm.weight'. All matches are printed; --output needs exactly one. A .npy file has no BFloat16 and
+    no 8-bit floats: they are written as Float32, which is exact. A .safetensors file keeps the type.
+    Int4 tensors are printed as packed bytes. Objects of PyTorch's checkpoints, such as a learning rate,
     are printed as JSON.
     """
     report = Report(listener())
@@ -113,9 +111,9 @@ def get(
                 raise UsageError(
                     f"{quoted(name)} matches {plural(len(names), 'tensor')}, and --output holds one: " + listing(names)
                 )
-            _write(checkpoint, names[0], chosen, index, raw, output, report)
+            _write(checkpoint, names[0], chosen, index, output, report)
             return
-        arrays = [(checkpoint[match], _array(checkpoint[match], chosen, index, raw)) for match in names]
+        arrays = [(checkpoint[match], _array(checkpoint[match], chosen, index)) for match in names]
         values = dict(_shown(checkpoint, objects, report))
         checkpoint.check_unchanged()
     if as_json:
@@ -201,20 +199,12 @@ def _shape(tensor: LazyTensor, chosen: Any, text: Optional[str]) -> tuple[int, .
         ) from error
 
 
-def _blocks(tensor: LazyTensor, chosen: Any, raw: bool) -> Iterator[Array]:
+def _blocks(tensor: LazyTensor, chosen: Any) -> Iterator[Array]:
     """The elements in C order, as a NumPy type."""
-    bits = np.dtype(stand_in(tensor.dtype_name, tensor.itemsize).str)
-    lacking = tensor.dtype.metadata is not None or tensor.dtype.isbuiltin == 2
-    for block in tensor.blocks(chosen):
-        if not lacking:
-            yield block
-        elif raw:
-            yield block.view(bits)
-        else:
-            yield in_numpy(block, tensor.dtype_name)
+    return (widen(block, tensor.dtype_name) for block in tensor.blocks(chosen))
 
 
-def _array(tensor: LazyTensor, chosen: Any, text: Optional[str], raw: bool) -> Array:
+def _array(tensor: LazyTensor, chosen: Any, text: Optional[str]) -> Array:
     """All requested elements, for printing."""
     shape = _shape(tensor, chosen, text)
     if math.prod(shape) > _MAX_PRINTED:
@@ -222,8 +212,8 @@ def _array(tensor: LazyTensor, chosen: Any, text: Optional[str], raw: bool) -> A
             f"{quoted(tensor.name)}: {plural(math.prod(shape), 'element')} are too many to print",
             hint="take some with --slice, or write all to a file with --output FILE.npy",
         )
-    blocks = list(_blocks(tensor, chosen, raw))
-    array: Array = np.concatenate(blocks) if blocks else in_numpy(tensor.empty((0,)), tensor.dtype_name)
+    blocks = list(_blocks(tensor, chosen))
+    array: Array = np.concatenate(blocks) if blocks else widen(tensor.empty((0,)), tensor.dtype_name)
     return array.reshape(shape)
 
 
@@ -232,26 +222,28 @@ def _write(
     name: str,
     chosen: Any,
     text: Optional[str],
-    raw: bool,
     path: str,
     report: Report,
 ) -> None:
-    """Write a .npy file atomically, from one version of the source."""
+    """Write a file atomically, from one version of the source."""
     tensor = checkpoint[name]
     shape = _shape(tensor, chosen, text)
-    blocks = _blocks(tensor, chosen, raw)
-    first = next(blocks, None)
-    dtype = in_numpy(tensor.empty((0,)), tensor.dtype_name).dtype if first is None else first.dtype
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    )
-    if dtype.itemsize != tensor.itemsize and not raw:
-        report.note(f"{quoted(tensor.name)} is {tensor.dtype_name}, which NumPy lacks, and is written as Float32")
+    if path.lower().endswith(_SAFETENSORS):
+        item_size, written = tensor.itemsize, tensor.dtype_name
+        header, blocks = _safetensors_header(tensor, shape), tensor.blocks(chosen)
+    else:
+        dtype = widen(tensor.empty((0,)), tensor.dtype_name).dtype
+        item_size, written = dtype.itemsize, str(dtype)
+        header, blocks = _npy_header(dtype, shape), _blocks(tensor, chosen)
+        if item_size != tensor.itemsize:
+            report.note(
+                f"{quoted(name)} is {tensor.dtype_name}, which .npy files cannot hold, and is written as Float32; "
+                f"a file {_SAFETENSORS} keeps the type"
+            )
 
     def parts() -> Iterator[Union[bytes, memoryview]]:
-        yield header.getvalue()
-        for block in blocks if first is None else itertools.chain([first], blocks):
+        yield header
+        for block in blocks:
             yield block.view(np.uint8).data
         checkpoint.check_unchanged()
 
@@ -264,11 +256,28 @@ def _write(
         directory, file = os.path.split(path)
         place = unlinked(directory)
         store_of(path).remove_dead(place or os.curdir, complete=False)
-        size = len(header.getvalue()) + math.prod(shape) * dtype.itemsize
-        write_parts(os.path.join(place, file), size, parts())
+        write_parts(os.path.join(place, file), len(header) + math.prod(shape) * item_size, parts())
     except OSError as error:
         raise writing_error(path, error) from error
-    report.note(f"wrote {path}: {dtype} {shape_words(shape)}")
+    report.note(f"wrote {path}: {written} {shape_words(shape)}")
+
+
+def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    )
+    return header.getvalue()
+
+
+def _safetensors_header(tensor: LazyTensor, shape: tuple[int, ...]) -> bytes:
+    if not can_hold("safetensors", tensor.dtype_name):
+        raise UsageError(
+            f"{quoted(tensor.name)} is {tensor.dtype_name}, which {_SAFETENSORS} files cannot hold",
+            hint="write a .npy file",
+        )
+    output = OutputTensor(tensor.name, tensor.dtype_name, shape, math.prod(shape) * tensor.itemsize)
+    return b"".join(part.data for part in lay_out_safetensors([output]).segments() if isinstance(part, Literal))
 
 
 def _print(array: Array) -> None:

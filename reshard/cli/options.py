@@ -120,7 +120,7 @@ def path_to_write(
 
     Args:
         name: of the option, for messages.
-        endings: of the file's name, the usual one first.
+        endings: of the file's name.
         standard_output: ``-`` is allowed.
     """
 
@@ -128,7 +128,7 @@ def path_to_write(
         if value is None or (standard_output and value == "-"):
             return value
         if not value.lower().endswith(endings):
-            raise UsageError(f"{name} {value}: the name has to end in {endings[0]}")
+            raise UsageError(f"{name} {value}: the name has to end in {' or '.join(endings)}")
         if is_directory(value):
             raise UsageError(f"{name} {value}: is a directory", hint="name a file to write")
         return value

@@ -14,7 +14,8 @@ from typing import Callable, Optional, Union
 
 import numpy as np
 
-from reshard.execute.casts import Cast, Overflowed, Words
+from reshard.checkpoints.formats.elements import Words
+from reshard.execute.casts import Cast, Overflowed
 from reshard.execute.parts import SharedRows
 from reshard.execute.reading import ByteReader
 from reshard.execute.runs import byte_strides, is_transposed, loops_in_source, runs, span_of

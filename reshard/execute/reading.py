@@ -23,7 +23,7 @@ from reshard.storage import between, cut_short, fill, reading_error, scatter
 from reshard.storage.costs import LOCAL, Storage
 
 if TYPE_CHECKING:
-    from reshard.execute.casts import Overflowed, Words
+    from reshard.execute.casts import Overflowed
 
 # Bytes read through maps of all threads before their pages are released, so that resident memory stays flat.
 _RELEASE_AFTER = 64 << 20
@@ -331,7 +331,7 @@ class ElementReader:
         if decoding is None:
             self._stored.read_into(source, start, out)
             return
-        overflowed = decoding.read_into(self._stored.read_into, source, start, out, self._memory, _from_float32)
+        overflowed = decoding.read_into(self._stored.read_into, source, start, out, self._memory)
         if overflowed:
             self._overflowed(decoding.name, overflowed)
 
@@ -346,12 +346,6 @@ class ElementReader:
     def view(self, source: StoredSlice, start: int, length: int) -> Optional[memoryview]:
         """The bytes in a memory map, or None where they have to be read."""
         return None if source.decoding is not None else self._stored.view(source, start, length)
-
-
-def _from_float32(words: Words, dtype: str) -> Words:
-    from reshard.execute.casts import cast_words
-
-    return cast_words(words, "Float32", dtype)
 
 
 def make_reader(

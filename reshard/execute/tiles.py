@@ -11,7 +11,8 @@ from typing import Any, Optional
 import numpy as np
 import numpy.typing as npt
 
-from reshard.execute.casts import Cast, Words
+from reshard.checkpoints.formats.elements import Words
+from reshard.execute.casts import Cast
 from reshard.execute.runs import MIN_TILE
 
 Bytes = npt.NDArray[np.uint8]

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from reshard.checkpoints.checkpoint import Addition, GlobalTensor
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE
 from reshard.errors import CheckpointError
-from reshard.execute.casts import Overflowed, cast_words
+from reshard.execute.casts import Overflowed
 from reshard.lora.low_rank import LARGEST_SIDE, LowRank, Matrix, MatrixCache, Span
 from reshard.lora.pairs import Pair, is_matrix, module_of, name_beside, pairs_of, weight_of, whole_weights
 from reshard.lora.scale import Scale
@@ -177,11 +176,8 @@ class Adapter:
     @staticmethod
     def _read(tensor: LazyTensor, index: Any) -> Matrix:
         """Elements in Float32."""
-        array: npt.NDArray[np.generic] = np.ascontiguousarray(tensor[index])
-        words = array.view(f"u{array.dtype.itemsize}")
-        if tensor.dtype_name == "Float32":
-            return words.view("f4")
-        return cast_words(words, tensor.dtype_name, "Float32").view("f4")
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.ascontiguousarray(tensor[index], np.float32)
 
 
 def check_beside(adapter: OpenedCheckpoint, place: str, base: OpenedCheckpoint) -> None:

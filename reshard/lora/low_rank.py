@@ -13,7 +13,8 @@ from typing import Any, Callable, Optional
 import numpy as np
 import numpy.typing as npt
 
-from reshard.execute.casts import Cast, cast_words
+from reshard.checkpoints.formats.elements import widen
+from reshard.execute.casts import Cast
 from reshard.layout import Box, inside, intersection
 from reshard.threads import ThreadLock
 
@@ -109,7 +110,7 @@ class LowRank:
                     values = target.view("f4")[..., 0]
                     values += product[inside(common, tile)]
                     continue
-                wide = cast_words(target, self._dtype, "Float32").view("f4")
+                wide = widen(target, self._dtype).astype("f4")
                 wide[..., 0] += product[inside(common, tile)]
                 self._cast.put(wide.view("u4"), target)
 

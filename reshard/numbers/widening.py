@@ -1,7 +1,6 @@
-"""Stored elements as numbers, and counts of their binary exponents.
+"""Stored elements as numbers, block by block, and counts of their binary exponents.
 
-NumPy lacks bfloat16 and 8-bit floats: a bfloat16 is the upper half of a Float32, 8-bit floats are looked up in
-tables. Float64 holds all of them exactly, and all integers up to 32 bits.
+Float64 holds all floats exactly, and all integers up to 32 bits.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints.formats.dtypes import DTYPES, INT4, NUMPY_NAMES, FloatLayout
+from reshard.checkpoints.formats.dtypes import CASTABLE, DTYPES, INT4, NUMPY_NAMES
+from reshard.checkpoints.formats.elements import numpy_dtype, widen
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -22,13 +22,12 @@ Counts = npt.NDArray[np.int64]
 AT_ONCE = 1 << 16
 """Elements per block: they and intermediate results fit a core's cache."""
 
-FLOATS = tuple(row.name for row in DTYPES.values() if row.layout is not None and row.size > 1)
+FLOATS = CASTABLE
 INTEGERS = {name: numpy for name, numpy in NUMPY_NAMES.items() if numpy[:2] in ("<i", "<u")}
 COMPLEX = {name: numpy for name, numpy in NUMPY_NAMES.items() if numpy.startswith("<c")}
 BYTES = tuple(row.name for row in DTYPES.values() if row.size == 1)
 """Types of one byte, which are looked up in tables."""
 
-_EXPONENTS_ALONE = "Float8E8M0"
 _FLOAT16_INF = 0x7C00
 _FLOAT16_MINUS_INF = 0xFC00
 # The sign, and 15 bits at a lower position than in a Float32.
@@ -58,59 +57,13 @@ def is_number(dtype: str) -> bool:
 @functools.cache
 def table(dtype: str) -> Doubles:
     """The numbers of all bytes of one of the `BYTES` types: 256 rows of one number, of two for Int4."""
-    codes = np.arange(256)
-    layout = DTYPES[dtype].layout
+    codes = np.arange(256, dtype=np.uint8)
     if dtype == INT4:
-        halves = np.stack([codes & 15, codes >> 4], axis=1)
-        pairs: Doubles = np.where(halves > 7, halves - 16, halves).astype(np.float64)
+        halves = np.stack([codes & 15, codes >> 4], axis=1).astype(np.float64)
+        pairs: Doubles = np.where(halves > 7, halves - 16, halves)
         return pairs
-    if dtype == "Int8":
-        values = codes.astype(np.uint8).view(np.int8).astype(np.float64)
-    elif dtype == "Bool":
-        values = (codes != 0).astype(np.float64)
-    elif dtype == _EXPONENTS_ALONE:
-        values = np.ldexp(1.0, codes - 127)
-        values[255] = np.nan
-    elif layout is not None:
-        values = _float8(layout, codes)
-    else:
-        values = codes.astype(np.float64)
-    return values.reshape(256, 1)
-
-
-def _float8(layout: FloatLayout, codes: npt.NDArray[np.int64]) -> Doubles:
-    top = (1 << layout.exponent) - 1
-    exponent = codes >> layout.mantissa & top
-    fraction = codes & (1 << layout.mantissa) - 1
-    # Numbers of exponent 0 have no leading 1.
-    significand = np.where(exponent > 0, fraction + (1 << layout.mantissa), fraction).astype(np.float64)
-    values: Doubles = np.ldexp(significand, np.maximum(exponent, 1) - layout.bias - layout.mantissa)
-    if layout.infinite:
-        values[exponent == top] = np.nan
-        values[(exponent == top) & (fraction == 0)] = np.inf
-    elif layout.negative_zero:
-        values[(codes & 127) == 127] = np.nan
-    values = np.where(codes > 127, -values, values)
-    if not layout.negative_zero:
-        values[128] = np.nan
-    return values
-
-
-def in_numpy(array: Array, dtype: str) -> Array:
-    """Elements in a type of NumPy: types that it lacks as equal Float32.
-
-    Args:
-        array: elements, of any dtype of their size, in one dimension.
-        dtype: MindSpore's name of their type.
-    """
-    raw: Bytes = array.view(np.uint8)
-    if dtype == "BFloat16":
-        singles: Array = np.left_shift(raw.view("<u2"), 16, dtype=np.uint32).view(np.float32)
-        return singles
-    if dtype.startswith("Float8"):
-        looked_up: Array = table(dtype)[raw, 0].astype(np.float32)
-        return looked_up
-    return array
+    numbers: Array = codes != 0 if dtype == "Bool" else widen(codes, dtype)
+    return numbers.astype(np.float64).reshape(256, 1)
 
 
 class Widener:
@@ -126,11 +79,9 @@ class Widener:
     def floats(self, raw: Bytes, dtype: str) -> Array:
         """One of the `FLOATS` types as Float32 or Float64, whichever can represent it."""
         if dtype == "BFloat16":
-            halves = raw.view("<u2")
-            words = self._single[: len(halves)].view(np.uint32)
-            np.copyto(words, halves)
-            np.left_shift(words, 16, out=words)
-            return self._single[: len(halves)]
+            singles = self._single[: len(raw) // 2]
+            np.copyto(singles, raw.view(numpy_dtype(dtype)))
+            return singles
         if dtype == "Float16":
             return self._from_float16(raw)
         return raw.view(NUMPY_NAMES[dtype])

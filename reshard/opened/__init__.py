@@ -6,13 +6,12 @@ NumPy's indexing. It writes nothing.
 
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.opened.opening import open, open_requested, reading_request
-from reshard.opened.tensor import LazyTensor, numpy_dtype
+from reshard.opened.tensor import LazyTensor
 
 __all__ = [
     "LazyTensor",
     "OpenedCheckpoint",
     "ReadingEffort",
-    "numpy_dtype",
     "open",
     "open_requested",
     "reading_request",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Optional
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints.formats.dtypes import DTYPES, NUMPY_NAMES, TEXT
+from reshard.checkpoints.formats.dtypes import DTYPES, TEXT
+from reshard.checkpoints.formats.elements import numpy_dtype
 from reshard.execute.reader import CHUNK_BYTES, BoxReader
 from reshard.layout import boxes_of_range
 from reshard.opened.contents import TensorEntry
@@ -38,8 +39,7 @@ class LazyTensor:
     Attributes:
         name: its name.
         shape: elements per dimension.
-        dtype: dtype of its arrays. Types that NumPy lacks are those of the package ml_dtypes if it
-            is installed, otherwise unsigned integers of their size; ``dtype.metadata["name"]`` then has the name.
+        dtype: dtype of its arrays; types that NumPy lacks are those of the package ml_dtypes.
         dtype_name: MindSpore's name of the type, such as ``BFloat16``.
     """
 
@@ -47,7 +47,7 @@ class LazyTensor:
         self.name = entry.name
         self.shape = entry.shape
         self.dtype_name = entry.dtype
-        self.dtype: np.dtype[Any] = numpy_dtype(entry.dtype, entry.item_size)
+        self.dtype: np.dtype[Any] = array_dtype(entry.dtype, entry.item_size)
         self._owner = owner
         self._item_size = entry.item_size
         self._target: Optional[TargetTensor] = None
@@ -95,8 +95,7 @@ class LazyTensor:
         """Read into an array; without another copy if it is in C order.
 
         Args:
-            array: has the shape of ``tensor[index]``, and the tensor's dtype, or unsigned integers of the same
-                size for types that NumPy lacks.
+            array: has the shape of ``tensor[index]`` and the tensor's dtype.
             index: elements to read, by default all.
 
         Raises:
@@ -105,7 +104,7 @@ class LazyTensor:
             ReshardError: a file cannot be read; the array's content is then undefined.
         """
         selection = select(index, self.shape)
-        if array.dtype not in (self.dtype, self._bits):
+        if array.dtype != self.dtype:
             raise TypeError(f"{self.name} is {self.dtype_name}: an array of {self.dtype} is needed, not {array.dtype}")
         if not array.flags.writeable:
             raise TypeError(f"the array for {self.name} is read-only")
@@ -137,7 +136,7 @@ class LazyTensor:
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         """An uninitialised array for elements of this tensor."""
-        return np.empty(shape, plain_dtype(self.dtype))
+        return np.empty(shape, self.dtype)
 
     def __array__(self, dtype: Optional[npt.DTypeLike] = None, copy: Optional[bool] = None) -> Array:
         """All of it, for `numpy.asarray`."""
@@ -164,13 +163,6 @@ class LazyTensor:
         """MindSpore's name of its type."""
         return self.dtype_name
 
-    @property
-    def _bits(self) -> np.dtype[Any]:
-        """Unsigned integers of its size for a type that NumPy lacks; else its own dtype."""
-        # ml_dtypes gives some of its types the kind of NumPy's floats.
-        lacking = _extended(self.dtype_name) is not None or self.dtype.kind == "V" or self.dtype.metadata is not None
-        return np.dtype(f"<u{self._item_size}") if lacking and self._item_size in _UNSIGNED else self.dtype
-
 
 def _read(reader: BoxReader, tensor: TargetTensor, selection: Selection, out: Array) -> None:
     """Read a selection into an array of its shape and the tensor's element size, with any strides."""
@@ -182,11 +174,8 @@ def _read(reader: BoxReader, tensor: TargetTensor, selection: Selection, out: Ar
             reader.gather(tensor, box, chosen, part)
 
 
-def numpy_dtype(name: str, item_size: int) -> np.dtype[Any]:
-    """The NumPy dtype of a type.
-
-    NumPy has no bfloat16 and no 8-bit floats. The package ml_dtypes has; without it, or in old versions, their
-    elements are unsigned integers of their size, and the dtype's metadata has their name.
+def array_dtype(name: str, item_size: int) -> np.dtype[Any]:
+    """The dtype of arrays of a type; of one that is unknown here, unsigned integers or plain bytes of its size.
 
     Args:
         name: MindSpore's name of the type.
@@ -194,38 +183,6 @@ def numpy_dtype(name: str, item_size: int) -> np.dtype[Any]:
     """
     if name == TEXT:
         return np.dtype(f"<U{item_size // _CHARACTER}")
-    if name in NUMPY_NAMES:
-        return np.dtype(NUMPY_NAMES[name])
-    return extended_dtype(name) or stand_in(name, item_size)
-
-
-def extended_dtype(name: str) -> Optional[np.dtype[Any]]:
-    """The ml_dtypes dtype of a type that NumPy lacks; None if it is not installed, or lacks the type."""
-    extended = _extended(name)
-    if extended is None:
-        return None
-    try:
-        import ml_dtypes
-    except ImportError:
-        return None
-    extended_type = getattr(ml_dtypes, extended, None)
-    return None if extended_type is None else np.dtype(extended_type)
-
-
-def _extended(name: str) -> Optional[str]:
-    row = DTYPES.get(name)
-    return None if row is None else row.extended
-
-
-def stand_in(name: str, item_size: int) -> np.dtype[Any]:
-    """Unsigned integers, or plain bytes, for a type that NumPy lacks; ``metadata["name"]`` is its name."""
-    plain = f"<u{item_size}" if item_size in _UNSIGNED else f"V{item_size}"
-    # NumPy's stubs only accept the second argument here.
-    make: Any = np.dtype
-    dtype: np.dtype[Any] = make(plain, metadata={"name": name})
-    return dtype
-
-
-def plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """A dtype for returned arrays: without metadata, which makes `numpy.save` warn."""
-    return dtype if dtype.metadata is None else np.dtype(dtype.str)
+    if name in DTYPES:
+        return numpy_dtype(name)
+    return np.dtype(f"<u{item_size}" if item_size in _UNSIGNED else f"V{item_size}")

@@ -20,7 +20,6 @@ import numpy as np
 
 from reshard.checkpoints.checkpoint import (
     ByName,
-    CastWords,
     Checkpoint,
     GlobalTensor,
     ReadBytes,
@@ -39,7 +38,6 @@ from reshard.quantised.values import (
     MAX_TABLES,
     MEMORY_PER_BYTE,
     Bytes,
-    Factors,
     Floats,
     Tables,
     Words,
@@ -153,7 +151,7 @@ class _Scaled:
     box: Box
     scales: Words
     offsets: Optional[Floats]
-    factors: Optional[Factors]
+    factors: Optional[Floats]
 
 
 class ScaledCodes:
@@ -182,9 +180,7 @@ class ScaledCodes:
         """Decodes the tensor to another type."""
         return ScaledCodes(self._tensor, dtype, self._scales, self._offsets)
 
-    def read_into(
-        self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, memory: memoryview, cast: CastWords
-    ) -> int:
+    def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, memory: memoryview) -> int:
         """Fill ``out`` with elements of a slice; see `checkpoint.Decoding`."""
         if not self._compared:
             for scales_or_offsets in (self._scales, self._offsets):
@@ -217,21 +213,21 @@ class ScaledCodes:
                 # Codes are narrower than elements. From the end of their memory, none is replaced before it is decoded.
                 codes = elements.view("u1")[-((high - low) // per_byte) :]
                 read(source, low // per_byte, codes.data)
-                overflowed += self._decode(codes, scaled, box, elements, room, cast)
+                overflowed += self._decode(codes, scaled, box, elements, room)
                 if not whole:
                     words[needed.start - first : needed.stop - first] = elements[needed.start - low : needed.stop - low]
                 low = high
         return overflowed
 
-    def _decode(self, codes: Bytes, scaled: _Scaled, box: Box, out: Words, memory: Bytes, cast: CastWords) -> int:
+    def _decode(self, codes: Bytes, scaled: _Scaled, box: Box, out: Words, memory: Bytes) -> int:
         """Decode a box of elements; returns how many became infinite."""
         code, block = self._tensor.code, self._tensor.block
         scales = scale_box(box, block)
         if scaled.factors is not None:
-            multiply(codes, scaled.factors.part(inside(scales, scaled.box)), block, box, out, memory)
+            multiply(codes, code, scaled.factors[inside(scales, scaled.box)], block, box, out, memory)
             return 0
         if self._exponents:
-            tables, numbers = tables_of_exponents(code, self.dtype, cast), scaled.scales[inside(scales, scaled.box)]
+            tables, numbers = tables_of_exponents(code, self.dtype), scaled.scales[inside(scales, scaled.box)]
             return dequantise(codes, tables, numbers, block, box, out, memory)
         if volume_of(scales) <= MAX_TABLES:
             recent: Optional[tuple[object, Box, Tables]] = getattr(_RECENT, "tables", None)
@@ -241,7 +237,7 @@ class ScaledCodes:
                 recent = _RECENT.tables = (
                     scaled,
                     scales,
-                    tables_of(code, scaled.scales[index], self.dtype, cast, offsets),
+                    tables_of(code, scaled.scales[index], self.dtype, offsets),
                 )
             numbers = np.arange(volume_of(scales), dtype="u2").reshape(shape_of(scales))
             return dequantise(codes, recent[2], numbers, block, box, out, memory)
@@ -250,7 +246,7 @@ class ScaledCodes:
         for part in boxes_of_range(shape_of(box), 0, len(out), len(codes) // 2 * per_byte):
             high = low + volume_of(part)
             codes_of_part = codes[low // per_byte : high // per_byte]
-            overflowed += self._decode(codes_of_part, scaled, placed(part, box), out[low:high], memory, cast)
+            overflowed += self._decode(codes_of_part, scaled, placed(part, box), out[low:high], memory)
             low = high
         return overflowed
 
@@ -298,7 +294,7 @@ class ScaledCodes:
             if self._tensor.code == "Int8" and not offsets.any():
                 offsets = None
         if offsets is None and not self._exponents:
-            factors = factors_of(self._tensor.code, scales, self.dtype, self._sharing)
+            factors = factors_of(self._tensor.code, scales, self.dtype)
         return _Scaled(self, box, scales, offsets, factors)
 
     def _checked(self, scales: Floats, box: Box) -> Floats:

@@ -3,20 +3,21 @@
 The product in Float32 of a code (at most 8 significant bits) and a scale is what the published dequantisers compute, so
 results are equal bit for bit. There are two ways to compute it:
 
-* `Factors`: vector arithmetic on blocks of codes, the faster one, where no element overflows.
+* `multiply`: vector arithmetic on blocks of codes, the faster one, where no element overflows.
 * `Tables`: a byte has 256 values, so the results of all bytes under a scale are computed once, and bytes are looked up.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Callable, Optional
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints.formats.dtypes import DTYPES, ITEM_SIZES
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+from reshard.checkpoints.formats.elements import cast_words, infinite, numpy_dtype, widen
 from reshard.layout import Box, shape_of
 from reshard.named_tuple import NamedTuple
 
@@ -25,13 +26,15 @@ Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[Any]
 Flags = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.intp]
-CastWords = Callable[[Words, str], Words]
 
 E2M1 = "E2M1"
 """Codes of four bits, two in a byte, the low ones first: a sign, two bits of exponent, one of mantissa."""
 
 EXPONENTS = ("Float8E8M0", "UInt8")
 """Types of scales that are exponents of two."""
+
+CODES = ("Float8E4M3FN", "Float8E5M2", "Int8", E2M1)
+"""Types of codes that can be decoded."""
 
 FLOATS = ("Float32", "BFloat16", "Float16")
 
@@ -48,7 +51,7 @@ MAX_TABLES = 256
 _TABLES_AT_A_TIME = 16
 
 MEMORY_PER_BYTE = 10
-"""Bytes of working memory for a byte of codes, at least: two kinds of indices, or two words."""
+"""Bytes of working memory for a byte of codes, at least: two kinds of indices, or words."""
 
 # Minimum average of bytes whose rows have equal scales, if they are decoded together.
 _MIN_TOGETHER = 1 << 14
@@ -75,14 +78,12 @@ class Float8(NamedTuple):
 
 
 FLOAT8 = {"Float8E4M3FN": Float8(20, 0x87F00000, 120, 0x7F), "Float8E5M2": Float8(21, 0x8FE00000, 112, 0x7C)}
-"""Codes that `Factors` multiplies beside Int8."""
+"""Codes that are multiplied as bits, beside Int8."""
 
 # The least word of Float32 that becomes infinite as BFloat16.
 _BECOMES_INFINITE = 0x7F7F8000
-# The least number of Float32 with all of its digits.
-_LEAST_NORMAL = 2.0**-126
-# Minimum elements per product for which the products of scales are checked for ties.
-_MIN_SHARING = 8
+# The largest size of finite numbers of codes that are multiplied.
+_LARGEST = {"Float8E4M3FN": np.float32(448), "Float8E5M2": np.float32(57344), "Int8": np.float32(128)}
 
 
 def decode_scales(words: Words, dtype: str) -> Floats:
@@ -92,17 +93,7 @@ def decode_scales(words: Words, dtype: str) -> Floats:
         words: unsigned words of the size of their type, in any shape.
         dtype: one of `SCALE_TYPES` or `OFFSET_TYPES`.
     """
-    if dtype in EXPONENTS:
-        bits = words.astype("u4")
-        # The exponent 0 stands for 2**-127, which is subnormal in Float32; 255 for NaN.
-        values: Floats = np.left_shift(bits, 23).view("f4").copy()
-        values[bits == 0] = np.float32(2.0**-127)
-        values[bits == 255] = np.nan
-    elif dtype == "BFloat16":
-        values = np.left_shift(words, 16, dtype="u4", casting="unsafe").view("f4")
-    else:
-        values = words.view({"Float16": "f2", "Int8": "i1"}.get(dtype, "f4")).astype("f4")
-    return values
+    return widen(words, EXPONENTS[0] if dtype in EXPONENTS else dtype).astype("f4")
 
 
 def scale_box(box: Box, block: Sequence[int]) -> Box:
@@ -129,27 +120,24 @@ class Tables(NamedTuple):
     overflowing: Words
 
 
-def tables_of(code: str, scales: Floats, dtype: str, cast: CastWords, offsets: Optional[Floats] = None) -> Tables:
+def tables_of(code: str, scales: Floats, dtype: str, offsets: Optional[Floats] = None) -> Tables:
     """A table for each of some scales.
 
     Args:
         code: one of `CODES`.
         scales: in any shape; tables are in C order.
         dtype: type of the elements.
-        cast: returns words of Float32 as words of a type.
         offsets: what is subtracted from the codes first, in the shape of the scales; None for nothing.
     """
-    values, flat_scales = CODES[code], scales.reshape(-1, 1, 1)
-    layout = DTYPES[dtype].layout
-    assert layout is not None
+    values, flat_scales = numbers_of(code), scales.reshape(-1, 1, 1)
     all_words = np.empty((len(flat_scales), *values.shape), f"u{ITEM_SIZES[dtype]}")
     overflows = np.zeros(all_words.shape[:2], "u1")
     for first in range(0, len(flat_scales), _TABLES_AT_A_TIME):
         part = slice(first, first + _TABLES_AT_A_TIME)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             shifted = values if offsets is None else values - offsets.reshape(-1, 1, 1)[part]
-            all_words[part] = cast((shifted * flat_scales[part]).view("u4"), dtype)
-        became = (all_words[part] & layout.without_sign) == layout.infinity
+            all_words[part] = cast_words((shifted * flat_scales[part]).view("u4"), "Float32", dtype)
+        became = infinite(all_words[part], dtype)
         if became.any():
             (became & np.isfinite(values)).sum(axis=-1, out=overflows[part])
     words = all_words.reshape(-1).view(f"u{all_words.itemsize * all_words.shape[-1]}")
@@ -157,66 +145,41 @@ def tables_of(code: str, scales: Floats, dtype: str, cast: CastWords, offsets: O
 
 
 @functools.cache
-def tables_of_exponents(code: str, dtype: str, cast: CastWords) -> Tables:
+def tables_of_exponents(code: str, dtype: str) -> Tables:
     """A table for each scale of one byte that is an exponent of two."""
-    return tables_of(code, decode_scales(np.arange(256, dtype="u1"), EXPONENTS[0]), dtype, cast)
+    return tables_of(code, decode_scales(np.arange(256, dtype="u1"), EXPONENTS[0]), dtype)
 
 
-class Factors(NamedTuple):
-    """Scales as factors of codes.
-
-    Attributes:
-        code: of the elements.
-        values: the factors, in the shape of the scales.
-        ties: per factor whether a product may lie in the middle between two numbers of BFloat16.
-    """
-
-    code: str
-    values: Floats
-    ties: Flags
-
-    def part(self, index: tuple[slice, ...]) -> Factors:
-        """The factors of some of the scales."""
-        return Factors(self.code, self.values[index], self.ties[index])
-
-
-def factors_of(code: str, scales: Floats, dtype: str, sharing: int) -> Optional[Factors]:
-    """Factors for some scales; None where vector arithmetic does not give the exact results, or not faster.
+def factors_of(code: str, scales: Floats, dtype: str) -> Optional[Floats]:
+    """Factors of codes for some scales; None where vector arithmetic does not give the exact results.
 
     Args:
-        code: one of `CODES`.
+        code: of the elements.
         scales: positive numbers, in any shape.
         dtype: type of the elements.
-        sharing: the number of elements that share a scale.
     """
-    if code not in _MULTIPLIED or dtype not in ("Float32", "BFloat16"):
+    if code not in _LARGEST or dtype not in ("Float32", "BFloat16"):
         return None
-    least, largest, significands = _MULTIPLIED[code]
     bits = FLOAT8.get(code)
     power = np.float32(1 if bits is None else 2.0**bits.bias)
     # Without subnormal numbers, as some libraries set the processor, small codes would become zero.
-    if bits is not None and np.uint32(1 << bits.shift).view("f4") * power != least:
+    if bits is not None and not np.uint32(1 << bits.shift).view("f4") * power:
         return None
     with np.errstate(over="ignore", under="ignore"):
-        factors = scales * power
-        if not np.isfinite(factors).all() or (largest * scales.max()).view("u4") >= _BECOMES_INFINITE:
+        factors: Floats = scales * power
+        if not np.isfinite(factors).all() or (_LARGEST[code] * scales.max()).view("u4") >= _BECOMES_INFINITE:
             return None
-        # Products with codes and with significands, which are at least a half, must be normal numbers.
-        ties: Flags = min(least, np.float32(0.5)) * scales < _LEAST_NORMAL
-        if len(significands) * _MIN_SHARING > sharing:
-            ties[...] = True
-        elif dtype == "BFloat16":
-            for significand in significands:
-                # Products of numbers that differ by a power of two have the same digits.
-                ties |= ((significand * scales).view("u4") & 0xFFFF) == 0x8000
-    return Factors(code, factors, ties)
+    return factors
 
 
-def multiply(codes: Bytes, factors: Factors, block: Sequence[int], box: Box, out: Words, memory: Bytes) -> None:
+def multiply(
+    codes: Bytes, code: str, factors: Floats, block: Sequence[int], box: Box, out: Words, memory: Bytes
+) -> None:
     """Multiply the elements of a box by their scales.
 
     Args:
         codes: bytes of the box, in C order; they may be the last bytes of ``out``.
+        code: of the elements.
         factors: of the scales of ``scale_box(box, block)``, in that shape.
         block: elements per scale, per dimension.
         box: which elements of the tensor they are; at least one dimension.
@@ -225,13 +188,11 @@ def multiply(codes: Bytes, factors: Factors, block: Sequence[int], box: Box, out
     """
     columns = shape_of(box)[-1]
     signed = codes.view("i1")
-    bits = FLOAT8.get(factors.code)
+    bits = FLOAT8.get(code)
     special = bits is not None and bool(signed.max() >= bits.special or codes.max() >= bits.special | 0x80)
-    ties = out.itemsize == 2 and bool(factors.ties.any())
-    half = len(memory) // 8 * 4
-    products, room = memory[: half if ties else 2 * half].view("u4"), memory[half : 2 * half].view("u4")
+    products = memory[: len(memory) // 4 * 4].view("u4")
     with np.errstate(invalid="ignore", under="ignore"):
-        for part, values in _spread(factors.values, block, box, 1, len(products)):
+        for part, values in _spread(factors, block, box, 1, len(products)):
             words = out[part] if out.itemsize == 4 else products[: part.stop - part.start]
             numbers = words.view("f4")
             if bits is None:
@@ -239,7 +200,7 @@ def multiply(codes: Bytes, factors: Factors, block: Sequence[int], box: Box, out
             else:
                 if special:
                     places = np.flatnonzero((codes[part] & 0x7F) >= bits.special)
-                    specials = CODES[factors.code][codes[part][places], 0]
+                    specials = numbers_of(code)[codes[part][places], 0]
                 # Exponent and mantissa at their places in Float32: the numbers times 2**-bias.
                 np.copyto(words.view("i4"), signed[part])
                 np.left_shift(words, bits.shift, out=words)
@@ -249,15 +210,7 @@ def multiply(codes: Bytes, factors: Factors, block: Sequence[int], box: Box, out
             grid = numbers.reshape(-1, max(columns, values.shape[1]))
             np.multiply(grid, values, out=grid)
             if out.itemsize == 2:
-                # No finite number becomes infinite, and NaN is the one of NumPy, which stays NaN.
-                if ties:
-                    odd = room[: len(words)]
-                    np.right_shift(words, 16, out=odd)
-                    np.bitwise_and(odd, 1, out=odd)
-                    np.add(words, odd, out=words)
-                np.add(words, 0x7FFF if ties else 0x8000, out=words)
-                np.right_shift(words, 16, out=words)
-                np.copyto(out[part], words, casting="unsafe")
+                np.copyto(out[part].view(numpy_dtype("BFloat16")), numbers, casting="unsafe")
 
 
 def dequantise(
@@ -354,57 +307,15 @@ def _spread(values: Words, block: Sequence[int], box: Box, per_byte: int, most: 
             yield slice(first * columns, last * columns), repeated if whole else repeated[:, :columns]
 
 
-def _table(exponent: int, mantissa: int, bias: int) -> Floats:
-    """The numbers of all codes of a floating point type with a sign and subnormals, as if none were special."""
-    codes = np.arange(1 << (1 + exponent + mantissa))
-    power, digits = codes >> mantissa & ((1 << exponent) - 1), codes & ((1 << mantissa) - 1)
-    sizes = np.where(
-        power == 0,
-        digits * 2.0 ** (1 - bias - mantissa),
-        (digits + (1 << mantissa)) * 2.0 ** (power - float(bias + mantissa)),
-    )
-    return np.where(codes >> (exponent + mantissa), -sizes, sizes).astype("f4")
+# The numbers of codes without a sign.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def _e4m3() -> Floats:
-    values = _table(4, 3, 7)
-    values[[0x7F, 0xFF]] = np.nan
-    return values[:, None]
-
-
-def _e5m2() -> Floats:
-    values = _table(5, 2, 15)
-    values[[0x7C, 0xFC]] = np.inf, -np.inf
-    values[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
-    return values[:, None]
-
-
-def _e2m1() -> Floats:
-    values, codes = _table(2, 1, 1), np.arange(256)
+@functools.cache
+def numbers_of(code: str) -> Floats:
+    """The numbers of every byte of one of `CODES`: 256 rows of one number, of two for `E2M1`."""
+    codes = np.arange(256, dtype="u1")
+    if code != E2M1:
+        return widen(codes, code).astype("f4")[:, None]
+    values = np.array([*_E2M1, *(-value for value in _E2M1)], "f4")
     return np.stack([values[codes & 15], values[codes >> 4]], axis=1)
-
-
-CODES: Mapping[str, Floats] = {
-    "Float8E4M3FN": _e4m3(),
-    "Float8E5M2": _e5m2(),
-    "Int8": np.arange(256).astype("u1").view("i1").astype("f4")[:, None],
-    E2M1: _e2m1(),
-}
-"""Per code that can be decoded the numbers of every byte: 256 rows of one number, of two for `E2M1`."""
-
-
-class _Numbers(NamedTuple):
-    """Finite numbers of a code, without sign: the least one above zero, the largest one, and their significands."""
-
-    least: np.float32
-    largest: np.float32
-    significands: Floats
-
-
-def _numbers_of(code: str) -> _Numbers:
-    sizes = np.abs(CODES[code][np.isfinite(CODES[code])])
-    sizes = sizes[sizes > 0]
-    return _Numbers(sizes.min(), sizes.max(), np.unique(np.frexp(sizes)[0]))
-
-
-_MULTIPLIED = {code: _numbers_of(code) for code in (*FLOAT8, "Int8")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,6 @@ def parameters(opened: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_network_loads_full_tensors_and_slices_of_a_rank(dtype: str, tmp_path: Path) -> None:
-    if dtype == "bfloat16":
-        pytest.importorskip("ml_dtypes")
     source, old, new = saved(tmp_path, dtype)
     kind = getattr(mindspore, dtype)
     net = Net(8, kind)
@@ -69,14 +66,3 @@ def test_a_network_loads_full_tensors_and_slices_of_a_rank(dtype: str, tmp_path:
         with reshard.open(source, src_strategy=old, dst_strategy=new, rank=rank) as opened:
             assert mindspore.load_param_into_net(net, parameters(opened), strict_load=True) == ([], [])
         assert_same({name: plain(value) for name, value in net.parameters_dict().items()}, converted[rank])
-
-
-def test_without_ml_dtypes_mindspores_type_reads_bfloat16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    source, old, _ = saved(tmp_path, "bfloat16")
-    np_dtype = pytest.importorskip("mindspore.common.np_dtype")
-    with reshard.open(source, src_strategy=old) as opened:
-        assert opened["bias"].dtype_name == "BFloat16"
-        actual = mindspore.Tensor(opened["bias"][...].view(np_dtype.bfloat16))
-    assert actual.dtype == mindspore.bfloat16
-    assert plain(actual).tolist() == plain(numbers("bfloat16")["bias"]).tolist()

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+from reshard.checkpoints.formats.elements import cast_words
 from reshard.errors import RetryableError
-from reshard.execute.casts import cast_words
 from reshard.execute.filling import BlockFiller
 from reshard.execute.reading import ByteReader, make_reader
 from reshard.execute.runs import Run, runs_of_box

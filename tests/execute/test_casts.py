@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE
-from reshard.execute.casts import Cast, cast_words
+from reshard.checkpoints.formats.elements import cast_words
+from reshard.execute.casts import Cast
 from reshard.execute.tiles import put
 
 Words = npt.NDArray[Any]
@@ -127,30 +128,56 @@ def test_casts_by_blocks_equal_casts_by_element_and_count_overflows(shape: tuple
         assert {name for name, _ in output} == {"w"}
 
 
+def doubles_of(words: Words, stored: str) -> Any:
+    """Numbers as Float64, which has all of them; without ml_dtypes."""
+    with np.errstate(invalid="ignore"):
+        if stored == "BFloat16":
+            return (words.astype("u4") << 16).view("f4").astype("f8")
+        return words.view({"Float16": "f2", "Float32": "f4", "Float64": "f8"}[stored]).astype("f8")
+
+
+def nearest_words(doubles: npt.NDArray[np.float64], dtype: str) -> Any:
+    """The words of the nearest numbers of a two-byte type, ties to even, found in the list of all of its numbers."""
+    exponent_bits, mantissa_bits = FIELDS[dtype]
+    infinity = ((1 << exponent_bits) - 1) << mantissa_bits
+    sizes = doubles_of(np.arange(infinity, dtype="u2"), dtype)
+    # Beyond the largest number, infinity counts as the next power of two.
+    middles = (sizes + np.append(sizes[1:], 2 * sizes[infinity - (1 << mantissa_bits)])) / 2
+    found = np.searchsorted(middles, np.abs(doubles))
+    ties = (found < infinity) & (middles[np.minimum(found, infinity - 1)] == np.abs(doubles))
+    return np.where(ties, found + found % 2, found) | np.signbit(doubles) << 15
+
+
 @pytest.mark.parametrize(("stored", "dtype"), PAIRS)
-def test_casts_of_ordinary_blocks_equal_casts_by_element(stored: str, dtype: str) -> None:
-    """Around every element of the narrower type and every middle between two, in blocks without special ones."""
-    narrower = stored if WORDS[stored] == "u2" else dtype if WORDS[dtype] == "u2" else "Float16"
-    largest = 65504.0 if "Float16" in (stored, dtype, narrower) else 2.0**127
+def test_all_numbers_and_middles_of_two_byte_types_are_cast_to_the_nearest(stored: str, dtype: str) -> None:
     random = np.random.default_rng(0)
-    with np.errstate(all="ignore"):
-        numbers = cast_words(np.arange(1 << 16, dtype="u2"), narrower, "Float32").view("f4").astype("f8")
-        numbers = np.sort(numbers[np.abs(numbers) <= largest])
-        middles = (numbers[1:] + numbers[:-1]) / 2
-        normal = random.standard_normal(200_000)
-        values = np.concatenate([numbers, middles, normal, normal * 1e-5])
-        if WORDS[stored] == "u2":
-            words = np.arange(1 << 16, dtype="u2")
-            words = words[np.abs(cast_words(words, stored, "Float32").view("f4")) <= largest]
-        else:
-            exact = values.astype("f4" if stored == "Float32" else "f8")
-            away = [np.nextafter(exact, np.array(end, exact.dtype)) for end in (-np.inf, np.inf)]
-            words = np.concatenate([exact, *away]).view(WORDS[stored])
-    out = np.empty(len(words), WORDS[dtype])
+    if WORDS[stored] == "u2":
+        words = np.arange(1 << 16, dtype="u2")
+    else:
+        sizes = [
+            doubles_of(np.arange(0x7C00, dtype="u2"), "Float16"),
+            doubles_of(np.arange(0x7F80, dtype="u2"), "BFloat16"),
+        ]
+        middles = [(each[1:] + each[:-1]) / 2 for each in sizes]
+        float_type = "f4" if stored == "Float32" else "f8"
+        with np.errstate(over="ignore", under="ignore"):
+            exact = np.concatenate([*sizes, *middles, [65520, 3.4e38, 1e39, 1e-46, np.inf]]).astype(float_type)
+            near = [np.nextafter(exact, np.array(end, float_type)) for end in (0, np.inf)]
+        any_bits = random.integers(0, 256, (1 << 17) * exact.itemsize, dtype="u1").view(float_type)
+        words = np.concatenate([exact, *near, -exact, *(-each for each in near), any_bits]).view(WORDS[stored])
+    doubles = doubles_of(words, stored)
+    out, overflowed = np.empty(len(words), WORDS[dtype]), []
 
-    Cast(stored, dtype, "w", lambda name, count: pytest.fail("overflow")).put(words, out)
+    Cast(stored, dtype, "w", lambda name, count: overflowed.append(count)).put(words, out)
 
-    np.testing.assert_array_equal(out, cast_words(words, stored, dtype))
+    cast_doubles, nan = doubles_of(out, dtype), np.isnan(doubles)
+    np.testing.assert_array_equal(np.isnan(cast_doubles), nan)
+    if WORDS[dtype] == "u2":
+        np.testing.assert_array_equal(out[~nan], nearest_words(doubles[~nan], dtype))
+    else:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            np.testing.assert_array_equal(out[~nan], doubles[~nan].astype("f4").view("u4"))
+    assert sum(overflowed) == np.count_nonzero(np.isinf(cast_doubles)) - np.count_nonzero(np.isinf(doubles))
 
 
 @pytest.mark.parametrize("transposed", [False, True])

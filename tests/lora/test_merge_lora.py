@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -357,10 +358,9 @@ def test_matrices_of_two_adapters_are_not_paired(tmp_path: Path) -> None:
         fails(3, "merge-lora", src, adapter, tmp_path / "out", texts=["matrices of 2 adapters"])
 
 
-def test_an_adapter_of_bfloat16_is_merged_with_and_without_ml_dtypes(tmp_path: Path) -> None:
-    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+def test_an_adapter_of_bfloat16_is_merged(tmp_path: Path) -> None:
     full, pairs = weights(), matrices()
-    short = {name: (a.astype(bfloat16), b.astype(bfloat16)) for name, (a, b) in pairs.items()}
+    short = {name: (a.astype(ml_dtypes.bfloat16), b.astype(ml_dtypes.bfloat16)) for name, (a, b) in pairs.items()}
     adapter = peft(tmp_path / "adapter", short)
     done("merge-lora", base(tmp_path / "base", full), adapter, tmp_path / "out", "--verify")
     wide = {name: (a.astype("f4"), b.astype("f4")) for name, (a, b) in short.items()}

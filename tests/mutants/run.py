@@ -32,6 +32,7 @@ from tests.mutants.operators import Mutant, install, mutants_of
 
 MODULES = (
     *(f"reshard.layout.{name}" for name in ("layout", "grid", "overlap", "views")),
+    "reshard.checkpoints.formats.elements",
     *(f"reshard.quantised.{name}" for name in ("values", "decoding")),
     *(f"reshard.execute.{name}" for name in ("filling", "tiles", "parts", "reader", "reading", "run", "runs", "casts")),
 )

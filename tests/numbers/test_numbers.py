@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from decimal import Context, Decimal, localcontext
 from fractions import Fraction
 from pathlib import Path
@@ -16,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
+from reshard.checkpoints.formats.elements import widen
 from reshard.execute import Progress
 from reshard.numbers import statistics, sweep, widening
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.numbers.statistics import TensorStatistics, statistics_of
-from reshard.numbers.widening import BYTES, ONE, Widener, in_numpy, table
+from reshard.numbers.widening import BYTES, ONE, Widener, table
 from tests.layouts import examples, strategies
 from tests.reference import Array
 from tests.trees import (
@@ -69,13 +71,32 @@ def float8(code: int, dtype: str) -> float:
     return sign * (1 + fraction / (1 << mantissa)) * 2.0 ** (exponent - bias)
 
 
+def unsigned_zero(code: int, mantissa: int, bias: int) -> float:
+    """A type without infinities and negative zero, whose place NaN takes."""
+    if code == 128:
+        return math.nan
+    exponent, fraction = (code & 127) >> mantissa, code & ((1 << mantissa) - 1)
+    size = (bool(exponent) + fraction / (1 << mantissa)) * 2.0 ** (max(exponent, 1) - bias)
+    return -size if code & 128 else size
+
+
+ONE_BYTE: dict[str, Callable[[int], float]] = {
+    "Float8E4M3FN": lambda code: float8(code, "F8_E4M3"),
+    "Float8E5M2": lambda code: float8(code, "F8_E5M2"),
+    "Float8E4M3FNUZ": lambda code: unsigned_zero(code, 3, 8),
+    "Float8E5M2FNUZ": lambda code: unsigned_zero(code, 2, 16),
+    "Float8E8M0": lambda code: math.nan if code == 255 else 2.0 ** (code - 127),
+}
+
+
 @pytest.mark.parametrize("dtype", [name for name in BYTES if name.startswith("Float8")])
-def test_8_bit_floats_equal_those_of_ml_dtypes(dtype: str) -> None:
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    name = {"Float8E8M0": "float8_e8m0fnu"}.get(dtype, dtype.lower().replace("float8", "float8_"))
-    expected = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, name)).astype(np.float64)
-    assert np.array_equal(table(dtype)[:, 0], expected, equal_nan=True)
-    assert np.array_equal(in_numpy(np.arange(256, dtype=np.uint8), dtype), expected.astype("f4"), equal_nan=True)
+def test_8_bit_floats_have_the_numbers_of_their_definition(dtype: str) -> None:
+    expected = np.array([ONE_BYTE[dtype](code) for code in range(256)])
+    widened = widen(np.arange(256, dtype="u1"), dtype)
+    for numbers in (widened, table(dtype)[:, 0]):
+        assert np.array_equal(numbers, expected, equal_nan=True)
+        assert (np.signbit(numbers) == np.signbit(expected))[~np.isnan(expected)].all()
+    assert widened.dtype == np.float32
 
 
 @pytest.mark.parametrize("dtype, first", [("Float16", "<f2"), ("BFloat16", "<u2")])
@@ -86,9 +107,9 @@ def test_16_bit_floats_are_widened_exactly(dtype: str, first: str, finite: bool)
     if finite:
         codes = codes[codes & 0x7FFF < widest]
     numbers = codes.view(first).astype("<f4") if first == "<f2" else (codes.astype("<u4") << 16).view("<f4")
-    widened = Widener().floats(codes.view(np.uint8), dtype)
-    assert widened.dtype == np.float32 and np.array_equal(widened, numbers, equal_nan=True)
-    assert np.array_equal(np.signbit(widened), np.signbit(numbers))
+    for widened in (Widener().floats(codes.view(np.uint8), dtype), widen(codes, dtype)):
+        assert np.array_equal(widened, numbers, equal_nan=True)
+        assert np.array_equal(np.signbit(widened), np.signbit(numbers))
 
 
 @st.composite

@@ -381,16 +381,17 @@ def test_every_reading_command_dequantises_alike(tmp_path: Path, scheme: str) ->
     assert sum(done("inspect", tmp_path / "src", "--json").json["quantised"].values()) == len(quantised)
 
 
+values_of_codes = values.numbers_of
 MISTAKES = {
-    "fp8 blocks": (values.FLOAT8, "Float8E4M3FN", values.FLOAT8["Float8E4M3FN"]._replace(mask=0x87E00000)),
-    "mxfp4": (values.CODES, E2M1, values.CODES[E2M1][:, ::-1]),
+    "fp8 blocks": ("FLOAT8", {"Float8E4M3FN": values.FLOAT8["Float8E4M3FN"]._replace(mask=0x87E00000)}),
+    "mxfp4": ("numbers_of", lambda code: values_of_codes(code)[:, ::-1]),
 }
 
 
 @pytest.mark.parametrize("scheme", MISTAKES)
 def test_verify_finds_wrong_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     write_model(tmp_path / "src", scheme)
-    monkeypatch.setitem(*MISTAKES[scheme])
+    monkeypatch.setattr(values, *MISTAKES[scheme])
     # Without the tables of other tests.
     monkeypatch.setattr(decoding, "tables_of_exponents", values.tables_of_exponents.__wrapped__)
 

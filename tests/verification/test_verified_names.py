@@ -16,6 +16,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from reshard.checkpoints.formats.elements import Words
 from reshard.execute import casts
 from reshard.layout.views import ZEROS, View
 from reshard.names.operations import Chain, apply_all
@@ -25,7 +26,7 @@ from tests.execute.test_memory import peaks
 from tests.layouts import examples, strategies
 from tests.names.test_properties import RandomRule, random_rules
 from tests.packed_model import CONFIG, RULES, SHAPES
-from tests.running import Argument, Result, done, fails
+from tests.running import Argument, Result, done, fails, reshard
 from tests.small import COPIED
 from tests.trees import (
     Value,
@@ -215,14 +216,13 @@ def test_wrong_views_are_found(
     assert found(result) == {("content", name) for name in names}
 
 
-def truncated(source: Any, stored: str, dtype: str) -> Any:
+def truncated(source: Words, stored: str, out: Words, dtype: str) -> None:
     """Float32 as BFloat16 without rounding."""
-    return (source >> 16).astype("u2")
+    out[...] = source >> 16
 
 
 def test_a_cast_that_truncates_is_found(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(casts, "_cast_ordinary", lambda *block: False)
-    monkeypatch.setattr(casts, "cast_words", truncated)
+    monkeypatch.setattr(casts, "put_words", truncated)
     options: list[Argument] = [*models.strategies, *models.names, "--cast", "BFloat16"]
     result = fails(4, "convert", models.src, models.dst, *options, "--verify", "--json")
     assert found(result) == {("content", name) for name in TARGET[0]["layouts"]}
@@ -261,6 +261,22 @@ def test_values_beside_renamed_tensors_are_compared(models: Models) -> None:
     tensors["global_step"] = flipped(tensors["global_step"])
     write_checkpoint(path, tensors)
     assert ("content", "global_step") in found(fails(4, *models.verify("--json")))
+
+
+def test_any_nan_of_a_cast_element_equals_any_other_and_nothing_else(models: Models) -> None:
+    models.new = models.old
+    tensors = full()
+    tensors["model.norm"].array[:4] = [0x7F800001, 0xFFC12345, 0x7FFFFFFF, 0x7F800000]
+    write_tree(models.src, cut_ranks(SOURCE, tensors, COPIED))
+    models.convert("--cast", "BFloat16", "--verify")
+    stored = {path: read_checkpoint(path) for path in models.dst.glob("rank_*/*.ckpt")}
+    for place, word, status in ((0, 0xFFAB, 0), (0, 0x7F80, 4), (3, 0x7F81, 4), (4, 0x7FC0, 4)):
+        for path, written in stored.items():
+            norm = written["model.norm"].array.copy()
+            norm[place] = word
+            write_checkpoint(path, {**written, "model.norm": Value("BFloat16", norm)})
+        result = reshard(*models.verify("--json"))
+        assert result.status == status and (not status or found(result) == {("content", "model.norm")})
 
 
 def test_filters_match_written_names(models: Models) -> None:

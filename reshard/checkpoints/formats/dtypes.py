@@ -22,34 +22,6 @@ MEMORY = "memory"
 """The format of tensors that are read and never written. It can hold all elements, and text."""
 
 
-class FloatLayout(NamedTuple):
-    """The bits of a floating point type: a sign, an exponent and a mantissa.
-
-    Attributes:
-        exponent: bits of the exponent.
-        mantissa: bits of the mantissa.
-        bias: of the exponent.
-        infinite: whether the largest exponent is for infinities and NaN.
-        negative_zero: whether negative zero exists; otherwise its bits are the only NaN.
-    """
-
-    exponent: int
-    mantissa: int
-    bias: int
-    infinite: bool = True
-    negative_zero: bool = True
-
-    @property
-    def without_sign(self) -> int:
-        """All bits but the sign."""
-        return (1 << (self.exponent + self.mantissa)) - 1
-
-    @property
-    def infinity(self) -> int:
-        """The bits of infinity, where there is one."""
-        return self.without_sign >> self.mantissa << self.mantissa
-
-
 class DType(NamedTuple):
     """An element type.
 
@@ -60,7 +32,6 @@ class DType(NamedTuple):
         ckpt: its name in a `.ckpt` file; None if MindSpore has none.
         numpy: NumPy's name; None if NumPy lacks it.
         extended: the name in ml_dtypes, if NumPy lacks it.
-        layout: its bits; None unless it is a floating point type with a sign.
     """
 
     name: str
@@ -69,7 +40,6 @@ class DType(NamedTuple):
     ckpt: Optional[str]
     numpy: Optional[str] = None
     extended: Optional[str] = None
-    layout: Optional[FloatLayout] = None
 
 
 _TABLE = (
@@ -79,22 +49,22 @@ _TABLE = (
     DType(INT4, 1, "I8", INT4, "i1"),
     DType("Int8", 1, "I8", "Int8", "i1"),
     DType("UInt8", 1, "U8", "UInt8", "u1"),
-    DType("Float8E4M3FN", 1, "F8_E4M3", None, None, "float8_e4m3fn", FloatLayout(4, 3, 7, infinite=False)),
-    DType("Float8E5M2", 1, "F8_E5M2", None, None, "float8_e5m2", FloatLayout(5, 2, 15)),
+    DType("Float8E4M3FN", 1, "F8_E4M3", None, None, "float8_e4m3fn"),
+    DType("Float8E5M2", 1, "F8_E5M2", None, None, "float8_e5m2"),
     # Only an exponent, without a sign.
     DType("Float8E8M0", 1, "F8_E8M0", None, None, "float8_e8m0fnu"),
-    DType("Float8E4M3FNUZ", 1, "F8_E4M3FNUZ", None, None, "float8_e4m3fnuz", FloatLayout(4, 3, 8, False, False)),
-    DType("Float8E5M2FNUZ", 1, "F8_E5M2FNUZ", None, None, "float8_e5m2fnuz", FloatLayout(5, 2, 16, False, False)),
+    DType("Float8E4M3FNUZ", 1, "F8_E4M3FNUZ", None, None, "float8_e4m3fnuz"),
+    DType("Float8E5M2FNUZ", 1, "F8_E5M2FNUZ", None, None, "float8_e5m2fnuz"),
     DType("Int16", 2, "I16", "Int16", "<i2"),
     DType("UInt16", 2, "U16", "UInt16", "<u2"),
-    DType("Float16", 2, "F16", "Float16", "<f2", None, FloatLayout(5, 10, 15)),
-    DType("BFloat16", 2, "BF16", "BFloat16", None, "bfloat16", FloatLayout(8, 7, 127)),
+    DType("Float16", 2, "F16", "Float16", "<f2"),
+    DType("BFloat16", 2, "BF16", "BFloat16", None, "bfloat16"),
     DType("Int32", 4, "I32", "Int32", "<i4"),
     DType("UInt32", 4, "U32", "UInt32", "<u4"),
-    DType("Float32", 4, "F32", "Float32", "<f4", None, FloatLayout(8, 23, 127)),
+    DType("Float32", 4, "F32", "Float32", "<f4"),
     DType("Int64", 8, "I64", "Int64", "<i8"),
     DType("UInt64", 8, "U64", "UInt64", "<u8"),
-    DType("Float64", 8, "F64", "Float64", "<f8", None, FloatLayout(11, 52, 1023)),
+    DType("Float64", 8, "F64", "Float64", "<f8"),
     DType("Complex64", 8, "C64", "Complex64", "<c8"),
     DType("Complex128", 16, None, "Complex128", "<c16"),
 )
