@@ -24,7 +24,7 @@ _SHARDS = "reshard.shards"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -79,6 +79,16 @@ class FormType(Choice):
         return super().convert(SHORT_NAMES.get(value, value), param, ctx)
 
 
+class FormatType(Choice):
+    """A format of files."""
+
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
+        """The format."""
+        if SHORT_NAMES.get(value, value) in FORM_CLASSES:
+            self.fail(f"{value} is a form, not a format: --to {value}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def _parse_shard_size(text: str) -> int:
     """The bytes of ``5GB``, decimal as at Hugging Face, or of ``5GiB``."""
     # Loaded only here: help does without.
@@ -93,10 +103,13 @@ def parse_memory(text: str) -> int:
     Raises:
         ValueError: the text is no size.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:(B)|([KMGT])(?:i?B)?)?\s*", text, re.IGNORECASE)
     if not match or float(match[1]) == 0:
         raise ValueError(f"{text!r} is not a size such as 512M or 2G")
-    return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
+    unit = match[2] or match[3]
+    if unit is None:
+        raise ValueError(f"{text!r} has no unit: {match[1]}M or {match[1]}G")
+    return max(1, int(float(match[1]) * _UNITS[unit.upper()]))
 
 
 def _parse_share(text: str) -> Share:
@@ -140,7 +153,8 @@ def choice(group: str, name: str, text: str) -> Callable[[F], F]:
     """An option with a few choices; the first is the default."""
     words = CHOICES[name]
     flag = "--" + name.replace("_", "-")
-    return option(group, flag, name, type=Choice(words), default=words[0], show_default=True, help=text)
+    kind = FormatType if name == "format" else Choice
+    return option(group, flag, name, type=kind(words), default=words[0], show_default=True, help=text)
 
 
 def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -293,7 +307,7 @@ output = together(
         "Output",
         "--progress/--no-progress",
         default=None,
-        show_default="on a terminal",
+        show_default="unless --quiet",
         help="Show progress: a bar, or without a terminal a line every 30 s.",
     ),
     verbose("Print details: phases, checks, and the name of every parameter."),

@@ -1,4 +1,4 @@
-"""Progress by bytes: a bar on a terminal, or lines for --progress."""
+"""Progress by bytes: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -26,13 +26,11 @@ def progress_of(quiet: bool, requested: Optional[bool]) -> Progress:
 
     Args:
         quiet: only warnings and errors; --progress overrides it.
-        requested: --progress or --no-progress; None for a bar on a terminal only.
+        requested: --progress or --no-progress; None without either.
     """
-    on_terminal = _has_room()
-    shown = on_terminal and not quiet if requested is None else requested
-    if not shown:
+    if quiet if requested is None else not requested:
         return Progress()
-    return _Bar() if on_terminal else _Lines()
+    return _Bar() if _has_room() else _Lines()
 
 
 def _has_room() -> bool:

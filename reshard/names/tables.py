@@ -94,7 +94,11 @@ def read_config(path: str) -> Configuration:
         path = os.path.join(path, "config.json")
     content = read_json(path, _LARGEST_CONFIG, NamesError)
     if content is None:
-        raise NamesError(f"{path}: the configuration is missing", file=path)
+        raise NamesError(
+            f"{path}: the configuration is missing",
+            file=path,
+            hint="--config takes the model's config.json or its directory; a table of names goes to --names",
+        )
     return Configuration(content, path)
 
 

@@ -80,6 +80,33 @@ def test_option_values_out_of_their_range_are_wrong_usage(world: World, options:
     world.refuses(2, options[0], options=options)
 
 
+@pytest.mark.parametrize(
+    ("options", "instead"),
+    [
+        (("--max-memory", "64"), "64G"),
+        (("--format", "hf"), "--to hf"),
+        (("--format", "dcp"), "--to dcp"),
+        (("--to", "safetensors"), "--format safetensors"),
+    ],
+)
+def test_a_value_of_another_kind_names_what_to_type_instead(
+    world: World, options: tuple[str, ...], instead: str
+) -> None:
+    world.save(FULL)
+    world.refuses(2, instead, options=options)
+
+
+@pytest.mark.parametrize("text", ["64B", "64K", "64KiB", "1.5gb", "2 T"])
+def test_sizes_of_memory_have_units(text: str, world: World) -> None:
+    world.save(FULL)
+    world.convert("--max-memory", text)
+
+
+def test_a_configuration_that_is_missing_names_what_the_option_takes(world: World) -> None:
+    world.save(FULL)
+    world.refuses(3, "q3", "config.json", "--names", options=("--names", "qwen3", "--config", "q3"))
+
+
 @pytest.mark.parametrize("option", ["--shard", "--scheduler", "--ranks"])
 def test_by_rank_has_no_options_for_other_ranks(world: World, option: str) -> None:
     world.save(FULL)

@@ -54,20 +54,23 @@ def test_a_terminal_shows_progress_unless_switched_off(words: list[str], shown: 
 
 
 @pytest.mark.parametrize("size", [(0, 0), (80, 0)])
-def test_a_terminal_without_a_size_shows_lines_on_request(size: tuple[int, int]) -> None:
+def test_a_terminal_without_a_size_shows_lines(size: tuple[int, int]) -> None:
     """Pseudo-terminals of other programs often have none; a bar on them stays empty."""
     script = f"from reshard.cli import progress; progress.BETWEEN_LINES = 0.1{SCRIPT}"
-    assert "checking CRCs: 25%, 1.0 GiB of 4.0 GiB" in terminal_output(size, script, "--progress")
-    assert "checking" not in terminal_output(size, script)
+    assert "checking CRCs: 25%, 1.0 GiB of 4.0 GiB" in terminal_output(size, script)
+    assert "checking" not in terminal_output(size, script, "--quiet")
 
 
-@pytest.mark.parametrize("words", [[], ["--no-progress"]])
-def test_without_a_terminal_no_progress_is_shown_by_default(
-    world: World, words: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [([], True), (["--quiet"], False), (["--no-progress"], False), (["--quiet", "--progress"], True)],
+)
+def test_without_a_terminal_lines_are_printed_unless_switched_off(
+    world: World, words: list[str], shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("reshard.cli.progress.BETWEEN_LINES", 0.0)
     world.save(tensors())
-    assert "writing:" not in world.convert(*words).err
+    assert ("writing:" in world.convert(*words).err) == shown
 
 
 LINE = r"(\d+%, )?\d+(\.\d)? [KMGT]?i?B of \d+(\.\d)? [KMGT]?i?B, \d+(\.\d)? [KMGT]?i?B/s(, \d\d:\d\d left)?"

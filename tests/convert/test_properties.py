@@ -338,7 +338,7 @@ def test_output_does_not_depend_on_io_options(data: st.DataObject) -> None:
             "mmap": ["--io", "mmap", "--jobs", "1"],
             "pread": ["--io", "pread", "--jobs", "4"],
             "small": ["--max-memory", data.draw(st.sampled_from(["1M", "4M", "64K"])), "--jobs", "3"],
-            "tiny": ["--max-memory", "1", "--jobs", "2", "--io", data.draw(st.sampled_from(["mmap", "pread"]))],
+            "tiny": ["--max-memory", "1B", "--jobs", "2", "--io", data.draw(st.sampled_from(["mmap", "pread"]))],
             "remote": ["--jobs", "2"],
         }
         files: dict[str, dict[str, bytes]] = {}

@@ -128,7 +128,7 @@ def test_the_manifest_does_not_depend_on_the_runs(world: World, tmp_path: Path) 
 
 def test_the_manifest_records_sizes_and_checksums(world: World) -> None:
     world.save(FULL)
-    world.convert("--checksum", "crc32", "--max-memory", "1")
+    world.convert("--checksum", "crc32", "--max-memory", "1B")
     document = json.loads(manifest(world))
     assert document["version"] == 1 and document["plan"]["step"] == "1_10" and document["plan"]["ranks"] == 2
     assert [entry["rank"] for entry in document["files"]] == [0, 1]

@@ -300,6 +300,7 @@ def test_a_missing_object_does_not_exist(key: str, objects: Objects) -> None:
     bucket = f"{objects.bucket}-not"
     fails(3, "inspect", f"s3://{bucket}/ckpt", texts=[f"this object store has no bucket '{bucket}'", "--endpoint-url"])
     fails(2, "inspect", "s3://", texts=["names no bucket"])
+    fails(2, "inspect", "s3://b/x", texts=["'b' is no name of a bucket", "two letters"])
 
 
 def test_without_boto3_the_error_names_the_extra_to_install(tmp_path: Path) -> None:

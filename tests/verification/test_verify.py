@@ -365,7 +365,7 @@ def test_verify_finds_a_mistake_of_the_conversion(
     mutant: Callable[[pytest.MonkeyPatch], None], ending: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.save(FULL)
-    options = ["--format", ending, "--max-memory", "1"]
+    options = ["--format", ending, "--max-memory", "1B"]
     with monkeypatch.context() as patch:
         mutant(patch)
         result = reshard(*world.words(*options, "--verify"))

@@ -48,7 +48,11 @@ class Address(NamedTuple):
         bucket, _, key = path[len(_SCHEME) :].partition("/")
         key = key.rstrip("/")
         if not _BUCKET.fullmatch(bucket):
-            raise UsageError(f"{path}: names no bucket", file=path, hint="an object's path is s3://bucket/prefix")
+            raise UsageError(
+                f"{path}: {f'{bucket!r} is no name of a bucket' if bucket else 'names no bucket'}",
+                file=path,
+                hint="an object's path is s3://bucket/prefix; a bucket's name has two letters or more",
+            )
         names = key.split("/") if key else []
         if any(name in _NO_NAMES or "\0" in name for name in names):
             raise UsageError(
