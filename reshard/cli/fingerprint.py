@@ -84,12 +84,12 @@ def fingerprint(
     """Print a fingerprint of every parameter of the checkpoint in SRC.
 
     A fingerprint depends only on name, type, shape and values, so no conversion to another layout or form
-    changes it. The last line is the fingerprint of the whole checkpoint: it includes values such as
-    global_step, but not text and values of single ranks (cur_rank). Only rank files need --strategy; for other
-    forms --ranks are numbers of files. Several machines can each read some ranks (--ranks, --json); --merge
-    combines their results, and SRC may be omitted then. A result is partial as long as a file that was not read
-    may hold another parameter. With --names, --rename or --cast the fingerprint is that of the converted
-    checkpoint.
+    changes it. Names in a trainer's state (dcp, hyper-parallel) count as those that the model has. The last line
+    is the fingerprint of the whole checkpoint: it includes values such as global_step, but not text and values
+    of single ranks (cur_rank). Only rank files need --strategy; for other forms --ranks are numbers of files.
+    Several machines can each read some ranks (--ranks, --json); --merge combines their results, and SRC may be
+    omitted then. A result is partial as long as a file that was not read may hold another parameter. With
+    --names, --rename or --cast the fingerprint is that of the converted checkpoint.
     """
     report = Report(listener())
     result = Fingerprints()
@@ -143,7 +143,11 @@ def _fingerprints_of(
             converted = make_edits(source.checkpoint, edits, Report())
             _check_equal(converted, [name for name in target.names if filters.admit(name)], means)
         warn_of_unmatched(filters, (() if edited else place.strategy.parameters, target.names), report)
-        result = fingerprints(target, means, filters.admit)
+        model_names = {} if edited else edits.model_names(source.checkpoint.tensors, source.checkpoint)
+        if len({*model_names.values()}) < len(model_names):
+            # Two tensors would have one name.
+            model_names = {}
+        result = fingerprints(target, means, filters.admit, model_names)
     if by_rank:
         result.groups = {(stage.ranks.start, stage.ranks.stop) for stage in place.strategy.stages}
     else:

@@ -505,8 +505,22 @@ class _Advisor:
             words = (*words[:at], *words[at + 2 :], "--config", CONFIG)
             text = "The config.json of the quantised model, with its quantization_config."
             missing = (*(each for each in missing if each.placeholder != CONFIG), Missing(CONFIG, text))
+        if aim in ("huggingface", "mindspore") and self._names_undecided():
+            words += ("--rename", "RENAME")
+            text = "'*=*' keeps model.* as a model's own names; 'model.*=*' removes it as a key of a trainer's state."
+            missing = (*missing, Missing("RENAME", text))
         command = ("reshard", "convert", self._src, self._out(suffix), "--verify", *source, *words)
         return Suggestion(aim, title, (*command, *self._options), (*lacking, *missing))
+
+    def _names_undecided(self) -> bool:
+        """Whether nothing shows which names are the model's."""
+        checkpoint = self._subject.checkpoint
+        if checkpoint is None or self._form.names is Names.MODEL:
+            return False
+        from reshard.names import plain_names
+
+        keys = getattr(checkpoint, "nested", {})
+        return bool(plain_names([*checkpoint.tensors], checkpoint.objects, keys, True).undecided)
 
     @property
     def _lacks_settings(self) -> bool:

@@ -8,7 +8,8 @@
 | ``optimizer.state.fp32_param.NAME`` | ``main_param.NAME`` |
 
 Recorded keys around these, such as ``app`` in ``app.model.NAME``, are removed with them. Other optimizer state has no
-place outside of a trainer's state, such as a step for each parameter.
+place outside of a trainer's state, such as a step for each parameter. Nothing is guessed: where a model's own names may
+begin with ``model.``, this is undecided.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Optional
 
 from reshard.named_tuple import NamedTuple
-from reshard.text.names import TRAINER_OPTIMIZERS, is_weight, trainer_optimizer
+from reshard.text.names import TRAINER_OPTIMIZERS, is_weight, state_prefix, trainer_optimizer
 
 MODEL = "model."
 _STATES = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "fp32_param": "main_param."}
@@ -27,8 +28,6 @@ _INNER = ("optim.", "state.")
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 # Optimizer state without a key of its own: an optimizer's flattened state, saved beside a model's names.
 _BARE_STATE, _BARE_GROUPS = "state.", "param_groups."
-# Names of a causal language model of Hugging Face in a trainer's state.
-_CAUSAL = ("model.model.", "model.lm_head.")
 
 
 class PlainNames(NamedTuple):
@@ -39,14 +38,14 @@ class PlainNames(NamedTuple):
         prefix: the removed beginning of names, such as ``model.``; empty if none is removed.
         left_out: optimizer state that has no other name.
         outside: other tensors of the state, such as those of a generator.
-        kept: recorded keys before names of weights that are not removed.
+        undecided: beginnings of names that may be a trainer's; weights keep their names then.
     """
 
     names: dict[str, Optional[str]]
     prefix: str
-    left_out: list[str]
-    outside: Sequence[str] = ()
-    kept: Sequence[str] = ()
+    left_out: Sequence[str]
+    outside: Sequence[str]
+    undecided: Sequence[str]
 
 
 def plain_names(
@@ -54,10 +53,9 @@ def plain_names(
 ) -> PlainNames:
     """The names of tensors of a trainer's state as a model has them.
 
-    ``model.`` is removed if it is a recorded key of nested dictionaries, with the keys before it. Without records it is
-    removed if every weight has it and the state is a trainer's: it has optimizer state, or a second ``model.`` or
-    ``lm_head.`` follows. Where weights have no recorded keys before their names, those that have some are not the
-    model's.
+    Recorded keys of nested dictionaries are removed to the key ``model``, unless there are several of it. ``model.``
+    before all names at the root is removed or kept as the optimizer names its parameters; without an optimizer, it
+    stays if keys are recorded. All else is undecided.
 
     Args:
         names: of all tensors.
@@ -65,88 +63,57 @@ def plain_names(
         keys: by name, where it is recorded, the keys of the nested dictionaries that it was made of.
         optimizer: optimizer state is kept, under MindSpore's names.
     """
-    around = _keys_around(names, keys)
-    if around:
-        return _inner_names(around, names, objects, keys, optimizer)
     bare = any(name.startswith(_BARE_GROUPS) for name in objects)
     states = {name for name in names if trainer_optimizer(name) or (bare and name.startswith(_BARE_STATE))}
-    weights = [name for name in names if name not in states]
-    # State that an optimizer of MindSpore has under the name in the model, such as exp_avg.NAME beside model.NAME.
-    inner = frozenset(name[len(MODEL) :] for name in weights if name.startswith(MODEL))
-    inner_states = {name for name in weights if name.partition(".")[2] in inner and not is_weight(name, inner)}
-    unrecorded = [name for name in weights if name not in keys and name not in inner_states]
-    rooted = {name for name in weights if name in keys and len(keys[name]) > 1 and keys[name][0] == MODEL[:-1]}
-    if unrecorded and all(name.startswith(MODEL) for name in unrecorded):
-        beside = states or inner_states or any(trainer_optimizer(name) for name in objects)
-        if beside or any(name.startswith(_CAUSAL) for name in unrecorded):
-            rooted.update(unrecorded)
-    if rooted:
-        # Names that an edit gave have no recorded keys, or only themselves.
-        rooted.update(name for name in weights if len(keys.get(name, ())) < 2 and name.startswith(MODEL))
-    all_names = frozenset(names)
-    # Counters and MindSpore's optimizer state stay.
-    stay = rooted | inner_states
-    others = [name for name in weights if name not in stay and is_weight(name, all_names)]
-    nested = [name for name in others if len(keys.get(name, ())) > 1]
-    outside: list[str] = []
-    if rooted:
-        # Of a nested state, a key beside "model" is not of the model.
-        outside = [name for name in others if keys.get(name, (MODEL[:-1],))[0] != MODEL[:-1]]
-    elif any("." in name and len(keys.get(name, ())) == 1 for name in others):
-        outside = nested
+    recorded = {name: _keys_before(keys[name]) for name in names if name in keys}
+
+    def behind(beginning: str, among: Collection[str]) -> set[str]:
+        return {_unwrapped(name[len(beginning) :]) for name in among if name.startswith(beginning)}
+
+    inner = set().union(*(behind(each, names) for each in {"", MODEL, *recorded.values()}))
+    weights = [name for name in names if name not in states and is_weight(name, inner)]
+    # A name without a point, such as that of a counter, shows no model at the root.
+    roots = {recorded[name] for name in weights if name in recorded and (recorded[name] or "." in name)}
+    models = set(filter(_is_model, roots))
+    loose = [name for name in weights if not recorded.get(name)]
+    possible = models
+    if len(models) != 1:
+        at_root = {"", MODEL} if all(name.startswith(MODEL) for name in loose) else {""}
+        possible = roots | (at_root if loose else set())
+    decided = {each for each in possible if not each or _is_model(each)}
+    if len(possible) > 1:
+        # MindSpore's optimizers may have state beside the names of a trainer, such as moments.NAME.
+        own = [name for name in names if name not in states and state_prefix(name, inner)]
+        parameters = {name.partition(".")[2] for name in (*own, *filter(None, map(_state_name, states)))}
+        decided = {each for each in decided if parameters and parameters <= behind(each, weights)}
+    if len(decided) != 1:
+        # Recorded names at the root are those of a model, unless the optimizer has others.
+        decided = {""} if "" in roots and not models else set()
+    prefix, undecided = (decided.pop(), []) if decided else ("", sorted(possible - {""}))
+    # Of a nested state, a key beside that of the model is not of the model.
+    beside = weights if prefix else [name for name in weights if recorded.get(name)]
+    outside = [] if undecided else [name for name in beside if not prefix or not name.startswith(prefix)]
+    around = prefix[: -len(MODEL)] if _is_model(prefix) else ""
     new_names: dict[str, Optional[str]] = {}
     for name in names:
         if name in states:
-            new_names[name] = _state_name(name) if optimizer else None
+            new_names[name] = _state_name(name) if optimizer and name.startswith(around) else None
         else:
-            new_names[name] = _unwrapped(name[len(MODEL) :] if name in rooted else name)
+            new_names[name] = _unwrapped(name[len(prefix) :] if name.startswith(prefix) else name)
     left_out = [name for name in names if new_names[name] is None]
     new_names.update(dict.fromkeys(outside))
-    kept = {} if rooted or outside else {_keys_before(keys[name]): None for name in nested}
-    return PlainNames(new_names, MODEL if rooted else "", left_out, outside, [*kept])
+    return PlainNames(new_names, prefix, left_out, outside, undecided)
 
 
 def _keys_before(path: Sequence[Any]) -> str:
-    """The keys before a model's name, joined: to "model", or the first one."""
+    """The keys before a model's name, joined: to "model", or the first one; empty for a name at the root."""
     count = path.index(MODEL[:-1]) + 1 if MODEL[:-1] in path[:-1] else 1
-    return ".".join(map(str, path[:count]))
+    return "".join(f"{key}." for key in path[:count]) if len(path) > 1 else ""
 
 
-def _keys_around(names: Collection[str], keys: Mapping[str, Sequence[Any]]) -> tuple[Any, ...]:
-    """The recorded keys before that of the one model; empty if there are none, or several models."""
-    recorded = [tuple(keys[name]) for name in names if name in keys]
-    around = {path[: path.index(MODEL[:-1])] for path in recorded if MODEL[:-1] in path[:-1]}
-    return around.pop() if len(around) == 1 else ()
-
-
-def _inner_names(
-    around: tuple[Any, ...],
-    names: Collection[str],
-    objects: Collection[str],
-    keys: Mapping[str, Sequence[Any]],
-    optimizer: bool,
-) -> PlainNames:
-    """`plain_names` of the state in some keys of another one, whose other tensors are not of the model."""
-    prefix = "".join(f"{key}." for key in around)
-    count = len(prefix)
-    inner = [name for name in names if name.startswith(prefix)]
-    plain = plain_names(
-        [name[count:] for name in inner],
-        [name[count:] for name in objects if name.startswith(prefix)],
-        {name[count:]: keys[name][len(around) :] for name in inner if name in keys},
-        optimizer,
-    )
-    all_names = frozenset(names)
-    new_names: dict[str, Optional[str]] = {name: name for name in names}
-    new_names.update((name, plain.names[name[count:]]) for name in inner)
-    left_out = [prefix + name for name in plain.left_out]
-    for name in names:
-        if not name.startswith(prefix) and trainer_optimizer(name):
-            new_names[name] = None
-            left_out.append(name)
-    beside = [name for name in names if not name.startswith(prefix) and is_weight(name, all_names)]
-    new_names.update(dict.fromkeys(beside))
-    return PlainNames(new_names, prefix + plain.prefix, left_out, [*(prefix + name for name in plain.outside), *beside])
+def _is_model(beginning: str) -> bool:
+    """Whether the last of some keys is "model"."""
+    return f".{beginning}".endswith(f".{MODEL}")
 
 
 def possible_plain_names(name: str, optimizer: bool) -> list[str]:

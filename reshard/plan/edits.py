@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor
 from reshard.checkpoints.formats.dtypes import CAST_TO, dtype_named
-from reshard.errors import UsageError
+from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import EditedStep, Names
 from reshard.forms.registry import form_named, form_of
 from reshard.named_tuple import NamedTuple
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from reshard.quantised import Quantisation
 
 
-PLAIN_WEIGHTS, PLAIN_ALL = "weights", "all"
-"""The part of a trainer's state that is renamed to a model's names."""
+PLAIN_WEIGHTS, PLAIN_ALL, PLAIN_KNOWN = "weights", "all", "known"
+"""The part of a trainer's state that is renamed to a model's names; ``known``: all, as far as they are decided."""
 
 # Megatron's objects of a whole checkpoint.
 _MEGATRON = frozenset(["common.pt", "common_state"])
@@ -92,7 +92,7 @@ class Edits(NamedTuple):
         casts: requested types; the last match wins.
         additions: additions to tensors under their old names; they exclude casts.
         plain: first change names of a trainer's state to those of a model: ``weights`` skips optimizer state, ``all``
-            gives it MindSpore's names; None for unchanged names.
+            and ``known`` give it MindSpore's names; None for unchanged names.
         trainer: last, change names to those of a trainer's state.
         exactly: other names of single tensors, after the rules; None for skipped ones.
         quantisation: how quantised tensors are recognised, and their type after dequantising, the first edit; None to
@@ -173,7 +173,7 @@ class Edits(NamedTuple):
         else:
             from reshard.names import possible_plain_names
 
-            yield from possible_plain_names(name, self.plain == PLAIN_ALL)
+            yield from possible_plain_names(name, self.plain != PLAIN_WEIGHTS)
 
     def first_names(self, names: Collection[str], checkpoint: Checkpoint, report: Report) -> dict[str, Optional[str]]:
         """The first renaming: new names by old ones, None for skipped tensors.
@@ -182,21 +182,26 @@ class Edits(NamedTuple):
             names: of all tensors, dequantised.
             checkpoint: the source, whose objects and recorded keys decide.
             report: gets notes on skipped tensors.
+
+        Raises:
+            CheckpointError: nothing shows which names are the model's.
         """
         if self.plain is None:
             return {}
         from reshard.names import plain_names
 
         keys = getattr(checkpoint, "nested", {})
-        renamed = plain_names(names, checkpoint.objects, keys, self.plain == PLAIN_ALL)
+        renamed = plain_names(names, checkpoint.objects, keys, self.plain != PLAIN_WEIGHTS)
         if renamed.prefix:
             report.note(f"names: the trainer's prefix {quoted(renamed.prefix)} is removed")
-        if renamed.kept:
-            first, *others = (f"'{as_glob(str(key))}.*" for key in renamed.kept)
+        if renamed.undecided and self.plain != PLAIN_KNOWN:
+            first, *others = (f"'{as_glob(beginning)}*" for beginning in renamed.undecided)
             words = [f"--rename {first}=*'", *(f"--exclude {each}'" for each in others)]
-            report.warn(
-                f"names: no key of the saved state is known to be the model's, so all stay: {listing(renamed.kept)}; "
-                f"to convert the tensors of one: {' '.join(words)}"
+            raise CheckpointError(
+                f"{checkpoint.place}: names begin with {' and '.join(map(quoted, renamed.undecided))}, and neither the "
+                "checkpoint nor its optimizer state shows whether the names in the model do",
+                file=checkpoint.place,
+                hint=f"`reshard convert` removes it with {' '.join(words)} and keeps all names with --rename '*=*'",
             )
         if self.plain == PLAIN_WEIGHTS and not _MEGATRON.isdisjoint(name.split("/")[0] for name in checkpoint.objects):
             report.warn("names and stacked layers are Megatron's and stay: transformers does not load them")
@@ -368,7 +373,7 @@ def edits_to_model(form: str) -> Edits:
     Args:
         form: of the source.
     """
-    return NO_EDITS if form_named(form).options.names is Names.MODEL else Edits(plain=PLAIN_ALL, typed=None)
+    return NO_EDITS if form_named(form).options.names is Names.MODEL else Edits(plain=PLAIN_KNOWN, typed=None)
 
 
 _CONFIG = "config.json"

@@ -53,7 +53,7 @@ TRAINER_OPTIMIZERS = ("optimizer.", "optim.")
 # Megatron numbers the optimizers of dense weights and of experts.
 _CHAINED = re.compile(r"chained_\d+\.")
 # Of a state in another one, which only its keys show.
-_NESTED_OPTIMIZER = re.compile(r"[^.]+\.optim(izer)?\.(?=(state|param_groups)\.)")
+_NESTED_OPTIMIZER = re.compile(r"([^.]+\.)+?optim(izer)?\.(?=(state|param_groups)\.)")
 
 _OTHER = frozenset(
     [
@@ -137,6 +137,17 @@ def kind_of(name: str, elements: int, parameters: Container[str]) -> str:
 def is_weight(name: str, parameters: Container[str]) -> bool:
     """Whether a parameter that a strategy lists is a weight by its name."""
     return kind_of(name, elements=2, parameters=parameters) == WEIGHTS
+
+
+def trained(names: Collection[str]) -> set[str]:
+    """The parameters that have optimizer state among some names, and that state: weights, whatever their size."""
+    states = {name: name[len(state_prefix(name, names)) :] for name in names}
+    return {
+        each
+        for name, parameter in states.items()
+        if parameter != name and parameter in names
+        for each in (name, parameter)
+    }
 
 
 def training_globs(names: Collection[str], parameters: Container[str]) -> list[str]:

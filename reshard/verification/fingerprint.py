@@ -288,19 +288,25 @@ def _contradiction(name: str, subject: str) -> InputError:
     )
 
 
-def fingerprints(source: AnySource, means: Means, admit: Callable[[str], bool] = lambda name: True) -> Fingerprints:
+def fingerprints(
+    source: AnySource,
+    means: Means,
+    admit: Callable[[str], bool] = lambda name: True,
+    model_names: Optional[Mapping[str, str]] = None,
+) -> Fingerprints:
     """Sum every distinct slice once, from its lowest file, and every copy of a value.
 
     Args:
         source: the checkpoint.
         means: files, threads and memory.
         admit: whether a parameter or value is included, by name.
+        model_names: the names in the model, where others are those of a trainer's state.
 
     Raises:
         ReshardError: a file cannot be read, or a parameter contradicts the strategy.
     """
-    result, shared = Fingerprints(), SharedPlaces()
-    tensors = {name: source.tensors[name] for name in source.tensors if admit(name)}
+    result, shared, new_names = Fingerprints(), SharedPlaces(), model_names or {}
+    tensors = {new_names.get(name, name): source.tensors[name] for name in source.tensors if admit(name)}
     copies = [
         (name, file, value_content(source.indexes, name, file))
         for name, files in source.values.items()

@@ -19,7 +19,7 @@ from tests.model_weights import MODELS, cut, mindformers, weights, write_hugging
 from tests.object_store import Objects
 from tests.running import Argument, done, fails, install, reshard
 from tests.small import PLAIN, World, tensors
-from tests.trees import cut_ranks, layout, single, write_strategy, write_tree
+from tests.trees import cut_ranks, layout, single, value, write_checkpoint, write_strategy, write_tree
 
 DEMO = FIXTURES / "demo"
 PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]+\b")
@@ -76,8 +76,8 @@ def of_aim(printed: Any, aim: str) -> Any:
 def run(item: Any, **replaced: str) -> None:
     """Run a command with its placeholders replaced."""
     words = item["command"][1:]
-    for placeholder, value in replaced.items():
-        words = [re.sub(rf"\b{placeholder}\b", value, word) for word in words]
+    for placeholder, word in replaced.items():
+        words = [re.sub(rf"\b{placeholder}\b", word, each) for each in words]
     done(*words)
 
 
@@ -278,6 +278,19 @@ def test_an_unfinished_checkpoint_of_pytorch_is_resumed(form: str, demo: Path, t
     assert "reshard resume" in done("suggest", tmp_path / "part").out
     run(printed["suggestions"][0])
     assert [item["aim"] for item in suggested(tmp_path / "part")["suggestions"]] == AIMS[form]
+
+
+def test_a_prefix_that_may_be_the_models_own_is_asked_for(tmp_path: Path) -> None:
+    full = {name: value(name, (4, 2)) for name in ("model.embed.weight", "model.norm.weight")}
+    write_checkpoint(tmp_path / "hf" / "model.safetensors", full)
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    for form in ("hf-sharded", "dcp"):
+        done("convert", tmp_path / "hf", tmp_path / form, "--to", form, "--shards", 2)
+    printed = suggested(tmp_path / "hf-sharded")
+    assert placeholders(of_aim(printed, "cluster")["command"]) == {"DEVICES"}
+    run(of_aim(printed, "huggingface"), RENAME="*=*")
+    # The keys of this one are recorded.
+    assert not placeholders(of_aim(suggested(tmp_path / "dcp"), "huggingface")["command"])
 
 
 def test_the_recorded_strategy_of_a_converted_tree_is_used(demo: Path, tmp_path: Path) -> None:

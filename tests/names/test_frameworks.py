@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +37,31 @@ def plain(names: list[str], objects: tuple[str, ...] = (), keys: Any = None, opt
 def test_a_trainers_prefix_is_removed_only_on_evidence() -> None:
     unchanged, bare = dict(zip(MODEL, MODEL)), dict(zip(MODEL, ["embed.weight", "layers.0.up.weight"]))
     # A model of Hugging Face with tied embeddings contains these names itself.
-    assert plain(MODEL) == unchanged
-    assert plain(MODEL, objects=("optimizer.param_groups.0.lr",)) == bare
+    for objects in ((), ("optimizer.param_groups.0.lr",)):
+        undecided = plain_names(MODEL, objects, {}, True)
+        assert (undecided.names, undecided.undecided) == (unchanged, ["model."])
+    in_model = "optimizer.state.model.layers.0.up.weight.exp_avg"
+    assert plain([*MODEL, in_model]) == {**unchanged, in_model: "adam_m.model.layers.0.up.weight"}
+    # An optimizer of other parameters shows nothing.
+    other = plain_names([*MODEL, "optimizer.state.up.weight.exp_avg"], (), {}, True)
+    assert {name: other.names[name] for name in MODEL} == unchanged and other.undecided == ["model."]
     assert plain([*MODEL, STATE]) == {**bare, STATE: "adam_m.layers.0.up.weight"}
     assert plain(MODEL, keys={name: ("model", name[6:]) for name in MODEL}) == bare
     assert plain(MODEL, keys={name: (name,) for name in MODEL}) == unchanged
+    flat = [*MODEL, STATE, "optimizer.state.layers.0.up.weight.step"]
+    assert plain(flat, keys={name: (name,) for name in flat})[MODEL[1]] == bare[MODEL[1]]
     assert plain([*MODEL, "head.weight"], objects=("optimizer.x",)) == {**unchanged, "head.weight": "head.weight"}
     # State that MindSpore's optimizers have shows the names in the model; a second model does not.
     for state in ("exp_avg.embed.weight", "moments.layers.0.up.weight"):
         assert plain([*MODEL, state]) == {**bare, state: state}
     for name in ("exp_avg.model.embed.weight", "ema.embed.weight"):
-        assert plain([*MODEL, name]) == {**unchanged, name: name}
+        actual = plain_names([*MODEL, name], (), {}, True)
+        assert (actual.names, actual.undecided) == ({**unchanged, name: name}, [])
     causal = ["model.model.embed.weight", "model.lm_head.weight"]
-    assert plain(causal) == dict(zip(causal, ["model.embed.weight", "lm_head.weight"]))
+    assert plain_names(causal, (), {}, True).undecided == ["model."]
+    state = "optimizer.state.model.embed.weight.exp_avg"
+    names = ["model.embed.weight", "lm_head.weight", "adam_m.model.embed.weight"]
+    assert plain([*causal, state]) == dict(zip([*causal, state], names))
 
 
 @pytest.mark.parametrize(
@@ -121,6 +134,56 @@ def test_moments_of_a_trainer_reach_mindspore_and_no_model(tmp_path: Path) -> No
     unchanged = done("convert", src, tmp_path / "kept", "--to", "huggingface", "--rename", "*=*", "--verify").err
     assert "left out" not in unchanged
     assert read_checkpoint(tmp_path / "kept" / "model.safetensors").keys() == tensors.keys()
+
+
+def test_a_prefix_that_may_be_the_models_own_is_refused_where_names_of_a_model_are_needed(tmp_path: Path) -> None:
+    tensors = {f"model.{name}": tensor for name, tensor in FULL.items()}
+    src = write_shards(tmp_path / "src", tensors, [chunk._replace(name=f"model.{chunk.name}") for chunk in CHUNKS])
+    done("convert", src, tmp_path / "dcp", "--to", "dcp", "--shards", 2, "--verify")
+    for place in (src, tmp_path / "dcp"):
+        for to in ("huggingface", "unified"):
+            words: list[Argument] = ["convert", place, tmp_path / "out", "--to", to]
+            fails(3, *words, texts=["'model.'", "--rename 'model.*=*'", "--rename '*=*'"])
+            assert not (tmp_path / "out").exists()
+        for number, (rename, names) in enumerate({"model.*=*": FULL.keys(), "*=*": tensors.keys()}.items()):
+            out = tmp_path / f"{place.name}-{number}"
+            done("convert", place, out, "--to", "huggingface", "--rename", rename, "--verify")
+            assert read_checkpoint(out / "model.safetensors").keys() == names
+
+
+@pytest.mark.parametrize("form", ["dcp", "hyper-parallel", "hf-sharded"])
+def test_the_optimizer_shows_that_names_of_a_model_begin_with_model(form: str, tmp_path: Path) -> None:
+    """A tied model of Hugging Face, whose optimizer's state was flattened."""
+    full = {"model.embed.weight": value("e", (6, 4)), "model.norm.weight": value("n", (4,))}
+    moments = {f"optimizer.state.{name}.exp_avg": value(name, tensor.array.shape) for name, tensor in full.items()}
+    tensors = {**full, **moments}
+    chunks = [Chunk(name, tuple((0, size) for size in tensor.array.shape), 1) for name, tensor in tensors.items()]
+    src = write_shards(tmp_path / "src", tensors, chunks)
+    if form != "hf-sharded":
+        done("convert", src, tmp_path / "state", "--to", form, "--shards", 2, "--verify")
+        src = tmp_path / "state"
+    done("convert", src, tmp_path / "out", "--to", "unified", "--verify")
+    written = read_checkpoint(tmp_path / "out" / "part0.safetensors")
+    assert written.keys() == {*full, *(f"adam_m.{name}" for name in full)}
+
+
+@pytest.mark.parametrize("between", ["none", "unified"])
+def test_a_weight_of_one_element_with_moments_comes_back_to_a_trainer(between: str, tmp_path: Path) -> None:
+    weights = {**FULL, "scale": value("s", (1,))}
+    full = {**weights, **{f"adam_m.{name}": value(f"m{name}", tensor.array.shape) for name, tensor in weights.items()}}
+    source = write_checkpoint(tmp_path / "full.safetensors", {**full, "loss_scale": value("l", (1,))})
+    none: list[Argument] = ["--src-strategy", "none"]
+    done("convert", source, tmp_path / "state", *none, "--to", "dcp", "--shards", 2, "--verify")
+    words: list[Argument] = ["--to", "unified"] if between == "unified" else ["--dst-strategy", "none"]
+    done("convert", tmp_path / "state", tmp_path / "ms", *words, "--verify")
+    back: list[Argument] = [] if between == "unified" else none
+    result = done("convert", tmp_path / "ms", tmp_path / "back", *back, "--to", "dcp", "--shards", 2, "--verify")
+    names = [
+        {each["name"] for each in done("inspect", tmp_path / place, "--json").json["tensors"]}
+        for place in ("state", "back")
+    ]
+    assert names[0] == names[1] and {"model.scale", "optimizer.state.scale.exp_avg"} <= names[0]
+    assert "single values keep" not in result.err
 
 
 def test_two_tensors_with_one_target_name_are_refused(tmp_path: Path) -> None:
@@ -207,10 +270,16 @@ def test_keys_of_several_models_stay() -> None:
         keys = {f"{name}{word}.a.weight": (*f"{name}{word}".split("."), "a.weight") for name in ("actor", "critic")}
         actual = plain_names(keys, (), keys, True)
         assert actual.names == dict(zip(keys, keys))
-        assert (actual.prefix, actual.outside, actual.kept) == ("", [], [f"actor{word}", f"critic{word}"])
+        assert (actual.prefix, actual.outside, actual.undecided) == ("", [], [f"actor{word}.", f"critic{word}."])
 
 
-def test_the_warning_of_several_models_has_the_options_for_one(tmp_path: Path) -> None:
+def test_a_key_of_another_name_is_undecided() -> None:
+    keys = {"net.a.weight": ("net", "a.weight"), "step": ("step",)}
+    actual = plain_names(keys, (), keys, True)
+    assert (actual.undecided, actual.names) == (["net."], dict(zip(keys, keys)))
+
+
+def test_several_models_are_refused_with_the_options_for_one(tmp_path: Path) -> None:
     """The names are those of a state with the keys ``actor`` and ``critic``, each of which has a model."""
     write_checkpoint(tmp_path / "src" / "model.safetensors", FULL)
     models = {f"{key}.model.{name}": (key, "model", name) for key in ("actor", "critic") for name in FULL}
@@ -226,8 +295,11 @@ def test_the_warning_of_several_models_has_the_options_for_one(tmp_path: Path) -
     first = next(iter(keys))
     keys[first] = ("critic", *keys[first][1:])
     place.write_bytes(b"".join(pickled(metadata)))
-    result = done("convert", tmp_path / "state", tmp_path / "out", "--to", "huggingface", "--verify")
-    assert "--rename 'critic.model.*=*' --exclude 'actor.model.*'" in result.err
+    words: list[Argument] = ["convert", tmp_path / "state", tmp_path / "out", "--to", "huggingface", "--verify"]
+    options = ["--rename", "actor.model.*=*", "--exclude", "critic.model.*"]
+    fails(3, *words, texts=[shlex.join(options)])
+    done(*words, *options)
+    assert read_checkpoint(tmp_path / "out" / "model.safetensors").keys() == FULL.keys()
 
 
 def test_a_model_at_the_root_of_a_state_is_separated_from_nested_tensors() -> None:
@@ -242,7 +314,7 @@ def test_a_model_at_the_root_of_a_state_is_separated_from_nested_tensors() -> No
     actual = plain_names(keys, (), keys, True)
 
     assert [*actual.names.values()] == ["model.a.weight", "scale", None, "adam_m.model.a.weight"]
-    assert (actual.prefix, actual.outside, actual.kept) == ("", ["train_state.step"], [])
+    assert (actual.prefix, actual.outside, actual.undecided) == ("", ["train_state.step"], [])
 
 
 def test_flattened_optimizer_state_at_the_root_is_recognised_by_its_groups() -> None:

@@ -289,6 +289,22 @@ def lines(result: Result) -> dict[str, str]:
     return {line.split()[-1]: line.split()[0] for line in result.out.splitlines()}
 
 
+@pytest.mark.parametrize("form", ["dcp", "hyper-parallel"])
+def test_a_trainers_state_has_the_fingerprints_of_the_model(form: str, tmp_path: Path) -> None:
+    full = {name: value(name, (4, 3)) for name in ("a.weight", "b.weight", "adam_m.a.weight")}
+    source = write_checkpoint(tmp_path / "full.safetensors", full)
+    state = tmp_path / "state"
+    done("convert", source, state, "--src-strategy", "none", "--to", form, "--shards", 2)
+    whole = done("fingerprint", source, "--strategy", "none").out
+    assert done("fingerprint", state).out == whole and "  a.weight\n" in whole
+    parts = [tmp_path / f"{number}.json" for number in range(2)]
+    for number, part in enumerate(parts):
+        part.write_text(done("fingerprint", state, "--ranks", number, "--json").out)
+    assert done("fingerprint", *(word for part in parts for word in ("--merge", part))).out == whole
+    stored = done("fingerprint", state, "--rename", "*=*").out
+    assert "  model.a.weight\n" in stored and stored.splitlines()[-1] != whole.splitlines()[-1]
+
+
 def test_a_partial_result_is_marked(world: World) -> None:
     world.save(small_tensors(), ranks=[0])
     result = done("fingerprint", world.src, "--strategy", world.old, "--ranks", "0")

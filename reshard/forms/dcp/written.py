@@ -64,7 +64,7 @@ class _DistributedFiles(ChunkFiles):
 
     def __init__(self, checkpoint: Checkpoint, chosen: Selected, request: WriteRequest, name_of: Any) -> None:
         super().__init__(request.target, chosen, name_of)
-        self._nested: Mapping[str, tuple[Any, ...]] = getattr(checkpoint, "nested", {}) or _keys_of_model(checkpoint)
+        self._nested: Mapping[str, tuple[Any, ...]] = getattr(checkpoint, "nested", {}) or _keys_of_names(checkpoint)
         self._objects = {name: stored for name, stored in checkpoint.objects.items() if request.admit(name)}
         self._handles = request.handles
 
@@ -237,7 +237,7 @@ class DcpFiles(_DistributedFiles):
         return _instance(f"{TORCH}filesystem._StorageInfo", relative_path=file, offset=offset, length=length)
 
     def _keys(self, names: Sequence[str]) -> Optional[Mapping[str, tuple[Any, ...]]]:
-        return {name: self._nested.get(name, (name,)) for name in names}
+        return {name: keys for name in names if (keys := self._nested.get(name, (name,)))}
 
 
 class HyperParallelFiles(_DistributedFiles):
@@ -292,21 +292,23 @@ class HyperParallelFiles(_DistributedFiles):
         )
 
     def _keys(self, names: Sequence[str]) -> Optional[Mapping[str, tuple[Any, ...]]]:
-        return {name: self._nested[name] for name in names if name in self._nested} or None
+        return {name: self._nested[name] for name in names if self._nested.get(name)} or None
 
 
-def _keys_of_model(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+def _keys_of_names(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
     """The keys of the model's tensors in a trainer's state that records none, as sharded safetensors do.
 
-    Without them, the metadata would record that the state has no key "model", and readers would keep it in the names.
+    Names whose keys are undecided have none: the metadata must not record that the state has no key "model".
     """
     # Imported only here: most checkpoints record their keys, or get them with their names.
     from reshard.names import plain_names, trainer_keys
 
     names = [*checkpoint.tensors]
-    if not plain_names(names, checkpoint.objects, {}, True).prefix:
+    plain = plain_names(names, checkpoint.objects, {}, True)
+    if not plain.prefix and not plain.undecided:
         return {}
-    return {name: keys for name, keys in ((name, trainer_keys(name)) for name in names) if keys[0] == "model"}
+    keys = {name: trainer_keys(name) for name in names}
+    return {name: () if plain.undecided else own for name, own in keys.items() if own[0] == "model"}
 
 
 class _LayoutWithTensors(OutputLayout):

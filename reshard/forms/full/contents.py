@@ -38,6 +38,7 @@ from reshard.layout import Grid
 from reshard.storage import is_directory, is_regular_file, names_in
 from reshard.text.messages import listing
 from reshard.text.name_order import layers_in_order, natural_order
+from reshard.text.names import trained
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, quoted, some_names
 
@@ -193,6 +194,8 @@ class Contents:
         for number in range(count):
             for name, tensor in self.indexes[number].tensors.items():
                 (values if math.prod(tensor.shape) == 1 and tensor.is_value else file_of)[name] = number
+        for name in trained({*file_of, *values}).intersection(values):
+            file_of[name] = values.pop(name)
         return WholeTensors(self.indexes, {name: file_of[name] for name in layers_in_order(file_of)}), values
 
 

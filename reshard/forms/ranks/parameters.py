@@ -21,20 +21,21 @@ from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep, StageShar
 from reshard.layout import Layout, whole
 from reshard.named_tuple import NamedTuple
 from reshard.strategies import Stage, Strategy
-from reshard.text.names import ACCUMULATED_GRADIENTS
+from reshard.text.names import ACCUMULATED_GRADIENTS, trained
 from reshard.text.report import Report
 from reshard.text.wording import as_pattern, plural, quoted, rank_ranges
 
 
 def listed_by_source(source: Strategy, step: SourceStep) -> set[str]:
-    """Names in the source strategy; `none` lists every tensor of several elements."""
+    """Names in the source strategy; `none` lists every tensor of several elements, or with optimizer state."""
     if not source.is_none:
         return set().union(*(stage.layouts.keys() for stage in source.stages))
     return {
         name
         for index in step.indexes.values()
+        for weights in [trained(index.tensors.keys())]
         for name, tensor in index.tensors.items()
-        if tensor.dtype not in NO_ARRAYS and math.prod(tensor.shape) != 1
+        if tensor.dtype not in NO_ARRAYS and (math.prod(tensor.shape) != 1 or name in weights)
     }
 
 
