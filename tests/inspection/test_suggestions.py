@@ -62,9 +62,11 @@ def parse(arguments: Sequence[str]) -> None:
     """Parse a command line, which raises an error where it is wrong usage."""
     group: Any = cli
     rest = list(arguments)
+    context = cli.make_context("reshard", ["help"])
     while hasattr(group, "list_commands"):
-        group = group.get_command(cli.make_context("reshard", ["help"]), rest.pop(0))
-    group.make_context("reshard", rest).close()
+        group = group.get_command(context, rest.pop(0))
+    # Click keeps a command's option of help from its first context.
+    group.make_context("reshard", rest, parent=context).close()
 
 
 def of_aim(printed: Any, aim: str) -> Any:
