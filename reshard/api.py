@@ -77,7 +77,8 @@ class Conversion:
         names: a built-in table of names and packing, or the file of one, with its options, such as
             ``"qwen3,gate_up=halves,qkv=grouped"``.
         rename: new names, ``"OLD=NEW"``; the text of a ``*`` is kept.
-        config: file with the sizes that the table needs; by default the config.json of ``src``.
+        config: file with the sizes that the table needs, by default the config.json of ``src``; Hugging Face targets
+            get a copy, and of a directory also the tokenizer's files.
         reverse: read the table from right to left.
         optimizer: apply the table to optimizer state as well; otherwise optimizer state is skipped.
         cast: ``"BFloat16"`` for all floating-point weights, or ``"GLOB=Float32"``; the last match wins.

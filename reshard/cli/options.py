@@ -431,7 +431,8 @@ edits = together(
         metavar="FILE|DIR",
         shell_complete=completion.paths,
         show_default="config.json in SRC",
-        help="File with the model's sizes for the table, such as heads and experts.",
+        help="config.json with the model's sizes for the table, such as heads and experts; --to huggingface copies it, "
+        "and of a DIR also the tokenizer's files.",
     ),
     option(
         "Names and types",

@@ -169,7 +169,7 @@ class WriteRequest(NamedTuple):
         prefix: the beginning of target file names; None keeps the names of the source's files.
         max_shard_size: bytes of tensors in a file; None for the default.
         on_disk: a directory is written, not one exact file or none.
-        config: the configuration with the model's sizes; None if none was read.
+        config: the model's configuration, or its directory; None if none was read.
         cast: casts were requested.
         dequantised: quantised weights are written as numbers.
     """

@@ -61,6 +61,12 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     if last:
         editing.rename(last)
         editing.unseen = {name: None if new is None else last.get(new, new) for name, new in editing.unseen.items()}
+    groups = sorted(name for name in checkpoint.objects if "param_groups" in name)
+    if edits.trainer and groups:
+        report.warn(
+            "parameter groups keep the names of the source's parameters, and torch does not find them: "
+            + listing(groups)
+        )
     if edits.trainer:
         _warn_of_buffers(checkpoint, editing.values, report)
     if edits.casts:

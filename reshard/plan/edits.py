@@ -120,7 +120,7 @@ class Edits(NamedTuple):
     @property
     def is_empty(self) -> bool:
         """Whether all names, packing and types are unchanged."""
-        return self._replace(typed=NO_EDITS.typed, source_packing=(), to_huggingface=False) == NO_EDITS
+        return self._replace(typed=NO_EDITS.typed, config=None, source_packing=(), to_huggingface=False) == NO_EDITS
 
     def identity(self, options: Optional[Mapping[str, str]] = None, reverse: bool = False) -> str:
         """A text; edits that make equal tensors have equal texts.
@@ -242,7 +242,7 @@ class Edits(NamedTuple):
         from reshard.names import trainer_keys
 
         if self.trainer:
-            return {name: trainer_keys(name) for name in names}
+            return {**recorded, **{name: trainer_keys(name) for name in names}}
         keys_by_name = {name: trainer_keys(name) for name in names if name not in recorded}
         return {**recorded, **{name: keys for name, keys in keys_by_name.items() if keys[0] in roots}}
 
@@ -341,8 +341,8 @@ NO_EDITS = Edits()
 def between_forms(edits: Edits, form: str, to: str) -> Edits:
     """The edits, with the renaming that a conversion between two forms implies.
 
-    A trainer's names become those of a model where the target has only these, and a model's names those of a trainer's
-    state where the target's trainers expect them. --rename turns this off.
+    A trainer's names become those of a model where the target has only these, or where a table needs them, and a
+    model's names those of a trainer's state where the target's trainers expect them. --rename turns this off.
 
     Args:
         edits: the requested edits.
@@ -354,9 +354,12 @@ def between_forms(edits: Edits, form: str, to: str) -> Edits:
     if edits.renames is not None:
         return edits
     plain = None
-    if source.names is not Names.MODEL and target.names is Names.MODEL:
+    trains = source.names is not Names.MODEL
+    if trains and target.names is Names.MODEL:
         plain = PLAIN_ALL if target.mindspore else PLAIN_WEIGHTS
-    trainer = source.names is Names.MODEL and target.names is Names.TRAINER
+    elif trains and edits.table is not None:
+        plain, trains = PLAIN_ALL, False
+    trainer = not trains and target.names is Names.TRAINER
     return edits._replace(plain=plain, trainer=trainer) if plain or trainer else edits
 
 
@@ -408,9 +411,7 @@ def typed_edits(
     for option, is_set in (("reverse", reverse), ("optimizer", optimizer)):
         if is_set and names is None:
             raise UsageError(f"--{option} needs --names", hint="name a table: `reshard names list`")
-    if config is not None and names is None and dequantize is None:
-        raise UsageError("--config needs --names or --dequantize", hint="name a table: `reshard names list`")
-    if names is None and not rename and not cast and dequantize is None:
+    if names is None and config is None and not rename and not cast and dequantize is None:
         return NO_EDITS
     if not (is_directory(src) or form_named(form_of(src)).options.by_rank):
         # An index or the one file of a model.

@@ -130,7 +130,7 @@ def _write_request(request: Request, handles: FileHandles, report: Report) -> Wr
         request.prefix,
         request.max_shard_size,
         not (request.exact_file or request.format == MEMORY),
-        getattr(edits.config, "path", None),
+        (edits.typed and edits.typed.config) or getattr(edits.config, "path", None),
         bool(edits.casts),
         edits.quantisation is not None,
     )

@@ -369,10 +369,10 @@ def verify_replicas(
     """Compare replicas of slices within one step of a checkpoint.
 
     Returns:
-        The differences and damaged files, and the line to print if there are none; empty after a warning.
+        The differences and damaged files, and the line to print if there are none.
 
     Raises:
-        ReshardError: files are missing or cannot be read, or filters skip everything.
+        ReshardError: files are missing or cannot be read, or there is nothing to compare.
     """
     problems: Mapping[str, InputError] = {}
     by_rank = form_named(place.form).options.by_rank
@@ -393,7 +393,7 @@ def verify_replicas(
     else:
         root = place.path if is_directory(place.path) else os.path.dirname(place.path)
         differences = [_by_file(difference, source.checkpoint.files, root) for difference in differences]
-    return differences, _verdict(source, filters, report)
+    return differences, "" if differences else _verdict(source, filters)
 
 
 def _files_of_step(place: CheckpointPlace, handles: FileHandles, report: Report) -> Mapping[int, str]:
@@ -415,13 +415,19 @@ def _by_file(difference: Difference, files: Mapping[int, str], root: str) -> Dif
     return difference._replace(ranks=(), files=names, detail=detail)
 
 
-def _verdict(source: StoredSource, filters: Filters, report: Report) -> str:
-    """The line to print if no copies differ; empty if there are no copies, after a warning."""
+def _verdict(source: StoredSource, filters: Filters) -> str:
+    """The line to print if no copies differ.
+
+    Raises:
+        UsageError: there are no copies.
+    """
     tensors = [tensor for name, tensor in source.tensors.items() if filters.admit(name)]
     alone = sum(1 for tensor in tensors if isinstance(tensor, StoredTensor) and not has_copies(tensor))
     if alone == len(tensors):
-        report.warn("no two files hold the same slice of a parameter: nothing was compared")
-        return ""
+        raise UsageError(
+            "no two files hold the same slice of a parameter: nothing was compared",
+            hint="compare with the source: reshard verify OUT --src SRC; or record checksums with --checksum",
+        )
     single = f"; {plural(alone, 'parameter')} without copies" if alone else ""
     return f"verified: copies do not differ{single}"
 

@@ -30,6 +30,7 @@ from tests.trees import (
     same_checkpoints,
     same_ranks,
     tree_bytes,
+    write_checkpoint,
     write_strategy,
     write_tree,
 )
@@ -243,6 +244,27 @@ def test_the_given_configuration_is_copied_beside_the_weights(tmp_path: Path) ->
     assert (back / "config.json").read_text() == "{}"
 
 
+@pytest.mark.parametrize("form", ["huggingface", "hf-sharded"])
+def test_the_tokenizer_comes_along_from_the_directory_of_the_configuration(tmp_path: Path, form: str) -> None:
+    world = World(tmp_path, "llama")
+    (world.hf / "generation_config.json").write_text('{"top_k": 3}')
+    texts = {
+        name: (world.hf / name).read_text() for name in ("config.json", "generation_config.json", "tokenizer.json")
+    }
+    done("convert", world.hf, tmp_path / "ranks", "--names", "llama", "--dst-strategy", "none")
+    done("convert", world.hf, tmp_path / "same", "--dst-strategy", "none")
+    words: list[Argument] = ["--to", form, "--verify"]
+    words += ["--shards", 2] if form == "hf-sharded" else []
+    for source, names in (("ranks", ["--names", "llama"]), ("same", [])):
+        for place, copied in ((world.hf, {*texts}), (world.hf / "config.json", {"config.json"})):
+            out = tmp_path / f"{source}-{len(copied)}"
+            done("convert", tmp_path / source, out, "--src-strategy", "none", *words, *names, "--config", place)
+            present = {path.name: path.read_text() for path in out.iterdir() if path.name in texts}
+            assert present == {name: texts[name] for name in copied}
+            done("resume", out)
+    fails(3, "convert", tmp_path / "same", tmp_path / "none", "--src-strategy", "none", *words, "--config", tmp_path)
+
+
 @pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
 def test_the_configuration_records_the_dtype_of_cast_weights(tmp_path: Path, key: str) -> None:
     world = World(tmp_path, "qwen3")
@@ -415,6 +437,23 @@ def test_names_of_hugging_face_are_not_changed_for_its_own_loaders(tmp_path: Pat
     assert not (tmp_path / "out").exists()
     done(*words, "--verify")
     done("convert", hf, tmp_path / "hyper", "--to", "hyper-parallel", "--shards", 2, "--names", table_of("qwen3"))
+
+
+@pytest.mark.parametrize("form", ["dcp", "hf-sharded"])
+@pytest.mark.parametrize("moments", [False, True])
+def test_names_change_in_one_pass_between_trainers_forms(tmp_path: Path, form: str, moments: bool) -> None:
+    """Also in the states of trainers, which have a word before the model's names."""
+    world = World(tmp_path, "qwen3", ["gate_up=halves", "vocab_multiple=16"])
+    state = {f"{word}.{name}": bits(each) for name, each in world.weights.items() for word in ("adam_m", "adam_v")}
+    write_checkpoint(tmp_path / "one" / "model.safetensors", {**world.weights, **(state if moments else {})})
+    keep: list[Argument] = ["--names", world.names, "--config", world.hf, "--optimizer", "keep", "--verify"]
+    done("convert", tmp_path / "one", tmp_path / "hyper", "--to", "hyper-parallel", "--shards", 2, *keep)
+
+    done("convert", tmp_path / "hyper", tmp_path / "out", "--to", form, "--shards", 3, *keep)
+
+    done("convert", tmp_path / "one", tmp_path / "direct", "--to", form, "--shards", 3)
+    done("diff", tmp_path / "out", tmp_path / "direct", "--exit-code")
+    done("verify", tmp_path / "out", "--src", tmp_path / "hyper")
 
 
 @pytest.mark.parametrize("mtp", ["shared", "dropped"])

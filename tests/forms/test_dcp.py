@@ -32,7 +32,7 @@ from reshard.text.report import Report
 from tests.checkpoint_writing import parts, record, write_safetensors
 from tests.corpus import FIXTURES
 from tests.corpus_dcp import Case, corpus, fixtures, held_in
-from tests.running import Argument, done, fails, flat, reshard
+from tests.running import Argument, done, fails, flat, reshard, warns
 from tests.sampling import some_of
 from tests.strategy_writing import layout, write_strategy
 from tests.trees import value, write_checkpoint
@@ -491,6 +491,19 @@ def test_objects_that_contain_tensors_are_refused_in_hyper_parallel(saved: Saved
     result = reshard("convert", saved.path, tmp_path / "out", "--to", "hyper-parallel", "--shards", 2)
     assert result.status == 3 and "'rng'" in result.err and "--exclude" in result.err
     done("convert", saved.path, tmp_path / "dcp", "--to", "dcp", "--shards", 2)
+
+
+def test_parameter_groups_under_old_names_give_a_warning(saved: Saved, tmp_path: Path) -> None:
+    name = next(iter(saved.fields["state_dict_metadata"]))
+    group = f"optimizer.param_groups.{name}.lr"
+    index = instance("metadata.MetadataIndex", fqn=group, offset=None, index=None)
+    saved.stored[index] = next(iter(saved.stored.values()))
+    saved.fields["state_dict_metadata"][group] = instance("metadata.BytesStorageMetadata")
+    saved.write()
+    (tmp_path / "table.toml").write_text(f'others = "keep"\n[[rule]]\nfrom = "{name}"\nto = "new"\n')
+    words: list[Argument] = ["convert", saved.path, tmp_path / "out", "--to", "dcp", "--shards", 2]
+    assert "parameter groups" not in done(*words, "--dry-run").err
+    warns(done(*words, "--names", tmp_path / "table.toml"), "parameter groups keep the names", group)
 
 
 def test_runs_by_file_equal_one_run(saved: Saved, tmp_path: Path) -> None:

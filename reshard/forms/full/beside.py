@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.forms.form import WriteRequest
+from reshard.forms.full.directory import extra_files_in
 from reshard.forms.target import FinishingFile
 from reshard.storage import (
     UnfitError,
     for_each,
+    is_directory,
     is_regular_file,
+    names_in,
     opened_regular,
     read_json,
     read_range,
@@ -42,7 +45,7 @@ _PART = 1 << 20
 def files_beside(
     checkpoint: Checkpoint, tensors: Mapping[str, GlobalTensor], request: WriteRequest
 ) -> list[FinishingFile]:
-    """Further files of a Hugging Face directory: copies from the source, and the configuration of the rules.
+    """Further files of a Hugging Face directory: copies from the source, or from the place of the configuration.
 
     Args:
         checkpoint: the checkpoint to write.
@@ -55,8 +58,13 @@ def files_beside(
     handles, report = request.handles, request.report
     paths = {os.path.basename(name): os.path.join(checkpoint.place, name) for name in checkpoint.extra_files}
     if CONFIG not in paths and request.config is not None:
-        report.note(f"{CONFIG} is copied from {request.config}")
-        paths[CONFIG] = request.config
+        names: Sequence[str] = ()
+        if is_directory(request.config):
+            names = extra_files_in(request.config, names_in(request.config), ())
+            paths.update((name, os.path.join(request.config, name)) for name in names)
+        else:
+            paths[CONFIG] = request.config
+        report.note(f"copied from {request.config}: {some_names(names or [CONFIG])}")
     copied = for_each(lambda path: _copied(path, handles), [*paths.values()])
     files = {name: file._replace(name=name) for name, file in zip(paths, copied)}
     if CONFIG in paths:
