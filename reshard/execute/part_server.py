@@ -140,12 +140,14 @@ class PartServer:
         self._reader = BoxReader(handles, options, lambda *count: self._thread.notify(("overflowed", *count)))
 
     def load_for(self, files: Iterable[TargetFile]) -> None:
-        """Load NumPy if files like these need it: workers then share its memory, which else each would take."""
+        """Load NumPy, and ml_dtypes, if files like these need them: else each worker would, and take more memory."""
         worker = self._reader.new_worker()
         kept = not self._options.through_maps
         for tensor in itertools.chain.from_iterable(file.tensors for file in files):
             if tensor.nbytes and worker.runs(tensor, whole_box(tensor.shape), kept) is None:
                 _ = worker.filler
+                if tensor.dtype is not None or any(piece.source.decoding is not None for piece in tensor.pieces):
+                    import ml_dtypes  # noqa: F401
                 return
 
     def __call__(
