@@ -488,6 +488,8 @@ class _Advisor:
         checkpoint = self._subject.checkpoint
         if checkpoint is None or not any(os.path.basename(name) == "config.json" for name in checkpoint.extra_files):
             text = "Engines also need config.json and the tokenizer's files: add --config DIR of the base model."
+            if "--config" in words:
+                text = "Engines also need the tokenizer's files: --config with the base model's directory copies them."
             missing = (*missing, Missing(None, text))
         words = ("--to", _HUGGINGFACE, *words, *(word for glob in excluded for word in ("--exclude", glob)))
         return self._convert("huggingface", "Hugging Face, for inference", _HUGGINGFACE, words, missing)

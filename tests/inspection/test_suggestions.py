@@ -340,8 +340,10 @@ def test_options_are_repeated_in_every_command(world: World) -> None:
     assert run_all(printed)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_mindformers_names_become_those_of_hugging_face(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "options"), [("llama", set()), ("qwen3", {"GATE_UP", "QKV"}), ("deepseek_v3", {"GATE_UP", "MTP"})]
+)
+def test_mindformers_names_become_those_of_hugging_face(family: str, options: set[str], tmp_path: Path) -> None:
     config, full = MODELS[family][0], weights(family)
     ours = mindformers(family, full, config)
     strategy = cut(ours, config["num_hidden_layers"])
@@ -352,8 +354,9 @@ def test_mindformers_names_become_those_of_hugging_face(family: str, tmp_path: P
     (tmp_path / "run" / "config.json").write_text(json.dumps({**config, "model_type": family}))
     item = of_aim(suggested(tmp_path / "run" / "ckpt"), "huggingface")
     # Without them, gate and up, or q, k and v would be exchanged, and shapes would not show it.
-    assert placeholders(item["command"]) == ({"GATE_UP", "QKV"} if family == "qwen3" else set())
-    run(item, GATE_UP="interleaved", QKV="grouped")
+    assert placeholders(item["command"]) == options
+    assert any("tokenizer" in each["text"] and "--config" in each["text"] for each in item["missing"])
+    run(item, GATE_UP="interleaved", QKV="grouped", MTP="copies")
     expected = write_huggingface(tmp_path / "expected", full, config)
     done("diff", item["command"][3], expected)
 
