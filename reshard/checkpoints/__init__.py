@@ -17,7 +17,7 @@ from reshard.checkpoints.formats.output import (
     lay_out_copy,
     lay_out_safetensors,
 )
-from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, files_alike, tensors_named
+from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, files_alike, tensors_named, unchecked
 
 __all__ = [
     "CheckpointIndex",
@@ -36,4 +36,5 @@ __all__ = [
     "mindspore_reads",
     "read_index",
     "tensors_named",
+    "unchecked",
 ]

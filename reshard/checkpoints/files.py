@@ -124,9 +124,9 @@ class FileHandles:
         """Make `borrow` return a `PlacedFile`, whose tensors are read by their places."""
         self._placements[path] = placement
 
-    def has_places(self, path: str) -> bool:
-        """Whether `borrow` returns a `PlacedFile`."""
-        return path in self._placements
+    def placement(self, path: str) -> Optional[Placement]:
+        """The places of a file's tensors, if `borrow` returns a `PlacedFile`."""
+        return self._placements.get(path)
 
     def as_stored(self, path: str) -> bool:
         """Whether the file that `borrow` returns has its bytes as they are stored."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Callable, Optional
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from reshard.checkpoints.formats.archives import (
     HEAD,
+    Archive,
     ArchiveEntry,
     Elements,
     archived_tensor,
@@ -37,7 +38,6 @@ from reshard.threads import ThreadLock
 # Limits of one read of elements out of C order: bytes, or a multiple of the requested bytes.
 _SPAN_BYTES = 1 << 20
 _SPAN_FACTOR = 4
-_CHECK_BYTES = 4 << 20
 
 
 class Stored(NamedTuple):
@@ -82,12 +82,16 @@ class Placement:
         self._path = path
         self._tensors = tensors
         self._starts = array("Q")
+        self._given = located
         self._located: dict[int, Elements] = dict(enumerate(located))
         self._reading = ThreadLock()
         for stored in tensors:
             # So far apart as the records are, windows of the file are windows of these places.
             self._starts.append(self.size)
             self.size += max(stored.nbytes, stored.length)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Placement, (self._path, self._tensors, self._given)
 
     def placed(self, file: ReadableFile) -> PlacedFile:
         """The open file, read by these places."""
@@ -173,33 +177,45 @@ class Placement:
                 hint="the files and the metadata are not of one save: copy the checkpoint again",
             )
 
-    def check(self, file: ReadableFile, on_block: Callable[[int], None]) -> bool:
-        """Compare the bytes of all tensors with the CRCs beside them.
+    def check(
+        self, file: ReadableFile, tensors: Iterable[Tensor], block_bytes: int, on_block: Callable[[int], None]
+    ) -> None:
+        """Compare the bytes of tensors with the CRCs beside them, where there are any, and records as a whole.
 
         Args:
             file: the file.
-            on_block: called with the bytes read since the last time.
-
-        Returns:
-            Whether there are any CRCs, or the file is no archive.
+            tensors: the tensors, of these places.
+            block_bytes: bytes to read at a time; several small records are read at once.
+            on_block: called with the bytes checked since the last time.
 
         Raises:
-            DamagedCheckpointError: one is another; or what `locate` raises.
+            DamagedCheckpointError: a CRC differs; or what `locate` raises.
             OSError: reading failed.
         """
-        buffer = memoryview(bytearray(_CHECK_BYTES))
+        numbers = sorted(bisect_right(self._starts, tensor.extents[0][0]) - 1 for tensor in tensors if tensor.nbytes)
+        buffer = memoryview(bytearray(block_bytes))
         checked: set[ArchiveEntry] = set()
-        for number, (name, *_) in enumerate(self._tensors):
-            entry = self.locate(file, number).entry
-            # Tensors may share a storage.
-            if entry not in checked and not check_entry(file, entry, buffer, on_block):
+        near, stop = file, 0
+        for at, number in enumerate(numbers):
+            begin, end = self.around(number, number) or (0, 0)
+            if end > stop:
+                for last in numbers[at + 1 :]:
+                    if self._tensors[last].offset + self._tensors[last].length - begin > block_bytes:
+                        break
+                    end = self._tensors[last].offset + self._tensors[last].length
+                near, stop = (_Ahead(file, begin, end), end) if end - begin <= block_bytes else (file, end)
+            entry, stored = self.locate(near, number).entry, self._tensors[number]
+            try:
+                if stored.length >= 0:
+                    Archive(near, stored.offset, stored.length).check(buffer, on_block)
+                # Tensors may share a storage.
+                elif entry not in checked and not check_entry(near, entry, buffer, on_block):
+                    raise DamagedCheckpointError(f"{self._path}: is damaged: the CRC-32 of its storage is another one")
+            except DamagedCheckpointError as error:
                 raise DamagedCheckpointError(
-                    f"{self._path}: is damaged: the CRC-32 of {quoted(name)} is another one than its archive records",
-                    file=self._path,
-                    parameter=name,
-                )
+                    f"{error.message} (tensor {quoted(stored.name)})", file=self._path, parameter=stored.name
+                ) from error
             checked.add(entry)
-        return any(entry.crc or entry.crc is None for entry in checked) or not checked
 
 
 class PlacedFile:
@@ -273,9 +289,9 @@ class PlacedFile:
         for number, _, _ in self._placement.within(0, self._placement.size + 1):
             self._placement.locate(self._file, number)
 
-    def check(self, on_block: Callable[[int], None]) -> bool:
-        """Compare the bytes of all tensors with the CRCs beside them; see `Placement.check`."""
-        return self._placement.check(self._file, on_block)
+    def check(self, tensors: Iterable[Tensor], block_bytes: int, on_block: Callable[[int], None]) -> None:
+        """Compare the bytes of tensors with the CRCs beside them; see `Placement.check`."""
+        self._placement.check(self._file, tensors, block_bytes, on_block)
 
 
 class _Ahead:

@@ -509,7 +509,7 @@ dry_run = flag("Checks", "--dry-run", "-n", text="Plan and check everything, but
 writing = together(
     effort,
     reading,
-    crc("Check the CRCs of source files that are read whole."),
+    crc("Check the CRCs of source files, and of tensors in archives, that are read whole."),
     choice(
         "Checks",
         "check_replicas",

@@ -17,7 +17,7 @@ from distributed.comm.core import FatalCommClosedError
 from distributed.comm.registry import get_backend
 
 from reshard._version import __version__
-from reshard.checkpoints import CheckpointIndex
+from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.cluster.running import LOST, MAX_END_SECONDS, Item, ItemProgress, Running, lost_scheduler
 from reshard.cluster.tasks import INSTALL, Work, check_crc, invisible_paths, not_visible, packed, write_targets
 from reshard.convert import Options
@@ -92,11 +92,15 @@ class Cluster:
         keys = [] if self._options.decryption is None else [self._options.decryption.shared_file]
         self._check_visible({paths[0], paths[-1], *keys})
 
-    def check_crcs(self, files: Sequence[CheckpointIndex]) -> Mapping[str, DamagedCheckpointError]:
+    def check_crcs(
+        self, files: Sequence[CheckpointIndex], handles: FileHandles
+    ) -> Mapping[str, DamagedCheckpointError]:
         """Check the CRCs of source files, each in a task of its own; see `convert.Workers`."""
         paths = [_absolute(index.path) for index in files]
-        key = packed(self._options.decryption)
-        tasks = [(check_crc, key, path, self._options.max_memory) for path in paths]
+        # Only metadata places tensors in archives.
+        archives = [(index, handles.placement(index.path)) if index.archived else None for index in files]
+        packs = [packed((self._options.decryption, archive)) for archive in archives]
+        tasks = [(check_crc, each, path, self._options.max_memory) for each, path in zip(packs, paths)]
         damaged: dict[str, DamagedCheckpointError] = {}
         with Running(self._client, self._address, self._report, tasks) as running:
             for number, outcome in running.outcomes():

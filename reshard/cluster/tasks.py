@@ -90,16 +90,19 @@ def check_crc(version: str, packed: bytes, path: str, max_memory: int) -> Union[
 
     Args:
         version: the client's.
-        packed: the key of encrypted files, or None.
+        packed: the key of encrypted files, or None; and of archives the tensors to check and their places, or None.
         path: the file.
         max_memory: bytes for all buffers.
     """
 
     def check() -> list[str]:
         report = Report()
-        with FileHandles(decryption=_unpacked(packed)) as handles:
-            indexes = [read_index(handles, path)]
-            for error in damaged_files(indexes, ExecutionOptions(1, max_memory), handles, report, Progress()).values():
+        key, archive = _unpacked(packed)
+        with FileHandles(decryption=key) as handles:
+            if archive is not None:
+                handles.place(path, archive[1])
+            index = read_index(handles, path) if archive is None else archive[0]._replace(path=path)
+            for error in damaged_files([index], ExecutionOptions(1, max_memory), handles, report, Progress()).values():
                 raise error
         return report.notes
 

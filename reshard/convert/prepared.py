@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Optional
 
-from reshard.checkpoints import FileHandles
+from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.edited import stored_checkpoint
 from reshard.convert.options import Options
@@ -16,7 +17,7 @@ from reshard.convert.source_crcs import Check, SourceCrcs, damaged_files
 from reshard.convert.summary import Phases, Summary, totals_of
 from reshard.convert.target_directory import TargetDirectory
 from reshard.convert.writing import State, Workers, Writing
-from reshard.errors import IncompleteSourceError, RetryableError, UsageError
+from reshard.errors import CheckpointError, IncompleteSourceError, InputError, RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.destination import check_apart, check_bucket, check_disjoint, check_space
 from reshard.execute.equal import check_equal, equal_of
@@ -170,7 +171,7 @@ class Prepared:
             request = self._request._replace(damaged=dict(self._crcs.damaged))
             try:
                 plan = make_plan(request, self._handles, self._report)
-            except IncompleteSourceError as error:
+            except InputError as error:
                 if self._crcs.damaged:
                     error.hint = "; ".join(filter(None, [error.hint, "to skip CRC checks: --crc never"]))
                 raise
@@ -231,9 +232,9 @@ class Prepared:
         return execution
 
     def _check_of(self, plan: Plan, workers: Optional[Workers] = None) -> Check:
-        """The function that checks CRCs: of the workers, or of this process, which workers need for archives."""
-        if workers is not None and not any(index.archived for index in plan.checkpoint.indexes.values()):
-            return workers.check_crcs
+        """The function that checks CRCs, of the workers or of this process."""
+        if workers is not None:
+            return functools.partial(workers.check_crcs, handles=self._handles)
         execution = self._execution(plan)
         return lambda files: damaged_files(files, execution, self._handles, self._report, self._progress)
 
@@ -309,16 +310,10 @@ class Prepared:
                 # The planning of a recovery has checked its files already.
                 return
             check = self._check_of(plan, workers)
-            in_full = plan.files_read(work)
-            wholly_read = [
-                index
-                for index in plan.checkpoint.indexes.values()
-                if in_full.get(index.path) or (index.archived and self._options.verify)
-            ]
-            if not self._crcs.find(plan.checkpoint, wholly_read, check):
+            whole, partly = plan.files_read(work)
+            if not self._crcs.find(plan.checkpoint, whole, check):
                 # Encryption tags are always checked before use, CRCs are not.
-                crcs = {index.path for index in plan.checkpoint.indexes.values() if index.crc is not None}
-                self._crcs.note_unchecked(path for path, is_full in in_full.items() if path in crcs and not is_full)
+                self._crcs.note_unchecked(index.path for index in partly if index.crc is not None)
                 return
             self._plan_again()
 
@@ -348,7 +343,12 @@ class Prepared:
         effort = "more" if options.check_replicas == "auto" and options.verify else options.check_replicas
         if checkpoint is None and effort != "never":
             stored, limits = stored_checkpoint(plan.checkpoint), EFFORTS["auto" if effort == "auto" else "more"]
-            check_copies(stored, self._stored(), self._handles, self.state.execution, limits)
+            try:
+                check_copies(stored, self._stored(), self._handles, self.state.execution, limits)
+            except CheckpointError:
+                if self._without_damaged(plan.checkpoint.indexes.values(), workers):
+                    return self._check_replicas(workers)
+                raise
         if checkpoint is None or request.source.is_none or request.source.is_as_cut:
             return None
         if effort == "never":
@@ -359,12 +359,7 @@ class Prepared:
         )
         if comparison.differing:
             # Partially read files have no CRC check yet.
-            doubtful = [checkpoint.indexes[rank] for rank in sorted(comparison.always)]
-            check = self._check_of(plan, workers)
-            if options.crc != "never" and self._crcs.find(checkpoint, doubtful, check):
-                self._plan_again()
-                if not options.dry_run:
-                    self._settle(workers)
+            if self._without_damaged([checkpoint.indexes[rank] for rank in sorted(comparison.always)], workers):
                 return self._check_replicas(workers)
             place = request.src if isinstance(request.src, str) else checkpoint.place
             raise comparison.error(request.source.path, place, checkpoint.step, request.file_suffix)
@@ -373,6 +368,16 @@ class Prepared:
         if plan.form.by_rank and request.edits.is_empty:
             self._swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
         return comparison.check
+
+    def _without_damaged(self, doubtful: Iterable[CheckpointIndex], workers: Optional[Workers]) -> bool:
+        """Check CRCs of files whose replicas differ, and plan again without damaged ones; whether there are any."""
+        check = self._check_of(self.plan, workers)
+        if self._options.crc == "never" or not self._crcs.find(self.plan.checkpoint, doubtful, check):
+            return False
+        self._plan_again()
+        if not self._options.dry_run:
+            self._settle(workers)
+        return True
 
     def _check_equal(self) -> None:
         """Compare tied tensors, of which one is written; a dry run compares only their first bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Callable
 
-from reshard.checkpoints import CheckpointIndex, FileHandles
+from reshard.checkpoints import CheckpointIndex, FileHandles, unchecked
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import DamagedCheckpointError
 from reshard.execute import ExecutionOptions, Progress
@@ -35,7 +35,7 @@ class SourceCrcs:
         self.files: list[SourceFile] = []
         self._report = report
         self._sampler = sampler
-        self._checked: set[str] = set()
+        self._checked: set[object] = set()
 
     def find(self, source: Checkpoint, indexes: Iterable[CheckpointIndex], check: Check) -> bool:
         """Check files of a step that were not checked before; whether any is damaged.
@@ -43,16 +43,17 @@ class SourceCrcs:
         Raises:
             ReshardError: a file cannot be read.
         """
-        checkable = {index.path: index for index in indexes if index.checkable or index.archived}
-        new = [index for path, index in checkable.items() if path not in self._checked]
-        damaged = check(new) if new else {}
-        self._checked.update(index.path for index in new)
-        for rank, index in sorted(source.indexes.items()):
-            if index.path in damaged:
-                self._report.warn(f"{damaged[index.path].message}; rank {rank} counts as absent at {source.label}")
-                self.files += self._sampler.look_at({rank: index})
+        new = unchecked(indexes, self._checked)
+        damaged = dict(check(new)) if new else {}
         self.damaged.update((path, error.message) for path, error in damaged.items())
-        return bool(damaged)
+        found = bool(damaged)
+        for rank, index in sorted(source.indexes.items()):
+            # Files of archives may have several numbers.
+            error = damaged.pop(index.path, None)
+            if error is not None:
+                self._report.warn(f"{error.message}; rank {rank} counts as absent at {source.label}")
+                self.files += self._sampler.look_at({rank: index})
+        return found
 
     def note_unchecked(self, paths: Iterable[str]) -> None:
         """Note partially read files, whose CRC is not checked."""
@@ -75,7 +76,7 @@ def damaged_files(
     # Loaded only here: few files record a CRC, and few conversions read whole files.
     from reshard.checkpoints.formats.crc import check_crcs
 
-    progress.begin(sum(index.size for index in indexes), "checking CRCs")
+    progress.begin(sum(index.check_bytes for index in indexes), "checking CRCs")
     try:
         checks = check_crcs(handles, indexes, execution.threads, execution.block_bytes, progress.wrote)
     finally:

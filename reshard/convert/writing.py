@@ -35,8 +35,14 @@ class Workers(Protocol):
             ReshardError: they cannot.
         """
 
-    def check_crcs(self, files: Sequence[CheckpointIndex]) -> Mapping[str, DamagedCheckpointError]:
+    def check_crcs(
+        self, files: Sequence[CheckpointIndex], handles: FileHandles
+    ) -> Mapping[str, DamagedCheckpointError]:
         """Check the CRCs of source files; returns the errors of damaged files, by path.
+
+        Args:
+            files: the files; archives with the tensors to check.
+            handles: has the places of these tensors.
 
         Raises:
             ReshardError: a file could not be checked.

@@ -12,7 +12,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Callable, Optional, Protocol
 
-from reshard.checkpoints import OutputLayout, lay_out_copy
+from reshard.checkpoints import CheckpointIndex, OutputLayout, lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint
 from reshard.errors import IncompleteSourceError
 from reshard.forms.cuts import Cut, Cuts
@@ -290,36 +290,43 @@ class Plan:
         added = (tensors[name].added for name in names if name in tensors)
         return frozenset().union(*(each.paths for each in added if each is not None))
 
-    def files_read(self, files: Sequence[int]) -> dict[str, bool]:
-        """Source files with a checksum that some target files read; True where they read all of the contents.
+    def files_read(self, files: Sequence[int]) -> tuple[list[CheckpointIndex], list[CheckpointIndex]]:
+        """Source files with checksums that some target files read: those read whole, and those read in part.
 
-        Without a checksum in the source, the parts of the target files are not made.
+        In archives every tensor has a checksum: the first list has them with the tensors that are read whole.
+        Without checksums in the source, the parts of the target files are not made.
         """
-        recorded = {
-            self.checkpoint.files[holder]: index for holder, index in self.checkpoint.indexes.items() if index.checkable
-        }
+        recorded = [index for index in self.checkpoint.indexes.values() if index.checkable or index.archived]
         if not recorded:
-            return {}
+            return [], []
+        paths = {index.path for index in recorded}
         used: dict[tuple[str, tuple[tuple[int, int], ...]], tuple[int, dict[object, int]]] = {}
         targets = (target for group in self.groups(files) for target in group)
         for target in targets:
             for tensor in target.tensors:
                 for piece in tensor.pieces:
-                    if piece.source.path in recorded:
+                    if piece.source.path in paths:
                         stored = piece.stored_size(tensor.item_size)
                         entry = used.setdefault((piece.source.path, piece.source.extents), (stored, {}))
                         entry[1][piece.elements] = piece.volume
         # Copied values are compared over all files, so all of them are read.
         copied = set(self.sorted.copied) | self._unholdable
-        return {
-            path: all(
-                name in copied
+        read = {path for path, _ in used}
+        whole: list[CheckpointIndex] = []
+        partly: list[CheckpointIndex] = []
+        for index in recorded:
+            tensors = {
+                name: tensor
+                for name, tensor in index.tensors.items()
+                if name in copied
                 or tensor.nbytes == 0
-                or _bytes_used(*used.get((path, tensor.extents), (0, {}))) >= tensor.nbytes
-                for name, tensor in recorded[path].tensors.items()
-            )
-            for path in sorted({path for path, _ in used})
-        }
+                or _bytes_used(*used.get((index.path, tensor.extents), (0, {}))) >= tensor.nbytes
+            }
+            if index.archived:
+                whole.append(index._replace(tensors=tensors))
+            elif index.path in read:
+                (whole if len(tensors) == len(index.tensors) else partly).append(index)
+        return whole, partly
 
     @cached_property
     def _leaders(self) -> Mapping[int, int]:

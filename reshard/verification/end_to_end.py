@@ -242,6 +242,11 @@ def _compared(
     )
     if checkpoint is None:
         return differences
+    damage = RecordedCrcs(means, report).damaged(checkpoint.indexes.values())
+    if damage:
+        # Reading a damaged archive would end the comparison with an error.
+        files = {path: os.path.relpath(path, target.directory) for path in sorted(damage)}
+        return [*differences, *(Difference("file", None, (), damage[path], (file,)) for path, file in files.items())]
     differences += compare_form(source, checkpoint, target.strategy, target.directory, means, admit)
     _note_left_out(source, checkpoint.names, converted, target, differences, report)
     if converted.beside:

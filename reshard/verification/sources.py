@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Callable, Optional
 
-from reshard.checkpoints import CheckpointIndex, FileHandles
+from reshard.checkpoints import CheckpointIndex, FileHandles, unchecked
 from reshard.checkpoints.formats.crc import check_crcs
 from reshard.errors import InputError
 from reshard.forms.form import ReadRequest
@@ -171,7 +171,7 @@ class RecordedCrcs:
     def __init__(self, means: Means, report: Report) -> None:
         self._means = means
         self._report = report
-        self._checked: set[str] = set()
+        self._checked: set[object] = set()
 
     def damaged(self, indexes: Iterable[CheckpointIndex]) -> dict[str, str]:
         """The damage of files, by path, for damaged files that were not checked before.
@@ -179,16 +179,14 @@ class RecordedCrcs:
         Raises:
             ReshardError: a file cannot be read.
         """
-        checkable = {index.path: index for index in indexes if index.checkable or index.archived}
-        new = [index for path, index in checkable.items() if path not in self._checked]
+        new = unchecked(indexes, self._checked)
         if not new:
             return {}
         means = self._means
         threads = means.jobs * storage_of(new[0].path).in_flight
         block = max(_MIN_BLOCK, min(_MAX_BLOCK, means.max_memory // threads))
-        with means.counting(sum(index.size for index in new), "checking CRCs"):
+        with means.counting(sum(index.check_bytes for index in new), "checking CRCs"):
             checks = check_crcs(means.handles, new, threads, block, means.progress.wrote)
-        self._checked.update(index.path for index in new)
         for note in checks.notes():
             self._report.note(note)
         return {path: error.message for path, error in checks.damaged.items()}

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
 from reshard.checkpoints import FileHandles, read_index
+from reshard.checkpoints.formats.archives import Archive
 from reshard.plan.groups import bundles
 from tests.certificates import make_certificate
+from tests.corpus_dcp import fixtures
 from tests.dask_cluster import DaskCluster, ended, until
 from tests.encryption import KEY, encrypt_tree
 from tests.running import Argument, done, fails, flat, reshard, warns
@@ -312,6 +314,26 @@ def test_a_source_with_a_wrong_crc_gives_no_target(cluster: DaskCluster, world: 
     path.write_bytes(sound)
     assert cluster.run(*world.words()).status == 0
     assert files(world.dst).keys() == {"rank_0/checkpoint_0.ckpt", "rank_1/checkpoint_1.ckpt", MANIFEST}
+
+
+@pytest.mark.long
+def test_workers_check_the_crcs_of_archives(cluster: DaskCluster, tmp_path: Path) -> None:
+    (case,) = [case for case in fixtures() if case.name == "w2_old_metadata"]
+    shutil.copytree(case.path, tmp_path / "src")
+    path = tmp_path / "src" / "__0_0.distcp"
+    sound = path.read_bytes()
+    with FileHandles() as handles, handles.borrow(str(path)) as file:
+        place = Archive(file, 0, 1577).entry("data/0").offset
+    words: list[Argument] = ["convert", tmp_path / "src", tmp_path / "out", "--to", "dcp", "--shards", 2]
+    cluster.workers(2)
+    path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
+    result = cluster.run(*words)
+    assert result.status == 3
+    warns(result, path, "CRC-32", "'a'", "Dask worker")
+    assert not list((tmp_path / "out").glob("*.distcp"))
+    path.write_bytes(sound)
+    assert cluster.run(*words).status == 0
+    done("verify", tmp_path / "out", "--src", tmp_path / "src")
 
 
 @pytest.mark.long

@@ -32,7 +32,10 @@ _END = struct.Struct("<4s4H2IH")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
 _UNKNOWN_32, _UNKNOWN_16 = 0xFFFFFFFF, 0xFFFF
-_ENCRYPTED = 1
+# Flags: encrypted; lengths and CRC are in the directory, and follow the content; names are UTF-8.
+_ENCRYPTED, _FOLLOWED, _UTF8 = 0x0001, 0x0008, 0x0800
+# An entry without content, in attributes of MS-DOS.
+_IS_DIRECTORY = 0x10
 # Names and padding of torch's local headers are mostly shorter.
 _NEAR_HEADER = 192
 
@@ -124,7 +127,9 @@ class Archive:
         self._offset = offset
         self._length = length
         self._tail = read_range(file, offset + length - min(length, _NEAR_END), min(length, _NEAR_END))
-        self._entries = self._directory()
+        # Per entry where its header begins in the archive, its bytes, its CRC, its flags and its name.
+        self._entries: dict[str, tuple[int, int, int, int, bytes]] = {}
+        self._read_directory()
 
     def _damaged(self, problem: str) -> NoReturn:
         path = self._file.path
@@ -140,13 +145,12 @@ class Archive:
             return self._tail[begin : begin + count]
         return read_range(self._file, self._offset + position, count)
 
-    def _directory(self) -> dict[str, tuple[int, int, int, bytes]]:
-        """Per entry where its header begins in the archive, its bytes, its CRC and its name."""
+    def _read_directory(self) -> None:
         end = self._length - _END.size
         if end < 0:
             self._damaged("it is too short for an archive of torch.save")
-        signature, _, _, _, count, size, start, comment = _END.unpack(self._bytes(end, _END.size))
-        if signature != b"PK\x05\x06" or comment:
+        signature, *disks, count_here, count, size, start, comment = _END.unpack(self._bytes(end, _END.size))
+        if signature != b"PK\x05\x06" or comment or any(disks) or count_here != count:
             self._damaged("it does not end like an archive of torch.save")
         if _UNKNOWN_32 in (size, start) or count == _UNKNOWN_16:
             locator = end - _LOCATOR_64.size
@@ -158,19 +162,18 @@ class Archive:
                 self._damaged("the end of its directory is missing")
         if size > _MAX_DIRECTORY or count * _ENTRY.size > size:
             self._damaged("its directory is larger than any")
-        return self._listed(self._bytes(start, size), count)
+        self._list(self._bytes(start, size), count)
 
-    def _listed(self, directory: bytes, count: int) -> dict[str, tuple[int, int, int, bytes]]:
-        entries: dict[str, tuple[int, int, int, bytes]] = {}
+    def _list(self, directory: bytes, count: int) -> None:
         position = 0
         for _ in range(count):
             if position + _ENTRY.size > len(directory):
                 self._damaged("its directory ends early")
-            signature, _, _, flags, method, _, _, crc, packed, size, name_size, extra_size, comment, *_, header = (
-                _ENTRY.unpack_from(directory, position)
-            )
+            fields = _ENTRY.unpack_from(directory, position)
+            signature, _, _, flags, method, _, _, crc, packed, size, name_size, extra_size, comment = fields[:13]
+            disk, _, attributes, header = fields[13:]
             position += _ENTRY.size
-            if signature != b"PK\x01\x02":
+            if signature != b"PK\x01\x02" or disk or flags & ~(_ENCRYPTED | _FOLLOWED | _UTF8):
                 self._damaged("its directory is no list of entries")
             name_bytes = directory[position : position + name_size]
             name = name_bytes.decode("utf-8", "replace")
@@ -183,12 +186,15 @@ class Archive:
                     file=self._file.path,
                     hint="save the checkpoint again, without anything that packs its files",
                 )
+            if attributes & _IS_DIRECTORY:
+                self._damaged(f"its entry {quoted(name)} is a directory")
             # All names begin with the name of the archive and a slash.
             inner = name.partition("/")[2]
-            if inner in entries:
+            if inner in self._entries:
                 self._damaged(f"it has two entries called {quoted(name)}")
-            entries[inner] = (header, size, crc, name_bytes)
-        return entries
+            self._entries[inner] = (header, size, crc, flags, name_bytes)
+        if position != len(directory):
+            self._damaged("its directory has more than its entries")
 
     def _large(self, extra: bytes, *numbers: int) -> list[int]:
         """Numbers of an entry, those of more than 32 bits from its extra field."""
@@ -219,11 +225,11 @@ class Archive:
         """
         if name not in self._entries:
             self._damaged(f"it has no entry {quoted(name)}")
-        header, size, crc, full_name = self._entries[name]
+        header, size, crc, flags, full_name = self._entries[name]
         local = self._bytes(header, min(_NEAR_HEADER, self._length - header))
         if len(local) < _LOCAL.size:
             self._damaged("its directory points outside of it")
-        signature, *_, name_size, extra_size = _LOCAL.unpack_from(local)
+        signature, _, local_flags, method, _, _, local_crc, *sizes, name_size, extra_size = _LOCAL.unpack_from(local)
         extra = _LOCAL.size + name_size
         begin = extra + extra_size
         if signature != HEAD or header + begin + size > self._length:
@@ -231,10 +237,43 @@ class Archive:
         if begin > len(local):
             local = self._bytes(header, begin)
         # A wrong length in the header would move all elements.
-        if local[_LOCAL.size : extra] != full_name or not _is_divided(local[extra:begin]):
+        agrees = local[_LOCAL.size : extra] == full_name and (local_flags, method) == (flags, 0)
+        if not flags & _FOLLOWED:
+            agrees &= [local_crc, *self._large(local[extra:begin], *sizes)] == [crc, size, size]
+        if not agrees or not _is_divided(local[extra:begin]):
             self._damaged(f"the header of its entry {quoted(name)} contradicts its directory")
         begin += header
         return ArchiveEntry(self._offset + begin, size, crc)
+
+    def pickle(self) -> bytes:
+        """The bytes of ``data.pkl``.
+
+        Raises:
+            DamagedCheckpointError: they are damaged.
+        """
+        entry = self.entry("data.pkl")
+        if entry.size > MAX_PICKLE:
+            self._damaged(f"its data.pkl has {entry.size:,} bytes")
+        data = read_range(self._file, entry.offset, entry.size)
+        if entry.crc and zlib.crc32(data) != entry.crc:
+            self._damaged("the CRC-32 of its data.pkl is another one")
+        return data
+
+    def check(self, buffer: memoryview, on_block: Callable[[int], None] = lambda count: None) -> None:
+        """Compare all entries with their headers and CRCs.
+
+        Args:
+            buffer: filled again and again.
+            on_block: called with the bytes of storages that were checked since the last time.
+
+        Raises:
+            DamagedCheckpointError: one differs.
+            OSError: reading failed.
+        """
+        for name in self._entries:
+            counted = on_block if name.startswith("data/") else lambda count: None
+            if not check_entry(self._file, self.entry(name), buffer, counted):
+                self._damaged(f"the CRC-32 of its entry {quoted(name)} is another one")
 
     def pickled(self, allowed: Callable[[str], bool]) -> Any:
         """The contents of ``data.pkl``; tensors are instances of `REBUILD` and the like.
@@ -246,12 +285,7 @@ class Archive:
             CheckpointError: it holds what is not read.
             DamagedCheckpointError: it is damaged.
         """
-        entry = self.entry("data.pkl")
-        if entry.size > MAX_PICKLE:
-            self._damaged(f"its data.pkl has {entry.size:,} bytes")
-        data = read_range(self._file, entry.offset, entry.size)
-        if entry.crc and zlib.crc32(data) != entry.crc:
-            self._damaged("the CRC-32 of its data.pkl is another one")
+        data = self.pickle()
         try:
             return read_pickle(data, allowed, persistent=True)
         except PickleError as error:
@@ -270,6 +304,7 @@ class Archive:
             self._damaged(f"it holds {getattr(value, 'name', '') or 'something else'} where a tensor is expected")
         storage, first, shape, strides, *_ = value.args
         entry_name, dtype, count = self._storage(storage)
+        typed = dtype is not None
         more = value.args[6:]
         if value.name == REBUILD_TYPED:
             dtype_global = more[0] if more else None
@@ -285,6 +320,8 @@ class Archive:
             self._damaged("its bytes are in big-endian order, which is not read")
         item = ITEM_SIZES[dtype]
         entry = self.entry(entry_name)
+        if count * (item if typed else 1) != entry.size:
+            self._damaged(f"its storage {entry_name} has {entry.size} bytes, and {count} elements by its data.pkl")
         last = first + sum((size - 1) * stride for size, stride in zip(shape, strides)) if math.prod(shape) else -1
         if (last + 1) * item > entry.size:
             self._damaged(f"its tensor of shape {list(shape)} does not lie in the {entry.size} bytes of {entry_name}")
@@ -357,13 +394,14 @@ def check_entry(file: ReadableFile, entry: ArchiveEntry, buffer: memoryview, on_
         file: the file.
         entry: the entry.
         buffer: filled again and again.
-        on_block: called with the bytes read since the last time.
+        on_block: called with the bytes checked since the last time.
 
     Raises:
         ReshardError: the file became shorter.
         OSError: reading failed.
     """
     if not entry.crc:
+        on_block(entry.size)
         return True
     crc = checked = 0
     while checked < entry.size:

@@ -105,7 +105,7 @@ class CheckpointIndex(NamedTuple):
         crc: the recorded CRC, or None.
         metadata: the metadata of a safetensors file; empty for a `.ckpt`.
         cipher: MindSpore's name of the encryption; None without.
-        archived: its tensors are archives, each with its own CRC; checking them needs a pass over all contents.
+        archived: its tensors may be entries of archives, each with a CRC of its own.
     """
 
     path: str
@@ -122,9 +122,31 @@ class CheckpointIndex(NamedTuple):
         """Whether the file records checksums of all contents: a CRC, or encryption tags."""
         return self.crc is not None or self.cipher == GCM
 
+    @property
+    def check_bytes(self) -> int:
+        """Bytes to read to check it, or its tensors in archives."""
+        return sum(tensor.nbytes for tensor in self.tensors.values()) if self.archived else self.size
+
     def extents(self) -> Iterator[tuple[int, int]]:
         """The (offset, size) pairs of all contents, ascending."""
         return (extent for tensor in self.tensors.values() for extent in tensor.extents if extent[1])
+
+
+def unchecked(indexes: Iterable[CheckpointIndex], checked: set[object]) -> list[CheckpointIndex]:
+    """Files with checksums, archives with their tensors, that are not in ``checked``; they are added to it."""
+    new = []
+    for index in indexes:
+        if index.archived:
+            tensors = {
+                name: tensor for name, tensor in index.tensors.items() if (index.path, tensor.extents) not in checked
+            }
+            checked.update((index.path, tensor.extents) for tensor in tensors.values())
+            if tensors:
+                new.append(index._replace(tensors=tensors))
+        elif index.checkable and index.path not in checked:
+            checked.add(index.path)
+            new.append(index)
+    return new
 
 
 def logical_shape(dtype: str, dims: Sequence[int], nbytes: int) -> tuple[int, ...]:

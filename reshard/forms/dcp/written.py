@@ -110,6 +110,8 @@ class _DistributedFiles(ChunkFiles):
         if stored.length > _MAX_OBJECT:
             raise CheckpointError(f"{stored.path}: holds an object of {stored.length:,} bytes", file=stored.path)
         with reading(stored.path), contextlib.closing(self._handles.open_file(stored.path)) as file:
+            if stored.archived:
+                Archive(file, stored.offset, stored.length).check(memoryview(bytearray(_PART)))
             return read_range(file, stored.offset, stored.length)
 
     def _object_places(self) -> Iterator[tuple[str, int, int]]:
@@ -273,8 +275,7 @@ class HyperParallelFiles(_DistributedFiles):
                         parameter=name,
                         hint=f"leave it out with --exclude {as_pattern(name)}",
                     )
-                entry = archive.entry("data.pkl")
-                return read_range(file, entry.offset, entry.size)
+                return archive.pickle()
         except OSError as error:
             raise reading_error(stored.path, error) from error
 
