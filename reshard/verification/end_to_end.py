@@ -31,6 +31,7 @@ from reshard.verification.converted import AnySource, compare_form, compare_rank
 from reshard.verification.copies import compare_copies, has_copies, not_held
 from reshard.verification.difference import Difference
 from reshard.verification.edited import EditedSource, renamed
+from reshard.verification.objects import object_differences, training_differences
 from reshard.verification.products import sums_of
 from reshard.verification.reading import Comparison, Means, compare, sums
 from reshard.verification.sources import (
@@ -247,6 +248,9 @@ def _compared(
         # Reading a damaged archive would end the comparison with an error.
         files = {path: os.path.relpath(path, target.directory) for path in sorted(damage)}
         return [*differences, *(Difference("file", None, (), damage[path], (file,)) for path, file in files.items())]
+    if form.options.names is Names.TRAINER:
+        differences += object_differences(source.checkpoint, checkpoint.checkpoint, admit, means.handles)
+    differences += training_differences(source.checkpoint, checkpoint, means.handles)
     differences += compare_form(source, checkpoint, target.strategy, target.directory, means, admit)
     _note_left_out(source, checkpoint.names, converted, target, differences, report)
     if converted.beside:

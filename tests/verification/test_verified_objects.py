@@ -1,0 +1,112 @@
+"""`verify --src` compares what checkpoints hold beside tensors: pickled objects and the state of the training."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+
+from reshard.checkpoints.formats.archive_output import archive_of_pickle
+from reshard.checkpoints.formats.pickles import PickledInstance, pickled, read_pickle
+from tests.corpus_dcp import fixtures
+from tests.forms import to
+from tests.running import Argument, done, fails
+from tests.small import World, tensors
+
+(CASE,) = [case for case in fixtures() if case.name == "hyper_w4_2026_03_by_rank"]
+RATE = struct.pack(">d", CASE.objects["optimizer.lr"])
+
+
+@pytest.fixture(params=["dcp", "hyper-parallel"])
+def converted(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A directory with the objects of the case, without the manifest, which has a checksum of their metadata."""
+    directory: Path = tmp_path / request.param
+    done("convert", CASE.path, directory, "--to", request.param, "--shards", 2, "--verify")
+    (directory / "reshard-manifest.json").unlink()
+    return directory
+
+
+def differences(*arguments: Argument) -> set[tuple[str, str]]:
+    listed = fails(4, "verify", *arguments, "--json").json["differences"]
+    return {(entry["kind"], entry["parameter"]) for entry in listed}
+
+
+def change_metadata(directory: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
+    """Change the descriptions of objects, and the places of their contents, both by name."""
+    path = directory / ".metadata"
+    metadata = read_pickle(path.read_bytes(), lambda name: True)
+    fields = metadata.fields
+    described, stored = fields["state_dict_metadata"], fields["storage_data"]
+    index_of = {index.fields["fqn"]: index for index in stored if index.fields["fqn"] in CASE.objects}
+    places = {name: stored.pop(index) for name, index in index_of.items()}
+    change(described, places)
+    for name, place in places.items():
+        index = PickledInstance(index_of["optimizer.lr"].name, (), {**index_of["optimizer.lr"].fields, "fqn": name})
+        stored[index] = place
+    metadata.build(fields)
+    path.write_bytes(b"".join(pickled(metadata)))
+
+
+def test_another_number_is_found(converted: Path) -> None:
+    """Of the same length, with a right CRC."""
+    dcp = converted.name == "dcp"
+    path = converted / ("__0_1.distcp" if dcp else "_rank0_.bytes")
+    data = path.read_bytes()
+    before = data[data.rindex(b"\x80", 0, data.index(RATE)) : data.index(b".", data.index(RATE) + 8) + 1]
+    after = before.replace(RATE, struct.pack(">d", 0.01))
+    old, new = (archive_of_pickle(each) if dcp else each for each in (before, after))
+    assert data.count(old) == 1
+    path.write_bytes(data.replace(old, new))
+    assert differences(converted, "--src", CASE.path) == {("content", "optimizer.lr")}
+
+
+def test_exchanged_objects_are_found(converted: Path) -> None:
+    def exchange(described: dict[str, Any], places: dict[str, Any]) -> None:
+        places["optimizer.lr"], places["optimizer.step"] = places["optimizer.step"], places["optimizer.lr"]
+
+    change_metadata(converted, exchange)
+    expected = {("content", "optimizer.lr"), ("content", "optimizer.step")}
+    assert differences(converted, "--src", CASE.path) == expected
+
+
+def test_missing_and_added_objects_are_found(converted: Path) -> None:
+    def rename(described: dict[str, Any], places: dict[str, Any]) -> None:
+        described["optimizer.rate"], places["optimizer.rate"] = (
+            described.pop("optimizer.lr"),
+            places.pop("optimizer.lr"),
+        )
+
+    change_metadata(converted, rename)
+    expected = {("missing", "optimizer.lr"), ("extra", "optimizer.rate")}
+    assert differences(converted, "--src", CASE.path) == expected
+
+
+def test_objects_that_were_excluded_are_not_missing(converted: Path) -> None:
+    def leave_out(described: dict[str, Any], places: dict[str, Any]) -> None:
+        del described["optimizer.lr"], places["optimizer.lr"]
+
+    change_metadata(converted, leave_out)
+    done("verify", converted, "--src", CASE.path, "--exclude", "optimizer.lr")
+    assert differences(converted, "--src", CASE.path) == {("missing", "optimizer.lr")}
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["from ranks", "from itself"])
+def test_another_state_of_the_training_is_found(other: bool, world: World) -> None:
+    world.save(tensors())
+    words: list[Argument] = ["--src-strategy", world.old, *to("checkpoint2", world)]
+    done("convert", world.src, world.dst, *words)
+    source: list[Argument] = [world.src, "--src-strategy", world.old]
+    target = world.dst
+    if other:
+        source, target = [world.dst], world.root / "again"
+        done("convert", world.dst, target, *to("checkpoint2", world))
+    (target / "reshard-manifest.json").unlink()
+    done("verify", target, "--src", *source, "--dst-strategy", world.new)
+    (path,) = target.rglob("common.json")
+    recorded = json.loads(path.read_text())
+    path.write_text(json.dumps({**recorded, "global_step": recorded["global_step"] + 1, "global_batch_size": 8}))
+    found = differences(target, "--src", *source, "--dst-strategy", world.new)
+    assert found == {("content", "global_step")}
