@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conformance import oracles
-from tests.running import Argument, done
+from tests.running import Argument, done, fails
 from tests.trees import read_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -75,7 +75,12 @@ def test_a_checkpoint_of_torch_becomes_a_model_of_transformers(
     answers = oracles.done(oracles.torch_checkpoints(jobs))
     for number, trained in enumerate(answers):
         out = tmp_path / f"out{number}"
-        done("convert", tmp_path / f"{number}", out, "--to", "huggingface", "--verify")
+        words: list[Argument] = ["convert", tmp_path / f"{number}", out, "--to", "huggingface", "--verify"]
+        if form == "hf-sharded" and tied:
+            # Every name begins with "model.", and nothing shows that a trainer has not put it there.
+            fails(3, *words, texts=["--rename '*=*'"])
+            words += ["--rename", "*=*"]
+        done(*words)
         assert hashes(out) == weights_of(trained)
         (out / "config.json").write_text((model / "config.json").read_text())
         loads.append({"do": "load", "directory": str(out)})
