@@ -92,7 +92,7 @@ class CheckpointError(InputError):
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint file is truncated or damaged; it counts as missing."""
 
-    usual_hint = "take the file from a copy, or another step; `reshard recover` makes lost ranks' files from replicas"
+    usual_hint = "take the file from a copy, or another step; of a rank tree, `reshard recover` makes it from replicas"
 
 
 class EncryptedCheckpointError(CheckpointError):

@@ -105,7 +105,7 @@ def fingerprint(
     for path in merge:
         result.merge(read_fingerprints(path))
     for name in result.differing:
-        report.warn(f"{quoted(name)} differs between ranks; its fingerprint is that of the lowest")
+        report.warn(f"{quoted(name)} differs between files; its fingerprint is that of the lowest")
     if typed["as_json"]:
         echo_json(result.to_json())
     else:
@@ -245,10 +245,10 @@ def _print(result: Fingerprints, report: Report) -> None:
             f"slices of {plural(len(lacking), 'parameter')} are in no file that was read: " + listing(lacking, 3)
         )
     if unread:
-        reasons.append(f"the files of {rank_ranges(unread)} were not read")
+        reasons.append(f"{rank_ranges(unread, 'file')} were not read")
     if reasons:
         report.warn(
-            joined("; ", ["partial", *reasons, "other ranks' results, printed with --json, can be added with --merge"])
+            joined("; ", ["partial", *reasons, "other files' results, printed with --json, can be added with --merge"])
         )
 
 

@@ -13,7 +13,6 @@ from reshard.opened import OpenedCheckpoint, ReadingEffort, open_requested, read
 from reshard.plan.edits import NO_EDITS, Edits
 from reshard.text.globs import Filters
 from reshard.text.report import Report
-from reshard.text.wording import rank_ranges
 
 
 def opened(
@@ -78,9 +77,9 @@ def location_json(location: Optional[Location]) -> Optional[dict[str, Any]]:
 
 
 def location_words(location: Location) -> str:
-    """``[17,3], rank 5, ckpt/rank_5/net.ckpt``."""
+    """``[17,3], ckpt/rank_5/net.ckpt``."""
     index = shape_words(location.index)
-    return index if location.file is None else f"{index}, {rank_ranges([location.rank or 0])}, {location.file}"
+    return index if location.file is None else f"{index}, {location.file}"
 
 
 def shape_words(shape: tuple[int, ...]) -> str:

@@ -32,7 +32,7 @@ _MAX_PATTERNS = 20
 # In a line of the summary.
 _MAX_SUMMED = 3
 _EFFECTS = {
-    UNCHANGED: "unchanged",
+    UNCHANGED: "unchanged on every rank of B",
     MOVED: "moved, cut alike but held by other ranks",
     CUT_DIFFERENTLY: "cut differently",
     CONTRADICTING: "not the same tensor in A and B",
@@ -155,7 +155,8 @@ def _change_lines(alike: Sequence[Change]) -> Iterator[str]:
         yield f"{count}: unchanged"
     else:
         words = [*_stage_changes(alike), *_differences(change)]
-        yield f"{count}: {'; '.join(words) or 'slices on other ranks'}"
+        moved = "every rank keeps its slice" if change.effect == UNCHANGED else "slices on other ranks"
+        yield f"{count}: {'; '.join(words) or moved}"
     if len(alike) > 1:
         pairs = [("A", [change.sources[0] for change in alike]), ("B", [change.targets[0] for change in alike])]
         for letter, holdings in pairs[:1] if change.unchanged else pairs:

@@ -9,6 +9,7 @@ from reshard.checkpoints import CheckpointIndex, FileHandles, unchecked
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import DamagedCheckpointError
 from reshard.execute import ExecutionOptions, Progress
+from reshard.forms.registry import counted_as
 from reshard.records import SourceFile, SourceSampler
 from reshard.text.report import Report
 from reshard.text.wording import plural, some_names
@@ -51,7 +52,8 @@ class SourceCrcs:
             # Files of archives may have several numbers.
             error = damaged.pop(index.path, None)
             if error is not None:
-                self._report.warn(f"{error.message}; rank {rank} counts as absent at {source.label}")
+                number = f"{counted_as(source.form)} {rank}"
+                self._report.warn(f"{error.message}; {number} counts as absent at {source.label}")
                 self.files += self._sampler.look_at({rank: index})
         return found
 

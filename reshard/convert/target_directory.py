@@ -20,7 +20,7 @@ from reshard.checkpoints.edited import EditedCheckpoint
 from reshard.convert.options import Options
 from reshard.errors import InputError, RetryableError, TargetError
 from reshard.execute import Destination
-from reshard.forms.registry import form_named, forms_among
+from reshard.forms.registry import counted_as, form_named, forms_among
 from reshard.forms.target import UNFINISHED, UNFINISHED_CONTENT, TargetForm
 from reshard.named_tuple import NamedTuple
 from reshard.plan.pieces import TargetFile
@@ -154,7 +154,12 @@ class TargetDirectory:
         self._ledger = Ledger(self._root, identity, report.note)
         comparable = not request.recover and request.edits.additions is None
         self._refusals = Refusals(
-            self._root, identity, all_files=self._whole, adding=self._adding, comparable=comparable
+            self._root,
+            identity,
+            all_files=self._whole,
+            adding=self._adding,
+            comparable=comparable,
+            unit=counted_as(request.form),
         )
         self._unfinished = _unfinished(self._root, identity)
         self._overwritten: set[int] = set()
@@ -472,8 +477,8 @@ class TargetDirectory:
         lost = set(self._requested) - self.recorded(self._requested)
         if lost:
             raise RetryableError(
-                f"{self._root}: targets of {rank_ranges(lost)}, or their records, were removed or modified by "
-                "another process during this run",
+                f"{self._root}: {rank_ranges(lost, counted_as(self._plan.form.name))}, or their records, were removed "
+                "or modified by another process during this run",
                 file=self._root,
                 rank=min(lost),
                 hint="run the same command again to write missing targets; to rewrite modified ones add --overwrite",
@@ -660,14 +665,14 @@ class TargetDirectory:
         different = sorted([*changes.content, *changes.values])
         if different:
             self._report.warn(
-                f"the source files of {rank_ranges(different)} differ from those at the begin of the conversion in "
+                f"the {self._refusals.source_files(different)} differ from those at the begin of the conversion in "
                 f"{self._root}; it now has targets of both"
             )
         for ranks, change in ((changes.time, "have another time"), (changes.place, "were replaced or touched")):
             if ranks:
                 than = "than when" if ranks is changes.time else "since"
                 self._report.warn(
-                    f"source files of {rank_ranges(ranks)} {change} {than} the conversion in {self._root} was begun, "
+                    f"{self._refusals.source_files(ranks)} {change} {than} the conversion in {self._root} was begun, "
                     "though sizes, headers and samples of the contents are the same; unless they were only copied, "
                     f"convert everything again with {self._refusals.replace_all}"
                 )

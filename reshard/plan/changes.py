@@ -22,7 +22,7 @@ _MAX_CELLS = 1 << 16
 
 UNCHANGED, MOVED, CUT_DIFFERENTLY, CONTRADICTING = "unchanged", "moved", "cut_differently", "contradicting"
 EFFECTS = (UNCHANGED, MOVED, CUT_DIFFERENTLY, CONTRADICTING)
-"""Same ranks with the same slices; other ranks with these slices; other slices; layouts that fit no common tensor."""
+"""Every target rank has its slice already; other ranks have it; other slices; layouts that fit no common tensor."""
 
 
 class Span(NamedTuple):
@@ -86,7 +86,7 @@ class Change:
         """The effect on the slices: one of `EFFECTS`."""
         if self.problem is not None:
             return CONTRADICTING
-        if self.unchanged:
+        if all(move.unchanged for move in self.moves):
             return UNCHANGED
         cut = any(span.most > 1 for move in self.moves for span in (*move.joined, *move.divided))
         return CUT_DIFFERENTLY if cut else MOVED

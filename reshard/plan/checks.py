@@ -44,6 +44,7 @@ def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], repor
                 plan.cut_of(name, section)
             except InputError as error:
                 problems.append(error)
+    unfit = len(problems)
     format = plan.form.format
     for name in plan.sorted.resharded:
         dtype = plan.checkpoint.tensors[name].dtype
@@ -65,7 +66,13 @@ def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], repor
             )
         )
     if problems:
-        raise one_error(problems, f"the conversion cannot be made, for {len(problems)} reasons")
+        headline = f"the conversion cannot be made, for {len(problems)} reasons"
+        if 2 * unfit > len(plan.sorted.resharded):
+            headline = (
+                f"is the target strategy ({request.target.path}) of another network? It does not fit "
+                f"{unfit} of {plural(len(plan.sorted.resharded), 'parameter')}"
+            )
+        raise one_error(problems, headline)
     _check_renamed(plan)
     _warn_of_weights(plan, report)
     if plan.sorted.unholdable:

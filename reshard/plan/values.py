@@ -13,14 +13,16 @@ from collections.abc import Iterator
 from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError
+from reshard.forms import DEFAULT_FORM
+from reshard.forms.registry import counted_as
 from reshard.forms.target import TargetForm
 from reshard.named_tuple import NamedTuple
 from reshard.storage import read_range, reading
 from reshard.text.globs import Filters
 from reshard.text.messages import listing
-from reshard.text.names import belongs_to_rank
+from reshard.text.names import OTHER, belongs_to_rank, kind_of
 from reshard.text.report import Report
-from reshard.text.wording import as_pattern, quoted, rank_ranges
+from reshard.text.wording import as_pattern, plural, quoted, rank_ranges
 
 _BLOCK = 1 << 20
 
@@ -74,6 +76,14 @@ class CopiedValues:
             for name in self.names
         }
         self.differing = {name: files for name in self.names for files in [self._differing(name)] if files}
+        # Of rank files these are slices, most likely; a single value or text is none.
+        all_names = source.names() if self.differing else ()
+        self._slices = [
+            name
+            for name, tensor in self.examples()
+            if name in self.differing and source.form == DEFAULT_FORM
+            if kind_of(name, tensor.elements, all_names) != OTHER
+        ]
 
     def examples(self) -> Iterator[tuple[str, Tensor]]:
         """Every copied name with its tensor in the lowest file that has it."""
@@ -99,7 +109,17 @@ class CopiedValues:
         return values
 
     def problems(self) -> Iterator[InputError]:
-        """Values with a target layout and no source layout."""
+        """Values with a target layout and no source layout; slices that no layout places."""
+        if self._slices:
+            holder = self._source.holders(self._slices[0])[0]
+            yield CheckpointError(
+                f"is the source strategy of another network? It does not list {plural(len(self._slices), 'tensor')} "
+                "that ranks hold in different versions: " + listing(self._slices),
+                file=self._source.files[holder],
+                rank=holder,
+                parameter=self._slices[0],
+                hint="pass the strategy that this checkpoint was saved with, or leave them out with --exclude",
+            )
         for name in self.names:
             holder = self._source.holders(name)[0]
             tensor = self._source.indexes[holder].tensors[name]
@@ -135,13 +155,16 @@ class CopiedValues:
         """Warn of values whose copies differ, grouped by files."""
         alike: dict[tuple[int, tuple[int, ...]], list[str]] = {}
         for name, ranks in self.differing.items():
+            if name in self._slices:
+                continue
             alike.setdefault((self._source.holders(name)[0], ranks), []).append(name)
         for (lowest, ranks), names in alike.items():
             differ = "differs" if len(names) == 1 else "differ"
+            source, target = counted_as(self._source.form), counted_as(self._form.name)
             report.warn(
                 listing(names)
-                + f" on {rank_ranges(ranks)} {differ} from rank {lowest}'s, which every target rank gets "
-                + f"({self._source.files[lowest]})"
+                + f" on {rank_ranges(ranks, source)} {differ} from {source} {lowest}'s, which every target {target} "
+                f"gets ({self._source.files[lowest]})"
             )
 
 

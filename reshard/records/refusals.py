@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Optional
 
 from reshard.errors import ReplaceableError, ReshardError, TargetError
@@ -40,14 +40,23 @@ class Refusals:
         all_files: the command requests the whole target; otherwise several commands fill the directory.
         adding: other ranks of the same conversion may stay next to replaced ones.
         comparable: `reshard verify` can compare the targets with the source.
+        unit: of the numbers of source files, ``rank`` or ``file``.
     """
 
-    def __init__(self, root: str, mine: Identity, *, all_files: bool, adding: bool, comparable: bool) -> None:
+    def __init__(
+        self, root: str, mine: Identity, *, all_files: bool, adding: bool, comparable: bool, unit: str
+    ) -> None:
+        self._unit = unit
         self._root = root
         self._mine = mine
         self._whole = all_files
         self._adding = adding
         self._comparable = comparable
+
+    def source_files(self, numbers: Iterable[int]) -> str:
+        """``source files of ranks 0,2``, or ``source files 0,2`` of a form without ranks."""
+        files = rank_ranges(numbers, self._unit)
+        return f"source files of {files}" if self._unit == "rank" else f"source {files}"
 
     @property
     def replace_all(self) -> str:
@@ -168,8 +177,8 @@ class Refusals:
     def live_source(self, ranks: Sequence[int]) -> ReplaceableError:
         """Another run is writing from source files that were modified in the meantime."""
         return ReplaceableError(
-            f"another run is writing to {self._root} from source files of {rank_ranges(ranks)} that "
-            "were modified in the meantime",
+            f"another run is writing to {self._root} from {self.source_files(ranks)} that were modified in the "
+            "meantime",
             file=self._root,
             rank=min(ranks),
             hint=f"wait until it ends, or stop it; then convert everything with {self.replace_all}",
@@ -178,7 +187,7 @@ class Refusals:
     def other_source(self, ranks: Sequence[int], how: str = "sizes, headers or contents differ") -> ReplaceableError:
         """The existing targets were made from other source files."""
         return ReplaceableError(
-            f"the source files of {rank_ranges(ranks)} differ from those of the conversion in {self._root}: {how}",
+            f"the {self.source_files(ranks)} differ from those of the conversion in {self._root}: {how}",
             file=self._root,
             rank=min(ranks),
             hint=f"choose another DST, convert everything again with {self.replace_all}, or, if targets of both may "

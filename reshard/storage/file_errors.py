@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from collections.abc import Iterator
 from typing import Optional
 
@@ -128,7 +129,9 @@ def writing_error(path: str, error: OSError, action: str = "written", rank: Opti
     """
     if error.errno == errno.ENAMETOOLONG:
         return too_long(path)
-    reason = error.strerror or error
+    reason = error.strerror or str(error)
+    if path.startswith(f"{error.filename}{os.sep}"):
+        reason = f"its directory {error.filename} cannot be made or opened: {reason}"
     if error.errno in _NO_DIRECTORY:
         return TargetError(
             f"{path}: may not be {action}: {error.filename or 'its directory'} is a link or no directory",

@@ -231,7 +231,7 @@ class Fingerprints:
             own_copies = self.values.setdefault(name, {})
             for rank, copy in copies.items():
                 if own_copies.setdefault(rank, copy) != copy:
-                    raise _contradiction(name, f"the copy of rank {rank}")
+                    raise _contradiction(name, f"the copy of file {rank}")
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON, for `read_fingerprints`."""

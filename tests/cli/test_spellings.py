@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Union
 
@@ -93,7 +94,49 @@ def test_a_directory_of_an_adapter_points_to_merge_lora(command: str, tmp_path: 
 
 def test_an_empty_directory_is_reported_before_a_missing_strategy(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    fails(3, "convert", tmp_path / "empty", tmp_path / "out", texts=["holds no checkpoints", "Hugging Face"])
+    fails(3, "convert", tmp_path / "empty", tmp_path / "out", texts=["empty directory", "Hugging Face"])
+
+
+@pytest.mark.parametrize("command", ["convert", "inspect", "suggest"])
+@pytest.mark.parametrize(
+    ("tool", "files"),
+    [
+        ("Orbax", ["_CHECKPOINT_METADATA", "d/0"]),
+        ("Orbax", ["100/_CHECKPOINT_METADATA", "100/default/manifest.ocdbt"]),
+        ("Orbax", ["ocdbt.process_0/manifest.ocdbt"]),
+        ("DeepSpeed", ["latest", "zero_to_fp32.py", "global_step9/mp_rank_00_model_states.pt"]),
+        ("DeepSpeed", ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"]),
+        ("Megatron", ["latest_checkpointed_iteration.txt", "iter_0000100/mp_rank_00/model_optim_rng.pt"]),
+        ("Megatron", ["mp_rank_00_000/model_optim_rng.pt", "mp_rank_01_000/model_optim_rng.pt"]),
+        ("Megatron", ["model_optim_rng.pt"]),
+    ],
+)
+def test_checkpoints_of_other_tools_are_named(command: str, tool: str, files: list[str], tmp_path: Path) -> None:
+    src = tmp_path / "other"
+    for file in files:
+        (src / file).parent.mkdir(parents=True, exist_ok=True)
+        (src / file).write_text("100")
+    out: list[Argument] = [tmp_path / "out", "--to", "hf"] if command == "convert" else []
+    fails(3, command, src, *out, texts=[src, tool, "another tool"])
+
+
+def test_numbered_files_are_not_called_ranks(tmp_path: Path) -> None:
+    """Where the form has no ranks."""
+    weights = {"a.weight": np.ones((4, 2), "f4"), "b.weight": np.full((4, 2), np.nan, "f4")}
+    src = tmp_path / "model"
+    src.mkdir()
+    save_file(weights, src / "model.safetensors")
+    dcp, other = tmp_path / "dcp", tmp_path / "other"
+    done("convert", src, dcp, "--to", "dcp", "--shards", 4)
+    texts = [done("fingerprint", dcp, "--ranks", 1).err, done("stats", src).out]
+    done("by-rank", 1, src, other, "--to", "dcp", "--shards", 4)
+    save_file({**weights, "a.weight": np.zeros((4, 2), "f4")}, src / "model.safetensors")
+    by_rank: tuple[Argument, ...] = ("by-rank", 2, src, other, "--to", "dcp", "--shards", 4)
+    texts.append(fails(3, *by_rank, texts=["source file 0"]).err)
+    texts.append(done(*by_rank, "--accept-changed-source").err)
+    assert "files 0,2-3" in texts[0] and "model.safetensors" in texts[1] and "source file 0" in texts[3]
+    for text in texts:
+        assert not re.search(r"(?<!by-)ranks?\b", text), text
 
 
 @pytest.mark.parametrize("step", [41, "41", np.int64(41)])

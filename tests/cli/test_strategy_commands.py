@@ -235,7 +235,7 @@ def test_diff_counts_match_enumerated_devices(tmp_path: Path, conversion: tuple[
     assert move["kept"] == (source[: len(target)] == target)
     assert change["unchanged"] == (source == target)
     same = set(source) == set(target) and len({*source, *target}) == len(set(source))
-    expected = "unchanged" if source == target else "moved" if same else "cut_differently"
+    expected = "unchanged" if move["kept"] else "moved" if same else "cut_differently"
     assert {effect: count for effect, count in report["summary"].items() if count} == {expected: 1}
     text = done("strategy", "diff", *paths).out
     assert ("nothing changes" in text) == (source == target)

@@ -63,6 +63,34 @@ def test_a_checkpoint_of_another_model_is_refused(pipeline: World) -> None:
     pipeline.refuses(3, "none of the 2 parameters")
 
 
+def test_a_strategy_that_fits_few_tensors_is_asked_for_its_network_first(saved: World) -> None:
+    other = {"w": layout([4], [0]), "v": layout([4], [0, -1]), "m.w": layout([4], [-1])}
+    saved.old = write_strategy(saved.root / "other", single(other))
+    first = saved.refuses(3, "3 of 3 parameters").err.splitlines()[0]
+    assert "another network" in first and str(saved.old) in first
+
+
+def test_a_target_strategy_that_fits_few_tensors_is_asked_for_its_network_first(saved: World) -> None:
+    saved.new = write_strategy(saved.root / "other", single({name: layout([7], [0]) for name in FULL}))
+    first = saved.refuses(3, "3 parameters").err.splitlines()[0]
+    assert "another network" in first and str(saved.new) in first
+
+
+@pytest.mark.parametrize("target", ["none", "same"])
+def test_slices_that_the_source_strategy_does_not_list_are_no_values(saved: World, target: str) -> None:
+    """Else every target rank would get rank 0's slice as if it were the tensor."""
+    saved.old = write_strategy(saved.root / "other", single({"v": layout([4], [-1])}))
+    words: list[Argument] = ["convert", saved.src, saved.dst, "--src-strategy", saved.old, "--dst-strategy", target]
+    fails(3, *words, texts=["another network", "'w'", "'m.w'"])
+    assert not saved.dst.exists()
+    done(*words, "--exclude", "*w")
+
+
+def test_a_missing_directory_above_dst_is_named(saved: World) -> None:
+    saved.dst = Path("/proc/absent/deeper/out")
+    saved.refuses(1, "/proc/absent ")
+
+
 def test_crc_finds_a_flipped_bit_on_every_rank_that_is_read_whole(tmp_path: Path) -> None:
     rows = single({"w": layout([2], [0, -1])})
     ranks = cut_ranks(rows, {"w": FULL["w"]}, COPIED)

@@ -331,7 +331,7 @@ def test_a_pattern_without_a_match_is_an_error(tmp_path: Path) -> None:
 def test_missing_and_empty_sources_are_errors(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="none: does not exist"):
         find_checkpoints(str(tmp_path / "none"))
-    with pytest.raises(CheckpointError, match="holds no checkpoints"):
+    with pytest.raises(CheckpointError, match="is an empty directory"):
         find_checkpoints(str(tmp_path))
     (tmp_path / "rank_0").mkdir()
     with pytest.raises(CheckpointError, match=r"rank directories \(rank_0\) hold no"):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.ranks.refused import hint_of_checkpoints_below
+from reshard.forms.ranks.refused import checkpoint_of_other_tool, hint_of_checkpoints_below
 from reshard.forms.tracker import HOW_TO_CHOOSE, TRACKER, parse_iteration_number, read_tracker, warn_of_newer
 from reshard.named_tuple import NamedTuple
 from reshard.storage import (
@@ -102,7 +102,7 @@ def choose(path: str, step: str, report: Report) -> IterationChoice:
         return IterationChoice([_from_directory(path, requested, report)], True)
     iterations = find_iterations(path)
     if not iterations:
-        raise CheckpointError(
+        raise checkpoint_of_other_tool(path) or CheckpointError(
             f"{path}: holds no {iteration_name(0)[:-8]}* directory",
             file=path,
             hint=hint_of_checkpoints_below(path) or "a root of Checkpoint 2.0 has one for each saved iteration",

@@ -68,7 +68,9 @@ def read_parameters(
             tensors[name] = parameter
     if problems:
         count = f"{len(problems)} of {plural(len(laid_out), 'parameter')}"
-        raise one_error(problems, f"{step.place} does not fit the source strategy ({source.path}): {count}")
+        # One odd file contradicts all parameters, too: then its shapes differ from those of other ranks.
+        network = "is it of another network? " if 2 * len(problems) > len(laid_out) else ""
+        raise one_error(problems, f"{step.place} does not fit the source strategy ({source.path}): {network}{count}")
     return tensors
 
 

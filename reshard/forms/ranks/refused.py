@@ -1,10 +1,11 @@
-"""Errors for checkpoints of other forms where a rank tree is required."""
+"""Errors for checkpoints of other forms and tools where a rank tree is required."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from typing import Optional
 
@@ -24,6 +25,34 @@ _CHECKPOINT_FILE = (
 )
 # Levels of directories that are searched, directories of one level, and those that a message names.
 _MAX_LEVELS, _MAX_SEARCHED, _MAX_NAMED = 3, 16, 3
+
+PEFT_ADAPTER = "adapter_model.safetensors"
+"""PEFT's file of an adapter's matrices."""
+
+# Names in a directory, what it is, and what to do with it.
+_OTHER_TOOLS = (
+    (
+        r"zero_to_fp32\.py|global_step[0-9]+|.*_(model|optim)_states\.pt",
+        "a checkpoint of another tool, DeepSpeed, and is not read",
+        "write its weights as safetensors: python zero_to_fp32.py DIR OUT --safe_serialization",
+    ),
+    (
+        r"iter_[0-9]{7,}|mp_rank_[0-9]{2}(_[0-9]{3})*|model_optim_rng\.pt",
+        "a checkpoint of another tool, Megatron, and is not read in this format",
+        "have Megatron save it with --ckpt-format torch_dist, or export it with Megatron-Bridge",
+    ),
+    (
+        r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|ocdbt\.process_.+",
+        "a checkpoint of another tool, Orbax, and is not read",
+        "restore it with Orbax, and save its arrays as safetensors",
+    ),
+    (
+        re.escape(PEFT_ADAPTER),
+        "an adapter that PEFT saved, and no model",
+        "merge it into its base: reshard merge-lora BASE {quoted} OUT; for its tensors alone, give its file: "
+        f"{{directory}}/{PEFT_ADAPTER}",
+    ),
+)
 
 _VERSION_2 = "a Checkpoint 2.0 directory"
 _UNIFIED = "unified (full) weights"
@@ -46,6 +75,19 @@ def refuse_other_forms(src: str) -> None:
             file=src,
             hint="pass the whole directory to `reshard convert`, without --src-strategy",
         )
+
+
+def checkpoint_of_other_tool(directory: str) -> Optional[CheckpointError]:
+    """The error for a directory that another tool wrote, by the names in it; None for others."""
+    names = _names_in(directory)
+    for expression, title, hint in _OTHER_TOOLS:
+        if _any(expression, names):
+            return CheckpointError(
+                f"{directory}: is {title}",
+                file=directory,
+                hint=hint.format(directory=directory, quoted=shlex.quote(directory)),
+            )
+    return None
 
 
 def _form_of_directory(names: list[str]) -> Optional[str]:

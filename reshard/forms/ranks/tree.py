@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import os
 import re
-import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Optional
@@ -19,7 +18,7 @@ from typing import Optional
 from reshard.checkpoints.formats.headers import FORMATS, format_of
 from reshard.errors import CheckpointError, ReshardError, UsageError
 from reshard.forms.ranks.naming import FileNames, names_of
-from reshard.forms.ranks.refused import hint_of_checkpoints_below, refuse_other_forms
+from reshard.forms.ranks.refused import checkpoint_of_other_tool, hint_of_checkpoints_below, refuse_other_forms
 from reshard.forms.ranks.steps import (
     RANK,
     Pattern,
@@ -51,9 +50,6 @@ _RANK_DIRECTORY = re.compile(r"(rank_|rank|)([0-9]+)")
 _FAULT_DIRECTORY = "(ckpt_dir)([0-9]+)"
 _UNFINISHED = "_tmp"
 _MOST_LISTED = 8
-PEFT_ADAPTER = "adapter_model.safetensors"
-"""PEFT's file of an adapter's matrices."""
-
 _PYTORCH_ENDINGS = (".bin", ".pt", ".pth")
 _MOST_STEPS = 20
 _MOST_NEAR = 3
@@ -415,6 +411,11 @@ def _rank_numbers(src: str) -> set[int]:
 
 def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
     ranks = [name for name in directories if _RANK_DIRECTORY.fullmatch(name)]
+    # Orbax names the directories of steps as ranks are named here.
+    for place in (src, *(os.path.join(src, name) for name in ranks[:1])):
+        other = checkpoint_of_other_tool(place)
+        if other is not None:
+            return other
     if ranks:
         shown = ", ".join(ranks[:_MOST_LISTED])
         return CheckpointError(
@@ -442,13 +443,6 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
                 hint = f"if their numbers are the ranks, name them so: '{os.path.join(src, match[1] + RANK)}'"
                 break
     files = [os.path.basename(path) for path in _checkpoints(src)]
-    if PEFT_ADAPTER in files:
-        return CheckpointError(
-            f"{src}: is an adapter that PEFT saved, and no model",
-            file=src,
-            hint=f"merge it into its base: reshard merge-lora BASE {shlex.quote(src)} OUT; for its tensors alone, give "
-            f"its file: {os.path.join(src, PEFT_ADAPTER)}",
-        )
     if files:
         shown = ", ".join(files[:_MOST_LISTED])
         return CheckpointError(f"{src}: holds files ({shown}) but no rank directories", file=src, hint=hint)
@@ -463,7 +457,8 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
             file=src,
             hint=below or "save the model as safetensors first: model.save_pretrained(DIR, safe_serialization=True)",
         )
-    return CheckpointError(f"{src}: holds no checkpoints", file=src, hint=hint)
+    problem = "holds no checkpoints" if names_in(src) else "is an empty directory"
+    return CheckpointError(f"{src}: {problem}", file=src, hint=hint)
 
 
 def _refuse_unfinished(directory: str) -> None:
