@@ -200,5 +200,7 @@ def _typed(ctx: click.Context) -> list[str]:
                 words += (param.opts if value else param.secondary_opts)[:1]
             else:
                 text = f"{value.number}/{value.runs}" if isinstance(value, Share) else value
+                if name == "max_memory":
+                    text = f"{value}B"
                 words.append(f"{param.opts[0]}={text}")
     return words
