@@ -473,7 +473,7 @@ def test_contradictory_copies_are_refused() -> None:
     mine = Fingerprints(values={"step": {0: ValueSum("Int32", (1,), 5)}})
     mine.merge(Fingerprints(values={"step": {1: ValueSum("Int32", (1,), 6)}}))
     assert mine.differing == ["step"]
-    with pytest.raises(InputError, match=r"step.*rank 1"):
+    with pytest.raises(InputError, match=r"step.*file 1"):
         mine.merge(Fingerprints(values={"step": {1: ValueSum("Int32", (1,), 5)}}))
 
 
