@@ -477,8 +477,8 @@ class TargetDirectory:
         lost = set(self._requested) - self.recorded(self._requested)
         if lost:
             raise RetryableError(
-                f"{self._root}: {rank_ranges(lost, counted_as(self._plan.form.name))}, or their records, were removed "
-                "or modified by another process during this run",
+                f"{self._root}: targets of {rank_ranges(lost, counted_as(self._plan.form.name))}, or their records, "
+                "were removed or modified by another process during this run",
                 file=self._root,
                 rank=min(lost),
                 hint="run the same command again to write missing targets; to rewrite modified ones add --overwrite",
