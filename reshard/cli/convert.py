@@ -167,7 +167,8 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     The newest step is used of which some rank still holds every slice. A rank that is lost, damaged or was
     never saved is made from ranks with the same slices, parameter by parameter if no single rank has them
     all. Intact files are copied unchanged, so DST is the whole tree. If no rank holds a slice any more,
-    nothing is written, and the error lists these slices by parameter and rank.
+    nothing is written, and the error lists these slices by parameter and rank. All copies of what is written are
+    compared first: where they differ, nothing is written, and --without-ranks leaves out a wrong rank.
 
     Files are named as in SRC (rank_3/llama_rank_3-1_200.ckpt): the files of --lost-only can be
     copied back into SRC; with --prefix they are named as in a conversion.

@@ -513,7 +513,7 @@ writing = together(
     choice(
         "Checks",
         "check_replicas",
-        "Compare replicas on the source ranks before writing: auto compares samples.",
+        "Compare replicas on the source ranks before writing: auto compares samples, and all that recover uses.",
     ),
     choice(
         "Checks", "checksum", "Record checksums in the manifest for `reshard verify DST`, and CRCs in archives of dcp."

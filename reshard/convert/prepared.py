@@ -23,7 +23,7 @@ from reshard.execute.destination import check_apart, check_bucket, check_disjoin
 from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import CHUNK_BYTES, BoxReader
 from reshard.execute.runs import largest_transposed
-from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of
+from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of, stage_shardings
 from reshard.forms.ranks.naming import check_prefix
 from reshard.forms.registry import counted_as, form_named
 from reshard.plan.groups import MAX_GROUP, share_of
@@ -340,7 +340,10 @@ class Prepared:
         request, checkpoint = plan.request, rank_checkpoint_of(plan.checkpoint)
         if options.part is not None or not self.state.work:
             return None
-        effort = "more" if options.check_replicas == "auto" and options.verify else options.check_replicas
+        effort = options.check_replicas
+        if effort == "auto" and (options.verify or request.recover):
+            # A recovery may copy any of these replicas in place of a lost rank.
+            effort = "all" if request.recover else "more"
         if checkpoint is None and effort != "never":
             stored, limits = stored_checkpoint(plan.checkpoint), EFFORTS["auto" if effort == "auto" else "more"]
             try:
@@ -355,7 +358,13 @@ class Prepared:
             return ReplicaCheck("nothing")
         tensors = self._compared(checkpoint, effort)
         comparison = compare_replicas(
-            tensors, checkpoint.source, self._handles, self.state.execution, self._progress, effort
+            tensors,
+            checkpoint.source,
+            self._handles,
+            self.state.execution,
+            self._progress,
+            effort,
+            self._recovered(tensors) if request.recover else None,
         )
         if comparison.differing:
             # Partially read files have no CRC check yet.
@@ -364,7 +373,16 @@ class Prepared:
             place = request.src if isinstance(request.src, str) else checkpoint.place
             raise comparison.error(request.source.path, place, checkpoint.step, request.file_suffix)
         if comparison.gradients:
-            self._report.warn(comparison.gradient_warning())
+            lost = [rank for rank in self.state.work if request.recover and plan.form.copied_file(rank) is None]
+            if lost:
+                raise CheckpointError(
+                    f"{rank_ranges(lost)} cannot be recovered exactly: {comparison.gradient_warning()}",
+                    rank=lost[0],
+                    parameter=comparison.gradients[0].parameter,
+                    hint="to write another rank's gradients in their place: --check-replicas never",
+                )
+            if not request.recover:
+                self._report.warn(comparison.gradient_warning())
         if plan.form.by_rank and request.edits.is_empty:
             self._swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
         return comparison.check
@@ -378,6 +396,17 @@ class Prepared:
         if not self._options.dry_run:
             self._settle(workers)
         return True
+
+    def _recovered(self, tensors: Iterable[GlobalTensor]) -> Optional[frozenset[int]]:
+        """The ranks whose slices are recovered; None for all, if another stage's ranks hold some of them."""
+        strategy, ranks = self.plan.request.source, frozenset(self.state.work)
+        stages = [stage for stage in strategy.stages if not ranks.isdisjoint(stage.ranks)]
+        for tensor in tensors:
+            numbers = {sharding.stage.number for sharding in stage_shardings(tensor)}
+            if any(tensor.name in stage.layouts and stage.number not in numbers for stage in stages):
+                # No file of the stage holds this tied parameter: it comes from another stage.
+                return None
+        return ranks
 
     def _check_equal(self) -> None:
         """Compare tied tensors, of which one is written; a dry run compares only their first bytes."""

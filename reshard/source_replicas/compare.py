@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
+from typing import Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
@@ -105,6 +106,7 @@ def compare_replicas(
     execution: ExecutionOptions,
     progress: Progress,
     effort: str,
+    ranks: Optional[frozenset[int]] = None,
 ) -> ReplicaComparison:
     """Compare slices that several ranks hold by the strategy.
 
@@ -115,6 +117,7 @@ def compare_replicas(
         execution: storage, threads and memory.
         progress: counts bytes of full comparisons.
         effort: ``auto``, some KiB of some parameters; ``more``, samples of every parameter; ``all``, everything.
+        ranks: with ``all``, compare only slices that one of these ranks should hold; None for all.
 
     Raises:
         RetryableError: with ``all``, a file cannot be read; samples skip unreadable files. Or ranks differ, and their
@@ -128,7 +131,7 @@ def compare_replicas(
         if everything:
             from reshard.source_replicas.everything import compare_everything
 
-            compare_everything(kinds, files, execution, progress, tally)
+            compare_everything(kinds, ranks, files, execution, progress, tally)
         else:
             Samples(kinds, files, EFFORTS[effort], tally).run()
     result = tally.result(kinds, "everything" if everything else "samples")

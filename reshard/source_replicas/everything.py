@@ -38,13 +38,19 @@ class _ComparedPart(NamedTuple):
 
 
 def compare_everything(
-    kinds: Sequence[ParameterGroup], files: ReplicaFiles, execution: ExecutionOptions, progress: Progress, tally: Tally
+    kinds: Sequence[ParameterGroup],
+    ranks: Optional[frozenset[int]],
+    files: ReplicaFiles,
+    execution: ExecutionOptions,
+    progress: Progress,
+    tally: Tally,
 ) -> None:
-    """Compare all slices that several ranks hold.
+    """Compare all slices that several ranks hold, or those that one of ``ranks`` should hold.
 
     Raises:
         RetryableError: a file cannot be read.
     """
+    chosen = [(kind, _boxes_of(kind, ranks)) for kind in kinds]
     lock, stop, own = threading.Lock(), threading.Event(), threading.local()
 
     def compare(part: _ComparedPart) -> tuple[bool, Optional[tuple[int, int]]]:
@@ -69,28 +75,33 @@ def compare_everything(
                 progress.wrote(len(first_bytes) * len(part.holders))
         return varied, None
 
-    progress.begin(sum(map(_nbytes, kinds)), "comparing replicas")
+    progress.begin(sum(itertools.starmap(_nbytes, chosen)), "comparing replicas")
     try:
         with ThreadPoolExecutor(execution.threads) as pool:
-            parts, ahead = itertools.chain.from_iterable(map(_parts, kinds)), _AHEAD * execution.threads
+            parts, ahead = itertools.chain.from_iterable(itertools.starmap(_parts, chosen)), _AHEAD * execution.threads
             results = in_order(pool, parts, lambda part: [partial(compare, part)], ahead, stop=stop)
-            for part, ((varied, ranks),) in results:
+            for part, ((varied, differing),) in results:
                 if varied:
-                    tally.add(part.kind, part.parameter, ranks)
+                    tally.add(part.kind, part.parameter, differing)
     finally:
         progress.end()
 
 
-def _nbytes(kind: ParameterGroup) -> int:
-    """Bytes to read of parameters of a kind."""
+def _boxes_of(kind: ParameterGroup, ranks: Optional[frozenset[int]]) -> list[Replicated]:
+    """The boxes of a kind that one of these ranks should hold; None for all."""
     boxes = map(kind.replicated, range(len(kind)))
+    return [box for box in boxes if ranks is None or not all(ranks.isdisjoint(group.ranks) for group in box.groups)]
+
+
+def _nbytes(kind: ParameterGroup, boxes: Sequence[Replicated]) -> int:
+    """Bytes to read of boxes of a kind."""
     elements = sum(volume_of(replicated.box) * _reads(len(replicated.holders)) for replicated in boxes)
     return elements * kind.parameters[0].item_size * len(kind.parameters)
 
 
-def _parts(kind: ParameterGroup) -> Iterator[_ComparedPart]:
-    """The parts of a kind, in an order that reads few files at a time."""
-    for replicated in map(kind.replicated, range(len(kind))):
+def _parts(kind: ParameterGroup, boxes: Sequence[Replicated]) -> Iterator[_ComparedPart]:
+    """The parts of boxes of a kind, in an order that reads few files at a time."""
+    for replicated in boxes:
         first, *other_holders = replicated.holders
         for start in range(0, len(other_holders), _MOST_FILES):
             holders = [first, *other_holders[start : start + _MOST_FILES]]

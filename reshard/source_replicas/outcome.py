@@ -130,7 +130,7 @@ class ReplicaComparison(NamedTuple):
         return (
             f"{count} of accumulated gradients differ between ranks that should hold the same: "
             + names
-            + "; data-parallel ranks have not reduced them yet, and only one rank's copy of each is written"
+            + "; data-parallel ranks have not reduced them yet, and one rank's copy stands for all"
         )
 
     def error(self, strategy: str, place: str, step: Optional[str], file_suffix: Optional[str]) -> CheckpointError:
@@ -159,6 +159,8 @@ class ReplicaComparison(NamedTuple):
             rank=first.ranks[1],
             parameter=first.parameter,
             hint=f"`{check}` shows more, and `{verify}` every difference\n"
+            f"to leave out a rank whose file is wrong: --without-ranks {first.ranks[0]} or --without-ranks "
+            f"{first.ranks[1]}\n"
             "if replicas have diverged, such as norms that data-parallel ranks do not synchronise: "
             "--check-replicas never",
         )

@@ -24,6 +24,7 @@ from tests.trees import (
     same_checkpoints,
     same_ranks,
     shapes_of,
+    single,
     subset,
     text,
     value,
@@ -301,3 +302,68 @@ def test_a_recovery_resumes_and_is_not_a_conversion(world: World) -> None:
 def test_recover_requires_a_strategy(world: World, words: tuple[str, ...]) -> None:
     world.save(FULL)
     assert reshard("recover", world.src, world.dst, *words).status in (2, 3)
+
+
+# Copies of a large tensor, so that samples miss one element.
+WIDE = (64, 256)
+
+
+def one_wrong(tensor: Value) -> Value:
+    array = tensor.array.copy()
+    array[7, 77] += 1
+    return tensor._replace(array=array)
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> World:
+    """Ranks 0, 2 and 4 hold one half of `w`, ranks 1, 3 and 5 the other; one element of rank 2's half is wrong."""
+    strategy = single({"w": layout([3, 2], [0, -1]), "v": layout([3, 2], [-1])})
+    world = World(tmp_path, strategy, strategy)
+    ranks = cut_ranks(strategy, {"w": value("w", WIDE), "v": value("v", (4,))})
+    ranks[2]["w"] = one_wrong(ranks[2]["w"])
+    write_tree(world.src, ranks, NAMED)
+    return world
+
+
+@pytest.mark.parametrize("lost", [[], [4]])
+def test_copies_that_differ_are_refused_until_a_rank_is_left_out(wide: World, lost: list[int]) -> None:
+    for rank in lost:
+        (wide.src / f"rank_{rank}" / "net-1_10.ckpt").unlink()
+    words: list[Argument] = ["recover", wide.src, wide.dst, "--strategy", wide.old]
+    texts = ["'w'", "rank 0", "rank 2", "--without-ranks 0", "--without-ranks 2"]
+    fails(3, *words, texts=texts)
+    assert not wide.dst.exists()
+    assert done(*words, "--without-ranks", "2", "--json").json["recovered"] == [2, *lost]
+    expected = cut_ranks(wide.source, {"w": value("w", WIDE), "v": value("v", (4,))})
+    same_ranks(read_named(wide.dst, NAMED), expected)
+    fails(3, *words, "--without-ranks", "0", texts=["--without-ranks"])
+
+
+def test_only_copies_of_recovered_slices_are_compared(wide: World) -> None:
+    (wide.src / "rank_3" / "net-1_10.ckpt").unlink()
+    recover(wide, "--lost-only")
+    (wide.src / "rank_4" / "net-1_10.ckpt").unlink()
+    fails(3, "recover", wide.src, wide.root / "other", "--strategy", wide.old, "--lost-only", texts=["'w'", "rank 2"])
+
+
+def test_copies_of_tied_parameters_on_other_stages_are_compared(tmp_path: Path) -> None:
+    strategy: Strategy = [{"devices": 2, "layouts": {"tied": layout([2], [-1, -1])}} for _ in range(2)]
+    world = World(tmp_path, strategy, strategy)
+    ranks = cut_ranks(strategy, {"tied": value("tied", WIDE)})
+    ranks[1]["tied"] = one_wrong(ranks[1]["tied"])
+    write_tree(world.src, {rank: ranks[rank] for rank in (0, 1)}, NAMED)
+    words: list[Argument] = ["recover", world.src, world.dst, "--strategy", world.old, "--lost-only"]
+    fails(3, *words, texts=["'tied'", "rank 0", "rank 1"])
+
+
+def test_gradients_that_differ_are_not_recovered_from_another_rank(tmp_path: Path) -> None:
+    names = ["w", "accu_grads.w"]
+    strategy = single({name: layout([3], [-1, -1]) for name in names})
+    world = World(tmp_path, strategy, strategy)
+    ranks = cut_ranks(strategy, {name: value(name, WIDE) for name in names})
+    ranks[1]["accu_grads.w"] = one_wrong(ranks[1]["accu_grads.w"])
+    write_tree(world.src, ranks, NAMED)
+    recover(world, "--dry-run")
+    (world.src / "rank_2" / "net-1_10.ckpt").unlink()
+    fails(3, "recover", world.src, world.dst, "--strategy", world.old, texts=["rank 2", "'accu_grads.w'"])
+    recover(world, "--check-replicas", "never")
