@@ -16,13 +16,13 @@ from reshard.cli.conversion import summary_json
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.shard import Share
 from reshard.convert import Summary
+from reshard.convert.recorded import source_exists
 from reshard.errors import InputError, ReplaceableError, TargetError, UsageError
-from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.forms.registry import counted_as
 from reshard.records import Ledger, RecordedCommand, strategy_digest
 from reshard.records.commands import requested_ranks
 from reshard.records.status import Status, status_of
-from reshard.storage import exists, is_directory, real
+from reshard.storage import real
 from reshard.strategies import names_files, read_strategy
 from reshard.text.wording import counted_ranks, number_ranges, rank_ranges
 
@@ -99,7 +99,7 @@ def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, verify: 
 
 def combined(commands: Sequence[RecordedCommand], dst: str) -> RecordedCommand:
     """The combined command of all runs: the last one whose paths exist, with all requested ranks."""
-    usable = [command for command in commands if all(map(_exists, command.paths))]
+    usable = [command for command in commands if all(map(source_exists, command.paths))]
     sources = {real(command.src): command.src for command in usable}
     if len(sources) > 1:
         lines = "\n".join(f"  {src}" for src in sorted(sources.values()))
@@ -115,10 +115,6 @@ def combined(commands: Sequence[RecordedCommand], dst: str) -> RecordedCommand:
         lost_only=all(command.lost_only for command in commands),
         checksum="crc32" if any(command.checksum == "crc32" for command in commands) else "none",
     )
-
-
-def _exists(path: str) -> bool:
-    return exists(path) or (RANK in path and is_directory(fixed_directory(path)))
 
 
 def _is_done(status: Status, command: Optional[RecordedCommand]) -> bool:
@@ -145,7 +141,7 @@ def _done_words(status: Status, dst: str) -> str:
 def _check_paths(command: RecordedCommand, status: Status, dst: str, words: Sequence[str]) -> None:
     """Check that source and strategies exist, and that the strategies are unchanged."""
     for path in command.paths:
-        if not _exists(path):
+        if not source_exists(path):
             where = "any more" if command.host == os.uname().nodename else f"here, as it did on {command.host}"
             raise InputError(
                 f"{path}: does not exist {where}; the conversion in {dst} was begun with it",

@@ -15,16 +15,16 @@ from reshard.cli.errors import exit_different
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert.ends import options_of
-from reshard.convert.recorded import merge_hint, recorded_source, was_merged
+from reshard.convert.recorded import command_with_source, merge_hint, recorded_source, was_merged
 from reshard.convert.verifying import against_manifest, of_ranks, reading_sources, verify_with_source
-from reshard.errors import TargetError, UsageError
-from reshard.forms.registry import counted_as, form_of
+from reshard.errors import InputError, TargetError, UsageError
+from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.opened.opening import source_strategy
-from reshard.records import read_manifest
+from reshard.records import Manifest, RecordedCommand, read_manifest
 from reshard.records.commands import EDITS
 from reshard.records.status import status_of
 from reshard.text.globs import Filters
-from reshard.text.messages import MAX_LINES, listing
+from reshard.text.messages import MAX_LINES, joined, listing
 from reshard.text.report import Report
 from reshard.text.wording import plural, printable, quoted, rank_ranges
 from reshard.verification.difference import Difference
@@ -79,8 +79,8 @@ def verify(
     """Verify the checkpoint in OUT; the exit status is 4 if anything differs.
 
     Without --src, every file is compared with the manifest in OUT: size, headers and checksum. If the manifest
-    has no checksums (--checksum crc32 of convert records them), the exit status is 2 unless --headers-only
-    is given.
+    has no checksums (--checksum crc32 of convert records them), the recorded source is compared as with --src.
+    If it is gone, the exit status is 2 unless --headers-only is given.
 
     With --src, every tensor is computed again from SRC by independent code and compared byte by byte.
     Strategies, step, names and casts come from the records in OUT; options override them.
@@ -110,7 +110,12 @@ def verify(
         )
     differences: list[Difference] = []
     verdict = ""
-    manifest = None
+    manifest = None if replicas or src is not None else of_ranks(read_manifest(out), ranks)
+    recorded = None if manifest is None or headers_only else _without_checksums(out, manifest, ranks)
+    if recorded is not None:
+        src, manifest = recorded.src, None
+        typed["file_suffix"] = typed["file_suffix"] or recorded.file_suffix
+        report.note(f"the manifest lacks checksums; contents are compared with the recorded source: --src {src}")
     progress = progress_of(typed["quiet"], typed["progress"])
     with reading_sources(options_of(typed), progress, report) as (means, crcs):
         if replicas:
@@ -119,10 +124,16 @@ def verify(
             place = CheckpointPlace(out, form, saved, typed["step"], suffix)
             differences, verdict = verify_replicas(place, filters, means, report, crcs)
         if src is not None:
-            differences += verify_with_source(out, src, {**typed, **strategies}, ranks, filters, means, report, crcs)
+            try:
+                differences += verify_with_source(
+                    out, src, {**typed, **strategies}, ranks, filters, means, report, crcs
+                )
+            except InputError as error:
+                if recorded is not None:
+                    error.hint = joined("\n", filter(None, [error.hint, "to check sizes and headers: --headers-only"]))
+                raise
             verdict = f"verified: no differences from {src}"
-        elif not replicas:
-            manifest = of_ranks(read_manifest(out), ranks)
+        elif manifest is not None:
             if headers_only:
                 manifest = manifest._replace(files=tuple(file._replace(crc32=None) for file in manifest.files))
             differences = against_manifest(out, manifest, ranks, means)
@@ -145,6 +156,14 @@ def verify(
             )
         verdict = f"no differences in sizes and headers; {contents}"
     print_differences(differences, typed["quiet"], not typed["as_json"], verdict)
+
+
+def _without_checksums(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Optional[RecordedCommand]:
+    """The recorded command whose source replaces missing checksums; None if none is missing, or the source is."""
+    in_part = ranks is not None and not form_named(manifest.plan.form).options.by_rank
+    if in_part or all(file.crc32 is not None for file in manifest.files) or was_merged(out, manifest.plan):
+        return None
+    return command_with_source(out, manifest.plan)
 
 
 def print_differences(

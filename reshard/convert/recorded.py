@@ -10,6 +10,7 @@ from typing import Any, Optional
 
 from reshard.convert.options import Options
 from reshard.errors import ReshardError, TargetError, UsageError
+from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.forms.registry import form_named, form_of
 from reshard.plan.edits import Edits, edits_of
 from reshard.plan.plan import Plan
@@ -17,7 +18,7 @@ from reshard.records import Identity, RecordedCommand, strategy_digest
 from reshard.records.commands import EDITS
 from reshard.records.identity import short_digest
 from reshard.records.ledger import Ledger, ledgers_in, packing_of
-from reshard.storage import absolute, exists, real
+from reshard.storage import absolute, exists, is_directory, real
 from reshard.strategies import AS_CUT, NONE, Strategy, names_files, read_strategy, target_words
 from reshard.text.report import Report
 from reshard.text.wording import number_ranges
@@ -155,11 +156,22 @@ def strategies_of_target(
     return paths
 
 
+def source_exists(path: str) -> bool:
+    """Whether a source exists; of a path with ``{rank}``, the directory before it."""
+    return exists(path) or (RANK in path and is_directory(fixed_directory(path)))
+
+
+def command_with_source(out: str, plan: Identity) -> Optional[RecordedCommand]:
+    """The last recorded command of a directory's conversion whose source exists; None without one."""
+    with contextlib.suppress(ReshardError):
+        return next((command for command in _commands(out, plan) if source_exists(command.src)), None)
+    return None
+
+
 def recorded_source(out: str, plan: Identity) -> str:
     """The source of a directory's conversion, if its records list it and it exists here; otherwise ``SRC``."""
-    with contextlib.suppress(ReshardError):
-        return next((command.src for command in _commands(out, plan) if exists(command.src)), "SRC")
-    return "SRC"
+    command = command_with_source(out, plan)
+    return "SRC" if command is None else command.src
 
 
 def other_source(out: str, src: str, plan: Identity) -> Optional[str]:

@@ -47,7 +47,7 @@ def test_numbered_files_are_printed_as_files(form: str, world: World) -> None:
     assert "source file" in picture.read_text() and "target rank" in picture.read_text()
     output = done("convert", out, back, "--dst-strategy", world.new, "--format", "ckpt", "-v").err
     assert "headers read: source files 0-" in output
-    assert "files" in fails(2, "verify", out, texts=["contents of files 0-"]).err
+    assert "contents of files 0-" in done("verify", out, "--headers-only").err
 
 
 @pytest.mark.parametrize("form", FORMS[1:])

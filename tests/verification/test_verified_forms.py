@@ -64,7 +64,7 @@ def test_every_pair_of_forms_verifies(first: str, second: str, world: World) -> 
     done("verify", two, "--src", one, *source, *laid_out(second, world))
     done("verify", one, "--src", world.src, *words(first, world))
     done("verify", one)
-    fails(2, "verify", two, texts=["checksums"])
+    assert f"no differences from {one}" in done("verify", two).err
 
 
 # Files that the tests themselves can change.

@@ -81,6 +81,7 @@ def test_without_checksums_comparing_headers_alone_requires_an_option(world: Wor
     world.save(FULL)
     world.convert()
     flip(world.dst / "rank_1" / "checkpoint_1.ckpt", "w")
+    world.src = world.src.rename(world.root / "moved")
     unchecked = {"differences": [], "unchecked_ranks": [0, 1]}
     texts = ["contents of ranks 0-1 were not compared", "no checksums", "--src", "--headers-only"]
     assert "verified" not in fails(2, "verify", world.dst, texts=texts).err
@@ -90,6 +91,23 @@ def test_without_checksums_comparing_headers_alone_requires_an_option(world: Wor
     assert "contents of ranks 0-1 were not compared" in output and "verified" not in output
     assert done("verify", world.dst, "--headers-only", "--json").json == unchecked
     assert world.verify().status == 4
+
+
+@pytest.mark.parametrize("ending", ["", "/rank_{rank}/*_10.ckpt"])
+def test_contents_without_checksums_are_compared_with_the_recorded_source(world: World, ending: str) -> None:
+    world.save(FULL)
+    world.save({**FULL, "w": value("other", (8, 6))}, "rank_{rank}/net-1_10_other.ckpt")
+    src = f"{world.src}{ending}"
+    options: list[Argument] = [] if ending else ["--file-suffix", "_10"]
+    done("convert", src, world.dst, "--src-strategy", world.old, "--dst-strategy", world.new, *options)
+    result = done("verify", world.dst, "--json")
+    assert result.json == {"differences": [], "unchecked_ranks": []} and f"no differences from {src}" in result.err
+    flip(world.dst / "rank_1" / "checkpoint_1.ckpt", "w")
+    (difference,) = fails(4, "verify", world.dst, "--json").json["differences"]
+    assert (difference["parameter"], difference["ranks"]) == ("w", [1])
+    shutil.rmtree(world.src / "rank_0")
+    shutil.rmtree(world.src / "rank_2")
+    fails(3, "verify", world.dst, texts=["w", "--headers-only"])
 
 
 def test_the_summary_states_the_comparison(world: World) -> None:
@@ -128,6 +146,7 @@ def test_ranks_outside_the_manifest_are_wrong_usage(world: World) -> None:
 def test_a_modified_file_gives_a_warning_where_contents_are_not_compared(world: World) -> None:
     world.save(FULL)
     world.convert()
+    world.src = world.src.rename(world.root / "moved")
     assert "changed" not in fails(2, "verify", world.dst).err
     path = world.dst / "rank_1" / "checkpoint_1.ckpt"
     content = bytearray(path.read_bytes())
@@ -249,6 +268,8 @@ def test_contents_without_a_checksum_are_listed_with_their_ranks(world: World, w
     for rank in without:
         manifest["files"][rank]["crc32"] = None
     path.write_text(json.dumps(manifest))
+    done("verify", world.dst)
+    world.src.rename(world.root / "moved")
     where = "contents of rank 0 were" if without == [0] else "contents of ranks 0-1 were"
     fails(2, "verify", world.dst, texts=[where])
     assert reshard("verify", world.dst, "--ranks", "1").status == (2 if 1 in without else 0)
