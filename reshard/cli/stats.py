@@ -15,11 +15,12 @@ from reshard.cli.output import alarming, echo_json, listener, write_picture
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import alarming_lines, table
 from reshard.errors import UsageError
+from reshard.forms.registry import counted_as
 from reshard.numbers.statistics import TensorStatistics, statistics_of
 from reshard.plan.edits import edits_of
 from reshard.text.messages import full_text, listing
 from reshard.text.report import Report
-from reshard.text.wording import one_line, plural
+from reshard.text.wording import one_line, plural, rank_ranges
 
 _KINDS = {"nan": "NaN", "inf": "Inf"}
 
@@ -51,7 +52,7 @@ reshard stats unified/ --svg magnitudes.svg
     "--fail-on",
     metavar="nan,inf",
     callback=_kinds,
-    help="Exit with status 4 if any tensor holds one of these.",
+    help="Read every copy of each tensor; exit with status 4 if any holds one of these.",
 )
 @options.effort
 @options.svg("Draw a histogram of magnitudes, of all elements and of each parameter.")
@@ -61,13 +62,21 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Opti
 
     For each tensor: the numbers of elements that are NaN, infinite and zero, and minimum, maximum, mean and
     Euclidean norm of the finite elements. Every element counts once, however many ranks hold it, so the
-    numbers are the same in every layout and form. Text is skipped.
+    numbers are the same in every layout and form. One copy of each slice is read, and a note names the ranks whose
+    copies are not. With --fail-on every copy is read, and the numbers of a tensor are those of the copy with the
+    most NaN and infinite elements. Text is skipped.
     """
     quiet, verbose = typed["quiet"], typed["verbose"]
     report = Report(listener())
     with opened(src, strategy, typed, report, edits=edits_of(src, typed)) as checkpoint:
         progress = progress_of(quiet, typed["progress"])
-        statistics = statistics_of(checkpoint, typed["max_memory"] // 2, progress, magnitudes=svg is not None)
+        statistics = statistics_of(
+            checkpoint, typed["max_memory"] // 2, progress, magnitudes=svg is not None, copies=bool(fail_on)
+        )
+        unread = set() if fail_on else checkpoint.contents.unread(tensor.name for tensor in statistics)
+        if unread:
+            files = rank_ranges(unread, counted_as(checkpoint.form))
+            report.note(f"copies on {files} were not read; to read every copy: --fail-on nan,inf")
         step, form = checkpoint.step, checkpoint.form
     if typed["as_json"]:
         echo_json({"form": form, "step": step, "tensors": [statistics_json(tensor) for tensor in statistics]})

@@ -41,7 +41,9 @@ reshard view iterations/ --dst-strategy same --stats
     show_default="name of SRC, in this directory",
     help="Page to write. A page of reshard view is replaced only if it is named here.",
 )
-@option("Parameters", "--stats", is_flag=True, help="Read all tensors, too, and show magnitudes, NaN and Inf.")
+@option(
+    "Parameters", "--stats", is_flag=True, help="Read every copy of all tensors, too, and show magnitudes, NaN and Inf."
+)
 @options.dequantize
 @options.effort
 @options.common
@@ -145,7 +147,7 @@ def _statistics(src: str, typed: Mapping[str, Any], subject: Subject) -> Optiona
         edits = typed_edits(src, dequantize=typed["dequantize"])
         with opened(src, typed["src_strategy"] or default, typed, report, edits=edits) as checkpoint:
             statistics = statistics_of(
-                checkpoint, typed["max_memory"] // 2, progress_of(is_quiet(), None), magnitudes=True
+                checkpoint, typed["max_memory"] // 2, progress_of(is_quiet(), None), magnitudes=True, copies=True
             )
     except InputError as error:
         subject.add(1, f"statistics were not computed: {error.message}", error.hint)

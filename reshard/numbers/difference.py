@@ -160,7 +160,7 @@ def _together(item: SweepItem, parts: Sequence[_PartialDifference]) -> TensorPai
         max_abs=max((part.max_abs for part in parts), default=0.0),
         max_rel=max((part.max_rel for part in parts), default=0.0),
         at=None if at is None else tuple(int(position) for position in at),
-        first_nonfinite=None if bad is None else (location_of(a, bad), location_of(b, bad)),
+        first_nonfinite=None if bad is None else (location_of(a.target, bad), location_of(b.target, bad)),
     )
 
 

@@ -26,7 +26,7 @@ from reshard.numbers.widening import (
     is_number,
     table,
 )
-from reshard.opened import LazyTensor, OpenedCheckpoint
+from reshard.opened import OpenedCheckpoint
 from reshard.opened.contents import in_file_order
 
 Array = npt.NDArray[Any]
@@ -130,32 +130,49 @@ class _PartialStatistics:
 
 
 def statistics_of(
-    checkpoint: OpenedCheckpoint, max_memory: int, progress: Progress, magnitudes: bool = False
+    checkpoint: OpenedCheckpoint, max_memory: int, progress: Progress, magnitudes: bool = False, copies: bool = False
 ) -> list[TensorStatistics]:
     """The statistics of every numeric tensor, sorted by name; every element counts once.
 
     Args:
-        checkpoint: its tensors are read whole, once.
+        checkpoint: its tensors are read whole.
         max_memory: maximum bytes of buffers, in addition to those of the checkpoint.
         progress: counts bytes.
         magnitudes: also count elements by exponent.
+        copies: read every copy of each tensor, and return the statistics of the one with the most NaN and infinite
+            elements, the first of equal ones.
 
     Raises:
         ReshardError: a file cannot be read, or was modified.
     """
     names = [name for name, tensor in checkpoint.items() if is_number(tensor.dtype_name)]
     order = in_file_order(checkpoint.contents, names)
-    tensors = [checkpoint[name] for name in order.names]
-    items = [SweepItem((tensor,)) for tensor in tensors]
-    dtypes = [tensor.dtype_name for tensor in tensors]
+    tensors = {name: checkpoint[name] for name in order.names}
+    numbers = {name: checkpoint.contents.copies(name) if copies else 1 for name in tensors}
+    items = [
+        SweepItem((tensor,), copy)
+        for copy in range(max(numbers.values(), default=0))
+        for name, tensor in tensors.items()
+        if copy < numbers[name]
+    ]
+    dtypes = [item.tensors[0].dtype_name for item in items]
     parts = sweep(items, [checkpoint], lambda: _StatisticsComputer(dtypes, magnitudes), max_memory, progress)
-    checkpoint.check_unchanged(order.paths)
-    statistics = [_together(tensor, some, magnitudes) for tensor, some in zip(tensors, parts)]
-    return sorted(statistics, key=lambda tensor: tensor.name)
+    checkpoint.check_unchanged(None if copies else order.paths)
+    worst: dict[str, TensorStatistics] = {}
+    for item, some in zip(items, parts):
+        statistics = _together(checkpoint, item, some, magnitudes)
+        name = statistics.name
+        if name not in worst or statistics.nan + statistics.inf > worst[name].nan + worst[name].inf:
+            worst[name] = statistics
+    return [worst[name] for name in sorted(worst)]
 
 
-def _together(tensor: LazyTensor, parts: Sequence[_PartialStatistics], magnitudes: bool) -> TensorStatistics:
-    """The statistics of a tensor, from those of its parts in order."""
+def _together(
+    checkpoint: OpenedCheckpoint, item: SweepItem, parts: Sequence[_PartialStatistics], magnitudes: bool
+) -> TensorStatistics:
+    """The statistics of a copy of a tensor, from those of its parts in order."""
+    (tensor,) = item.tensors
+    first = next((part.first_nonfinite for part in parts if part.first_nonfinite is not None), None)
     finite = sum(part.finite for part in parts)
     nan, inf = sum(part.nan for part in parts), sum(part.inf for part in parts)
     exponents = [part.exponents for part in parts if part.exponents is not None]
@@ -173,9 +190,7 @@ def _together(tensor: LazyTensor, parts: Sequence[_PartialStatistics], magnitude
         max=max((part.high for part in parts if part.high is not None), default=None),
         mean=_float(total.value / finite, total.exponent) if finite and plain else None,
         norm=_float(math.sqrt(squares.value), squares.exponent // 2),
-        first_nonfinite=next(
-            (location_of(tensor, part.first_nonfinite) for part in parts if part.first_nonfinite is not None), None
-        ),
+        first_nonfinite=None if first is None else location_of(checkpoint.target(tensor.name, item.copy), first),
         magnitudes=np.sum([np.zeros(EXPONENTS, np.int64), *exponents], axis=0) if magnitudes else None,
     )
 

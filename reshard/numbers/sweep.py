@@ -23,6 +23,7 @@ from reshard.execute.reader import in_order
 from reshard.layout import boxes_of_range, intersection, volume_of
 from reshard.named_tuple import NamedTuple
 from reshard.opened import LazyTensor, OpenedCheckpoint
+from reshard.plan.pieces import TargetTensor
 from reshard.processes import Crew, Notify, may_fork, private_bytes, process_count
 from reshard.threads import thread_pool
 
@@ -78,9 +79,15 @@ class Computer(Protocol[_P]):
 
 
 class SweepItem(NamedTuple):
-    """Tensors of one shape that are read together, one per checkpoint."""
+    """Tensors of one shape that are read together, one per checkpoint.
+
+    Attributes:
+        tensors: the tensors.
+        copy: which of their copies are read; see `OpenedContents.target`.
+    """
 
     tensors: tuple[LazyTensor, ...]
+    copy: int = 0
 
     @property
     def item_size(self) -> int:
@@ -101,11 +108,11 @@ class _Chunk(NamedTuple):
     last: int
 
 
-def location_of(tensor: LazyTensor, number: int) -> Location:
+def location_of(tensor: TargetTensor, number: int) -> Location:
     """The place of an element by its number in C order; a byte of Int4 has one place."""
     index = tuple(int(place) for place in np.unravel_index(number, tensor.shape))
-    box = tuple((start + place, start + place + 1) for (start, _), place in zip(tensor.target.box, index))
-    for piece in tensor.target.pieces:
+    box = tuple((start + place, start + place + 1) for (start, _), place in zip(tensor.box, index))
+    for piece in tensor.pieces:
         if piece.region is None:
             inside = intersection(piece.box, box) is not None
         else:
@@ -232,7 +239,7 @@ def _blocks(
     count_read: Callable[[int], None],
 ) -> Generator[SweepBlock, None, None]:
     """The blocks of a chunk, in order."""
-    targets = [checkpoint.target(tensor.name) for checkpoint, tensor in zip(checkpoints, item.tensors)]
+    targets = [checkpoint.target(tensor.name, item.copy) for checkpoint, tensor in zip(checkpoints, item.tensors)]
     shape = item.tensors[0].shape
     first = chunk.first
     unreported = 0

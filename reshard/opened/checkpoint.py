@@ -144,8 +144,8 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                 self._reader = BoxReader(self._handles, options, _warning(self._report))
             return self._reader
 
-    def target(self, name: str) -> TargetTensor:
-        """The stored pieces of a tensor; tied tensors are compared at the first use.
+    def target(self, name: str, copy: int = 0) -> TargetTensor:
+        """The stored pieces of a tensor, as in `OpenedContents.target`; tied tensors are compared at the first use.
 
         Raises:
             CheckpointError: tied tensors differ.
@@ -156,7 +156,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
             if name not in self._compared:
                 check_equal(checkpoint, equal_of(checkpoint, [name]), self.reader)
                 self._compared.add(name)
-        return self.contents.target(name)
+        return self.contents.target(name, copy)
 
     @property
     def handles(self) -> FileHandles:

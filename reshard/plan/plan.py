@@ -173,6 +173,17 @@ class Plan:
             self._kinds[section.number] = tuple(kinds.values())
         return self._kinds[section.number]
 
+    def copies(self, kind: Kind, file: int) -> list[list[tuple[int, Box]]]:
+        """Per piece of a target file's slice of a kind, every source file that holds it, with its stored box."""
+        cut, copies = kind.cut, []
+        position = self.form.section_of(file).position(file)
+        for cell in cut.overlap.cells(cut.slice_of(position)):
+            if cell.slices:
+                first = cut.firsts[0 if cell.region is None else cell.region.source]
+                holders = kind.holders(cell)
+                copies.append([(one, cut.shardings[i].stored_box(cell.slices[i - first])) for one, i in holders])
+        return copies
+
     def values_of(self, file: int) -> list[CopiedValue]:
         """The copied values of a target file, except types that its format lacks."""
         return [value for value in self._values.of(file) if value.name not in self._unholdable]
@@ -264,7 +275,7 @@ class Plan:
             file,
             self.path(file),
             order.layout,
-            TargetTensors(order, alike, tensors, self._stored, self._added),
+            TargetTensors(order, alike, tensors, self.stored, self._added),
             self._paths_of_added(order.names).union(self.checkpoint.files[holder] for holder in holders),
         )
 
@@ -405,7 +416,8 @@ class Plan:
         """The addition to a tensor by name; None without one."""
         return (lambda name: self.checkpoint.tensors[name].added) if self._edited else None
 
-    def _stored(self, name: str, source: int, holder: int, box: Box) -> StoredSlice:
+    def stored(self, name: str, source: int, holder: int, box: Box) -> StoredSlice:
+        """The slice of a tensor's source in a file."""
         tensor = self.checkpoint.tensors[name].sources[source] if self._edited else None
         decoding = None if tensor is None else tensor.decoding
         in_file = name if tensor is None else tensor.name_in_files

@@ -9,9 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.running import done, fails, reshard
-from tests.small import World, tensors
-from tests.trees import Value, cut_ranks, layout, single, text, write_checkpoint, write_strategy, write_tree
+from tests.running import Argument, done, fails, reshard, warns
+from tests.small import COPIED, World, tensors
+from tests.trees import (
+    Value,
+    cut_ranks,
+    layout,
+    read_checkpoint,
+    single,
+    text,
+    value,
+    write_checkpoint,
+    write_strategy,
+    write_tree,
+)
 
 
 def stats(path: Path, *options: Any) -> list[dict[str, Any]]:
@@ -55,6 +66,56 @@ def test_fail_on_lists_tensors_with_nan_or_inf(tmp_path: Path) -> None:
     assert reshard("stats", path, "--strategy", "none").status == 0
     assert reshard("stats", good, "--strategy", "none", "--fail-on", "nan,inf").status == 0
     fails(2, "stats", good, "--strategy", "none", "--fail-on", "zero", texts=["neither nan nor inf"])
+
+
+def plant_nan(path: Path, name: str) -> None:
+    """Make the last element of a tensor in a file NaN; everything else stays where it is."""
+    data = path.read_bytes()
+    content = read_checkpoint(path)[name].array.tobytes()
+    assert data.count(content) == 1
+    path.write_bytes(data.replace(content, content[:-4] + np.array([np.nan], "<f4").tobytes()))
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("name", ["w", "v", "scale"])
+def test_fail_on_reads_every_copy(plain: World, rank: int, name: str) -> None:
+    copied = {"scale": value("scale", (3,)), "global_step": COPIED["global_step"]}
+    plain.save(tensors(names=["w", "v"]), copied=copied)
+    words: list[Argument] = ["stats", plain.src, "--strategy", plain.old]
+    done(*words, "--fail-on", "nan,inf")
+    path = plain.src / f"rank_{rank}" / "net-1_10.ckpt"
+    plant_nan(path, name)
+    result = fails(4, *words, "--fail-on", "nan", texts=[f"NaN in 1 tensor: '{name}'"])
+    assert f"rank {rank}, {path}" in result.out
+    renamed = {"w": "model.w"}.get(name, name)
+    fails(4, *words, "--fail-on", "nan", "--rename", "w=model.w", texts=[f"NaN in 1 tensor: '{renamed}'"])
+    (row,) = [row for row in stats(plain.src, *words[2:], "--fail-on", "inf") if row["name"] == name]
+    assert row["nan"] == 1 and row["first_nonfinite"]["rank"] == rank
+    if name != "scale":
+        done(*words, "--fail-on", "nan", "--without-ranks", rank)
+
+
+def test_stats_names_the_ranks_whose_copies_are_not_read(plain: World) -> None:
+    plain.save(tensors(names=["w", "v"]))
+    words: list[Argument] = ["stats", plain.src, "--strategy", plain.old, "--include"]
+    warns(done(*words, "w"), "copies on ranks 2-3 were not read", "--fail-on nan,inf")
+    warns(done(*words, "v"), "copies on ranks 1-3 were not read")
+    assert "not read" not in done(*words, "v", "--fail-on", "nan").err
+    assert "not read" not in done(*words, "w", "--without-ranks", "2,3").err
+
+
+def test_fail_on_reads_every_copy_in_other_forms(plain: World) -> None:
+    plain.save(tensors(names=["w", "v"]))
+    out = plain.root / "out"
+    done("convert", plain.src, out, "--src-strategy", plain.old, "--to", "checkpoint2", "--dst-strategy", plain.old)
+    done("stats", out, "--fail-on", "nan")
+    holding = [path for path in sorted(out.rglob("*.safetensors")) if "w" in read_checkpoint(path)]
+    contents = {path: path.read_bytes() for path in holding}
+    assert len(holding) > 1
+    for path in holding:
+        plant_nan(path, "w")
+        assert str(path) in fails(4, "stats", out, "--fail-on", "nan").out
+        path.write_bytes(contents[path])
 
 
 @pytest.mark.parametrize(

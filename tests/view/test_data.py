@@ -183,6 +183,17 @@ def test_statistics_equal_stats_and_nan_is_a_problem(tmp_path: Path, world: Worl
     assert name in data["problems"][0]["text"] and data["problems"][0]["level"] == 0
 
 
+def test_nan_in_any_copy_is_a_problem(tmp_path: Path, plain: World) -> None:
+    plain.save(tensors(names=["w", "v"]))
+    path = plain.src / "rank_2" / "net-1_10.ckpt"
+    contents = read_checkpoint(path)
+    array = contents["w"].array.copy()
+    array.view("<f4")[0, 0] = np.nan
+    write_checkpoint(path, {**contents, "w": contents["w"]._replace(array=array)})
+    data = made(tmp_path, plain.src, "--src-strategy", plain.old, "--stats")
+    assert "'w'" in data["problems"][0]["text"] and data["problems"][0]["level"] == 0
+
+
 def test_quantised_weights_are_shown_as_numbers_on_request(tmp_path: Path) -> None:
     words = ["--dequantize", "BFloat16"]
     data = made(tmp_path, FIXTURES / "fp8", "--stats", "--shards", 2, *words)
