@@ -417,7 +417,7 @@ edits = together(
         shell_complete=completion.tables,
         show_default="unchanged",
         help="Convert names and packing to another framework's: a built-in table (`reshard names list`) or a "
-        "TOML file.",
+        "TOML file. none: keep them, those of fused experts, too.",
     ),
     option(
         "Names and types",
@@ -431,8 +431,8 @@ edits = together(
         metavar="FILE|DIR",
         shell_complete=completion.paths,
         show_default="config.json in SRC",
-        help="config.json with the model's sizes for the table, such as heads and experts; --to huggingface copies it, "
-        "and of a DIR also the tokenizer's files.",
+        help="config.json with the model's type, and sizes for the table, such as heads and experts; --to huggingface "
+        "copies it, and of a DIR also the tokenizer's files.",
     ),
     option(
         "Names and types",

@@ -115,7 +115,7 @@ def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dic
     effort = effort_of(typed)
     decryption = options.decryption_of(typed)
     try:
-        edits = between_forms(typed_edits(src, dequantize=typed["dequantize"]), ends.form, ends.to)
+        edits = between_forms(typed_edits(src, dequantize=typed["dequantize"]), src, ends.form, ends.to)
         request = request_of(src, os.curdir, None, typed, ends, edits)
         moves = moves_data(request, effort.jobs, effort.max_memory, report, decryption)
     except InputError as error:

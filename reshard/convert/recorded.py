@@ -99,8 +99,9 @@ def edits_of_target(
     edits = edits_of(src, typed, None if plan is None else plan.form)
     if not any(typed[name] for name in EDITS) and plan is not None and plan.edits:
         # Between some forms names change without an option.
-        if not edits.is_empty and plan.edits == short_digest(edits.identity().encode()):
-            return edits, False
+        given = _given(edits, plan)
+        if given is not None:
+            return given, False
         return _recorded(out, src, plan, report), True
     return edits, False
 
@@ -205,14 +206,14 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
         words = _words(command)
         try:
             edits = edits_of(src, command._asdict(), plan.form)
-            digests = {short_digest(identity.encode()) for identity in edits.possible_identities()}
+            given = _given(edits, plan)
         except ReshardError as error:
             problem = f"its options were {words}: {error.message}"
             continue
-        if not edits.is_empty and plan.edits in digests:
+        if given is not None:
             if words:
                 report.note(f"compared with the recorded names and types: {words}")
-            return edits
+            return given
         problem = f"its options were {words}, and these rules have changed since"
     options = ", ".join(f"--{name}" for name in EDITS)
     raise UsageError(
@@ -235,9 +236,20 @@ def was_merged(out: str, plan: Identity) -> bool:
 def _names_by_form(command: RecordedCommand, plan: Identity) -> bool:
     """Whether names changed without an option, as between a trainer's state and a model."""
     with contextlib.suppress(ReshardError):
-        edits = edits_of(command.src, command._asdict(), plan.form)
-        return not edits.is_empty and plan.edits == short_digest(edits.identity().encode())
+        return _given(edits_of(command.src, command._asdict(), plan.form), plan) is not None
     return False
+
+
+def _given(edits: Edits, plan: Identity) -> Optional[Edits]:
+    """The edits that a directory has its names and types by, as far as the source's names decide; None if others.
+
+    Raises:
+        NamesError: an option of a table is missing.
+    """
+    for each in () if edits.is_empty else edits.possible_edits():
+        if any(plan.edits == short_digest(identity.encode()) for identity in each.possible_identities()):
+            return each
+    return None
 
 
 def merge_hint(out: str) -> str:

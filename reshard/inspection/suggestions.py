@@ -24,14 +24,14 @@ from reshard.named_tuple import NamedTuple
 from reshard.names import Configuration, UndeterminedError, builtin_names, config_beside, rules_named
 from reshard.names.options import settle, side_of
 from reshard.plan.editing import edited, words_of_packing
-from reshard.plan.edits import between_forms, typed_edits
+from reshard.plan.edits import NO_TABLE, between_forms, typed_edits
 from reshard.quantised.schemes import stated_settings
 from reshard.records.ledger import packing_of, recorded_strategy
 from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory
 from reshard.strategies import NONE, Strategy, read_strategy
 from reshard.strategies.beside import equal_layouts, strategies_in
-from reshard.text.names import WEIGHTS, is_weight, training_globs
+from reshard.text.names import WEIGHTS, fused_expert, is_weight, training_globs
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
 
@@ -327,6 +327,9 @@ def _model(src: str, subject: Subject, places: Sequence[str]) -> Model:
     sides: dict[str, list[str]] = {}
     for name in builtin_names() if table is None else [table]:
         rules = rules_named(name)
+        if rules.keeps_others:
+            # It has no names of MindFormers.
+            continue
         with suppress(InputError):
             settled = settle(rules, None if table is None else config, shapes)
             side = rules.sides[side_of(rules, settled, shapes, None).reverse]
@@ -372,7 +375,8 @@ def _written(
     """
     assert subject.checkpoint is not None
     dequantize = _DTYPE if subject.quantised else None
-    edits = between_forms(typed_edits(src, names=table, config=config, dequantize=dequantize), form_of(src), to)
+    edits = typed_edits(src, names=table or NO_TABLE, config=config, dequantize=dequantize)
+    edits = between_forms(edits, src, form_of(src), to)
     return edited(subject.checkpoint, edits, Report(), complete=bool(subject.complete))
 
 
@@ -485,6 +489,13 @@ class _Advisor:
         if self._model.side is None:
             text = "Names stay unchanged, and engines expect those of Hugging Face: --names takes a table of your own."
             missing = (*missing, Missing(None, text))
+        stored = () if self._subject.contents is None else self._subject.contents.stored
+        if not words and fused_expert(item.name for item in stored) is not None:
+            config = self._model.config
+            words = ("--config", CONFIG if config is None else _argument(config.path))
+            if config is None:
+                text = "The model's config.json, which decides the names of the experts."
+                missing = (*missing, Missing(CONFIG, text))
         checkpoint = self._subject.checkpoint
         if checkpoint is None or not any(os.path.basename(name) == "config.json" for name in checkpoint.extra_files):
             text = "Engines also need config.json and the tokenizer's files: add --config DIR of the base model."

@@ -10,7 +10,14 @@ from reshard.names.model import HUGGINGFACE, NameRules
 from reshard.names.operations import SizedOperation
 from reshard.names.options import UndeterminedError, possible_options
 from reshard.names.sizes import Configuration
-from reshard.names.tables import builtin_names, config_beside, parse_renames, read_config, rules_named
+from reshard.names.tables import (
+    builtin_names,
+    config_beside,
+    experts_table,
+    parse_renames,
+    read_config,
+    rules_named,
+)
 from reshard.names.toml_file import parse_rules, read_rules
 
 __all__ = [
@@ -25,6 +32,7 @@ __all__ = [
     "apply_rules",
     "builtin_names",
     "config_beside",
+    "experts_table",
     "name_before",
     "parse_renames",
     "parse_rules",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Optional
 
@@ -13,7 +13,7 @@ from reshard.errors import NamesError, UsageError
 from reshard.names.matching import Side
 from reshard.names.model import FORWARD, NameRule, NameRules, OptionCondition, TableOption
 from reshard.names.operations import Shape
-from reshard.names.pattern import SizedPattern
+from reshard.names.pattern import PatternIndex, SizedPattern
 from reshard.names.sizes import ModelSizes, config_value
 from reshard.storage.toml_tables import did_you_mean
 from reshard.text.names import WEIGHTS, kind_of
@@ -87,7 +87,7 @@ def with_options(rules: NameRules, stated: Mapping[str, str]) -> NameRules:
 def settle(
     rules: NameRules,
     config: Optional[Mapping[str, object]],
-    names: Container[str],
+    names: Collection[str],
     recorded: Mapping[str, str] = NONE_RECORDED,
 ) -> Settled:
     """The rules that apply to a model.
@@ -165,11 +165,12 @@ def _stated_value(
 
 
 def _possible(
-    option: TableOption, sizes: ModelSizes, names: Container[str], recorded: Mapping[str, str], rules: NameRules
+    option: TableOption, sizes: ModelSizes, names: Collection[str], recorded: Mapping[str, str], rules: NameRules
 ) -> tuple[str, ...]:
     """The values of an option that neither the user nor the configuration states: one if anything determines it."""
     for pattern, values in option.name_values:
-        if SizedPattern(pattern, sizes.value).name({}, ()) in names:
+        sized = SizedPattern(pattern, sizes.value)
+        if sized.name({}, ()) in names if not pattern.numbers else any(map(PatternIndex([sized]).fits, names)):
             value = recorded.get(option.name)
             return values if value not in values else (value,)
     return _unshown(option, recorded, rules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Optional
 
@@ -16,9 +16,12 @@ from reshard.names.sizes import Configuration
 from reshard.names.toml_file import read_rules
 from reshard.storage import exists, is_directory, is_regular_file, read_json
 from reshard.storage.toml_tables import BuiltinFiles
+from reshard.text.wording import quoted
 
 RENAME = "rename"
 """The path of a table of renames."""
+
+_FUSED_EXPERTS = "fused_experts"
 
 _BUILTIN = BuiltinFiles(__file__, "table", NamesError, "reshard names list")
 _OPTIONS = re.compile(r"(?:,[a-z][a-z0-9_]*=[A-Za-z0-9_]+)+\Z")
@@ -46,6 +49,32 @@ def rules_named(text_of_user: str) -> NameRules:
             raise UsageError(f"{text_of_user}: {name} is stated twice")
         stated[name] = value
     return with_options(_table(table), stated)
+
+
+def experts_table(fused: str, config: Optional[Mapping[str, object]]) -> NameRules:
+    """The table that gives experts, which transformers 5 fuses, their published names.
+
+    Args:
+        fused: the name of such experts.
+        config: the model's config.json, if any; its ``model_type`` decides.
+
+    Raises:
+        NamesError: no published names are known for the model.
+    """
+    table = rules_named(_FUSED_EXPERTS)
+    (option,) = table.options
+    model = None if config is None else str(config.get("model_type"))
+    if model in option.values or model in dict(option.config_values):
+        return table
+    reason = "no config.json shows the model"
+    if config is not None:
+        reason = f"the table {_FUSED_EXPERTS} lacks model_type {model} of {getattr(config, 'path', 'config.json')}"
+    raise NamesError(
+        f"{quoted(fused)} holds all experts of a layer, as in transformers 5; published models have other names, and "
+        + reason,
+        parameter=fused,
+        hint="add --config DIR with the config.json of the model, or keep the names with --names none",
+    )
 
 
 def _table(name: str) -> NameRules:

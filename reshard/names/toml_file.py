@@ -155,8 +155,8 @@ def _option(file: RuleFile, name: str, content: Any, sizes: Collection[str]) -> 
             raise file.wrong(where, f"{value!r} must be {' or '.join(values)}")
     patterns = tuple(zip(file.parsed(pattern, [*shown], where), shown.values()))
     for each, _ in patterns:
-        if each.numbers or each.stars:
-            raise file.wrong(where, f"name_values: {quoted(each.text)} must not have numbers or stars")
+        if each.stars:
+            raise file.wrong(where, f"name_values: {quoted(each.text)} must not have stars")
         if any(size not in sizes for offset in each.products for size in offset.names):
             raise file.wrong(where, f"name_values: {quoted(each.text)} uses an unknown size")
     return TableOption(

@@ -49,6 +49,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         checkpoint, views = _dequantised(checkpoint, edits.quantisation, report)
     editing = _Editing(checkpoint, views, report)
     editing.rename(edits.first_names(checkpoint.tensors, checkpoint, report))
+    edits = edits.for_experts(editing.recipes)
     if edits.additions is not None:
         editing.add(edits.additions, edits.model_names(editing.recipes, checkpoint))
     identity = edits.identity() if edits.table is None else editing.apply_table(edits.table, edits, complete)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor
 from reshard.checkpoints.formats.dtypes import CAST_TO, dtype_named
-from reshard.errors import CheckpointError, UsageError
+from reshard.errors import CheckpointError, NamesError, UsageError
 from reshard.forms.form import EditedStep, Names
 from reshard.forms.registry import form_named, form_of
 from reshard.named_tuple import NamedTuple
 from reshard.storage import absolute, is_directory, is_regular_file
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import listing
+from reshard.text.names import fused_expert, is_near_experts
 from reshard.text.report import Report
 from reshard.text.wording import as_glob, plural, quoted
 
@@ -86,13 +88,14 @@ class Edits(NamedTuple):
     Attributes:
         table: rules of names and packing.
         renames: rules that give other names, after the table.
-        config: the model's sizes for the rules.
+        config: the model's sizes for the rules, and its type.
         reverse: whether the table is read from right to left; None: the direction that fits.
         optimizer: whether the table's rules also apply to optimizer state.
         casts: requested types; the last match wins.
         additions: additions to tensors under their old names; they exclude casts.
         plain: first change names of a trainer's state to those of a model: ``weights`` skips optimizer state, ``all``
             and ``known`` give it MindSpore's names; None for unchanged names.
+        experts: without a table, give fused experts their published names; see `for_experts`.
         trainer: last, change names to those of a trainer's state.
         exactly: other names of single tensors, after the rules; None for skipped ones.
         quantisation: how quantised tensors are recognised, and their type after dequantising, the first edit; None to
@@ -111,6 +114,7 @@ class Edits(NamedTuple):
     additions: Optional[Additions] = None
     exactly: tuple[tuple[str, Optional[str]], ...] = ()
     plain: Optional[str] = None
+    experts: bool = False
     trainer: bool = False
     quantisation: Optional[Quantisation] = None
     typed: Optional[TypedEdits] = TypedEdits()
@@ -166,7 +170,7 @@ class Edits(NamedTuple):
     def possible_names(self, name: str) -> Iterator[Optional[str]]:
         """The possible names of a tensor; None for a name that depends on other tensors."""
         rules = (self.table, self.renames, self.additions, self.quantisation)
-        if self.exactly or any(each is not None for each in rules):
+        if self.exactly or any(each is not None for each in rules) or (self.experts and is_near_experts(name)):
             yield None
         elif self.plain is None:
             yield from (name, None if self.trainer else name)
@@ -214,6 +218,39 @@ class Edits(NamedTuple):
                 f"{plural(len(renamed.outside), 'tensor')} beside the model left out: " + listing(renamed.outside)
             )
         return renamed.names
+
+    def for_experts(self, names: Iterable[str]) -> Edits:
+        """These edits, with the table for experts that transformers 5 fuses where the model has some.
+
+        Args:
+            names: of all tensors after the first renaming.
+
+        Raises:
+            NamesError: no published names are known for the model.
+            UsageError: an adapter is added, too.
+        """
+        if not self.experts:
+            return self
+        from reshard.names import experts_table
+
+        fused = fused_expert(names)
+        if fused is None:
+            return self._replace(experts=False)
+        if self.additions is not None:
+            raise UsageError(
+                f"{quoted(fused)} holds all experts of a layer, as in transformers 5, and merge-lora does not give "
+                "them the names of published models",
+                parameter=fused,
+                hint="convert BASE first: reshard convert BASE BASE2 --to huggingface --config DIR",
+            )
+        return self._replace(experts=False, table=experts_table(fused, self.config), reverse=False)
+
+    def possible_edits(self) -> Iterator[Edits]:
+        """These edits without and with the table for fused experts, since names decide."""
+        yield self._replace(experts=False)
+        if self.experts and self.config is not None:
+            with contextlib.suppress(NamesError):
+                yield self.for_experts([".experts.down_proj"])
 
     def model_names(self, names: Collection[str], checkpoint: Checkpoint) -> dict[str, str]:
         """The names in the model by names after the first renaming, which may still be those of a trainer's state.
@@ -334,23 +371,41 @@ class Edits(NamedTuple):
         return edit
 
 
+NO_TABLE = "none"
+"""--names none: names stay, those of fused experts too."""
+
 NO_EDITS = Edits()
 """Unchanged names, packing and types."""
 
 
-def between_forms(edits: Edits, form: str, to: str) -> Edits:
+def between_forms(edits: Edits, src: str, form: str, to: str) -> Edits:
     """The edits, with the renaming that a conversion between two forms implies.
 
     A trainer's names become those of a model where the target has only these, or where a table needs them, and a
     model's names those of a trainer's state where the target's trainers expect them. --rename turns this off.
+    Fused experts of PyTorch's trainers get their published names, unless --names is given.
 
     Args:
         edits: the requested edits.
+        src: the source; its config.json is the default.
         form: of the source.
         to: of the target.
+
+    Raises:
+        ReshardError: the configuration cannot be read.
     """
     source, target = form_named(form).options, form_named(to).options
     edits = edits._replace(to_huggingface=target.huggingface)
+    published = target.names is Names.MODEL and target.huggingface
+    if published and not source.mindspore and form != to and (edits.typed is None or edits.typed.names is None):
+        config = edits.config
+        # verl stores the configuration in a directory of its own.
+        for path in (os.path.join(src, _CONFIG), os.path.join(src, "huggingface", _CONFIG)):
+            if config is None and is_regular_file(path):
+                from reshard.names import read_config
+
+                config = read_config(path)
+        edits = edits._replace(experts=True, config=config)
     if edits.renames is not None:
         return edits
     plain = None
@@ -396,7 +451,7 @@ def typed_edits(
 
     Args:
         src: the source; its config.json is the default.
-        names: a built-in table of rules, or the file of one.
+        names: a built-in table of rules, or the file of one; ``none`` keeps names, those of fused experts too.
         rename: other names, ``OLD=NEW``.
         config: the file with the model's sizes.
         reverse: read the table from right to left.
@@ -409,21 +464,21 @@ def typed_edits(
         ReshardError: a table cannot be read.
     """
     for option, is_set in (("reverse", reverse), ("optimizer", optimizer)):
-        if is_set and names is None:
+        if is_set and names in (None, NO_TABLE):
             raise UsageError(f"--{option} needs --names", hint="name a table: `reshard names list`")
     if names is None and config is None and not rename and not cast and dequantize is None:
         return NO_EDITS
     if not (is_directory(src) or form_named(form_of(src)).options.by_rank):
         # An index or the one file of a model.
         src = os.path.dirname(src)
-    if names is not None and config is None and is_regular_file(os.path.join(src, _CONFIG)):
+    if names not in (None, NO_TABLE) and config is None and is_regular_file(os.path.join(src, _CONFIG)):
         config = os.path.join(src, _CONFIG)
     # Loaded only here: most conversions have no rules.
     from reshard.names import builtin_names, parse_renames, read_config, rules_named
     from reshard.plan.casts import CastRule
     from reshard.records.ledger import packing_of
 
-    table = None if names is None else rules_named(names)
+    table = None if names is None or names == NO_TABLE else rules_named(names)
     if names is not None and table is not None and table.path not in builtin_names():
         names = absolute(names)
     sizes = None if config is None else read_config(config)
@@ -436,7 +491,7 @@ def typed_edits(
         casts=tuple(map(CastRule.parse, cast)),
         quantisation=None if dequantize is None else _quantisation(dequantize, src, sizes),
         typed=TypedEdits(names, tuple(rename), config, reverse, optimizer, tuple(cast), dequantize),
-        source_packing=() if names is None else packing_of(src),
+        source_packing=() if table is None else packing_of(src),
     )
 
 
@@ -477,4 +532,4 @@ def edits_of(src: str, typed: Mapping[str, Any], to: Optional[str] = None) -> Ed
         typed["cast"],
         typed["dequantize"],
     )
-    return edits if to is None else between_forms(edits, form_of(src), to)
+    return edits if to is None else between_forms(edits, src, form_of(src), to)

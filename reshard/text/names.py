@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Iterable
+from typing import Optional
 
 from reshard.named_tuple import NamedTuple
 from reshard.text.wording import as_glob
@@ -71,6 +72,22 @@ _OTHER = frozenset(
         "weight_decay",
     ]
 )
+
+
+# Endings of tensors of transformers 5 that hold all experts of a layer.
+_FUSED = (".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj")
+# One is in every name that the table `fused_experts` changes.
+_NEAR_EXPERTS = (".experts.", ".shared_experts.", ".gate.", ".router.", ".e_score_correction_bias", ".sinks")
+
+
+def fused_expert(names: Iterable[str]) -> Optional[str]:
+    """The first name of experts that transformers 5 fuses; None if there is none."""
+    return next((name for name in names if name.endswith(_FUSED)), None)
+
+
+def is_near_experts(name: str) -> bool:
+    """Whether a name may change where fused experts get published names."""
+    return any(part in name for part in _NEAR_EXPERTS)
 
 
 def state_prefix(name: str, parameters: Container[str]) -> str:

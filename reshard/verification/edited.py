@@ -81,6 +81,7 @@ class EditedSource:
         first = edits.first_names(self._originals, base.checkpoint, Report())
         if first:
             recipes = {new: recipes[old] for old, new in first.items() if new is not None}
+        edits = edits.for_experts(recipes)
         if edits.table is not None:
             applied = edits.apply_table(self._shapes(recipes, kept_values))
             # Rules do not see the names in the files where an earlier renaming changed them.

@@ -544,6 +544,15 @@ def test_names_of_a_trainers_state_are_those_of_a_conversion(form: str, to: str,
     }
 
 
+def test_fused_experts_are_converted_before(tmp_path: Path) -> None:
+    """With their names in transformers 5, only that would load the merged model."""
+    full = {**weights(), "model.layers.0.mlp.experts.down_proj": np.ones((2, 3, 4), "f4")}
+    src, adapter = base(tmp_path / "base", full), peft(tmp_path / "adapter", matrices())
+    done("convert", src, tmp_path / "state", "--to", "dcp", "--shards", 2)
+    words: list[Argument] = ["merge-lora", tmp_path / "state", adapter, tmp_path / "out", "--to", "huggingface"]
+    fails(2, *words, texts=["model.layers.0.mlp.experts.down_proj", "convert BASE"])
+
+
 def test_weights_beside_the_matrices_are_compared_under_the_names_of_the_model(tmp_path: Path) -> None:
     full, pairs = weights(), matrices()
     src, adapter = base(tmp_path / "base", full), peft(tmp_path / "adapter", pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,6 +119,20 @@ def deepseek(config: Config) -> Shapes:
     return shapes
 
 
+def fused(shapes: Shapes) -> Shapes:
+    """The same model as transformers 5 has it: the experts of a layer in two tensors."""
+    result: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        match = re.fullmatch(r"(.*\.experts)\.([0-9]+)\.(gate|up|down)_proj\.weight", name)
+        if match is None:
+            result[name] = shape
+        else:
+            rows, columns = shape
+            packed = f"{match[1]}.down_proj" if match[3] == "down" else f"{match[1]}.gate_up_proj"
+            result[packed] = (int(match[2]) + 1, rows if match[3] == "down" else 2 * rows, columns)
+    return result
+
+
 _TINY: Config = {
     "vocab_size": 11,
     "hidden_size": 6,
@@ -150,6 +165,7 @@ TINY: dict[str, tuple[Config, Shapes]] = {
     "qwen3": (_TINY, dense(_TINY, norms=True)),
     "qwen3_moe": (_TINY_MIXTURE, mixture(_TINY_MIXTURE)),
     "deepseek_v3": (_TINY_DEEPSEEK, deepseek(_TINY_DEEPSEEK)),
+    "fused_experts": ({**_TINY_MIXTURE, "model_type": "qwen3_moe"}, fused(mixture(_TINY_MIXTURE))),
 }
 
 _LLAMA_70B: Config = {
@@ -204,4 +220,5 @@ REAL: dict[str, tuple[Config, Shapes]] = {
     "qwen3": (_QWEN3_32B, dense(_QWEN3_32B, norms=True)),
     "qwen3_moe": (_QWEN3_235B, mixture(_QWEN3_235B)),
     "deepseek_v3": (_DEEPSEEK_V3, deepseek(_DEEPSEEK_V3)),
+    "fused_experts": ({**_DEEPSEEK_V3, "model_type": "deepseek_v3"}, fused(deepseek(_DEEPSEEK_V3))),
 }

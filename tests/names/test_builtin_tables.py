@@ -15,15 +15,16 @@ import pytest
 from reshard.errors import NamesError, UsageError
 from reshard.layout.views import Region, View
 from reshard.names import Applied, apply_rules, builtin_names, rules_named
-from tests.names.models import REAL, TINY, dense, table_of
+from tests.names.models import REAL, TINY, dense, fused, table_of
 from tests.names.naive import Shapes, arrays_of, assert_equal, numbered, redone
 
 _OPTIONS: dict[str, list[tuple[str, ...]]] = {
     "llama": [(), ("vocab_multiple=8",), ("output=shared",), ("output=copied",)],
     "qwen2": [(), ("vocab_multiple=8",)],
     "qwen3": [(), ("gate_up=halves",), ("qkv=contiguous", "vocab_multiple=4"), ("output=copied", "vocab_multiple=8")],
-    "qwen3_moe": [(), ("gate_up=halves", "qkv=contiguous"), ("vocab_multiple=16",)],
-    "deepseek_v3": [(), ("mla=joined",), ("gate_up=halves", "vocab_multiple=8")],
+    "qwen3_moe": [(), ("gate_up=halves", "qkv=contiguous"), ("vocab_multiple=16",), ("expert_names=fused",)],
+    "deepseek_v3": [(), ("mla=joined",), ("gate_up=halves", "vocab_multiple=8"), ("expert_names=fused",)],
+    "fused_experts": [(), ("model=lfm2_moe",), ("model=mixtral",)],
 }
 _TABLES = [(name, options) for name, each in _OPTIONS.items() for options in each]
 
@@ -42,6 +43,8 @@ def test_a_tiny_model_round_trips_and_uses_each_element_once(name: str, options:
     config, shapes = TINY[name]
     if "output=copied" in options:
         shapes = {tensor: shape for tensor, shape in shapes.items() if tensor != "lm_head.weight"}
+    if "expert_names=fused" in options:
+        shapes = fused(shapes)
     arrays = numbered(shapes)
     table = rules_named(_whole(name, options))
 

@@ -4,17 +4,23 @@ Jobs:
 
 * ``{"do": "save", "directory", "family", "dtype", "max_shard_size", "seed", "config"}``: `save_pretrained`. Every
   weight is random, also those that a new model has as ones or zeros. `config` replaces sizes.
+* ``{"do": "state", "model_type", "directory", "states"}``: likewise of any model with experts, and its state, as torch
+  saves it, in `states`: the directories of ``dcp`` and ``hf-sharded``. Answers the names of the state.
 * ``{"do": "load", "directory"}``: `from_pretrained`. Answers the names that it misses or does not know, the dtypes of
-  its weights, and the hash of the logits of one fixed text.
+  its weights, their hashes, and the hash of the logits of one fixed text.
 * ``{"do": "cast", "directory", "dtype", "to"}``: `from_pretrained`, `to`, and `save_pretrained` in another directory.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.conformance.workers.protocol import Job, described, serve
 
@@ -74,6 +80,70 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Of any model: those that its configuration has.
+_SIZES_OF_EXPERTS: dict[str, Any] = {
+    **_SIZES,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "moe_intermediate_size": 24,
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "n_group"), 2),
+    **dict.fromkeys(("topk_group", "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
+    **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), 1),
+    "shared_expert_intermediate_size": 24,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    **dict.fromkeys(("index_head_dim", "mamba_d_state", "linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("index_n_heads", "linear_num_key_heads"), 2),
+    **dict.fromkeys(("linear_num_value_heads", "mamba_n_heads", "index_topk"), 4),
+    "mamba_d_head": 16,
+}
+_SIZES_OF_VISION = {
+    **dict.fromkeys(("depth", "num_heads", "spatial_merge_size"), 2),
+    **dict.fromkeys(("hidden_size", "out_hidden_size"), 32),
+    "intermediate_size": 40,
+    "patch_size": 4,
+    "image_size": 16,
+    "deepstack_visual_indexes": [0],
+}
+
+
+def _tiny(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
+    """What makes a configuration's model small."""
+    known = config.to_dict()
+    values = {name: size for name, size in sizes.items() if name in known}
+    if known.get("layer_types"):
+        values["layer_types"] = [*known["layer_types"][:3], known["layer_types"][-1]]
+    elif config.model_type == "lfm2_moe":
+        values["layer_types"] = ["conv", "full_attention"] * 2
+    return values
+
+
+def state(job: Job) -> list[str]:
+    torch.manual_seed(7)
+    kind = CONFIG_MAPPING[job["model_type"]]
+    default, several = kind(), transformers.AutoModelForCausalLM
+    if hasattr(default, "vision_config"):
+        several = transformers.AutoModelForImageTextToText
+        parts = {"vision_config": _SIZES_OF_VISION, "text_config": _SIZES_OF_EXPERTS}
+        config = kind(**{name: _tiny(getattr(default, name), sizes) for name, sizes in parts.items()})
+    else:
+        config = kind(**_tiny(default, _SIZES_OF_EXPERTS))
+    model = several.from_config(config)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.normal_()
+    model.save_pretrained(job["directory"])
+    states = job["states"]
+    dcp.save({"model": model.state_dict()}, checkpoint_id=states["dcp"], no_dist=True)
+    writer = HuggingFaceStorageWriter(states["hf-sharded"], save_distributed=True)
+    dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
+    return sorted(model.state_dict())
 
 
 def save(job: Job) -> None:
@@ -99,8 +169,13 @@ def load(job: Job) -> dict[str, Any]:
         "missing": sorted(info["missing_keys"]),
         "unknown": sorted(info["unexpected_keys"]),
         "dtypes": sorted({str(value.dtype) for value in model.parameters()}),
+        "weights": {name: _digest(value) for name, value in model.state_dict().items()},
         "logits": described(logits.float().numpy()),
     }
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def cast(job: Job) -> None:
@@ -109,4 +184,4 @@ def cast(job: Job) -> None:
 
 
 if __name__ == "__main__":
-    serve(lambda job: {"save": save, "load": load, "cast": cast}[job["do"]](job))
+    serve(lambda job: {"save": save, "state": state, "load": load, "cast": cast}[job["do"]](job))

@@ -1,0 +1,65 @@
+"""Experts that transformers 5 fuses get the names and bytes that its `save_pretrained` writes.
+
+`make conformance-transformers` runs these tests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.names import rules_named
+from tests.conformance import oracles
+from tests.running import done
+from tests.trees import Value, read_checkpoint, same_checkpoints
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+(OPTION,) = rules_named("fused_experts").options
+MODELS = sorted({*dict(OPTION.config_values), *OPTION.values} - {"fused"})
+FORMS = ("dcp", "hf-sharded")
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Per model its directory, and its state in both forms."""
+    root = tmp_path_factory.mktemp("models")
+    jobs: list[dict[str, Any]] = []
+    for model in MODELS:
+        states = {form: str(root / f"{model}-{form}") for form in FORMS}
+        jobs.append({"do": "state", "model_type": model, "directory": str(root / model), "states": states})
+    names = oracles.done(oracles.transformers(jobs))
+    for job, stated in zip(jobs, names):
+        fused = dict(OPTION.config_values).get(job["model_type"]) == "fused"
+        assert ({*stated} == huggingface(Path(job["directory"])).keys()) == fused
+    return root
+
+
+def huggingface(directory: Path) -> dict[str, Value]:
+    return {name: each for path in directory.glob("*.safetensors") for name, each in read_checkpoint(path).items()}
+
+
+@pytest.mark.parametrize(("form", "mesh"), [("dcp", (1, 3, 1)), ("hf-sharded", (1, 2, 1)), ("verl", (2, 2, 1))])
+def test_the_library_loads_experts_that_fsdp2_trained(form: str, mesh: tuple[int, int, int], tmp_path: Path) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    save = {"do": "save", "directory": str(model), "family": "qwen3_moe", "dtype": "float32", "max_shard_size": "60KB"}
+    oracles.done(oracles.transformers([{**save, "seed": 7, "config": {}}]))
+    train = {"do": "train", "model": str(model), "directory": str(tmp_path / form), "form": form, "mesh": mesh}
+    (trained,) = oracles.done(oracles.torch_checkpoints([train]))
+    done("convert", tmp_path / form, out, "--to", "huggingface", "--config", model, "--verify")
+    assert huggingface(out).keys() == huggingface(model).keys()
+    (loaded,) = oracles.done(oracles.transformers([{"do": "load", "directory": str(out)}]))
+    assert (loaded["missing"], loaded["unknown"]) == ([], [])
+    # Logits depend on the number of threads.
+    assert loaded["weights"] == {name: trained[name] for name in loaded["weights"]}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_state_of_a_model_becomes_what_the_library_saves(
+    states: Path, model: str, form: str, tmp_path: Path
+) -> None:
+    done("convert", states / f"{model}-{form}", tmp_path, "--to", "huggingface", "--config", states / model, "--verify")
+    same_checkpoints(huggingface(tmp_path), huggingface(states / model))
