@@ -86,7 +86,7 @@ def test_fail_on_reads_every_copy(plain: World, rank: int, name: str) -> None:
     path = plain.src / f"rank_{rank}" / "net-1_10.ckpt"
     plant_nan(path, name)
     result = fails(4, *words, "--fail-on", "nan", texts=[f"NaN in 1 tensor: '{name}'"])
-    assert f"rank {rank}, {path}" in result.out
+    assert str(path) in result.out
     renamed = {"w": "model.w"}.get(name, name)
     fails(4, *words, "--fail-on", "nan", "--rename", "w=model.w", texts=[f"NaN in 1 tensor: '{renamed}'"])
     (row,) = [row for row in stats(plain.src, *words[2:], "--fail-on", "inf") if row["name"] == name]
