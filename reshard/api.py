@@ -73,7 +73,8 @@ class Conversion:
         without_ranks: ranks of ``src`` that count as lost: replicas on other ranks are read.
         include: convert only names that match this pattern, or one of these.
         exclude: skip names that match; overrides ``include``.
-        strict: missing parameters are errors.
+        allow_missing: accept that ``src`` lacks parameters of the target strategy that match this pattern, or one of
+            these.
         names: a built-in table of names and packing, or the file of one, with its options, such as
             ``"qwen3,gate_up=halves,qkv=grouped"``.
         rename: new names, ``"OLD=NEW"``; the text of a ``*`` is kept.
@@ -112,7 +113,7 @@ class Conversion:
     without_ranks: Sequence[int] = ()
     include: Texts = ()
     exclude: Texts = ()
-    strict: bool = False
+    allow_missing: Texts = ()
     names: Optional[Path] = None
     rename: Texts = ()
     config: Optional[Path] = None
@@ -199,7 +200,10 @@ class Conversion:
             "to": None if self.to is None else SHORT_NAMES.get(self.to, self.to),
             "step": str(self.step),
             "no_fallback": not self.fallback,
-            **{name: texts_of(getattr(self, name)) for name in ("include", "exclude", "rename", "cast")},
+            **{
+                name: texts_of(getattr(self, name))
+                for name in ("include", "exclude", "allow_missing", "rename", "cast")
+            },
             "without_ranks": tuple(sorted({*map(operator.index, self.without_ranks)})),
             "optimizer": "keep" if self.optimizer else None,
             "max_shard_size": parse_size(size) if isinstance(size, str) else size,

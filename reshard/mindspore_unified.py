@@ -160,6 +160,8 @@ def load_distributed_checkpoint(
             files=(0 if target.is_none else rank,),
             format=output_format,
             exact_file=True,
+            # Networks for inference have parameters that are in no file, such as caches of keys and values.
+            allow_missing=("*",),
             form=form,
             edits=_in_network(name_map),
         )

@@ -59,6 +59,7 @@ _ELSEWHERE = {
     "--process-num": "Use --jobs N for the number of CPUs.",
     "--max-process-num": "Use --jobs N for the number of CPUs.",
     "--ckpt-prefix": "It is --prefix here.",
+    "--strict": "Missing weights are errors; --allow-missing GLOB accepts them.",
     "--output-format": "It is --format here.",
     "--available": "For ranks that cannot be read: --without-ranks 3,7.",
 }

@@ -159,6 +159,7 @@ cp -rf lost/rank_* ckpt/
 @options.source
 @options.without_ranks
 @options.fallback
+@options.allow_missing
 @options.writing
 @options.output
 def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[int, ...]], **typed: Any) -> None:

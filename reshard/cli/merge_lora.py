@@ -63,6 +63,7 @@ reshard merge-lora base/ adapter/ merged/ \\
 @options.source
 @options.without_ranks
 @options.fallback
+@options.allow_missing
 @options.writing
 @options.proof("Compute every tensor again from BASE and ADAPTER after writing, in Float64, and compare.")
 @options.output

@@ -398,6 +398,16 @@ selection = together(
 )
 """Which parameters are taken."""
 
+allow_missing = option(
+    "Parameters",
+    "--allow-missing",
+    multiple=True,
+    metavar="GLOB",
+    show_default="none",
+    help="Go on although SRC lacks parameters that match GLOB and that the target strategy lists (repeatable).",
+)
+"""--allow-missing."""
+
 dequantize = option(
     "Names and types",
     "--dequantize",
@@ -586,11 +596,7 @@ conversion = together(
     fallback,
     selection,
     edits,
-    flag(
-        "Parameters",
-        "--strict",
-        text="Fail on parameters that SRC lacks, and on tied ones that a stage's strategy does not list.",
-    ),
+    allow_missing,
     writing,
     proof("Compare every tensor with the source after writing."),
     output,

@@ -106,7 +106,7 @@ def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
     format = "safetensors" if to is None or "safetensors" in form_named(to).options.formats else "same"
     # Notes are about the conversion, which prints them.
     report = Report(listener(notes=False))
-    request = request_between(src, "", (rank,), {**typed, "format": format}, report)
+    request = request_between(src, "", (rank,), {**typed, "format": format, "allow_missing": "*"}, report)
     if form_named(request.to).options.by_rank and not request.target.is_placeholder:
         check_target_ranks(request)
     decryption = options.decryption_of(typed)

@@ -113,6 +113,7 @@ def combined(commands: Sequence[RecordedCommand], dst: str) -> RecordedCommand:
     return (usable or commands)[0]._replace(
         ranks=None if ranks is None else number_ranges(ranks),
         lost_only=all(command.lost_only for command in commands),
+        allow_missing=tuple(dict.fromkeys(glob for command in commands for glob in command.allow_missing)),
         checksum="crc32" if any(command.checksum == "crc32" for command in commands) else "none",
     )
 

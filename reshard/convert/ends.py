@@ -248,7 +248,7 @@ def request_of(
         file_suffix=typed["file_suffix"],
         without_ranks=typed.get("without_ranks") or (),
         filters=Filters(typed.get("include", ()), typed.get("exclude", ())),
-        strict=typed.get("strict", False),
+        allow_missing=tuple(typed.get("allow_missing", ())),
         recover=recover,
         form=ends.form,
         to=ends.to,

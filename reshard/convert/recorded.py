@@ -55,10 +55,11 @@ def command_of(plan: Plan, options: Options) -> Optional[RecordedCommand]:
         step=plan.checkpoint.step,
         include=tuple(request.filters.include),
         exclude=tuple(request.filters.exclude),
+        allow_missing=request.allow_missing,
         packing=packing,
         without_ranks=number_ranges(request.without_ranks) or None,
         ranks=None if request.files is None or several else number_ranges(request.files),
-        **{name: getattr(request, name) for name in ("to", "max_shard_size", "file_suffix", "prefix", "strict")},
+        **{name: getattr(request, name) for name in ("to", "max_shard_size", "file_suffix", "prefix")},
         **{name: getattr(options, name) for name in ("crc", "check_replicas", "checksum", "verify", "lost_only")},
         **{**words._asdict(), "config": config, "optimizer": "keep" if words.optimizer else None},
     )

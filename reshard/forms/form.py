@@ -280,16 +280,15 @@ class Form(Protocol):
         """The layout of a tensor in metadata; None if metadata does not list it."""
         return None
 
-    def problems(self, checkpoint: Checkpoint, source: Strategy, strict: bool, report: Report) -> list[InputError]:
-        """Contradictions between files and strategy that the reader tolerates.
+    def warn_of_unlisted(self, checkpoint: Checkpoint, source: Strategy, report: Report) -> None:
+        """Warn of parameters in files whose strategy does not list them.
 
         Args:
             checkpoint: the source.
             source: its strategy.
-            strict: make warnings errors.
             report: gets warnings.
         """
-        return []
+        return
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """The target files for a checkpoint of any form.

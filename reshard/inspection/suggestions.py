@@ -25,12 +25,14 @@ from reshard.names import Configuration, UndeterminedError, builtin_names, confi
 from reshard.names.options import settle, side_of
 from reshard.plan.editing import edited, words_of_packing
 from reshard.plan.edits import NO_TABLE, between_forms, typed_edits
+from reshard.plan.missing import needed
 from reshard.quantised.schemes import stated_settings
 from reshard.records.ledger import packing_of, recorded_strategy
 from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory
 from reshard.strategies import NONE, Strategy, read_strategy
 from reshard.strategies.beside import equal_layouts, strategies_in
+from reshard.text.messages import listing
 from reshard.text.names import WEIGHTS, fused_expert, is_weight, training_globs
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
@@ -408,6 +410,8 @@ class _Advisor:
         self._fitting = fitting
         self._form = subject.form.options
         self._outputs: set[str] = set()
+        # By path of a strategy, parameters that the checkpoint lacks.
+        self._unfit: dict[str, list[str]] = {}
 
     def all(self) -> Iterator[Suggestion]:
         """The commands, in the order of the work."""
@@ -571,21 +575,32 @@ class _Advisor:
         return (
             f"The strategy of {devices}: a file or a directory. MindSpore writes it when it compiles the network "
             "for them; `reshard strategy derive` and `make` compute it on any machine."
+            + "".join(
+                f" {path} does not suit: it lists {listing(names, 2)}, which this checkpoint lacks."
+                for path, names in self._unfit.items()
+            )
         )
 
     def _targets(self) -> list[Strategy]:
-        """Strategies beside the checkpoint that list its weights and are not its own."""
+        """Strategies beside the checkpoint that list its weights and no others, and are not its own."""
         names = self._written_names()
         weights = {name for name in names if is_weight(name, names)}
         own = self._fitting if self._strategy is None else [self._strategy]
-        return [
-            each
-            for each in self._beside
-            if weights
-            and weights.issubset(each.parameters)
-            and self._devices in (None, each.device_count)
-            and not any(equal_layouts(each, other) for other in own)
-        ]
+        targets = []
+        for each in self._beside:
+            listed = frozenset(each.parameters)
+            if (
+                weights
+                and weights <= listed
+                and self._devices in (None, each.device_count)
+                and not any(equal_layouts(each, other) for other in own)
+            ):
+                missing = needed(sorted(listed - names), listed & names, each, listed | names)
+                if missing:
+                    self._unfit[each.path] = missing
+                else:
+                    targets.append(each)
+        return targets
 
     def _written_names(self) -> frozenset[str]:
         """Names of tensors in rank files."""

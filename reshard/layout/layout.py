@@ -118,6 +118,12 @@ class Layout:
         ]
         return f"[{', '.join(entries)}]"
 
+    @property
+    def is_single(self) -> bool:
+        """Whether the full tensor is known to have no more than one element."""
+        shape = self.recorded_shape if self.tensor_map else ()
+        return shape is not None and math.prod(shape) <= 1
+
     @cached_property
     def device_count(self) -> int:
         """Devices of the stage."""

@@ -9,6 +9,7 @@ from reshard.checkpoints.formats.dtypes import MAP_TENSOR, TEXT
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.forms.registry import form_named
 from reshard.forms.target import Section, laid_out_names
+from reshard.plan.missing import missing_problems
 from reshard.plan.plan import Plan
 from reshard.plan.values import CopiedValues
 from reshard.text.messages import listing
@@ -55,16 +56,7 @@ def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], repor
             problems.append(_cannot_hold(name, tensor.dtype, plan))
     problems += values.problems()
     problems += earlier
-    missing = plan.sorted.missing
-    if request.strict and missing:
-        problems.append(
-            CheckpointError(
-                f"the target strategy has {plural(len(missing), 'parameter')} that no source file holds: "
-                + listing(missing),
-                parameter=missing[0],
-                hint="without --strict they are left out and counted",
-            )
-        )
+    problems += _renamed(plan) or missing_problems(plan, report)
     if problems:
         headline = f"the conversion cannot be made, for {len(problems)} reasons"
         if 2 * unfit > len(plan.sorted.resharded):
@@ -73,7 +65,6 @@ def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], repor
                 f"{unfit} of {plural(len(plan.sorted.resharded), 'parameter')}"
             )
         raise one_error(problems, headline)
-    _check_renamed(plan)
     _warn_of_weights(plan, report)
     if plan.sorted.unholdable:
         report.warn(f"{format} cannot hold text; left out: " + listing(plan.sorted.unholdable))
@@ -115,12 +106,12 @@ def _check_not_empty(plan: Plan) -> None:
         )
 
 
-def _check_renamed(plan: Plan) -> None:
-    """Refuse a target strategy that lists a tensor under its old name: the tensor would be left out."""
+def _renamed(plan: Plan) -> list[CheckpointError]:
+    """The first tensor that the target strategy lists under its old name: it would be left out."""
     edits, tensors = plan.request.edits, plan.checkpoint.tensors
     if edits.renames is None and edits.quantisation is None:
-        return
-    listed = laid_out_names(plan.form.sections).difference(tensors)
+        return []
+    listed = set(plan.request.target.parameters).difference(tensors)
     for name in plan.sorted.left_out:
         source = tensors[name].sources[0] if name in tensors else None
         if source is None or source.name_in_files not in listed:
@@ -129,28 +120,20 @@ def _check_renamed(plan: Plan) -> None:
         if edits.renames is not None:
             option = "--rename"
             hint += "; or convert first without --rename, and its output with --rename and --dst-strategy same"
-        raise CheckpointError(
-            f"the target strategy ({plan.request.target.path}) lists {quoted(source.name_in_files)}, and {option} "
-            f"names it {quoted(name)}",
-            parameter=name,
-            hint=hint,
-        )
+        text = f"the target strategy ({plan.request.target.path}) lists {quoted(source.name_in_files)}"
+        return [CheckpointError(f"{text}, and {option} names it {quoted(name)}", parameter=name, hint=hint)]
+    return []
 
 
 def _warn_of_weights(plan: Plan, report: Report) -> None:
-    """Warn of weights in one strategy only, a sign of different models; for optimizer state it is normal."""
+    """Warn of weights that are left out, a sign of different models; for optimizer state it is normal."""
     names_of_parameters = plan.known_names()
-    for names, difference in (
-        (plan.sorted.left_out, "the checkpoint holds and the target strategy does not list (left out)"),
-        (plan.sorted.missing, "the target strategy lists and no source file holds (missing)"),
-    ):
-        weights = [name for name in names if is_weight(name, names_of_parameters)]
-        if weights:
-            report.warn(
-                f"{plural(len(weights), 'weight')} that {difference}: "
-                + listing(weights)
-                + "; are both of the same model?"
-            )
+    weights = [name for name in plan.sorted.left_out if is_weight(name, names_of_parameters)]
+    if weights:
+        report.warn(
+            f"{plural(len(weights), 'weight')} that the checkpoint holds and the target strategy does not list (left "
+            "out): " + listing(weights) + "; are both of the same model?"
+        )
 
 
 def _lacks_shard(plan: Plan, name: str, section: Section) -> bool:

@@ -72,12 +72,9 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     between_ranks = source.options.by_rank and form.by_rank and request.edits.is_empty
     choice = ReplicaChoice(request.source, request.target) if between_ranks else None
     plan = _plan(request, checkpoint, form, values, copied, choice, report)
-    if recovery is not None:
-        problems = recovery.problems(plan.requested)
-    elif request.edits.is_empty:
-        problems = source.problems(base, request.source, request.strict, report) + problems_of_form(plan)
-    else:
-        problems = problems_of_form(plan)
+    problems = problems_of_form(plan) if recovery is None else recovery.problems(plan.requested)
+    if recovery is None and request.edits.is_empty:
+        source.warn_of_unlisted(base, request.source, report)
     check(plan, values, problems, report)
     if recovery is not None:
         recovery.note(plan.requested, form, values, report)
@@ -190,7 +187,7 @@ def sort(request: Request, checkpoint: Checkpoint, form: TargetForm, values: Cop
     else:
         everywhere = laid_out_names(form.sections)
         left_out = sorted(name for name in laid_out if admit(name) and name not in everywhere)
-        if request.files is None:
+        if request.files is None or not form.by_rank:
             # Files of some forms are laid out for the tensors of the source only.
             target_names = target_names.union(request.target.parameters)
     missing = sorted(

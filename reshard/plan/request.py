@@ -29,7 +29,7 @@ class Request(NamedTuple):
         file_suffix: only source files whose stem has this ending.
         without_ranks: source ranks that count as lost, ascending.
         filters: which parameters are written.
-        strict: missing parameters and unlisted tied ones are errors.
+        allow_missing: patterns of parameters that the target lists and the source may lack.
         exact_file: ``dst`` is the file itself.
         damaged: source files that count as absent, with the reason, by path.
         recover: source and target are the same strategy, and intact files are copied.
@@ -51,7 +51,7 @@ class Request(NamedTuple):
     file_suffix: Optional[str] = None
     without_ranks: tuple[int, ...] = ()
     filters: Filters = Filters()
-    strict: bool = False
+    allow_missing: tuple[str, ...] = ()
     exact_file: bool = False
     damaged: Mapping[str, str] = {}
     recover: bool = False

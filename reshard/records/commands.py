@@ -89,11 +89,11 @@ class RecordedCommand(NamedTuple):
     cast: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    allow_missing: tuple[str, ...] = ()
     prefix: Optional[str] = DEFAULT_PREFIX
     crc: str = CHOICES["crc"][0]
     check_replicas: str = CHOICES["check_replicas"][0]
     checksum: str = CHOICES["checksum"][0]
-    strict: bool = False
     verify: bool = False
     lost_only: bool = False
     packing: tuple[str, ...] = ()

@@ -698,7 +698,7 @@ def test_the_command_suggested_for_a_damaged_manifest_works(world: World) -> Non
 
 def test_errors_contain_a_hint(world: World) -> None:
     world.save({"w": FULL["w"], "v": FULL["v"]})
-    world.refuses(3, "m.w", "without --strict", options=("--strict",))
+    world.refuses(3, "m.w", "--allow-missing 'm.w'")
     fails(3, "verify", world.root / "absent", texts=["name the DST of a conversion"])
     empty = world.root / "empty"
     empty.mkdir()

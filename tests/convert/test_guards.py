@@ -135,7 +135,7 @@ def test_by_rank_recognises_a_deduplicated_save(tmp_path: Path) -> None:
 
 def test_parameters_possibly_on_a_lost_rank_are_listed(plain: World) -> None:
     plain.save({"w": PLAIN_FULL["w"]}, ranks=[0, 1, 2])
-    result = plain.convert()
+    result = plain.convert("--allow-missing", "v")
     assert "not saved: 'v';" in result.err and "rank 3" in result.err
 
 

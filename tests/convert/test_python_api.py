@@ -145,7 +145,7 @@ def test_another_conversion_in_the_target_is_refused(tmp_path: Path) -> None:
         ("give --step 3_10, --max-memory 80M", "give step='3_10', max_memory=80 << 20"),
         ("--exclude 'a*' matches nothing", "exclude='a*' matches nothing"),
         ("with --no-fallback and --optimizer keep", "with fallback=False and optimizer=True"),
-        ("type: reshard verify out --src SRC\nadd --strict", "type: reshard verify out --src SRC\nadd strict=True"),
+        ("type: reshard verify out --src SRC\nadd --verify", "type: reshard verify out --src SRC\nadd verify=True"),
         ("`reshard convert A B --to unified` or --to unified", "`reshard convert A B --to unified` or to='unified'"),
     ],
 )

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from tests.reference import Strategy, rank_count, uncovered
 from tests.running import done, fails, warns
-from tests.small import COPIED, PLAIN, PLAIN_TARGET, SOURCE, TARGET, World, tensors
+from tests.small import COPIED, PLAIN_TARGET, SOURCE, TARGET, World, tensors
 from tests.trees import (
     Value,
     ckpt_bytes,
@@ -88,33 +88,14 @@ def test_parameters_of_the_source_strategy_only_are_skipped_and_counted(tmp_path
     same_ranks(world.found(), world.expected({"w": FULL["w"], "v": FULL["v"]}))
 
 
-def test_unsaved_target_parameters_are_counted_and_an_error_with_strict(tmp_path: Path) -> None:
-    world = World(tmp_path, PLAIN, TARGET)
-    world.save(FULL)
-    world.refuses(3, "m.w", options=("--strict",))
-    world.convert()
-    same_ranks(world.found(), world.expected({"w": FULL["w"], "v": FULL["v"]}))
-
-
-def test_weights_of_one_strategy_give_a_warning_unlike_optimizer_state(tmp_path: Path) -> None:
+def test_weights_only_in_the_source_give_a_warning_unlike_optimizer_state(tmp_path: Path) -> None:
     cut = layout([2], [0])
     names = ["both", "adam_m.both", "head", "adam_v.head"]
-    source = single({name: cut for name in names})
-    target = single({name: cut for name in ("both", "neck", "adam_m.neck")})
-    world = World(tmp_path, source, target)
+    world = World(tmp_path, single({name: cut for name in names}), single({"both": cut}))
     world.save({name: value(name, (4,)) for name in names})
     result = world.convert()
     warns(result, "1 weight that the checkpoint holds and the target strategy does not list (left out): 'head'")
-    warns(result, "1 weight that the target strategy lists and no source file holds (missing): 'neck'")
     assert "warning" not in world.run("--overwrite", "--include", "both").err
-
-
-def test_listed_parameters_that_no_rank_saved_are_counted(world: World) -> None:
-    saved = {"w": FULL["w"], "v": FULL["v"]}
-    world.save(saved)
-    world.refuses(3, "m.w", options=("--strict",))
-    world.convert()
-    same_ranks(world.found(), world.expected(saved))
 
 
 def test_every_parameter_with_a_missing_slice_is_listed_with_its_ranks(tmp_path: Path) -> None:
@@ -198,19 +179,14 @@ def test_ranks_whose_stage_does_not_list_a_parameter_are_not_read_for_it(tmp_pat
     same_ranks(world.found(), world.expected(TIED))
 
 
-def test_an_unlisted_tied_parameter_is_an_error_with_strict(tmp_path: Path) -> None:
-    world = World(tmp_path, LISTED_ONCE, WHOLE)
-    save_unlisted(world)
-    world.refuses(3, "emb", options=("--strict",))
-
-
 def test_a_table_that_only_unlisted_ranks_hold_is_not_read_from_them(tmp_path: Path) -> None:
     world = World(tmp_path, LISTED_ONCE, WHOLE)
     for rank, contents in cut_ranks(LISTED_ONCE, TIED, COPIED).items():
         preserved = {name: tensor for name, tensor in contents.items() if name != "emb"}
         more = {"emb": TIED["emb"]} if rank >= 2 else {}
         write_checkpoint(world.src / f"rank_{rank}" / "net-1_10.ckpt", {**preserved, **more})
-    warns(world.convert(), "emb")
+    world.refuses(3, "'emb'")
+    warns(world.convert("--allow-missing", "emb"), "emb")
     same_ranks(world.found(), world.expected({name: TIED[name] for name in ("a", "b")}))
 
 

@@ -232,6 +232,20 @@ def test_a_strategy_that_lacks_a_weight_is_not_used(plain: World) -> None:
     assert suggested(plain.src)["strategy"] is None
 
 
+def test_a_target_strategy_with_weights_that_the_checkpoint_lacks_is_not_offered(plain: World, tmp_path: Path) -> None:
+    plain.new.unlink()
+    cut_, names = layout([4], [0, -1]), ("w", "adam_m.w", "v", "head.weight")
+    beside = write_strategy(tmp_path / "strategies" / "deeper", single({name: cut_ for name in names}))
+    plain.save(tensors())
+    words = (plain.src, "--src-strategy", plain.old)
+    (item,) = [item for item in suggested(*words)["suggestions"] if item["aim"] == "cluster"]
+    (missing,) = item["missing"]
+    assert missing["placeholder"] == "DST_STRATEGY" and str(beside) in missing["text"]
+    assert "'head.weight'" in missing["text"] and "adam_m" not in missing["text"]
+    write_strategy(tmp_path / "strategies" / "deeper", single({name: cut_ for name in names if name != "head.weight"}))
+    assert any(str(beside) in item["command"] for item in suggested(*words)["suggestions"])
+
+
 def test_copies_of_a_strategy_in_two_formats_are_one(plain: World, tmp_path: Path) -> None:
     copy = write_strategy(tmp_path / "strategies" / "copy", PLAIN, {"w": (8, 6), "v": (4,)}, "json")
     plain.save(tensors())

@@ -104,7 +104,7 @@ def test_a_path_through_a_link_and_back_is_recorded_resolved(world: World, monke
         ["--format", "safetensors", "--prefix", "net_"],
         ["--checksum", "crc32"],
         ["--step", "1_10", "--file-suffix", "_10"],
-        ["--crc", "never", "--strict"],
+        ["--crc", "never", "--allow-missing", "m.*", "--allow-missing", "x"],
     ],
     ids=" ".join,
 )
@@ -377,7 +377,7 @@ DAMAGE: dict[str, Any] = {
     "a relative strategy": {"dst_strategy": "old.ckpt", "target_strategy": "old.ckpt"},
     "an unknown task": {"task": "remove"},
     "an unknown format": {"format": "same"},
-    "no flag": {"strict": 1},
+    "no flag": {"verify": 1},
     "no step": {"step": "latest"},
     "ranks backwards": {"ranks": "3-1"},
     "ranks twice": {"ranks": "1,1"},
@@ -426,7 +426,7 @@ def test_a_hostile_recorded_prefix_cannot_leave_the_directory(world: World) -> N
 # What a record has of a request and of options; the rest is how much of the machine is used, what follows from the
 # chosen step, or concerns one run alone.
 RECORDED = {
-    Request: "src source target files prefix format step file_suffix without_ranks filters strict "
+    Request: "src source target files prefix format step file_suffix without_ranks filters allow_missing "
     "recover to max_shard_size edits",
     Options: "crc check_replicas checksum verify lost_only share adding",
 }

@@ -354,7 +354,7 @@ def test_parameters_unsaved_according_to_another_stage_are_not_expected(tmp_path
     world = World(tmp_path, stages({**tied, **own}, tied), stages({**tied, **own}))
     saved = {"w": value("w", (4, 2))}
     world.save(saved, ranks=[0, 1, 2])
-    world.convert()
+    world.convert("--allow-missing", "tied")
     assert differences(world) == []
 
 

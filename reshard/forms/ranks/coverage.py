@@ -12,7 +12,7 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles, read_index
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.errors import CheckpointError, InputError
+from reshard.errors import CheckpointError
 from reshard.forms.ranks import SourceTree
 from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep, stage_shardings
 from reshard.layout import Grid, Overlap
@@ -127,14 +127,12 @@ def _in_words(groups: frozenset[frozenset[int]]) -> str:
 _MOST_STAGES = 2
 
 
-def problems_of_unlisted(
-    checkpoint: RankCheckpoint, source: Strategy, strict: bool, report: Report
-) -> list[InputError]:
-    """Parameters that a stage's ranks hold although only another stage's strategy lists them."""
+def warn_of_unlisted(checkpoint: RankCheckpoint, source: Strategy, report: Report) -> None:
+    """Warn of parameters that a stage's ranks hold although only another stage's strategy lists them."""
     stages = source.stages
     step = checkpoint.source
     if len(stages) < 2:
-        return []
+        return
     by_stages: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     everywhere = step.names().intersection(name for stage in stages for name in stage.layouts)
     full_stages = 0
@@ -146,29 +144,20 @@ def problems_of_unlisted(
         for name in sorted((stored & everywhere) - stage.layouts.keys()):
             listed_by = tuple(listing_stage.number for listing_stage in stages if name in listing_stage.layouts)
             by_stages.setdefault((stage.number, listed_by), []).append(name)
-    problems: list[tuple[str, str]] = []
     if full_stages == len({number for number, _ in by_stages}) == len(stages):
-        text = (
+        report.warn(
             f"ranks of every pipeline stage hold all {len(everywhere)} parameters, which the source strategy shares "
             f"out among {len(stages)} stages: is it the strategy of another run?"
         )
-        problems.append((text, next(iter(by_stages.values()))[0]))
     elif len(by_stages) > _MOST_STAGES:
         # A line per pair of stages could fill a screen.
         unlisted = sorted({name for names in by_stages.values() for name in names})
         numbers = f"stages {number_ranges(number for number, _ in by_stages)}"
-        problems.append((_unlisted_text(checkpoint, numbers, "other stages", unlisted), unlisted[0]))
+        report.warn(_unlisted_text(checkpoint, numbers, "other stages", unlisted))
     else:
         for (number, listed_by), unlisted in by_stages.items():
             elsewhere = f"stage {', '.join(map(str, listed_by))}"
-            problems.append((_unlisted_text(checkpoint, f"stage {number}", elsewhere, unlisted), unlisted[0]))
-    if strict:
-        return [
-            CheckpointError(text, parameter=name, hint="without --strict this is a warning") for text, name in problems
-        ]
-    for text, _ in problems:
-        report.warn(text)
-    return []
+            report.warn(_unlisted_text(checkpoint, f"stage {number}", elsewhere, unlisted))
 
 
 def _unlisted_text(checkpoint: RankCheckpoint, stage: str, elsewhere: str, unlisted: Sequence[str]) -> str:
@@ -180,7 +169,7 @@ def _unlisted_text(checkpoint: RankCheckpoint, stage: str, elsewhere: str, unlis
     )
     nowhere = [name for name in unlisted if name not in checkpoint.tensors]
     if nowhere:
-        text += f"; in no file of {elsewhere} is " + listing(nowhere) + ", so that is not converted"
+        text += f"; in no file of {elsewhere} is " + listing(nowhere) + ", which counts as missing"
     return text
 
 

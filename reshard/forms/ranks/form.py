@@ -10,7 +10,7 @@ from typing import Optional, cast
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.output import DEDUPLICATED
 from reshard.defaults import DEFAULT_PREFIX
-from reshard.errors import CheckpointError, IncompleteSourceError, InputError
+from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.forms.form import Form, FormOptions, Layouts, ReadRequest, WriteRequest
 from reshard.forms.ranks import FileNames, Step, StepFiles, find_checkpoints
 from reshard.forms.ranks.rank_files import STRATEGY_FILE, RankFiles, resume_files
@@ -63,12 +63,12 @@ class RanksForm(Form):
                 error.hint = doubt if error.hint is None else f"{error.hint}\n{doubt}"
             raise
 
-    def problems(self, checkpoint: Checkpoint, source: Strategy, strict: bool, report: Report) -> list[InputError]:
-        """Parameters that a stage's ranks hold although only another stage's strategy lists them."""
+    def warn_of_unlisted(self, checkpoint: Checkpoint, source: Strategy, report: Report) -> None:
+        """Warn of parameters that a stage's ranks hold although only another stage's strategy lists them."""
         from reshard.forms.ranks.checkpoint import RankCheckpoint
-        from reshard.forms.ranks.coverage import problems_of_unlisted
+        from reshard.forms.ranks.coverage import warn_of_unlisted
 
-        return problems_of_unlisted(cast(RankCheckpoint, checkpoint), source, strict, report)
+        warn_of_unlisted(cast(RankCheckpoint, checkpoint), source, report)
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """A file for every rank of the target's strategy."""

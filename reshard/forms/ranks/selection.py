@@ -236,7 +236,7 @@ class StepSelector:
             lost = lost_slices((item for item in parameters.values() if needed is None or item.name in needed), step)
         unread = unread_parameters(self._source, step, self._source.stages, set(parameters))
         lost += [item for item in unread if needed is None or item.parameter in needed]
-        stages = self._empty_stages(checkpoint, needed)
+        stages = self._empty_stages(checkpoint, needed, scope)
         if not stages and not lost and not self._lacks_files(step, scope):
             return None
         causes = list(step.damaged.values())
@@ -264,11 +264,11 @@ class StepSelector:
         sources = {source.name for name in names & edited.tensors.keys() for source in edited.tensors[name].sources}
         return sources.union(name for name, new in edited.unseen.items() if new is None or new in names)
 
-    def _empty_stages(self, checkpoint: RankCheckpoint, needed: Optional[set[str]]) -> list[str]:
+    def _empty_stages(self, checkpoint: RankCheckpoint, needed: Optional[set[str]], scope: Scope) -> list[str]:
         """The reasons why a step lacks a needed stage, or everything."""
         step, parameters, laid_out = checkpoint.source, checkpoint.tensors, checkpoint.laid_out
         stages = [stage for stage in self._source.stages if stage.layouts or self._source.is_none]
-        empty = {stage.number: line for stage in stages for line in self._nothing_of(stage, step)}
+        empty = {stage.number: line for stage in stages for line in self._nothing_of(stage, step, scope)}
         lines = []
         for stage in stages:
             if stage.number not in empty:
@@ -284,7 +284,7 @@ class StepSelector:
             lines.append(f"none of the {count} of {self._source.path} is in the files: they are of different models")
         return lines or ([] if step.indexes else ["no file is readable"])
 
-    def _nothing_of(self, stage: Stage, step: SourceStep) -> Iterator[str]:
+    def _nothing_of(self, stage: Stage, step: SourceStep, scope: Scope) -> Iterator[str]:
         """The reason why a stage's parameters are unknown, if they are."""
         where = f"pipeline stage {stage.number} ({rank_ranges(stage.ranks)})"
         loaded = step.loaded(stage)
@@ -294,6 +294,9 @@ class StepSelector:
             yield f"no rank of {where} has a readable file" + names
         elif not stored:
             yield f"the files of {where} hold nothing"
+        elif scope is Scope.REQUESTED:
+            # The needed ranks may all be there; weights that their files lack are an error of the plan.
+            return
         elif step.absent(stage) and stage.layouts and stored.isdisjoint(stage.layouts):
             yield f"the files of {where} hold none of its parameters, and ranks are absent"
 
