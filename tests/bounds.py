@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Optional
@@ -13,7 +11,6 @@ from typing import Optional
 from tests.running import Argument, Result, fails
 
 SECONDS = 5
-MEGABYTES = 300
 
 
 class TookTooLong(BaseException):
@@ -50,14 +47,3 @@ def refused(status: int, *words: Argument, texts: Sequence[Argument] = ()) -> Re
     assert len(result.err.splitlines()) < 10
     assert len(result.err) < 5000
     return result
-
-
-def measured(*words: Argument) -> tuple[Result, int]:
-    """Run a command in a process of its own; its result and its peak memory in MiB."""
-    report = 'print(next(line for line in open("/proc/self/status") if "VmHWM" in line).split()[1], file=sys.stderr)'
-    code = f"import sys; from reshard.cli.main import main\ntry: main()\nfinally: {report}"
-    process = subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, timeout=60, check=False
-    )
-    *lines, kilobytes = process.stderr.splitlines()
-    return Result(process.returncode, process.stdout, "\n".join(lines)), int(kilobytes) >> 10

@@ -33,7 +33,6 @@ from reshard.storage.files import (
     scatter,
     status_at,
     status_of_each,
-    windows_in,
     write_parts,
     write_whole,
 )
@@ -117,7 +116,6 @@ __all__ = [
     "too_long",
     "unlinked",
     "use_endpoint",
-    "windows_in",
     "write_parts",
     "write_whole",
     "writing",

@@ -216,29 +216,6 @@ def read_json(
         return content
 
 
-def windows_in(
-    file: ReadableFile, start: int = 0, stop: Optional[int] = None, window: int = 1 << 18
-) -> Callable[[], bytes]:
-    """A function that returns the next bytes of a file at each call, none at the end, for a `JsonStream`.
-
-    Args:
-        file: the open file.
-        start: first byte.
-        stop: one past the last byte; None for the end of the file.
-        window: bytes of a call.
-    """
-    position, end = start, file.size() if stop is None else stop
-
-    def read() -> bytes:
-        nonlocal position
-        count = min(window, end - position)
-        data = read_range(file, position, count) if count else b""
-        position += len(data)
-        return data
-
-    return read
-
-
 def read_range(file: ReadableFile, offset: int, least: int, most: Optional[int] = None) -> bytes:
     """Bytes of an open file from an offset on.
 

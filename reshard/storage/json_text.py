@@ -1,35 +1,21 @@
-"""Untrusted JSON: parsed strictly, in bounded memory; values are checked when they are read.
+"""JSON by the library, with duplicate keys refused; typed values of its objects.
 
-`parse_json` is for small files. `JsonStream` is for large ones: only one item at a time is an object in memory.
-Accepted values can be printed and written again: no duplicate keys, no NaN, no absurdly long numbers, no text
-with half of a surrogate pair.
+Accepted values can be printed and written again: no NaN, no text with half of a surrogate pair.
 """
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
-from collections.abc import Container, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, Callable, NoReturn, Optional
 
 from reshard.storage.file_errors import UnfitError
 from reshard.text.wording import quoted
 
-_SPACE = re.compile(r"[ \t\n\r]*")
 # The only spelling of half of a surrogate pair.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_MAX_VALUES = 1 << 22
-# Digits of a 64-bit number, with its sign.
-_MAX_DIGITS = 20
-_MAX_ITEM = 1 << 20
-# Maximum length of numbers, flags and null.
-_MAX_TOKEN_LENGTH = 32
-# A number ends only if so many characters follow: ``1`` may become ``1e-5``.
-_NUMBER_GOES_ON = 3
-_SHOWN = 40
-_MAX_DEPTH = 100
-_NOTHING: frozenset[str] = frozenset()
 
 
 class JsonError(UnfitError):
@@ -38,236 +24,48 @@ class JsonError(UnfitError):
     problem = "is damaged: "
 
 
-def parse_json(data: bytes, most_values: int = _MAX_VALUES, file_names: bool = False) -> Any:
+def parse_json(
+    data: bytes, file_names: bool = False, compact: Optional[Callable[[dict[str, Any]], None]] = None
+) -> Any:
     """The value of a JSON text.
 
     Args:
         data: the text, UTF-8.
-        most_values: maximum number of values; each may take a hundred bytes.
         file_names: accept bytes that are not UTF-8, as Python represents them in names of files.
+        compact: changes each object before the next is read.
 
     Raises:
-        JsonError: it is not JSON, has a duplicate key, or too many values.
+        JsonError: it is not JSON, or has a duplicate key.
     """
-    if data.count(b",") + data.count(b"[") + data.count(b"{") > most_values:
-        raise JsonError(f"it holds more than {most_values} values")
+
+    def members_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        members = dict(pairs)
+        if len(members) < len(pairs):
+            ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+            raise JsonError(f"it lists {quoted(key)} twice")
+        if compact is not None:
+            compact(members)
+        return members
+
     try:
         text = data.decode("utf-8-sig")
     except UnicodeError:
         raise JsonError("its text is not valid UTF-8") from None
     try:
-        value, end = _decoded(text, _after_space(text, 0), "surrogateescape" if file_names else "strict")
-    except _UnendedError as error:
-        raise JsonError(str(error)) from None
-    if _after_space(text, end) < len(text):
-        raise JsonError("it is not valid JSON (something follows after its end)")
-    return value
-
-
-class JsonStream:
-    """Reads a large text, an object or array at a time; earlier text is not kept.
-
-    Args:
-        read: returns the next bytes of the text, none at its end.
-        most_item: maximum characters of one value.
-
-    Raises:
-        JsonError: from every method: the text is not JSON, or the next value has another type.
-    """
-
-    def __init__(self, read: Callable[[], bytes], most_item: int = _MAX_ITEM) -> None:
-        self._read = read
-        self._most_item = most_item
-        self._decode = codecs.getincrementaldecoder("utf-8")().decode
-        self._text = ""
-        self._position = 0
-        self._ended = False
-
-    def members(self, earlier_keys: Optional[Container[str]] = None) -> Iterator[str]:
-        """The keys of the next object; the caller reads each value before the next key.
-
-        Args:
-            earlier_keys: earlier keys, if the caller keeps them; a duplicate of one is an error.
-        """
-        self._expect("{", "an object")
-        own_keys: set[str] = set()
-        if self._next() == "}":
-            self._position += 1
-            return
-        while True:
-            if self._next() != '"':
-                raise JsonError("it is not valid JSON (a key is expected)")
-            key = self.value()
-            if key in (own_keys if earlier_keys is None else earlier_keys):
-                raise _twice(key)
-            if earlier_keys is None:
-                own_keys.add(key)
-            self._expect(":", "a colon")
-            yield key
-            if self._ends("}"):
-                return
-
-    def elements(self) -> Iterator[None]:
-        """Once for each element of the next array; the caller reads each before the next."""
-        self._expect("[", "an array")
-        if self._next() == "]":
-            self._position += 1
-            return
-        while True:
-            yield
-            if self._ends("]"):
-                return
-
-    def peek(self) -> str:
-        """The first character of the next value; empty at the end."""
-        return self._next()
-
-    def value(self, most: Optional[int] = None) -> Any:
-        """The next value.
-
-        Args:
-            most: maximum characters, if more than for others.
-        """
-        self._next()
-        most = self._most_item if most is None else most
-        while True:
-            try:
-                value, end = _decoded(self._text, self._position)
-                if self._ended or len(self._text) - end >= _NUMBER_GOES_ON:
-                    self._position = end
-                    return value
-            except _UnendedError as error:
-                if self._ended:
-                    raise JsonError(str(error)) from None
-            if len(self._text) - self._position > most:
-                begins = quoted(self._text[self._position : self._position + _SHOWN])
-                raise JsonError(f"a value is longer than {most} characters, or has no end: {begins}")
-            # Doubled each time: a long value is not scanned too often.
-            length = 2 * (len(self._text) - self._position)
-            self._more()
-            while len(self._text) < length and not self._ended:
-                self._more()
-
-    def matching(self, pattern: re.Pattern[str]) -> Optional[re.Match[str]]:
-        """The next value if it matches a pattern; None if it has to be read by another method.
-
-        Args:
-            pattern: matches exactly one JSON object or array.
-        """
-        self._next()
-        match = pattern.match(self._text, self._position)
-        if match is not None:
-            self._position = match.end()
-        return match
-
-    def skip(self, depth: int = 0) -> None:
-        """Skip the next value; none of it is kept, whatever its size."""
-        if depth > _MAX_DEPTH:
-            raise JsonError("its JSON is nested too deeply")
-        begins = self._next()
-        if begins == "{":
-            for _ in self.members(_NOTHING):
-                self.skip(depth + 1)
-        elif begins == "[":
-            for _ in self.elements():
-                self.skip(depth + 1)
-        else:
-            self.value()
-
-    def end(self) -> None:
-        """Check that only space follows."""
-        if self._next():
-            raise JsonError("it is not valid JSON (something follows after its end)")
-
-    def _next(self) -> str:
-        """The next character that is not space, without skipping it; empty at the end."""
-        while True:
-            self._position = _after_space(self._text, self._position)
-            if self._position < len(self._text):
-                return self._text[self._position]
-            if self._ended:
-                return ""
-            self._more()
-
-    def _expect(self, mark: str, description: str) -> None:
-        if self._next() != mark:
-            raise JsonError(f"it is not valid JSON ({description} is expected)")
-        self._position += 1
-
-    def _ends(self, mark: str) -> bool:
-        """Skip a comma or the closing mark of an object or array; whether it was the closing mark."""
-        character = self._next()
-        if character not in (",", mark) or not character:
-            raise JsonError(f"it is not valid JSON (a comma or {mark} is expected)")
-        self._position += 1
-        return character == mark
-
-    def _more(self) -> None:
-        data = self._read()
-        self._ended = not data
-        try:
-            text = self._decode(data, self._ended)
-        except UnicodeError:
-            raise JsonError("its text is not valid UTF-8") from None
-        self._text = self._text[self._position :] + text
-        self._position = 0
-
-
-class _UnendedError(ValueError):
-    """Text that is not JSON, but may become JSON with more text."""
-
-
-def _decoded(text: str, start: int, errors: str = "strict") -> tuple[Any, int]:
-    """The value at a position of the text, and its end; ``errors`` are those of its encoding."""
-    try:
-        value, end = _DECODER.raw_decode(text, start)
-        if _SURROGATE.search(text, start, end):
-            json.dumps(value, ensure_ascii=False).encode(errors=errors)
-        return value, end
-    except UnicodeError:
-        raise JsonError("it holds half of a surrogate pair, which is no text") from None
-    except RecursionError:
-        raise JsonError("its JSON is nested too deeply") from None
+        value = json.loads(text, object_pairs_hook=members_of, parse_constant=_constant)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape" if file_names else "strict")
     except JsonError:
         raise
-    except json.JSONDecodeError as error:
-        # More text cannot cure an error before the end.
-        unended = error.msg.startswith("Unterminated") or error.pos > len(text) - _MAX_TOKEN_LENGTH
-        kind = _UnendedError if unended else JsonError
-        raise kind(f"it is not valid JSON ({error})") from None
-
-
-def _after_space(text: str, position: int) -> int:
-    match = _SPACE.match(text, position)
-    assert match is not None
-    return match.end()
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in members:
-            raise _twice(key)
-        members[key] = value
-    return members
-
-
-def _twice(key: str) -> JsonError:
-    return JsonError(f"it lists {quoted(key)} twice")
-
-
-def _integer(digits: str) -> int:
-    # Without a limit, a number of millions of digits takes minutes to convert.
-    if len(digits) > _MAX_DIGITS:
-        raise JsonError("it holds a number that is too large")
-    return int(digits)
+    except UnicodeError:
+        raise JsonError("it holds half of a surrogate pair, which is no text") from None
+    except (ValueError, RecursionError) as error:
+        raise JsonError(f"it is not valid JSON ({error})") from None
+    return value
 
 
 def _constant(name: str) -> NoReturn:
     raise JsonError(f"{name} is not JSON")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_integer, parse_constant=_constant)
 
 
 class Fields:

@@ -6,23 +6,17 @@ than strategy items and parameter layouts are skipped.
 
 from __future__ import annotations
 
-import codecs
-import io
 import json
 import sys
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Optional
 
 from reshard.errors import StrategyError
-from reshard.storage.json_text import Fields, JsonError, JsonStream, integers
+from reshard.storage.json_text import Fields, JsonError, integers, parse_json
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 from reshard.text.wording import quoted
 
 _AGAIN = "copy the original again, or have MindSpore write it again"
-# A table with hand-made slices has a number per slice, and may have a hundred thousand slices.
-_MAX_ITEM_LENGTH = 1 << 22
-_WINDOW = 1 << 18
+_STAGE, _ITEMS, _LAYOUTS = "current_stage", "parallel_strategy_item", "parallel_layout_item"
 _INT32 = 2**31
 _UINT32 = 2**32
 _INT64 = 2**63
@@ -35,64 +29,35 @@ def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
         StrategyError: the file is not valid JSON, or its values are damaged.
     """
     try:
-        return _StrategyJson(data).file(path)
+        content = parse_json(data)
+        if not isinstance(content, dict) or not content.keys() & {_ITEMS, _LAYOUTS}:
+            return None
+        return _strategy(Fields(content, "the file"), path)
     except JsonError as error:
         raise StrategyError(f"{path} is damaged: {error}", file=path, hint=_AGAIN) from error
 
 
-class _StrategyJson:
-    """A file that is read item by item: only layouts are kept in memory."""
-
-    def __init__(self, data: bytes) -> None:
-        text = io.BytesIO(data.removeprefix(codecs.BOM_UTF8))
-        self._stream = JsonStream(partial(text.read, _WINDOW), _MAX_ITEM_LENGTH)
-        self._items: list[StrategyItem] = []
-        self._layouts: dict[str, RecordedLayout] = {}
-        self._distinct: dict[RecordedLayout, RecordedLayout] = {}
-
-    def file(self, path: str) -> Optional[StrategyFile]:
-        """The strategy; None for a file of another kind."""
-        stream = self._stream
-        if stream.peek() != "{":
-            stream.skip()
-            stream.end()
-            return None
-        sections = {"parallel_strategy_item": self._item, "parallel_layout_item": self._layout}
-        is_strategy = False
-        current = 1
-        for key in stream.members():
-            if key in sections:
-                is_strategy = True
-                self._section(key, sections[key])
-            elif key == "current_stage":
-                current = Fields({key: stream.value()}, "the file").integer(key, 0, _UINT32)
-            else:
-                stream.skip()
-        stream.end()
-        return StrategyFile(path, "json", tuple(self._items), self._layouts, current) if is_strategy else None
-
-    def _section(self, key: str, take: Callable[[str, Fields], None]) -> None:
-        if self._stream.peek() != "{":
-            raise JsonError(f"{key} is not an object")
-        for name in self._stream.members():
-            if not name:
-                raise JsonError(f"{key} contains an empty name")
-            take(name, Fields(self._stream.value(), f"{key}, {quoted(name)}"))
-
-    def _item(self, node: str, item: Fields) -> None:
-        strategies = item.entries("parallel_strategy")
-        self._items.append(
-            StrategyItem(
-                node,
-                item.integer("stage", 0, _UINT32),
-                tuple(integers(entry, f"{quoted(node)}: parallel_strategy", 0, _UINT32) for entry in strategies),
-            )
-        )
-
-    def _layout(self, name: str, item: Fields) -> None:
+def _strategy(content: Fields, path: str) -> StrategyFile:
+    items = [_item(node, item) for node, item in content.members(_ITEMS)] if _ITEMS in content else []
+    layouts: dict[str, RecordedLayout] = {}
+    # Thousands of parameters share tens of layouts, and their names are those of checkpoints.
+    distinct: dict[RecordedLayout, RecordedLayout] = {}
+    for name, item in content.members(_LAYOUTS) if _LAYOUTS in content else ():
         recorded = _recorded(name, item)
-        # Thousands of parameters share tens of layouts, and their names are those of checkpoints.
-        self._layouts[sys.intern(name)] = self._distinct.setdefault(recorded, recorded)
+        layouts[sys.intern(name)] = distinct.setdefault(recorded, recorded)
+    current = content.integer(_STAGE, 0, _UINT32) if _STAGE in content else 1
+    return StrategyFile(path, "json", tuple(items), layouts, current)
+
+
+def _item(node: str, item: Fields) -> StrategyItem:
+    return StrategyItem(
+        node,
+        item.integer("stage", 0, _UINT32),
+        tuple(
+            integers(entry, f"{quoted(node)}: parallel_strategy", 0, _UINT32)
+            for entry in item.entries("parallel_strategy")
+        ),
+    )
 
 
 def serialize_strategy(file: StrategyFile) -> bytes:
@@ -102,9 +67,9 @@ def serialize_strategy(file: StrategyFile) -> bytes:
         for item in file.items
     }
     content = {
-        "current_stage": file.current_stage,
-        "parallel_strategy_item": items,
-        "parallel_layout_item": {name: _layout_item(recorded) for name, recorded in file.layouts.items()},
+        _STAGE: file.current_stage,
+        _ITEMS: items,
+        _LAYOUTS: {name: _layout_item(recorded) for name, recorded in file.layouts.items()},
     }
     return json.dumps(content).encode()
 

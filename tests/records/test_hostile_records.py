@@ -13,11 +13,10 @@ from typing import Any, Callable, NamedTuple, Optional
 
 import pytest
 
-from reshard.verification.sums import VERSION
-from tests.bounds import measured, within
+from tests.bounds import within
 from tests.checkpoint_writing import write_sparse
 from tests.conftest import LONG
-from tests.running import Argument, Result, done, reshard
+from tests.running import Argument, Result, done, fails, reshard
 from tests.small import World, tensors
 from tests.special_files import SPECIAL
 
@@ -200,25 +199,4 @@ def test_a_record_of_a_thousand_million_ranks_is_refused(world: World, kind: str
     path.write_text(json.dumps(content))
     if kind != "plan":
         plan_of(world).unlink()
-    result, megabytes = measured("status", world.dst)
-    assert result.status == 3 and str(path) in result.err
-    assert megabytes < 100
-
-
-@pytest.mark.long
-def test_a_large_fingerprint_is_merged_in_bounded_memory(tmp_path: Path) -> None:
-    """A few bytes per slice stay in memory, whatever the size of the text."""
-    slices = [{"stage": 0, "box": [[n, n + 1], [0, 8]], "sum": f"{n:032x}"} for n in range(2000)]
-    parameter = {"dtype": "Float32", "shape": [2000, 8], "fingerprint": None}
-    with open(tmp_path / "result.json", "w") as file:
-        file.write(f'{{"version": "{VERSION}", "fingerprint": null, "complete": true, "files": {{"groups": [[0, 1]], ')
-        file.write('"read": [{"file": 0, "names": ""}]}, "parameters": [')
-        for number in range(200):
-            text = json.dumps({"name": f"w{number}", **parameter, "slices": slices})
-            file.write(("," if number else "") + text)
-        file.write('], "values": []}')
-    assert (tmp_path / "result.json").stat().st_size > 30e6
-    result, megabytes = measured("fingerprint", "--merge", tmp_path / "result.json")
-    assert result.status == 0, result.err
-    assert len(result.out.splitlines()) == 201
-    assert megabytes < 150
+    fails(3, "status", world.dst, texts=[path])

@@ -203,19 +203,6 @@ def file_ranges(extents: Sequence[tuple[int, int]], start: int, length: int) -> 
         number += 1
 
 
-MOST_TENSORS = 1 << 19
-"""Maximum number of tensors of a file; a conversion needs some 700 bytes of memory for each."""
-
-
-def too_many(path: str, items: str, most: int) -> CheckpointError:
-    """The error for a file beyond the limits of this reader, which may be valid."""
-    return CheckpointError(
-        f"{path}: holds more than {most:,} {items}: no more can be read of one file",
-        file=path,
-        hint="save it in more files: more pipeline stages, or weights and optimizer state apart",
-    )
-
-
 _Extents = tuple[tuple[int, int], ...]
 _Kind = tuple[str, tuple[int, ...], tuple[int, ...]]
 

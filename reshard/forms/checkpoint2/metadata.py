@@ -1,7 +1,7 @@
 """metadata.json as typed records. Reading checks types and ranges only; `placing` compares it with the files.
 
 The file of a large job has hundreds of megabytes: every holder of a slice is listed with all holders of the slice.
-So it is parsed entry by entry, and equal layouts, lists of ranks and groups of files are kept once.
+So equal lists of ranks are kept once while it is parsed, then layouts and groups of files.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,28 +18,20 @@ from reshard.checkpoints.formats.tensors import MAX_DIMENSIONS, MAX_ELEMENTS
 from reshard.defaults import MAX_DEVICES
 from reshard.forms.checkpoint2.iterations import METADATA, parse_key
 from reshard.named_tuple import NamedTuple
-from reshard.storage import UnfitError, opened_regular, reading, windows_in
-from reshard.storage.json_text import Fields, JsonError, JsonStream, integers, parse_json
+from reshard.storage import read_small, reading
+from reshard.storage.json_text import Fields, JsonError, integers, parse_json
 from reshard.text.wording import quoted
 
 _AGAIN = "copy the directory again from the original, or use another iteration"
 _DESCRIPTIONS, _STORED = "state_dict_metadata", "storage_data"
-_ONE_READ = 4 << 20
-# The description of a tensor that is cut into a hundred thousand slices, indented.
-_MOST_ITEM = 32 << 20
+_GROUP = "rank_group"
 _MOST_DIMENSIONS = 64
 _INT64 = 1 << 63
 _LONGEST_NAME = 255
 _ENDING = ".safetensors"
 
-# The usual text of a stored slice, compact or indented; other texts are parsed as JSON.
-_ENTRY = re.compile(
-    r'\{~"file_name"~:~"([^"\\\x00-\x1f]*)"~,~"storage_rank"~:~(0|[1-9][0-9]{0,6})~'
-    r'(?:,~"rank_group"~:~(\[[0-9, \t\n\r]*\])~)?\}'.replace("~", r"[ \t\n\r]*")
-)
-
-MOST_BYTES = 1 << 36
-"""Largest metadata.json: ten minutes of reading. Each slice of a tensor takes 16 bytes of memory."""
+MOST_BYTES = 1 << 33
+"""Largest metadata.json."""
 
 
 def read_metadata(directory: str) -> Optional[Metadata]:
@@ -51,42 +42,35 @@ def read_metadata(directory: str) -> Optional[Metadata]:
         RetryableError: reading failed in a way that may pass.
     """
     path = os.path.join(directory, METADATA)
-    with reading(path, hint=_AGAIN), contextlib.suppress(FileNotFoundError), opened_regular(path) as file:
-        if file.size() > MOST_BYTES:
-            raise UnfitError(f"is larger than any {METADATA} that is read ({MOST_BYTES >> 30} GiB)")
-        return _Reader(path, JsonStream(windows_in(file, window=_ONE_READ), _MOST_ITEM)).read()
+    with reading(path, hint=_AGAIN), contextlib.suppress(FileNotFoundError):
+        lists: dict[tuple[int, ...], list[int]] = {}
+
+        def compact(members: dict[str, Any]) -> None:
+            # Every holder of a slice lists all its holders.
+            group = members.get(_GROUP)
+            if isinstance(group, list) and all(type(rank) is int for rank in group):
+                members[_GROUP] = lists.setdefault(tuple(group), group)
+
+        return _Reader(path).read(Fields(parse_json(read_small(path, MOST_BYTES), compact=compact), METADATA))
     return None
 
 
 class _Reader:
-    def __init__(self, path: str, stream: JsonStream) -> None:
-        self._stream = stream
+    def __init__(self, path: str) -> None:
         self._metadata = Metadata(path)
         self._files: dict[str, int] = {}
         self._places: dict[SliceRecord, int] = {}
         # Equal objects are kept once.
         self._unique: dict[Any, Any] = {}
-        self._groups: dict[str, RankGroup] = {}
-        self._group: tuple[str, RankGroup] = ("", ())
+        # By the identity of their list.
+        self._groups: dict[int, RankGroup] = {}
 
-    def read(self) -> Metadata:
-        sections = {_DESCRIPTIONS: self._read_descriptions, _STORED: self._read_stored}
-        for section in self._stream.members():
-            if section in sections:
-                sections.pop(section)()
-            else:
-                self._stream.skip()
-        self._stream.end()
-        for section in sections:
-            raise JsonError(f"{section} is missing")
+    def read(self, content: Fields) -> Metadata:
+        for name, record in content.members(_DESCRIPTIONS):
+            self._metadata.tensors[name] = self._description(record, quoted(name))
+        self._read_stored(content.fields(_STORED))
         self._check_numbers()
         return self._metadata
-
-    def _read_descriptions(self) -> None:
-        for name in self._stream.members(self._metadata.tensors):
-            if not name:
-                raise JsonError(f"{_DESCRIPTIONS} holds an empty name")
-            self._metadata.tensors[name] = self._description(Fields(self._stream.value(), quoted(name)), quoted(name))
 
     def _description(self, record: Fields, where: str) -> TensorRecord:
         shape = _sizes(record, "global_shape")
@@ -124,10 +108,9 @@ class _Reader:
         # Records are equal to plain tuples of the same values.
         return self._unique.setdefault((type(value), value), value)
 
-    def _read_stored(self) -> None:
+    def _read_stored(self, content: Fields) -> None:
         stored = self._metadata.stored
-        # Keys are not collected, to save memory: `_check_numbers` finds slices listed twice.
-        for key in self._stream.members(frozenset()):
+        for key in content:
             parsed = parse_key(key)
             if parsed is None:
                 raise JsonError(f"{_STORED} holds {quoted(key)}, which is no name and number of a slice")
@@ -135,16 +118,16 @@ class _Reader:
             slices = stored.get(name)
             if slices is None:
                 slices = stored[name] = SliceRecords()
-            slices.add(number, self._stored_slice(key))
+            slices.add(number, self._stored_slice(key, content.entries(key)))
 
-    def _stored_slice(self, key: str) -> int:
-        """Read the next stored slice; returns its place."""
+    def _stored_slice(self, key: str, holders: list[Any]) -> int:
+        """Read a stored slice; returns its place."""
         entries: list[tuple[int, int]] = []
         groups: dict[RankGroup, None] = {}
-        for _ in self._stream.elements():
-            file, rank, group = self._entry(key)
-            entries.append((file, rank))
-            groups[group] = None
+        for holder in holders:
+            fields = Fields(holder, quoted(key))
+            entries.append((self._file(fields.text("file_name"), key), fields.integer("storage_rank", 0, MAX_DEVICES)))
+            groups[self._group(fields)] = None
         if not entries:
             raise JsonError(f"{quoted(key)}: no file is listed")
         if len(groups) == 1:
@@ -160,27 +143,14 @@ class _Reader:
             self._metadata.places.append(record)
         return place
 
-    def _entry(self, key: str) -> tuple[int, int, RankGroup]:
-        """Read the next entry; returns file, storage rank and rank group."""
-        usual = self._stream.matching(_ENTRY)
-        if usual is None:
-            fields = Fields(self._stream.value(), quoted(key))
-            group: RankGroup = ()
-            if "rank_group" in fields and not fields.is_null("rank_group"):
-                group = self._ranks(fields.integers("rank_group", 0, MAX_DEVICES))
-            return self._file(fields.text("file_name"), key), fields.integer("storage_rank", 0, MAX_DEVICES), group
-        name, digits, text = usual.groups()
-        rank = int(digits)
-        if rank >= MAX_DEVICES:
-            raise JsonError(f"{quoted(key)}: storage_rank holds a number out of range")
-        # The entries of one slice repeat the group, thousands of ranks long.
-        if text is not None and text != self._group[0]:
-            group = self._groups.get(text, ())
-            if not group:
-                ranks = integers(parse_json(text.encode()), f"{quoted(key)}: rank_group", 0, MAX_DEVICES)
-                group = self._groups[text] = self._ranks(ranks)
-            self._group = (text, group)
-        return self._file(name, key), rank, () if text is None else self._group[1]
+    def _group(self, fields: Fields) -> RankGroup:
+        if _GROUP not in fields or fields.is_null(_GROUP):
+            return ()
+        place = id(fields.entries(_GROUP))
+        group = self._groups.get(place)
+        if group is None:
+            group = self._groups[place] = self._ranks(fields.integers(_GROUP, 0, MAX_DEVICES))
+        return group
 
     def _ranks(self, ranks: Iterable[int]) -> RankGroup:
         group: RankGroup = self._once(tuple(sorted(set(ranks))))
