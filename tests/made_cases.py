@@ -123,7 +123,7 @@ def _rules(config: dict[str, Any]) -> str:
             heads = config["kv_heads"]
             before += (
                 f'[[parameter]]\nmatch = ["*.wk.weight", "*.wv.weight"]\nmap = ["min(mp,{heads})", "None"]\n'
-                f'optimizer_shard = "mp<={heads}"\n'
+                f'optimizer_shard = "uncapped"\n'
             )
         if config["vocab_emb_dp"]:
             before += '[[parameter]]\nmatch = ["model.tok_embeddings.*", "lm_head.*"]\nmap = "None"\n'

@@ -62,10 +62,13 @@ _ELSEWHERE = {
     "--strict": "Missing weights are errors; --allow-missing GLOB accepts them.",
     "--output-format": "It is --format here.",
     "--available": "For ranks that cannot be read: --without-ranks 3,7.",
+    "--assume": 'State it in a file for --rules: matrix = ["dp", "cp", "mp"], or the cuts in map.',
 }
 
+_DERIVE = "strategy derive reads the rules of a strategy, and makes the target's: derive SRC OUT --src-sizes dp=2,mp=4."
 # Options that a command deliberately lacks.
 _BESIDE = {
+    **{("rules", name): _DERIVE for name in ("--sizes", "--also", "--also-sizes", "--shapes")},
     ("merge-lora", "--cast"): "Merge first, then cast: convert OUT OTHER --cast DTYPE.",
     ("merge-lora", "--names"): "Merge first, then give other names: convert OUT OTHER --names TABLE.",
     ("merge-lora", "--rename"): "Merge first, then give other names: convert OUT OTHER --rename OLD=NEW.",

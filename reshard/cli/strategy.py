@@ -40,7 +40,7 @@ _COMMANDS = {
     ),
     "diff": ("strategy_diff", "strategy_diff", "Show the differences from strategy A to strategy B."),
     "make": ("strategy_make", "strategy_make", "Make the strategy of a cluster from rules, without the cluster."),
-    "rules": ("strategy_derive", "strategy_rules", "Print rules for make, as shown by strategies."),
+    "rules": ("strategy_derive", "strategy_rules", "Print the built-in rules of make, or list them."),
     "show": ("strategy_show", "strategy_show", "Show layouts, or a picture of the slices of one PARAM."),
 }
 

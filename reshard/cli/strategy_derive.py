@@ -1,4 +1,4 @@
-"""strategy rules and strategy derive: rules from strategies, and strategies of other runs."""
+"""strategy derive: the strategy of another run; strategy rules: the built-in rules of make."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Optional, TypeVar
 import click
 
 from reshard.cli import completion, options
-from reshard.cli.command import Choice, command, option
+from reshard.cli.command import command, nearest, option
 from reshard.cli.output import say, show_notes
 from reshard.cli.strategy_make import finish, making, names, shapes, shapes_of, sizes_option, target_of, under_names
 from reshard.errors import UsageError
@@ -64,14 +64,6 @@ reshard strategy derive src.ckpt dst.ckpt --shapes qwen3-hf/ --names qwen3 \\
     shell_complete=completion.paths,
     help="Rules for parameters that the strategies leave open.",
 )
-@option(
-    "Parameters",
-    "--assume",
-    multiple=True,
-    type=Choice(["growth", "dp-outermost"]),
-    help="growth: cuts by mp grow beyond the shown sizes. dp-outermost: data parallel is outermost in the device "
-    "matrix; if that is wrong, ranks silently get the slices of other ranks.",
-)
 @sizes_option("Target", "--dst-sizes", text="Devices of OUT's run.")
 @making
 def strategy_derive(
@@ -84,7 +76,6 @@ def strategy_derive(
     names: Optional[str],
     config: Optional[str],
     stated: Optional[str],
-    assume: tuple[str, ...],
     dst_sizes: Any,
     **typed: Any,
 ) -> None:
@@ -95,7 +86,7 @@ def strategy_derive(
     is an error that prints the lines that would settle it, for a file that --rules names.
     """
     from reshard.strategies.rules import make_strategy, read_rules
-    from reshard.strategies.rules.learn import ASSUMPTIONS, check_explained, learn, uneven_source
+    from reshard.strategies.rules.learn import check_explained, learn, uneven_source
     from reshard.strategies.rules.pipeline import layer_numbers
 
     missing = [name for name, value in (("--src-sizes", src_sizes), ("--dst-sizes", dst_sizes)) if value is None]
@@ -118,7 +109,7 @@ def strategy_derive(
     from reshard.strategies.rules.shown import model_of
 
     model = model_of(sources[0], under_names(tensors, names, config))
-    learned = learn(sources, model, assume, dst_sizes)
+    learned = learn(sources, model, dst_sizes)
     check_explained(learned, user_rules.rules if user_rules is not None else (), sources)
     rules = learned.rules
     if user_rules is not None:
@@ -133,7 +124,6 @@ def strategy_derive(
     more = {
         "sources": [{"strategy": one.strategy.path, "sizes": dict(one.sizes.named)} for one in sources],
         "rules_file": stated,
-        "assumed": [f"{name}: {ASSUMPTIONS[name]}" for name in dict.fromkeys(assume)],
         **({} if names is None else {"names": names}),
     }
     finish("derive", out, stages, rules, model, target, more, (src, *also, shapes, stated, names, config), typed)
@@ -162,52 +152,28 @@ def _merged(user_rules: LayoutRules, derived: LayoutRules) -> LayoutRules:
 @command(
     "rules",
     """
-reshard strategy rules src.ckpt --sizes dp=2,mp=4 > model.toml
-
-The rules that come with the program, and one of them to start from:
-reshard strategy rules --list
+reshard strategy rules
 reshard strategy rules llama > model.toml
 """,
 )
-@click.argument("src", metavar="[SRC|NAME]", required=False, shell_complete=completion.strategies)
-@sizes_option("Source", "--sizes", text="Devices of SRC's run: dp, mp, pp, cp, ep.")
-@_also
-@shapes(f"{_SHAPES} Without it, more rules are left open.")
-@option("Output", "--list", "as_list", is_flag=True, help="List the built-in rules.")
-@options.names_in_full
+@click.argument("name", metavar="[NAME]", required=False)
+@option("Output", "--list", "as_list", is_flag=True, help="List the built-in rules, as without NAME.")
 @options.common
-def strategy_rules(
-    src: Optional[str],
-    sizes: Any,
-    also: tuple[str, ...],
-    also_sizes: tuple[Any, ...],
-    shapes: Optional[str],
-    as_list: bool,
-    **typed: Any,
-) -> None:
-    """Print rules for make, as shown by strategies.
-
-    SRC is the strategy of a run with --sizes. Open facts are marked: "?" is unknown, "None|mp?" is one of
-    several cuts, and shown_for lists the sizes up to which a fact is shown. NAME, of
-    built-in rules, prints these.
-    """
-    from reshard.strategies.rules.learn import learn, rules_text
-    from reshard.strategies.rules.shown import model_of
+def strategy_rules(name: Optional[str], as_list: bool) -> None:
+    """Print the built-in rules NAME, to start from, or list all of them."""
     from reshard.strategies.rules.toml_file import builtin_names, builtin_title, rules_named
 
-    if as_list:
-        width = max(map(len, builtin_names()))
-        say("\n".join(f"{name:{width}}  {builtin_title(name)}" for name in builtin_names()))
-        return
-    if src is None:
-        raise UsageError("SRC is missing", hint="name a strategy, with --sizes, or built-in rules; --list lists these")
-    if src in builtin_names() and sizes is None:
-        click.echo(rules_named(src).text, nl=False)
-        return
-    sources = _sources(src, sizes, also, also_sizes, ["--sizes"] if sizes is None else [])
-    tensors = _shapes(sources, shapes, typed)
-    model = model_of(sources[0], tensors, sources[1:])
-    click.echo(rules_text(learn(sources, model), sources, model, tensors is not None), nl=False)
+    names = builtin_names()
+    if name is None or as_list:
+        width = max(map(len, names))
+        say("\n".join(f"{each:{width}}  {builtin_title(each)}" for each in names))
+    elif name in names:
+        click.echo(rules_named(name).text, nl=False)
+    else:
+        raise UsageError(
+            f"{name}: no built-in rules have this name.{nearest(name, names)}",
+            hint="the rules that a strategy shows are used by: reshard strategy derive SRC OUT",
+        )
 
 
 def _others(names: Sequence[str], stated: Sequence[str]) -> tuple[str, ...]:

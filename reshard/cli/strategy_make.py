@@ -202,7 +202,7 @@ def strategy_make(
             hint="pass the tensors' full shapes with --shapes, and the devices with --sizes: --sizes dp=2,mp=4",
         )
     switches = dict(_switch(text) for text in stated)
-    model_rules = rules_named(rules).with_switches(switches)
+    model_rules = rules_named(rules, switches)
     source = None if src_strategy is None else read_strategy(src_strategy)
     show_notes(source.notes if source is not None else ())
     tensors = under_names(shapes_of(shapes, source, typed), names, config)
@@ -315,7 +315,7 @@ def finish(
     from reshard.strategies.rules import write_strategy
 
     sizes, shards = target.sizes, target.shards
-    assumed = list(more.get("assumed", ()))
+    assumed = []
     if typed["optimizer_shards"] is None and not target.weights_only:
         assumed.append("the optimizer does not shard, since --optimizer-shards is not given")
     record = {

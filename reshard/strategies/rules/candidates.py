@@ -105,6 +105,10 @@ class AxisCut:
             raise ExpressionError(f"{self.text}: {count} does not divide by {self.most}")
         return self.most
 
+    def is_capped(self, sizes: AxisSizes) -> bool:
+        """Whether the maximum is less than the axis."""
+        return self.most is not None and math.prod(factor.whole(sizes) for factor in self.factors) > self.most
+
 
 WHOLE = AxisCut()
 
@@ -178,6 +182,10 @@ class Candidate(NamedTuple):
         """Whether only experts are cut, and differ between ranks that share model parallel operators."""
         across = self.matrix[-1].names == ("ep",) or any({"ep", "mp"}.issubset(axis.names) for axis in self.matrix)
         return across and "ep" in self.cut_by and "mp" not in self.cut_by
+
+    def is_capped(self, sizes: AxisSizes) -> bool:
+        """Whether a cut has reached its maximum."""
+        return any(cut.is_capped(sizes) for cut in self.cuts)
 
     def strides(self) -> tuple[Optional[AxisProduct], ...]:
         """The distance of ranks with neighbouring slices, per factor of the cuts, for any sizes.
@@ -341,11 +349,6 @@ def slices_by_device(layout: Layout) -> SlicesByDevice:
     return tuple(dimensions)
 
 
-def any_cut(sizes: AxisSizes) -> tuple[AxisCut, ...]:
-    """All possible cuts of an unknown dimension, whole first."""
-    return (WHOLE, *(AxisCut((each,), where_divides=True) for each, needed in _PRODUCTS if sizes[needed] > 1))
-
-
 class Observation(NamedTuple):
     """How one weight is cut in one stage of a strategy.
 
@@ -362,10 +365,8 @@ class Observation(NamedTuple):
     nested: Optional[bool]
 
 
-def candidates_showing(
-    shape: tuple[int, ...], observed: Sequence[Observation]
-) -> tuple[tuple[Candidate, ...], Optional[int]]:
-    """All candidates that agree with the observations, the likeliest first, and the cap of their cuts if one has it.
+def candidates_showing(shape: tuple[int, ...], observed: Sequence[Observation]) -> tuple[Candidate, ...]:
+    """All candidates that agree with the observations, the likeliest first.
 
     Of candidates with the same cuts and strides, which give the same slices at all sizes, only one is returned.
     """
@@ -387,11 +388,10 @@ def candidates_showing(
     # 2.10 writes flat ones; then the rule has to be stated, because it would explain wrong sizes.
     if any(one.nested is False for one in observed):
         agreeing = {candidate: exact for candidate, exact in agreeing.items() if not candidate.has_experts_across_model}
-    caps = {cut.most for candidate in agreeing for cut in candidate.cuts if cut.most is not None}
     distinct: dict[object, Candidate] = {}
     for candidate in sorted(agreeing, key=lambda candidate: not agreeing[candidate]):
         distinct.setdefault((candidate.cuts, candidate.strides()), candidate)
-    return tuple(distinct.values()), caps.pop() if len(caps) == 1 else None
+    return tuple(distinct.values())
 
 
 def _matrices_for(cut_by: Collection[str], context: bool) -> Iterator[Matrix]:

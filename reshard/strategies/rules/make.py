@@ -10,21 +10,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
 
 from reshard.errors import StrategyError
 from reshard.layout import Layout
 from reshard.named_tuple import NamedTuple
-from reshard.storage.toml_tables import one_or_list, quoted_list, toml_string
+from reshard.storage.toml_tables import one_or_list, quoted_list
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.candidates import (
     DEFAULT_MATRIX,
     WHOLE,
     Candidate,
     NamedLayout,
-    any_cut,
     slices_by_device,
 )
 from reshard.strategies.rules.model import LayoutRule, LayoutRules
@@ -45,8 +44,6 @@ from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.products import ExpressionError
 from reshard.text.wording import plural, rank_ranges
 
-# Maximum candidates of a rule.
-_MAX_CANDIDATES = 4096
 _MAX_GROUPS = 8
 
 
@@ -115,11 +112,12 @@ class UnsettledError(Exception):
 
 
 class _Placed(NamedTuple):
-    """A weight's layout, its rule, and the sizes that cut it."""
+    """A weight's layout, its rule, the sizes that cut it, and whether the optimizer may shard it, None if unknown."""
 
     layout: NamedLayout
     rule: LayoutRule
     cut_by: frozenset[str]
+    may_shard: Optional[bool]
 
 
 def make_strategy(rules: LayoutRules, tensors: ModelTensors, target: TargetRun, where: str) -> list[MadeStage]:
@@ -139,7 +137,6 @@ def make_strategy(rules: LayoutRules, tensors: ModelTensors, target: TargetRun, 
         UsageError: layers cannot be divided among stages in this way.
     """
     _check_devices(target)
-    _check_shown(rules, target.sizes)
     names = list(tensors.weights)
     states = {} if target.weights_only else _states(rules, tensors, where)
     unsettled: dict[Unsettled, list[str]] = {}
@@ -150,7 +147,7 @@ def make_strategy(rules: LayoutRules, tensors: ModelTensors, target: TargetRun, 
             rule = rules.rule_for(name)
             key = (id(rule), tensor.shape)
             if key not in cache:
-                cache[key] = _placed(rule, tensor.shape, target.sizes, rules.shown_with)
+                cache[key] = _placed(rule, tensor.shape, target.sizes, rules.shown)
             placed[name] = cache[key]
         except UnsettledError as problem:
             unsettled.setdefault(problem.unsettled, []).append(name)
@@ -159,17 +156,17 @@ def make_strategy(rules: LayoutRules, tensors: ModelTensors, target: TargetRun, 
     stage_of = stages_of(names, rules.pipeline, target.sizes.stages, target.layers_per_stage, rules.path, where)
     devices = target.sizes.stage_devices
     stages = [MadeStage(number, number * devices) for number in range(target.sizes.stages)]
-    for name, (layout, rule, _) in placed.items():
+    for name, each in placed.items():
         stage, tensor = stages[stage_of[name]], tensors.weights[name]
         try:
-            record = _with_shards(layout, rule, rules, tensors, tensor, stage.first_rank, target)
+            record = _with_shards(each, rules.dtype, tensors, tensor, stage.first_rank, target)
         except UnsettledError as problem:
             unsettled.setdefault(problem.unsettled, []).append(name)
             continue
         prefixes = [f"{prefix}." for prefix in states.get(name, ())]
         if name in states and target.sizes.stages > 1:
             prefixes.append(ACCUMULATED_GRADIENTS)
-        axes = tuple(axis.name for axis in layout.axes)
+        axes = tuple(axis.name for axis in each.layout.axes)
         for prefix in ("", *prefixes):
             stage.layouts[prefix + name] = record
             stage.shapes[prefix + name] = tensor.shape
@@ -192,21 +189,6 @@ def _check_devices(target: TargetRun) -> None:
             f"--optimizer-shards {target.shards.size} is more than the {devices} devices; the compiler refuses that",
             hint="-1 shards each weight over all its replicas",
         )
-
-
-def _check_shown(rules: LayoutRules, sizes: AxisSizes) -> None:
-    """Refuse a target beyond the sizes for which the rules are known."""
-    for one, hint in rules.shown_for:
-        try:
-            holds = one.holds(sizes)
-        except ExpressionError as error:
-            raise StrategyError(f"{rules.path}: shown_for: {one.text}: {error}", file=rules.path) from error
-        if not holds:
-            raise StrategyError(
-                f"{rules.path} is valid only for {one.text}, and the target has {sizes.text}",
-                file=rules.path,
-                hint=hint or f"if its cuts are the same there, remove {toml_string(one.text)} from shown_for",
-            )
 
 
 def _states(rules: LayoutRules, tensors: ModelTensors, where: str) -> Mapping[str, Sequence[str]]:
@@ -232,18 +214,24 @@ def _states(rules: LayoutRules, tensors: ModelTensors, where: str) -> Mapping[st
     )
 
 
-def _placed(rule: LayoutRule, shape: tuple[int, ...], sizes: AxisSizes, shown_with: Sequence[AxisSizes]) -> _Placed:
+def _placed(rule: LayoutRule, shape: tuple[int, ...], sizes: AxisSizes, shown: Mapping[str, int]) -> _Placed:
     """The layout of a weight.
 
     Raises:
-        UnsettledError: the rule has candidates with different slices, or none.
+        UnsettledError: the rule has candidates with different slices, or none, or strategies do not show them so far.
     """
     if rule.recorded is not None:
-        return _Placed(NamedLayout.unnamed(rule.recorded), rule, frozenset(sizes.named))
+        layout = NamedLayout.unnamed(rule.recorded)
+        return _Placed(layout, rule, frozenset(sizes.named), _may_shard(rule, rule.candidates, sizes))
     layouts: dict[object, tuple[Candidate, NamedLayout]] = {}
     refused: dict[str, None] = {}
     impossible: dict[str, None] = {}
-    for candidate in _candidates(rule, shape, sizes, shown_with):
+    candidates = list(_candidates(rule, shape))
+    beyond = [f"{name} above {most}" for name, most in shown.items() if rule.candidates and sizes[name] > most]
+    if beyond:
+        problem = f"no strategy has {' or '.join(beyond)}; add one with --also S --also-sizes ..., or state the cuts"
+        raise UnsettledError(problem, tuple(_lines_of(candidates)), "where these cuts grow with their axes")
+    for candidate in candidates:
         try:
             layout = candidate.layout(shape, sizes, rule.split_sizes)
         except NoCandidateError as error:
@@ -257,17 +245,21 @@ def _placed(rule: LayoutRule, shape: tuple[int, ...], sizes: AxisSizes, shown_wi
         # One of the refused candidates may be the correct one.
         raise UnsettledError(f"{rule.where}: {'; '.join(refused or impossible)}", ways, "for another cut")
     if len(layouts) > 1:
-        options = tuple(f"--set {switch}={value}" for switch, value, _ in rule.variants)
-        raise UnsettledError(f"{rule.where} can mean {len(layouts)} layouts", ways, "either", options)
+        raise UnsettledError(f"{rule.where} can mean {len(layouts)} layouts", ways, "either", rule.switches)
     ((candidate, layout),) = layouts.values()
     cutting = [cut for cut, slices in zip(candidate.cuts, layout.layout.tensor_cuts) if slices > 1]
-    return _Placed(layout, rule, frozenset(name for cut in cutting for factor in cut.factors for name in factor.names))
+    cut_by = frozenset(name for cut in cutting for factor in cut.factors for name in factor.names)
+    return _Placed(layout, rule, cut_by, _may_shard(rule, candidates, sizes))
 
 
-def _candidates(
-    rule: LayoutRule, shape: tuple[int, ...], sizes: AxisSizes, shown_with: Sequence[AxisSizes]
-) -> Sequence[Candidate]:
-    """All candidates of a rule, the first written one first; without those that strategies exclude."""
+def _may_shard(rule: LayoutRule, candidates: Sequence[Candidate], sizes: AxisSizes) -> Optional[bool]:
+    """Whether the optimizer may shard a weight; None if unknown."""
+    answers = {rule.optimizer_shard[candidate.is_capped(sizes)] for candidate in candidates}
+    return answers.pop() if len(answers) == 1 else rule.optimizer_shard[0] if not candidates else None
+
+
+def _candidates(rule: LayoutRule, shape: tuple[int, ...]) -> Iterable[Candidate]:
+    """All candidates of a rule, the first written one first."""
     if rule.candidates:
         return rule.candidates
     if not rule.has_cuts:
@@ -283,16 +275,8 @@ def _candidates(
             f"{rule.where}: map has {len(entries)} entries, and the tensor {len(shape)} dimensions "
             f"(shape {list(shape)})"
         )
-    cuts = itertools.product(*(any_cut(sizes) if entry is None else entry for entry in entries))
-    both = itertools.islice(itertools.product(rule.matrices, cuts), _MAX_CANDIDATES + 1)
-    candidates = [Candidate(matrix, chosen, rule.nested) for matrix, chosen in both]
-    if len(candidates) > _MAX_CANDIDATES:
-        raise UnsettledError(f"{rule.where} can mean more than {_MAX_CANDIDATES} layouts")
-    if len(candidates) > 1:
-        for shown in shown_with:
-            slices = [candidate.slices(shape, shown, rule.split_sizes) for candidate in candidates]
-            candidates = [candidate for candidate, each in zip(candidates, slices) if each == slices[0]]
-    return candidates
+    both = itertools.product(rule.matrices, itertools.product(*entries))
+    return (Candidate(matrix, cuts, rule.nested) for matrix, cuts in both)
 
 
 def _lines_of(candidates: Sequence[Candidate]) -> Iterator[tuple[str, ...]]:
@@ -306,9 +290,8 @@ def _lines_of(candidates: Sequence[Candidate]) -> Iterator[tuple[str, ...]]:
 
 
 def _with_shards(
-    layout: NamedLayout,
-    rule: LayoutRule,
-    rules: LayoutRules,
+    placed: _Placed,
+    default_dtype: Optional[str],
     tensors: ModelTensors,
     tensor: FullTensor,
     first_rank: int,
@@ -319,13 +302,10 @@ def _with_shards(
     Raises:
         UnsettledError: it is unknown whether the weight is sharded.
     """
-    try:
-        may_shard = rule.may_shard(target.sizes)
-    except ExpressionError as error:
-        raise UnsettledError(f"{rule.where}: optimizer_shard: {error}") from error
-    if may_shard is False:
+    layout = placed.layout
+    if placed.may_shard is False:
         return layout.recorded()
-    dtype = rule.dtype or tensor.dtype or rules.dtype
+    dtype = placed.rule.dtype or tensor.dtype or default_dtype
     item_size = tensors.item_sizes.get(dtype) if dtype is not None else None
     if dtype is not None and item_size is None:
         raise UnsettledError(f"{dtype} is not an element type of MindSpore")
@@ -334,7 +314,7 @@ def _with_shards(
     except UndecidedError as error:
         settled_by = () if item_size is not None else (('dtype = "Float32"',),)
         raise UnsettledError(str(error), settled_by, "its element type in training") from error
-    if record != NO_SHARDS and may_shard is None:
+    if record != NO_SHARDS and placed.may_shard is None:
         raise UnsettledError(
             "whether the optimizer may shard them is unknown",
             (("optimizer_shard = false",), ("optimizer_shard = true",)),

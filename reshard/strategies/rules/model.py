@@ -9,24 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Optional, Union
+from typing import Optional
 
-from reshard.errors import UsageError
-from reshard.named_tuple import NamedTuple
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.candidates import DEFAULT_MATRIX, AxisCut, Candidate, Matrix
-from reshard.strategies.rules.sizes import AxisSizes, SizeCondition
 from reshard.text.globs import Glob
 from reshard.threads import cached_property
 
 LAYER = "{layer}"
 """The mark of a layer's number in the patterns of ``[pipeline]``."""
 
-NOT_SHOWN = "?"
-"""The mark of an unknown value in rules."""
-
-MapEntry = Optional[tuple[AxisCut, ...]]
-"""The cut of a dimension, or its candidates; None if unknown."""
+MayShard = tuple[Optional[bool], Optional[bool]]
+"""Whether the optimizer may shard a parameter, and whether it may where the cut is capped; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -37,35 +31,33 @@ class LayoutRule:
         patterns: the parameters, as shell patterns.
         where: the place of the rule, for messages.
         matrices: device matrices; the candidates if unknown.
-        entries: a cut per dimension; None if the rule leaves cuts open.
+        entries: a cut per dimension, or its candidates; None if the rule leaves cuts open.
         every_dimension_whole: all dimensions are whole, for any number of them.
-        optimizer_shard: whether the optimizer may shard the parameters; None if unknown.
+        optimizer_shard: whether the optimizer may shard the parameters.
         nested: written as the Layout interface writes it: a map per dimension, axes of size 1 kept.
         dtype: MindSpore's name of the element type in training, if it differs from the shapes' file.
         split_sizes: sizes of dimension 0's slices where the table is split by hand.
         trained: whether the parameters have optimizer state, if the shapes' file has none at all.
         candidates: all candidates that strategies allow, instead of ``matrices`` and ``entries``.
         recorded: exactly this layout, from a strategy with the target's sizes.
-        shard_shown_for: the condition for ``optimizer_shard``; always if None.
         stated: the attributes of a partial rule; later rules have the others. None: the rule is complete.
-        variants: the rules that replace this one for values of a switch.
+        switches: options with switches of the model's configuration, one of which replaces this rule.
     """
 
     patterns: tuple[str, ...]
     where: str
     matrices: tuple[Matrix, ...] = (DEFAULT_MATRIX,)
-    entries: Optional[tuple[MapEntry, ...]] = None
+    entries: Optional[tuple[tuple[AxisCut, ...], ...]] = None
     every_dimension_whole: bool = False
-    optimizer_shard: Union[bool, SizeCondition, None] = True
+    optimizer_shard: MayShard = (True, True)
     nested: bool = False
     dtype: Optional[str] = None
     split_sizes: tuple[int, ...] = ()
     trained: bool = True
     candidates: tuple[Candidate, ...] = ()
     recorded: Optional[RecordedLayout] = None
-    shard_shown_for: Optional[SizeCondition] = None
     stated: Optional[frozenset[str]] = None
-    variants: tuple[Variant, ...] = ()
+    switches: tuple[str, ...] = ()
 
     @cached_property
     def _globs(self) -> Sequence[Glob]:
@@ -80,28 +72,6 @@ class LayoutRule:
         """Whether the rule gives cuts, not only other attributes."""
         return bool(self.entries is not None or self.every_dimension_whole or self.recorded or self.candidates)
 
-    def may_shard(self, sizes: AxisSizes) -> Optional[bool]:
-        """Whether the optimizer may shard the parameters; None if unknown."""
-        if self.shard_shown_for is not None and not self.shard_shown_for.holds(sizes):
-            return None
-        if isinstance(self.optimizer_shard, SizeCondition):
-            return self.optimizer_shard.holds(sizes)
-        return self.optimizer_shard
-
-
-class Variant(NamedTuple):
-    """The rule for a value of a switch in the model's configuration.
-
-    Attributes:
-        switch: its name in the configuration.
-        value: in lower case.
-        rule: the rule.
-    """
-
-    switch: str
-    value: str
-    rule: LayoutRule
-
 
 _CUTS = ("entries", "every_dimension_whole", "candidates", "recorded", "nested", "split_sizes", "matrices")
 
@@ -112,8 +82,6 @@ def _merged(rules: Sequence[LayoutRule]) -> LayoutRule:
     for rule in reversed(rules[:-1]):
         stated = rule.stated or frozenset()
         fields = [field for field in stated if field not in _CUTS]
-        if "optimizer_shard" in stated:
-            fields.append("shard_shown_for")
         if rule.has_cuts:
             fields += _CUTS
         elif "matrices" in stated:
@@ -140,18 +108,6 @@ class Pipeline:
     layers: tuple[str, ...] = ()
 
 
-class Shown(NamedTuple):
-    """A comparison of sizes within which rules are known.
-
-    Attributes:
-        condition: the comparison.
-        hint: advice beyond it; the default hint if None.
-    """
-
-    condition: SizeCondition
-    hint: Optional[str] = None
-
-
 @dataclass(frozen=True)
 class LayoutRules:
     """The rules of a model.
@@ -161,9 +117,7 @@ class LayoutRules:
         rules: in order; the first that matches holds.
         pipeline: stages.
         optimizer_states: prefixes of optimizer state; None if the shapes' file lists the state.
-        shown_for: conditions on the target's sizes.
-        shown_with: sizes of the strategies that the rules were read from. Candidates of a rule that differ from its
-            first one at these sizes are excluded.
+        shown: sizes beyond which the strategies do not show cuts, by name.
         dtype: default element type, for parameters without one in their rule and in the shapes' file.
         text: the file's content.
     """
@@ -172,8 +126,7 @@ class LayoutRules:
     rules: tuple[LayoutRule, ...]
     pipeline: Pipeline = field(default_factory=Pipeline)
     optimizer_states: Optional[tuple[str, ...]] = None
-    shown_for: tuple[Shown, ...] = ()
-    shown_with: tuple[AxisSizes, ...] = ()
+    shown: Mapping[str, int] = field(default_factory=dict)
     dtype: Optional[str] = None
     text: str = ""
 
@@ -196,29 +149,3 @@ class LayoutRules:
         if key not in self._known:
             self._known[key] = _merged(matching) if matching else LayoutRule((), "no rule")
         return self._known[key]
-
-    def with_switches(self, stated: Mapping[str, str]) -> LayoutRules:
-        """The rules for these values of switches.
-
-        Raises:
-            UsageError: no rule has this switch, or it does not have this value.
-        """
-        switches: dict[str, dict[str, None]] = {}
-        for rule in self.rules:
-            for variant in rule.variants:
-                switches.setdefault(variant.switch, {})[variant.value] = None
-        for name, value in stated.items():
-            if name not in switches:
-                raise UsageError(
-                    f"--set {name}: {self.path} has no switch of this name; known: {', '.join(switches) or 'none'}"
-                )
-            if value.lower() not in switches[name]:
-                raise UsageError(f"--set {name}={value}: {name} is one of {', '.join(switches[name])}")
-        return replace(self, rules=tuple(_variant_of(rule, stated) for rule in self.rules))
-
-
-def _variant_of(rule: LayoutRule, stated: Mapping[str, str]) -> LayoutRule:
-    for switch, value, instead in rule.variants:
-        if stated.get(switch, "").lower() == value:
-            return instead
-    return rule

@@ -10,21 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional, Union
+from typing import Optional
 
 from reshard.errors import StrategyError
 from reshard.layout import Layout
 from reshard.strategies.model import RecordedLayout, Stage, Strategy
 from reshard.strategies.rules.candidates import SIZED, Candidate, Observation, candidates_showing, slices_by_device
+from reshard.strategies.rules.model import MayShard
 from reshard.strategies.rules.optimizer_shards import NO_SHARDS, UndecidedError, possible_record
-from reshard.strategies.rules.sizes import AxisSizes, SizeCondition, condition
+from reshard.strategies.rules.sizes import AxisSizes
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors, belonging_to_weights, states_by_weight
 from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import plural, quoted
-
-ShownShards = tuple[Union[bool, SizeCondition, None], Optional[SizeCondition]]
-"""Whether the optimizer may shard a weight, and the condition on sizes for that."""
 
 AxisNames = Callable[[str, tuple[int, ...]], tuple[str, ...]]
 """The names of a device matrix's axes, for a parameter; none where they are unknown."""
@@ -80,21 +78,18 @@ class ShownWeight:
     Attributes:
         tensor: the weight.
         candidates: all candidates that agree with the sources, the likeliest first; empty if none does.
-        capped: the cap of a cut that is narrower than its axis, if there is one.
     """
 
     tensor: FullTensor
     candidates: tuple[Candidate, ...]
-    capped: Optional[int] = None
 
 
-def model_of(source: SourceRun, shapes: Optional[ModelTensors], compared: Sequence[SourceRun] = ()) -> ModelTensors:
+def model_of(source: SourceRun, shapes: Optional[ModelTensors]) -> ModelTensors:
     """The weights that a strategy lists, with their shapes and their optimizer state.
 
     Args:
         source: the strategy.
         shapes: the model's tensors; if None, all dimensions get a size that everything divides.
-        compared: strategies that will be compared.
 
     Raises:
         StrategyError: a weight's shape is unknown.
@@ -103,7 +98,7 @@ def model_of(source: SourceRun, shapes: Optional[ModelTensors], compared: Sequen
     belonging = belonging_to_weights(parameters)
     weights: dict[str, FullTensor] = {}
     missing: list[str] = []
-    dividing = math.prod(one.sizes.stage_devices for one in (source, *compared)) ** 2
+    dividing = source.sizes.stage_devices**2
     for name in parameters:
         if name in belonging:
             continue
@@ -133,14 +128,14 @@ def shown_weights(sources: Sequence[SourceRun], model: ModelTensors) -> dict[str
     Raises:
         StrategyError: a layout does not fit the weight's shape, or sources contradict each other.
     """
-    cache: dict[object, tuple[tuple[Candidate, ...], Optional[int]]] = {}
+    cache: dict[object, tuple[Candidate, ...]] = {}
     weights = {}
     for name, tensor in model.weights.items():
         observed = _observed(sources, tensor)
         key = (tensor.shape, tuple(observed))
         if key not in cache:
             cache[key] = candidates_showing(tensor.shape, observed)
-        weights[name] = ShownWeight(tensor, *cache[key])
+        weights[name] = ShownWeight(tensor, cache[key])
     return weights
 
 
@@ -208,38 +203,26 @@ def layout_for(layout: Layout, tensor: FullTensor, path: str) -> Layout:
 
 def shown_shards(
     sources: Sequence[SourceRun], model: ModelTensors, weights: Mapping[str, ShownWeight]
-) -> dict[str, ShownShards]:
+) -> dict[str, MayShard]:
     """Per weight, the optimizer shards that sources show.
 
     A weight without shards has opted out only if it is large enough, divisible, and in a run whose optimizer
     shards.
     """
     evidence = [(source, _ShardingRun(source, model)) for source in sources if source.has_shards]
-    shards: dict[str, ShownShards] = {}
+    shards: dict[str, MayShard] = {}
     for name, weight in weights.items():
-        # A weight with a capped cut may opt out where the cap is reached.
+        # Code may opt a weight out where its cut is capped.
         observed: dict[bool, set[bool]] = {False: set(), True: set()}
         for source, run in evidence:
-            capped = weight.capped is not None and source.sizes["mp"] > weight.capped
+            capped = any(candidate.is_capped(source.sizes) for candidate in weight.candidates)
             for stage, layout in source.holding(name):
                 shown = run.may_shard(weight.tensor, stage, layout)
                 if shown is not None:
                     observed[capped].add(shown)
-        shards[name] = _together(observed, weight.capped)
+        below, beyond = (next(iter(shown)) if len(shown) == 1 else None for shown in observed.values())
+        shards[name] = below, beyond
     return shards
-
-
-def _together(observed: Mapping[bool, set[bool]], cap: Optional[int]) -> ShownShards:
-    below, beyond = (next(iter(shown)) if len(shown) == 1 else None for shown in (observed[False], observed[True]))
-    if cap is None:
-        return below, None
-    if below is None and beyond is None:
-        return None, None
-    if below is not None and beyond is not None:
-        return (below, None) if below == beyond else (condition(f"mp{'<=' if below else '>'}{cap}"), None)
-    if below is not None:
-        return below, condition(f"mp<={cap}")
-    return beyond, condition(f"mp>{cap}")
 
 
 class _ShardingRun:

@@ -1,10 +1,10 @@
-"""Devices per kind of parallelism, and expressions of them in rules: ``dp*cp/ep``, ``mp<=4``."""
+"""Devices per kind of parallelism, and products of them in rules: ``dp*cp/ep``."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -29,14 +29,6 @@ _ELSEWHERE = {
 }
 # Other programs' names for the division of layers among stages, which is not a kind of parallelism.
 _OF_LAYERS = ("vpp", "vp", "vp_size", "pp_interleave_num", "num_layer_list", "offset")
-_COMPARISONS: Mapping[str, Callable[[Fraction, Fraction], bool]] = {
-    "<=": lambda one, other: one <= other,
-    ">=": lambda one, other: one >= other,
-    "==": lambda one, other: one == other,
-    "!=": lambda one, other: one != other,
-    "<": lambda one, other: one < other,
-    ">": lambda one, other: one > other,
-}
 
 
 class NoCandidateError(ExpressionError):
@@ -145,36 +137,3 @@ def product(text: str) -> AxisProduct:
         ExpressionError: the text is invalid.
     """
     return AxisProduct(Fraction(1), ()) * products.read_product(text, _NAME, _NUMBER, "dp*cp/ep")
-
-
-@dataclass(frozen=True)
-class SizeCondition:
-    """A comparison of sizes: ``mp<=4``.
-
-    Attributes:
-        text: the comparison as written.
-        left: the left side.
-        comparison: the operator.
-        right: the right side.
-    """
-
-    text: str
-    left: AxisProduct
-    comparison: str
-    right: AxisProduct
-
-    def holds(self, sizes: AxisSizes) -> bool:
-        """Whether it is true for these sizes."""
-        return _COMPARISONS[self.comparison](self.left.value(sizes), self.right.value(sizes))
-
-
-def condition(text: str) -> SizeCondition:
-    """Read a comparison.
-
-    Raises:
-        ExpressionError: the text is invalid.
-    """
-    parts = re.split(r"(<=|>=|==|!=|<|>)", text)
-    if len(parts) != 3:
-        raise ExpressionError(f"{text!r} is not a comparison of sizes such as mp<=4")
-    return SizeCondition(text, product(parts[0].strip()), parts[1], product(parts[2].strip()))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Optional, Union
+from types import MappingProxyType
+from typing import Any, Optional
 
 from reshard.checkpoints.formats.dtypes import dtype_named
 from reshard.errors import StrategyError, UsageError
@@ -13,15 +14,12 @@ from reshard.storage.toml_tables import BuiltinFiles, TomlFile, TomlKey
 from reshard.strategies.rules.candidates import DEFAULT_MATRIX, WHOLE, AxisCut, Matrix
 from reshard.strategies.rules.model import (
     LAYER,
-    NOT_SHOWN,
     LayoutRule,
     LayoutRules,
-    MapEntry,
+    MayShard,
     Pipeline,
-    Shown,
-    Variant,
 )
-from reshard.strategies.rules.sizes import SizeCondition, condition, parse_sizes, product
+from reshard.strategies.rules.sizes import product
 from reshard.text.products import ExpressionError
 from reshard.text.wording import quoted
 
@@ -33,8 +31,6 @@ _TOP = {
     "pipeline": TomlKey("table", {}),
     "parameter": TomlKey("tables", (), description="written [[parameter]]"),
     "optimizer_states": TomlKey("texts"),
-    "shown_for": _TEXTS,
-    "shown_with": _TEXTS,
     "dtype": TomlKey("text"),
     "matrix": TomlKey("any"),
     "optimizer_shard": TomlKey("any", True),
@@ -70,39 +66,47 @@ def is_builtin(text: str) -> bool:
     return _BUILTIN.has(text)
 
 
-def rules_named(text: str) -> LayoutRules:
+def rules_named(text: str, switches: Mapping[str, str] = MappingProxyType({})) -> LayoutRules:
     """The rules of a file, or built-in ones.
+
+    Args:
+        text: the path, or the name.
+        switches: values of the switches of ``set``.
 
     Raises:
         StrategyError: neither exists, or the file is invalid.
+        UsageError: no rule has this switch, or it does not have this value.
     """
     if is_builtin(text):
-        return replace(read_rules(_BUILTIN.path(text)), path=text)
+        return replace(read_rules(_BUILTIN.path(text), switches=switches), path=text)
     _BUILTIN.check_exists(text)
-    return read_rules(text)
+    return read_rules(text, switches=switches)
 
 
-def read_rules(path: str, partial: bool = False) -> LayoutRules:
+def read_rules(path: str, partial: bool = False, switches: Mapping[str, str] = MappingProxyType({})) -> LayoutRules:
     """Read a file of rules.
 
     Args:
         path: the file.
         partial: rules may leave cuts open, which later rules give.
+        switches: values of the switches of ``set``.
 
     Raises:
         StrategyError: the file is missing, not TOML, or has invalid rules.
         RetryableError: reading failed.
     """
-    return parse_rules(_RulesFile(path, StrategyError, _EXAMPLES).read(LARGEST), path, partial)
+    return parse_rules(_RulesFile(path).read(LARGEST), path, partial, switches)
 
 
-def parse_rules(text: str, path: str, partial: bool = False) -> LayoutRules:
+def parse_rules(
+    text: str, path: str, partial: bool = False, switches: Mapping[str, str] = MappingProxyType({})
+) -> LayoutRules:
     """The rules in a text.
 
     Raises:
         StrategyError: the text is not TOML, or has invalid rules.
     """
-    file = _RulesFile(path, StrategyError, _EXAMPLES)
+    file = _RulesFile(path, switches)
     top = file.values(file.parse(text), _TOP, "rules")
     pipeline = Pipeline(**file.values(top["pipeline"], _PIPELINE, "[pipeline]"))
     for pattern in pipeline.layers:
@@ -114,20 +118,8 @@ def parse_rules(text: str, path: str, partial: bool = False) -> LayoutRules:
         "optimizer_shard": file.optimizer_shard(top["optimizer_shard"], "rules"),
     }
     rules = tuple(_rule(file, table, number, inherited, partial) for number, table in enumerate(top["parameter"], 1))
-    try:
-        shown_with = tuple(map(parse_sizes, top["shown_with"]))
-    except UsageError as error:
-        raise file.wrong("shown_with", error.message) from error
-    return LayoutRules(
-        path,
-        rules,
-        pipeline,
-        top["optimizer_states"],
-        tuple(map(Shown, file.parsed(condition, top["shown_for"], "shown_for"))),
-        shown_with,
-        _dtype(top["dtype"]),
-        text,
-    )
+    file.check_switches()
+    return LayoutRules(path, rules, pipeline, top["optimizer_states"], dtype=_dtype(top["dtype"]), text=text)
 
 
 def _rule(
@@ -145,7 +137,17 @@ def _rule(
     if cuts not in (None, "None") and not isinstance(cuts, list):
         raise file.wrong(where, 'map must be a list with an entry per dimension, or "None" if all are whole')
     shard = table["optimizer_shard"]
-    return LayoutRule(
+    # --set is an option of make, which reads whole rules only.
+    options: list[str] = []
+    chosen = None
+    for entry in () if partial else table["set"]:
+        name, value, more = file.switch(entry, where)
+        plain = {key: value for key, value in content.items() if key != "set"}
+        instead = _rule(file, {**plain, **more}, number, inherited, partial)
+        options.append(f"--set {name}={value}")
+        if file.is_set(name, value):
+            chosen = instead
+    return chosen or LayoutRule(
         patterns,
         where,
         file.matrices(table["matrix"], where) or inherited["matrices"],
@@ -157,28 +159,8 @@ def _rule(
         table["split_sizes"],
         table["trained"],
         stated=frozenset(_FIELDS.get(key, key) for key in content if key not in ("match", "set")) if partial else None,
-        # --set is an option of make, which reads whole rules only.
-        variants=() if partial else tuple(_variants(file, content, table["set"], where, number, inherited)),
+        switches=tuple(options),
     )
-
-
-def _variants(
-    file: _RulesFile,
-    content: Mapping[str, Any],
-    entries: list[dict[str, Any]],
-    where: str,
-    number: int,
-    inherited: Mapping[str, Any],
-) -> Iterator[Variant]:
-    """The rules of ``set``: each entry has the value of one switch, and keys that replace the rule's."""
-    plain = {key: value for key, value in content.items() if key != "set"}
-    for entry in entries:
-        switches = [key for key in entry if key not in _PARAMETER]
-        value = entry[switches[0]] if len(switches) == 1 else None
-        if not isinstance(value, (bool, int, str)):
-            raise file.wrong(where, "each entry of set must have one switch: true, false, a number or a text")
-        table = {**plain, **{key: value for key, value in entry.items() if key != switches[0]}}
-        yield Variant(switches[0], str(value).lower(), _rule(file, table, number, inherited, partial=False))
 
 
 def _dtype(text: Optional[str]) -> Optional[str]:
@@ -187,17 +169,48 @@ def _dtype(text: Optional[str]) -> Optional[str]:
 
 
 class _RulesFile(TomlFile):
-    """A file of rules of layouts, with its special values."""
+    """A file of rules of layouts, with its special values and its switches."""
 
-    def optimizer_shard(self, value: Any, where: str) -> Union[bool, SizeCondition, None]:
-        """Whether the optimizer may shard; None if unknown."""
-        if value == NOT_SHOWN:
-            return None
-        if isinstance(value, str):
-            return self.parsed(condition, [value], f"{where}: optimizer_shard")[0]
+    def __init__(self, path: str, switches: Mapping[str, str] = MappingProxyType({})) -> None:
+        super().__init__(path, StrategyError, _EXAMPLES)
+        self._stated = {name: value.lower() for name, value in switches.items()}
+        self._known: dict[str, dict[str, None]] = {}
+
+    def switch(self, entry: Mapping[str, Any], where: str) -> tuple[str, str, dict[str, Any]]:
+        """The name and value of an entry of ``set``, and its keys, which replace the rule's."""
+        names = [key for key in entry if key not in _PARAMETER]
+        value = entry[names[0]] if len(names) == 1 else None
+        if not isinstance(value, (bool, int, str)):
+            raise self.wrong(where, "each entry of set must have one switch: true, false, a number or a text")
+        text = str(value).lower()
+        self._known.setdefault(names[0], {})[text] = None
+        return names[0], text, {key: value for key, value in entry.items() if key != names[0]}
+
+    def is_set(self, name: str, value: str) -> bool:
+        """Whether a switch has this value."""
+        return self._stated.get(name) == value
+
+    def check_switches(self) -> None:
+        """Refuse values for switches that no rule has.
+
+        Raises:
+            UsageError: names those that exist.
+        """
+        for name, value in self._stated.items():
+            known = self._known.get(name)
+            if known is None:
+                switches = ", ".join(self._known) or "none"
+                raise UsageError(f"--set {name}: {self.path} has no switch of this name; known: {switches}")
+            if value not in known:
+                raise UsageError(f"--set {name}={value}: {name} is one of {', '.join(known)}")
+
+    def optimizer_shard(self, value: Any, where: str) -> MayShard:
+        """Whether the optimizer may shard, and whether it may where cuts are capped."""
+        if value == "uncapped":
+            return True, False
         if isinstance(value, bool):
-            return value
-        raise self.wrong(where, 'optimizer_shard must be true, false, or a comparison of sizes such as "mp<=2"')
+            return value, value
+        raise self.wrong(where, 'optimizer_shard must be true, false, or "uncapped": not where min(...) caps the cut')
 
     def matrices(self, value: Any, where: str) -> tuple[Matrix, ...]:
         """One matrix, or the candidates if unknown; none if the key is absent."""
@@ -209,10 +222,8 @@ class _RulesFile(TomlFile):
                 raise self.wrong(where, 'matrix must be a list of axes such as ["dp", "cp", "mp"]')
         return tuple(self.parsed(product, matrix, f"{where}: matrix") for matrix in matrices)
 
-    def entry(self, content: Any, where: str) -> MapEntry:
-        """The cut of one dimension."""
-        if content == NOT_SHOWN:
-            return None
+    def entry(self, content: Any, where: str) -> tuple[AxisCut, ...]:
+        """The cut of one dimension, or its candidates."""
         if isinstance(content, str):
             return self.parsed(lambda text: cut_of(text.strip()), content.split("|"), f"{where}: map")
         if isinstance(content, list) and content and all(isinstance(axis, str) for axis in content):
