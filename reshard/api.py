@@ -91,7 +91,6 @@ class Conversion:
         check_replicas: ``"all"`` compares replicas of the source in full, ``"never"`` not at all.
         checksum: ``"crc32"`` records a checksum of every target file, and in archives those of tensors.
         overwrite: replace existing targets.
-        accept_changed_source: continue although existing targets were made from other source files.
         decrypt_key_file: file with the key of encrypted ``.ckpt`` files.
         decrypt_mode: refuse files that are encrypted in another mode.
     """
@@ -128,7 +127,6 @@ class Conversion:
     check_replicas: str = "auto"
     checksum: str = "none"
     overwrite: bool = False
-    accept_changed_source: bool = False
     decrypt_key_file: Optional[Path] = None
     decrypt_mode: Optional[str] = None
 

@@ -3,18 +3,13 @@
 ======== ===========================================================
 slow     seconds that every write takes longer, and an eighth of what every target does
 version  the version of reshard that the worker has
-hidden   a path that the worker does not see
-broken   how often a flush to disk fails
-fatal    the target rank at which the worker dies
 ======== ===========================================================
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import signal
 import time
 from typing import Any
 
@@ -41,31 +36,3 @@ def dask_setup(worker: Any) -> None:
         TargetWriter.commit = finish_slowly  # type: ignore[method-assign]
     if "version" in faults:
         reshard._version.__version__ = faults["version"]
-    if "hidden" in faults:
-        stat = os.stat
-
-        def look(path: Any, **options: Any) -> os.stat_result:
-            if path == faults["hidden"]:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            return stat(path, **options)
-
-        os.stat = look
-    if "broken" in faults:
-        fsync = os.fsync
-
-        def fail(fd: int) -> None:
-            if faults["broken"]:
-                faults["broken"] -= 1
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            fsync(fd)
-
-        os.fsync = fail  # type: ignore[assignment]
-    if "fatal" in faults:
-        commit = TargetWriter.commit
-
-        def die(self: TargetWriter) -> None:
-            if self.target.rank == faults["fatal"]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            commit(self)
-
-        TargetWriter.commit = die  # type: ignore[method-assign]

@@ -364,7 +364,7 @@ def objects(object_server: int, object_proxy: Proxy, monkeypatch: pytest.MonkeyP
     # Nothing that was learned of the service in another test counts.
     service._service.cache_clear()
     use_endpoint(None)
-    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.005)
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.005)
     client = boto3.session.Session().client("s3", endpoint_url=f"http://127.0.0.1:{object_server}")
     bucket = f"bucket-{uuid.uuid4().hex[:12]}"
     client.create_bucket(Bucket=bucket)

@@ -25,8 +25,6 @@ _MOST_HANDLES = 1024
 
 _CHANGED = "it was replaced or changed while it was read"
 
-_BEING_WRITTEN = "another process is writing to it"
-
 
 class FileVersion(NamedTuple):
     """The identity of a file's version, which differs after a replacement or a write.
@@ -162,8 +160,6 @@ class FileHandles:
         """
         file = self._open_again(path)
         try:
-            if path not in self._first_seen and file.being_written():
-                raise OSError(errno.EBUSY, _BEING_WRITTEN, path)
             self._check_unchanged(path, file.status())
         except OSError:
             file.close()

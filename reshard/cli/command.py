@@ -61,6 +61,7 @@ _ELSEWHERE = {
     "--ckpt-prefix": "It is --prefix here.",
     "--strict": "Missing weights are errors; --allow-missing GLOB accepts them.",
     "--output-format": "It is --format here.",
+    "--accept-changed-source": "A target is made from one source: another DST, or everything again with --overwrite.",
     "--available": "For ranks that cannot be read: --without-ranks 3,7.",
     "--assume": 'State it in a file for --rules: matrix = ["dp", "cp", "mp"], or the cuts in map.',
 }

@@ -1,4 +1,4 @@
-"""Shared by commands that convert: the run, the Dask cluster of --scheduler, the summary in words and as JSON."""
+"""Shared by commands that convert: the run, the summary in words and as JSON."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 from reshard.cli.errors import set_next_command
 from reshard.cli.output import echo_json, say, totals_json, totals_words
 from reshard.cli.progress import progress_of
-from reshard.convert import Options, Prepared, Summary, Workers, prepare
-from reshard.errors import ReshardError, UsageError
+from reshard.convert import Options, Prepared, Summary, WriteElsewhere, prepare
+from reshard.errors import ReshardError
 from reshard.forms.registry import counted_as
 from reshard.plan.request import Request
 from reshard.text.messages import listing
@@ -87,7 +87,7 @@ def carry_out(
     typed: Mapping[str, Any],
     how: Options,
     lines: Callable[[Summary, float], list[str]],
-    scheduler: Optional[str] = None,
+    elsewhere: Optional[WriteElsewhere] = None,
     adapter: Optional[Adapter] = None,
 ) -> None:
     """Convert, or dry-run, and print the result.
@@ -98,7 +98,7 @@ def carry_out(
         typed: the options of `options.output`, and ``jobs``.
         how: how it is carried out.
         lines: the summary in words, with the seconds that verification took.
-        scheduler: the Dask cluster whose workers write; None for this process.
+        elsewhere: writes the files; None to write them here.
         adapter: the added adapter, for verification.
 
     Raises:
@@ -106,12 +106,9 @@ def carry_out(
     """
     progress = progress_of(typed["quiet"], typed["progress"])
     differences = None
-    with (
-        cluster_of(scheduler, how, typed["jobs"], report) as workers,
-        prepare(request, how, report, progress) as prepared,
-    ):
+    with prepare(request, how, report, progress) as prepared:
         try:
-            summary = prepared.carry_out(workers)
+            summary = prepared.carry_out(elsewhere)
         except BaseException:
             set_next_command(_next_command(prepared, how))
             raise
@@ -148,43 +145,3 @@ def _next_command(prepared: Prepared, how: Options) -> str:
         if directory is not None and not how.adding and how.share is None and directory.is_resumable:
             return f"to continue: reshard resume {shlex.quote(prepared.plan.request.dst)}"
     return f"to run it again: {shlex.join(['reshard', *sys.argv[1:]])}"
-
-
-def cluster_of(
-    scheduler: Optional[str], how: Options, jobs: Optional[int], report: Report
-) -> contextlib.AbstractContextManager[Optional[Workers]]:
-    """The Dask cluster of a scheduler, by address or scheduler file as typed; None where none was typed.
-
-    Args:
-        scheduler: as typed.
-        how: how the conversion is carried out.
-        jobs: CPUs of a work item, if typed.
-        report: gets warnings and notes.
-
-    Raises:
-        UsageError: it is neither, Dask is not installed, this is already one of several runs, or the workers could not
-            have the key of encrypted files.
-    """
-    if scheduler is None:
-        return contextlib.nullcontext()
-    if how.share is not None:
-        raise UsageError(
-            "--shard and --scheduler exclude each other: a Dask cluster divides the target ranks by itself",
-            hint="pass one of them",
-        )
-    if how.decryption is not None:
-        # Refused before anything is done.
-        _ = how.decryption.shared_file
-    try:
-        from reshard.cluster import Cluster, scheduler_address
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"--scheduler needs Dask, which is not installed ({error})",
-            hint="in the clone of reshard: pip install '.[dask]'",
-        ) from error
-    import logging
-
-    # Dask logs the same errors with tracebacks.
-    for name in ("distributed", "distributed.client", "tornado.application", "asyncio"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    return Cluster(scheduler_address(scheduler), how, jobs, report)

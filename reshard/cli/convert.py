@@ -10,12 +10,11 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import carry_out, contents_words, detail_lines
 from reshard.cli.output import listener
-from reshard.convert import Options, Summary
+from reshard.convert import Options, Summary, WriteElsewhere
 from reshard.convert.ends import Ends, check_verifiable, options_of, request_between, request_of
 from reshard.errors import UsageError
 from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.plan.request import Request
-from reshard.records.ledger import check_not_replaced
 from reshard.strategies import typed_strategy
 from reshard.text.report import Report
 from reshard.text.wording import byte_size, counted_ranks, plural, rank_ranges, step_words
@@ -105,7 +104,37 @@ def _convert(
     request = request_between(src, dst, ranks, typed, report)
     how = options_of(typed, adding=adding, share=share)
     check_verifiable(request, how)
-    carry_out(request, report, typed, how, summary_lines(request, typed, how), scheduler)
+    elsewhere = None if scheduler is None else _on_cluster(scheduler, src, dst, ranks, typed, share, report)
+    carry_out(request, report, typed, how, summary_lines(request, typed, how), elsewhere)
+
+
+def _on_cluster(
+    scheduler: str,
+    src: str,
+    dst: str,
+    ranks: Optional[tuple[int, ...]],
+    typed: Mapping[str, Any],
+    share: Optional[Share],
+    report: Report,
+) -> WriteElsewhere:
+    """The function that writes on a Dask cluster.
+
+    Raises:
+        UsageError: Dask is not installed, or this is already one of several runs.
+    """
+    if share is not None:
+        raise UsageError(
+            "--shard and --scheduler exclude each other: a Dask cluster divides the target ranks by itself",
+            hint="pass one of them",
+        )
+    try:
+        from reshard.cluster import conversion_of, writer
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"--scheduler needs Dask, which is not installed ({error})",
+            hint="in the clone of reshard: pip install '.[dask]'",
+        ) from error
+    return writer(scheduler, conversion_of(src, dst, ranks, typed), report)
 
 
 def summary_lines(request: Request, typed: Mapping[str, Any], how: Options) -> Callable[[Summary, float], list[str]]:
@@ -184,7 +213,6 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
         )
     if strategy is None:
         raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")
-    check_not_replaced(src)
     report = Report(listener())
     saved = typed_strategy(strategy, report)
     request = request_of(src, dst, ranks, typed, Ends(form, saved, form, saved), recover=True)

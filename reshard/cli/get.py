@@ -26,7 +26,7 @@ from reshard.errors import CheckpointError, UsageError
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.indexing import select
 from reshard.plan.edits import edits_of
-from reshard.storage import store_of, unlinked, write_parts, writing_error
+from reshard.storage import store_of, write_parts, writing_error
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
 from reshard.text.near_names import near_names
@@ -253,10 +253,8 @@ def _write(
                 sys.stdout.buffer.write(part)
             sys.stdout.buffer.flush()
             return
-        directory, file = os.path.split(path)
-        place = unlinked(directory)
-        store_of(path).remove_dead(place or os.curdir, complete=False)
-        write_parts(os.path.join(place, file), len(header) + math.prod(shape) * item_size, parts())
+        store_of(path).remove_dead(os.path.dirname(path))
+        write_parts(path, len(header) + math.prod(shape) * item_size, parts())
     except OSError as error:
         raise writing_error(path, error) from error
     report.note(f"wrote {path}: {written} {shape_words(shape)}")

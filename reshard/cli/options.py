@@ -506,13 +506,6 @@ reading = choice(
 )
 """--io."""
 
-accept_changed_source = flag(
-    "Target",
-    "--accept-changed-source",
-    text="Continue although existing targets were made from other source files.",
-)
-"""--accept-changed-source."""
-
 dry_run = flag("Checks", "--dry-run", "-n", text="Plan and check everything, but write nothing.")
 """--dry-run."""
 
@@ -529,7 +522,6 @@ writing = together(
         "Checks", "checksum", "Record checksums in the manifest for `reshard verify DST`, and CRCs in archives of dcp."
     ),
     flag("Target", "--overwrite", text="Replace existing targets, including those of another conversion."),
-    accept_changed_source,
     dry_run,
 )
 """How files are read and written."""

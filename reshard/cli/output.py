@@ -146,10 +146,10 @@ def write_file(path: str, content: bytes, verb: str) -> None:
     Raises:
         ReshardError: it cannot be written.
     """
-    from reshard.storage import unlinked, write_parts, writing_error
+    from reshard.storage import write_parts, writing_error
 
     try:
-        write_parts(os.path.join(unlinked(os.path.dirname(path)), os.path.basename(path)), len(content), [content])
+        write_parts(path, len(content), [content])
     except OSError as error:
         raise writing_error(path, error) from error
     listener()("note", f"{verb} {path}")

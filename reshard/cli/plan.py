@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
-from reshard.cli.conversion import cluster_of, contents_words, detail_lines, summary_json
+from reshard.cli.conversion import contents_words, detail_lines, summary_json
 from reshard.cli.output import echo_json, fill, listener, say, terminal_width, write_picture
 from reshard.cli.progress import progress_of
 from reshard.cli.shard import Share
@@ -61,11 +61,8 @@ def plan(
     request = request_between(src, dst, ranks, typed, report)
     how = options_of(typed, share=shard, dry_run=True)
     progress = progress_of(typed["quiet"], typed["progress"])
-    with (
-        cluster_of(scheduler, how, typed["jobs"], report) as workers,
-        prepare(request, how, report, progress) as prepared,
-    ):
-        summary = prepared.carry_out(workers)
+    with prepare(request, how, report, progress) as prepared:
+        summary = prepared.carry_out()
         print_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"], svg=svg)
 
 

@@ -39,7 +39,6 @@ reshard resume out/ --shard auto
 @click.argument("dst", shell_complete=completion.directories)
 @options.divided
 @options.decryption
-@options.accept_changed_source
 @options.dry_run
 @options.proof("Compare every tensor with the source after writing, also if DST is complete.")
 @options.effort
@@ -79,15 +78,6 @@ def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, verify: 
             hint="run the original command again: it writes the missing files",
         )
     words = command.words(dst)
-    if ledger.is_replacing():
-        words.append("--overwrite")
-        once_more = "run its by-rank or --shard command again with --overwrite, or replace all ranks"
-        if not ledger.is_replacing(command.rank_numbers or range(status.plan.ranks)):
-            raise TargetError(
-                f"{dst}: one of several runs that replace targets was stopped, and the records do not contain which",
-                file=dst,
-                hint=f"{once_more}:\n{shown(words)}",
-            )
     _check_paths(command, status, dst, words)
     listener()("note", f"resumes {shown(words)}")
     try:

@@ -47,7 +47,6 @@ def status(dst: str, as_json: bool) -> None:
                 "changed": list(progress.changed),
                 "missing": list(progress.missing),
                 "bytes_done": progress.bytes_done,
-                "writing": progress.writing,
                 "step": progress.plan.step,
                 "manifest": progress.manifest,
                 "beside": foreign,
@@ -85,8 +84,6 @@ def _lines(dst: str, progress: Status) -> list[str]:
             lines.append(f"{plural(len(ranks), noun)} {words}: {number_ranges(ranks)}{files}")
     if progress.complete:
         lines.append(f"complete: {progress.manifest or 'all lost ranks are written'}")
-    elif progress.writing:
-        lines.append("a run is writing at this moment")
     else:
         requested = progress.missing if progress.requested is None else progress.requested
         missing = set(progress.missing).intersection(requested)

@@ -26,7 +26,7 @@ from reshard.named_tuple import NamedTuple
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.plan.request import Request
 from reshard.records.commands import EDITS
-from reshard.records.ledger import check_not_replaced, ledgers_in
+from reshard.records.ledger import ledger_in
 from reshard.storage import caches_listings, exists, is_directory
 from reshard.strategies import AS_CUT, NONE, SAME, Strategy, required_strategies, shards_of, typed_strategy
 from reshard.text.globs import Filters
@@ -76,8 +76,6 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     needs_strategy = form.options.needs_strategy
     if source_path is None:
         (check_holds_ranks if needs_strategy else check_exists)(src)
-    if form.options.by_rank:
-        check_not_replaced(src)
     if _keeps_cut(form, to, typed):
         strategy = _as_cut(src, typed["file_suffix"])
         return Ends(form.name, strategy, to.name, strategy)
@@ -218,7 +216,7 @@ def request_between(
     Raises:
         ReshardError: parameters are missing or contradict each other, or a strategy cannot be read.
     """
-    if RANK not in src and not exists(src) and is_directory(dst) and not ledgers_in(dst):
+    if RANK not in src and not exists(src) and is_directory(dst) and ledger_in(dst) is None:
         hint = similar_path_hint(src) or f"{dst} exists: the source comes first, then the target"
         raise CheckpointError(f"{src}: does not exist", file=src, hint=hint)
     ends = read_ends(src, typed, report)

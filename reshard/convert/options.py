@@ -11,18 +11,6 @@ if TYPE_CHECKING:
     from reshard.checkpoints.decryption import Decryption
 
 
-class Part(NamedTuple):
-    """The share of another run that this run does.
-
-    Attributes:
-        ranks: target ranks.
-        sources: digest of the source files that the other one has planned with.
-    """
-
-    ranks: frozenset[int]
-    sources: str
-
-
 class Options(NamedTuple):
     """How a conversion is carried out; none of this changes the bytes written.
 
@@ -35,13 +23,10 @@ class Options(NamedTuple):
             ``verify``; ``all`` compares everything, ``never`` nothing.
         checksum: ``crc32`` computes a checksum of every target file, and those in archives; ``none`` does not.
         overwrite: replace existing targets.
-        adding: one of several runs that fill the same directory rank by rank; targets of other runs may stay beside
-            a replaced one.
+        adding: one of several runs that fill the same directory rank by rank.
         dry_run: plan and check everything, write nothing.
         share: index and count, where several runs divide the target ranks among them.
-        part: only some of the requested target ranks, for another run that has begun; the plan covers all of them.
         lost_only: when recovering, write only ranks that are lost or damaged.
-        accept_changed_source: continue although existing targets were made from other source files.
         verify: the caller verifies the result afterwards; it is recorded.
         decryption: the key of encrypted source files; never recorded.
     """
@@ -56,8 +41,6 @@ class Options(NamedTuple):
     adding: bool = False
     dry_run: bool = False
     share: Optional[tuple[int, int]] = None
-    part: Optional[Part] = None
     lost_only: bool = False
-    accept_changed_source: bool = False
     verify: bool = False
     decryption: Optional[Decryption] = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Optional
@@ -16,8 +15,8 @@ from reshard.convert.recorded import command_of
 from reshard.convert.source_crcs import Check, SourceCrcs, damaged_files
 from reshard.convert.summary import Phases, Summary, totals_of
 from reshard.convert.target_directory import TargetDirectory
-from reshard.convert.writing import State, Workers, Writing
-from reshard.errors import CheckpointError, IncompleteSourceError, InputError, RetryableError, UsageError
+from reshard.convert.writing import State, WriteElsewhere, Writing
+from reshard.errors import CheckpointError, IncompleteSourceError, InputError, UsageError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.destination import check_apart, check_bucket, check_disjoint, check_space
 from reshard.execute.equal import check_equal, equal_of
@@ -48,7 +47,6 @@ def transform(
     options: Options,
     report: Optional[Report] = None,
     progress: Optional[Progress] = None,
-    workers: Optional[Workers] = None,
 ) -> Summary:
     """Convert a checkpoint.
 
@@ -57,13 +55,12 @@ def transform(
         options: how.
         report: gets warnings and notes as they come.
         progress: counts bytes that are read and written.
-        workers: the processes that write the targets; None for this one.
 
     Raises:
         ReshardError: the conversion is impossible, or failed; no partial file is left.
     """
     with prepare(request, options, report, progress) as prepared:
-        return prepared.carry_out(workers)
+        return prepared.carry_out()
 
 
 @contextlib.contextmanager
@@ -155,11 +152,6 @@ class Prepared:
             suspects = [plan.checkpoint.indexes[holder] for holder in directory.suspects()]
             if not self._crcs.find(plan.checkpoint, suspects, self._check_of(plan)):
                 break
-        if directory is not None and options.part is not None and options.part.sources != directory.sources:
-            raise RetryableError(
-                f"{request.src}: source files have changed since the conversion was begun",
-                hint="wait until the source is written completely, then run the same command again",
-            )
         work = requested if directory is None else tuple(directory.survey())
         sizes = plan.file_bytes(work)
         return State(plan, self._writing(plan, sizes), requested, sizes, directory)
@@ -189,8 +181,6 @@ class Prepared:
             files = tuple(file for file in files if plan.form.copied_file(file) is None)
         if options.share is not None:
             files = share_of(plan.data_bytes(files), *options.share)
-        if options.part is not None:
-            files = tuple(file for file in files if file in options.part.ranks)
         return files
 
     def _execution(self, plan: Plan) -> ExecutionOptions:
@@ -231,38 +221,34 @@ class Prepared:
             )
         return execution
 
-    def _check_of(self, plan: Plan, workers: Optional[Workers] = None) -> Check:
-        """The function that checks CRCs, of the workers or of this process."""
-        if workers is not None:
-            return functools.partial(workers.check_crcs, handles=self._handles)
+    def _check_of(self, plan: Plan) -> Check:
+        """The function that checks CRCs."""
         execution = self._execution(plan)
         return lambda files: damaged_files(files, execution, self._handles, self._report, self._progress)
 
-    def carry_out(self, workers: Optional[Workers] = None) -> Summary:
+    def carry_out(self, elsewhere: Optional[WriteElsewhere] = None) -> Summary:
         """Write the remaining files, unless it is a dry run.
 
         Args:
-            workers: the processes that write the targets; None for this one.
+            elsewhere: writes the files; None to write them here.
 
         Raises:
             ReshardError: it failed; no partial file is left.
         """
         if self._options.dry_run:
-            if workers is not None and self.state.work:
-                workers.check(self.plan)
             for space in self.state.space:
                 if space.problem is not None:
                     self._report.warn(f"{space.problem}: the conversion would be refused")
         else:
-            self._settle(workers)
+            self._settle()
         # After the CRC checks: a damaged file is no evidence against the strategy.
         with self._swap_reported():
-            replicas = self._check_replicas(workers)
+            replicas = self._check_replicas()
         self._check_equal()
         checked = time.monotonic()
         nbytes, copied, manifest, work = sum(self.state.sizes.values()), 0, None, self.state.work
         if not self._options.dry_run:
-            writing = Writing(self.state, self._handles, self._report, self._progress, workers)
+            writing = Writing(self.state, self._handles, self._report, self._progress, elsewhere)
             nbytes = writing.write()
             copied, manifest, work = writing.bytes_copied, writing.manifest, writing.work
         ended = time.monotonic()
@@ -299,17 +285,15 @@ class Prepared:
         summary.dry_run = self._options.dry_run
         return summary
 
-    def _settle(self, workers: Optional[Workers]) -> None:
+    def _settle(self) -> None:
         """Check before writing; damaged source files are planned without."""
         while True:
             plan, work = self.plan, self.state.work
-            if workers is not None and work:
-                workers.check(plan)
             check_space(self.state.space)
             if self._options.crc == "never" or plan.request.recover or not work:
                 # The planning of a recovery has checked its files already.
                 return
-            check = self._check_of(plan, workers)
+            check = self._check_of(plan)
             whole, partly = plan.files_read(work)
             if not self._crcs.find(plan.checkpoint, whole, check):
                 # Encryption tags are always checked before use, CRCs are not.
@@ -334,11 +318,11 @@ class Prepared:
             hint=f"pass --step {after.step} for every {counted}; to skip CRC checks: --crc never",
         )
 
-    def _check_replicas(self, workers: Optional[Workers]) -> Optional[ReplicaCheck]:
-        """Compare replicas of the source, unless another run has done so."""
+    def _check_replicas(self) -> Optional[ReplicaCheck]:
+        """Compare replicas of the source."""
         options, plan = self._options, self.plan
         request, checkpoint = plan.request, rank_checkpoint_of(plan.checkpoint)
-        if options.part is not None or not self.state.work:
+        if not self.state.work:
             return None
         effort = options.check_replicas
         if effort == "auto" and (options.verify or request.recover):
@@ -349,8 +333,8 @@ class Prepared:
             try:
                 check_copies(stored, self._stored(), self._handles, self.state.execution, limits)
             except CheckpointError:
-                if self._without_damaged(plan.checkpoint.indexes.values(), workers):
-                    return self._check_replicas(workers)
+                if self._without_damaged(plan.checkpoint.indexes.values()):
+                    return self._check_replicas()
                 raise
         if checkpoint is None or request.source.is_none or request.source.is_as_cut:
             return None
@@ -368,8 +352,8 @@ class Prepared:
         )
         if comparison.differing:
             # Partially read files have no CRC check yet.
-            if self._without_damaged([checkpoint.indexes[rank] for rank in sorted(comparison.always)], workers):
-                return self._check_replicas(workers)
+            if self._without_damaged([checkpoint.indexes[rank] for rank in sorted(comparison.always)]):
+                return self._check_replicas()
             place = request.src if isinstance(request.src, str) else checkpoint.place
             raise comparison.error(request.source.path, place, checkpoint.step, request.file_suffix)
         if comparison.gradients:
@@ -387,14 +371,14 @@ class Prepared:
             self._swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
         return comparison.check
 
-    def _without_damaged(self, doubtful: Iterable[CheckpointIndex], workers: Optional[Workers]) -> bool:
+    def _without_damaged(self, doubtful: Iterable[CheckpointIndex]) -> bool:
         """Check CRCs of files whose replicas differ, and plan again without damaged ones; whether there are any."""
-        check = self._check_of(self.plan, workers)
+        check = self._check_of(self.plan)
         if self._options.crc == "never" or not self._crcs.find(self.plan.checkpoint, doubtful, check):
             return False
         self._plan_again()
         if not self._options.dry_run:
-            self._settle(workers)
+            self._settle()
         return True
 
     def _recovered(self, tensors: Iterable[GlobalTensor]) -> Optional[frozenset[int]]:
@@ -411,7 +395,7 @@ class Prepared:
     def _check_equal(self) -> None:
         """Compare tied tensors, of which one is written; a dry run compares only their first bytes."""
         plan = self.plan
-        if self._options.part is not None or not self.state.work:
+        if not self.state.work:
             return
         equals = equal_of(plan.checkpoint, [*plan.sorted.resharded, *plan.sorted.copied])
         if not equals:

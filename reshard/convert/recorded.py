@@ -17,7 +17,7 @@ from reshard.plan.plan import Plan
 from reshard.records import Identity, RecordedCommand, strategy_digest
 from reshard.records.commands import EDITS
 from reshard.records.identity import short_digest
-from reshard.records.ledger import Ledger, ledgers_in, packing_of
+from reshard.records.ledger import Ledger, ledger_in, packing_of
 from reshard.storage import absolute, exists, is_directory, real
 from reshard.strategies import AS_CUT, NONE, Strategy, names_files, read_strategy, target_words
 from reshard.text.report import Report
@@ -33,7 +33,7 @@ def command_of(plan: Plan, options: Options) -> Optional[RecordedCommand]:
     """
     request = plan.request
     words = request.edits.typed
-    if not isinstance(request.src, str) or options.part is not None or words is None:
+    if not isinstance(request.src, str) or words is None:
         return None
     # To resume one of several runs is to resume all of them.
     several = options.adding or options.share is not None
@@ -69,13 +69,15 @@ def _absolute(strategy: Strategy) -> str:
     return NONE if strategy.is_none else absolute(strategy.path) if names_files(strategy.path) else strategy.path
 
 
-def _ledgers(out: str, plan: Identity) -> list[Ledger]:
-    return [ledger for ledger in ledgers_in(out) if ledger.identity == plan]
+def _ledger(out: str, plan: Identity) -> Optional[Ledger]:
+    ledger = ledger_in(out)
+    return ledger if ledger is not None and ledger.identity == plan else None
 
 
 def _commands(out: str, plan: Identity) -> list[RecordedCommand]:
     """The recorded commands of a directory's conversion, the latest first."""
-    return [command for ledger in _ledgers(out, plan) for command in ledger.commands()]
+    ledger = _ledger(out, plan)
+    return [] if ledger is None else ledger.commands()
 
 
 def edits_of_target(
@@ -230,7 +232,9 @@ def was_merged(out: str, plan: Identity) -> bool:
         return False
     with contextlib.suppress(TargetError):
         commands = _commands(out, plan)
-        return bool(_ledgers(out, plan)) and not any(_words(each) or _names_by_form(each, plan) for each in commands)
+        return _ledger(out, plan) is not None and not any(
+            _words(each) or _names_by_form(each, plan) for each in commands
+        )
     return False
 
 

@@ -1,4 +1,4 @@
-"""Writing the targets of a conversion, here or by workers, and recording them."""
+"""Writing the targets of a conversion, and recording them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Callable, Optional, Protocol
+from typing import Callable, Optional
 
-from reshard.checkpoints import CheckpointIndex, FileHandles
+from reshard.checkpoints import FileHandles
 from reshard.convert.target_directory import TargetDirectory
-from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.execute import ExecutionOptions, Progress, convert
 from reshard.execute.destination import Space, space_for
 from reshard.forms.registry import counted_as
@@ -19,48 +18,13 @@ from reshard.plan.pieces import TargetFile
 from reshard.plan.plan import Plan
 from reshard.text.messages import listing
 from reshard.text.report import Report
-from reshard.text.wording import plural, rank_ranges
+from reshard.text.wording import plural
+
+WriteElsewhere = Callable[[Sequence[int], Progress], None]
+"""Writes and records target files in other processes, perhaps on other machines; counts their sizes."""
 
 # Network file systems cache for up to a minute that a file is missing.
 _SEEN_AFTER = 90.0
-
-
-class Workers(Protocol):
-    """Other processes, perhaps on other machines, that write a conversion which is prepared here."""
-
-    def check(self, plan: Plan) -> None:
-        """Check that they can write, before any other step.
-
-        Raises:
-            ReshardError: they cannot.
-        """
-
-    def check_crcs(
-        self, files: Sequence[CheckpointIndex], handles: FileHandles
-    ) -> Mapping[str, DamagedCheckpointError]:
-        """Check the CRCs of source files; returns the errors of damaged files, by path.
-
-        Args:
-            files: the files; archives with the tensors to check.
-            handles: has the places of these tensors.
-
-        Raises:
-            ReshardError: a file could not be checked.
-        """
-
-    def write(self, plan: Plan, work: Sequence[int], sources: str, sign: str, progress: Progress) -> None:
-        """Write and record targets of a conversion.
-
-        Args:
-            plan: the plan.
-            work: target files to write, ascending.
-            sources: digest of the source files of the plan.
-            sign: a file in the target directory; once it is removed, workers write no more.
-            progress: counts written bytes and files.
-
-        Raises:
-            ReshardError: a target was not written; no partial file is left.
-        """
 
 
 class State(NamedTuple):
@@ -102,7 +66,7 @@ class Writing:
         handles: open source files.
         report: gets a warning with the number of written files if one fails.
         progress: counts written bytes and files.
-        workers: the processes that write the targets; None for this one.
+        elsewhere: writes the files; None to write them here.
 
     Attributes:
         manifest: the manifest, if it was written.
@@ -111,7 +75,12 @@ class Writing:
     """
 
     def __init__(
-        self, state: State, handles: FileHandles, report: Report, progress: Progress, workers: Optional[Workers]
+        self,
+        state: State,
+        handles: FileHandles,
+        report: Report,
+        progress: Progress,
+        elsewhere: Optional[WriteElsewhere] = None,
     ) -> None:
         self.manifest: Optional[str] = None
         self.bytes_copied = 0
@@ -122,7 +91,7 @@ class Writing:
         self._handles = handles
         self._report = report
         self._progress = progress
-        self._workers = workers
+        self._elsewhere = elsewhere
 
     def write(self) -> int:
         """Write all target files and return their size together, in bytes."""
@@ -131,12 +100,11 @@ class Writing:
         self._directory.tidy()
         if not self.work and self._directory.is_complete:
             # No target is changed, so a complete directory may be read-only.
-            self._directory.tidy_records()
             self.manifest = self._directory.manifest
             return 0
         try:
             self.work = tuple(self._directory.begin())
-            nbytes = self._write(self._write_here if self._workers is None else self._write_elsewhere)
+            nbytes = self._write(self._write_here if self._elsewhere is None else self._write_elsewhere)
             # Targets are written one after the other: a source that changes meanwhile is detected at the end.
             additions = self._plan.request.edits.additions
             added = () if additions is None else additions.paths
@@ -157,29 +125,14 @@ class Writing:
             convert(groups, self._handles, execution, progress, target_of=target_of, samples=samples)
         else:
             groups, directory = self._directory.missing(groups), self._directory
-            finished, expected = directory.finished, directory.expected
-            convert(groups, self._handles, execution, progress, finished, expected, target_of, samples)
+            convert(groups, self._handles, execution, progress, directory.finished, target_of, samples)
 
     def _write_elsewhere(self, progress: Progress) -> None:
-        directory, ranks = self._directory, self.work
-        assert self._workers is not None and directory is not None
-        try:
-            with directory.sign_of_life() as sign:
-                self._workers.write(self._plan, self.work, directory.sources, sign, progress)
-        finally:
-            directory.tidy()
+        directory = self._directory
+        assert self._elsewhere is not None and directory is not None
+        self._elsewhere(self.work, progress)
         deadline = time.monotonic() + _SEEN_AFTER
-        while len(directory.recorded(ranks)) < len(ranks):
-            if time.monotonic() > deadline:
-                missing = set(ranks) - directory.recorded(ranks)
-                dst = self._plan.request.dst
-                absent = rank_ranges(missing, counted_as(self._plan.form.name))
-                raise RetryableError(
-                    f"{dst}: {absent} were written by workers, but are not visible here",
-                    file=dst,
-                    rank=min(missing),
-                    hint="run the same command again, which writes them if they are missing",
-                )
+        while time.monotonic() < deadline and len(directory.recorded(self.work)) < len(self.work):
             time.sleep(0.5)
 
     def _write(self, write: Callable[[Progress], None]) -> int:

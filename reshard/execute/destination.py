@@ -11,13 +11,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from typing import Callable, Optional, Union
+from typing import Optional, Union
 
 from reshard.errors import TargetError, UnwritableError, UsageError
 from reshard.forms.target import UNFINISHED
 from reshard.named_tuple import NamedTuple
 from reshard.storage import (
-    FileStatus,
     exists,
     for_each,
     inspecting,
@@ -25,6 +24,7 @@ from reshard.storage import (
     is_regular_file,
     names_in,
     real,
+    remove_file,
     same_store,
     status_at,
     status_of_each,
@@ -81,81 +81,48 @@ class Destination:
             if name.endswith(_CHECKPOINT_ENDINGS) and name != UNFINISHED
         )
 
-    def check(self, writing: Iterable[str]) -> dict[str, str]:
-        """Refuse to replace anything but regular files, or to write through links.
+    def check(self, writing: Iterable[str]) -> set[str]:
+        """Refuse to replace anything but regular files.
 
         Args:
             writing: files that will be written, by name.
 
         Returns:
-            The versions of existing files, by name; empty texts in a store without versions.
+            The names of existing files.
 
         Raises:
-            TargetError: one is not a regular file, or its directory is a link to another place.
+            TargetError: one is not a regular file.
         """
         names = list(writing)
-        versions: dict[str, str] = {}
+        existing: set[str] = set()
         for name, status in zip(names, status_of_each([self._path(name) for name in names], through_links=False)):
             path = self._path(name)
-            if not self._inside(name):
-                raise TargetError(
-                    f"{path}: its directory is a link that leads elsewhere",
-                    file=path,
-                    hint="remove the link, or choose another DST",
-                )
             if status is not None and not status.regular and not is_regular_file(path):
                 raise TargetError(f"{path} is not a regular file", file=path, hint="remove it, or choose another DST")
             if status is not None:
-                versions[name] = status.version
-        return versions
+                existing.add(name)
+        return existing
 
-    def files(self, names: Iterable[str]) -> dict[str, FileStatus]:
-        """The status of existing regular files among these names, relative to it; links are not followed.
-
-        Raises:
-            ReshardError: the status of one cannot be read.
-        """
-        inside = [name for name in names if self._inside(name)]
-        statuses = status_of_each([self._path(name) for name in inside], through_links=False)
-        return {name: status for name, status in zip(inside, statuses) if status is not None and status.regular}
-
-    def remove(self, name: str, unchanged: Callable[[FileStatus], bool]) -> None:
-        """Remove a file if it is unchanged, and its directories that are then empty.
-
-        Files behind links stay.
+    def remove(self, name: str) -> None:
+        """Remove a file.
 
         Raises:
             ReshardError: it cannot be removed.
         """
-        if not self._inside(name):
-            return
         path = self._path(name)
-        store = store_of(path)
-        with writing(path, "removed"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            store.remove(path, if_same=lambda status: status.regular and unchanged(status))
-            directory = os.path.dirname(name)
+        with writing(path, "removed"):
+            remove_file(path)
+
+    def tidy(self, directories: Iterable[str]) -> None:
+        """Remove temporary files of killed runs, here and in directories relative to it, and those that are empty."""
+        places = [self.path, *(self._path(name) for name in directories if name)]
+        for_each(lambda place: store_of(place).remove_dead(place), places)
+        for place in places[1:]:
             with contextlib.suppress(OSError):
-                while directory:
-                    store.remove_directory(self._path(directory))
-                    directory = os.path.dirname(directory)
-
-    def remove_dead_temporaries(self, directories: Iterable[str], complete: bool = False) -> None:
-        """Remove temporary files of killed runs, here and in these directories.
-
-        Args:
-            directories: relative to it.
-            complete: all files are written: temporary files of other machines without a lock are removed, too.
-        """
-        places = [self.path, *(os.path.join(self.path, name) for name in directories if name)]
-        for_each(lambda place: store_of(place).remove_dead(place, complete), places)
+                store_of(place).remove_directory(place)
 
     def _path(self, name: str) -> str:
         return os.path.join(self.path, name)
-
-    def _inside(self, name: str) -> bool:
-        """Whether no directory on the path of a file is a link to another place."""
-        above = os.path.normpath(os.path.dirname(name) or os.curdir)
-        return above == os.curdir or real(self._path(above)) == os.path.join(real(self.path), above)
 
 
 def check_bucket(dst: str) -> None:

@@ -26,7 +26,7 @@ from reshard.execute.options import ExecutionOptions, Progress
 from reshard.execute.part_writing import PartWriter
 from reshard.execute.reader import BoxReader
 from reshard.execute.schedule import Schedule, Task
-from reshard.execute.writing import Expect, Finish, TargetWriter
+from reshard.execute.writing import Finish, TargetWriter
 from reshard.plan.pieces import TargetFile
 from reshard.processes import LostWorkerError, may_fork, private_bytes
 from reshard.storage import Sending
@@ -47,8 +47,7 @@ def convert(
     handles: FileHandles,
     options: ExecutionOptions,
     progress: Progress,
-    finish: Finish = lambda target, status, crc, final: None,
-    expected: Expect = lambda target: None,
+    finish: Finish = lambda target, status, crc: None,
     target_of: Optional[TargetOf] = None,
     samples: Iterable[int] = (),
 ) -> None:
@@ -61,8 +60,7 @@ def convert(
         handles: open source files.
         options: CPUs, memory and storage.
         progress: counts bytes written and files committed.
-        finish: called for a file whose bytes are on disk, before it gets its name and after.
-        expected: returns the file that a target may replace.
+        finish: called for a file whose bytes are on disk, before it gets its name.
         target_of: plans the same files again, in worker processes; without it there are none.
         samples: numbers of files that may need other modules than the first group; workers share what they need.
 
@@ -85,7 +83,7 @@ def convert(
                 others = set(samples).difference(target.rank for target in itertools.chain(*first))
                 sampled = itertools.chain(*first, map(target_of, others))
                 processes = stack.enter_context(PartProcesses(target_of, handles, options, sampled))
-        _Execution(groups, handles, options, progress, finish, expected, processes).run()
+        _Execution(groups, handles, options, progress, finish, processes).run()
 
 
 class _Execution:
@@ -96,11 +94,9 @@ class _Execution:
         options: ExecutionOptions,
         progress: Progress,
         finish: Finish,
-        expected: Expect,
         processes: Optional[PartProcesses],
     ) -> None:
         self._finish = finish
-        self._expected = expected
         self._processes = processes
         self._sending = Sending(options.uploads) if options.uploads else None
         self._commits: list[Future[None]] = []
@@ -280,7 +276,7 @@ class _Execution:
 
     def _writer_of(self, target: TargetFile) -> TargetWriter:
         checksum, allocated = self._options.checksum, self._options.through_maps
-        return TargetWriter(target, self._finish, checksum, self._expected(target), self._sending, allocated=allocated)
+        return TargetWriter(target, self._finish, checksum, self._sending, allocated=allocated)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ from typing import Callable, Optional
 from reshard.errors import ReshardError, RetryableError, UnwritableError, UsageError
 from reshard.named_tuple import NamedTuple
 from reshard.plan.pieces import TargetFile
-from reshard.storage import Expected, FileStatus, NewFile, Sending, new_file, writing, writing_error
+from reshard.storage import FileStatus, NewFile, Sending, new_file, writing, writing_error
 
 # The polynomial of CRC-32 (ISO-HDLC) with its bits in reverse, x**31 in the lowest bit.
 _POLYNOMIAL = 0xEDB88320
@@ -27,11 +27,8 @@ _NOWHERE = -1
 Checksum = tuple[int, int, int]
 """Of a piece of a file: offset, bytes, CRC-32."""
 
-Finish = Callable[[TargetFile, FileStatus, Optional[int], bool], None]
-"""Receives a target whose bytes are on disk, its status and CRC-32, and whether it has its final name."""
-
-Expect = Callable[[TargetFile], Optional[Expected]]
-"""Returns the file that a target may replace; None for any."""
+Finish = Callable[[TargetFile, FileStatus, Optional[int]], None]
+"""Receives a target whose bytes are on disk, its status and CRC-32, before it gets its final name."""
 
 
 class PartDone(NamedTuple):
@@ -53,9 +50,8 @@ class TargetWriter:
 
     Args:
         target: the file to write.
-        finish: called when its bytes are on disk, before it gets its name and after.
+        finish: called when its bytes are on disk, before it gets its name.
         checksum: compute a CRC-32 of the whole file on the way, and fill in those that the file holds.
-        expected: the file that it may replace; None for any.
         sending: sends its parts, if its store takes files in parts.
         file: the open file, if another process has created it.
         allocated: allocate its space first if possible, so that it is `mapped`.
@@ -75,7 +71,6 @@ class TargetWriter:
         target: TargetFile,
         finish: Finish,
         checksum: bool = False,
-        expected: Optional[Expected] = None,
         sending: Optional[Sending] = None,
         file: Optional[NewFile] = None,
         allocated: bool = False,
@@ -84,7 +79,6 @@ class TargetWriter:
     ) -> None:
         self.target = target
         self._finish = finish
-        self._expected = expected
         self._sending = sending
         self._allocated = allocated
         self.checksums: Optional[list[Checksum]] = [] if checksum else None
@@ -243,9 +237,8 @@ class TargetWriter:
                 file=self.target.path,
                 rank=self.target.rank,
             )
-        self._finish(self.target, status, crc, False)
-        another = file.publish()
-        self._finish(self.target, another or status, crc, True)
+        self._finish(self.target, status, crc)
+        file.publish()
 
     def _crc(self, file: NewFile, pieces: Sequence[Checksum]) -> int:
         """The CRC-32 of the file, with the CRCs that it holds, which are filled in."""
@@ -287,7 +280,7 @@ class TargetWriter:
                 raise OSError(errno.ECANCELED, "was given up")
             if self._file is None:
                 size = self.target.layout.size
-                self._file = new_file(self.target.path, size, self._expected, self._sending)
+                self._file = new_file(self.target.path, size, self._sending)
                 self.mapped = self._allocated and self._file.allocate(size)
                 self.copies = self.checksums is None and self._file.copies
             file = self._file

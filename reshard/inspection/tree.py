@@ -25,7 +25,7 @@ from reshard.forms.ranks.selection import Incomplete, StepSelector
 from reshard.forms.ranks.steps import saved_at_fault
 from reshard.forms.ranks.tree import find_rank, skipped_directories
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings, error_by_name
-from reshard.records.ledger import ledgers_in
+from reshard.records.ledger import ledger_in
 from reshard.records.manifest import MANIFEST_NAME
 from reshard.records.status import status_of
 from reshard.storage import (
@@ -188,7 +188,7 @@ def _other_directory(path: str) -> Optional[CheckpointError]:
 
 
 def _converted(path: str) -> bool:
-    return exists(os.path.join(path, MANIFEST_NAME)) or bool(ledgers_in(path))
+    return exists(os.path.join(path, MANIFEST_NAME)) or ledger_in(path) is not None
 
 
 class _Inspection:

@@ -21,7 +21,7 @@ from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
 from reshard.records.identity import strategy_digest
-from reshard.records.ledger import check_not_replaced, recorded_strategy
+from reshard.records.ledger import recorded_strategy
 from reshard.storage import caches_listings
 from reshard.strategies import NONE, SAME, Strategy, shards_of, target_named, target_words, typed_strategy
 from reshard.text.globs import Filters
@@ -226,8 +226,6 @@ def source_strategy(
         UsageError: rank directories have neither, or it is given for another form.
     """
     check_exists(src)
-    if form_named(form).options.by_rank:
-        check_not_replaced(src)
     if form_named(form).options.needs_strategy:
         recorded = recorded_strategy(src) if strategy is None else None
         strategy = unrecorded if strategy is None else strategy

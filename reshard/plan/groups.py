@@ -96,27 +96,3 @@ def share_of(sizes: Mapping[int, int], index: int, count: int) -> tuple[int, ...
             chosen.append(rank)
         before += size
     return tuple(chosen)
-
-
-def bundles(groups: Iterable[tuple[int, ...]], sizes: Mapping[int, int], count: int) -> Iterator[tuple[int, ...]]:
-    """Bundles of groups of ranks, in order, each of about a ``count``-th of all bytes.
-
-    No group is divided. Only a bundle of one group may be larger; the number of bundles is below twice ``count``.
-
-    Args:
-        groups: ranks that stay together; at least one in each.
-        sizes: bytes of every rank's file.
-        count: the number of bundles.
-    """
-    fair = sum(sizes.values()) / count
-    bundle: list[int] = []
-    bundle_bytes = 0
-    for group in groups:
-        size = sum(sizes[rank] for rank in group)
-        if bundle and bundle_bytes + size > fair:
-            yield tuple(bundle)
-            bundle, bundle_bytes = [], 0
-        bundle += group
-        bundle_bytes += size
-    if bundle:
-        yield tuple(bundle)

@@ -26,7 +26,6 @@ from reshard.plan.replicas import ReplicaChoice, choose
 from reshard.plan.request import Request
 from reshard.plan.target_tensors import Alike, CellSource, FileOrder, Kind, Orders, TargetTensors
 from reshard.plan.values import CopiedValue
-from reshard.storage import unlinked
 from reshard.text.wording import quoted
 from reshard.threads import cached_property
 
@@ -105,14 +104,9 @@ class Plan:
         """The final name of a target file."""
         if self.request.exact_file:
             directory, name = os.path.split(self.request.dst)
-            return os.path.join(unlinked(directory), name)
+            return os.path.join(directory, name)
         name = f"{self.form.names.of(file)}.{self.form.format}"
-        return os.path.join(self._place, name)
-
-    @cached_property
-    def _place(self) -> str:
-        """The target directory; it may be a link, a directory in it may not."""
-        return unlinked(self.request.dst)
+        return os.path.join(self.request.dst, name)
 
     def known_names(self) -> frozenset[str]:
         """Names of parameters, which distinguish optimizer state from weights."""

@@ -23,7 +23,7 @@ from reshard.forms.ranks import Step
 from reshard.forms.registry import form_named, form_of
 from reshard.named_tuple import NamedTuple
 from reshard.records.identity import attributes_of, short_digest
-from reshard.storage import is_absolute, names_in, read_json, reading, status_at, store_of, write_whole
+from reshard.storage import is_absolute, names_in, read_json, reading, status_at, write_whole
 from reshard.storage.json_text import Fields, JsonError
 from reshard.strategies import AS_CUT, names_files, shards_of, target_words
 from reshard.text.wording import number_ranges, quoted
@@ -154,8 +154,7 @@ class RecordedCommand(NamedTuple):
         host = content.pop("host")
         digest = short_digest(json.dumps(content, sort_keys=True).encode())
         path = os.path.join(directory, f"command.{digest}.json")
-        if not store_of(path).touch(path):
-            write_whole(path, (json.dumps({"version": VERSION, **content, "host": host}) + "\n").encode())
+        write_whole(path, (json.dumps({"version": VERSION, **content, "host": host}) + "\n").encode())
 
 
 def is_command(name: str) -> bool:

@@ -17,7 +17,7 @@ from reshard.errors import CheckpointError, TargetError
 from reshard.forms.ranks.naming import check_inside
 from reshard.named_tuple import NamedTuple
 from reshard.records.identity import Identity
-from reshard.records.ledger import ledgers_in
+from reshard.records.ledger import ledger_in
 from reshard.storage import (
     exists,
     read_json,
@@ -138,11 +138,11 @@ def read_manifest(directory: str) -> Manifest:
 
 
 def _missing(directory: str, path: str) -> CheckpointError:
-    ledgers = ledgers_in(directory)
+    ledger = ledger_in(directory)
     if not exists(directory):
         hint = similar_path_hint(directory) or "name the DST of a conversion"
         return CheckpointError(f"{directory}: does not exist", file=directory, hint=hint)
-    if not ledgers:
+    if ledger is None:
         name = shlex.quote(directory)
         return CheckpointError(
             f"{directory}: is no directory that reshard wrote: it has no {MANIFEST_NAME}",
@@ -152,12 +152,12 @@ def _missing(directory: str, path: str) -> CheckpointError:
         )
     hint = "it is written when all target files are converted; run the same command again to continue"
     with contextlib.suppress(TargetError):
-        commands = [command for ledger in ledgers for command in ledger.commands()]
+        commands = ledger.commands()
         if commands:
             hint = f"it is written last; to complete the conversion: reshard resume {shlex.quote(directory)}"
             if all(command.ranks is not None for command in commands):
                 hint += "; for ranks that were not requested, run the whole command without --ranks"
-    if any(ledger.only() for ledger in ledgers):
+    if ledger.only():
         hint = (
             "recover --lost-only writes none; copy the lost ranks back to the others, and verify all together with "
             "--replicas --strategy S"

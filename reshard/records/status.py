@@ -12,7 +12,7 @@ from typing import Optional
 from reshard.errors import CheckpointError, TargetError
 from reshard.records.commands import RecordedCommand, requested_ranks
 from reshard.records.identity import Identity
-from reshard.records.ledger import current, ledgers_in
+from reshard.records.ledger import ledger_in
 from reshard.records.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.storage import absolute, exists, status_of_each
 from reshard.text.near_names import similar_path_hint
@@ -29,7 +29,6 @@ class Status:
         changed: target ranks whose files were modified after they were written.
         missing: ranks of ``wanted`` that are not written yet, or whose files were removed.
         bytes_done: size of the files of ``done``.
-        writing: whether a run is writing, as far as locks show.
         manifest: the manifest's path, if it and all small files that it lists exist.
         unfinished: missing small files: the manifest, or files that it lists.
         resumable: whether commands are recorded, so that `resume` works.
@@ -42,7 +41,6 @@ class Status:
     changed: tuple[int, ...]
     missing: tuple[int, ...]
     bytes_done: int
-    writing: bool
     manifest: Optional[str]
     unfinished: tuple[str, ...] = ()
     resumable: bool = False
@@ -64,24 +62,18 @@ def status_of(directory: str) -> Status:
     """The progress of the conversion in a directory.
 
     Raises:
-        TargetError: the directory holds no conversion, or several.
+        TargetError: the directory holds no conversion.
         CheckpointError: the manifest is damaged.
         RetryableError: it cannot be read.
     """
-    begun = current(ledgers_in(directory))
+    ledger = ledger_in(directory)
     path = os.path.join(directory, MANIFEST_NAME)
-    if len(begun) > 1:
-        raise TargetError(
-            f"{directory} holds records of {len(begun)} conversions",
-            file=directory,
-            hint="run the command of the one to keep again, with --overwrite",
-        )
-    if not begun:
+    if ledger is None:
         if exists(path):
             return _by_manifest(directory)
         advice = "name the DST of a conversion"
         above = os.path.dirname(absolute(directory)) if exists(directory) else ""
-        if above and ledgers_in(above):
+        if above and ledger_in(above) is not None:
             advice = f"name the DST of its conversion: {shlex.quote(above)}"
         if not exists(directory):
             # A run that fails before its first file removes the directory that it has made.
@@ -90,7 +82,6 @@ def status_of(directory: str) -> Status:
                 or f"{advice}; a run that wrote no file leaves no DST: run its command again"
             )
         raise TargetError(f"{directory}: holds no records of a conversion", file=directory, hint=advice)
-    (ledger,) = begun
     identity = ledger.identity
     ranks = range(identity.ranks)
     statuses = dict(zip(ranks, status_of_each([os.path.join(directory, identity.file_of(rank)) for rank in ranks])))
@@ -114,7 +105,6 @@ def status_of(directory: str) -> Status:
     status = _status(directory, identity, ranks if only is None else sorted(only), sizes, changed, unfinished)
     return replace(
         status,
-        writing=ledger.in_use,
         resumable=bool(commands),
         requested=requested_ranks(commands) if commands else None,
     )
@@ -132,7 +122,7 @@ def _status(
     missing = tuple(rank for rank in ranks if rank not in existing)
     manifest = None if unfinished else os.path.join(directory, MANIFEST_NAME)
     complete, size = tuple(sorted(sizes)), sum(sizes.values())
-    return Status(identity, tuple(ranks), complete, tuple(sorted(changed)), missing, size, False, manifest, unfinished)
+    return Status(identity, tuple(ranks), complete, tuple(sorted(changed)), missing, size, manifest, unfinished)
 
 
 def _unfinished(directory: str, manifest: Manifest) -> tuple[str, ...]:

@@ -48,15 +48,11 @@ from reshard.storage.registry import (
     same_store,
     storage_of,
     store_of,
-    unlinked,
     use_endpoint,
 )
 from reshard.storage.store import (
-    SIGNS,
     DirectoryEntry,
-    Expected,
     FileStatus,
-    Lock,
     NewFile,
     Notify,
     OpenFile,
@@ -66,13 +62,10 @@ from reshard.storage.store import (
 )
 
 __all__ = [
-    "SIGNS",
     "STORES",
     "DirectoryEntry",
-    "Expected",
     "FileStatus",
     "LocalFile",
-    "Lock",
     "NewFile",
     "Notify",
     "OpenFile",
@@ -114,7 +107,6 @@ __all__ = [
     "storage_of",
     "store_of",
     "too_long",
-    "unlinked",
     "use_endpoint",
     "write_parts",
     "write_whole",

@@ -19,7 +19,7 @@ from reshard.errors import CheckpointError, InputError, RetryableError
 from reshard.storage.file_errors import UnfitError, cut_short, inspecting, reading, status_error
 from reshard.storage.listing_cache import cached_entry
 from reshard.storage.registry import for_each, store_of
-from reshard.storage.store import Expected, FileStatus, NewFile, ReadableFile, Sending
+from reshard.storage.store import FileStatus, NewFile, ReadableFile, Sending
 
 # Maximum empty reads in a row before the end of the file.
 _TIMES = 3
@@ -327,13 +327,13 @@ def between(outs: Sequence[memoryview], start: int, stop: int) -> list[memoryvie
     return parts
 
 
-def new_file(path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None) -> NewFile:
+def new_file(path: str, size: int, sending: Optional[Sending] = None) -> NewFile:
     """Begin to write a file, in a directory that is made if missing; see `Store.new_file`.
 
     Raises:
         OSError: it cannot be written.
     """
-    return store_of(path).new_file(path, size, expected, sending)
+    return store_of(path).new_file(path, size, sending)
 
 
 def write_parts(path: str, size: int, parts: Iterable[Union[bytes, memoryview]]) -> int:

@@ -9,26 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shlex
-import signal
-import stat
 import time
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import Callable, Optional
+from typing import Optional
 
 from reshard.storage import directories, locks, temporary
 from reshard.storage.costs import FileSystems, Measured, Storage
 from reshard.storage.new_local_file import NewLocalFile
 from reshard.storage.registry import absolute
-from reshard.storage.store import DirectoryEntry, Expected, FileStatus, Lock, Notify, OpenFile, Sending, Sign, Store
+from reshard.storage.store import DirectoryEntry, FileStatus, Notify, OpenFile, Sending, Store
 
-# Seconds. No single write takes longer.
-_MOMENT = 600.0
 # Larger reads take the time of their bytes.
 _SMALL = 64 << 10
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 class LocalFile:
@@ -47,7 +43,6 @@ class LocalFile:
     def __init__(self, descriptor: int, path: str, measured: Optional[Measured] = None) -> None:
         self.descriptor = descriptor
         self.path = path
-        self._on_network = measured is not None
         self._measured = measured
 
     def size(self) -> int:
@@ -77,24 +72,6 @@ class LocalFile:
         """Likewise into several buffers, one after the other."""
         self._measured = None
         return os.preadv(self.descriptor, outs, offset)
-
-    def being_written(self) -> bool:
-        """Whether it was changed a moment ago, and a process of this machine has it open for writing.
-
-        A large write changes the file's times only when it begins. A reader that opens the file during the write sees
-        the same times afterwards. False where the kernel does not report writers.
-        """
-        if self._on_network or abs(time.time() - os.fstat(self.descriptor).st_mtime) > _MOMENT:
-            return False
-        try:
-            # A process that opens it for writing between the two calls causes a signal, which would end this process.
-            fcntl.fcntl(self.descriptor, fcntl.F_SETSIG, signal.SIGURG)
-            # Refused while a process has it open for writing.
-            fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-        except OSError as error:
-            return error.errno == errno.EAGAIN
-        fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-        return False
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -133,9 +110,7 @@ class LocalStore(Store):
         """Costs of requests on the file system of a path, from the measurements so far."""
         return self._file_systems.costs(path)
 
-    def new_file(
-        self, path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None
-    ) -> NewLocalFile:
+    def new_file(self, path: str, size: int, sending: Optional[Sending] = None) -> NewLocalFile:
         """Begin to write a file under a temporary name, in a directory that is made if missing."""
         return NewLocalFile(path)
 
@@ -143,24 +118,39 @@ class LocalStore(Store):
         """Write a small file atomically, in an existing directory."""
         temporary.write_whole(path, data)
 
+    def create(self, path: str, data: bytes) -> bool:
+        """Write a small file atomically, in an existing directory, unless it exists."""
+        fd, unnamed = temporary.create(os.path.dirname(path))
+        try:
+            temporary.fill(fd, data)
+            os.link(unnamed, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            # File systems without links: callers hold a lock, or run alone.
+            if error.errno not in _NO_LINKS:
+                raise
+            if os.path.lexists(path):
+                return False
+            temporary.write_whole(path, data)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.remove(unnamed)
+            os.close(fd)
+        directories.sync(os.path.dirname(path))
+        return True
+
+    def make_empty(self, path: str) -> None:
+        """Make an empty file."""
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))
+
     def make_directory(self, path: str) -> bool:
         """Make a directory."""
-        fd, made = directories.open_directory(path, make=True)
-        os.close(fd)
-        return made
-
-    def touch(self, path: str) -> bool:
-        """Set the time of a file, or a link, to now."""
-        try:
-            with directories.opened_above(path) as (name, fd):
-                os.utime(name, dir_fd=fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return True
+        return directories.make(path)
 
     def flush(self, directory: str) -> None:
         """Flush a directory to disk."""
-        directories.sync_directory(directory)
+        directories.sync(directory)
 
     def place(self, path: str) -> Hashable:
         """Device and inode: the same file may have several names, and a directory several mounts."""
@@ -186,67 +176,21 @@ class LocalStore(Store):
         places = [os.path.dirname(path) or os.curdir, *([path] if os.path.lexists(path) else [])]
         return f"write permission: `{shlex.join(['ls', '-ld', *places])}` shows owner and rights"
 
-    def remove(self, path: str, if_same: Optional[Callable[[FileStatus], bool]] = None) -> None:
-        """Remove a file; with a condition, also flush the directory to disk."""
-        with directories.opened_above(path) as (name, fd):
-            if if_same is None or if_same(FileStatus.of(os.lstat(name, dir_fd=fd))):
-                os.unlink(name, dir_fd=fd)
-            if if_same is not None:
-                directories.sync(fd)
+    def remove(self, path: str) -> None:
+        """Remove a file."""
+        os.unlink(path)
 
     def remove_directory(self, path: str) -> None:
         """Remove a directory that is empty."""
-        with directories.opened_above(path) as (name, fd):
-            os.rmdir(name, dir_fd=fd)
+        os.rmdir(path)
 
-    def remove_dead(self, directory: str, complete: bool) -> None:
+    def remove_dead(self, directory: str) -> None:
         """Remove temporary files that no living process is writing."""
-        temporary.remove_dead(directory, complete)
+        temporary.remove_dead(directory)
 
-    def make_empty(self, path: str) -> None:
-        """Make an empty file atomically."""
-        with directories.opened_own(os.path.dirname(path)) as fd:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            os.close(os.open(os.path.basename(path), flags, 0o666, dir_fd=fd))
-
-    def make_empty_directory(self, path: str) -> None:
-        """Make a directory."""
-        with directories.opened_own(os.path.dirname(path)) as fd, contextlib.suppress(FileExistsError):
-            os.mkdir(os.path.basename(path), dir_fd=fd)
-        self.check_own(path, directory=True)
-
-    def remove_empty_directory(self, path: str) -> None:
-        """Remove a directory."""
-        self.remove_directory(path)
-
-    def own_names(self, directory: str) -> list[str]:
-        """The names in a directory of records."""
-        with directories.opened_own(directory) as fd:
-            return os.listdir(fd)
-
-    def check_own(self, path: str, directory: bool) -> None:
-        """Raise if a part of the path is a link."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            with directories.opened_own(path if directory else os.path.dirname(path)) as fd:
-                if directory or stat.S_ISREG(os.lstat(os.path.basename(path), dir_fd=fd).st_mode):
-                    return
-            raise directories.not_ours(path)
-
-    def lock(self, path: str, again: Callable[[], None], notify: Notify) -> AbstractContextManager[Callable[[], None]]:
+    def lock(self, path: str, notify: Notify) -> AbstractContextManager[None]:
         """Hold a file's lock exclusively."""
-        return locks.lock(path, again, notify)
-
-    def share(self, path: str, notify: Notify) -> Lock:
-        """Hold a file's lock shared."""
-        return locks.share(path, notify)
-
-    def try_lock(self, path: str) -> AbstractContextManager[Optional[bool]]:
-        """Hold a file's lock exclusively, if it is free."""
-        return locks.try_lock(path)
-
-    def sign_in(self, directory: str) -> Sign:
-        """A temporary file."""
-        return locks.FileSign(directory)
+        return locks.lock(path, notify)
 
     def _status_or_none(self, path: str) -> Optional[FileStatus]:
         """The status of what a path leads to, if it leads to anything."""

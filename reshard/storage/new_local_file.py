@@ -70,7 +70,7 @@ class WrittenFile(NewFile):
         """Refused: the process that made it finishes it."""
         raise OSError(errno.EPERM, "is finished by the process that made it")
 
-    def publish(self) -> Optional[FileStatus]:
+    def publish(self) -> None:
         """Refused: the process that made it publishes it."""
         raise OSError(errno.EPERM, "is published by the process that made it")
 
@@ -84,7 +84,7 @@ class WrittenFile(NewFile):
 
 
 class NewLocalFile(WrittenFile):
-    """A file under a temporary name; its directory is made if missing, and held open until the rename.
+    """A file under a temporary name; its directory is made if missing.
 
     Args:
         path: the final name.
@@ -95,27 +95,21 @@ class NewLocalFile(WrittenFile):
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._made_directory = False
-        # The file's own directory, even if its name leads to another one by now.
-        fd, self._directory_fd, self._temporary = self._create(os.path.dirname(path) or ".")
-        super().__init__(fd)
-
-    def _create(self, directory: str) -> tuple[int, int, str]:
-        for _ in range(_TIMES):
-            # Another run that gave up may remove the directory between the two calls.
-            with contextlib.suppress(FileNotFoundError):
-                directory_fd, self._made_directory = directories.open_directory(directory, make=True)
-                try:
-                    fd, unnamed = temporary.create(directory, directory_fd)
-                except BaseException:
-                    os.close(directory_fd)
+        self._directory = os.path.dirname(path)
+        for times in range(_TIMES):
+            self._made_directory = directories.make(self._directory or os.curdir)
+            try:
+                fd, self._temporary = temporary.create(self._directory)
+                break
+            except FileNotFoundError:
+                # Another run that gave up may remove the directory between the two calls.
+                if times + 1 == _TIMES:
                     raise
-                return fd, directory_fd, unnamed
-        raise FileNotFoundError(errno.ENOENT, "its directory was removed repeatedly")
+        super().__init__(fd)
 
     @cached_property
     def _file_system(self) -> str:
-        return file_system_of(os.path.dirname(self._temporary) or os.curdir)
+        return file_system_of(self._directory or os.curdir)
 
     @property
     def copies(self) -> bool:
@@ -133,27 +127,19 @@ class NewLocalFile(WrittenFile):
         """Flush it to disk."""
         os.fsync(self._fd)
         if self._made_directory:
-            directories.sync_directory(os.path.dirname(os.path.dirname(self._path) or ".") or ".")
+            directories.sync(os.path.dirname(self._directory))
         return FileStatus.of(os.fstat(self._fd))
 
     def publish(self) -> None:
         """Rename it, and flush the rename to disk."""
-        temporary.rename(self._temporary, self._path, self._directory_fd)
+        temporary.rename(self._temporary, self._path)
         self._temporary = ""
-        directories.sync(self._directory_fd)
 
     def discard(self) -> None:
         """Remove it, and its directory if it was made for this file and is empty."""
         path, self._temporary = self._temporary, ""
         if path:
             with contextlib.suppress(OSError):
-                temporary.remove(path, self._directory_fd)
+                temporary.remove(path)
                 if self._made_directory:
-                    with directories.opened_above(os.path.dirname(path)) as (name, fd):
-                        os.rmdir(name, dir_fd=fd)
-
-    def close(self) -> None:
-        """Close the descriptors."""
-        super().close()
-        with contextlib.suppress(OSError):
-            os.close(self._directory_fd)
+                    os.rmdir(self._directory)

@@ -160,19 +160,3 @@ def common_directory(directories: Iterable[str]) -> str:
 def real(path: str) -> str:
     """A path without links."""
     return path.rstrip("/") if scheme_of(path) else os.path.realpath(path)
-
-
-def unlinked(path: str) -> str:
-    """A path for writing, without links: as typed, or with links resolved."""
-    if scheme_of(path):
-        return path
-    place = os.path.abspath(path)
-    if os.path.realpath(path) == place:
-        # A link followed by .. was typed, but is not part of the result.
-        return os.path.normpath(path) if os.pardir in path.split(os.sep) else path
-    while not os.path.exists(place):
-        if os.path.islink(place):
-            # The target of a dangling link is not made: it may be a disk that is not mounted.
-            return path
-        place = os.path.dirname(place)
-    return os.path.realpath(path)

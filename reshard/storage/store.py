@@ -9,7 +9,7 @@ import stat
 import threading
 from abc import abstractmethod
 from collections.abc import Hashable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Callable, Optional, Protocol
 
 from reshard.named_tuple import NamedTuple
@@ -32,7 +32,6 @@ class FileStatus(NamedTuple):
             nanoseconds; for an object, a digest of its ETag.
         device: number of its device on this machine; for an object, a digest of service and bucket.
         inode: its number there; for an object, a digest of its key.
-        version: identifier of its version, for conditional writes: the ETag of an object; else empty.
     """
 
     regular: bool
@@ -42,7 +41,6 @@ class FileStatus(NamedTuple):
     changed: int
     device: int
     inode: int
-    version: str = ""
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileStatus:
@@ -124,9 +122,6 @@ class OpenFile(ReadableFile, Protocol):
     def pinned(self) -> bool:
         """Whether every read checks the version itself; if not, the caller checks the status again."""
 
-    def being_written(self) -> bool:
-        """Whether another process is writing to it, as far as the store can detect."""
-
     def close(self) -> None:
         """Close it."""
 
@@ -173,30 +168,14 @@ class NewFile(Protocol):
         No writes may follow.
         """
 
-    def publish(self) -> Optional[FileStatus]:
-        """Give the file its name, replacing another of that name; atomic and durable. After `finish`.
-
-        Returns:
-            None; or the status of an equal file that another run of the same conversion published first; it stays.
-        """
+    def publish(self) -> None:
+        """Give the file its name, replacing another of that name; atomic and durable. After `finish`."""
 
     def discard(self) -> None:
         """Remove a file without a name, if possible. Other threads may be writing."""
 
     def close(self) -> None:
         """Close it, after all other calls."""
-
-
-class Expected(NamedTuple):
-    """The expected current version under a new file's name, for stores with conditional writes.
-
-    Attributes:
-        version: version of the current file, see `FileStatus`; empty if there is none.
-        run: the conversion and its sources: a file that another run of these wrote is equally good.
-    """
-
-    version: str
-    run: str
 
 
 class Sending:
@@ -247,34 +226,6 @@ class Sending:
 Notify = Callable[[str], None]
 """Called with a message, once, at the start of a long wait."""
 
-SIGNS = ("lock.", "sign.")
-"""Beginning of the names of files in directories of records that show a living process."""
-
-
-class Lock(Protocol):
-    """A held lock."""
-
-    def check(self) -> None:
-        """Raise if it is lost: in an object store, another run removes locks that were not renewed in time.
-
-        Raises:
-            OSError: it is lost, or its state is unknown.
-        """
-
-    def release(self) -> None:
-        """Release it."""
-
-
-class Sign(Protocol):
-    """A file that exists until it is released, or its process dies."""
-
-    @property
-    def path(self) -> str:
-        """Path of the file."""
-
-    def release(self) -> None:
-        """Remove it."""
-
 
 class Store(Protocol):
     """Status, reading, writing and locking of files, by path.
@@ -288,8 +239,6 @@ class Store(Protocol):
 
     special_files: bool = False
     """Whether links, pipes and devices are possible."""
-    conditional: bool = False
-    """Whether new files can replace only an expected version, see `Expected`."""
     at_a_time: int = 1
     """Number of paths worth being inspected concurrently."""
 
@@ -349,15 +298,12 @@ class Store(Protocol):
     # Writing.
 
     @abstractmethod
-    def new_file(
-        self, path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None
-    ) -> NewFile:
+    def new_file(self, path: str, size: int, sending: Optional[Sending] = None) -> NewFile:
         """Begin to write a file, in a directory that is made if missing.
 
         Args:
             path: its final name.
             size: its final size in bytes.
-            expected: the version that it may replace; None for any. Ignored by stores without conditional writes.
             sending: sends parts, in a store that takes files in parts; None to send them in the writing thread.
         """
 
@@ -369,22 +315,20 @@ class Store(Protocol):
     def write_whole(self, path: str, data: bytes) -> None:
         """Write a small file, replacing another of its name, atomically and durably."""
 
+    @abstractmethod
+    def create(self, path: str, data: bytes) -> bool:
+        """Write a small file durably unless one of its name exists; whether this call wrote it.
+
+        Of several processes that create a file at once, one writes it.
+        """
+
     def make_empty(self, path: str) -> None:
         """Make an empty file if it is missing."""
         self.write_whole(path, b"")
 
-    def touch(self, path: str) -> bool:
-        """Set the time of a file to now; False if it is missing, or the store cannot set times."""
-        return False
-
     @abstractmethod
-    def remove(self, path: str, if_same: Optional[Callable[[FileStatus], bool]] = None) -> None:
-        """Remove a file durably. An object store may not report a missing one.
-
-        Args:
-            path: the file.
-            if_same: condition on its current status.
-        """
+    def remove(self, path: str) -> None:
+        """Remove a file. An object store may not report a missing one."""
 
     def make_directory(self, path: str) -> bool:
         """Make a directory and its missing parents; whether this call made it."""
@@ -398,80 +342,18 @@ class Store(Protocol):
         """Make names created in a directory durable."""
         return None
 
-    def remove_dead(self, directory: str, complete: bool) -> None:
-        """Remove files that dead runs left unfinished in a directory, if possible.
-
-        Args:
-            directory: the directory.
-            complete: no file remains to be written there.
-        """
+    def remove_dead(self, directory: str) -> None:
+        """Remove files that dead runs left unfinished in a directory, if possible."""
         return None
 
-    # Records and living processes. Paths are below a directory of records, see `directories.OWN`.
-
-    @abstractmethod
-    def make_empty_directory(self, path: str) -> None:
-        """Make a directory, if missing, that can be listed while empty."""
-
-    @abstractmethod
-    def remove_empty_directory(self, path: str) -> None:
-        """Remove such a directory."""
-
-    def own_names(self, directory: str) -> list[str]:
-        """The names in a directory of records, without following links.
-
-        Raises:
-            TargetError: it, or a directory above it in the records, is a link or not a directory.
-        """
-        return [entry.name for entry in self.entries(directory)]
-
-    def check_own(self, path: str, directory: bool) -> None:
-        """Raise if an existing file or directory of records is a link.
-
-        Raises:
-            TargetError: it, or a directory above it, is a link or of another kind.
-        """
-        return None
-
-    @abstractmethod
-    def lock(self, path: str, again: Callable[[], None], notify: Notify) -> AbstractContextManager[Callable[[], None]]:
+    def lock(self, path: str, notify: Notify) -> AbstractContextManager[None]:
         """Hold a lock exclusively while a block runs, after waiting for it; without locks, hold nothing.
-
-        Yields a check that raises `OSError` once the lock is lost.
 
         Args:
             path: the file to lock, made if missing. Its holder may remove it.
-            again: makes the file's directory again, if it was removed.
             notify: called when the wait is long.
 
         Raises:
             RetryableError: another process holds it for too long.
         """
-
-    @abstractmethod
-    def share(self, path: str, notify: Notify) -> Lock:
-        """Hold a shared lock, after waiting for it; without locks, hold nothing.
-
-        Args:
-            path: the file to lock, made if missing.
-            notify: called when the wait is long.
-
-        Raises:
-            RetryableError: another process holds it exclusively for too long.
-        """
-
-    @abstractmethod
-    def try_lock(self, path: str) -> AbstractContextManager[Optional[bool]]:
-        """Try to hold exclusively a lock that others `share`, while a block runs; some stores only check it.
-
-        True if it is free, False if a process holds it, None if unknown. A missing file is
-        not locked.
-        """
-
-    @abstractmethod
-    def sign_in(self, directory: str) -> Sign:
-        """Make a file in a directory that exists until it is released, or this process dies."""
-
-    def remove_dead_signs(self, directory: str) -> None:
-        """Remove files of dead processes in a directory of records, if possible."""
-        self.remove_dead(directory, complete=False)
+        return nullcontext()

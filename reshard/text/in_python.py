@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from reshard.errors import ReshardError
 from reshard.text.messages import Message, full_text, is_shortened
 
-_FLAGS = ("accept_changed_source", "overwrite", "reverse", "verify")
+_FLAGS = ("overwrite", "reverse", "verify")
 # Options whose parameter has another name or takes another value.
 _OTHERS = {"--no-fallback": "fallback=False", "--optimizer keep": "optimizer=True", "--jobs N": "jobs=N"}
 # A command to paste keeps its options.

@@ -16,7 +16,7 @@ from reshard.forms.ranks.coverage import check_ranks
 from reshard.forms.registry import form_named
 from reshard.named_tuple import NamedTuple
 from reshard.records import Identity, Manifest
-from reshard.records.ledger import current, ledgers_in
+from reshard.records.ledger import ledger_in
 from reshard.records.status import status_of
 from reshard.storage import is_directory, is_regular_file
 from reshard.strategies import Strategy, shards_of
@@ -468,7 +468,7 @@ def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Opt
         report: gets warnings about unreadable records.
 
     Returns:
-        None if the directory has no records, or they contradict each other.
+        None if the directory has no records.
 
     Raises:
         RetryableError: records cannot be read.
@@ -476,11 +476,11 @@ def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Opt
     if manifest is not None:
         return manifest.plan
     try:
-        begun = current(ledgers_in(out))
+        ledger = ledger_in(out)
     except TargetError as error:
         report.warn(f"{error.message}; it is ignored")
         return None
-    return begun[0].identity if len(begun) == 1 else None
+    return None if ledger is None else ledger.identity
 
 
 def written_ranks(out: str, report: Report) -> Optional[tuple[int, ...]]:

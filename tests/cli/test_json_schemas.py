@@ -127,8 +127,8 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("status", whole)
     printed["manifest"] = [json.loads((out / "recovered" / "reshard-manifest.json").read_text())]
     printed["manifest"].append(json.loads((whole / "reshard-manifest.json").read_text()))
-    printed["command"] = [json.loads(path.read_text()) for path in out.glob("*/.reshard/*/command.*.json")]
-    printed["plan"] = [json.loads(path.read_text()) for path in out.glob("*/.reshard/*/plan.json")]
+    printed["command"] = [json.loads(path.read_text()) for path in out.glob("*/.reshard/command.*.json")]
+    printed["plan"] = [json.loads(path.read_text()) for path in out.glob("*/.reshard/plan.json")]
     return printed
 
 

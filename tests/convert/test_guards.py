@@ -161,14 +161,6 @@ def test_a_target_within_the_directories_of_a_pattern_is_refused(world: World) -
     fails(2, *words, texts=["DST"])
 
 
-def test_overwriting_some_ranks_beside_those_of_another_run_is_refused(world: World) -> None:
-    world.save(FULL)
-    world.convert()
-    fails(3, *world.words("--overwrite", "--ranks", "0"), texts=["rank_1"])
-    world.convert("--overwrite")
-    world.by_rank(0, "--overwrite")
-
-
 def test_files_of_two_runs_on_different_ranks_give_a_warning(world: World) -> None:
     ranks = cut_ranks(world.source, FULL, COPIED)
     for rank, content in ranks.items():

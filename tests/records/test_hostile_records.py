@@ -36,19 +36,12 @@ class Record(NamedTuple):
 
 
 def plan_of(world: World) -> Path:
-    (paths,) = world.dst.glob(".reshard/*/plan.json")
-    return paths
+    return world.dst / ".reshard" / "plan.json"
 
 
 def result_of(world: World) -> Path:
     path = world.root / "result.json"
     path.write_text(done("fingerprint", world.src, "--strategy", world.old, "--json", "--quiet").out)
-    return path
-
-
-def scheduler_of(world: World) -> Path:
-    path = world.root / "scheduler.json"
-    path.write_text('{"type": "Scheduler", "address": "nothing://1"}')
     return path
 
 
@@ -65,21 +58,14 @@ RECORDS = {
         lambda world, path: [["status", world.dst], world.words(), world.words(0, command="by-rank")],
     ),
     "command": Record(
-        lambda world: next(world.dst.glob(".reshard/*/command.*.json")), lambda world, path: [["resume", world.dst]]
+        lambda world: next(world.dst.glob(".reshard/command.*.json")), lambda world, path: [["resume", world.dst]]
     ),
     "result": Record(result_of, lambda world, path: [["fingerprint", "--merge", path]]),
-    "scheduler": Record(
-        scheduler_of,
-        lambda world, path: [world.words("--scheduler", path)],
-        status=2,
-    ),
 }
 
 
 @pytest.fixture(params=RECORDS)
 def record(request: pytest.FixtureRequest, world: World) -> tuple[Record, Path]:
-    if request.param == "scheduler":
-        pytest.importorskip("distributed")
     world.save(tensors())
     world.convert("--checksum", "crc32")
     actual = RECORDS[request.param]

@@ -13,6 +13,7 @@ from typing import Optional, Protocol
 import pytest
 
 from reshard.storage import STORES
+from reshard.storage.s3 import service
 from tests.object_store import Objects
 from tests.storage.toy import SCHEME, ToyStore
 
@@ -109,7 +110,8 @@ def failing(number: int, method: str, path: str) -> Optional[str]:
 
 def try_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow enough retries: where other threads' requests succeed in between, all tries of one request may fail."""
-    monkeypatch.setattr("reshard.storage.s3.failures.MAX_TRIES", 60)
+    monkeypatch.setattr(service, "_TRIES", 60)
+    service._service.cache_clear()
 
 
 def content(size: int) -> bytes:

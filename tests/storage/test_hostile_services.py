@@ -213,7 +213,6 @@ def test_a_silent_service_is_an_error_in_bounded_time(
 ) -> None:
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
     monkeypatch.setattr("reshard.storage.s3.service._READ_SECONDS", 0.3)
-    monkeypatch.setattr("reshard.storage.s3.failures.PATIENCE", 0.5)
     service._service.cache_clear()
     objects.faults.choose = lambda number, method, path: (
         "silent" if ".ckpt" in path and method == ("GET" if kind == "reads" else "PUT") else None

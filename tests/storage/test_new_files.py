@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,10 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from reshard.records.record_files import RecordDirectory
 from reshard.storage import (
-    Expected,
-    FileStatus,
     NewFile,
     Sending,
     new_file,
@@ -28,11 +23,9 @@ from reshard.storage import (
     store_of,
     write_whole,
 )
-from reshard.storage.s3 import leases
 from reshard.storage.s3.new_object import MIN_PART_BYTES as PART
 from reshard.storage.s3.new_object import part_bytes
 from reshard.storage.s3.service import service
-from tests.corpus import ROOT
 from tests.object_store import KEY, SECRET, Objects
 from tests.storage.places import Place, content, failing
 
@@ -273,40 +266,13 @@ def test_files_are_removed(place: Place) -> None:
     assert list(place.content()) == ["a/file.more"]
 
 
-def test_directories_of_records_are_created_and_removed(place: Place) -> None:
-    place.put("rank_0/file", b"1")
-    root = f"{place.path}/.reshard"
-    store_of(root).make_directory(root)
-    store_of(root).make_directory(root)
-    for directory in (f"{root}/conversion", f"{root}/conversion/done"):
-        store_of(root).make_empty_directory(directory)
-        store_of(root).make_empty_directory(directory)
-        assert store_of(root).own_names(directory) == []
-    records = RecordDirectory(f"{root}/conversion", {"done": lambda name: name != "foreign"}, lambda name: False)
-    records.add("done", ["0.1", "0.2", "plan.json", "foreign"])
-    assert records.names("done") == ["0.1", "0.2", "foreign", "plan.json"]
-    assert records.names() == ["done"]
-    records.remove()
-    assert records.names("done") == ["foreign"]
-    records.discard("done", ["foreign"])
-    records.discard("done", ["foreign"])
-    records.remove()
-    store_of(root).remove_directory(root)
-    for directory in (f"{root}/conversion/done", f"{root}/conversion", root):
-        with pytest.raises((FileNotFoundError, NotADirectoryError)):
-            store_of(root).own_names(directory)
-    assert place.content() == {"rank_0/file": b"1"}
-
-
 # Requests by method, and by texts that the path contains or not.
 REQUESTS = {
     "begin": ("POST", "?uploads", "uploadId"),
     "part": ("PUT", "partNumber=", "nothing"),
     "complete": ("POST", "uploadId=", "nothing"),
     "put": ("PUT", "/file", "?"),
-    "claim": ("PUT", ".reshard-tmp-", "nothing"),
     "abort": ("DELETE", "uploadId=", "nothing"),
-    "unclaim": ("DELETE", ".reshard-tmp-", "nothing"),
 }
 
 
@@ -363,78 +329,26 @@ def test_a_failed_write_is_an_error_and_leaves_nothing(kind: str, fault: str, ob
     assert list(objects.content()) == ["file"] and objects.uploads() == []
 
 
-@pytest.mark.short
-def test_threads_that_fail_to_start_leave_no_upload(objects: Objects) -> None:
-    size = 4 * PART
-    objects.faults.choose = Failing("begin", "lost", 13)
-    with writing(objects.path("file"), size) as file:
-
-        def write(start: int) -> None:
-            with contextlib.suppress(OSError):
-                file.write(start, memoryview(bytes(PART)))
-
-        with ThreadPoolExecutor(4) as threads:
-            list(threads.map(write, range(0, size, PART)))
-        file.discard()
-    assert objects.content() == {} and objects.uploads() == []
-
-
-@pytest.mark.short
-def test_a_lost_upload_beside_a_concurrent_writer_is_aborted_later(objects: Objects) -> None:
-    path, whole = objects.path("file"), content(LARGE)
-    with writing(path, LARGE) as other:
-        other.write(0, memoryview(whole)[: 2 * PART])
-        objects.faults.choose = Failing("begin", "lost", 1)
-        written(path, bytes(LARGE))
-        # The owner of the two remaining uploads is unknown.
-        assert objects.content()["file"] == bytes(LARGE) and len(objects.uploads()) == 2
-        other.write(2 * PART, memoryview(whole)[2 * PART :])
-        other.finish()
-        other.publish()
-    assert objects.content()["file"] == whole and len(objects.uploads()) == 1
-    objects.faults.clock = 1000
-    store_of(path).remove_dead(objects.path(), complete=False)
-    assert objects.content() == {"file": whole} and objects.uploads() == []
-
-
-_GIVES_UP = """
-import sys
-from reshard.storage import new_file
-from reshard.storage.s3 import failures
-failures.pause = lambda times: 0.005
-file = new_file(sys.argv[1], int(sys.argv[2]))
-file.write(0, memoryview(bytes(int(sys.argv[2]))))
-file.discard()
-file.close()
-"""
-
-
-@pytest.mark.short
-def test_the_next_run_aborts_an_upload_that_could_not_be_aborted(objects: Objects) -> None:
-    path = objects.path("file")
-    objects.faults.choose = Failing("abort", "unavailable", 1000)
-    subprocess.run([sys.executable, "-c", _GIVES_UP, path, str(LARGE)], check=True, cwd=ROOT)
-    assert [key for key, _ in objects.uploads()] == ["file"] and len(objects.content()) == 1
-    objects.faults.choose = lambda *_: None
-    store_of(path).remove_dead(objects.path(), complete=False)
-    assert objects.content() == {} and objects.uploads() == []
-
-
 def test_an_upload_aborted_by_another_program_is_an_error(objects: Objects) -> None:
     path = objects.put("file", b"old")
-    for published_by_another in (False, True):
-        with writing(path, LARGE) as file:
-            write_all(file, bytes(LARGE))
-            file.finish()
-            for key, upload in objects.uploads():
-                objects.client.abort_multipart_upload(Bucket=objects.bucket, Key=key, UploadId=upload)
-            if published_by_another:
-                # The same bytes, but not these.
-                objects.put("file", bytes(LARGE))
-            with pytest.raises(OSError, match="another program aborted its upload"):
-                file.publish()
-            file.discard()
-    assert objects.content() == {"file": bytes(LARGE)} and objects.uploads() == []
+    with writing(path, LARGE) as file:
+        write_all(file, bytes(LARGE))
+        file.finish()
+        for key, upload in objects.uploads():
+            objects.client.abort_multipart_upload(Bucket=objects.bucket, Key=key, UploadId=upload)
+        with pytest.raises(OSError):
+            file.publish()
+        file.discard()
+    assert objects.content() == {"file": b"old"} and objects.uploads() == []
+
+
+@pytest.mark.short
+def test_of_several_processes_that_create_a_file_one_writes_it(place: Place) -> None:
+    path = f"{place.path}/plan"
+    with ThreadPoolExecutor(8) as threads:
+        created = list(threads.map(lambda number: store_of(path).create(path, b"%d" % number), range(8)))
+    assert sum(created) == 1
+    assert place.content() == {"plan": b"%d" % created.index(True)}
 
 
 def test_objects_of_other_programs_have_one_time_in_all_functions(objects: Objects) -> None:
@@ -481,78 +395,6 @@ def test_puts_do_not_wait_for_100_continue(objects: Objects) -> None:
     assert objects.content() == {"run/small": b"1", "run/large": data}
 
 
-def published(path: str, data: bytes, expected: Expected) -> Optional[FileStatus]:
-    with contextlib.closing(new_file(path, len(data), expected)) as file:
-        write_all(file, data)
-        file.finish()
-        return file.publish()
-
-
-def version(path: str) -> str:
-    status = status_at(path)
-    return "" if status is None else status.version
-
-
-@pytest.mark.short
-@pytest.mark.parametrize("size", [1000, PART + 1000])
-def test_a_file_replaces_only_what_was_expected(size: int, objects: Objects) -> None:
-    path, data = objects.path("file"), content(size)
-    # A missing file stays missing; an existing one stays unchanged.
-    assert published(path, data, Expected("", "mine")) is None
-    assert published(path, data[::-1], Expected(version(path), "mine")) is None
-    assert objects.content() == {"file": data[::-1]}
-    before = version(path)
-    objects.put("file", b"another's")
-    for expected in (Expected("", "mine"), Expected(before, "mine")):
-        with pytest.raises(OSError, match="another program has written this object since the run began"):
-            published(path, data, expected)
-        assert objects.content() == {"file": b"another's"} and objects.uploads() == []
-    objects.client.delete_object(Bucket=objects.bucket, Key="file")
-    with pytest.raises(OSError, match="another program has removed this object since the run began"):
-        published(path, data, Expected(before, "mine"))
-    assert objects.content() == {} and objects.uploads() == []
-
-
-@pytest.mark.short
-@pytest.mark.parametrize("size", [1000, PART + 1000])
-def test_an_equal_object_of_a_concurrent_run_stays(size: int, objects: Objects) -> None:
-    path, data = objects.path("file"), content(size)
-    assert published(path, data, Expected("", "one run of it")) is None
-    status = status_at(path)
-    assert published(path, data, Expected("", "one run of it")) == status == status_at(path)
-    with pytest.raises(OSError, match="another program has written"):
-        published(path, data, Expected("", "another conversion"))
-    assert objects.content() == {"file": data} and objects.uploads() == []
-
-
-@pytest.mark.parametrize("conditions", ["ignore", "refuse"])
-@pytest.mark.parametrize("size", [1000, PART + 1000])
-def test_without_conditional_writes_the_existing_object_is_checked(
-    size: int, conditions: str, objects: Objects
-) -> None:
-    objects.faults.conditions = conditions
-    assert not leases.has_conditional_writes(service(objects.path()), objects.path("lock"))
-    path, data = objects.path("file"), content(size)
-    assert published(path, data, Expected("", "mine")) is None
-    with pytest.raises(OSError, match="another program has written"):
-        published(path, data, Expected("", "another conversion"))
-    assert published(path, data, Expected(version(path), "mine")) is None
-    assert objects.content() == {"file": data} and objects.uploads() == []
-
-
-@pytest.mark.parametrize("fault, times", [("lost", 1), ("lost", 4), ("drop", 2), ("conflict", 2)])
-@pytest.mark.parametrize("kind", ["complete", "put"])
-def test_a_lost_response_is_not_mistaken_for_another_program(
-    kind: str, fault: str, times: int, objects: Objects
-) -> None:
-    path, data = objects.path("file"), content(1000 if kind == "put" else PART + 1000)
-    for _ in range(2):
-        objects.faults.choose = faults = Failing(kind, fault, times)
-        assert published(path, data, Expected(version(path), "mine")) is None
-        assert faults.left == 0
-        assert objects.content() == {"file": data} and objects.uploads() == []
-
-
 @pytest.mark.short
 def test_parts_are_sent_concurrently_while_others_are_filled(objects: Objects) -> None:
     under_way: list[int] = []
@@ -573,7 +415,7 @@ def test_parts_are_sent_concurrently_while_others_are_filled(objects: Objects) -
     objects.faults.choose = choose
     data = content(5 * PART)
     sending = Sending(3)
-    with contextlib.closing(new_file(objects.path("file"), len(data), None, sending)) as file:
+    with contextlib.closing(new_file(objects.path("file"), len(data), sending)) as file:
         # One thread fills them all.
         write_all(file, data)
         assert file.finish().size == len(data)
@@ -601,7 +443,7 @@ def test_memory_of_parts_is_reused_and_bounded() -> None:
 def test_a_failed_part_fails_the_file_and_leaves_nothing(objects: Objects) -> None:
     objects.faults.choose = lambda number, method, path: "refuse" if "partNumber=3" in path else None
     sending = Sending(2)
-    with contextlib.closing(new_file(objects.path("file"), 6 * PART, None, sending)) as file:
+    with contextlib.closing(new_file(objects.path("file"), 6 * PART, sending)) as file:
         with pytest.raises(PermissionError):
             write_all(file, bytes(6 * PART))
             file.finish()
@@ -621,7 +463,7 @@ def test_a_file_is_closed_after_its_last_part_although_others_failed(objects: Ob
 
     objects.faults.choose = choose
     sending = Sending(2)
-    file = new_file(objects.path("file"), 3 * PART, None, sending)
+    file = new_file(objects.path("file"), 3 * PART, sending)
     file.write(0, memoryview(bytes(PART)))
     while not any(one.done() for one in file._sent):  # type: ignore[attr-defined]
         time.sleep(0.01)

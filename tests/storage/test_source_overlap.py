@@ -15,9 +15,7 @@ import pytest
 import reshard
 from reshard.errors import TargetError, UsageError
 from reshard.execute import writing
-from reshard.storage import directories
-from tests.conftest import LONG
-from tests.running import LAUNCHER, Argument, done, fails
+from tests.running import LAUNCHER, done, fails
 from tests.running import reshard as run
 from tests.sampling import some_of
 from tests.small import World, tensors
@@ -142,52 +140,6 @@ def test_by_rank_does_not_replace_a_special_file(world: World) -> None:
     with pytest.raises(TargetError):
         reshard.transform_checkpoint_by_rank(0, files, str(target), str(world.old), str(world.new))
     assert target.is_fifo()
-
-
-FORMS: dict[str, list[Argument]] = {
-    "ranks": ["--prefix", "llama_rank_{rank}-1_200"],
-    "checkpoint2": ["--to", "checkpoint2"],
-    "huggingface": ["--to", "huggingface", "--max-shard-size", "100"],
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_no_directory_below_dst_is_followed_once_it_is_a_link(
-    form: str, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each time that a directory is about to be opened to write, or to remove, in it, it becomes a link."""
-    world.save(FULL)
-    strategy: list[Argument] = ["--dst-strategy", world.new] if form != "huggingface" else []
-    words = ["convert", world.src, world.dst, "--src-strategy", world.old, *strategy, *FORMS[form], "--jobs", "1"]
-    elsewhere = world.root / "elsewhere"
-    plain = directories.open_directory
-    opened = swapped_at = 0
-
-    def open_directory(path: str, trusted: str = "", make: bool = False) -> tuple[int, bool]:
-        nonlocal opened
-        opened += 1
-        place = Path(path)
-        if opened == swapped_at and place.is_relative_to(world.dst) and place.is_dir():
-            place.rename(world.root / "moved")
-            place.symlink_to(elsewhere)
-        return plain(path, trusted, make)
-
-    while opened >= swapped_at:
-        opened, swapped_at = 0, swapped_at + (1 if LONG else 3)
-        for place in (world.dst, elsewhere, world.root / "moved"):
-            if place.is_symlink():
-                place.unlink()
-            shutil.rmtree(place, ignore_errors=True)
-        for name in ("metadata.json", "meta.json", "plan.json", "done/0", "lock", "checkpoint_0.ckpt"):
-            (elsewhere / name).parent.mkdir(parents=True, exist_ok=True)
-            (elsewhere / name).write_bytes(b"somebody's")
-        before = tree_bytes(elsewhere)
-        with monkeypatch.context() as patch:
-            patch.setattr(directories, "open_directory", open_directory)
-            result = run(*words)
-        assert tree_bytes(elsewhere) == before, f"swapped at {swapped_at}"
-        assert result.status in (0, 1, 3) and "internal error" not in result.err, result.err
-    assert result.status == 0 and swapped_at > 20
 
 
 def test_dst_may_be_a_link_and_so_may_a_directory_above_it(world: World) -> None:

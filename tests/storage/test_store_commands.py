@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import reshard
-from reshard.storage.s3 import leases
 from tests.dask_cluster import DaskCluster
 from tests.lora.test_merge_lora import base, matrices, peft, weights
 from tests.object_store import Objects
@@ -251,41 +250,3 @@ def test_a_target_in_a_store_is_converted_back(objects: Objects, tmp_path: Path)
     done("convert", tmp_path / "out", tmp_path / "back", *cut)
     assert written(objects, "back") == tree(tmp_path / "back")
     assert json.loads(objects.content("back")["reshard-manifest.json"])
-
-
-@pytest.mark.short
-def test_a_late_run_replaces_no_object_of_another_program(objects: Objects, saved: World) -> None:
-    """Like a run that was suspended while another conversion was written."""
-    theirs = b"of another conversion"
-
-    def choose(number: int, method: str, path: str) -> None:
-        # Recorded, and about to be put.
-        if method == "PUT" and "/done/1." in path:
-            objects.put("out/rank_1/checkpoint_1.ckpt", theirs)
-
-    objects.faults.choose = choose
-    words: list[Argument] = ["convert", saved.src, objects.path("out"), *cuts(saved)]
-    fails(1, *words, texts=["rank_1", "another program has written this object since the run began"])
-    objects.faults.choose = lambda *_: None
-    assert objects.content("out/rank_1") == {"checkpoint_1.ckpt": theirs}
-
-
-@pytest.mark.short
-def test_a_run_declared_dead_stops_writing(objects: Objects, saved: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, slept = leases._now, [0.0]
-    monkeypatch.setattr(leases, "_now", lambda: plain() + slept[0])
-
-    def choose(number: int, method: str, path: str) -> None:
-        if method in ("PUT", "POST") and "/rank_" in path and not slept[0]:
-            # It slept, and another run began meanwhile, which removed what said that this one lives.
-            slept[0] = 1000.0
-            for key in objects.content():
-                if "/lock." in key:
-                    objects.client.delete_object(Bucket=objects.bucket, Key=key)
-
-    objects.faults.choose = choose
-    fails(1, "convert", saved.src, objects.path("out"), *cuts(saved), "--jobs", 1, texts=["another run removed"])
-    assert not objects.uploads()
-    slept[0] = 0.0
-    objects.faults.choose = lambda *_: None
-    done("convert", saved.src, objects.path("out"), *cuts(saved))

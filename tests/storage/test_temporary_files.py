@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import subprocess
 import sys
@@ -12,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from reshard.storage import store_of, temporary
 from tests.corpus import ROOT
 from tests.running import Argument, done
 from tests.small import World, tensors
@@ -25,30 +22,6 @@ from reshard.storage import temporary
 print(temporary.create(sys.argv[1])[1], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-def without_locks(fd: int, operation: int) -> None:
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-
-@pytest.mark.parametrize("locks", [True, False])
-@pytest.mark.parametrize("same", [True, False])
-def test_a_process_of_another_container_counts_as_alive(
-    same: bool, locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Containers that share a machine's network have one host name; a lock distinguishes them."""
-    if not locks:
-        monkeypatch.setattr(fcntl, "flock", without_locks)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: NOBODY)
-        if not same:
-            patch.setattr(temporary, "namespace", lambda: "0badcafe")
-        fd, path = temporary.create(str(tmp_path))
-    store_of(path).remove_dead(str(tmp_path), complete=False)
-    assert os.path.exists(path) == (locks or not same)
-    os.close(fd)
-    store_of(path).remove_dead(str(tmp_path), complete=False)
-    assert os.path.exists(path) == (not locks and not same)
 
 
 def test_get_removes_temporary_files_of_killed_runs(world: World) -> None:
@@ -68,13 +41,13 @@ def test_a_directory_is_flushed_after_each_rename(form: str, world: World, monke
     waiting: dict[tuple[int, int], str] = {}
     rename, fsync = os.rename, os.fsync
 
-    def place(fd: int) -> tuple[int, int]:
-        status = os.fstat(fd)
+    def place(of: Any) -> tuple[int, int]:
+        status = os.stat(of)
         return status.st_dev, status.st_ino
 
-    def renamed(source: str, target: str, **options: Any) -> None:
-        rename(source, target, **options)
-        waiting[place(options["dst_dir_fd"])] = target
+    def renamed(source: str, target: str) -> None:
+        rename(source, target)
+        waiting[place(os.path.dirname(target))] = target
 
     def flushed(fd: int) -> None:
         fsync(fd)

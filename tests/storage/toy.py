@@ -8,15 +8,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Callable, Optional
 from urllib.parse import quote, unquote
 from uuid import uuid4
 
-from reshard.storage import DirectoryEntry, Expected, FileStatus, NewFile, Notify, OpenFile, Sending, Store
+from reshard.storage import DirectoryEntry, FileStatus, NewFile, OpenFile, Sending, Store
 from reshard.storage.costs import LOCAL, Storage
-from reshard.storage.locks import Waiting
 from reshard.storage.s3.store import ObjectEntry
 
 SCHEME = "toy://"
@@ -73,9 +71,7 @@ class ToyStore(Store):
         """As of a local disk."""
         return LOCAL
 
-    def new_file(
-        self, path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None
-    ) -> NewFile:
+    def new_file(self, path: str, size: int, sending: Optional[Sending] = None) -> NewFile:
         """A file beside the others."""
         return _ToyFile(self, path, self._new / uuid4().hex)
 
@@ -85,46 +81,21 @@ class ToyStore(Store):
         new.write_bytes(data)
         os.replace(new, self.file(_key(path)))
 
-    def remove(self, path: str, if_same: Optional[Callable[[FileStatus], bool]] = None) -> None:
-        """Remove the file."""
-        if if_same is None or if_same(self.status(path)):
-            os.unlink(self.file(_key(path)))
-
-    def make_empty_directory(self, path: str) -> None:
-        """Add the name that ends in a slash."""
-        self.file(_below(path)).touch()
-
-    def remove_empty_directory(self, path: str) -> None:
-        """Remove that name."""
-        self.file(_below(path)).unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def lock(self, path: str, again: Callable[[], None], notify: Notify) -> Iterator[Callable[[], None]]:
-        """A file that only one can make."""
-        waiting = Waiting(path, notify, "remove it")
-        while True:
-            try:
-                os.close(os.open(self.file(_key(path)), os.O_CREAT | os.O_EXCL))
-                break
-            except FileExistsError:
-                waiting.pause()
+    def create(self, path: str, data: bytes) -> bool:
+        """A file beside the others, named if no other has its name."""
+        new = self._new / uuid4().hex
+        new.write_bytes(data)
         try:
-            yield lambda: None
+            os.link(new, self.file(_key(path)))
+        except FileExistsError:
+            return False
         finally:
-            self.remove(path)
+            os.unlink(new)
+        return True
 
-    def share(self, path: str, notify: Notify) -> _ToySign:
-        """A file of its own beside the path."""
-        return _ToySign(self, f"{path}.{uuid4().hex}")
-
-    @contextlib.contextmanager
-    def try_lock(self, path: str) -> Iterator[Optional[bool]]:
-        """Look for such files."""
-        yield not self.keys(f"{_key(path)}.")
-
-    def sign_in(self, directory: str) -> _ToySign:
-        """Another such file."""
-        return self.share(f"{directory}/sign", lambda text: None)
+    def remove(self, path: str) -> None:
+        """Remove the file."""
+        os.unlink(self.file(_key(path)))
 
 
 def _key(path: str) -> str:
@@ -137,20 +108,6 @@ def _below(path: str) -> str:
 
 def _missing(path: str) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-
-
-class _ToySign:
-    def __init__(self, store: ToyStore, path: str) -> None:
-        self._store = store
-        self.path = path
-        store.write_whole(path, b"")
-
-    def check(self) -> None:
-        pass
-
-    def release(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._store.remove(self.path)
 
 
 class _ToyOpenFile:
@@ -172,9 +129,6 @@ class _ToyOpenFile:
 
     def read_into(self, offset: int, out: memoryview) -> int:
         return os.preadv(self._fd, [out], offset)
-
-    def being_written(self) -> bool:
-        return False
 
     def close(self) -> None:
         os.close(self._fd)

@@ -406,7 +406,7 @@ def test_the_recorded_step_is_compared_before_the_manifest_exists(tmp_path: Path
     assert differences(world, "--ranks", "1") == []
     assert {name for _, name, _ in differences(world, "--ranks", "1", "--step", "1_10")} == {"w", "adam_m.w"}
     # Unreadable records are ignored.
-    for path in world.dst.glob(".reshard/*/plan.json"):
+    for path in world.dst.glob(".reshard/plan.json"):
         path.write_bytes(b"{}")
     result = world.verify("--ranks", "1", "--step", "1_9", "--exclude", "b")
     assert result.status == 0

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import time
 from collections.abc import Mapping
 from datetime import datetime
 
@@ -21,10 +19,6 @@ _MAX_KEY_LENGTH = 1024
 _MODIFIED = "mtime"
 _SECONDS = re.compile(r"([0-9]{1,10})(?:\.([0-9]{1,18}))?")
 _SECOND = 1_000_000_000
-WRITE = "reshard-write"
-"""Metadata with the number of the upload, unique for each of ours."""
-RUN = "reshard-run"
-"""Metadata with the conversion and its sources."""
 
 
 class Address(NamedTuple):
@@ -76,20 +70,9 @@ def number_of(*parts: str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def metadata_of(modified: int, run: str = "") -> dict[str, str]:
-    """Metadata for an object that is written now.
-
-    Args:
-        modified: the time, in nanoseconds.
-        run: the conversion and its sources; empty if there is none.
-    """
-    metadata = {_MODIFIED: f"{modified // _SECOND}.{modified % _SECOND:09d}", WRITE: os.urandom(8).hex()}
-    return {**metadata, RUN: run} if run else metadata
-
-
-def metadata_now() -> dict[str, str]:
-    """Likewise, for this moment."""
-    return metadata_of(time.time_ns())
+def metadata_of(modified: int) -> dict[str, str]:
+    """Metadata for an object that is written at a time in nanoseconds."""
+    return {_MODIFIED: f"{modified // _SECOND}.{modified % _SECOND:09d}"}
 
 
 def modified_at(uploaded: datetime, metadata: Mapping[str, str]) -> int:

@@ -1,30 +1,29 @@
 """Objects while they are written: in parts, in any order; the object is invisible until all parts are stored.
 
-An object of one part is written with one request. A larger one is a multipart upload; see `s3/uploads.py`.
+An object of one part is written with one request, a larger one by a multipart upload. A process that is killed leaves
+its upload in the service, which a rule of the bucket ends (docs/stores.md).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import threading
 import time
 from concurrent.futures import Future, wait
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import numpy as np
 
-from reshard.storage.s3.address import RUN, WRITE, Address, metadata_of
-from reshard.storage.s3.leases import Lease, knows_conditions
-from reshard.storage.s3.objects import Version, version_of
-from reshard.storage.s3.service import SentBytes, Service, field
-from reshard.storage.s3.uploads import abort_all, claim
-from reshard.storage.store import Expected, FileStatus, NewFile, Sending
+from reshard.storage.s3.address import Address, metadata_of
+from reshard.storage.s3.objects import Version
+from reshard.storage.s3.service import Service, field
+from reshard.storage.store import FileStatus, NewFile, Sending
 
 # Services accept no smaller parts, except the last, and no more parts.
 MIN_PART_BYTES = 5 << 20
 _MAX_PARTS = 10_000
-_MAPPED_BYTES = 1 << 20
 
 
 def part_bytes(size: int) -> int:
@@ -38,14 +37,8 @@ class _Part:
 
     def __init__(self, size: int, sending: Optional[Sending]) -> None:
         # Mapped memory is released once the part is sent; the heap would keep the memory of many threads.
-        self.data: Union[bytearray, mmap.mmap]
-        if size < _MAPPED_BYTES:
-            self.data = bytearray(size)
-        elif sending is not None:
-            self.data = sending.buffer(size)
-        else:
-            self.data = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.left = size
+        self.data = mmap.mmap(-1, max(1, size)) if sending is None else sending.buffer(size)
+        self.size = self.left = size
 
 
 class NewObject(NewFile):
@@ -55,43 +48,25 @@ class NewObject(NewFile):
         service: the service.
         path: path of the object.
         size: its final size in bytes.
-        expected: the version that it may replace; None for any.
         sending: sends full parts; None to send each in the thread that filled it.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        path: str,
-        size: int,
-        expected: Optional[Expected] = None,
-        sending: Optional[Sending] = None,
-    ) -> None:
+    def __init__(self, service: Service, path: str, size: int, sending: Optional[Sending] = None) -> None:
         self._service = service
         self._path = path
         self._size = size
-        self._expected = expected
         self._sending = sending
         self._part_bytes = part_bytes(size)
+        self._in_parts = size > self._part_bytes
         self._modified = time.time_ns()
-        self._metadata = metadata_of(self._modified, "" if expected is None else expected.run)
         self._lock = threading.Lock()
-        self._filling: dict[int, _Part] = {}
+        self._filling: dict[int, _Part] = {} if self._in_parts else {0: _Part(size, None)}
         self._sent: list[Future[None]] = []
-        # ETags of the stored parts, by number from 1 on.
-        self._etags: dict[int, str] = {}
-        self._uploaded = 0
-        self._upload: Optional[str] = None
-        self._lease: Optional[Lease] = None
+        # ETags and sizes of the stored parts, by number from 1 on.
+        self._stored: dict[int, tuple[str, int]] = {}
         self._begin_lock = threading.Lock()
-        # Requests to begin the upload without an answer; some may have succeeded.
-        self._unanswered = 0
-        # The error of beginning the upload.
-        self._cause: Optional[OSError] = None
-        self._putting = 0
+        self._upload: Optional[str] = None
         self._gone = False
-        if size <= self._part_bytes:
-            self._filling[0] = _Part(size, None)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Add bytes; a part that becomes full is uploaded."""
@@ -105,7 +80,7 @@ class NewObject(NewFile):
                 if part is None:
                     size = min(self._part_bytes, self._size - number * self._part_bytes)
                     part = self._filling[number] = _Part(size, self._sending)
-            count = min(len(data) - written_bytes, len(part.data) - start)
+            count = min(len(data) - written_bytes, part.size - start)
             # NumPy copies without holding the GIL.
             np.frombuffer(part.data, np.uint8)[start : start + count] = np.frombuffer(
                 data[written_bytes : written_bytes + count], np.uint8
@@ -113,74 +88,34 @@ class NewObject(NewFile):
             written_bytes += count
             with self._lock:
                 part.left -= count
-                full = part.left == 0
-                if full and self._size > self._part_bytes:
+                full = part.left == 0 and self._in_parts
+                if full:
                     del self._filling[number]
-            if full and self._size > self._part_bytes:
-                self._send(number, part)
-
-    def _send(self, number: int, part: _Part) -> None:
-        if self._sending is None:
-            return self._put_part(number, part)
-        sent = self._sending.submit(lambda: self._put_part(number, part))
-        with self._lock:
-            # Each future is tested once: a part that fails meanwhile must not be dropped as completed.
-            completed = {future for future in self._sent if future.done()}
-            failed = next((future for future in completed if future.exception() is not None), None)
-            self._sent = [future for future in self._sent if future not in completed]
-            self._sent += [sent] if failed is None else [failed, sent]
-        if failed is not None:
-            failed.result()
+            if full and self._sending is None:
+                self._put_part(number, part)
+            elif full and self._sending is not None:
+                sent = self._sending.submit(lambda number=number, part=part: self._put_part(number, part))  # type: ignore[misc]
+                with self._lock:
+                    completed = [future for future in self._sent if future.done()]
+                    self._sent = [future for future in self._sent if future not in completed] + [sent]
+                for future in completed:
+                    future.result()
 
     def _put_part(self, number: int, part: _Part) -> None:
-        upload = self._begun()
-        with self._lock:
-            # Either `discard` sees this request in flight, or this sees that the upload was given up.
-            if self._gone:
-                raise self._given_up()
-            self._putting += 1
-        try:
-            body = SentBytes(memoryview(part.data))
-            answer = self._request("upload_part", UploadId=upload, PartNumber=number + 1, Body=body)
-            etag = field(answer, "ETag", str, self._path)
-        finally:
-            with self._lock:
-                self._putting -= 1
-        with self._lock:
-            self._etags[number + 1] = etag
-            self._uploaded += len(part.data)
-        if self._sending is not None and isinstance(part.data, mmap.mmap):
-            self._sending.give_back(part.data)
-
-    def _begun(self) -> str:
-        """The upload's number; the first call begins the upload."""
         with self._begin_lock:
             if self._gone:
-                raise self._given_up()
-            if self._cause is not None:
-                # Waiting threads do not repeat the failed attempts.
-                raise self._cause
-            if self._lease is None:
-                # Claimed first: an upload whose number is lost in transit is found, too.
-                self._lease = claim(self._service, self._path)
+                raise OSError(errno.ECANCELED, "was given up", self._path)
             if self._upload is None:
-                try:
-                    self._upload = self._service.again(self._path, self._begin)
-                except OSError as error:
-                    self._cause = error
-                    raise
-            return self._upload
-
-    def _begin(self) -> str:
-        bucket, key = Address.parse(self._path)
-        self._unanswered += 1
-        answer = self._service.client.create_multipart_upload(Bucket=bucket, Key=key, Metadata=self._metadata)
-        upload = field(answer, "UploadId", str, self._path)
-        self._unanswered -= 1
-        return upload
-
-    def _given_up(self) -> OSError:
-        return OSError(errno.ECANCELED, "was given up", self._path)
+                answer = self._request("create_multipart_upload", Metadata=metadata_of(self._modified))
+                self._upload = field(answer, "UploadId", str, self._path)
+        body = memoryview(part.data)[: part.size]
+        answer = self._request(
+            "upload_part", UploadId=self._upload, PartNumber=number + 1, Body=_Body(body), ContentLength=part.size
+        )
+        with self._lock:
+            self._stored[number + 1] = field(answer, "ETag", str, self._path), part.size
+        if self._sending is not None:
+            self._sending.give_back(part.data)
 
     def _request(self, operation: str, **arguments: Any) -> Any:
         return self._service.request(self._path, operation, **arguments)
@@ -190,117 +125,60 @@ class NewObject(NewFile):
         for sent in self._sent:
             sent.result()
         # Missing bytes show in the size, which the caller compares.
-        size = self._uploaded
-        if self._size <= self._part_bytes:
-            size = self._size - self._filling[0].left
+        size = sum(size for _, size in self._stored.values()) if self._in_parts else self._size - self._filling[0].left
         version = Version(Address.parse(self._path), self._path, size, "", self._modified)
         return version.status(self._service.name)
 
-    def publish(self) -> Optional[FileStatus]:
-        """Write it, or complete its upload, if the current object is as expected."""
-        if self._gone:
-            raise self._given_up()
-        if self._expected is None:
-            self._publish()
-        else:
-            another = self._publish_expecting(self._expected)
-            if another is not None:
-                return another
-        self._upload = None
-        self._release(clean=True)
-        return None
-
-    def _publish_expecting(self, expected: Expected) -> Optional[FileStatus]:
-        """Publish it under a condition; the status of an equal object that another run published first, or None."""
-        conditional = knows_conditions(self._service, self._path)
-        if conditional:
-            try:
-                self._publish(**({"IfMatch": expected.version} if expected.version else {"IfNoneMatch": "*"}))
-                return None
-            except OSError as error:
-                if error.errno not in (errno.ESTALE, errno.ENOENT, errno.ENOTSUP):
-                    raise
-                conditional = error.errno != errno.ENOTSUP
-        current = self._service.head(self._path)
-        if current is not None and self._is_ours(current):
-            return None
-        if not conditional and (current or {}).get("ETag", "") == expected.version:
-            self._publish()
-            return None
-        if current is not None and current.get("Metadata", {}).get(RUN) == expected.run:
-            version = version_of(current, current.get("ContentLength"), Address.parse(self._path), self._path)
-            return version.status(self._service.name)
-        change = "removed" if current is None else "written"
-        raise OSError(errno.ESTALE, f"another program has {change} this object since the run began", self._path)
-
-    def _publish(self, **condition: str) -> None:
-        if self._size <= self._part_bytes:
-            body = SentBytes(memoryview(self._filling[0].data))
-            self._request("put_object", Body=body, Metadata=self._metadata, **condition)
+    def publish(self) -> None:
+        """Write it, or complete its upload."""
+        if not self._in_parts:
+            body = bytes(memoryview(self._filling[0].data)[: self._size])
+            self._request("put_object", Body=body, Metadata=metadata_of(self._modified))
             return
-        parts = {"Parts": [{"PartNumber": number, "ETag": etag} for number, etag in sorted(self._etags.items())]}
-        try:
-            self._request("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts, **condition)
-        except FileNotFoundError:
-            # It succeeded and the answer was lost, or another program aborted it, or removed the object to replace.
-            current = self._service.head(self._path)
-            if current is not None and self._is_ours(current):
-                return
-            if condition and (current or {}).get("ETag") != condition.get("IfMatch"):
-                raise
-            raise OSError(errno.ECANCELED, "another program aborted its upload", self._path) from None
-
-    def _is_ours(self, head: Any) -> bool:
-        """Whether an object was written by this upload."""
-        upload_number = head.get("Metadata", {}).get(WRITE)
-        return bool(head.get("ContentLength") == self._size and upload_number == self._metadata[WRITE])
+        parts = [{"PartNumber": number, "ETag": etag} for number, (etag, _) in sorted(self._stored.items())]
+        self._request("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": parts})
+        self._upload = None
 
     def discard(self) -> None:
         """Abort its upload, unless it is complete."""
-        with self._begin_lock, self._lock:
+        with self._begin_lock:
             self._gone = True
-            # Requests in flight may arrive after the upload is aborted; `close` removes their parts.
-            late = self._putting > 0
-        clean = self._upload is None or self._aborted(self._upload)
-        if not late:
-            self._upload = None
-            self._release(clean)
-
-    def _aborted(self, upload: str) -> bool:
-        """Abort an upload; whether it is gone, or this program may never abort it."""
-        try:
-            self._request("abort_multipart_upload", UploadId=upload)
-        except (FileNotFoundError, PermissionError):
-            return True
-        except OSError:
-            return False
-        return True
-
-    def _release(self, clean: bool) -> None:
-        """Remove the mark of the upload.
-
-        Args:
-            clean: no upload can remain. Otherwise the mark stays, so that another run finds the upload.
-        """
-        lease, self._lease = self._lease, None
-        if lease is None:
-            return
-        if clean and (not self._unanswered or self._aborted_unanswered(lease.path)):
-            lease.release()
-        else:
-            lease.abandon()
-
-    def _aborted_unanswered(self, mark: str) -> bool:
-        """Abort uploads whose numbers were lost in transit; whether none can remain."""
-        try:
-            return abort_all(self._service, self._path, mark)
-        except PermissionError:
-            return True
-        except OSError:
-            return False
+            upload, self._upload = self._upload, None
+        if upload is not None:
+            # Parts in flight may arrive after the upload is aborted, and would stay.
+            wait(self._sent)
+            with contextlib.suppress(OSError):
+                self._request("abort_multipart_upload", UploadId=upload)
 
     def close(self) -> None:
         """Release the memory and everything that was not published."""
         wait(self._sent)
         self.discard()
         self._filling.clear()
+
+
+class _Body:
+    """Bytes as a file that is sent in blocks, which are not copied; boto3 goes back in it to send them again."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._position = 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read(self, count: int = -1) -> memoryview:
+        """The next bytes: more than requested if that is little."""
+        end = len(self._data) if count < 0 else self._position + max(count, 128 << 10)
+        block = self._data[self._position : end]
+        self._position += len(block)
+        return block
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Go to an offset."""
+        self._position = offset + (0, self._position, len(self._data))[whence]
+        return self._position
+
+    def tell(self) -> int:
+        """The offset of the next byte."""
+        return self._position

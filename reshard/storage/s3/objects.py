@@ -1,33 +1,30 @@
-"""Objects that are read: by ranges of the opened version; failed requests are repeated."""
+"""Objects that are read: by ranges of the opened version."""
 
 from __future__ import annotations
 
 import errno
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 
 from reshard.named_tuple import NamedTuple
 from reshard.storage.costs import Measured
-from reshard.storage.s3 import failures
 from reshard.storage.s3.address import Address, modified_at, number_of
-from reshard.storage.s3.failures import StrangeAnswer
-from reshard.storage.s3.service import Service, field
-from reshard.storage.s3.windows import Jumps, Windows
+from reshard.storage.s3.service import CHANGED, Service, StrangeAnswer, field, status_of
 from reshard.storage.store import FileStatus
+from reshard.threads import ThreadLock, thread_pool
 
 # Bytes read when an object is opened, in the request that returns its size: most files' headers fit.
-HEAD = 64 << 10
+_HEAD = 64 << 10
 # Requests up to this size are answered from windows, which grow with sequential reading.
 _SMALL = 256 << 10
-_MIN_WINDOW = 64 << 10
 _MAX_WINDOW = 1 << 20
-_NEAR = 1 << 20
-# Bytes on both sides of an expected request.
-_MARGIN = 4 << 10
-# Block size of the client.
+# Maximum bytes of the windows of all objects.
+_MAX_WINDOWS = 16 << 20
+_AT_A_TIME = 64
 _CHUNK = 256 << 10
 HELD = 2 * _CHUNK
 """Bytes held during a request, in addition to the buffer that it fills."""
@@ -53,6 +50,18 @@ class Version(NamedTuple):
     etag: str
     modified: int
 
+    @classmethod
+    def of(cls, answer: Any, size: Optional[int], path: str) -> Version:
+        """The version in an answer.
+
+        Raises:
+            StrangeAnswer: it has no size or time.
+        """
+        if size is None or size < 0:
+            raise StrangeAnswer(path, f"a size of {size}")
+        modified = modified_at(field(answer, "LastModified", datetime, path), answer.get("Metadata", {}))
+        return cls(Address.parse(path), path, size, answer.get("ETag") or "", modified)
+
     def status(self, service_name: str) -> FileStatus:
         """Its status as of any file."""
         bucket, key = self.address
@@ -64,7 +73,6 @@ class Version(NamedTuple):
             changed=number_of(self.etag),
             device=number_of(service_name, bucket),
             inode=number_of(service_name, bucket, key),
-            version=self.etag,
         )
 
 
@@ -74,37 +82,38 @@ class ObjectReader:
     Attributes:
         service: the service.
         measured: cost of requests.
-        windows: bytes around small requests.
     """
 
     def __init__(self, service: Service) -> None:
         self.service = service
         self.measured = Measured()
-        self.windows: Windows[Version] = Windows()
+        # Bytes around small requests, by version and offset; the last one used is the last.
+        self._windows: OrderedDict[tuple[Version, int], bytes] = OrderedDict()
+        self._bytes = 0
+        self._lock = ThreadLock()
 
-    def first(self, address: Address, path: str) -> Version:
-        """The object at an address; its window then holds its first bytes.
+    def first(self, path: str) -> Version:
+        """The object at a path; its first bytes are in a window then.
 
         Raises:
             OSError: it is missing, may not be read, or the service does not answer.
         """
-        data = bytearray(HEAD)
+        data = bytearray(_HEAD)
 
         def get() -> Version:
             try:
-                version, count = self._get(address, path, 0, memoryview(data))
+                version, count = self._get(path, 0, memoryview(data))
             except Exception as error:
-                if failures.status_of(error) != _EMPTY:
+                if status_of(error) != _EMPTY:
                     raise
                 # An empty object has no range.
-                head = self.service.client.head_object(Bucket=address.bucket, Key=address.key)
-                return version_of(head, head.get("ContentLength"), address, path)
-            if count != min(HEAD, version.size):
-                raise StrangeAnswer(path, f"{count} bytes of {min(HEAD, version.size)}")
-            self.windows.keep(version, 0, bytes(data[:count]))
+                bucket, key = Address.parse(path)
+                head = self.service.client.head_object(Bucket=bucket, Key=key)
+                return Version.of(head, head.get("ContentLength"), path)
+            self.keep(version, 0, bytes(data[:count]))
             return version
 
-        return self.service.outside(lambda: self.service.again(path, get))
+        return self.service.again(path, get)
 
     def read_into(self, version: Version, offset: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes of an object from an offset on; all of them must exist.
@@ -112,105 +121,71 @@ class ObjectReader:
         Raises:
             OSError: it was replaced, or the service does not answer.
         """
-        received = 0
+        self.service.again(version.path, lambda: self._get(version.path, offset, out, version))
 
-        def advance(count: int) -> None:
-            nonlocal received
-            received += count
-
-        def get() -> None:
-            while received < len(out):
-                before = received
-                self._get(version.address, version.path, offset + received, out[received:], version, advance)
-                if received == before:
-                    raise StrangeAnswer(version.path, "a range without a byte")
-
-        self.service.outside(lambda: self.service.again(version.path, get, lambda: received))
-
-    def _get(
-        self,
-        address: Address,
-        path: str,
-        offset: int,
-        out: memoryview,
-        version: Optional[Version] = None,
-        advance: Callable[[int], None] = lambda count: None,
-    ) -> tuple[Version, int]:
+    def _get(self, path: str, offset: int, out: memoryview, version: Optional[Version] = None) -> tuple[Version, int]:
         """Read a range with one request: the object's version, and the number of bytes read.
 
         Args:
-            address: address of the object.
-            path: its name, for messages.
+            path: path of the object.
             offset: beginning of the range.
             out: buffer; it may be filled in part if the object ends.
             version: the required version; None for any.
-            advance: called with the number of bytes of each block.
 
         Raises:
-            OSError: the object has another version, or the answer is impossible.
+            OSError: the object has another version, or the answer is not what was asked for.
         """
         begun = time.perf_counter()
+        bucket, key = Address.parse(path)
         condition = {"IfMatch": version.etag} if version is not None and version.etag else {}
         answer = self.service.client.get_object(
-            Bucket=address.bucket, Key=address.key, Range=f"bytes={offset}-{offset + len(out) - 1}", **condition
+            Bucket=bucket, Key=key, Range=f"bytes={offset}-{offset + len(out) - 1}", **condition
         )
         body = answer["Body"]
         try:
-            start, stop, size = _range_of(answer, path)
-            current = version_of(answer, size, address, path)
+            match = _RANGE.fullmatch(answer.get("ContentRange") or "")
+            if match is None:
+                raise StrangeAnswer(path, f"the range {answer.get('ContentRange')!r}")
+            start, last, size = map(int, match.groups())
+            current = Version.of(answer, size, path)
             # Some services ignore the condition.
             if version is not None and current != version:
-                raise OSError(errno.ESTALE, failures.CHANGED, path)
-            if start != offset or stop != min(offset + len(out), size):
-                raise StrangeAnswer(
-                    path, f"bytes {start} to {stop} where {offset} to {offset + len(out)} were requested"
-                )
+                raise OSError(errno.ESTALE, CHANGED, path)
+            stop = min(offset + len(out), size)
+            if start != offset or last + 1 != stop:
+                raise StrangeAnswer(path, f"bytes {start} to {last + 1} where {offset} to {stop} were requested")
             self.measured.request(time.perf_counter() - begun)
             received = 0
-            while received < stop - start:
-                data = body.read(min(_CHUNK, stop - start - received))
-                if not data:
-                    break
+            for data in body.iter_chunks(_CHUNK):
+                if received + len(data) > stop - start:
+                    raise StrangeAnswer(path, f"more than {stop - start} bytes")
                 out[received : received + len(data)] = data
                 received += len(data)
-                advance(len(data))
-            return current, received
-        except BaseException:
-            # The rest of the answer is not read: the connection cannot be used again.
+        finally:
+            # Of an error, the rest of the answer is not read: the connection cannot be used again.
             body.close()
-            raise
+        if received != stop - start:
+            raise ValueError(f"{received} of {stop - start} bytes arrived")
+        return current, received
 
+    def find(self, version: Version, offset: int, count: int) -> Optional[bytes]:
+        """Bytes of an object from one of its windows; None if no window holds them."""
+        with self._lock:
+            for window in reversed(self._windows):
+                start, data = window[1], self._windows[window]
+                if window[0] == version and start <= offset and offset + count <= start + len(data):
+                    self._windows.move_to_end(window)
+                    return data[offset - start : offset - start + count]
+        return None
 
-def _range_of(answer: Any, path: str) -> tuple[int, int, int]:
-    """Beginning and end of an answer's bytes in their object, and the object's size.
-
-    Raises:
-        StrangeAnswer: the answer lacks them.
-    """
-    text = answer.get("ContentRange")
-    if text is None:
-        # Answers with whole objects have no range.
-        size = field(answer, "ContentLength", int, path)
-        return 0, size, size
-    match = _RANGE.fullmatch(text)
-    if match is None:
-        raise StrangeAnswer(path, f"ContentRange is {text[:80]!r}")
-    start, last, size = map(int, match.groups())
-    if last + 1 - start != answer.get("ContentLength") or last >= size:
-        raise StrangeAnswer(path, f"{answer.get('ContentLength')} bytes of the range {text!r}")
-    return start, last + 1, size
-
-
-def version_of(answer: Any, size: Optional[int], address: Address, path: str) -> Version:
-    """The object's version in an answer.
-
-    Raises:
-        StrangeAnswer: it has no size or time.
-    """
-    if size is None or size < 0:
-        raise StrangeAnswer(path, f"a size of {size}")
-    modified = modified_at(field(answer, "LastModified", datetime, path), answer.get("Metadata", {}))
-    return Version(address, path, size, answer.get("ETag") or "", modified)
+    def keep(self, version: Version, start: int, data: bytes) -> None:
+        """Keep a window, and drop the least recently used ones."""
+        with self._lock:
+            self._bytes += len(data) - len(self._windows.pop((version, start), b""))
+            self._windows[version, start] = data
+            while self._bytes > _MAX_WINDOWS:
+                _, dropped = self._windows.popitem(last=False)
+                self._bytes -= len(dropped)
 
 
 class ObjectFile:
@@ -228,7 +203,8 @@ class ObjectFile:
     def __init__(self, reader: ObjectReader, version: Version) -> None:
         self._reader = reader
         self._version = version
-        self._jumps = Jumps()
+        # Where the last window ended, its size, and its distance from the one before.
+        self._end = self._size = 0
 
     @property
     def path(self) -> str:
@@ -255,7 +231,7 @@ class ObjectFile:
     def read_into(self, offset: int, out: memoryview) -> int:
         """Likewise into ``out``, from its beginning; the number of bytes read."""
         count = max(0, min(len(out), self._version.size - offset))
-        if count <= _MIN_WINDOW:
+        if count <= _HEAD:
             out[:count] = self._small(offset, count)
         else:
             self._reader.read_into(self._version, offset, out[:count])
@@ -263,41 +239,28 @@ class ObjectFile:
 
     def read_each(self, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
         """The bytes of several (offset, bytes) ranges inside the object, in order, read concurrently."""
-        return self._reader.service.each(self._exactly, ranges)
+        with thread_pool(min(_AT_A_TIME, max(1, len(ranges)))) as pool:
+            yield from pool.map(lambda place: self._exactly(*place), ranges)
 
-    def _exactly(self, place: tuple[int, int]) -> bytes:
-        offset, count = place
-        data = self._reader.windows.find(self._version, offset, count)
-        if data is not None:
-            return data
+    def _exactly(self, offset: int, count: int) -> bytes:
+        data = self._reader.find(self._version, offset, count)
+        if data is not None or not count:
+            return data or b""
         out = bytearray(count)
         self._reader.read_into(self._version, offset, memoryview(out))
         return bytes(out)
 
-    def being_written(self) -> bool:
-        """Objects are replaced, never modified."""
-        return False
+    def _small(self, offset: int, count: int) -> bytes:
+        """A few bytes, from their window or a new one, which grows while reading goes on near the last one."""
+        cached = self._reader.find(self._version, offset, count)
+        if cached is not None:
+            return cached
+        near = 0 <= offset - self._end <= _MAX_WINDOW
+        self._size = min(_MAX_WINDOW, 2 * self._size) if near and self._size else _HEAD
+        data = self._exactly(offset, min(max(count, self._size), self._version.size - offset))
+        self._end = offset + len(data)
+        self._reader.keep(self._version, offset, data)
+        return data[:count]
 
     def close(self) -> None:
         """Nothing to close."""
-
-    def _small(self, offset: int, count: int) -> bytes:
-        """A few bytes, from their window or a new one."""
-        if not count:
-            return b""
-        windows = self._reader.windows
-        ahead = self._jumps.to(offset)
-        cached = windows.find(self._version, offset, count)
-        if cached is not None and not ahead:
-            return cached
-        _, stop, length = windows.last(self._version)
-        grown = min(_MAX_WINDOW, 2 * length) if 0 <= offset - stop <= _NEAR else 0
-        places = [(offset, max(count, grown, _MIN_WINDOW))] if cached is None else []
-        # Probable next requests: reading them in parallel takes no longer.
-        places += [(max(0, place - _MARGIN), 4 * _MARGIN) for place in ahead if place < self._version.size]
-        ranges = [(start, min(size, self._version.size - start)) for start, size in places]
-        data = b""
-        for (start, _), window in reversed(list(zip(ranges, self._reader.service.each(self._exactly, ranges)))):
-            windows.keep(self._version, start, window)
-            data = window
-        return data[:count] if cached is None else cached

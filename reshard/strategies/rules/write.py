@@ -90,7 +90,7 @@ def write_strategy(
     for directory in dict.fromkeys(os.path.dirname(real(path)) for path in (*files, record_file)):
         with writing(directory or os.curdir):
             store_of(directory).make_directory(directory)
-            store_of(directory).remove_dead(directory, complete=False)
+            store_of(directory).remove_dead(directory)
     if unfinished:
         first, *later = files
         for path in (record_file, *(dict.fromkeys((first, *unfinished)) if later else ())):
