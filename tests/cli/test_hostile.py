@@ -21,7 +21,7 @@ from tests.checkpoint_writing import header_bytes, write_ckpt, write_sparse
 from tests.running import Argument, done, fails, reshard
 from tests.small import World, tensors
 from tests.special_files import SPECIAL
-from tests.strategy_writing import layout, layout_message, numbers, protobuf
+from tests.strategy_writing import layout, numbers, protobuf
 from tests.trees import value, write_checkpoint
 from tests.wire import field, varint
 
@@ -335,17 +335,6 @@ def test_a_strategy_of_very_many_devices_is_read_quickly(tmp_path: Path) -> None
     path.write_bytes(protobuf({"w": layout([count], [0]), "m.w": layout([128, 1024], [0], size=-1, step=1024)}))
     with within(4 * SECONDS):
         assert done("rank-list", count - 1, "--src-strategy", path, "--dst-strategy", path).out == f"{count - 1}\n"
-
-
-def test_strategy_items_far_apart_are_read_as_one_file(tmp_path: Path) -> None:
-    # The library gets a strategy's items one by one, and has to see the same as in one piece.
-    message = layout_message(layout([2, 2], [0]))
-    unknown = field(9, 7) + field(10, b"xyz") + varint(11 << 3 | 5) + bytes(4) + varint(12 << 3 | 1) + bytes(8)
-    item = field(2, field(1, "n") + field(2, field(1, 0)))
-    path = tmp_path / "s.ckpt"
-    path.write_bytes(unknown + field(3, field(1, "w") + field(2, message)) + unknown + item + field(1, 7) + field(1, 1))
-    shown = reshard("strategy", "show", path, "--json").json
-    assert [(row["parameter"], row["device_matrix"]) for row in shown] == [("w", [2, 2])]
 
 
 @pytest.mark.parametrize("command", ["inspect", "stats", "fingerprint"])

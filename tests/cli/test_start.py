@@ -6,13 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Optional
 
 import pytest
 
 from tests.small import World, world_of
-from tests.strategy_writing import group_info
 from tests.trees import layout, same_ranks, single, value
 
 # Runs the program to its end, and prints the number of BLAS threads, and all threads of the process.
@@ -56,9 +54,7 @@ signals.leave = leave
 entry.main()
 """
 # Libraries that a conversion of rank directories to rank directories needs only sometimes.
-_LIBRARIES = {
-    *("concurrent.futures", "ctypes", "google.protobuf", "logging", "ml_dtypes", "numpy", "rich", "safetensors", "tqdm")
-}
+_LIBRARIES = {*("concurrent.futures", "ctypes", "logging", "ml_dtypes", "numpy", "rich", "safetensors", "tqdm")}
 _ROOMS = {
     *("cluster", "inspection", "lora", "names", "numbers", "opened", "pictures", "quantised", "verification", "view")
 }
@@ -103,17 +99,6 @@ def test_a_rank_that_is_joined_from_long_columns_loads_only_what_it_needs() -> N
 def test_a_rank_list_loads_only_what_it_needs(saved: World) -> None:
     modules = loaded("rank-list", 0, "--src-strategy", saved.old, "--dst-strategy", saved.new)
     assert unneeded(modules) == []
-
-
-def test_commands_that_read_strategies_and_groups_do_not_load_protobuf(saved: World, tmp_path: Path) -> None:
-    groups = tmp_path / "group_info.pb"
-    groups.write_bytes(group_info([0], [("g", [0, 1])]))
-    commands = [
-        ("inspect", saved.src, "--strategy", saved.old),
-        ("strategy", "show", saved.old),
-        ("group-info", "inspect", groups),
-    ]
-    assert [words for words in commands if "google.protobuf" in loaded(*words)] == []
 
 
 def test_a_rank_whose_elements_are_gathered_loads_numpy(saved: World) -> None:
