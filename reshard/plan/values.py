@@ -20,7 +20,7 @@ from reshard.named_tuple import NamedTuple
 from reshard.storage import read_range, reading
 from reshard.text.globs import Filters
 from reshard.text.messages import listing
-from reshard.text.names import OTHER, belongs_to_rank, kind_of
+from reshard.text.names import OTHER, belongs_to_rank, kind_of, trained
 from reshard.text.report import Report
 from reshard.text.wording import as_pattern, plural, quoted, rank_ranges
 
@@ -76,13 +76,14 @@ class CopiedValues:
             for name in self.names
         }
         self.differing = {name: files for name in self.names for files in [self._differing(name)] if files}
-        # Of rank files these are slices, most likely; a single value or text is none.
-        all_names = source.names() if self.differing else ()
+        # Of rank files these are slices, most likely; text is none, and one element only if it is trained.
+        all_names = source.names() if self.differing else frozenset()
+        weights = trained(all_names)
         self._slices = [
             name
             for name, tensor in self.examples()
             if name in self.differing and source.form == DEFAULT_FORM
-            if kind_of(name, tensor.elements, all_names) != OTHER
+            if kind_of(name, tensor.elements, all_names) != OTHER and (tensor.elements > 1 or name in weights)
         ]
 
     def examples(self) -> Iterator[tuple[str, Tensor]]:

@@ -60,10 +60,11 @@ def save_with_own(world: World, name: str) -> None:
         write_checkpoint(world.src / f"rank_{rank}" / "net-1_10.ckpt", {**contents, name: scalar(100 + rank)})
 
 
-def test_differing_copies_give_a_warning_and_the_lowest_rank_wins(world: World) -> None:
-    save_with_own(world, "loss_scale")
-    warns(world.convert(), "loss_scale")
-    same_ranks(world.found(), world.expected(FULL, {**COPIED, "loss_scale": scalar(100)}))
+@pytest.mark.parametrize("name", ["loss_scale", "scaler.loss_scale"])
+def test_differing_copies_give_a_warning_and_the_lowest_rank_wins(name: str, world: World) -> None:
+    save_with_own(world, name)
+    warns(world.convert(), name)
+    same_ranks(world.found(), world.expected(FULL, {**COPIED, name: scalar(100)}))
 
 
 def test_equal_copies_give_no_warning(world: World) -> None:
