@@ -38,7 +38,7 @@ from reshard.records import (
     strategy_digest,
 )
 from reshard.records.identity import short_digest
-from reshard.records.ledger import ledger_in
+from reshard.records.ledger import SourceChanges, ledger_in
 from reshard.records.refusals import Refusals
 from reshard.storage import (
     FileStatus,
@@ -172,15 +172,12 @@ class TargetDirectory:
         if before is None or before.identity != self._identity:
             return before is not None
         done = before.done().keys()
-        if not done:
-            return False
         changes = before.compare_sources(self._sources)
-        changed = sorted([*changes.content, *changes.values])
-        stays = not self._overwrite or not done <= set(self._requested)
-        if changed and stays:
-            how = "sizes, headers or contents" if changes.content else "shared values such as global_step"
-            raise self._refusals.other_source(changed, how)
-        if changes.time and stays:
+        # Other runs may be about to finish their first targets.
+        stays = not (self._overwrite and (self._whole or (done and done <= set(self._requested))))
+        if stays:
+            self._refuse_changed(changes)
+        if changes.time and stays and done:
             self._report.warn(
                 f"{self._refusals.source_files(changes.time)} have another time than when the conversion in "
                 f"{self._root} was begun, though sizes, headers and samples of the contents are the same; unless they "
@@ -188,7 +185,14 @@ class TargetDirectory:
             )
         # A replacement that was stopped goes on: some of its targets are missing.
         finished = recorded.keys() >= {self._name(rank) for rank in self._requested}
-        return self._overwrite and (finished or bool(changed or changes.time))
+        return self._overwrite and (finished or any(changes))
+
+    def _refuse_changed(self, changes: SourceChanges) -> None:
+        """Refuse other source files than those of the finished targets."""
+        changed = sorted([*changes.content, *changes.values])
+        if changed:
+            how = "sizes, headers or contents" if changes.content else "shared values such as global_step"
+            raise self._refusals.other_source(changed, how)
 
     def _check_other_forms(self) -> None:
         """Refuse checkpoints of another form in this directory."""
@@ -219,6 +223,18 @@ class TargetDirectory:
             self._ledger.claim()
             self._record()
         return missing
+
+    def _claim(self) -> None:
+        """Check that the directory is still of this conversion and made from this run's sources.
+
+        Raises:
+            TargetError: it is not.
+            RetryableError: it cannot be recorded.
+        """
+        if self._ledger.claim():
+            # Another run failed before its first target and removed the records, or it replaces everything.
+            self._refuse_changed(self._ledger.compare_sources(self._sources))
+            self._record()
 
     def _record(self) -> None:
         """Record the requested ranks, sources and command of this run."""
@@ -324,12 +340,11 @@ class TargetDirectory:
             crc: CRC-32 of the file, if it was computed.
 
         Raises:
-            TargetError: another file has its name, or another conversion has begun in the directory.
+            TargetError: another file has its name, or another conversion has begun in the directory, or this one again
+                from other sources.
             RetryableError: it cannot be recorded.
         """
-        if self._ledger.claim():
-            # Another run of this conversion failed before its first target, and removed the records.
-            self._record()
+        self._claim()
         if not self._overwrite and exists(target.path) and not self.recorded((target.rank,)):
             raise self._refusals.existing([target.rank], modified=bool(self._ledger.done({target.rank})))
         layout, headers = self._last_headers
@@ -356,7 +371,7 @@ class TargetDirectory:
             RetryableError: a file cannot be written or removed, or a requested target was removed or
                 modified.
         """
-        self._ledger.claim()
+        self._claim()
         self._insist_on_targets()
         # A cheap check first: by-rank runs come here once per rank.
         if len(self._requested) < len(self._everything) > len(self._ledger.done()):

@@ -11,7 +11,8 @@ once, one goes on. Runs of the same conversion join it. A run looks at the plan 
 name, and before it completes the directory.
 
 A target is recorded after its bytes are on disk under the temporary name and before it gets its final one, so every
-finished target has a record. A record without its target, or with one of another size or time, is ignored.
+finished target has a record. A record without its target, with one of another size or time, or of another conversion,
+which was replaced just before its run recorded the target, is ignored.
 Comparisons read the target's status first and the records after it, since they are written in the other order.
 """
 
@@ -47,6 +48,7 @@ from reshard.storage import (
     read_json,
     reading,
     remove_file,
+    status_at,
     status_of_each,
     store_of,
     writing,
@@ -120,6 +122,9 @@ class Ledger:
         self._destination = destination
         self._root = os.path.join(destination, OWN)
         self._made_destination = False
+        self._plan_seen: Optional[tuple[int, int]] = None
+        # At the end of the names of its targets' records.
+        self._ending = f".{identity.digest}"
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep other runs on this file system from beginning or completing while this block runs.
@@ -139,14 +144,16 @@ class Ledger:
         return _locked(self._root, self._notify)
 
     def claim(self) -> bool:
-        """Record that the directory is of this conversion; whether this call did.
+        """Record that the directory is of this conversion; whether the record is new since the last call.
+
+        Then this call made it, or another run removed all records and made them again.
 
         Raises:
             TargetError: it is another conversion's.
             RetryableError: it cannot be written.
         """
         path = os.path.join(self._root, _PLAN)
-        current = ledger_in(self._destination)
+        current, created = ledger_in(self._destination), False
         if current is None:
             with writing(path):
                 for directory in (self._root, *(os.path.join(self._root, kind) for kind in _KINDS)):
@@ -155,15 +162,15 @@ class Ledger:
                 created = store_of(path).create(path, content.encode())
             # Some object stores ignore the condition: read it back.
             current = ledger_in(self._destination)
-            if created and current is not None and current.identity == self.identity:
-                return True
         if current is None or current.identity != self.identity:
             raise TargetError(
                 f"{self._destination}: another conversion has begun here meanwhile",
                 file=self._destination,
                 hint="choose another DST, or wait until it ends and replace it with --overwrite for all ranks",
             )
-        return False
+        status = status_at(path)
+        before, self._plan_seen = self._plan_seen, None if status is None else (status.inode, status.modified)
+        return created or before not in (None, self._plan_seen)
 
     def leave_nothing(self) -> None:
         """Remove the records, and what they made, of a conversion without a finished target; failures are harmless."""
@@ -252,7 +259,8 @@ class Ledger:
     def done(self, ranks: Optional[Collection[int]] = None) -> dict[int, list[DoneRecord]]:
         """Records of finished targets, by rank; a rank has several if several runs wrote it."""
         records: dict[int, list[DoneRecord]] = {}
-        for record in filter(None, map(_parsed, self._names("done"))):
+        names = (name for name in self._names("done") if name.endswith(self._ending))
+        for record in filter(None, map(_parsed, names)):
             if ranks is None or record.rank in ranks:
                 records.setdefault(record.rank, []).append(record)
         return records
@@ -287,7 +295,7 @@ class Ledger:
         """
         crc = _NONE if record.crc is None else f"{record.crc:08x}"
         headers = _NONE if record.headers is None else record.headers
-        self._add("done", [f"{record.rank}.{record.size}.{record.modified}.{headers}.{crc}"])
+        self._add("done", [f"{record.rank}.{record.size}.{record.modified}.{headers}.{crc}{self._ending}"])
         if flush:
             with writing(self._root):
                 store_of(self._root).flush(os.path.join(self._root, "done"))
@@ -296,7 +304,7 @@ class Ledger:
         """Remove the records of finished targets that will be rewritten."""
         chosen = set(ranks)
         records = {name: _parsed(name) for name in self._names("done")}
-        self._discard("done", [name for name, one in records.items() if one is None or one.rank in chosen])
+        self._discard("done", [name for name, one in records.items() if one is not None and one.rank in chosen])
 
     def remove(self) -> None:
         """Remove the records, the plan last."""
@@ -448,7 +456,7 @@ def _same_time(current: int, recorded: int) -> bool:
 
 def _parsed(name: str) -> Optional[DoneRecord]:
     try:
-        rank, size, modified, headers, crc = name.split(".")
+        rank, size, modified, headers, crc, _ = name.split(".")
         digest, checksum = None if headers == _NONE else headers, None if crc == _NONE else int(crc, 16)
         return DoneRecord(int(rank), int(size), int(modified), digest, checksum)
     except ValueError:

@@ -20,6 +20,7 @@ from reshard.convert.target_directory import TargetDirectory
 from reshard.errors import RetryableError
 from reshard.execute.writing import TargetWriter
 from reshard.plan.pieces import TargetFile
+from reshard.records import Ledger
 from tests.live import live_run
 from tests.running import LAUNCHER, Result, done, fails, reshard
 from tests.small import COPIED, World, tensors
@@ -293,6 +294,63 @@ def test_a_run_whose_conversion_was_replaced_meanwhile_gives_no_target_its_name(
     assert done("status", world.dst, "--json").json["complete"]
 
 
+def test_a_record_of_a_conversion_that_was_replaced_meanwhile_counts_for_no_other(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one, killed before its first target, would take the late target for its own."""
+    world.save(FULL)
+    plain = Ledger.record
+    other = world.words("--exclude", "m.*", "--overwrite")
+
+    def late(self: Ledger, record: Any, flush: bool) -> None:
+        monkeypatch.setattr(Ledger, "record", plain)
+        process = os.fork()
+        if not process:
+            monkeypatch.setattr(TargetDirectory, "missing", lambda *_: os._exit(9))
+            reshard(*other)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 9
+        plain(self, record, flush)
+
+    monkeypatch.setattr(Ledger, "record", late)
+    fails(3, *world.words(), texts=["another conversion"])
+    done(*other)
+    same_ranks(world.found(), world.expected(tensors(names=["w", "v"])))
+
+
+def test_runs_from_two_sources_at_once_are_not_joined(world: World) -> None:
+    """As with machines that have copies of their own, before either has finished a target."""
+    world.save(FULL)
+    with live_run(world.words(0, command="by-rank")):
+        world.src = world.root / "other"
+        world.save(tensors("other "))
+        for options in ((), ("--overwrite",)):
+            fails(3, *world.words(1, *options, command="by-rank"), texts=["source files"])
+    world.convert("--overwrite")
+    same_ranks(world.found(), world.expected(tensors("other ")))
+
+
+def test_a_run_adds_nothing_to_the_same_conversion_of_another_source(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(FULL)
+    words = world.words(0, command="by-rank")
+    world.src = world.root / "other"
+    world.save(tensors("other "))
+    plain = TargetDirectory.missing
+
+    def after_overwrite(self: TargetDirectory, groups: Any) -> Any:
+        done(*world.words("--overwrite"), subprocess_=True)
+        (world.dst / "rank_0" / "checkpoint_0.ckpt").unlink()
+        return plain(self, groups)
+
+    monkeypatch.setattr(TargetDirectory, "missing", after_overwrite)
+    fails(3, *words, texts=["source files"])
+    monkeypatch.undo()
+    world.convert()
+    same_ranks(world.found(), world.expected(tensors("other ")))
+
+
 def test_a_dry_run_lists_remaining_targets_and_changes_nothing(world: World) -> None:
     world.save(FULL)
     assert summary(world.convert("--dry-run", "--json"))["ranks"] == [0, 1]
@@ -319,6 +377,7 @@ def test_files_of_the_user_among_records_are_unchanged(world: World) -> None:
     odd.parent.mkdir(parents=True)
     odd.write_text("also precious")
     world.convert()
+    world.by_rank(0, "--overwrite")
     world.convert("--overwrite")
     assert mine.read_text() == "precious" and odd.read_text() == "also precious"
     same_ranks(world.found(), world.expected(FULL))
