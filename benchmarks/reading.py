@@ -151,7 +151,6 @@ def numbers(section: Section, place: Path) -> None:
     section.table("command", "Float32", "BFloat16")
     rows: list[tuple[str, list[object]]] = [
         ("`stats`", ["stats", "A"]),
-        ("`stats --svg`", ["stats", "A", "--svg", place / "picture.svg"]),
         ("`diff`, all the same", ["diff", "A", "A"]),
         ("`diff`, every element another", ["diff", "A", "B"]),
     ]

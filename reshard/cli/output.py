@@ -114,11 +114,6 @@ def _styled(text: str, colour: str) -> str:
     return click.style(text, fg=colour)
 
 
-def paint(text: str, colour: int) -> str:
-    """Text in one of a few distinct colours, legible on black and on white."""
-    return _styled(text, ("cyan", "magenta", "green", "red")[colour % 4])
-
-
 def fill(line: str, width: int, indent: str) -> list[str]:
     """A line in lines of at most ``width`` columns; words such as paths are not divided."""
     import textwrap

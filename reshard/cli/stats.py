@@ -11,7 +11,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.errors import exit_different
 from reshard.cli.opened import location_json, location_words, number_json, number_words, opened, shape_words
-from reshard.cli.output import alarming, echo_json, listener, write_picture
+from reshard.cli.output import alarming, echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import alarming_lines, table
 from reshard.errors import UsageError
@@ -37,9 +37,7 @@ def _kinds(_: click.Context, __: click.Parameter, value: Optional[str]) -> tuple
     "stats",
     """
 reshard stats ckpt/ --strategy src.ckpt
-reshard stats iterations/ --exclude 'adam_*' --fail-on nan,inf
-reshard stats unified/ --svg magnitudes.svg
-""",
+reshard stats iterations/ --exclude 'adam_*' --fail-on nan,inf""",
 )
 @argument("src", shell_complete=completion.paths)
 @options.strategy("Strategy the checkpoint was saved with; none for an unsharded one.", "--src-strategy", "strategy")
@@ -55,9 +53,8 @@ reshard stats unified/ --svg magnitudes.svg
     help="Read every copy of each tensor; exit with status 4 if any holds one of these.",
 )
 @options.effort
-@options.svg("Draw a histogram of magnitudes, of all elements and of each parameter.")
 @options.output
-def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Optional[str], **typed: Any) -> None:
+def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], **typed: Any) -> None:
     """Print statistics of every tensor of the checkpoint in SRC.
 
     For each tensor: the numbers of elements that are NaN, infinite and zero, and minimum, maximum, mean and
@@ -70,9 +67,7 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Opti
     report = Report(listener())
     with opened(src, strategy, typed, report, edits=edits_of(src, typed)) as checkpoint:
         progress = progress_of(quiet, typed["progress"])
-        statistics = statistics_of(
-            checkpoint, typed["max_memory"] // 2, progress, magnitudes=svg is not None, copies=bool(fail_on)
-        )
+        statistics = statistics_of(checkpoint, typed["max_memory"] // 2, progress, copies=bool(fail_on))
         unread = set() if fail_on else checkpoint.contents.unread(tensor.name for tensor in statistics)
         if unread:
             files = rank_ranges(unread, counted_as(checkpoint.form))
@@ -86,10 +81,6 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Opti
         alarming_lines(list(map(_nonfinite_line, bad)))
         table(src, _COLUMNS, [_cells(tensor) for tensor in ordered], _SPARE, range(len(bad)))
         click.echo(_summary(statistics))
-    if svg is not None:
-        from reshard.pictures.magnitudes import magnitudes_picture
-
-        write_picture(svg, magnitudes_picture(src, statistics))
     failures = [line for kind in fail_on for line in _failure_lines(kind, statistics, verbose)]
     for line in failures:
         click.echo(alarming(line), err=True)

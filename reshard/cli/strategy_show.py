@@ -1,4 +1,4 @@
-"""strategy show: layouts of all parameters, or a picture of one."""
+"""strategy show: layouts of all parameters, or the slices of one, as a table and a picture."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command, nearest
-from reshard.cli.output import echo_json, paint, say, show_notes, terminal_width, write_picture
+from reshard.cli.output import echo_json, fill, say, show_notes, terminal_width, write_picture
 from reshard.cli.strategy_make import sizes_option
 from reshard.cli.tables import table
 from reshard.errors import LayoutError, StrategyError, UsageError
 from reshard.layout import Layout
-from reshard.pictures.slices import Arrangement
+from reshard.pictures.slices import Arrangement, shown_positions
 from reshard.storage import exists
 from reshard.strategies import Holding, Stage, Strategy, read_strategy
 from reshard.text.globs import Filters
@@ -29,6 +29,7 @@ _MAX_PATTERNS = 40
 # Lists up to this length are printed in full.
 _MAX_LISTED = 20
 _MAX_CANDIDATES = 12
+_MAX_SLICES = 32
 _WILD = frozenset("*?[")
 
 
@@ -48,14 +49,14 @@ reshard strategy show src_strategy.ckpt \\
     "--sizes",
     text="Sizes of its run; axes of device matrices get these names where the sizes determine them.",
 )
-@options.svg("With PARAM: draw the picture into an SVG file, too.")
+@options.svg("With PARAM: draw its slices and the ranks that hold them.")
 @options.verbose("Without PARAM: list every parameter.")
 @options.json_output
 @options.common
 def strategy_show(
     path: str, parameter: Optional[str], sizes: Any, svg: Optional[str], verbose: bool, as_json: bool
 ) -> None:
-    """Show layouts, or a picture of the slices of one PARAM.
+    """Show layouts, or the slices of one PARAM.
 
     FILE is a strategy file, DIR a directory of them. Without PARAM, parameters are grouped by layout; names
     are shortened to patterns with counts. With PARAM, the axes of the device matrix are shown, and which
@@ -218,15 +219,43 @@ def _show_parameter(strategy: Strategy, name: str, names: AxisNames, svg: Option
     if as_json:
         echo_json({"parameter": name, "stages": [_stage_row(arrangement) for arrangement in arrangements]})
         return
-    from reshard.cli.slice_picture import picture_lines
-
-    lines = [one_line(name)]
+    click.echo(one_line(name))
     for arrangement in arrangements:
-        lines += ["", *picture_lines(arrangement, terminal_width(), paint)]
-        lines += arrangement.readings
-        if name.startswith(ACCUMULATED_GRADIENTS) and arrangement.layout.shards > 1:
-            lines.append("accumulated gradients are often stored without the optimizer shard that is recorded")
-    click.echo("\n".join(lines))
+        layout = arrangement.layout
+        click.echo(f"\n{arrangement.holding.stage.label}")
+        say(f"device matrix {list(layout.device_matrix)}, tensor map {layout.map_text}")
+        for line in (*arrangement.axis_lines(), *arrangement.dimension_lines()):
+            _say_filled(f"  {line}")
+        _show_slices(arrangement)
+        for reading in arrangement.readings:
+            _say_filled(reading)
+        if name.startswith(ACCUMULATED_GRADIENTS) and layout.shards > 1:
+            say("accumulated gradients are often stored without the optimizer shard that is recorded")
+
+
+def _say_filled(line: str) -> None:
+    say("\n".join(fill(line, terminal_width(), "    ")))
+
+
+def _show_slices(arrangement: Arrangement) -> None:
+    """The slices and their ranks; where they are many, optimizer shards are not distinguished."""
+    say(arrangement.summary())
+    drawn = arrangement
+    if arrangement.layout.shards > 1 and arrangement.layout.slice_count > _MAX_SLICES:
+        drawn = arrangement.without_shards
+        _say_filled(str(arrangement.shard_order()))
+    rows = []
+    for number in shown_positions(drawn.layout.slice_count, _MAX_SLICES):
+        if number is None:
+            rows.append([*("..." for _ in drawn.cut_dimensions), "see --json"])
+            continue
+        one = drawn.slice(number)
+        places = [
+            drawn.interval(dimension, one.place[dimension]) + ("" if dimension else drawn.shard_text(one.place[0]))
+            for dimension in drawn.cut_dimensions
+        ]
+        rows.append([*places, drawn.holders_text(one)])
+    table("", [*(f"dimension {dimension}" for dimension in drawn.cut_dimensions), "held by"], rows)
 
 
 def _arranged(strategy: Strategy, stage: Stage, name: str, names: AxisNames) -> Arrangement:

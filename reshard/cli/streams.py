@@ -2,7 +2,7 @@
 
 The exit status is that of the work. A reader that has enough, as in `reshard inspect FILE | head`, changes
 nothing; output lost for another reason, such as a full disk, makes the exit status an error.
-Characters that an encoding lacks are escaped; drawings use plain ASCII instead.
+Characters that an encoding lacks are escaped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, Optional, TextIO
 _CLOSED = (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN)
 # Click replaces ASCII by UTF-8, but not an encoding of this name.
 _ASCII = "plain_ascii"
-_LINES = {**dict.fromkeys("┌┬┐├┼┤└┴┘", "+"), "─": "-", "│": "|"}
 
 
 class Lasting(io.RawIOBase):
@@ -82,7 +81,6 @@ def install() -> None:
     number of the stream, and the output of libraries.
     """
     codecs.register(_codec)
-    codecs.register_error("reshard", _instead)
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     sys.stdout, sys.stderr = _lasting(sys.stdout, "<stdout>"), _lasting(sys.stderr, "<stderr>")
@@ -102,14 +100,7 @@ def _lasting(stream: Optional[TextIO], name: str) -> io.TextIOWrapper:
     encoding = "utf-8" if stream is None else stream.encoding
     if codecs.lookup(encoding).name == "ascii":
         encoding = _ASCII
-    return io.TextIOWrapper(Lasting(fd, name), encoding, "reshard", write_through=True)
-
-
-def _instead(error: UnicodeError) -> tuple[str, int]:
-    """The replacement of characters that an encoding lacks, and the position after them."""
-    assert isinstance(error, UnicodeEncodeError)
-    lacking = error.object[error.start : error.end]
-    return "".join(_LINES.get(c) or c.encode("ascii", "backslashreplace").decode() for c in lacking), error.end
+    return io.TextIOWrapper(Lasting(fd, name), encoding, "backslashreplace", write_through=True)
 
 
 def _codec(name: str) -> Optional[codecs.CodecInfo]:

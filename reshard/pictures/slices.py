@@ -14,9 +14,6 @@ from reshard.strategies import Holding
 from reshard.text.wording import some_numbers, stepped_rank_ranges
 from reshard.threads import cached_property
 
-#: Number of colours for neighbouring slices, and for the optimizer shards of a slice.
-COLOURS = 4
-
 
 class Slice(NamedTuple):
     """One slice, or one whole tensor-parallel slice with all its optimizer shards.
@@ -101,14 +98,6 @@ class Arrangement:
         """Size of a slice along a dimension."""
         start, stop = self._edges[dimension][position : position + 2]
         return stop - start
-
-    def colour(self, index: Sequence[int]) -> int:
-        """Number of the colour of the slice at a position; direct neighbours have different ones."""
-        return sum(index) % COLOURS
-
-    def colour_of_rank(self, local: int) -> int:
-        """Number of the colour of the slice that a local rank holds."""
-        return self.colour(self.layout.slice_index(int(self.layout.slice_of_rank[local])))
 
     def rank_label(self, local: int) -> str:
         """A rank's global number, and after ``=`` the lowest rank that holds the same slice."""

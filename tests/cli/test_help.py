@@ -68,6 +68,7 @@ def test_every_option_has_a_group_and_help_and_shows_its_default(path: tuple[str
         (["transform-dir", "a", "b", "--rank_id", "0"], "--shard I/N"),
         (["transform-dir", "a", "b", "--transform_process_num", "2"], "--jobs N"),
         (["transform-dir", "a", "b", "--transform_rank", "2"], "Did you mean --ranks?"),
+        (["stats", "a", "--svg", "a.svg"], "view SRC --stats"),
         (["strategy", "derive", "a", "b", "--assume", "growth"], "State it in a file for --rules"),
         (["strategy", "rules", "a", "--sizes", "dp=2,mp=4"], "derive SRC OUT --src-sizes"),
         (["merge-lora", "a", "b", "c", "--cast=BFloat16"], "Merge first, then cast: convert OUT OTHER --cast"),

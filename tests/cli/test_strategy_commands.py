@@ -37,20 +37,10 @@ def on_terminal(columns: int, *words: object, **environment: str) -> str:
 # strategy show.
 
 
-def test_a_picture_is_coloured_only_on_a_terminal_without_no_color() -> None:
-    words = ("strategy", "show", FIXTURES / "02_dp2mp4_opt/strategy", WEIGHT)
-    coloured = on_terminal(80, *words)
-    plain = on_terminal(80, *words, NO_COLOR="1")
-    assert "\x1b[36m" in coloured and "\x1b[35m" in coloured
-    assert "\x1b" not in plain
-    assert re.sub(r"\x1b\[[0-9]*m", "", coloured) == plain
-    assert "\x1b" not in done(*words).out
-
-
 @needs_corpus
 @pytest.mark.parametrize("columns", [60, 80])
 @pytest.mark.parametrize("name", [WEIGHT, "backbone.blocks.2.attention.dense1.weight", "backbone.layernorm.gamma"])
-def test_a_picture_of_512_ranks_fits_a_narrow_terminal(name: str, columns: int) -> None:
+def test_slices_on_512_ranks_fit_a_narrow_terminal(name: str, columns: int) -> None:
     lines = on_terminal(columns, "strategy", "show", PANGU, name, NO_COLOR="1").splitlines()
     assert len(lines) <= 45 and max(map(len, lines)) <= columns
     if name != "backbone.layernorm.gamma":
@@ -107,7 +97,25 @@ def test_a_pattern_shows_the_layouts_of_its_matches(world: World) -> None:
     fails(2, "strategy", "show", world.old, "*x*", texts=["lists no parameter '*x*'"])
 
 
-def test_a_pattern_with_one_match_shows_its_picture(world: World) -> None:
+def test_every_slice_is_listed_with_its_ranks(tmp_path: Path) -> None:
+    cuts = {
+        "w": layout([2, 2, 2], [1, 0]),
+        "m": layout([2, 4], [0, -1], shard_step=4, shard_size=-1),
+        "v": layout([8], [-1]),
+    }
+    path = write_strategy(tmp_path / "s", single(cuts))
+    table = [line.split("  ") for line in done("strategy", "show", path, "w").out.splitlines() if "ranks " in line]
+    assert [[cell.strip() for cell in row if cell] for row in table[1:]] == [
+        ["0/2..1/2", "0/2..1/2", "ranks 0,4"],
+        ["0/2..1/2", "1/2..2/2", "ranks 1,5"],
+        ["1/2..2/2", "0/2..1/2", "ranks 2,6"],
+        ["1/2..2/2", "1/2..2/2", "ranks 3,7"],
+    ]
+    assert "1/8..2/8, shard 2 of 2  rank 4" in done("strategy", "show", path, "m").out
+    assert "whole on every rank: 8 identical copies" in done("strategy", "show", path, "v").out
+
+
+def test_a_pattern_with_one_match_shows_its_slices(world: World) -> None:
     assert done("strategy", "show", world.old, "m.?").out == done("strategy", "show", world.old, "m.w").out
 
 

@@ -167,8 +167,7 @@ def test_any_name_is_printed_in_any_encoding(foreign: World, encoding: str) -> N
     assert escaped in rows[0]
     # Columns are as wide as the printed text.
     assert len({line.index("Float32") for line in rows}) == 1
-    drawn = say(0, "strategy", "show", foreign.old, chosen)
-    assert escaped in drawn and ("┌────" if encoding == "cp437" else "+----") in drawn
+    assert escaped in say(0, "strategy", "show", foreign.old, chosen)
     assert r"caf\udce9" in say(0, *foreign.words("-v", "--verify"))
     assert escaped in say(2, "strategy", "show", foreign.old, f"{chosen}x")
     assert r"\u6743" in say(2, "inspect", "--权", ODD)

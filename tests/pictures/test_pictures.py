@@ -6,15 +6,10 @@ import re
 from math import prod
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.cli.slice_picture import picture_lines
-from reshard.numbers.statistics import TensorStatistics
-from reshard.numbers.widening import EXPONENTS, ONE
-from reshard.pictures.magnitudes import magnitudes_picture
 from reshard.pictures.slices import Arrangement
 from reshard.pictures.svg import CHARACTER_WIDTH
 from reshard.pictures.tensor import parameter_picture
@@ -197,56 +192,6 @@ def test_the_slices_of_a_picture_equal_those_of_the_ranks(
 
 
 @given(parameters())
-def test_the_terminals_picture_names_every_rank_once(parameter: Parameter) -> None:
-    arrangement = parameter[2]
-    lines = picture_lines(arrangement, 400, lambda text, colour: text)
-    drawn = "\n".join(lines[[line.startswith("slices:") for line in lines].index(True) :])
-    cells = re.findall(r"ranks? ([0-9][0-9,. step-]*?) *(?=│)", drawn)
-    named = [rank for cell in cells for rank in numbers_named(cell)]
-    first = arrangement.holding.stage.first_rank
-    everyone = list(range(first, first + arrangement.layout.device_count))
-    if "more slice" in drawn:
-        assert len(set(named)) == len(named) and set(named) < set(everyone)
-    else:
-        assert sorted(named) == everyone
-
-
-@given(parameters(), st.sampled_from([60, 80]))
-def test_the_terminals_picture_fits_its_width_and_a_few_screens(parameter: Parameter, width: int) -> None:
-    lines = picture_lines(parameter[2], width, lambda text, colour: text)
-    assert len(lines) < 140
-    assert max(map(len, lines)) <= width + 30
-    boxed = [line for line in lines if line.startswith(("┌", "│", "├", "└"))]
-    assert len({len(line) for line in boxed}) == 1
-    if len(parameter[1]) <= 2:
-        assert len(boxed[0]) <= width
-
-
-@given(parameters())
-def test_colours_repeat_information_of_the_text(parameter: Parameter) -> None:
-    plain = picture_lines(parameter[2], 80, lambda text, colour: text)
-    painted = picture_lines(parameter[2], 80, lambda text, colour: f"\0{colour}{text}\1")
-    assert [re.sub("\0[0-3]|\1", "", line) for line in painted] == plain
-
-
-@given(parameters())
-def test_ranks_of_equal_colour_side_by_side_hold_the_same_slice(
-    parameter: Parameter,
-) -> None:
-    arrangement = parameter[2]
-    places = {drawn.place for drawn in arrangement.slices()}
-    for place in places:
-        for dimension in range(len(place)):
-            after = (*place[:dimension], place[dimension] + 1, *place[dimension + 1 :])
-            if after in places:
-                assert arrangement.colour(place) != arrangement.colour(after)
-    for local in range(arrangement.layout.device_count):
-        mine = arrangement.slice(int(arrangement.layout.slice_of_rank[local]))
-        assert arrangement.colour_of_rank(local) == arrangement.colour(mine.place)
-        assert arrangement.rank_label(local).split("=")[-1] == str(mine.ranks[0])
-
-
-@given(parameters())
 def test_a_parameters_picture_is_valid_xml_with_a_tooltip_per_rank(
     parameter: Parameter,
 ) -> None:
@@ -287,34 +232,6 @@ def test_the_legend_of_a_transfer_map_is_within_the_picture() -> None:
             assert float(element.attrib["x"]) + len(element.text or "") * CHARACTER_WIDTH <= width
 
 
-def statistics(name: str, numbers: list[float]) -> TensorStatistics:
-    """Statistics of some numbers, as far as pictures use them."""
-    array = np.array(numbers)
-    finite = np.isfinite(array)
-    counts = np.zeros(EXPONENTS, np.int64)
-    for number in array[finite & (array != 0)]:
-        counts[ONE + int(np.floor(np.log2(abs(number))))] += 1
-    nan, inf = int(np.isnan(array).sum()), int(np.isinf(array).sum())
-    zeros = int((array == 0).sum())
-    return TensorStatistics(
-        name, "Float32", (len(numbers),), len(numbers), nan, inf, zeros, None, None, None, 0.0, None, counts
-    )
-
-
-def test_a_picture_of_magnitudes_omits_counters_and_marks_nan() -> None:
-    actual = [statistics("a.w", [0.5, 0.25]), statistics("global_step", [2.0**30]), statistics("b.w", [np.nan] * 3)]
-    picture = magnitudes_picture("x", actual)
-    text = words(picture)
-    assert "2^30" not in " ".join(text) and not any(
-        "2^30" in each for each in re.findall("<title>(.*?)<", picture.decode())
-    )
-    assert "b.w: 3 NaN" in text and text.index("b.w: 3 NaN") < text.index("a.w")
-    assert any("global_step" in each and "Not drawn" in each for each in text)
-    assert any(each.startswith("Red names") for each in text) and any(each.startswith("Orange line") for each in text)
-    classes = {element.text: element.attrib["class"] for element in ElementTree.fromstring(picture).iter(f"{SVG}text")}
-    assert classes["b.w: 3 NaN"] == "bad" and classes["a.w"] == "ink"
-
-
 def test_uneven_slices_are_drawn_in_proportion() -> None:
     layout_record = {
         "dev_matrix": [4],
@@ -330,16 +247,11 @@ def test_uneven_slices_are_drawn_in_proportion() -> None:
         if list(element)
     ]
     assert heights == pytest.approx([sum(heights) / 64 * rows for rows in (10, 20, 30, 4)], abs=0.1)
-    lines = picture_lines(arranged(layout_record, [64, 3]), 80, lambda text, colour: text)
-    rules = [number for number, line in enumerate(lines) if line.startswith(("┌", "├", "└"))]
-    assert [after - before - 1 for before, after in zip(rules, rules[1:])] == [4, 8, 11, 2]
 
 
 def test_a_picture_of_many_slices_prints_the_number_of_omitted_ones() -> None:
     layout_record = {"dev_matrix": [4096], "tensor_map": [0], "shard_step": 0, "shard_size": 0, "uneven": None}
     arrangement = arranged(layout_record, [8192])
-    lines = picture_lines(arrangement, 80, lambda text, colour: text)
-    assert len(lines) < 60 and any("4065 more slices" in line for line in lines)
     picture = parameter_picture("w", [arrangement])
     assert len(picture) < 50_000 and "4065 of 4096 slices of dimension 0 are left out" in words(picture)
 

@@ -475,7 +475,7 @@ def test_axes_of_a_made_strategy_are_shown_by_name(tmp_path: Path) -> None:
     out = tmp_path / "out.ckpt"
     shown = done("strategy", "show", out, "w", "--svg", tmp_path / "w.svg").out
     assert "mp of size 4: cuts dimension 0 in 4" in shown and "dp of size 2: repeats" in shown
-    assert "cut in 4 over mp" in shown and "dp: 1" in shown and "mp:" in shown
+    assert "cut in 4 over mp" in shown
     assert "axis" not in shown
     assert "mp, columns" in (tmp_path / "w.svg").read_text() and "dp, rows" in (tmp_path / "w.svg").read_text()
     output = done("strategy", "show", out).out
