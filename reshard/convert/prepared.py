@@ -25,7 +25,7 @@ from reshard.execute.runs import largest_transposed
 from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of, stage_shardings
 from reshard.forms.ranks.naming import check_prefix
 from reshard.forms.registry import counted_as, form_named
-from reshard.plan.groups import MAX_GROUP, share_of
+from reshard.plan.groups import MAX_GROUP, in_flight_files, share_of
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
@@ -203,15 +203,19 @@ class Prepared:
         store = store_of(plan.request.dst)
         execution = self._execution(plan)._replace(target=store.costs(plan.request.dst))
         part = max(map(store.part_bytes, sizes.values()), default=0)
+        in_flight = in_flight_files(len(sizes), sum(sizes.values()), execution.cpus, execution.threads)
         if part:
             together = max(1, min(MAX_GROUP, execution.max_memory // (_GROUPS * 2 * part)))
-            together = max(map(len, plan.reading_groups([*sizes], together)))
         else:
             # Each thread may open a whole group of targets and its sources: keep below the limit of open files.
             limit = self._handles.limit // 4
             together = MAX_GROUP if len(sizes) <= limit else limit // execution.threads
             together = max(1, min(MAX_GROUP, together))
-        execution = execution._replace(together=together, part_bytes=part, files=len(sizes), nbytes=sum(sizes.values()))
+        execution = execution._replace(
+            together=together, in_flight=in_flight, part_bytes=part, files=len(sizes), nbytes=sum(sizes.values())
+        )
+        together = max(map(len, plan.reading_groups([*sizes], execution.group_limits)), default=1)
+        execution = execution._replace(together=together)
         if part and execution.max_memory < execution.least_memory:
             needed = -(-execution.least_memory // (1 << 20))
             raise UsageError(

@@ -69,9 +69,9 @@ def transfers_of(plan: Plan, work: Sequence[int], execution: ExecutionOptions) -
         in_this = in_section(section, together)
         if in_this:
             alike = {kind.tensors[0].name: len(kind.tensors) for kind in plan.kinds_of(section)}
-            for group in plan.groups(in_this, names=alike.keys()):
+            for group in plan.groups(in_this, execution.group_limits, alike.keys()):
                 _add_group(transfers, group, alike, execution)
-    for group in plan.groups(alone, names=plan.checkpoint.tensors.keys()):
+    for group in plan.groups(alone, execution.group_limits, plan.checkpoint.tensors.keys()):
         _add_group(transfers, group, dict.fromkeys(plan.checkpoint.tensors, 1), execution)
     for file in resharded:
         for value in plan.values_of(file):

@@ -117,7 +117,7 @@ class Writing:
             self._directory.end()
 
     def _write_here(self, progress: Progress) -> None:
-        groups: Iterable[Sequence[TargetFile]] = self._plan.groups(self.work, self._execution.together)
+        groups: Iterable[Sequence[TargetFile]] = self._plan.groups(self.work, self._execution.group_limits)
         execution, target_of = self._execution, self._plan.target_file
         # Files of a later pipeline stage, or of another part of the model, may need NumPy where the first do not.
         samples = {self.work[len(self.work) // 2], self.work[-1]}

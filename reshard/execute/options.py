@@ -5,6 +5,7 @@ from __future__ import annotations
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.execute.reading import MIN_DECODING_BYTES, MIN_PIECE, ChosenIo, choose_io
 from reshard.named_tuple import NamedTuple
+from reshard.plan.groups import GroupLimits
 from reshard.processes import BASE_OF_PROCESSES, MIN_MEMORY_PER_CPU, process_count
 from reshard.storage.costs import LOCAL, Storage, busy_cpus
 
@@ -41,6 +42,7 @@ class ExecutionOptions(NamedTuple):
         checksum: compute a CRC-32 of every target file, and those that files hold.
         target: storage of the target files.
         together: maximum number of target files of a group.
+        in_flight: wanted maximum of target files that are written at a time.
         part_bytes: bytes of a file that the target's store buffers for one request; 0 for none.
         files: number of target files.
         nbytes: their bytes together.
@@ -56,6 +58,7 @@ class ExecutionOptions(NamedTuple):
     checksum: bool = False
     target: Storage = LOCAL
     together: int = 1
+    in_flight: int = 1
     part_bytes: int = 0
     files: int = 1
     nbytes: int = 0
@@ -98,6 +101,11 @@ class ExecutionOptions(NamedTuple):
         """Whether target files are written through maps: many processes write to each."""
         # No more threads than CPUs write at a time.
         return self.processes > 1 and min(self.threads, usable_cpus()) >= MIN_WRITERS_FOR_MAPS * self.files
+
+    @property
+    def group_limits(self) -> GroupLimits:
+        """Limits of the number of files that are written at a time."""
+        return GroupLimits(self.together, self.in_flight, self.storage.remote and not self.target.remote)
 
     @property
     def cpus(self) -> int:

@@ -56,6 +56,7 @@ class Schedule:
     Args:
         groups: groups of target files, planned one by one as they are begun.
         threads: number of threads; the last file is cut so that all of them can help.
+        in_flight: number of files that are being written at which threads join groups instead of beginning one.
         writer_of: makes the writer of a file.
     """
 
@@ -63,8 +64,10 @@ class Schedule:
         self,
         groups: Iterable[Sequence[TargetFile]],
         threads: int,
+        in_flight: int,
         writer_of: Callable[[TargetFile], TargetWriter],
     ) -> None:
+        self._in_flight = in_flight
         self._threads = threads
         self._writer_of = writer_of
         self._groups = iter(groups)
@@ -112,6 +115,9 @@ class Schedule:
             return list(self._uncommitted)
 
     def _begin(self) -> Optional[FileGroup]:
+        if self._open and len(self._uncommitted) >= self._in_flight:
+            # A kill loses the files that are being written.
+            return None
         files = next(self._groups, None)
         if files is None:
             return None

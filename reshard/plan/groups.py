@@ -2,31 +2,75 @@
 
 Where the target cuts a tensor's inner dimensions more finely than the source, several target files
 contain columns of the same rows. Written one by one, each reads all of these rows; written together, they
-read them once. Files that share rows of a tensor are linked; groups are linked files, up to a maximum number.
+read them once. Files that share rows of a tensor are linked; groups are linked files.
+
+A kill loses the files that are being written. So groups are small, unless it costs too much to read shared rows again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from reshard.forms.cuts import Cut
 from reshard.forms.target import Section
 from reshard.layout import Overlap
+from reshard.named_tuple import NamedTuple
 
 # Every file of a group is open and has a share of the buffers.
 MAX_GROUP = 16
+_MIN_IN_FLIGHT = 2
+_MAX_IN_FLIGHT = 0.1
+_SMALL = 32 << 20
+# Bytes that are read again for smaller groups, of all bytes that are moved.
+_MAX_READ_AGAIN = 0.2
 
 
-def reading_groups(
-    files: Sequence[int], section: Section, cuts: Iterable[Cut], most: int = MAX_GROUP
-) -> Iterator[tuple[int, ...]]:
-    """Groups of target files that read the same rows, each ascending.
+class GroupLimits(NamedTuple):
+    """Limits of the number of files that are written at a time.
+
+    Attributes:
+        most: of the files of a group.
+        in_flight: wanted maximum of files that are written at a time.
+        reads_only: whether the time is that of reading, as from a store to a local disk.
+    """
+
+    most: int = MAX_GROUP
+    in_flight: int = MAX_GROUP
+    reads_only: bool = False
+
+    def together(self, files: int, shared: int, nbytes: int) -> int:
+        """The number of linked files to write together.
+
+        Args:
+            files: number of linked files.
+            shared: bytes of their tensors of which they share rows.
+            nbytes: bytes of all their tensors.
+        """
+        allowed = _MAX_READ_AGAIN * nbytes * (1 if self.reads_only else 2)
+        passes = 1 + int(allowed / shared) if shared else files
+        return min(self.most, max(self.in_flight, -(-files // passes)))
+
+
+def in_flight_files(files: int, nbytes: int, cpus: int, threads: int) -> int:
+    """The number of files that may be written at a time: two, one for each CPU, or a tenth of all.
+
+    Args:
+        files: number of all files.
+        nbytes: their bytes.
+        cpus: CPUs to keep busy.
+        threads: number of threads, which is larger where requests take a round trip; for small files.
+    """
+    small = nbytes < _SMALL * files
+    return max(_MIN_IN_FLIGHT, threads if small else cpus, int(_MAX_IN_FLIGHT * files))
+
+
+def linked_files(files: Sequence[int], section: Section, cuts: Iterable[Cut]) -> list[list[int]]:
+    """Target files that read the same rows, each ascending.
 
     Args:
         files: target files of one section, ascending.
         section: that section.
         cuts: how its tensors are cut, each kind once.
-        most: maximum number of files in a group.
     """
     leader = {file: file for file in files}
 
@@ -37,7 +81,7 @@ def reading_groups(
         return file
 
     for cut in cuts:
-        if not _splits_rows(cut):
+        if not splits_rows(cut):
             continue
         first_with: dict[object, int] = {}
         for file in files:
@@ -47,12 +91,10 @@ def reading_groups(
     linked: dict[int, list[int]] = {}
     for file in files:
         linked.setdefault(find(file), []).append(file)
-    for members in linked.values():
-        for start in range(0, len(members), most):
-            yield tuple(members[start : start + most])
+    return list(linked.values())
 
 
-def _splits_rows(cut: Cut) -> bool:
+def splits_rows(cut: Cut) -> bool:
     """Whether some part of the source's inner dimensions goes to several target slices."""
     if not isinstance(cut.overlap, Overlap):
         # Packed tensors have rows of other lengths.

@@ -20,7 +20,7 @@ from reshard.forms.registry import counted_as
 from reshard.forms.target import Section, TargetForm
 from reshard.layout import Box, shape_of, volume_of
 from reshard.named_tuple import NamedTuple
-from reshard.plan.groups import MAX_GROUP, reading_groups
+from reshard.plan.groups import GroupLimits, linked_files, splits_rows
 from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.replicas import ReplicaChoice, choose
 from reshard.plan.request import Request
@@ -55,6 +55,9 @@ class ValuesOfFiles(Protocol):
 
     def of(self, file: int) -> list[CopiedValue]:
         """The values of one target file."""
+
+
+_ALL_LINKED = GroupLimits()
 
 
 class Plan:
@@ -113,31 +116,45 @@ class Plan:
         return frozenset(self.checkpoint.names()).union(self.request.target.parameters)
 
     def groups(
-        self, files: Sequence[int], most: int = MAX_GROUP, names: Optional[Collection[str]] = None
+        self, files: Sequence[int], limits: GroupLimits = _ALL_LINKED, names: Optional[Collection[str]] = None
     ) -> Iterator[list[TargetFile]]:
         """The parts of some target files, a group at a time; a group's files are written together.
 
         Args:
             files: numbers of the files, ascending.
-            most: maximum number of files in a group.
+            limits: of the number of files in a group.
             names: only these tensors, without copied values; by default everything.
         """
         converted = [file for file in files if self.form.copied_file(file) is None]
-        for members in self.reading_groups(converted, most):
+        for members in self.reading_groups(converted, limits):
             yield [self.target_file(file, names) for file in members]
         if names is None and len(converted) < len(files):
             for file in sorted(set(files).difference(converted)):
                 yield [self.target_file(file)]
 
-    def reading_groups(self, files: Sequence[int], most: int = MAX_GROUP) -> Iterator[tuple[int, ...]]:
-        """Some of the target files, ascending, in groups of up to ``most`` that read the same rows."""
+    def reading_groups(self, files: Sequence[int], limits: GroupLimits = _ALL_LINKED) -> Iterator[tuple[int, ...]]:
+        """Some of the target files, ascending, in groups that read the same rows."""
         for section in self.sections:
             cuts = {kind.cut.number: kind.cut for kind in self.kinds_of(section)}.values()
             alike: dict[Optional[frozenset[str]], list[int]] = {}
             for file in in_section(section, files):
                 alike.setdefault(self.form.names_in(file), []).append(file)
             for members in alike.values():
-                yield from reading_groups(members, section, cuts, most)
+                for linked in linked_files(members, section, cuts):
+                    together = limits.most
+                    if len(linked) > limits.in_flight:
+                        together = limits.together(len(linked), *self._shared_bytes(section, linked))
+                    for start in range(0, len(linked), together):
+                        yield tuple(linked[start : start + together])
+
+    def _shared_bytes(self, section: Section, files: Sequence[int]) -> tuple[int, int]:
+        """Bytes of the tensors of which target files share rows, and of all their tensors."""
+        shared = nbytes = 0
+        for kind in self.kinds_of(section):
+            count = sum(self.slice_bytes(kind, section, files).values()) * kind.count(self.form.names_in(files[0]))
+            nbytes += count
+            shared += count if splits_rows(kind.cut) else 0
+        return shared, nbytes
 
     def names_of(self, section: Section) -> list[str]:
         """Names of the tensors of a section, sorted."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
 from reshard.execute import options as execution
+from reshard.plan.groups import GroupLimits
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
 from reshard.storage import costs as storage_module
@@ -383,9 +384,9 @@ def test_a_targets_source_files_do_not_depend_on_other_targets(data: st.DataObje
         world.save(full, copied=COPIED)
         request = Request(str(world.src), "dst", read_strategy(str(world.old)), read_strategy(str(world.new)))
         whole, part = make_plan(request, handles, Report()), make_plan(request, handles, Report())
-        together = data.draw(st.integers(1, 4))
+        limits = GroupLimits(data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)))
         expected = {created.rank: [*created.tensors] for group in whole.groups(whole.requested) for created in group}
         actual = {
-            created.rank: [*created.tensors] for group in part.groups(sorted(remaining), together) for created in group
+            created.rank: [*created.tensors] for group in part.groups(sorted(remaining), limits) for created in group
         }
         assert actual == {rank: expected[rank] for rank in remaining}

@@ -8,11 +8,11 @@ from typing import Optional
 
 import pytest
 
-from reshard.execute import parts, reading
+from reshard.execute import parts, reading, writing
 from reshard.forms.cuts import Cut
 from reshard.forms.target import Section
 from reshard.layout import Layout, Overlap
-from reshard.plan.groups import reading_groups
+from reshard.plan.groups import GroupLimits, linked_files
 from reshard.storage import ReadableFile, fill
 from tests.reference import Strategy
 from tests.running import Argument, done
@@ -75,25 +75,52 @@ def test_rows_over_the_buffer_are_written_one_member_at_a_time(limit: str, tmp_p
     convert(tmp_path, "none", columns(1, 8), "--max-memory", limit)
 
 
-def groups(source: Layout, target: Layout, shape: tuple[int, ...], ranks: Sequence[int]) -> list[tuple[int, ...]]:
+def linked(source: Layout, target: Layout, shape: tuple[int, ...], ranks: Sequence[int]) -> list[list[int]]:
     section = Section(0, range(target.device_count), {"w": target})
     cut = Cut(0, Overlap([source.grid(shape)], target.grid(shape)), target, ())
-    return list(reading_groups(ranks, section, [cut]))
+    return linked_files(ranks, section, [cut])
 
 
 def test_only_column_slices_of_the_same_rows_are_grouped() -> None:
     whole, by_columns, by_rows = Layout((), ((), ())), Layout((4,), ((), (0,))), Layout((4,), ((0,), ()))
-    assert groups(whole, by_columns, (8, 8), range(4)) == [(0, 1, 2, 3)]
-    assert groups(whole, by_rows, (8, 8), range(4)) == [(0,), (1,), (2,), (3,)]
-    assert groups(by_columns, by_columns, (8, 8), range(4)) == [(0,), (1,), (2,), (3,)]
+    assert linked(whole, by_columns, (8, 8), range(4)) == [[0, 1, 2, 3]]
+    assert linked(whole, by_rows, (8, 8), range(4)) == [[0], [1], [2], [3]]
+    assert linked(by_columns, by_columns, (8, 8), range(4)) == [[0], [1], [2], [3]]
     both = Layout((2, 2), ((1,), (0,)))
-    assert groups(whole, both, (8, 8), range(4)) == [(0, 1), (2, 3)]
-    assert groups(whole, by_columns, (8, 8), [1, 3]) == [(1, 3)]
+    assert linked(whole, both, (8, 8), range(4)) == [[0, 1], [2, 3]]
+    assert linked(whole, by_columns, (8, 8), [1, 3]) == [[1, 3]]
 
 
-def test_the_members_of_a_group_are_limited() -> None:
-    whole, wide = Layout((), ((), ())), Layout((40,), ((), (0,)))
-    assert [len(members) for members in groups(whole, wide, (4, 40), range(40))] == [16, 16, 8]
+@pytest.mark.parametrize(
+    ("files", "shared", "together"),
+    [(40, 100, 16), (4, 100, 4), (4, 30, 2), (8, 30, 4), (8, 10, 2), (8, 1, 2), (8, 0, 2)],
+)
+def test_groups_are_small_unless_rows_would_be_read_again_too_often(files: int, shared: int, together: int) -> None:
+    """Of 100 bytes that are written; as many are read."""
+    assert GroupLimits(16, 2).together(files, shared, 100) == together
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_kill_loses_few_files_of_a_model_with_rows_and_columns(
+    jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a Hugging Face file to tensor parallel ranks: some weights are cut by columns, most by rows."""
+    full = {name: value(name, (64, 64)) for name in ("down", "gate", "q", "up")}
+    new = single({name: layout([8], [-1, 0] if name == "down" else [0, -1]) for name in full})
+    write_tree(tmp_path / "src", {0: full}, "rank_{rank}/net-1_1.ckpt")
+    at_commit: list[int] = []
+    commit = writing.TargetWriter.commit
+
+    def counting(writer: writing.TargetWriter) -> None:
+        at_commit.append(len(list((tmp_path / "dst").rglob(".reshard-tmp-*"))))
+        commit(writer)
+
+    monkeypatch.setattr(writing.TargetWriter, "commit", counting)
+    path = write_strategy(tmp_path / "new", new)
+    words: list[Argument] = ["--src-strategy", "none", "--dst-strategy", path, "--jobs", jobs]
+    done("transform-dir", tmp_path / "src", tmp_path / "dst", *words)
+    same_ranks(read_tree(tmp_path / "dst"), cut_ranks(new, full))
+    assert len(at_commit) == 8 and max(at_commit) <= 4
 
 
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])

@@ -249,5 +249,5 @@ def test_threads_waiting_for_targets_stay_within_the_limit_of_open_files(
         execution, work = prepared.state.execution, prepared.state.work
         assert len(work) == ranks and execution.threads == 32
         # Each has a descriptor of its own, and one of its directory.
-        open_together = execution.threads * max(map(len, prepared.plan.groups(work, execution.together)))
+        open_together = execution.threads * max(map(len, prepared.plan.groups(work, execution.group_limits)))
         assert 2 * open_together <= 256 // 2
