@@ -100,7 +100,9 @@ class _Execution:
         self._processes = processes
         self._sending = Sending(options.uploads) if options.uploads else None
         self._commits: list[Future[None]] = []
-        self._schedule = Schedule(groups, options.threads, max(options.in_flight, options.together), self._writer_of)
+        self._schedule = Schedule(
+            groups, options.threads, max(0, options.in_flight - options.together), self._writer_of
+        )
         self._handles = handles
         self._options = options
         self._reader = BoxReader(handles, options, self._overflowed)

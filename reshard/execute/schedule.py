@@ -56,7 +56,7 @@ class Schedule:
     Args:
         groups: groups of target files, planned one by one as they are begun.
         threads: number of threads; the last file is cut so that all of them can help.
-        in_flight: number of files that are being written at which threads join groups instead of beginning one.
+        beside: number of files that may be in writing when a thread begins another group, instead of joining one.
         writer_of: makes the writer of a file.
     """
 
@@ -64,10 +64,10 @@ class Schedule:
         self,
         groups: Iterable[Sequence[TargetFile]],
         threads: int,
-        in_flight: int,
+        beside: int,
         writer_of: Callable[[TargetFile], TargetWriter],
     ) -> None:
-        self._in_flight = in_flight
+        self._beside = beside
         self._threads = threads
         self._writer_of = writer_of
         self._groups = iter(groups)
@@ -115,7 +115,7 @@ class Schedule:
             return list(self._uncommitted)
 
     def _begin(self) -> Optional[FileGroup]:
-        if self._open and len(self._uncommitted) >= self._in_flight:
+        if self._open and len(self._uncommitted) > self._beside:
             # A kill loses the files that are being written.
             return None
         files = next(self._groups, None)

@@ -120,7 +120,8 @@ def test_a_kill_loses_few_files_of_a_model_with_rows_and_columns(
     words: list[Argument] = ["--src-strategy", "none", "--dst-strategy", path, "--jobs", jobs]
     done("transform-dir", tmp_path / "src", tmp_path / "dst", *words)
     same_ranks(read_tree(tmp_path / "dst"), cut_ranks(new, full))
-    assert len(at_commit) == 8 and max(at_commit) <= 4
+    # Four are written together. While one thread finishes a group, the other may begin the next.
+    assert len(at_commit) == 8 and max(at_commit) <= (4 if jobs == 1 else 7)
 
 
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
