@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -13,7 +14,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +24,13 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archive_output import archive_of_pickle, lay_out_archives
 from reshard.checkpoints.formats.archives import Archive, archived_tensor
 from reshard.checkpoints.formats.output import Literal, OutputTensor
-from reshard.checkpoints.formats.pickles import Global, PickledInstance, pickled, plain, read_pickle
+from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_class, pickled, plain, read_pickle
 from reshard.checkpoints.placed import PlacedFile, Placement, Stored
 from reshard.errors import CheckpointError
 from reshard.forms.chunks import ChunkedCheckpoint
 from reshard.forms.form import ReadRequest
 from reshard.forms.registry import form_named, form_of
+from reshard.storage import FileStatus, ReadableFile
 from reshard.text.report import Report
 from tests.checkpoint_writing import parts, record, write_safetensors
 from tests.corpus import FIXTURES
@@ -307,6 +309,53 @@ def test_a_flipped_bit_around_the_contents_of_an_archive_moves_no_element() -> N
     assert refused >= 8 * (4 + 4 + len(entry.filename))
 
 
+class _Counted:
+    """A file that counts its reads, or fails at one of them."""
+
+    descriptor: Optional[int] = None
+    cipher: Optional[str] = None
+
+    def __init__(self, file: ReadableFile, failing: Optional[int] = None) -> None:
+        self.path = file.path
+        self.reads = 0
+        self._file = file
+        self._failing = failing
+
+    def size(self) -> int:
+        return self._file.size()
+
+    def status(self) -> FileStatus:
+        return self._file.status()
+
+    def read(self, offset: int, count: int) -> bytes:
+        self._count()
+        return self._file.read(offset, count)
+
+    def read_into(self, offset: int, out: memoryview) -> int:
+        self._count()
+        return self._file.read_into(offset, out)
+
+    def _count(self) -> None:
+        self.reads += 1
+        if self.reads == self._failing:
+            raise OSError(errno.EIO, "no answer")
+
+
+def test_a_large_archive_is_opened_with_two_reads(tmp_path: Path) -> None:
+    """In an object store, each is a request: one for the end, and one for all before the elements."""
+    write_safetensors(tmp_path / "src" / "model.safetensors", {"a.w": np.zeros((400, 100), "f4")})
+    done("convert", tmp_path / "src", tmp_path / "out", "--to", "dcp", "--shards", 1)
+    path = tmp_path / "out" / "__0_0.distcp"
+    with FileHandles() as handles, handles.borrow(str(path)) as file:
+        counted = _Counted(file)
+        assert archived_tensor(counted, 0, path.stat().st_size).shape == (400, 100)
+        assert counted.reads == 2
+        for failing in (1, 2):
+            # A file that cannot be read is not damaged.
+            with pytest.raises(OSError, match="no answer"):
+                archived_tensor(_Counted(file, failing), 0, path.stat().st_size)
+
+
 def test_metadata_that_exchanges_a_slice_for_a_replica_of_another_is_refused(tmp_path: Path) -> None:
     (case,) = [case for case in CASES if case.name == "hyper_w4_2026_03_by_rank"]
     shutil.copytree(case.path, tmp_path / "src")
@@ -337,12 +386,12 @@ def test_archives_without_crcs_are_read_like_any_file_without(form: str, tmp_pat
 
 
 def instance(kind: str, **fields: Any) -> PickledInstance:
-    return PickledInstance(f"torch.distributed.checkpoint.{kind}", (), fields)
+    return inert(f"torch.distributed.checkpoint.{kind}", state=fields)
 
 
 def change(value: PickledInstance, **fields: Any) -> None:
     """Set fields of an instance."""
-    value.build({**value.fields, **fields})
+    value.state = {**value.fields, **fields}
 
 
 class Saved:
@@ -361,7 +410,7 @@ class Saved:
         self.records = {index.fields["offset"]: info for index, info in self.stored.items()}
 
     def write(self) -> None:
-        (self.path / ".metadata").write_bytes(b"".join(pickled(self.metadata)))
+        (self.path / ".metadata").write_bytes(pickled(self.metadata))
 
     def refused(self, *words: str) -> None:
         self.write()
@@ -459,7 +508,7 @@ def test_a_tensor_of_an_unknown_type_is_named_and_can_be_left_out(dtype: str, sa
     saved.metadata = read_pickle((saved.path / ".metadata").read_bytes(), lambda name: True)
     tensor = saved.metadata.fields["state_dict_metadata"]["x.w"]
     properties = tensor.fields["properties"]
-    properties.build((Global(f"torch.{dtype}"), *properties.state[1:]))
+    properties.state = (inert_class(f"torch.{dtype}"), *properties.state[1:])
     saved.refused("'x.w'", "elements of an unsupported type", "--exclude 'x.w'")
     done("convert", saved.path, tmp_path / "rest", *WHOLE, "--exclude", "x.w", "--verify")
     assert held_in(tmp_path / "rest").keys() == {"y.w"}
@@ -519,7 +568,7 @@ def megatron(root: Path, *steps: int) -> Path:
 def test_megatrons_common_file_survives_hyper_parallel(tmp_path: Path) -> None:
     """Megatron loads a directory with an archive of that name and the file beside it."""
     root = megatron(tmp_path / "run", 3)
-    content = b"".join(pickled({"iteration": 3, "lr": 0.5}))
+    content = pickled({"iteration": 3, "lr": 0.5})
     (root / "iter_0000003" / "common.pt").write_bytes(archive_of_pickle(content))
     cut: list[Argument] = ["--shards", 2, "--verify"]
     done("convert", root, tmp_path / "between", "--to", "hyper-parallel", *cut)

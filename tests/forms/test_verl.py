@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from reshard.checkpoints.formats.archives import ArchiveEntry, Elements
-from reshard.checkpoints.formats.pickles import Global, PickledInstance, pickled, read_pickle
+from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_class, pickled, read_pickle
 from reshard.forms.registry import form_of
 from reshard.forms.verl.dtensors import PlacementError, part_of
 from tests.corpus import FIXTURES
@@ -46,7 +46,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object], crcs: bool =
     (name,) = [name for name in entries if name.endswith("/data.pkl")]
     state = read_pickle(entries[name], lambda name: True, persistent=True)
     change(state)
-    entries[name] = b"".join(pickled(state))
+    entries[name] = pickled(state)
     path.write_bytes(zipped(entries))
 
 
@@ -78,7 +78,6 @@ def rewrite_all(directory: Path, change: Callable[[dict[str, Any]], object]) -> 
 def fields_of(value: PickledInstance) -> dict[str, Any]:
     """The fields of an instance, which change with it."""
     fields: dict[str, Any] = value.state
-    value.build(fields)
     return fields
 
 
@@ -183,14 +182,14 @@ def test_the_mesh_of_older_torch_is_read(saved: Path, tmp_path: Path) -> None:
         for fields in (mesh(state, "w.rows"), mesh(state, "layer.1.weight"), mesh(state, "layer.0.weight")):
             shape = tuple(int(np.prod(axis.state["shape"])) for axis in fields.pop("_layout").state["axes"])
             args = (*ranks.args[:2], shape, *ranks.args[3:])
-            fields["mesh"] = PickledInstance(ranks.name, args, None, True)
+            fields["mesh"] = inert(ranks.name, *args)
             fields["_coordinate_on_dim"] = [*fields["_coordinate_on_dim"]]
 
     def between(state: dict[str, Any]) -> None:
         for fields in (mesh(state, "w.rows"), mesh(state, "layer.1.weight"), mesh(state, "layer.0.weight")):
             shape = fields.pop("mesh").args[2]
             nested: Any = ((shape[0], 1), *shape[1:]) if len(shape) > 1 else shape[0]
-            fields["_layout"] = PickledInstance("torch.distributed._mesh_layout._MeshLayout", (), {"shape": nested})
+            fields["_layout"] = inert("torch.distributed._mesh_layout._MeshLayout", state={"shape": nested})
 
     for change in (older, between):
         rewrite_all(saved, change)
@@ -262,7 +261,7 @@ def test_a_part_of_another_size_than_its_placement_is_refused(saved: Path) -> No
 
 
 def placement(kind: str, **fields: Any) -> PickledInstance:
-    return PickledInstance(f"torch.distributed.tensor.placement_types.{kind}", (), fields)
+    return inert(f"torch.distributed.tensor.placement_types.{kind}", state=fields)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +286,7 @@ def test_other_placements_are_refused(placements: Any, words: str, saved: Path) 
 
 
 def test_an_order_of_cuts_that_contradicts_the_placements_is_refused(saved: Path) -> None:
-    entry = PickledInstance("torch.distributed.tensor._dtensor_spec.ShardOrderEntry", (1, (1,)))
+    entry = inert("torch.distributed.tensor._dtensor_spec.ShardOrderEntry", 1, (1,))
     rewrite_all(saved, lambda state: spec(state, "w.rows").update(shard_order=(entry,)))
     refused(saved, "'w.rows'", "order")
 
@@ -360,7 +359,7 @@ def test_values_other_than_tensors_are_named(saved: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["os.system", "builtins.eval", "torch.load", "torch.distributed.tensor.Other"])
 def test_nothing_else_may_be_named(name: str, saved: Path) -> None:
-    rewrite_all(saved, lambda state: state.update(x=PickledInstance(name, ("touch EXECUTED",), None, True)))
+    rewrite_all(saved, lambda state: state.update(x=inert(name, "touch EXECUTED")))
     refused(saved, name, "nothing of the file is run")
 
 
@@ -405,16 +404,14 @@ def naive(
 
 
 def dtensor(shape: Sequence[int], mesh_shape: Sequence[int], place: Sequence[int], placements: Sequence[Any]) -> Any:
-    axes = tuple(PickledInstance("_FlatLayout", (), {"shape": (size,)}) for size in mesh_shape)
-    layout = PickledInstance("_MeshLayout", (), {"axes": axes})
+    axes = tuple(inert("_FlatLayout", state={"shape": (size,)}) for size in mesh_shape)
+    layout = inert("_MeshLayout", state={"axes": axes})
     fields = {"_layout": layout, "_coordinate_on_dim": tuple(place)}
-    state = {"mesh": PickledInstance("DeviceMesh", (), fields), "placements": tuple(placements)}
-    wrapper = (Global("torch.distributed.tensor.DTensor"), Global("torch.float32"), tuple(shape))
-    args = (Global("torch._utils._rebuild_wrapper_subclass"), wrapper[0], wrapper)
-    return PickledInstance(
-        "torch._tensor._rebuild_from_type_v2",
-        (*args, (None, {"_local_tensor": None, "_spec": PickledInstance("DTensorSpec", (), state)})),
-    )
+    state = {"mesh": inert("DeviceMesh", state=fields), "placements": tuple(placements)}
+    wrapper = (inert_class("torch.distributed.tensor.DTensor"), inert_class("torch.float32"), tuple(shape))
+    args = (inert_class("torch._utils._rebuild_wrapper_subclass"), wrapper[0], wrapper)
+    attributes = {"_local_tensor": None, "_spec": inert("DTensorSpec", state=state)}
+    return inert("torch._tensor._rebuild_from_type_v2", *args, (None, attributes))
 
 
 def cases(seed: int) -> Iterator[tuple[list[int], list[int], list[Any]]]:

@@ -7,11 +7,13 @@ RESHARD_FUZZ_SECONDS sets how long it takes per reader.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -32,13 +34,25 @@ MEGABYTES = 300
 ROOMS = tuple(f"{os.sep}reshard{os.sep}{room}{os.sep}" for room in ("checkpoints", "forms", "strategies", "layout"))
 
 
+@contextlib.contextmanager
+def limited_memory() -> Iterator[None]:
+    """Refuse more memory: Python's unpickler asks for as many references as a damaged number says."""
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (MEGABYTES << 19), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 def attempt(reader: Reader, data: bytes, directory: Path) -> bool:
     """Read one input; True where it was accepted. Anything but an error for the user fails the test."""
     path = directory / reader.name
     path.write_bytes(data)
     started = time.process_time()
     try:
-        with within():
+        with within(), limited_memory():
             reader.read(path)
     except ReshardError as error:
         assert str(error)

@@ -289,12 +289,12 @@ def test_several_models_are_refused_with_the_options_for_one(tmp_path: Path) -> 
     metadata = read_pickle(place.read_bytes(), lambda name: True)
     keys = metadata.fields["planner_data"]
     keys.update((name, models[name]) for name in keys)
-    place.write_bytes(b"".join(pickled(metadata)))
+    place.write_bytes(pickled(metadata))
     alone = done("convert", tmp_path / "state", tmp_path / "alone", "--to", "huggingface", "--verify").err
     assert "the trainer's prefix 'actor.model.' is removed" in alone
     first = next(iter(keys))
     keys[first] = ("critic", *keys[first][1:])
-    place.write_bytes(b"".join(pickled(metadata)))
+    place.write_bytes(pickled(metadata))
     words: list[Argument] = ["convert", tmp_path / "state", tmp_path / "out", "--to", "huggingface", "--verify"]
     options = ["--rename", "actor.model.*=*", "--exclude", "critic.model.*"]
     fails(3, *words, texts=[shlex.join(options)])

@@ -10,7 +10,7 @@ from typing import Any, Callable
 import pytest
 
 from reshard.checkpoints.formats.archive_output import archive_of_pickle
-from reshard.checkpoints.formats.pickles import PickledInstance, pickled, read_pickle
+from reshard.checkpoints.formats.pickles import inert, pickled, read_pickle
 from tests.corpus_dcp import fixtures
 from tests.forms import to
 from tests.running import Argument, done, fails
@@ -44,10 +44,9 @@ def change_metadata(directory: Path, change: Callable[[dict[str, Any], dict[str,
     places = {name: stored.pop(index) for name, index in index_of.items()}
     change(described, places)
     for name, place in places.items():
-        index = PickledInstance(index_of["optimizer.lr"].name, (), {**index_of["optimizer.lr"].fields, "fqn": name})
+        index = inert(index_of["optimizer.lr"].name, state={**index_of["optimizer.lr"].fields, "fqn": name})
         stored[index] = place
-    metadata.build(fields)
-    path.write_bytes(b"".join(pickled(metadata)))
+    path.write_bytes(pickled(metadata))
 
 
 def test_another_number_is_found(converted: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from reshard.checkpoints.formats.archives import REBUILD, REBUILD_TYPED, STORAGES, UNTYPED
 from reshard.checkpoints.formats.dtypes import TORCH_NAMES
 from reshard.checkpoints.formats.output import CheckedEntry, OutputLayout, OutputTensor
-from reshard.checkpoints.formats.pickles import Global, PickledInstance, pickled
+from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_class, pickled
 from reshard.named_tuple import NamedTuple
 
 _ALIGNMENT = 64
@@ -25,7 +25,7 @@ _NAME = "archive/"
 # Offsets of the CRC in an entry's header, and in its entry of the directory.
 _LOCAL_CRC, _DIRECTORY_CRC = 14, 16
 _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
-_ORDERED = PickledInstance("collections.OrderedDict", (), None, True)
+_ORDERED = inert("collections.OrderedDict")
 
 
 class WrittenRecord(NamedTuple):
@@ -109,13 +109,11 @@ def _described(tensor: OutputTensor) -> bytes:
     strides = tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
     typed = _STORAGE_OF.get(tensor.dtype)
     elements = math.prod(shape) if typed else tensor.nbytes
-    storage = PickledInstance("", (("storage", Global(typed or UNTYPED), "0", "cpu", elements),))
+    storage = PickledInstance(("storage", inert_class(typed or UNTYPED), "0", "cpu", elements))
     args = (storage, 0, shape, strides, False, _ORDERED)
     if typed:
-        value = PickledInstance(REBUILD, args, None, True)
-    else:
-        value = PickledInstance(REBUILD_TYPED, (*args, Global(TORCH_NAMES[tensor.dtype])), None, True)
-    return b"".join(pickled(value))
+        return pickled(inert(REBUILD, *args))
+    return pickled(inert(REBUILD_TYPED, *args, inert_class(TORCH_NAMES[tensor.dtype])))
 
 
 class _Archive:

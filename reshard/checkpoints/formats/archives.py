@@ -7,37 +7,43 @@ is a file, or a record within one. Nothing of it is run, and no entry but ``data
 
 from __future__ import annotations
 
+import io
 import math
+import os
 import struct
+import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable, NoReturn, Optional
 
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, ITEM_SIZES
-from reshard.checkpoints.formats.pickles import Global, PickledInstance, PickleError, among, read_pickle, sizes_of
-from reshard.errors import CheckpointError, DamagedCheckpointError
+from reshard.checkpoints.formats.pickles import (
+    MAX_PICKLE,
+    Global,
+    PickledInstance,
+    PickleError,
+    among,
+    read_pickle,
+    sizes_of,
+)
+from reshard.errors import CheckpointError, DamagedCheckpointError, ReshardError
 from reshard.named_tuple import NamedTuple
 from reshard.storage import ReadableFile, fill, read_range
 from reshard.text.wording import quoted
 
-MAX_PICKLE = 16 << 20
-"""Bytes of ``data.pkl``; it holds some hundred for every tensor."""
-
-_MAX_DIRECTORY = 64 << 20
-# Both ends of a small archive are read at once, and of a large one enough for its directory and its first entries.
-_NEAR_END = 4 << 10
+# Ends and headers are read this much at a time: mostly a directory, and all that is before the elements of a record.
+_NEAR = 4 << 10
 _LOCAL = struct.Struct("<4s5H3I2H")
-_ENTRY = struct.Struct("<4s6H3I5H2I")
+# Of an entry of the directory, and where in it the lengths of its name, of more fields and of a comment are.
+_ENTRY_SIZE, _ENTRY_LENGTHS = 46, 28
 _END = struct.Struct("<4s4H2IH")
-_END_64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR_64 = struct.Struct("<4sIQI")
 _UNKNOWN_32, _UNKNOWN_16 = 0xFFFFFFFF, 0xFFFF
 # Flags: encrypted; lengths and CRC are in the directory, and follow the content; names are UTF-8.
 _ENCRYPTED, _FOLLOWED, _UTF8 = 0x0001, 0x0008, 0x0800
+# Bytes that follow a content with lengths of 32, and of 64 bits.
+_DESCRIPTOR, _LARGE_DESCRIPTOR = 16, 24
 # An entry without content, in attributes of MS-DOS.
 _IS_DIRECTORY = 0x10
-# Names and padding of torch's local headers are mostly shorter.
-_NEAR_HEADER = 192
 
 HEAD = b"PK\x03\x04"
 """The first bytes of an archive."""
@@ -108,6 +114,41 @@ class Elements(NamedTuple):
         return True
 
 
+class _Part(io.RawIOBase):
+    """A part of a file as a file for `zipfile`; its end, where the directory is, is read once."""
+
+    def __init__(self, file: ReadableFile, offset: int, length: int) -> None:
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._position = 0
+        near = min(length, _NEAR)
+        self.end = read_range(file, offset + length - near, near)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        position = offset + (0, self._position, self._length)[whence]
+        if position < 0:
+            raise ValueError("a place before the beginning")
+        self._position = position
+        return position
+
+    def readinto(self, buffer: Any) -> int:
+        out = memoryview(buffer)[: max(0, self._length - self._position)]
+        inside = self._position - (self._length - len(self.end))
+        if inside >= 0:
+            out[:] = self.end[inside : inside + len(out)]
+        else:
+            fill(self._file, self._offset + self._position, out)
+        self._position += len(out)
+        return len(out)
+
+
 class Archive:
     """An archive that lies in a file.
 
@@ -125,11 +166,42 @@ class Archive:
     def __init__(self, file: ReadableFile, offset: int, length: int) -> None:
         self._file = file
         self._offset = offset
-        self._length = length
-        self._tail = read_range(file, offset + length - min(length, _NEAR_END), min(length, _NEAR_END))
-        # Per entry where its header begins in the archive, its bytes, its CRC, its flags and its name.
-        self._entries: dict[str, tuple[int, int, int, int, bytes]] = {}
-        self._read_directory()
+        part = _Part(file, offset, length)
+        self._stream = io.BufferedReader(part, _NEAR)
+        if length < _END.size:
+            self._damaged("it is too short for an archive of torch.save")
+        # With a comment, zipfile would look for the end elsewhere, and take failed reads for damage.
+        signature, disk, first_disk, here, count, size, _, comment = _END.unpack(part.end[-_END.size :])
+        if signature != b"PK\x05\x06" or comment or disk or first_disk or here != count:
+            self._damaged("it does not end like an archive of torch.save")
+        try:
+            directory = zipfile.ZipFile(self._stream)
+        except (OSError, ReshardError):
+            raise
+        except Exception as error:
+            self._damaged(f"its directory is no list of entries: {quoted(str(error))}")
+        if count not in (len(directory.infolist()), _UNKNOWN_16):
+            self._damaged("its directory has more than its entries")
+        self._directory = directory
+        self._directory_end = directory.start_dir + size
+        # Per entry its description, and where the next one begins.
+        self._entries: dict[str, tuple[zipfile.ZipInfo, int]] = {}
+        infos = sorted(directory.infolist(), key=lambda info: info.header_offset)
+        for info, stop in zip(infos, [*(info.header_offset for info in infos[1:]), directory.start_dir]):
+            if info.flag_bits & _ENCRYPTED or info.compress_type or info.compress_size != info.file_size:
+                raise CheckpointError(
+                    f"{file.path}: {quoted(info.filename)} in it is compressed or encrypted, which torch.save never "
+                    "does",
+                    file=file.path,
+                    hint="save the checkpoint again, without anything that packs its files",
+                )
+            if info.external_attr & _IS_DIRECTORY or info.volume or not 0 <= info.header_offset <= directory.start_dir:
+                self._damaged(f"its entry {quoted(info.filename)} is a directory, or lies elsewhere")
+            # All names begin with the name of the archive and a slash.
+            inner = info.orig_filename.partition("/")[2]
+            if inner in self._entries:
+                self._damaged(f"it has two entries called {quoted(info.filename)}")
+            self._entries[inner] = info, stop
 
     def _damaged(self, problem: str) -> NoReturn:
         path = self._file.path
@@ -137,81 +209,12 @@ class Archive:
         raise DamagedCheckpointError(f"{path}: is damaged{where}: {problem}", file=path)
 
     def _bytes(self, position: int, count: int) -> bytes:
-        """Bytes of the archive; of its end without reading again."""
-        if position < 0 or count < 0 or position + count > self._length:
-            self._damaged("its directory points outside of it")
-        begin = position - (self._length - len(self._tail))
-        if begin >= 0:
-            return self._tail[begin : begin + count]
-        return read_range(self._file, self._offset + position, count)
+        """Bytes of the archive; fewer at its end."""
+        self._stream.seek(position)
+        return self._stream.read(count)
 
-    def _read_directory(self) -> None:
-        end = self._length - _END.size
-        if end < 0:
-            self._damaged("it is too short for an archive of torch.save")
-        signature, *disks, count_here, count, size, start, comment = _END.unpack(self._bytes(end, _END.size))
-        if signature != b"PK\x05\x06" or comment or any(disks) or count_here != count:
-            self._damaged("it does not end like an archive of torch.save")
-        if _UNKNOWN_32 in (size, start) or count == _UNKNOWN_16:
-            locator = end - _LOCATOR_64.size
-            signature, _, place, _ = _LOCATOR_64.unpack(self._bytes(locator, _LOCATOR_64.size))
-            if signature != b"PK\x06\x07":
-                self._damaged("the end of its directory is missing")
-            signature, _, _, _, _, _, _, count, size, start = _END_64.unpack(self._bytes(place, _END_64.size))
-            if signature != b"PK\x06\x06":
-                self._damaged("the end of its directory is missing")
-        if size > _MAX_DIRECTORY or count * _ENTRY.size > size:
-            self._damaged("its directory is larger than any")
-        self._list(self._bytes(start, size), count)
-
-    def _list(self, directory: bytes, count: int) -> None:
-        position = 0
-        for _ in range(count):
-            if position + _ENTRY.size > len(directory):
-                self._damaged("its directory ends early")
-            fields = _ENTRY.unpack_from(directory, position)
-            signature, _, _, flags, method, _, _, crc, packed, size, name_size, extra_size, comment = fields[:13]
-            disk, _, attributes, header = fields[13:]
-            position += _ENTRY.size
-            if signature != b"PK\x01\x02" or disk or flags & ~(_ENCRYPTED | _FOLLOWED | _UTF8):
-                self._damaged("its directory is no list of entries")
-            name_bytes = directory[position : position + name_size]
-            name = name_bytes.decode("utf-8", "replace")
-            extra = directory[position + name_size : position + name_size + extra_size]
-            position += name_size + extra_size + comment
-            size, packed, header = self._large(extra, size, packed, header)
-            if flags & _ENCRYPTED or method or size != packed:
-                raise CheckpointError(
-                    f"{self._file.path}: {quoted(name)} in it is compressed or encrypted, which torch.save never does",
-                    file=self._file.path,
-                    hint="save the checkpoint again, without anything that packs its files",
-                )
-            if attributes & _IS_DIRECTORY:
-                self._damaged(f"its entry {quoted(name)} is a directory")
-            # All names begin with the name of the archive and a slash.
-            inner = name.partition("/")[2]
-            if inner in self._entries:
-                self._damaged(f"it has two entries called {quoted(name)}")
-            self._entries[inner] = (header, size, crc, flags, name_bytes)
-        if position != len(directory):
-            self._damaged("its directory has more than its entries")
-
-    def _large(self, extra: bytes, *numbers: int) -> list[int]:
-        """Numbers of an entry, those of more than 32 bits from its extra field."""
-        result = list(numbers)
-        position = 0
-        while position + 4 <= len(extra) and _UNKNOWN_32 in result:
-            kind, size = struct.unpack_from("<2H", extra, position)
-            if kind == 1:
-                at = position + 4
-                for place, number in enumerate(result):
-                    if number == _UNKNOWN_32:
-                        if at + 8 > len(extra):
-                            self._damaged("a number of its directory is missing")
-                        (result[place],) = struct.unpack_from("<Q", extra, at)
-                        at += 8
-            position += 4 + size
-        return result
+    def _content(self, entry: ArchiveEntry) -> bytes:
+        return self._bytes(entry.offset - self._offset, entry.size)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -225,25 +228,22 @@ class Archive:
         """
         if name not in self._entries:
             self._damaged(f"it has no entry {quoted(name)}")
-        header, size, crc, flags, full_name = self._entries[name]
-        local = self._bytes(header, min(_NEAR_HEADER, self._length - header))
-        if len(local) < _LOCAL.size:
-            self._damaged("its directory points outside of it")
-        signature, _, local_flags, method, _, _, local_crc, *sizes, name_size, extra_size = _LOCAL.unpack_from(local)
-        extra = _LOCAL.size + name_size
-        begin = extra + extra_size
-        if signature != HEAD or header + begin + size > self._length:
-            self._damaged(f"its entry {quoted(name)} does not lie in it")
-        if begin > len(local):
-            local = self._bytes(header, begin)
+        info, stop = self._entries[name]
+        size, followed = info.file_size, info.flag_bits & _FOLLOWED
+        header = self._bytes(info.header_offset, _LOCAL.size).ljust(_LOCAL.size, b"\0")
+        signature, _, flags, method, _, _, crc, *sizes, name_size, extra_size = _LOCAL.unpack(header)
+        local_name, extra = self._stream.read(name_size), self._stream.read(extra_size)
+        large = size >= _UNKNOWN_32
+        agrees = (signature, flags, method) == (HEAD, info.flag_bits, 0) and local_name == _name_bytes(info)
+        if not followed:
+            agrees &= [crc, *sizes] == [info.CRC, *[min(size, _UNKNOWN_32)] * 2]
+            agrees &= not large or struct.pack("<2H2Q", 1, 16, size, size) in extra
         # A wrong length in the header would move all elements.
-        agrees = local[_LOCAL.size : extra] == full_name and (local_flags, method) == (flags, 0)
-        if not flags & _FOLLOWED:
-            agrees &= [local_crc, *self._large(local[extra:begin], *sizes)] == [crc, size, size]
-        if not agrees or not _is_divided(local[extra:begin]):
+        begin = info.header_offset + _LOCAL.size + name_size + extra_size
+        descriptor = _LARGE_DESCRIPTOR if large or info.header_offset >= _UNKNOWN_32 else _DESCRIPTOR
+        if not agrees or begin + size + (descriptor if followed else 0) != stop:
             self._damaged(f"the header of its entry {quoted(name)} contradicts its directory")
-        begin += header
-        return ArchiveEntry(self._offset + begin, size, crc)
+        return ArchiveEntry(self._offset + begin, size, info.CRC)
 
     def pickle(self) -> bytes:
         """The bytes of ``data.pkl``.
@@ -254,7 +254,7 @@ class Archive:
         entry = self.entry("data.pkl")
         if entry.size > MAX_PICKLE:
             self._damaged(f"its data.pkl has {entry.size:,} bytes")
-        data = read_range(self._file, entry.offset, entry.size)
+        data = self._content(entry)
         if entry.crc and zlib.crc32(data) != entry.crc:
             self._damaged("the CRC-32 of its data.pkl is another one")
         return data
@@ -270,6 +270,12 @@ class Archive:
             DamagedCheckpointError: one differs.
             OSError: reading failed.
         """
+        for last in self._directory.infolist()[-1:]:
+            # zipfile takes an end within the last entry of a directory, as other readers do not.
+            lengths = len(_name_bytes(last)), len(last.extra), len(last.comment)
+            begin = self._directory_end - _ENTRY_SIZE - sum(lengths)
+            if self._bytes(begin + _ENTRY_LENGTHS, 6) != struct.pack("<3H", *lengths):
+                self._damaged("its directory ends early")
         for name in self._entries:
             counted = on_block if name.startswith("data/") else lambda count: None
             if not check_entry(self._file, self.entry(name), buffer, counted):
@@ -316,7 +322,7 @@ class Archive:
             self._damaged("its tensor is a conjugate or negated view, which is not read")
         if not (None not in map(sizes_of, ([first, count], shape, strides)) and len(shape) == len(strides)):
             self._damaged("the shape or strides of its tensor are none")
-        if "byteorder" in self and self._small("byteorder") != b"little":
+        if "byteorder" in self and self._content(self.entry("byteorder")) != b"little":
             self._damaged("its bytes are in big-endian order, which is not read")
         item = ITEM_SIZES[dtype]
         entry = self.entry(entry_name)
@@ -326,10 +332,6 @@ class Archive:
         if (last + 1) * item > entry.size:
             self._damaged(f"its tensor of shape {list(shape)} does not lie in the {entry.size} bytes of {entry_name}")
         return Elements(dtype, tuple(shape), tuple(strides), entry.offset + first * item, entry)
-
-    def _small(self, name: str) -> bytes:
-        entry = self.entry(name)
-        return read_range(self._file, entry.offset, min(entry.size, 16))
 
     def _storage(self, reference: Any) -> tuple[str, Optional[str], int]:
         """Name of the entry, type and size of a storage."""
@@ -351,12 +353,8 @@ class Archive:
         return f"data/{key}", STORAGES.get(kind.name), count
 
 
-def _is_divided(extra: bytes) -> bool:
-    """Whether an extra field of a header consists of whole parts, and zeros for alignment, fewer than a part has."""
-    position = 0
-    while position + 4 <= len(extra):
-        position += 4 + int.from_bytes(extra[position + 2 : position + 4], "little")
-    return position <= len(extra) and not any(extra[position:])
+def _name_bytes(info: zipfile.ZipInfo) -> bytes:
+    return info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437")
 
 
 def archived_tensor(file: ReadableFile, offset: int, length: int) -> Elements:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Optional
 
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, dtype_named
 from reshard.checkpoints.formats.pickles import (
+    MAX_PICKLE,
     MAX_SIZES,
     Global,
     PickledInstance,
@@ -20,9 +21,6 @@ from reshard.errors import CheckpointError, InputError
 from reshard.named_tuple import NamedTuple
 from reshard.storage import read_small, reading
 from reshard.text.wording import as_pattern, quoted
-
-MAX_METADATA = 1 << 29
-"""Bytes of one file of metadata; it takes some 140 for each chunk of a tensor."""
 
 _MAX_NAMED = 8
 
@@ -135,24 +133,21 @@ def read_metadata(paths: Iterable[str]) -> ReadMetadata:
     metadata = ReadMetadata({}, {}, {}, {})
     for path in paths:
         with reading(path):
-            data = read_small(path, MAX_METADATA)
+            data = read_small(path, MAX_PICKLE)
         try:
             pickled = read_pickle(data, among(NAMES))
         except PickleError as error:
             raise CheckpointError(f"{path}: {error}", file=path, hint=_HINT) from error
-        except MemoryError as error:
-            raise CheckpointError(f"{path}: does not fit into memory", file=path) from error
-        _Reader(path, metadata, len(data)).add(pickled)
+        _Reader(path, metadata).add(pickled)
     return metadata
 
 
 class _Reader:
     """Adds the contents of one file of metadata."""
 
-    def __init__(self, path: str, metadata: ReadMetadata, nbytes: int) -> None:
+    def __init__(self, path: str, metadata: ReadMetadata) -> None:
         self._path = path
         self._metadata = metadata
-        self._chunks_left = nbytes
 
     def add(self, pickled: Any) -> None:
         if not isinstance(pickled, PickledInstance) or pickled.name.rpartition(".")[2] not in (
@@ -231,10 +226,6 @@ class _Reader:
         dtype = _dtype(fields.get("properties"))
         if shape is None or not isinstance(chunks, (list, tuple)):
             self._wrong(f"does not record shape and chunks of {quoted(name)}")
-        # A list that several tensors share takes a few bytes, and all of its chunks are read for each.
-        self._chunks_left -= len(chunks)
-        if self._chunks_left < 0:
-            self._wrong("lists more chunks than it has bytes")
         described: list[DescribedChunk] = []
         met: set[tuple[int, ...]] = set()
         for chunk in chunks:

@@ -14,7 +14,7 @@ from reshard.checkpoints.formats.archive_output import ArchiveLayout, archive_of
 from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import ARCHIVES, TORCH_NAMES
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_safetensors
-from reshard.checkpoints.formats.pickles import Global, Pairs, PickledInstance, pickled
+from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_class, pickled
 from reshard.errors import CheckpointError
 from reshard.forms.chunk_files import ChunkFiles
 from reshard.forms.dcp.form import DCP, HYPER_PARALLEL, METADATA
@@ -28,7 +28,7 @@ from reshard.storage import read_range, reading, reading_error, status_at
 from reshard.text.wording import as_pattern, quoted
 from reshard.threads import cached_property
 
-_PART = 1 << 16
+_BLOCK = 1 << 16
 _MAX_OBJECT = 1 << 30
 # Megatron's file beside its objects, which forms of others do not carry.
 _BACKEND = (
@@ -39,7 +39,7 @@ _BACKEND = (
 
 def _instance(kind: str, **fields: Any) -> PickledInstance:
     """An instance of a class whose fields are set by name."""
-    return PickledInstance(kind, (), fields)
+    return inert(kind, state=fields)
 
 
 class _DistributedFiles(ChunkFiles):
@@ -111,7 +111,7 @@ class _DistributedFiles(ChunkFiles):
             raise CheckpointError(f"{stored.path}: holds an object of {stored.length:,} bytes", file=stored.path)
         with reading(stored.path), contextlib.closing(self._handles.open_file(stored.path)) as file:
             if stored.archived:
-                Archive(file, stored.offset, stored.length).check(memoryview(bytearray(_PART)))
+                Archive(file, stored.offset, stored.length).check(memoryview(bytearray(_BLOCK)))
             return read_range(file, stored.offset, stored.length)
 
     def _object_places(self) -> Iterator[tuple[str, int, int]]:
@@ -124,7 +124,7 @@ class _DistributedFiles(ChunkFiles):
     def finishing(self) -> Sequence[FinishingFile]:
         """Objects, and the metadata, which makes the directory complete."""
         files = [FinishingFile(self.objects_file, lambda: list(self._contents.values()))] if self._objects else []
-        return [*files, FinishingFile(METADATA, lambda: _joined(pickled(self._metadata())))]
+        return [*files, FinishingFile(METADATA, lambda: [pickled(self._metadata(), 4)])]
 
     def _metadata(self) -> PickledInstance:
         tensors, kinds = dict(self.described()), f"{self.room}metadata."
@@ -145,9 +145,9 @@ class _DistributedFiles(ChunkFiles):
         ]
         return _instance(
             f"{kinds}Metadata",
-            state_dict_metadata=Pairs(iter(described)),
+            state_dict_metadata=dict(described),
             planner_data=self._keys([name for name, _ in described]),
-            storage_data=Pairs(iter(stored)),
+            storage_data=dict(stored),
             **self.versions,
         )
 
@@ -226,13 +226,13 @@ class DcpFiles(_DistributedFiles):
         return [*files, *super().finishing()]
 
     def _size(self, sizes: Optional[Sequence[int]]) -> Any:
-        return None if sizes is None else PickledInstance("torch.Size", (tuple(sizes),), None, True)
+        return None if sizes is None else inert("torch.Size", tuple(sizes))
 
     def _properties(self, dtype: str) -> PickledInstance:
-        layout = PickledInstance("torch.serialization._get_layout", ("torch.strided",), None, True)
-        contiguous = PickledInstance(f"{TORCH}metadata._MEM_FORMAT_ENCODING", (0,), None, True)
-        state = (Global(TORCH_NAMES[dtype]), layout, False, contiguous, False)
-        return PickledInstance(f"{TORCH}metadata.TensorProperties", (), state)
+        layout = inert("torch.serialization._get_layout", "torch.strided")
+        contiguous = inert(f"{TORCH}metadata._MEM_FORMAT_ENCODING", 0)
+        state = (inert_class(TORCH_NAMES[dtype]), layout, False, contiguous, False)
+        return inert(f"{TORCH}metadata.TensorProperties", state=state)
 
     def _stored_at(self, record: Record) -> PickledInstance:
         file, offset, length, _ = record
@@ -318,15 +318,3 @@ class _LayoutWithTensors(OutputLayout):
     def __init__(self, layout: OutputLayout, tensors: Sequence[OutputTensor]) -> None:
         self.__dict__.update(layout.__dict__)
         self.tensors = tensors
-
-
-def _joined(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in larger parts."""
-    buffer = bytearray()
-    for part in parts:
-        buffer += part
-        if len(buffer) >= _PART:
-            yield bytes(buffer)
-            buffer.clear()
-    if buffer:
-        yield bytes(buffer)
