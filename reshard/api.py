@@ -91,8 +91,6 @@ class Conversion:
         check_replicas: ``"all"`` compares replicas of the source in full, ``"never"`` not at all.
         checksum: ``"crc32"`` records a checksum of every target file, and in archives those of tensors.
         overwrite: replace existing targets.
-        decrypt_key_file: file with the key of encrypted ``.ckpt`` files.
-        decrypt_mode: refuse files that are encrypted in another mode.
     """
 
     src: Path
@@ -127,8 +125,6 @@ class Conversion:
     check_replicas: str = "auto"
     checksum: str = "none"
     overwrite: bool = False
-    decrypt_key_file: Optional[Path] = None
-    decrypt_mode: Optional[str] = None
 
     @errors_in_python()
     def plan(self) -> Planned:
@@ -189,7 +185,7 @@ class Conversion:
 
     def _typed(self) -> dict[str, Any]:
         """The parameters in the form of the command line's options."""
-        paths = ("src_strategy", "names", "config", "decrypt_key_file")
+        paths = ("src_strategy", "names", "config")
         size = self.max_shard_size
         return {
             **vars(self),

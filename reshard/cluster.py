@@ -43,7 +43,7 @@ def conversion_of(src: str, dst: str, ranks: Optional[tuple[int, ...]], typed: M
     """
     names = {field.name for field in dataclasses.fields(Conversion)}
     values = {name: value for name, value in typed.items() if name in names and value is not None}
-    for name in ("src_strategy", "dst_strategy", "names", "config", "decrypt_key_file"):
+    for name in ("src_strategy", "dst_strategy", "names", "config"):
         path = values.get(name)
         if path is not None and names_files(path) and os.path.exists(path):
             values[name] = absolute(path)

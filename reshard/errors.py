@@ -96,7 +96,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class EncryptedCheckpointError(CheckpointError):
-    """A checkpoint file is encrypted and cannot be read without its key."""
+    """A checkpoint file is encrypted, or its key is wrong."""
 
 
 class IncompleteSourceError(InputError):

@@ -132,7 +132,10 @@ def load_distributed_checkpoint(
         "dec_mode": dec_mode != "AES-GCM",
     }.items():
         if is_set:
-            raise UsageError(f"load_distributed_checkpoint: {name} needs format='ckpt'", hint="remove it")
+            raise UsageError(
+                f"load_distributed_checkpoint: {name} needs format='ckpt'",
+                hint="remove it; files with a key: reshard decrypt SRC PLAIN --key-file KEY, then convert them",
+            )
     if unified_safetensors_dir is None or dst_safetensors_dir is None:
         raise UsageError(
             "load_distributed_checkpoint: unified_safetensors_dir or dst_safetensors_dir is missing", hint="pass both"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Union
-
-from tests.running import Argument
 
 KEY = b"0123456789abcdef"
 """The key of the files in `fixtures/ckpt_files`."""
@@ -52,9 +50,3 @@ def encrypt_tree(root: Path, how: Union[str, Mapping[int, str]], block: int = BL
         mode = how if isinstance(how, str) else how.get(int(path.parent.name.partition("_")[2]))
         if mode is not None:
             encrypt_file(path, mode, block=block)
-
-
-def with_key(path: Path, key: bytes = KEY) -> Sequence[Argument]:
-    """The options that read files with a key, which is put into a file."""
-    path.write_bytes(key)
-    return ["--decrypt-key-file", path]

@@ -10,13 +10,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Optional
 
-from reshard.errors import UsageError
 from reshard.named_tuple import NamedTuple
 from reshard.storage import FileStatus, OpenFile, ReadableFile, changed_meanwhile, store_of
 from reshard.threads import ThreadLock
 
 if TYPE_CHECKING:
-    from reshard.checkpoints.decryption import Decryption
     from reshard.checkpoints.placed import Placement
 
 # Half of the process's limit: outputs, pipes and libraries need the other half.
@@ -52,11 +50,10 @@ class FileVersion(NamedTuple):
 
 
 class _Handle:
-    """An open file with its reader, the threads that use it, and the lock for opening it."""
+    """An open file, the threads that use it, and the lock for opening it."""
 
     def __init__(self) -> None:
         self.opened: Optional[OpenFile] = None
-        self.file: Optional[ReadableFile] = None
         self.users = 0
         self.opening = ThreadLock()
 
@@ -71,18 +68,16 @@ class FileHandles:
         opened: number of opens so far.
     """
 
-    def __init__(self, limit: Optional[int] = None, decryption: Optional[Decryption] = None) -> None:
+    def __init__(self, limit: Optional[int] = None) -> None:
         """Prepare.
 
         Args:
             limit: maximum of open files; by default a share of the process's limit.
-            decryption: the key of encrypted files.
         """
         self.limit = default_limit() if limit is None else max(1, limit)
         self.opened = 0
         self._lock = ThreadLock()
         self._handles: OrderedDict[str, _Handle] = OrderedDict()
-        self._decrypted = None if decryption is None else decryption.files()
         self._placements: dict[str, Placement] = {}
         # The version of every file at its first open.
         self._first_seen: dict[str, FileVersion] = {}
@@ -94,7 +89,6 @@ class FileHandles:
         """The file ``path``, open for reading while the block runs.
 
         Raises:
-            CheckpointError: it is encrypted, and the key does not decrypt it.
             OSError: the file cannot be opened, or changed since its first open; see `reading_error`.
         """
         with self._lock:
@@ -107,10 +101,8 @@ class FileHandles:
             with handle.opening:
                 if handle.opened is None:
                     handle.opened = self.open_file(path)
-                if handle.file is None:
-                    handle.file = handle.opened if self._decrypted is None else self._decrypted.open(handle.opened)
             placement = self._placements.get(path)
-            yield handle.file if placement is None else placement.placed(handle.file)
+            yield handle.opened if placement is None else placement.placed(handle.opened)
         finally:
             with self._lock:
                 handle.users -= 1
@@ -128,7 +120,7 @@ class FileHandles:
 
     def as_stored(self, path: str) -> bool:
         """Whether the file that `borrow` returns has its bytes as they are stored."""
-        return self._decrypted is None and path not in self._placements
+        return path not in self._placements
 
     def close(self) -> None:
         """Close every file that is not in use."""
@@ -247,24 +239,3 @@ def default_limit() -> int:
     if soft == resource.RLIM_INFINITY:
         return _MOST_HANDLES
     return max(8, min(soft // _SHARE_OF_LIMIT, _MOST_HANDLES))
-
-
-def decryption_of(key_file: Optional[str], mode: Optional[str]) -> Optional[Decryption]:
-    """The decryption of source files; None without a key.
-
-    Args:
-        key_file: see `Decryption`.
-        mode: likewise.
-
-    Raises:
-        UsageError: a mode without a key.
-        InputError: the key cannot be read.
-    """
-    if key_file is None:
-        if mode is not None:
-            raise UsageError("--decrypt-mode is given without a key", hint="name its file: --decrypt-key-file FILE")
-        return None
-    # Loaded only here: few sources are encrypted.
-    from reshard.checkpoints.decryption import Decryption
-
-    return Decryption(key_file, mode)

@@ -227,7 +227,6 @@ class PlacedFile:
     """
 
     descriptor: Optional[int] = None
-    cipher: Optional[str] = None
 
     def __init__(self, file: ReadableFile, placement: Placement) -> None:
         self.path = file.path
@@ -298,7 +297,6 @@ class _Ahead:
     """A file of which some bytes were read already."""
 
     descriptor: Optional[int] = None
-    cipher: Optional[str] = None
 
     def __init__(self, file: ReadableFile, start: int, stop: int) -> None:
         self.path = file.path

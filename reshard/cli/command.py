@@ -63,6 +63,8 @@ _ELSEWHERE = {
     "--output-format": "It is --format here.",
     "--accept-changed-source": "A target is made from one source: another DST, or everything again with --overwrite.",
     "--available": "For ranks that cannot be read: --without-ranks 3,7.",
+    "--decrypt-key-file": "Decrypt first: reshard decrypt SRC PLAIN --key-file KEY, then this command with PLAIN.",
+    "--decrypt-mode": "Decrypt first: reshard decrypt SRC PLAIN --key-file KEY finds the mode of each file.",
     "--assume": 'State it in a file for --rules: matrix = ["dp", "cp", "mp"], or the cuts in map.',
 }
 

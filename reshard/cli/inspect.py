@@ -68,7 +68,6 @@ def inspect(
     conversion would refuse; the exit status is 0 all the same. Of other forms than rank trees, iterations, files,
     tensors, their layouts and missing parts are shown.
     """
-    decryption = options.decryption_of(typed)
     with listings_cached():
         form = form_of(path)
         several = "{rank}" in path or not exists(path) or is_directory(path)
@@ -93,7 +92,7 @@ def inspect(
         judged_by = None if strategy is None else read_strategy(strategy)
         if judged_by is not None:
             show_notes(judged_by.notes)
-        tree = inspect_tree(path, step, file_suffix, judged_by, decryption)
+        tree = inspect_tree(path, step, file_suffix, judged_by)
         if as_json:
             echo_json(_tree_json(tree, step))
         else:
@@ -106,7 +105,7 @@ def inspect(
         )
     from reshard.inspection.contents import inspect_file
 
-    file = inspect_file(path, decryption)
+    file = inspect_file(path)
     if as_json:
         echo_json(_file_json(path, file))
     else:
@@ -123,7 +122,6 @@ def _file_json(path: str, file: InspectedFile) -> dict[str, object]:
         "format": file.index.format,
         "bytes": file.index.size,
         "crc": file.index.crc,
-        "cipher": file.index.cipher,
         "metadata": dict(file.index.metadata),
         "remove_redundancy": bool(file.contents.deduplicated),
         "dtypes": totals_json(file.contents.by_dtype()),
@@ -213,8 +211,7 @@ def findings_json(findings: Sequence[Finding]) -> list[dict[str, object]]:
 def _show_file(path: str, file: InspectedFile, verbose: bool) -> None:
     index = file.index
     crc = "no CRC" if index.crc is None else f"CRC {index.crc:08x}"
-    sealed = "" if index.cipher is None else f" encrypted with {index.cipher}"
-    say(f"{path}: {index.format}{sealed}, {byte_size(index.size)}, {plural(len(index.tensors), 'tensor')}, {crc}")
+    say(f"{path}: {index.format}, {byte_size(index.size)}, {plural(len(index.tensors), 'tensor')}, {crc}")
     _show_totals(file.contents)
     marks = {key: value for key, value in index.metadata.items() if key not in index.tensors and key != "crc_num"}
     if marks:

@@ -19,6 +19,7 @@ _COMMANDS = {
     "rank-list": ("rank_list", "rank_list", "Print the source ranks that a target rank needs."),
     "merge-pipeline": ("strategy", "merge_pipeline", "Merge the pipeline stages' strategy files into one."),
     "group-info": ("strategy", "group_info", "Read group_info files."),
+    "decrypt": ("decrypt", "decrypt", "Decrypt .ckpt files that were saved with enc_key."),
     "inspect": ("inspect", "inspect", "Show the contents of a checkpoint of any form."),
     "suggest": ("suggest", "suggest", "Print the commands for the usual aims with a checkpoint."),
     "view": ("view", "view", "Write an HTML page that shows a checkpoint and a conversion."),

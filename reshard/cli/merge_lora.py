@@ -108,8 +108,7 @@ def merge_lora(
     option = "--adapter-strategy "
     matrix_names = edits_to_model(form_of(place))
     reading = reading_request(place, strategy, None, None, adapter_step, None, Filters(), report, matrix_names, option)
-    decryption = options.decryption_of(typed)
-    with open_requested(reading, effort_of(typed, 4), decryption, report) as tensors:
+    with open_requested(reading, effort_of(typed, 4), report) as tensors:
         additions = Adapter(tensors, adapter, scale, overflowed)
         # A wrong alpha gives valid files and a model that computes nonsense.
         report.note(f"alpha is {scale.alpha:g}, {'as typed' if alpha is not None else f'of {scale.path}'}")
@@ -128,7 +127,7 @@ def merge_lora(
                 edits_to_model(form_of(base)),
                 without_ranks=typed["without_ranks"] or (),
             )
-            with open_requested(base_reading, effort_of(typed, 4), decryption) as weights:
+            with open_requested(base_reading, effort_of(typed, 4)) as weights:
                 check_beside(tensors, adapter, weights)
         how = options_of(typed)
         request = request._replace(edits=request.edits._replace(additions=additions, typed=None))

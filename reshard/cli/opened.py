@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, Optional, Union
 
-from reshard.cli import options
 from reshard.defaults import usable_cpus
 from reshard.numbers.sweep import Location
 from reshard.opened import OpenedCheckpoint, ReadingEffort, open_requested, reading_request
@@ -48,8 +47,7 @@ def opened(
         *(src, strategy, None, None, step, typed["file_suffix"], filters, report, edits, option, unrecorded),
         without_ranks=typed.get("without_ranks") or (),
     )
-    decryption = options.decryption_of(typed)
-    return open_requested(request, effort_of(typed, share), decryption, report)
+    return open_requested(request, effort_of(typed, share), report)
 
 
 def effort_of(typed: Mapping[str, Any], share: int = 1) -> ReadingEffort:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 import click
@@ -17,7 +16,6 @@ from reshard.forms import FORM_CLASSES, SHORT_NAMES
 from reshard.storage import is_directory, use_endpoint
 
 if TYPE_CHECKING:
-    from reshard.checkpoints.decryption import Decryption
     from reshard.cli.shard import Share
 
 _SHARDS = "reshard.shards"
@@ -315,38 +313,6 @@ output = together(
 )
 """Options of output for long-running commands."""
 
-decryption = together(
-    option(
-        "Source",
-        "--decrypt-key-file",
-        metavar="FILE|-",
-        shell_complete=completion.paths,
-        help="File with the key of encrypted source files; - is standard input. Targets are not encrypted.",
-    ),
-    option(
-        "Source",
-        "--decrypt-mode",
-        type=Choice(["AES-GCM", "AES-CBC", "SM4-CBC"]),
-        show_default="as each file records",
-        help="Refuse files encrypted in another mode.",
-    ),
-)
-"""--decrypt-key-file and --decrypt-mode, for `decryption_of`."""
-
-
-def decryption_of(typed: Mapping[str, Any]) -> Optional[Decryption]:
-    """How encrypted source files are read, by the values of these options; None if they are not.
-
-    Raises:
-        UsageError: a mode without a key.
-        InputError: the key's file has no key.
-    """
-    # Help and the commands that read no checkpoint do without.
-    from reshard.checkpoints import files
-
-    return files.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
-
-
 source = together(
     option(
         "Source",
@@ -364,7 +330,6 @@ source = together(
         show_default="all files",
         help="Read only files whose names end in TEXT before .ckpt or .safetensors.",
     ),
-    decryption,
 )
 """Which of the source's files are taken."""
 

@@ -109,8 +109,7 @@ def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
     request = request_between(src, "", (rank,), {**typed, "format": format, "allow_missing": "*"}, report)
     if form_named(request.to).options.by_rank and not request.target.is_placeholder:
         check_target_ranks(request)
-    decryption = options.decryption_of(typed)
-    with FileHandles(decryption=decryption) as handles:
+    with FileHandles() as handles:
         plan = make_plan(request, handles, report)
         paths = plan.target_file(rank).source_paths
         return sorted(holder for holder, path in plan.checkpoint.files.items() if path in paths)

@@ -38,7 +38,6 @@ reshard resume out/ --shard auto
 )
 @click.argument("dst", shell_complete=completion.directories)
 @options.divided
-@options.decryption
 @options.dry_run
 @options.proof("Compare every tensor with the source after writing, also if DST is complete.")
 @options.effort

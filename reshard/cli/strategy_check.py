@@ -58,8 +58,7 @@ def strategy_check(strategy: str, path: str, everything: bool, verbose: bool, **
     report = Report(listener())
     opened = typed_strategy(strategy, report)
     filters = Filters(typed["include"], typed["exclude"])
-    decryption = options.decryption_of(typed)
-    with FileHandles(decryption=decryption) as handles:
+    with FileHandles() as handles:
         execution = ExecutionOptions(typed["jobs"] or usable_cpus(), typed["max_memory"], storage=storage_of(path))
         progress = progress_of(typed["quiet"], typed["progress"])
         result = check_strategy(

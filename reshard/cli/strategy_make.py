@@ -112,9 +112,8 @@ names = options.together(
 
 
 def shapes(text: str) -> Callable[[F], F]:
-    """--shapes, and the key of encrypted files that it names."""
-    shape = option("Source", "--shapes", metavar="CKPT|INDEX|STRATEGY.json", shell_complete=completion.paths, help=text)
-    return lambda command: shape(options.decryption(command))
+    """--shapes."""
+    return option("Source", "--shapes", metavar="CKPT|INDEX|STRATEGY.json", shell_complete=completion.paths, help=text)
 
 
 def target_of(sizes: Any, typed: dict[str, Any]) -> TargetRun:
@@ -132,8 +131,7 @@ def shapes_of(path: str, strategy: Optional[Strategy], typed: dict[str, Any]) ->
     from reshard.forms.model_shapes import read_shapes
     from reshard.text.report import Report
 
-    decryption = options.decryption_of(typed)
-    with FileHandles(decryption=decryption) as handles:
+    with FileHandles() as handles:
         return read_shapes(path, strategy, handles, Report())
 
 

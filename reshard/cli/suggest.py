@@ -56,16 +56,13 @@ def suggest(src: str, devices: Optional[int], src_strategy: Optional[str], as_js
     from reshard.inspection.suggestions import suggest as suggestions_of
     from reshard.storage.registry import endpoint
 
-    decryption = options.decryption_of(typed)
     repeated = {
         "--step": None if typed["step"] == "latest" else typed["step"],
         "--file-suffix": typed["file_suffix"],
-        "--decrypt-key-file": typed["decrypt_key_file"],
-        "--decrypt-mode": typed["decrypt_mode"],
         "--endpoint-url": endpoint(),
     }
     words = [word for name, value in repeated.items() if value is not None for word in (name, value)]
-    suggestions = suggestions_of(src, devices, src_strategy, words, typed["step"], typed["file_suffix"], decryption)
+    suggestions = suggestions_of(src, devices, src_strategy, words, typed["step"], typed["file_suffix"])
     if as_json:
         echo_json(_json(suggestions))
     else:

@@ -66,13 +66,12 @@ def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
     path = output or f"{os.path.basename(src.rstrip('/')) or 'checkpoint'}.html".replace("{rank}", "rank")
     _check_replaceable(path, named=output is not None)
     source = typed["src_strategy"]
-    decryption = options.decryption_of(typed)
     strategy = None
     if source is not None:
         from reshard.strategies import typed_strategy
 
         strategy = typed_strategy(NONE if source == "None" else source, report)
-    subject = subject_of(src, strategy, typed["step"], typed["file_suffix"], decryption)
+    subject = subject_of(src, strategy, typed["step"], typed["file_suffix"])
     moves = None if typed["dst_strategy"] is None else _moves(src, typed, subject)
     statistics = _statistics(src, typed, subject) if stats else None
     data = {**page_data(subject, strategy), "moves": moves, "statistics": statistics}
@@ -113,11 +112,10 @@ def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dic
         typed = {**typed, "to": subject.form.name if subject.form.options.shards else "dcp"}
     ends = read_ends(src, typed, report)
     effort = effort_of(typed)
-    decryption = options.decryption_of(typed)
     try:
         edits = between_forms(typed_edits(src, dequantize=typed["dequantize"]), src, ends.form, ends.to)
         request = request_of(src, os.curdir, None, typed, ends, edits)
-        moves = moves_data(request, effort.jobs, effort.max_memory, report, decryption)
+        moves = moves_data(request, effort.jobs, effort.max_memory, report)
     except InputError as error:
         subject.add(0, f"a {conversion} is refused: {error.message}", error.hint)
         return None

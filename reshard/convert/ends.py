@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.files import decryption_of
 from reshard.convert.options import Options
 from reshard.defaults import DEFAULT_PREFIX, usable_cpus
 from reshard.errors import CheckpointError, UsageError
@@ -256,13 +255,7 @@ def request_of(
 
 
 def options_of(typed: Mapping[str, Any], **attributes: Any) -> Options:
-    """How a conversion is carried out, by those of its parameters that `Options` has; ``attributes`` override them.
-
-    Raises:
-        UsageError: a decryption mode without a key.
-        InputError: the key cannot be read.
-    """
+    """How a conversion is carried out, by those of its parameters that `Options` has; ``attributes`` override them."""
     values = {name: typed[name] for name in Options._fields if name in typed}
     values["jobs"] = typed["jobs"] or usable_cpus()
-    values["decryption"] = decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     return Options(**{**values, **attributes})

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 from reshard.defaults import MAX_MEMORY
 from reshard.named_tuple import NamedTuple
-
-if TYPE_CHECKING:
-    from reshard.checkpoints.decryption import Decryption
 
 
 class Options(NamedTuple):
@@ -28,7 +25,6 @@ class Options(NamedTuple):
         share: index and count, where several runs divide the target ranks among them.
         lost_only: when recovering, write only ranks that are lost or damaged.
         verify: the caller verifies the result afterwards; it is recorded.
-        decryption: the key of encrypted source files; never recorded.
     """
 
     jobs: int
@@ -43,4 +39,3 @@ class Options(NamedTuple):
     share: Optional[tuple[int, int]] = None
     lost_only: bool = False
     verify: bool = False
-    decryption: Optional[Decryption] = None

@@ -86,7 +86,7 @@ def prepare(
     if isinstance(request.src, str):
         check_disjoint(request.src, (), request.dst)
     additions = request.edits.additions
-    with FileHandles(decryption=options.decryption) if additions is None else additions.handles as handles:
+    with FileHandles() if additions is None else additions.handles as handles:
         yield Prepared(request, options, handles, report or Report(), progress or Progress())
 
 

@@ -1,4 +1,4 @@
-"""CRCs or encryption tags of source files, checked before the contents are used."""
+"""CRCs of source files, checked before the contents are used."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def reading_sources(
     Raises:
         RetryableError: at the end, if a file has changed.
     """
-    with FileHandles(decryption=options.decryption) as handles:
+    with FileHandles() as handles:
         means = Means(handles, options.jobs, options.max_memory, progress)
         yield means, RecordedCrcs(means, report) if options.crc == "auto" else None
         means.check_unchanged()

@@ -155,7 +155,7 @@ class PartWriter:
         try:
             for offset, length in file_ranges(run.source.extents, run.start, run.length):
                 with self._handles.borrow(run.source.path) as file:
-                    if file.descriptor is None or file.cipher is not None:
+                    if file.descriptor is None:
                         return False
                     if not buffer.writer.copy(file.descriptor, offset, place, length):
                         return False

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold, files_alike, read_index
 from reshard.checkpoints.formats.dtypes import INT4, MAP_TENSOR, TEXT
@@ -15,9 +15,6 @@ from reshard.errors import CheckpointError, ReshardError
 from reshard.named_tuple import NamedTuple
 from reshard.text.messages import listing
 from reshard.text.names import KINDS, Total, kind_of
-
-if TYPE_CHECKING:
-    from reshard.checkpoints.decryption import Decryption
 
 
 class Finding(NamedTuple):
@@ -178,18 +175,17 @@ class InspectedFile:
     findings: tuple[Finding, ...]
 
 
-def inspect_file(path: str, decryption: Optional[Decryption] = None) -> InspectedFile:
+def inspect_file(path: str) -> InspectedFile:
     """Inspect a checkpoint file, from its headers.
 
     Args:
         path: the file.
-        decryption: the key of encrypted files.
 
     Raises:
         InputError: it is damaged, or not a checkpoint; the message names its kind if that is recognised.
         RetryableError: reading failed.
     """
-    with FileHandles(decryption=decryption) as handles:
+    with FileHandles() as handles:
         try:
             index = read_index(handles, path)
         except CheckpointError as error:

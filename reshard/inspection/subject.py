@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import UsageError
@@ -17,9 +17,6 @@ from reshard.named_tuple import NamedTuple
 from reshard.storage import exists, is_directory, listings_cached
 from reshard.strategies import Strategy
 from reshard.text.wording import rank_ranges, step_words
-
-if TYPE_CHECKING:
-    from reshard.checkpoints.decryption import Decryption
 
 
 class ShownFile(NamedTuple):
@@ -116,7 +113,6 @@ def subject_of(
     strategy: Optional[Strategy],
     step: str = "latest",
     file_suffix: Optional[str] = None,
-    decryption: Optional[Decryption] = None,
 ) -> Subject:
     """Inspect a checkpoint.
 
@@ -125,7 +121,6 @@ def subject_of(
         strategy: its source strategy; None where its form records layouts, or it is unknown.
         step: the step, or ``latest``.
         file_suffix: only files of ranks whose stem has this ending.
-        decryption: the key of encrypted files.
 
     Raises:
         UsageError: an option does not suit the form.
@@ -136,9 +131,7 @@ def subject_of(
         form = form_named(form_of(path))
         one_file = exists(path) and not is_directory(path)
     if form.options.by_rank:
-        return _of_tree(
-            path, form, Strategy.none() if strategy is None and one_file else strategy, step, file_suffix, decryption
-        )
+        return _of_tree(path, form, Strategy.none() if strategy is None and one_file else strategy, step, file_suffix)
     if strategy is not None or file_suffix is not None:
         raise UsageError(
             f"{path} is of the form {form.name}; --src-strategy and --file-suffix go with rank files",
@@ -163,9 +156,8 @@ def _of_tree(
     strategy: Optional[Strategy],
     step: str,
     file_suffix: Optional[str],
-    decryption: Optional[Decryption],
 ) -> Subject:
-    tree = inspect_tree(path, step, file_suffix, strategy, decryption)
+    tree = inspect_tree(path, step, file_suffix, strategy)
     subject = Subject(path, form, one_rank=tree.one_rank)
     readable = [each for each in tree.steps if each.contents is not None]
     fallback = readable[0] if readable else None

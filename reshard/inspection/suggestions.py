@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Callable, Optional
+from typing import Callable, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError, ReshardError
@@ -37,14 +37,11 @@ from reshard.text.names import WEIGHTS, fused_expert, is_weight, training_globs
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
 
-if TYPE_CHECKING:
-    from reshard.checkpoints.decryption import Decryption
-
 SRC_STRATEGY, DST_STRATEGY, DEVICES, CONFIG = "SRC_STRATEGY", "DST_STRATEGY", "DEVICES", "CONFIG"
 """Placeholders of strategies, of the number of devices, and of the model's config.json."""
 
 # Options that no record contains.
-_OF_RESUME = ("--decrypt-key-file", "--decrypt-mode", "--endpoint-url")
+_OF_RESUME = ("--endpoint-url",)
 # Commands for one aim, where several strategies suit it.
 _MAX_TARGETS = 4
 _HUGGINGFACE, _DCP, _RANKS = "huggingface", "dcp", "ranks"
@@ -149,7 +146,6 @@ def suggest(
     options: Sequence[str] = (),
     step: str = "latest",
     file_suffix: Optional[str] = None,
-    decryption: Optional[Decryption] = None,
 ) -> Suggestions:
     """The commands for a checkpoint.
 
@@ -160,7 +156,6 @@ def suggest(
         options: options that every command gets, each followed by its value; they repeat the parameters below.
         step: which step, or ``latest``.
         file_suffix: only files of ranks whose stem ends so.
-        decryption: the key of encrypted files.
 
     Raises:
         UsageError: an option does not go with the form.
@@ -169,7 +164,7 @@ def suggest(
     """
 
     def inspected(strategy: Optional[Strategy]) -> Subject:
-        return subject_of(src, strategy, step, file_suffix, decryption)
+        return subject_of(src, strategy, step, file_suffix)
 
     strategy = None if src_strategy is None else read_strategy(src_strategy)
     subject = inspected(strategy)

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.defaults import MAX_DEVICES
@@ -43,9 +43,6 @@ from reshard.text.messages import listing
 from reshard.text.names import CURRENT_RANK
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges, some_names
-
-if TYPE_CHECKING:
-    from reshard.checkpoints.decryption import Decryption
 
 # Maximum files to open in order to recognise a directory without checkpoints.
 _MAX_TRIED = 8
@@ -130,7 +127,6 @@ def inspect_tree(
     step: str = "latest",
     file_suffix: Optional[str] = None,
     strategy: Optional[Strategy] = None,
-    decryption: Optional[Decryption] = None,
 ) -> InspectedTree:
     """Inspect a rank tree, or the directory of one rank.
 
@@ -139,7 +135,6 @@ def inspect_tree(
         step: step whose headers are read; ``"latest"`` for the newest.
         file_suffix: inspect only files whose stem ends with it.
         strategy: strategy of the tree; it decides which steps are complete.
-        decryption: the key of encrypted files.
 
     Raises:
         InputError: the path holds no checkpoint, or not this step.
@@ -162,7 +157,7 @@ def inspect_tree(
                 hint=f"pass the directory of all ranks, {os.path.dirname(absolute(path))}",
             )
         requested = None if step == "latest" else tree.named(step)
-        inspection = _Inspection(tree, strategy, one_rank is not None, decryption)
+        inspection = _Inspection(tree, strategy, one_rank is not None)
     return inspection.run(requested)
 
 
@@ -194,11 +189,8 @@ def _converted(path: str) -> bool:
 class _Inspection:
     """Inspection of a tree."""
 
-    def __init__(
-        self, tree: SourceTree, strategy: Optional[Strategy], one_rank: bool, decryption: Optional[Decryption]
-    ) -> None:
+    def __init__(self, tree: SourceTree, strategy: Optional[Strategy], one_rank: bool) -> None:
         self._tree = tree
-        self._decryption = decryption
         self._one_rank = one_rank
         self._strategy = strategy
         self._groups: list[tuple[int, ...]] = []
@@ -232,7 +224,7 @@ class _Inspection:
         """The inspection, with headers of the ``requested`` step, or of the newest."""
         inspected = InspectedTree(self._tree.root, self._tree.ranks, list(self._steps.values()), self._findings)
         inspected.one_rank = self._one_rank
-        with FileHandles(decryption=self._decryption) as handles:
+        with FileHandles() as handles:
             if self._strategy is not None:
                 inspected.strategy = self._strategy.path
                 latest = self._judge(requested, handles)

@@ -7,10 +7,9 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Optional, Union
+from typing import Optional, Union
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.files import decryption_of
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
@@ -28,9 +27,6 @@ from reshard.text.globs import Filters
 from reshard.text.in_python import errors_in_python, in_python
 from reshard.text.report import Report, logged
 from reshard.text.wording import plural
-
-if TYPE_CHECKING:
-    from reshard.checkpoints.decryption import Decryption
 
 Path = Union[str, "os.PathLike[str]"]
 Texts = Union[str, Sequence[str]]
@@ -59,8 +55,6 @@ def open(
     jobs: Optional[int] = None,
     max_memory: int = MAX_MEMORY,
     io: str = "auto",
-    decrypt_key_file: Optional[Path] = None,
-    decrypt_mode: Optional[str] = None,
 ) -> OpenedCheckpoint:
     """Open a checkpoint of any form, to read tensors from its files.
 
@@ -92,8 +86,6 @@ def open(
         jobs: CPUs to keep busy; by default those that this process may use.
         max_memory: bytes for buffers, and for tensors that are read ahead.
         io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
-        decrypt_key_file: file with the key of encrypted ``.ckpt`` files; ``-`` reads it from standard input.
-        decrypt_mode: refuse files that are encrypted in another mode.
 
     Raises:
         UsageError: options are missing, or contradict each other.
@@ -114,7 +106,6 @@ def open(
     if io not in ("auto", "mmap", "pread"):
         raise UsageError(f"io {io!r} is none of 'auto', 'mmap' and 'pread'")
     cut = target_named(text_of(dst_strategy), shards)
-    decryption = decryption_of(text_of(decrypt_key_file), decrypt_mode)
     request = reading_request(
         os.fspath(src),
         text_of(src_strategy),
@@ -128,7 +119,7 @@ def open(
         without_ranks=sorted({*map(operator.index, without_ranks)}),
     )
     effort = ReadingEffort(jobs or usable_cpus(), max_memory, io)
-    return OpenedCheckpoint(request, FileHandles(decryption=decryption), effort, report, errors_in_python)
+    return OpenedCheckpoint(request, FileHandles(), effort, report, errors_in_python)
 
 
 @caches_listings
@@ -188,18 +179,15 @@ def reading_request(
     )
 
 
-def open_requested(
-    request: Request, effort: ReadingEffort, decryption: Optional[Decryption] = None, report: Optional[Report] = None
-) -> OpenedCheckpoint:
+def open_requested(request: Request, effort: ReadingEffort, report: Optional[Report] = None) -> OpenedCheckpoint:
     """Open the target of a request.
 
     Args:
         request: its target is `ranks`, its format `MEMORY`; its one file is opened.
         effort: threads and memory.
-        decryption: the key of encrypted files.
         report: gets warnings and notes.
     """
-    return OpenedCheckpoint(request, FileHandles(decryption=decryption), effort, report or Report())
+    return OpenedCheckpoint(request, FileHandles(), effort, report or Report())
 
 
 def source_strategy(

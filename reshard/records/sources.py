@@ -16,10 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor
-from reshard.errors import DamagedCheckpointError
 from reshard.named_tuple import NamedTuple
 from reshard.records.identity import digest_of, short_digest
-from reshard.storage import ReadableFile, read_each, read_range, reading, storage_of
+from reshard.storage import ReadableFile, read_each, reading, storage_of
 from reshard.text.names import belongs_to_rank, is_value
 from reshard.threads import thread_pool
 
@@ -197,17 +196,4 @@ class SourceSampler:
 
 def _samples(file: ReadableFile, runs: Sequence[tuple[int, int]]) -> list[bytes]:
     """Bytes of a file, by offset and number."""
-    if file.cipher is not None:
-        return [_sample(file, *run) for run in runs]
     return list(read_each(file, runs))
-
-
-def _sample(file: ReadableFile, offset: int, size: int) -> bytes:
-    """Bytes of a file; a constant if an encrypted file's tag shows that they are damaged.
-
-    The reader of these bytes raises the error later; another run has to recognise the file.
-    """
-    try:
-        return read_range(file, offset, size)
-    except DamagedCheckpointError:
-        return b"damaged"

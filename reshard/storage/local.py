@@ -36,7 +36,6 @@ class LocalFile:
         measured: collects the time of the first read, for files on a network.
     """
 
-    cipher: Optional[str] = None
     # Other programs may write to it, or replace it.
     pinned = False
 

@@ -10,11 +10,8 @@ from reshard.storage import UnfitError, opened_regular
 HEAD = 16
 """Bytes that `kind_by_head` needs."""
 
-GCM = "AES-GCM"
-"""The mode that includes authentication."""
-
 CIPHERS = {
-    b"\xd8\x5e\x3a\x7f": GCM,
+    b"\xd8\x5e\x3a\x7f": "AES-GCM",
     b"\xd9\x5e\x3a\x7f": "AES-CBC",
     b"\xda\x5e\x3a\x7f": "SM4-CBC",
 }

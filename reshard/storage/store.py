@@ -58,10 +58,7 @@ class FileStatus(NamedTuple):
 
 
 class ReadableFile(Protocol):
-    """A file that is open for reading, with any decoding in between.
-
-    Offsets and sizes count decoded bytes. Any number of threads may read at a time.
-    """
+    """A file that is open for reading, by any number of threads at a time."""
 
     @property
     def path(self) -> str:
@@ -70,10 +67,6 @@ class ReadableFile(Protocol):
     @property
     def descriptor(self) -> Optional[int]:
         """Descriptor to map into memory; None if the bytes are not stored as they are read."""
-
-    @property
-    def cipher(self) -> Optional[str]:
-        """MindSpore's name of its encryption mode; None if not encrypted."""
 
     def size(self) -> int:
         """Its current size in bytes."""
@@ -85,7 +78,6 @@ class ReadableFile(Protocol):
         """Bytes from an offset on: as many as one read returns, none at the end.
 
         Raises:
-            ReshardError: its bytes cannot be decoded.
             OSError: reading failed.
         """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.convert.transfers import Transfers, transfers_of
@@ -17,9 +17,6 @@ from reshard.text.report import Report
 from reshard.view.data import Table
 from reshard.view.numbers import repeats
 
-if TYPE_CHECKING:
-    from reshard.checkpoints.decryption import Decryption
-
 MAX_NUMBERS = 1_000_000
 """Maximum number of integers for pairs in a page; beyond it, neighbouring ranks are added up."""
 
@@ -30,9 +27,7 @@ Rows = dict[int, dict[int, Pair]]
 """By target and source."""
 
 
-def moves_data(
-    request: Request, jobs: int, max_memory: int, report: Report, decryption: Optional[Decryption] = None
-) -> dict[str, Any]:
+def moves_data(request: Request, jobs: int, max_memory: int, report: Report) -> dict[str, Any]:
     """The page's data on a conversion.
 
     Args:
@@ -40,7 +35,6 @@ def moves_data(
         jobs: CPUs, as requests depend on them.
         max_memory: bytes for buffers, likewise.
         report: gets warnings and notes.
-        decryption: the key of encrypted files.
 
     Returns:
         Plain JSON.
@@ -48,7 +42,7 @@ def moves_data(
     Raises:
         ReshardError: the conversion is refused.
     """
-    with FileHandles(decryption=decryption) as handles:
+    with FileHandles() as handles:
         plan = make_plan(request, handles, report)
         example = next(iter(plan.checkpoint.files.values()), None)
         storage = LOCAL if example is None else storage_of(example)

@@ -212,7 +212,7 @@ def test_encrypted_files_are_refused_and_their_cipher_is_named(world: World, mag
     world.save(FULL)
     path = world.src / "rank_1" / "net-1_10.ckpt"
     path.write_bytes(magic + os.urandom(200))
-    world.refuses(3, str(path), cipher)
+    world.refuses(3, str(path), cipher, "reshard decrypt")
 
 
 def test_without_cryptography_the_error_names_the_extra_to_install(
@@ -222,8 +222,8 @@ def test_without_cryptography_the_error_names_the_extra_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cryptography", None)
     (tmp_path / "key").write_bytes(b"0123456789abcdef")
-    words: list[Argument] = ["inspect", FIXTURES / "ckpt_files" / "encrypted_gcm.ckpt"]
-    fails(3, *words, "--decrypt-key-file", tmp_path / "key", texts=["encrypted_gcm", "pip install 'reshard[crypto]'"])
+    words: list[Argument] = ["decrypt", FIXTURES / "ckpt_files" / "encrypted_gcm.ckpt", tmp_path / "plain"]
+    fails(3, *words, "--key-file", tmp_path / "key", texts=["encrypted_gcm", "pip install 'reshard[crypto]'"])
 
 
 def test_a_source_strategy_with_checkpoint_2_is_wrong_usage(world: World) -> None:

@@ -209,18 +209,18 @@ def test_a_deduplicated_save_is_read(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [16, 24, 32])
 @pytest.mark.parametrize("mode", ["AES-GCM", "AES-CBC", "SM4-CBC"])
-def test_an_encrypted_save_is_read_with_its_key_alone(mode: str, size: int, tmp_path: Path) -> None:
+def test_an_encrypted_save_is_decrypted_with_its_key_alone(mode: str, size: int, tmp_path: Path) -> None:
     if mode == "SM4-CBC" and size != 16:
         pytest.skip("SM4 has keys of 16 bytes")
     key = bytes(range(65, 65 + size))
     # Two blocks of MindSpore's.
     saved = {"w": np.arange(18 << 20, dtype=np.float32), "v": np.arange(6, dtype=np.float16)}
     save(saved, tmp_path / "net.ckpt", enc_key=key, enc_mode=mode)
-    words: list[Argument] = ["transform-dir", tmp_path / "net.ckpt", tmp_path / "out"]
-    words += ["--src-strategy", "none", "--dst-strategy", "none"]
-    fails(3, *words, texts=["net.ckpt", mode])
+    words: list[Argument] = [tmp_path / "out", "--src-strategy", "none", "--dst-strategy", "none"]
+    fails(3, "transform-dir", tmp_path / "net.ckpt", *words, texts=["net.ckpt", mode, "reshard decrypt"])
     (tmp_path / "key").write_bytes(key)
-    done(*words, "--decrypt-key-file", tmp_path / "key")
+    done("decrypt", tmp_path / "net.ckpt", tmp_path / "plain", "--key-file", tmp_path / "key")
+    done("transform-dir", tmp_path / "plain" / "net.ckpt", *words)
     assert_same_ranks(load_tree(tmp_path / "out"), {0: saved})
 
 

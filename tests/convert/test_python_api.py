@@ -99,7 +99,6 @@ def test_verify_uses_records_and_raises_differences(tmp_path: Path) -> None:
         ({**STRATEGIES, "to": "torch"}, UsageError, "to='torch' is none of 'ranks'"),
         ({**STRATEGIES, "reverse": True}, UsageError, "reverse=True needs names"),
         ({**STRATEGIES, "shard": (4, 4)}, UsageError, "shard"),
-        ({**STRATEGIES, "decrypt_mode": "AES-GCM"}, UsageError, "decrypt_key_file=FILE"),
         ({**STRATEGIES, "shards": 3, "to": "dcp"}, UsageError, "shards and dst_strategy both lay out the target"),
         ({"src_strategy": "none", "shards": 3, "to": "unified"}, UsageError, "shards goes with"),
         ({"src_strategy": "none", "shards": 0, "to": "dcp"}, UsageError, "number of shards must be 1 to"),
@@ -162,7 +161,7 @@ def test_a_conversion_has_the_parameters_of_the_command() -> None:
 
 
 # Attributes of a run that no option sets by its name.
-NO_OPTION = {"adding", "share", "part", "decryption"}
+NO_OPTION = {"adding", "share", "part"}
 
 
 @pytest.mark.parametrize("name", ["convert", "by-rank", "plan", "merge-lora", "recover"])

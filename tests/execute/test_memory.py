@@ -26,7 +26,6 @@ from reshard.checkpoints import (
 )
 from reshard.execute.reading import ExplicitReader, MappedReader
 from reshard.plan.pieces import StoredSlice
-from tests.encryption import encrypt_file, with_key
 from tests.running import Argument
 from tests.sampling import some_of
 
@@ -56,20 +55,6 @@ SCHEMES = {
 @pytest.mark.parametrize("io", some_of(["pread", "mmap"], 2))
 def test_memory_stays_under_the_limit(kind: str, io: str, place: Path) -> None:
     convert(place, Model(layers=4, matrices=2, rows=2304, columns=2304), kind, io, "16M", 16 * MIB + 100 * MIB)
-
-
-@pytest.mark.parametrize("mode", some_of(["AES-GCM", "AES-CBC"], 2))
-def test_memory_of_encrypted_sources_stays_under_the_limit(mode: str, place: Path) -> None:
-    pytest.importorskip("cryptography")
-    model, kind = Model(layers=4, matrices=4, rows=1800, columns=1800), "rows to columns"
-    plain = convert(place, model, kind, "pread", "16M", 116 * MIB)
-    shutil.rmtree(place / "dst")
-    for path in (place / "src").rglob("*.ckpt"):
-        encrypt_file(path, mode)
-    outcome = transform(place, "pread", "16M", 2, *with_key(place / "key"))
-    # Less than a block, of which none is held.
-    assert outcome.anonymous < plain.anonymous + 32 * MIB
-    assert wrong_slices(place / "dst", model, SCHEMES[kind][1]) == 0
 
 
 @pytest.mark.parametrize("kind", some_of(SCHEMES, 3))

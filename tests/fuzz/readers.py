@@ -17,7 +17,7 @@ import numpy as np
 
 import reshard
 from reshard.checkpoints import CheckpointIndex, FileHandles, read_index
-from reshard.checkpoints.decryption import Decryption
+from reshard.decryption import decrypt
 from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import read_huggingface, read_unified
 from reshard.forms.full.directory import HUGGINGFACE_INDEX, UNIFIED_MAP
@@ -65,14 +65,15 @@ def read_checkpoint(path: Path) -> None:
 
 
 def read_encrypted(path: Path) -> None:
-    key = path.parent / "key"
-    key.write_bytes(KEY)
-    with FileHandles(decryption=Decryption(str(key))) as handles:
-        index = read_index(handles, str(path))
-        with handles.borrow(str(path)) as file:
-            see_that_it_adds_up(index, file.size())
-            for extent in index.extents():
-                assert len(file.read(*extent)) == extent[1]
+    plain = path.parent / "plain"
+    plain.mkdir(exist_ok=True)
+    (plain / path.name).unlink(missing_ok=True)
+    try:
+        decrypt(str(path), str(plain), KEY, Report())
+    finally:
+        # All or nothing.
+        assert [name.name for name in plain.iterdir()] in ([], [path.name])
+    read_checkpoint(plain / path.name)
 
 
 def see_that_it_adds_up(index: CheckpointIndex, size: int) -> None:

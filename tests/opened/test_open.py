@@ -421,7 +421,6 @@ def test_a_file_modified_while_reading_is_an_error(tmp_path: Path) -> None:
         ({"src_strategy": "OLD", "rank": 1}, "the strategy of rank"),
         ({"src_strategy": "OLD", "dst_strategy": "NEW"}, "2 ranks"),
         ({"src_strategy": "OLD", "dst_strategy": "NEW", "rank": 2}, "out of range"),
-        ({"src_strategy": "OLD", "decrypt_mode": "AES-GCM"}, "without a key"),
         ({"src_strategy": "OLD", "io": "fast"}, "'mmap'"),
     ],
 )

@@ -423,7 +423,7 @@ RECORDED = {
 }
 NOT_RECORDED = {
     Request: "dst fallback exact_file damaged form",
-    Options: "jobs max_memory io overwrite dry_run decryption",
+    Options: "jobs max_memory io overwrite dry_run",
 }
 
 

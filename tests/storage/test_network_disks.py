@@ -139,7 +139,7 @@ def test_only_network_file_systems_report_a_round_trip(
     assert file.read(10, 5) == bytes(range(10, 15)) and file.read(90, 50) == bytes(range(90, 100))
     out = bytearray(4)
     assert file.read_into(1, memoryview(out)) == 4 and out == bytes(range(1, 5))
-    assert file.size() == file.status().size == 100 and not file.pinned and file.cipher is None
+    assert file.size() == file.status().size == 100 and not file.pinned
     file.close()
     after = store.costs(str(path))
     if file_system in ("ext4", "tmpfs"):

@@ -111,7 +111,7 @@ def _missing(path: str) -> FileNotFoundError:
 
 
 class _ToyOpenFile:
-    descriptor = cipher = None
+    descriptor = None
     pinned = False
 
     def __init__(self, path: str, fd: int) -> None:

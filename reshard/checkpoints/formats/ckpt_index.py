@@ -99,7 +99,7 @@ def _refuse_encrypted(walk: _Walk) -> None:
         raise EncryptedCheckpointError(
             f"{walk.path}: is encrypted with {cipher}",
             file=walk.path,
-            hint="name a file with its key: --decrypt-key-file FILE",
+            hint="reshard decrypt SRC PLAIN --key-file KEY, then this command with PLAIN",
         )
 
 

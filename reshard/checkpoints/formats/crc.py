@@ -1,4 +1,4 @@
-"""Comparing a checkpoint file with its recorded CRC or encryption tags."""
+"""Comparing a checkpoint file with its recorded CRC."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Callable
 
-from reshard.checkpoints.encrypted import DecryptedFile
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.ckpt_index import TRAILER_SIZE
 from reshard.checkpoints.formats.dtypes import INTEGERS, MAP_TENSOR
@@ -15,7 +14,6 @@ from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import DamagedCheckpointError
 from reshard.named_tuple import NamedTuple
 from reshard.storage import ReadableFile, fill, opened_regular, read_range, reading, storage_of
-from reshard.storage.other_files import GCM
 from reshard.text.wording import plural, quoted
 from reshard.threads import thread_pool
 
@@ -48,7 +46,7 @@ def check_crc(
     block_bytes: int = 8 << 20,
     on_block: Callable[[int], None] = lambda count: None,
 ) -> CrcCheck:
-    """Read a whole checkpoint file, or tensors of archives, and compare them with their CRCs or tags.
+    """Read a whole checkpoint file, or tensors of archives, and compare them with their CRCs.
 
     Args:
         handles: where to borrow the file from.
@@ -57,7 +55,7 @@ def check_crc(
         on_block: called after every block with its number of bytes; its exceptions end the check.
 
     Raises:
-        DamagedCheckpointError: the CRC, or a tag, is wrong.
+        DamagedCheckpointError: the CRC is wrong.
         CheckpointError: the file may not be read.
         RetryableError: reading failed in a way that may pass, or the file changed meanwhile.
     """
@@ -73,9 +71,6 @@ def check_crc(
             remote = storage_of(index.path).remote
             file.check(index.tensors.values(), block_bytes if remote else min(block_bytes, _IN_CACHE), on_block)
             return CrcCheck(True)
-        if isinstance(file, DecryptedFile) and file.cipher == GCM:
-            file.check(on_block)
-            return CrcCheck(True)
         stream = _Stream(file, block_bytes, on_block)
         outcome = _check_ckpt(stream, index) if index.format == "ckpt" else _check_safetensors(stream, index)
     if outcome.checked and stream.crc != index.crc:
@@ -90,7 +85,7 @@ class CrcChecks(NamedTuple):
     """The results of checking several files, by path.
 
     Attributes:
-        damaged: errors of files that do not match their CRC or tags.
+        damaged: errors of files that do not match their CRC.
         unchecked: the reasons why CRCs of files could not be checked.
     """
 
@@ -116,7 +111,7 @@ def check_crcs(
     block_bytes: int = 8 << 20,
     on_block: Callable[[int], None] = lambda count: None,
 ) -> CrcChecks:
-    """Compare checkpoint files with their CRCs or tags, if recorded.
+    """Compare checkpoint files with their CRCs, if recorded.
 
     Args:
         handles: where to borrow the files from.

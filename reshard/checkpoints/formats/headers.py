@@ -23,7 +23,7 @@ from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
 from reshard.named_tuple import NamedTuple
 from reshard.storage import FileStatus, ReadableFile, exists, read_each, read_range, reading, storage_of
-from reshard.storage.other_files import GCM, HEAD, kind_by_head, kind_of
+from reshard.storage.other_files import HEAD, kind_by_head, kind_of
 from reshard.threads import ThreadLock, thread_pool
 
 # Reading headers from network storage waits for round trips; more threads than CPUs help.
@@ -148,7 +148,7 @@ def read_index(handles: FileHandles, path: str, structures: Optional[KnownStruct
             index = _read(file, format, size)
             if structures is not None:
                 structures.add(file, index)
-        return index._replace(cipher=file.cipher)
+        return index
 
 
 def _read(file: ReadableFile, format: str, size: int) -> CheckpointIndex:
@@ -161,8 +161,6 @@ def _read(file: ReadableFile, format: str, size: int) -> CheckpointIndex:
         return read_safetensors_index(file, size)
     except DamagedCheckpointError as error:
         path = file.path
-        if file.cipher not in (None, GCM):
-            error.message += f" (after decryption with {file.cipher}: damaged, or the key is wrong)"
         kind = kind_by_head(file.read(0, HEAD))
         if kind is None:
             raise

@@ -14,7 +14,6 @@ from typing import Optional
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS, TEXT
 from reshard.errors import CheckpointError
 from reshard.named_tuple import NamedTuple
-from reshard.storage.other_files import GCM
 from reshard.text.names import is_value
 from reshard.text.wording import quoted
 
@@ -104,7 +103,6 @@ class CheckpointIndex(NamedTuple):
             empty file for a rank without slices.
         crc: the recorded CRC, or None.
         metadata: the metadata of a safetensors file; empty for a `.ckpt`.
-        cipher: MindSpore's name of the encryption; None without.
         archived: its tensors may be entries of archives, each with a CRC of its own.
     """
 
@@ -114,13 +112,12 @@ class CheckpointIndex(NamedTuple):
     tensors: Mapping[str, Tensor]
     crc: Optional[int] = None
     metadata: Mapping[str, str] = {}
-    cipher: Optional[str] = None
     archived: bool = False
 
     @property
     def checkable(self) -> bool:
-        """Whether the file records checksums of all contents: a CRC, or encryption tags."""
-        return self.crc is not None or self.cipher == GCM
+        """Whether the file records checksums of all contents: a CRC."""
+        return self.crc is not None
 
     @property
     def check_bytes(self) -> int:

@@ -197,7 +197,6 @@ class ObjectFile:
     """
 
     descriptor: Optional[int] = None
-    cipher: Optional[str] = None
     pinned = True
 
     def __init__(self, reader: ObjectReader, version: Version) -> None:
