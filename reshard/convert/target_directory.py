@@ -19,7 +19,7 @@ from reshard.convert.options import Options
 from reshard.errors import InputError, RetryableError
 from reshard.execute import Destination
 from reshard.forms.registry import counted_as, form_named, forms_among
-from reshard.forms.target import UNFINISHED, UNFINISHED_CONTENT, TargetForm
+from reshard.forms.target import UNFINISHED, UNFINISHED_CONTENT, FinishingFile, TargetForm
 from reshard.plan.pieces import TargetFile
 from reshard.plan.plan import Plan
 from reshard.records import (
@@ -434,20 +434,30 @@ class TargetDirectory:
                 beside.append(file.name)
             path = os.path.join(self._root, file.name)
             with writing(path):
-                size = sum(map(len, file.make())) if file.size is None else file.size
-                if file.name not in marks and exists(path) and not self._overwrite:
-                    # An existing configuration or tokenizer is kept.
-                    if not _holds(path, size, file.make()):
-                        self._report.warn(
-                            f"{path}: existing file kept, although the source has another one (to replace it: "
-                            "--overwrite)"
-                        )
+                if self._kept(file):
                     continue
+                size = _size(file)
                 crc = write_parts(path, size, file.make())
             # Rank directories are not recorded: trainings write there later.
             if file.name in marks and not self._plan.form.by_rank:
                 finishing.append(FinishingRecord(file.name, size, f"{crc:08x}"))
         return tuple(finishing), tuple(beside)
+
+    def _kept(self, file: FinishingFile) -> bool:
+        """Whether an existing configuration or tokenizer stays; a warning if the source has another one."""
+        path = os.path.join(self._root, file.name)
+        if self._overwrite or file.name in _marks(self._identity) or not exists(path):
+            return False
+        if not _holds(path, _size(file), file.make()):
+            self._report.warn(
+                f"{path}: existing file kept, although the source has another one (to replace it: --overwrite)"
+            )
+        return True
+
+    def warn_of_kept(self) -> None:
+        """Warn of configurations and tokenizers of a complete directory of which the source has others."""
+        for file in self._plan.form.finishing():
+            self._kept(file)
 
     def _write_manifest(self, records: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
         foreign = beside(self._root, self._identity)
@@ -526,6 +536,10 @@ def _remove(path: Optional[str]) -> None:
     """Remove a small file of ours, if it exists."""
     if path is not None:
         remove_file(path)
+
+
+def _size(file: FinishingFile) -> int:
+    return sum(map(len, file.make())) if file.size is None else file.size
 
 
 def _holds(path: str, size: int, parts: Iterable[bytes]) -> bool:

@@ -100,6 +100,7 @@ class Writing:
         self._directory.tidy()
         if not self.work and self._directory.is_complete:
             # No target is changed, so a complete directory may be read-only.
+            self._directory.warn_of_kept()
             self.manifest = self._directory.manifest
             return 0
         try:

@@ -51,6 +51,20 @@ def test_files_beside_weights_are_copied_and_compared_in_blocks(
     assert max(reads) <= 4 << 20
 
 
+def test_a_complete_directory_with_another_configuration_gives_a_warning(world: World, model: Path) -> None:
+    """Else a second run with the right --config would seem to have copied it."""
+    done(*words(world, model))
+    other = world.root / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"model_type": "y"}')
+    for _ in range(2):
+        warns(done(*words(world, model, "--config", other)), "config.json", "--overwrite")
+    assert (world.dst / "config.json").read_text() == '{"model_type": "x"}'
+    done(*words(world, model, "--config", other, "--overwrite"))
+    assert (world.dst / "config.json").read_text() == '{"model_type": "y"}'
+    assert "existing file kept" not in done(*words(world, model, "--config", other)).err
+
+
 def test_files_of_a_replaced_model_that_the_source_lacks_are_named(world: World, model: Path) -> None:
     done(*words(world, model))
     (model / "empty.txt").unlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Optional
 
 from reshard.checkpoints import FileHandles
@@ -24,6 +24,7 @@ from reshard.storage import (
     read_json,
     read_range,
     reading,
+    real,
 )
 from reshard.text.names import is_weight
 from reshard.text.report import Report
@@ -45,7 +46,7 @@ _PART = 1 << 20
 def files_beside(
     checkpoint: Checkpoint, tensors: Mapping[str, GlobalTensor], request: WriteRequest
 ) -> list[FinishingFile]:
-    """Further files of a Hugging Face directory: copies from the source, or from the place of the configuration.
+    """Further files of a Hugging Face directory: copies from the source, and in their place those of --config.
 
     Args:
         checkpoint: the checkpoint to write.
@@ -57,14 +58,14 @@ def files_beside(
     """
     handles, report = request.handles, request.report
     paths = {os.path.basename(name): os.path.join(checkpoint.place, name) for name in checkpoint.extra_files}
-    if CONFIG not in paths and request.config is not None:
-        names: Sequence[str] = ()
-        if is_directory(request.config):
-            names = extra_files_in(request.config, names_in(request.config), ())
-            paths.update((name, os.path.join(request.config, name)) for name in names)
-        else:
-            paths[CONFIG] = request.config
-        report.note(f"copied from {request.config}: {some_names(names or [CONFIG])}")
+    config = request.config
+    if config is not None:
+        given = {CONFIG: config}
+        if is_directory(config):
+            given = {name: os.path.join(config, name) for name in extra_files_in(config, names_in(config), ())}
+        if CONFIG not in paths or real(given.get(CONFIG, config)) != real(paths[CONFIG]):
+            paths.update(given)
+            report.note(f"copied from {config}: {some_names([*given])}")
     copied = for_each(lambda path: _copied(path, handles), [*paths.values()])
     files = {name: file._replace(name=name) for name, file in zip(paths, copied)}
     if CONFIG in paths:
