@@ -19,7 +19,6 @@ _CANONICAL = re.compile(r"0|[1-9][0-9]{0,8}")
 _ANY = "*"
 # Replaces digits in the skeleton of a name, which all layers share.
 _SOME = "\0"
-_MOST_STARS = 8
 
 
 class PatternError(ExpressionError):
@@ -116,8 +115,6 @@ def pattern(text: str) -> Pattern:
             isinstance(before, NumberPlace) and isinstance(after, str) and after[0] in "0123456789"
         ):
             raise PatternError(f"{text!r}: a number must not be next to a digit")
-    if parts.count(None) > _MOST_STARS:
-        raise PatternError(f"{text!r} has more than {_MOST_STARS} stars")
     return Pattern(text, tuple(parts))
 
 
@@ -163,9 +160,10 @@ class SizedPattern:
                 skeleton += _DIGITS.sub(_SOME, str(part))
         starred = None in self._parts
         self.skeleton = None if starred else skeleton
-        # For a pattern with stars: the texts between them, and these in reverse, for the reverse of a name.
-        reverse = [part[::-1] if isinstance(part, str) else part for part in self._parts[::-1]]
-        self._pieces = [_pieces(parts) for parts in (self._parts, reverse) if starred]
+        # For a pattern with stars: as short as possible, first ones first; and as long as possible.
+        self._expressions = [
+            re.compile(_expression(self._parts, star), re.DOTALL) for star in ("(.*?)", "(.*)") if starred
+        ]
 
     def name(self, values: Mapping[str, int], stars: Sequence[str]) -> str:
         """The name with these numbers and texts."""
@@ -191,12 +189,9 @@ class SizedPattern:
 
     def fits(self, name: str) -> list[Fit]:
         """The matches of a name with stars: none, one, or two of several."""
-        pieces, reverse_pieces = self._pieces
-        shortest_first, shortest_last = _leftmost(pieces, name), _leftmost(reverse_pieces, name[::-1])
-        if shortest_first is None or shortest_last is None:
-            return []
-        fits = [self._fit(shortest_first), self._fit([text[::-1] for text in reversed(shortest_last)])]
-        return [fit for fit in (fits[:1] if fits[0] == fits[1] else fits) if fit is not None]
+        matches = [match for match in (each.fullmatch(name) for each in self._expressions) if match is not None]
+        texts = dict.fromkeys(match.groups() for match in matches)
+        return [fit for fit in map(self._fit, texts) if fit is not None]
 
     def _fit(self, texts: Sequence[str]) -> Optional[Fit]:
         """The numbers and stars with these texts; None for a number that no name has."""
@@ -243,33 +238,10 @@ class PatternIndex:
         return matches
 
 
-def _pieces(parts: Iterable[object]) -> list[re.Pattern[str]]:
-    """The texts between stars, with a group for each number."""
-    pieces = [r"\A"]
-    for part in parts:
-        if part is None:
-            pieces.append("")
-        else:
-            pieces[-1] += _WHOLE_NUMBER if isinstance(part, tuple) else re.escape(str(part))
-    pieces[-1] += r"\Z"
-    return [re.compile(piece) for piece in pieces]
-
-
-def _leftmost(pieces: Iterable[re.Pattern[str]], name: str) -> Optional[list[str]]:
-    """The texts of numbers and stars, each star as short as possible; None without a match.
-
-    Without backtracking: where a piece has several places, the first leaves the most text for the other pieces.
-    """
-    texts: list[str] = []
-    end = 0
-    for number, piece in enumerate(pieces):
-        match = piece.search(name, end)
-        if match is None:
-            return None
-        texts += [name[end : match.start()]] if number else []
-        texts += match.groups()
-        end = match.end()
-    return texts
+def _expression(parts: Iterable[object], star: str) -> str:
+    return "".join(
+        star if part is None else _WHOLE_NUMBER if isinstance(part, tuple) else re.escape(str(part)) for part in parts
+    )
 
 
 def _number(digits: str, offset: int) -> Optional[int]:

@@ -318,13 +318,6 @@ def test_other_settings_of_peft_are_accepted(tmp_path: Path) -> None:
     assert "warning" not in done("merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out").err
 
 
-def test_a_key_that_takes_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.lora.module_patterns.MAX_SECONDS", 1)
-    adapter = peft(tmp_path / "adapter", matrices(), alpha_pattern={"((a|.)*)*!": 4})
-    texts = ["alpha_pattern", "((a|.)*)*!", "takes more than 1 s"]
-    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", texts=texts)
-
-
 @pytest.mark.parametrize("alpha", ["nan", "inf", "-inf", "1e308", "1e-300", "0", "-1"])
 def test_an_alpha_without_finite_weights_is_wrong_usage(tmp_path: Path, alpha: str) -> None:
     adapter = peft(tmp_path / "adapter", matrices())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Optional
@@ -20,6 +20,7 @@ from reshard.strategies.rules.model import (
     Pipeline,
 )
 from reshard.strategies.rules.sizes import product
+from reshard.text.globs import Globs
 from reshard.text.products import ExpressionError
 from reshard.text.wording import quoted
 
@@ -112,6 +113,7 @@ def parse_rules(
     for pattern in pipeline.layers:
         if pattern.count(LAYER) != 1:
             raise file.wrong("[pipeline]", f"layers: {quoted(pattern)} must have {LAYER} once")
+    _check_patterns(file, (*pipeline.layers, *pipeline.first, *pipeline.last), "[pipeline]")
     # Each rule inherits these two from the top of the file.
     inherited = {
         "matrices": file.matrices(top["matrix"], "rules") or (DEFAULT_MATRIX,),
@@ -122,6 +124,13 @@ def parse_rules(
     return LayoutRules(path, rules, pipeline, top["optimizer_states"], dtype=_dtype(top["dtype"]), text=text)
 
 
+def _check_patterns(file: _RulesFile, patterns: Sequence[str], where: str) -> None:
+    try:
+        Globs(patterns)
+    except UsageError as error:
+        raise file.wrong(where, str(error)) from error
+
+
 def _rule(
     file: _RulesFile, content: Mapping[str, Any], number: int, inherited: Mapping[str, Any], partial: bool
 ) -> LayoutRule:
@@ -130,6 +139,7 @@ def _rule(
     patterns = table["match"]
     if not patterns:
         raise file.wrong(where, "match is missing")
+    _check_patterns(file, patterns, where)
     where += f" ({', '.join(patterns[:2])}{', ...' if len(patterns) > 2 else ''})"
     cuts = table["map"]
     if cuts is None and not partial:
