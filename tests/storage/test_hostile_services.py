@@ -148,7 +148,7 @@ def test_redirects_to_another_host_are_refused(
 
     objects.faults.edit = away
     result = fails(1, "convert", source, tmp_path / "out", *CUTS)
-    assert "redirects to another address" in result.err and "--endpoint-url" in result.err
+    assert "--endpoint-url" in result.err
     assert not received
 
 

@@ -102,6 +102,17 @@ def test_objects_from_a_source_in_the_same_bucket_equal_local_files(
     assert objects.content() == before
 
 
+@pytest.mark.short
+@pytest.mark.parametrize("conditions", ["refuse", "ignore"])
+def test_a_service_without_conditional_writes_is_refused_before_anything_is_written(
+    conditions: str, objects: Objects
+) -> None:
+    objects.faults.conditions = conditions
+    for kind in (demo(*TO_DEMO), demo("--to", "huggingface")):
+        fails(3, "convert", *words(kind, objects.path("out")), texts=["If-None-Match"])
+        assert not objects.content() and not objects.uploads()
+
+
 @pytest.mark.parametrize(
     "key, status, texts",
     [

@@ -20,6 +20,7 @@ from reshard.storage.s3.address import Address, metadata_of
 from reshard.storage.s3.objects import Version
 from reshard.storage.s3.service import Service, field
 from reshard.storage.store import FileStatus, NewFile, Sending
+from reshard.threads import thread_pool
 
 # Services accept no smaller parts, except the last, and no more parts.
 MIN_PART_BYTES = 5 << 20
@@ -103,11 +104,11 @@ class NewObject(NewFile):
 
     def _put_part(self, number: int, part: _Part) -> None:
         with self._begin_lock:
-            if self._gone:
-                raise OSError(errno.ECANCELED, "was given up", self._path)
+            self._check_kept()
             if self._upload is None:
-                answer = self._request("create_multipart_upload", Metadata=metadata_of(self._modified))
-                self._upload = field(answer, "UploadId", str, self._path)
+                # In another thread: a signal, which interrupts the main one, must not lose the upload's number.
+                with thread_pool(1) as pool:
+                    pool.submit(self._begin).result()
         body = memoryview(part.data)[: part.size]
         answer = self._request(
             "upload_part", UploadId=self._upload, PartNumber=number + 1, Body=_Body(body), ContentLength=part.size
@@ -116,6 +117,14 @@ class NewObject(NewFile):
             self._stored[number + 1] = field(answer, "ETag", str, self._path), part.size
         if self._sending is not None:
             self._sending.give_back(part.data)
+
+    def _begin(self) -> None:
+        answer = self._request("create_multipart_upload", Metadata=metadata_of(self._modified))
+        self._upload = field(answer, "UploadId", str, self._path)
+
+    def _check_kept(self) -> None:
+        if self._gone:
+            raise OSError(errno.ECANCELED, "was given up", self._path)
 
     def _request(self, operation: str, **arguments: Any) -> Any:
         return self._service.request(self._path, operation, **arguments)
@@ -131,6 +140,7 @@ class NewObject(NewFile):
 
     def publish(self) -> None:
         """Write it, or complete its upload."""
+        self._check_kept()
         if not self._in_parts:
             body = bytes(memoryview(self._filling[0].data)[: self._size])
             self._request("put_object", Body=body, Metadata=metadata_of(self._modified))
@@ -143,16 +153,14 @@ class NewObject(NewFile):
         """Abort its upload, unless it is complete."""
         with self._begin_lock:
             self._gone = True
-            upload, self._upload = self._upload, None
-        if upload is not None:
-            # Parts in flight may arrive after the upload is aborted, and would stay.
-            wait(self._sent)
+        if self._upload is not None:
             with contextlib.suppress(OSError):
-                self._request("abort_multipart_upload", UploadId=upload)
+                self._request("abort_multipart_upload", UploadId=self._upload)
 
     def close(self) -> None:
         """Release the memory and everything that was not published."""
         wait(self._sent)
+        # Again: parts that arrived after the upload was aborted would stay.
         self.discard()
         self._filling.clear()
 

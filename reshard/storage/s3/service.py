@@ -76,6 +76,10 @@ def service(path: str) -> Service:
         ) from None
 
 
+def _without_expect(params: dict[str, Any], **_: Any) -> None:
+    params["headers"].pop("Expect", None)
+
+
 @functools.cache
 def _service(url: Optional[str]) -> Service:
     return Service(url)
@@ -141,6 +145,8 @@ class Service:
             if "@" in client.meta.endpoint_url:
                 bare = _without_user(client.meta.endpoint_url)
                 client = session.client("s3", endpoint_url=bare, config=config)
+            # Content is sent at once: to wait for "100 Continue" costs another round trip.
+            client.meta.events.register_last("before-call.s3", _without_expect)
             return client, session.get_credentials()
         except BotoCoreError as error:
             raise _error_of(error, "", ()) from None
@@ -181,6 +187,9 @@ class Service:
             page = self.again(path, lambda: next(pages, None), tries=1)
             if page is None:
                 return
+            if page.get("IsTruncated"):
+                # Without it, boto3 takes the list for complete.
+                field(page, "NextContinuationToken", str, path)
             yield page
 
     def again(self, path: str, call: Callable[[], T], tries: int = _TRIES) -> T:
@@ -243,6 +252,9 @@ def _error_of(error: Exception, path: str, secrets: Collection[str]) -> Exceptio
         return FileNotFoundError(errno.ENOENT, text, path)
     if status in (401, 403) or code in _REJECTED:
         return PermissionError(errno.EACCES, text, path)
+    if 300 <= status < 400:
+        text = f"the object store redirects to another address ({text}); check --endpoint-url and the region"
+        return OSError(errno.EIO, text, path)
     if status == 501:
         return OSError(errno.ENOTSUP, text, path)
     if status in (409, 412):

@@ -62,6 +62,10 @@ class S3Store(Store):
                 return Version.of(head, head.get("ContentLength"), path).status(self._service.name)
         except FileNotFoundError:
             pass
+        except OSError:
+            # Error answers to HEAD requests have no text; the one to this request has.
+            self._any_below(address, path)
+            raise
         if self._any_below(address, path) or not address.key:
             name = self._service.name
             device, inode = number_of(name, address.bucket), number_of(name, address.bucket, address.prefix)
@@ -120,20 +124,35 @@ class S3Store(Store):
         self._put(path, data)
 
     def create(self, path: str, data: bytes) -> bool:
-        """Put an object unless it exists; a service without conditions is refused before anything else is written."""
+        """Put an object unless it exists.
+
+        Raises:
+            InputError: the service refuses or ignores the condition; nothing is written.
+        """
+        created = self._put_new(path, data)
+        if created and self._put_new(path, data):
+            # It ignores the condition, else the second request would have failed.
+            self.remove(path)
+            raise self._unconditional(path)
+        return created
+
+    def _put_new(self, path: str, data: bytes) -> bool:
         try:
             self._put(path, data, IfNoneMatch="*")
         except OSError as error:
-            if error.errno == errno.ESTALE:
-                return False
             if error.errno == errno.ENOTSUP:
-                raise InputError(
-                    f"{self._service.name}: has no conditional writes (If-None-Match), by which runs see each other",
-                    file=path,
-                    hint="write to a file system, and copy the result",
-                ) from error
-            raise
+                raise self._unconditional(path) from None
+            if error.errno != errno.ESTALE:
+                raise
+            return False
         return True
+
+    def _unconditional(self, path: str) -> InputError:
+        return InputError(
+            f"{path}: this object store has no conditional writes (If-None-Match), by which runs detect each other",
+            file=path,
+            hint="convert into a file system, and copy the result",
+        )
 
     def _put(self, path: str, data: bytes, **condition: Any) -> None:
         self._service.request(path, "put_object", Body=data, Metadata=metadata_of(time.time_ns()), **condition)
