@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import re
 import time
 from collections import OrderedDict
@@ -24,6 +25,13 @@ _SMALL = 256 << 10
 _MAX_WINDOW = 1 << 20
 # Maximum bytes of the windows of all objects.
 _MAX_WINDOWS = 16 << 20
+# Requests after a shorter jump are answered from the same window. Jumps that differ by less are alike: contents of
+# equal size between names of other length.
+_MIN_JUMP = 64 << 10
+_ALIKE = 1 << 10
+# Bytes on both sides of a predicted request.
+_MARGIN = 4 << 10
+_MAX_REMEMBERED = 256
 _AT_A_TIME = 64
 _CHUNK = 256 << 10
 HELD = 2 * _CHUNK
@@ -188,6 +196,45 @@ class ObjectReader:
                 self._bytes -= len(dropped)
 
 
+class Jumps:
+    """Predicts offsets of small requests to an object.
+
+    A record of a ``.ckpt`` points to the next one only, so each takes a round trip. But layers of a model are alike:
+    the distances between records repeat. A wrong prediction costs some KiB.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: list[int] = []
+        self._last = 0
+        # How many were predicted last, and the last one of them.
+        self._ahead, self._predicted = 4, 0
+
+    def to(self, offset: int) -> None:
+        """Note a request."""
+        if abs(offset - self._last) >= _MIN_JUMP:
+            self._lengths = [*self._lengths[-_MAX_REMEMBERED:], offset - self._last]
+            self._last = offset
+
+    def next(self) -> list[int]:
+        """Probable offsets of the next requests: twice as many as before if those were right."""
+        lengths = self._lengths
+        # The earlier jump that resembles the last one in most of the jumps before it, too.
+        alike, before = max(((self._alike(index), index) for index in range(len(lengths) - 1)), default=(0, 0))
+        if alike < 2:
+            return []
+        right = abs(self._last - lengths[-1] - self._predicted) <= _ALIKE
+        self._ahead = min(_AT_A_TIME, 2 * self._ahead) if right else 4
+        jumps = itertools.islice(itertools.cycle(lengths[before + 1 :]), self._ahead)
+        offsets = [self._last + total for total in itertools.accumulate(jumps)]
+        self._predicted = offsets[-1]
+        return offsets
+
+    def _alike(self, index: int) -> int:
+        """The number of jumps up to an earlier one that are like the last ones."""
+        pairs = zip(self._lengths[index::-1], reversed(self._lengths))
+        return sum(1 for _ in itertools.takewhile(lambda pair: abs(pair[0] - pair[1]) <= _ALIKE, pairs))
+
+
 class ObjectFile:
     """An object that is open for reading.
 
@@ -202,8 +249,9 @@ class ObjectFile:
     def __init__(self, reader: ObjectReader, version: Version) -> None:
         self._reader = reader
         self._version = version
-        # Where the last window ended, its size, and its distance from the one before.
+        # Where the last window ended, and its size.
         self._end = self._size = 0
+        self._jumps = Jumps()
 
     @property
     def path(self) -> str:
@@ -251,15 +299,24 @@ class ObjectFile:
 
     def _small(self, offset: int, count: int) -> bytes:
         """A few bytes, from their window or a new one, which grows while reading goes on near the last one."""
+        self._jumps.to(offset)
         cached = self._reader.find(self._version, offset, count)
         if cached is not None:
             return cached
         near = 0 <= offset - self._end <= _MAX_WINDOW
         self._size = min(_MAX_WINDOW, 2 * self._size) if near and self._size else _HEAD
-        data = self._exactly(offset, min(max(count, self._size), self._version.size - offset))
-        self._end = offset + len(data)
-        self._reader.keep(self._version, offset, data)
-        return data[:count]
+        predicted = [(place - _MARGIN, 4 * _MARGIN) for place in self._jumps.next()]
+        # Of concurrent requests, many take no longer than one.
+        ranges = [
+            (start, min(size, self._version.size - start))
+            for start, size in [(offset, max(count, self._size)), *predicted]
+            if 0 <= start < self._version.size
+        ]
+        windows = list(self.read_each(ranges))
+        for (start, _), data in reversed(list(zip(ranges, windows))):
+            self._reader.keep(self._version, start, data)
+        self._end = offset + len(windows[0])
+        return windows[0][:count]
 
     def close(self) -> None:
         """Nothing to close."""
