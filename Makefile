@@ -71,6 +71,7 @@ conformance:
 	@python=$$(.ci/conformance-python $(MINDFORMERS_MINDSPORE) $(PYTHON)) && \
 		.ci/mindformers $(WITH_MINDFORMERS) "$$python" $(MINDFORMERS_MINDSPORE) $(MINDFORMERS) || \
 		echo 'MindFormers is left out, see above: the tests that ask it skip.' >&2
+	@.ci/ceph || echo 'Ceph is not installed, which takes apt and root: the tests of its gateway skip.' >&2
 	@RESHARD_CONFORMANCE=1 $(CONFORMANCE)/bin/python -m pytest -W default tests/conformance
 
 # A torch without CUDA is a tenth of the size: TORCH=torch==2.13.0+cpu, with PIP_EXTRA_INDEX_URL naming PyTorch's index of them.

@@ -260,23 +260,16 @@ class Proxy:
 
 
 @dataclass
-class Objects:
+class Bucket:
     """A bucket.
 
     Attributes:
         bucket: its name.
-        url: of the service.
-        faults: what goes wrong on the way there.
+        client: reaches it without faults.
     """
 
     bucket: str
-    url: str
-    proxy: Proxy
     client: Any
-
-    @property
-    def faults(self) -> Faults:
-        return self.proxy.faults
 
     def path(self, key: str = "") -> str:
         return f"s3://{self.bucket}/{key}" if key else f"s3://{self.bucket}"
@@ -299,16 +292,51 @@ class Objects:
         actual = self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])
         return [(upload["Key"], upload["UploadId"]) for upload in actual]
 
+    def names(self, prefix: str = "") -> list[str]:
+        """The keys of objects below a prefix, without it."""
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix)
+        return [entry["Key"][len(prefix) :] for page in pages for entry in page.get("Contents", ())]
+
     def content(self, prefix: str = "") -> dict[str, bytes]:
         """The objects by key below a prefix."""
-        actual = {}
-        for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
-            for entry in page.get("Contents", ()):
-                key = entry["Key"]
-                actual[key[len(prefix) :].lstrip("/")] = self.client.get_object(Bucket=self.bucket, Key=key)[
-                    "Body"
-                ].read()
-        return actual
+        return {
+            name.lstrip("/"): self.client.get_object(Bucket=self.bucket, Key=prefix + name)["Body"].read()
+            for name in self.names(prefix)
+        }
+
+
+@dataclass
+class Objects(Bucket):
+    """A bucket behind a proxy.
+
+    Attributes:
+        url: of the service.
+        faults: what goes wrong on the way there.
+    """
+
+    url: str
+    proxy: Proxy
+
+    @property
+    def faults(self) -> Faults:
+        return self.proxy.faults
+
+
+def use_service(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have commands find a service through the environment."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    settings = {
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_ENDPOINT_URL": url,
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")
@@ -346,19 +374,7 @@ def objects(object_server: int, object_proxy: Proxy, monkeypatch: pytest.MonkeyP
     import boto3
 
     object_proxy.faults = Faults()
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    settings = {
-        "AWS_ACCESS_KEY_ID": KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_CONFIG_FILE": os.devnull,
-        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_ENDPOINT_URL": object_proxy.url,
-    }
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
+    use_service(object_proxy.url, monkeypatch)
     from reshard.storage.s3 import service
 
     # Nothing that was learned of the service in another test counts.
@@ -368,6 +384,6 @@ def objects(object_server: int, object_proxy: Proxy, monkeypatch: pytest.MonkeyP
     client = boto3.session.Session().client("s3", endpoint_url=f"http://127.0.0.1:{object_server}")
     bucket = f"bucket-{uuid.uuid4().hex[:12]}"
     client.create_bucket(Bucket=bucket)
-    yield Objects(bucket, object_proxy.url, object_proxy, client)
+    yield Objects(bucket, client, object_proxy.url, object_proxy)
     use_endpoint(None)
     client.close()

@@ -44,6 +44,10 @@ class Run:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process, kind)
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
     def result(self) -> Result:
         """Wait for the command; the status is negative if a signal ended it."""
         assert self._ended.wait(120), f"hangs: {self._log.read_text()}"

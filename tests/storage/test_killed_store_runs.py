@@ -60,12 +60,12 @@ class Job(NamedTuple):
         return ["convert", *(dst if word == "{}" else word for word in self.words), *more]
 
 
-def job(form: str, root: Path, label: str = "") -> Job:
-    """A small conversion; files of `parts` are uploaded in two parts each."""
+def job(form: str, root: Path, label: str = "", rows: int = 1024) -> Job:
+    """A small conversion; files of `parts` are uploaded in two parts each, of more `rows` in more parts."""
     options, mark = FORMS[form]
     if form == "parts":
         world = World(root, single({"w": layout([2], [0, -1])}), single({"w": layout([2], [-1, 0])}))
-        world.save({"w": value(label + "w", (1024, 3000))})
+        world.save({"w": value(label + "w", (rows, 3000))})
     else:
         world = World(root, SOURCE, TARGET)
         world.save(tensors(label))

@@ -8,7 +8,7 @@ from typing import NamedTuple, Optional
 import pytest
 
 from tests.corpus import FIXTURES
-from tests.object_store import Objects
+from tests.object_store import Bucket, Objects
 from tests.running import Argument, done, fails
 
 pytestmark = pytest.mark.long
@@ -56,7 +56,7 @@ KINDS = {
 }
 
 
-def written(objects: Objects, key: str = "out") -> dict[str, bytes]:
+def written(objects: Bucket, key: str = "out") -> dict[str, bytes]:
     """Everything below a key, but for records, which name the source, and the manifest."""
     return {name: data for name, data in objects.content(key).items() if not _is_record(name)}
 
