@@ -25,7 +25,7 @@ def measure() -> Section:
         f"uploads to some 250 MB/s. {MODEL.nbytes / 1e9:.2f} GB, from memory to there, with "
         f"`--max-memory {MEMORY}`. *Upload* is the time of boto3's own transfers for the same files, from memory, with "
         "parts of the same size and number. *Bytes* is the time of the conversion. The server measures both from the "
-        "beginning of the first upload to the end of the last. Start-up, lock and records add some 40 round trips for "
+        "beginning of the first upload to the end of the last. Start-up and records add some 30 round trips for "
         "files of any size. *Processor* is the processor time of the whole conversion over that of the uploads. "
         f"Medians of {PAIRS} runs in turns."
     )

@@ -195,7 +195,7 @@ def test_a_run_killed_at_any_request_is_completed_by_the_next(
     for at in itertools.count(arrives * step // 2, step):
         if not kill_and_go_on(Killer(at, arrives=arrives), expected, preloaded, objects):
             break
-    assert at > 20
+    assert at > 12
 
 
 def stop_and_go_on(killer: Killer, job: Job, preloaded: Preloaded, objects: Objects) -> bool:
@@ -227,7 +227,7 @@ def test_a_run_terminated_at_any_request_leaves_no_upload(
         killer = Killer(at, (signal.SIGTERM, signal.SIGINT)[at // 4 % 2])
         if not stop_and_go_on(killer, expected, preloaded, objects):
             break
-    assert at > 20
+    assert at > 12
 
 
 def test_concurrent_runs_give_one_checkpoint(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
@@ -315,4 +315,4 @@ def test_a_run_with_overwrite_killed_at_any_request_is_completed_by_the_next(
     for at in itertools.count(0, 6):
         if not overwrite_after_kill(Killer(at), before, after, preloaded, objects):
             break
-    assert at > 20
+    assert at > 12

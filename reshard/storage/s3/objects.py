@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import re
@@ -14,7 +15,7 @@ from typing import Any, Optional
 from reshard.named_tuple import NamedTuple
 from reshard.storage.costs import Measured
 from reshard.storage.s3.address import Address, modified_at, number_of
-from reshard.storage.s3.service import CHANGED, Service, StrangeAnswer, field, status_of
+from reshard.storage.s3.service import CHANGED, Service, StrangeAnswer, field
 from reshard.storage.store import FileStatus
 from reshard.threads import ThreadLock, thread_pool
 
@@ -37,7 +38,6 @@ _CHUNK = 256 << 10
 HELD = 2 * _CHUNK
 """Bytes held during a request, in addition to the buffer that it fills."""
 
-_EMPTY = 416
 _RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 
 
@@ -107,21 +107,16 @@ class ObjectReader:
             OSError: it is missing, may not be read, or the service does not answer.
         """
         data = bytearray(_HEAD)
-
-        def get() -> Version:
-            try:
-                version, count = self._get(path, 0, memoryview(data))
-            except Exception as error:
-                if status_of(error) != _EMPTY:
-                    raise
-                # An empty object has no range.
-                bucket, key = Address.parse(path)
-                head = self.service.client.head_object(Bucket=bucket, Key=key)
-                return Version.of(head, head.get("ContentLength"), path)
-            self.keep(version, 0, bytes(data[:count]))
-            return version
-
-        return self.service.again(path, get)
+        try:
+            version, count = self._get(path, 0, memoryview(data))
+        except OSError as error:
+            if error.errno != errno.ERANGE:
+                raise
+            # An empty object has no range.
+            head = self.service.request(path, "head_object")
+            return Version.of(head, head.get("ContentLength"), path)
+        self.keep(version, 0, bytes(data[:count]))
+        return version
 
     def read_into(self, version: Version, offset: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes of an object from an offset on; all of them must exist.
@@ -129,10 +124,10 @@ class ObjectReader:
         Raises:
             OSError: it was replaced, or the service does not answer.
         """
-        self.service.again(version.path, lambda: self._get(version.path, offset, out, version))
+        self._get(version.path, offset, out, version)
 
     def _get(self, path: str, offset: int, out: memoryview, version: Optional[Version] = None) -> tuple[Version, int]:
-        """Read a range with one request: the object's version, and the number of bytes read.
+        """Read a range, again if its content is cut off: the object's version, and the number of bytes read.
 
         Args:
             path: path of the object.
@@ -143,38 +138,34 @@ class ObjectReader:
         Raises:
             OSError: the object has another version, or the answer is not what was asked for.
         """
-        begun = time.perf_counter()
-        bucket, key = Address.parse(path)
+        wanted = f"bytes={offset}-{offset + len(out) - 1}"
         condition = {"IfMatch": version.etag} if version is not None and version.etag else {}
-        answer = self.service.client.get_object(
-            Bucket=bucket, Key=key, Range=f"bytes={offset}-{offset + len(out) - 1}", **condition
-        )
-        body = answer["Body"]
-        try:
-            match = _RANGE.fullmatch(answer.get("ContentRange") or "")
-            if match is None:
-                raise StrangeAnswer(path, f"the range {answer.get('ContentRange')!r}")
-            start, last, size = map(int, match.groups())
-            current = Version.of(answer, size, path)
-            # Some services ignore the condition.
-            if version is not None and current != version:
-                raise OSError(errno.ESTALE, CHANGED, path)
-            stop = min(offset + len(out), size)
-            if start != offset or last + 1 != stop:
-                raise StrangeAnswer(path, f"bytes {start} to {last + 1} where {offset} to {stop} were requested")
-            self.measured.request(time.perf_counter() - begun)
-            received = 0
-            for data in body.iter_chunks(_CHUNK):
-                if received + len(data) > stop - start:
-                    raise StrangeAnswer(path, f"more than {stop - start} bytes")
-                out[received : received + len(data)] = data
-                received += len(data)
-        finally:
-            # Of an error, the rest of the answer is not read: the connection cannot be used again.
-            body.close()
-        if received != stop - start:
-            raise ValueError(f"{received} of {stop - start} bytes arrived")
-        return current, received
+        for tries in range(self.service.tries, 0, -1):
+            begun = time.perf_counter()
+            answer = self.service.request(path, "get_object", Range=wanted, **condition)
+            # Of an error, the rest of the content is not read: the connection cannot be used again.
+            with contextlib.closing(answer["Body"]) as body:
+                match = _RANGE.fullmatch(answer.get("ContentRange") or "")
+                if match is None:
+                    raise StrangeAnswer(path, f"the range {answer.get('ContentRange')!r}")
+                start, last, size = map(int, match.groups())
+                current = Version.of(answer, size, path)
+                # Some services ignore the condition.
+                if version is not None and current != version:
+                    raise OSError(errno.ESTALE, CHANGED, path)
+                count = min(offset + len(out), size) - offset
+                if start != offset or last + 1 != offset + count:
+                    raise StrangeAnswer(path, f"bytes {start} to {last} where {wanted} of {size} were requested")
+                self.measured.request(time.perf_counter() - begun)
+                try:
+                    with self.service.errors_as_of_files(path):
+                        _fill(out[:count], body)
+                except OSError:
+                    if tries == 1:
+                        raise
+                else:
+                    return current, count
+        raise AssertionError("unreachable")
 
     def find(self, version: Version, offset: int, count: int) -> Optional[bytes]:
         """Bytes of an object from one of its windows; None if no window holds them."""
@@ -205,15 +196,17 @@ class Jumps:
 
     def __init__(self) -> None:
         self._lengths: list[int] = []
-        self._last = 0
+        # The request after the last jump, and the last request of all.
+        self._last = self._near = 0
         # How many were predicted last, and the last one of them.
         self._ahead, self._predicted = 4, 0
 
     def to(self, offset: int) -> None:
         """Note a request."""
-        if abs(offset - self._last) >= _MIN_JUMP:
+        if abs(offset - self._near) >= _MIN_JUMP:
             self._lengths = [*self._lengths[-_MAX_REMEMBERED:], offset - self._last]
             self._last = offset
+        self._near = offset
 
     def next(self) -> list[int]:
         """Probable offsets of the next requests: twice as many as before if those were right."""
@@ -233,6 +226,20 @@ class Jumps:
         """The number of jumps up to an earlier one that are like the last ones."""
         pairs = zip(self._lengths[index::-1], reversed(self._lengths))
         return sum(1 for _ in itertools.takewhile(lambda pair: abs(pair[0] - pair[1]) <= _ALIKE, pairs))
+
+
+def _fill(out: memoryview, body: Any) -> None:
+    """Read the whole content of an answer, which has this size.
+
+    Raises:
+        ValueError: it has another size.
+    """
+    received = 0
+    for data in body.iter_chunks(_CHUNK):
+        out[received : received + len(data)] = data
+        received += len(data)
+    if received != len(out):
+        raise ValueError(f"{received} of {len(out)} bytes arrived")
 
 
 class ObjectFile:
@@ -299,6 +306,8 @@ class ObjectFile:
 
     def _small(self, offset: int, count: int) -> bytes:
         """A few bytes, from their window or a new one, which grows while reading goes on near the last one."""
+        if not count:
+            return b""
         self._jumps.to(offset)
         cached = self._reader.find(self._version, offset, count)
         if cached is not None:

@@ -1,16 +1,17 @@
 """The service of objects: address, credentials, client, and its errors as `OSError`.
 
 Credentials come from boto3's usual sources: environment, profile, role of the machine or container. boto3 retries
-requests that fail; `again` does, too, where the content of an answer is cut off.
+requests that fail.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 from collections.abc import Collection, Iterator
-from typing import Any, Callable, Optional, TypeVar
+from typing import Any, Optional, TypeVar
 from urllib.parse import urlsplit
 
 from reshard.errors import InputError
@@ -99,6 +100,7 @@ class Service:
 
     Attributes:
         name: unique name of the service.
+        tries: how often a request is made that fails.
 
     Raises:
         ImportError: a package is missing.
@@ -108,6 +110,7 @@ class Service:
 
     def __init__(self, url: Optional[str] = None) -> None:
         self._url = url
+        self.tries = _TRIES
         # By process: two readers of a connection get parts of each other's bytes. A parent's client is kept, because
         # closing its connections in a forked child would disturb the parent.
         self._clients: dict[int, tuple[Any, Any]] = {}
@@ -131,7 +134,7 @@ class Service:
             connect_timeout=_CONNECT_SECONDS,
             read_timeout=_READ_SECONDS,
             max_pool_connections=_CONNECTIONS,
-            retries={"mode": "standard", "total_max_attempts": _TRIES},
+            retries={"mode": "standard", "total_max_attempts": self.tries},
             user_agent_extra="reshard",
             # Most services other than Amazon's do not support checksums in trailers, boto3's default.
             request_checksum_calculation="when_required",
@@ -173,7 +176,8 @@ class Service:
             OSError: the service refuses, or does not answer.
         """
         bucket, key = Address.parse(path)
-        return self.again(path, lambda: getattr(self.client, operation)(Bucket=bucket, Key=key, **arguments), tries=1)
+        with self.errors_as_of_files(path):
+            return getattr(self.client, operation)(Bucket=bucket, Key=key, **arguments)
 
     def pages(self, path: str, prefix: str, **arguments: Any) -> Iterator[Any]:
         """The lists of objects whose keys begin with a prefix, in the bucket of a path.
@@ -184,7 +188,8 @@ class Service:
         paginator = self.client.get_paginator("list_objects_v2")
         pages = iter(paginator.paginate(Bucket=Address.parse(path).bucket, Prefix=prefix, **arguments))
         while True:
-            page = self.again(path, lambda: next(pages, None), tries=1)
+            with self.errors_as_of_files(path):
+                page = next(pages, None)
             if page is None:
                 return
             if page.get("IsTruncated"):
@@ -192,34 +197,21 @@ class Service:
                 field(page, "NextContinuationToken", str, path)
             yield page
 
-    def again(self, path: str, call: Callable[[], T], tries: int = _TRIES) -> T:
-        """The result of a call of boto3, whose errors become those of files; repeated if the answer is cut off.
+    @contextlib.contextmanager
+    def errors_as_of_files(self, path: str) -> Iterator[None]:
+        """Raise errors of boto3 in a block as those of a file: `OSError`, or `InputError` for a missing bucket.
 
         Args:
-            path: path that the request is about, for messages.
-            call: makes the request.
-            tries: how often.
-
-        Raises:
-            OSError: the request failed.
+            path: path that the requests are about, for messages.
         """
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
         from urllib3.exceptions import HTTPError
 
-        for times in range(tries):
-            try:
-                return call()
-            except (BotoCoreError, ClientError, ResponseParserError, HTTPError, ValueError, LookupError) as error:
-                if times + 1 == tries or isinstance(error, ClientError):
-                    raise _error_of(error, path, self._secrets) from None
-        raise AssertionError("unreachable")
-
-
-def status_of(error: Exception) -> int:
-    """The HTTP status of an error answer; 0 if it has none."""
-    response: dict[str, Any] = getattr(error, "response", None) or {}
-    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        try:
+            yield
+        except (BotoCoreError, ClientError, ResponseParserError, HTTPError, ValueError, LookupError) as error:
+            raise _error_of(error, path, self._secrets) from None
 
 
 def _error_of(error: Exception, path: str, secrets: Collection[str]) -> Exception:
@@ -239,7 +231,8 @@ def _error_of(error: Exception, path: str, secrets: Collection[str]) -> Exceptio
         return PermissionError(errno.EACCES, text, path)
     if not isinstance(error, ClientError):
         return OSError(errno.EIO, f"the object store returned an unexpected answer: {text}", path)
-    answer, status = error.response.get("Error", {}), status_of(error)
+    answer = error.response.get("Error", {})
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     code, message = str(answer.get("Code", "")), str(answer.get("Message", ""))
     text = _one_line(f"{code}: {message}" if message and not code.isdigit() else message or code, secrets)
     if code == "NoSuchBucket":
@@ -255,6 +248,8 @@ def _error_of(error: Exception, path: str, secrets: Collection[str]) -> Exceptio
     if 300 <= status < 400:
         text = f"the object store redirects to another address ({text}); check --endpoint-url and the region"
         return OSError(errno.EIO, text, path)
+    if status == 416:
+        return OSError(errno.ERANGE, text, path)
     if status == 501:
         return OSError(errno.ENOTSUP, text, path)
     if status in (409, 412):
