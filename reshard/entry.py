@@ -5,14 +5,41 @@ It ends the process. Other programs call `reshard.cli.main`.
 
 from __future__ import annotations
 
-import gc
+import errno
+import io
 import os
+import sys
 
 from reshard import signals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import NoReturn
+    from typing import Any, NoReturn, Optional, TextIO
+
+
+class _Output(io.FileIO):
+    """Standard output or standard error, whose writes never stop the work.
+
+    Attributes:
+        failure: why a write failed; None for a closed pipe, as in `reshard inspect FILE | head`.
+    """
+
+    failure: Optional[OSError] = None
+
+    def write(self, data: Any) -> int:
+        """Write bytes, or drop them."""
+        try:
+            return os.write(self.fileno(), data)
+        except BlockingIOError:
+            # Another process has made the descriptor non-blocking.
+            import select
+
+            select.select([], [self], [])
+            return 0
+        except OSError as error:
+            if error.errno != errno.EPIPE:
+                self.failure = error
+            return len(data)
 
 
 def main() -> NoReturn:
@@ -21,22 +48,29 @@ def main() -> NoReturn:
     # OpenBLAS starts a thread per CPU when NumPy is imported: 0.05 s of processor time with 2 CPUs. It needs only one,
     # because as many threads and processes as --jobs multiply matrices, block by block. A library must not set this.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Modules are no garbage: to look for it while they load takes a tenth of the start.
-    gc.disable()
+    # No file gets the number of a closed stream, and the output of libraries.
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdin = sys.stdin or open(0)  # noqa: SIM115
+    output = _Output(1, "w", closefd=False)
+    sys.stdout, sys.stderr = _text(output, sys.stdout), _text(_Output(2, "w", closefd=False), sys.stderr)
     # Slow imports come after the handlers of signals.
-    from reshard.cli import streams
-
-    streams.install()
     from reshard.cli.main import main as run
 
     status = 0
     try:
-        run(_collect_garbage)
+        run()
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    signals.leave(streams.status_after(status))
+    sys.stdout.flush()
+    if output.failure is not None and not status:
+        reason = output.failure.strerror or output.failure
+        sys.stderr.write(f"reshard: error: standard output: cannot be written: {reason}\n")
+        status = 1
+    signals.leave(status)
 
 
-def _collect_garbage() -> None:
-    gc.freeze()
-    gc.enable()
+def _text(output: _Output, stream: Optional[TextIO]) -> TextIO:
+    encoding = "utf-8" if stream is None else stream.encoding
+    return io.TextIOWrapper(io.BufferedWriter(output), encoding, "backslashreplace", line_buffering=True)

@@ -1,9 +1,8 @@
-"""SIGINT, SIGTERM and SIGHUP end the process with status 130, 143 or 129 at any moment.
+"""SIGINT, SIGTERM and SIGHUP end the process with status 130, 143 or 129 and leave no temporary file.
 
-Outside of `unwinding` nothing needs cleaning up, and the process ends immediately. Inside, the signal is raised as
-`Stopped`, so that threads, remote tasks and records can be ended. An exception may be lost, as in a destructor, and
-cleaning up may wait for a disk. So the process also ends immediately if the exception is lost, on a later signal, and
-after a timeout.
+Outside of `unwinding` the process ends immediately. Inside, the signal is raised as `Stopped`, so that threads, uploads
+and remote tasks end. An exception may be lost, as in a destructor, and a disk may be slow: then a timeout ends the
+process.
 
 Only the command line installs this; programs that use the package handle signals themselves. It is imported first, so
 it imports only modules that Python has loaded already.
@@ -13,12 +12,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import FrameType, TracebackType
+    from types import FrameType
     from typing import Callable, NoReturn, Optional
 
 _WORDS = {
@@ -26,18 +23,14 @@ _WORDS = {
     signal.SIGTERM: "terminated",
     signal.SIGHUP: "hangup (closed terminal)",
 }
-# Timeout for cleaning up; containers and batch systems often kill after 30 seconds.
+# Seconds for cleaning up; containers and batch systems often kill after 30 seconds.
 PATIENCE = 20.0
-# A launcher and a terminal may send the same signal twice; a later one ends the wait.
-_SAME = 1.0
-# Timeout for the final message: stderr may be a full pipe.
-_LAST = 5.0
 
 _unwinding = False
 _received: Optional[int] = None
-_received_at = 0.0
 _ending = False
-_at_end: list[Callable[[], None]] = []
+at_end: list[Callable[[], None]] = []
+"""Functions that are called before the process ends in any way; threads may still be running."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -59,9 +52,7 @@ class unwinding:
         global _unwinding
         _unwinding = True
 
-    def __exit__(
-        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
+    def __exit__(self, _: object, error: Optional[BaseException], __: object) -> None:
         global _unwinding
         _unwinding = False
         if _received is not None and not isinstance(error, Stopped):
@@ -73,67 +64,38 @@ def install() -> None:
     for number in _WORDS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _handle)
-    plain = sys.unraisablehook
-
-    def unraisable(lost: sys.UnraisableHookArgs) -> None:
-        if _received is not None and isinstance(lost.exc_value, Stopped):
-            _end_on_the_spot(_received)
-        plain(lost)
-
-    sys.unraisablehook = unraisable
-
-
-def at_end(function: Callable[[], None]) -> Callable[[], None]:
-    """Decorator: call a function before the process ends in any way; threads may still be running."""
-    _at_end.append(function)
-    return function
 
 
 def leave(status: int) -> NoReturn:
     """End the process without Python's finalisation, which ignores signals."""
     try:
-        _tidy()
+        for function in at_end:
+            function()
     finally:
-        os._exit(status if _received is None else 128 + _received)
+        os._exit(status)
 
 
-def _handle(number: int, frame: Optional[FrameType]) -> None:
-    global _received, _received_at
+def _handle(number: int, _: Optional[FrameType]) -> None:
+    global _received
     if not _unwinding:
-        _end_on_the_spot(number)
+        _end(number)
     elif _received is None:
-        _received, _received_at = number, time.monotonic()
-        _end_after(PATIENCE, number)
+        _received = number
+        signal.signal(signal.SIGALRM, lambda *_: _end(number))
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
         raise Stopped(number)
-    elif time.monotonic() - _received_at > _SAME:
-        _end_on_the_spot(_received)
 
 
-def _end_after(seconds: float, received: int) -> None:
-    def end(number: int, frame: Optional[FrameType]) -> None:
-        if _ending:
-            os._exit(128 + received)
-        _end_on_the_spot(received)
-
-    signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-
-
-def _end_on_the_spot(number: int) -> None:
+def _end(number: int) -> None:
     global _ending
     if _ending:
         return
     _ending = True
     stopped = Stopped(number)
     try:
-        _end_after(_LAST, number)
-        _tidy()
+        for function in at_end:
+            function()
         # Not through sys.stderr: the signal may have interrupted one of its writes.
         os.write(2, f"{os.linesep if os.isatty(2) else ''}reshard: error: {stopped}{os.linesep}".encode())
     finally:
         os._exit(stopped.status)
-
-
-def _tidy() -> None:
-    for function in _at_end:
-        function()

@@ -180,9 +180,6 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Do the work, which ends in good order when a signal comes."""
-        if ctx.obj is not None:
-            # `loaded` of `reshard.cli.main.main`.
-            ctx.obj()
         with unwinding():
             return super().invoke(ctx)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Callable, Optional
-
 import click
 
 from reshard._version import __version__
@@ -72,10 +70,6 @@ def cli() -> None:
     """
 
 
-def main(loaded: Optional[Callable[[], None]] = None) -> None:
-    """Run the command line of this process, and raise SystemExit; `reshard.entry` is the program.
-
-    Args:
-        loaded: called once the modules of the command are loaded, before its work begins.
-    """
-    cli(prog_name="reshard", obj=loaded)
+def main() -> None:
+    """Run the command line of this process, and raise SystemExit; `reshard.entry` is the program."""
+    cli(prog_name="reshard")

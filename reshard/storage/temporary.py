@@ -90,12 +90,14 @@ def remove(path: str) -> None:
     _unfinished.discard((os.getpid(), path))
 
 
-@signals.at_end
 def _remove_unfinished() -> None:
     for process, path in list(_unfinished):
         if process == os.getpid():
             with contextlib.suppress(OSError):
                 remove(path)
+
+
+signals.at_end.append(_remove_unfinished)
 
 
 def write_whole(path: str, data: bytes) -> None:

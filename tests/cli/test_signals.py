@@ -236,7 +236,7 @@ except signals.Stopped as stop:
     signals.leave(stop.status)
 """
     result = python(script)
-    ended(result.status, result.err, signal.SIGTERM)
+    assert result.status == 143 and "terminated" in result.err, result.err
 
 
 # The disk takes a minute to flush a target.
@@ -256,19 +256,14 @@ main()
 """
 
 
-@pytest.mark.parametrize("insists", [True, False], ids=["insists", "too long"])
-def test_a_second_signal_or_a_timeout_ends_a_run_on_a_slow_disk(world: World, insists: bool) -> None:
+def test_a_timeout_ends_a_run_on_a_slow_disk(world: World) -> None:
     world.save(FULL)
-    words = ["-c", SLOW_DISK, "60" if insists else "1", *map(str, world.words())]
+    words = ["-c", SLOW_DISK, "1", *map(str, world.words())]
     with started(*words) as process:
         assert process.stdout is not None and process.stdout.readline() == "flushing\n"
         process.send_signal(signal.SIGTERM)
-        if insists:
-            # At once, a second one is but the same one from another sender.
-            process.send_signal(signal.SIGTERM)
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(1.5)
-            process.send_signal(signal.SIGINT)
+        # A launcher and a terminal may send the same signal twice.
+        process.send_signal(signal.SIGTERM)
         _, output = process.communicate(timeout=20)
     ended(process.returncode, output, signal.SIGTERM)
     nothing_half_written(world.dst, {})

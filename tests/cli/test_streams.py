@@ -150,7 +150,7 @@ def foreign(tmp_path: Path) -> World:
     return world
 
 
-@pytest.mark.parametrize("encoding", some_of(["ascii", "latin-1", "cp437"], 3))
+@pytest.mark.parametrize("encoding", some_of(["latin-1", "cp437"], 2))
 def test_any_name_is_printed_in_any_encoding(foreign: World, encoding: str) -> None:
     file = foreign.src / "rank_0" / "net-1_10.ckpt"
     chosen, escaped = NAMES["w"], r"\u6743\u91cd.w"

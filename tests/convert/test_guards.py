@@ -290,8 +290,8 @@ def test_closed_streams_are_not_an_error(closed: str, tmp_path: Path) -> None:
 def test_no_file_reuses_the_descriptor_of_a_closed_stream(closed: str, tmp_path: Path) -> None:
     number = tmp_path / "number"
     script = (
-        "import os; from reshard.cli import streams; streams.install(); "
-        f"fd = os.open({str(number)!r}, os.O_WRONLY | os.O_CREAT); os.write(fd, str(fd).encode())"
+        "import os; from reshard.cli import main; from reshard import entry; main.main = lambda: "
+        f"os.write(fd := os.open({str(number)!r}, os.O_WRONLY | os.O_CREAT), str(fd).encode()); entry.main()"
     )
     assert run_in_shell(f'{sys.executable} -c "{script}" {closed}')[0] == 0
     assert int(number.read_text()) > 2
