@@ -137,6 +137,9 @@ class SizedPattern:
     Args:
         pattern: the pattern.
         value: returns the value of a product of sizes; its errors pass.
+
+    Attributes:
+        skeleton: its text without digits; None with stars.
     """
 
     def __init__(self, pattern: Pattern, value: Callable[[Product], int]) -> None:
@@ -148,22 +151,13 @@ class SizedPattern:
                 self._parts.append((part.number, offset) if part.number else str(offset))
             else:
                 self._parts.append(part)
-        # For a pattern without stars: its text without digits, and per run of digits a number's place or the digits.
-        self._digits: list[object] = []
-        skeleton = ""
-        for part in self._parts:
-            if isinstance(part, tuple):
-                self._digits.append(part)
-                skeleton += _SOME
-            elif part is not None:
-                self._digits += _DIGITS.findall(str(part))
-                skeleton += _DIGITS.sub(_SOME, str(part))
-        starred = None in self._parts
-        self.skeleton = None if starred else skeleton
-        # For a pattern with stars: as short as possible, first ones first; and as long as possible.
-        self._expressions = [
-            re.compile(_expression(self._parts, star), re.DOTALL) for star in ("(.*?)", "(.*)") if starred
-        ]
+        # Stars match as little as possible, first ones first, or as much: two matches if there are several.
+        stars = ("(.*?)", "(.*)") if None in self._parts else ("",)
+        self._expressions = [re.compile(_expression(self._parts, star), re.DOTALL) for star in stars]
+        self.skeleton: Optional[str] = None
+        if None not in self._parts:
+            texts = (_SOME if isinstance(part, tuple) else _DIGITS.sub(_SOME, str(part)) for part in self._parts)
+            self.skeleton = "".join(texts)
 
     def name(self, values: Mapping[str, int], stars: Sequence[str]) -> str:
         """The name with these numbers and texts."""
@@ -178,17 +172,8 @@ class SizedPattern:
                 texts.append(str(part))
         return "".join(texts)
 
-    def fit_digits(self, digits: Sequence[str]) -> Optional[Fit]:
-        """The numbers of a name with the same skeleton, by its digits; None if fixed digits differ."""
-        if len(digits) != len(self._digits):
-            return None
-        both = [*zip(digits, self._digits)]
-        if any(isinstance(expected, str) and digit != expected for digit, expected in both):
-            return None
-        return self._fit([digit for digit, expected in both if isinstance(expected, tuple)])
-
     def fits(self, name: str) -> list[Fit]:
-        """The matches of a name with stars: none, one, or two of several."""
+        """The matches of a name: none, one, or two of several."""
         matches = [match for match in (each.fullmatch(name) for each in self._expressions) if match is not None]
         texts = dict.fromkeys(match.groups() for match in matches)
         return [fit for fit in map(self._fit, texts) if fit is not None]
@@ -225,17 +210,8 @@ class PatternIndex:
 
     def fits(self, name: str) -> list[tuple[int, Fit]]:
         """The indices of matching patterns, with the fit; an index comes twice if several fits exist."""
-        matches = []
-        candidates = self._by_skeleton.get(_DIGITS.sub(_SOME, name))
-        if candidates:
-            digits = _DIGITS.findall(name)
-            for number, each in candidates:
-                fit = each.fit_digits(digits)
-                if fit is not None:
-                    matches.append((number, fit))
-        for number, each in self._starred:
-            matches += [(number, fit) for fit in each.fits(name)]
-        return matches
+        candidates = [*self._by_skeleton.get(_DIGITS.sub(_SOME, name), ()), *self._starred]
+        return [(number, fit) for number, each in candidates for fit in each.fits(name)]
 
 
 def _expression(parts: Iterable[object], star: str) -> str:

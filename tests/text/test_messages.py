@@ -51,7 +51,7 @@ def test_problems_that_differ_only_in_the_parameter_are_grouped(tmp_path: Path) 
         ranks[1][name] = value(name, (3, 4))
     write_tree(world.src, ranks)
     result = world.refuses(
-        3, f"does not fit the source strategy ({world.old}): 192 of 192 parameters", "[3, 4] on rank 1",
+        3, f"does not fit the source strategy ({world.old})", "192 of 192 parameters", "[3, 4] on rank 1",
         "likewise, 192 in all: '{,adam_m.,adam_v.}model.layers.{0-31}.wo.weight' (96)",
     )  # fmt: skip
     assert len(result.err.splitlines()) <= 5
