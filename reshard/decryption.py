@@ -34,10 +34,8 @@ from reshard.named_tuple import NamedTuple
 from reshard.storage import (
     LocalFile,
     ReadableFile,
-    inspecting,
     is_directory,
     is_regular_file,
-    leads_to,
     names_in,
     new_file,
     read_range,
@@ -154,19 +152,13 @@ def _names(src: str) -> Sequence[str]:
     """The names of the files to write: those in SRC and in its directories."""
     if is_regular_file(src):
         return [os.path.basename(src)]
-
-    def files_in(directory: str) -> list[str]:
-        with inspecting(directory):
-            entries = store_of(directory).entries(directory)
-            return sorted(entry.name for entry in entries if entry.name.endswith(_CKPT) and leads_to(entry.is_file))
-
     if not is_directory(src):
         raise CheckpointError(f"{src}: does not exist, or is neither a file nor a directory", file=src)
-    directories = [name for name in names_in(src) if is_directory(os.path.join(src, name))]
-    return [
-        *files_in(src),
-        *(os.path.join(name, file) for name in directories for file in files_in(os.path.join(src, name))),
+    directories = ["", *(name for name in names_in(src) if is_directory(os.path.join(src, name)))]
+    paths = [
+        os.path.join(directory, name) for directory in directories for name in names_in(os.path.join(src, directory))
     ]
+    return [path for path in paths if path.endswith(_CKPT) and is_regular_file(os.path.join(src, path))]
 
 
 def _cipher(path: str, handles: FileHandles) -> Optional[str]:

@@ -40,5 +40,5 @@ def decrypt(src: str, dst: str, key_file: str) -> None:
 
     written, finished = decrypt_files(src, dst, read_key(key_file), Report(listener()))
     if not is_quiet():
-        earlier = f"; {finished} were finished before" if finished else ""
+        earlier = f"; {finished} finished before" if finished else ""
         say(f"{dst}: wrote {plural(written, 'file')}{earlier}")
