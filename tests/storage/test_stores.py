@@ -205,6 +205,17 @@ def test_small_reads_nearby_share_requests(objects: Objects) -> None:
     assert objects.faults.requests["GET"] - before <= 7
 
 
+def test_headers_at_equal_distances_are_read_ahead(objects: Objects) -> None:
+    distance = 5 * MIB // 4
+    file = opened(objects.put("file", bytes(20 * distance)))
+    round_trips = 0
+    for number in range(20):
+        before = objects.faults.requests["GET"]
+        file.read(number * distance + number % 3, 100)
+        round_trips += objects.faults.requests["GET"] > before
+    assert round_trips <= 7
+
+
 def test_refused_connections_are_tried_again(objects: Objects) -> None:
     from botocore.exceptions import EndpointConnectionError
 

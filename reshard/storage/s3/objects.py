@@ -209,14 +209,15 @@ class Jumps:
         self._near = offset
 
     def next(self) -> list[int]:
-        """Probable offsets of the next requests: twice as many as before if those were right."""
+        """Probable offsets of the next requests: a few at first, and many if those were right."""
         lengths = self._lengths
         # The earlier jump that resembles the last one in most of the jumps before it, too.
-        alike, before = max(((self._alike(index), index) for index in range(len(lengths) - 1)), default=(0, 0))
-        if alike < 2:
+        alike, before = max(((self._alike(index), index) for index in range(len(lengths) - 1)), default=(0, 1))
+        # At the beginning of a file, one jump must do.
+        if alike < min(2, before + 1):
             return []
         right = abs(self._last - lengths[-1] - self._predicted) <= _ALIKE
-        self._ahead = min(_AT_A_TIME, 2 * self._ahead) if right else 4
+        self._ahead = _AT_A_TIME if right else 4
         jumps = itertools.islice(itertools.cycle(lengths[before + 1 :]), self._ahead)
         offsets = [self._last + total for total in itertools.accumulate(jumps)]
         self._predicted = offsets[-1]
