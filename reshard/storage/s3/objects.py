@@ -33,6 +33,7 @@ _ALIKE = 1 << 10
 # Bytes on both sides of a predicted request.
 _MARGIN = 4 << 10
 _MAX_REMEMBERED = 256
+_MAX_COMPARED = 32
 _AT_A_TIME = 64
 _CHUNK = 256 << 10
 HELD = 2 * _CHUNK
@@ -225,7 +226,7 @@ class Jumps:
 
     def _alike(self, index: int) -> int:
         """The number of jumps up to an earlier one that are like the last ones."""
-        pairs = zip(self._lengths[index::-1], reversed(self._lengths))
+        pairs = itertools.islice(zip(self._lengths[index::-1], reversed(self._lengths)), _MAX_COMPARED)
         return sum(1 for _ in itertools.takewhile(lambda pair: abs(pair[0] - pair[1]) <= _ALIKE, pairs))
 
 
