@@ -1,39 +1,39 @@
 """The commands for the usual aims with a checkpoint, from names, headers and the files beside it.
 
 Nothing is guessed. A strategy is used only if it is the only one beside the checkpoint that fits the ranks, names and
-shapes in the headers, and the first command checks it. Values that only the user has are placeholders in capitals.
+shapes in the headers, and the first command checks it. Values that only the user has are placeholders in capitals; what
+a conversion asks for itself, in an error that names the option, is not computed here.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Callable, Optional
+from typing import Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError, ReshardError
-from reshard.forms.form import Names
+from reshard.forms.form import FormOptions, Names
 from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.forms.ranks.tree import find_rank
 from reshard.forms.registry import form_of
 from reshard.inspection.subject import Subject, subject_of
 from reshard.named_tuple import NamedTuple
-from reshard.names import Configuration, UndeterminedError, builtin_names, config_beside, rules_named
+from reshard.names import Configuration, builtin_names, config_beside, rules_named
 from reshard.names.options import settle, side_of
 from reshard.plan.editing import edited, words_of_packing
 from reshard.plan.edits import NO_TABLE, between_forms, typed_edits
 from reshard.plan.missing import needed
-from reshard.quantised.schemes import stated_settings
 from reshard.records.ledger import packing_of, recorded_strategy
 from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory
 from reshard.strategies import NONE, Strategy, read_strategy
 from reshard.strategies.beside import equal_layouts, strategies_in
 from reshard.text.messages import listing
-from reshard.text.names import WEIGHTS, fused_expert, is_weight, training_globs
+from reshard.text.names import WEIGHTS, is_weight, training_globs
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
 
@@ -85,13 +85,11 @@ class StrategyBeside(NamedTuple):
         path: its file or directory.
         devices: number of its ranks.
         parameters: number of its parameters.
-        fits: whether slices in the headers have its shapes; None if that was not checked.
     """
 
     path: str
     devices: int
     parameters: int
-    fits: Optional[bool]
 
 
 class Model(NamedTuple):
@@ -102,7 +100,6 @@ class Model(NamedTuple):
         type: its ``model_type``.
         side: ``huggingface`` or ``mindformers``: the side of the tables that the names are on; None if on neither.
         tables: the tables that have these names; only that of the model's type, if there is one.
-        refusal: why that table cannot be applied.
         undetermined: its options that the user must state, each with its possible values and their meaning.
         packing: the table that the conversion that wrote the checkpoint recorded; see `words_of_packing`.
     """
@@ -111,7 +108,6 @@ class Model(NamedTuple):
     type: Optional[str] = None
     side: Optional[str] = None
     tables: Sequence[str] = ()
-    refusal: Optional[str] = None
     undetermined: Sequence[tuple[str, Sequence[str], str]] = ()
     packing: Sequence[str] = ()
 
@@ -169,9 +165,11 @@ def suggest(
     strategy = None if src_strategy is None else read_strategy(src_strategy)
     subject = inspected(strategy)
     resumed = [*_resume(src, options)]
-    if subject.contents is None and subject.problems:
-        if resumed:
-            return Suggestions(subject, items=resumed)
+    if resumed and subject.checkpoint is None:
+        return Suggestions(subject, items=resumed)
+    needs_strategy = subject.form.options.needs_strategy
+    if subject.problems and (subject.contents is None or (needs_strategy and strategy and subject.checkpoint is None)):
+        # Without contents nothing can be said, and every conversion with this strategy would fail.
         raise CheckpointError(subject.problems[0].text, file=src, hint=subject.problems[0].hint)
     places = _places(src)
     if strategy is None and subject.form.options.by_rank and find_rank(places[0]) is not None:
@@ -180,41 +178,26 @@ def suggest(
         raise CheckpointError(f"{src}: is the {part} of one rank", file=src, hint=hint)
     beside = strategies_in(places)
     fitting: list[Strategy] = []
-    recorded = None
-    if subject.form.options.needs_strategy and strategy is None:
-        recorded = recorded_strategy(src)
+    recorded = recorded_strategy(src) if needs_strategy and strategy is None else None
     if recorded is not None:
         strategy, subject = recorded.strategy, inspected(recorded.strategy)
-    elif subject.form.options.needs_strategy and strategy is None:
-        judged = _fitting(subject, beside, inspected)
+    elif needs_strategy and strategy is None:
+        judged = []
+        for each in _possible(subject, beside):
+            with suppress(InputError):
+                judged.append((each, inspected(each)))
+        judged = [(each, by_it) for each, by_it in judged if by_it.checkpoint is not None]
         fitting = [each for each, _ in judged]
-        if len(judged) == 1 and not _may_be_larger(subject, fitting[0]):
-            strategy, subject = judged[0]
-        elif judged:
-            subject.checkpoint = None
+        if len(judged) == 1:
+            ((strategy, subject),) = judged
     model = _model(src, subject, places)._replace(packing=packing_of(src))
-    if src_strategy is not None and subject.form.options.needs_strategy and subject.checkpoint is None and not resumed:
-        # Every conversion with this strategy would fail.
-        problem = subject.problems[0]
-        raise CheckpointError(problem.text, file=src, hint=problem.hint)
-    if strategy is not None and not resumed:
-        _add_lost(subject)
-    advisor = _Advisor(src, devices, strategy, tuple(options), subject, model, beside, fitting)
-    judged_all = subject.form.options.needs_strategy and src_strategy is None and recorded is None
+    advisor = _Advisor(_argument(src), devices, strategy, tuple(options), subject, model, beside, fitting)
     return Suggestions(
         subject,
         None if strategy is None else strategy.path,
         bool(fitting),
         recorded is not None,
-        [
-            StrategyBeside(
-                each.path,
-                each.device_count,
-                len(each.parameters),
-                any(each is other for other in fitting) if judged_all else None,
-            )
-            for each in beside
-        ],
+        [StrategyBeside(each.path, each.device_count, len(each.parameters)) for each in beside],
         model,
         [*resumed, *advisor.all()],
     )
@@ -229,17 +212,6 @@ def _resume(src: str, options: Sequence[str]) -> Iterator[Suggestion]:
             words = (word for pair in pairs if pair[0] in _OF_RESUME for word in pair)
             command = ("reshard", "resume", _argument(src), *words)
             yield Suggestion("resume", "Complete the conversion that writes this checkpoint", command)
-
-
-def _add_lost(subject: Subject) -> None:
-    """A problem, if ranks are lost and no replicas of theirs exist."""
-    lost = _lost(subject)
-    if subject.form.options.by_rank and subject.complete is False and lost:
-        subject.add(
-            0,
-            f"nothing can restore {rank_ranges(lost)}: by the strategy, no other rank holds a copy of all lost slices",
-            "take an older step, or bring the files back",
-        )
 
 
 def _lost(subject: Subject) -> list[int]:
@@ -261,52 +233,20 @@ def _places(src: str) -> list[str]:
     return [place, os.path.dirname(place)]
 
 
-def _present(subject: Subject) -> list[int]:
-    """Ranks with a file, ascending."""
-    return sorted({file.number for file in subject.files if file.number is not None and file.state != "missing"})
-
-
-def _may_be_larger(subject: Subject, strategy: Strategy) -> bool:
-    """Whether a strategy may be that of another, larger cluster: ranks from 0 on have files, and others do not."""
-    present = _present(subject)
-    return strategy.device_count > len(present) and present == list(range(len(present)))
-
-
-def _fitting(
-    subject: Subject, candidates: Sequence[Strategy], inspected: Callable[[Strategy], Subject]
-) -> list[tuple[Strategy, Subject]]:
-    """The strategies that list all weights and whose shapes the slices have, each with the checkpoint by it.
-
-    Of those that place every slice in the same way, only the one with the fewest devices.
-    """
+def _possible(subject: Subject, candidates: Sequence[Strategy]) -> list[Strategy]:
+    """The strategies that list all weights, for the ranks with files; for more only where some are evidently lost."""
     stored = () if subject.contents is None else subject.contents.stored
     weights = {item.name for item in stored if item.kind == WEIGHTS}
-    present = _present(subject)
-    fitting: list[tuple[Strategy, Subject]] = []
-    for strategy in sorted(candidates, key=lambda each: each.device_count):
-        if not weights or not weights.issubset(strategy.parameters) or strategy.device_count <= present[-1]:
-            continue
-        with suppress(InputError):
-            judged = inspected(strategy)
-            if judged.checkpoint is None or (judged.complete is False and _may_be_larger(subject, strategy)):
-                continue
-            ranks = frozenset(present)
-            if not any(_boxes(judged, ranks) == _boxes(other, ranks) for _, other in fitting):
-                fitting.append((strategy, judged))
-    return fitting
-
-
-def _boxes(subject: Subject, ranks: frozenset[int]) -> dict[str, object]:
-    """The boxes of every tensor, and which of these ranks hold them."""
-    checkpoint = subject.checkpoint
-    return {
-        name: {
-            (sharding.stored_box(number), ranks.intersection(sharding.holders(number)))
-            for sharding in tensor.shardings
-            for number in range(sharding.grid.slice_count)
-        }
-        for name, tensor in ({} if checkpoint is None else checkpoint.tensors).items()
-    }
+    present = {file.number for file in subject.files if file.number is not None and file.state != "missing"}
+    if not weights or not present:
+        return []
+    evident = present != set(range(len(present)))
+    return [
+        each
+        for each in candidates
+        if weights.issubset(each.parameters)
+        and (each.device_count > max(present) if evident else each.device_count == len(present))
+    ]
 
 
 def _model(src: str, subject: Subject, places: Sequence[str]) -> Model:
@@ -338,17 +278,8 @@ def _model(src: str, subject: Subject, places: Sequence[str]) -> Model:
     if table is None or config is None:
         return model
     rules = rules_named(table)
-    undetermined: Iterable[tuple[str, Sequence[str]]] = ()
-    try:
-        if subject.checkpoint is None:
-            undetermined = settle(rules, config, shapes).undetermined.items()
-        else:
-            _written(src, subject, table, config.path, _RANKS if side == _HUGGINGFACE else _HUGGINGFACE)
-    except UndeterminedError as error:
-        undetermined = error.options
-    except InputError as error:
-        return model._replace(refusal=error.message)
     about = {option.name: option.about for option in rules.options}
+    undetermined = settle(rules, config, shapes).undetermined.items()
     return model._replace(
         undetermined=[(name, values, f"{' or '.join(values)}. {about[name]}") for name, values in undetermined]
     )
@@ -381,49 +312,43 @@ Words = tuple[tuple[str, ...], tuple[Missing, ...]]
 """Words of a command, and what is missing for them."""
 
 
+@dataclass
 class _Advisor:
     """The commands for one checkpoint."""
 
-    def __init__(
-        self,
-        src: str,
-        devices: Optional[int],
-        strategy: Optional[Strategy],
-        options: tuple[str, ...],
-        subject: Subject,
-        model: Model,
-        beside: Sequence[Strategy],
-        fitting: Sequence[Strategy],
-    ) -> None:
-        self._src = _argument(src)
-        self._devices = devices
-        self._strategy = strategy
-        self._options = options
-        self._subject = subject
-        self._model = model
-        self._beside = beside
-        self._fitting = fitting
-        self._form = subject.form.options
-        self._outputs: set[str] = set()
-        # By path of a strategy, parameters that the checkpoint lacks.
-        self._unfit: dict[str, list[str]] = {}
+    _src: str
+    _devices: Optional[int]
+    _strategy: Optional[Strategy]
+    _options: tuple[str, ...]
+    _subject: Subject
+    _model: Model
+    _beside: Sequence[Strategy]
+    _fitting: Sequence[Strategy]
+    _outputs: set[str] = field(default_factory=set)
+    # By path of a strategy, parameters that the checkpoint lacks.
+    _unfit: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def _form(self) -> FormOptions:
+        return self._subject.form.options
 
     def all(self) -> Iterator[Suggestion]:
         """The commands, in the order of the work."""
-        yield from self._check_strategy()
+        for strategy in self._fitting if self._strategy is None else [self._strategy]:
+            if self._form.needs_strategy and not strategy.is_none:
+                title = f"Check that this checkpoint was saved with {strategy.path}"
+                command = ("reshard", "strategy", "check", _argument(strategy.path), self._src, *self._options)
+                yield Suggestion("check-strategy", title, command)
         if self._strategy is not None and self._form.needs_strategy and self._subject.checkpoint is None:
-            # The strategy does not fit: problems list why, and every conversion would fail.
+            # The recorded strategy does not fit: problems list why, and every conversion would fail.
             return
         yield from self._recover()
         if self._subject.complete is False:
             # No step can be converted: problems list what is missing.
             return
         if self._form.shards:
-            words, missing = self._shards(self._subject.form.name)
-            yield self._convert(
-                "cluster", self._cluster_title(self._devices), self._suffix(self._devices), words, missing
-            )
-        if self._subject.undecoded and not self._lacks_settings:
+            yield self._cluster(self._devices, self._shards(self._subject.form.name))
+        if self._subject.undecoded:
             # Codes of an unknown scheme: other forms and programs have no use for them.
             return
         yield from self._for_strategies()
@@ -432,19 +357,10 @@ class _Advisor:
         if self._form.names is Names.MODEL:
             words, missing = _together(self._shards(_DCP), self._names(_MINDFORMERS))
             yield self._convert("pytorch", "PyTorch, a distributed checkpoint (DCP)", _DCP, words, missing)
-        if self._subject.quantised or self._lacks_settings:
+        if self._subject.quantised:
             same = ("--dst-strategy", "same") if self._form.cut else ()
             words = (*self._same_form(), *same) if self._form.written else ("--to", _HUGGINGFACE)
             yield self._convert("dequantize", f"Quantised weights as {_DTYPE}", _DTYPE.lower(), words)
-
-    def _check_strategy(self) -> Iterator[Suggestion]:
-        strategies = self._fitting if self._strategy is None else [self._strategy]
-        for strategy in strategies if self._form.needs_strategy else ():
-            if not strategy.is_none:
-                command = ("reshard", "strategy", "check", _argument(strategy.path), self._src, *self._options)
-                yield Suggestion(
-                    "check-strategy", f"Check that this checkpoint was saved with {strategy.path}", command
-                )
 
     def _recover(self) -> Iterator[Suggestion]:
         """Lost ranks from replicas, where every slice is on some rank."""
@@ -473,9 +389,7 @@ class _Advisor:
             laid_out = f", laid out as in {strategy}" if len(of) > 1 else ""
             words, lacking = _together(((*to, "--dst-strategy", strategy), missing), names)
             if same_form:
-                yield self._convert(
-                    "cluster", self._cluster_title(count) + laid_out, self._suffix(count), words, lacking
-                )
+                yield self._cluster(count, (words, lacking), laid_out)
             else:
                 devices = "" if count is None else f": {plural(count, 'device')}"
                 title = f"MindSpore, a file for each rank{devices}{laid_out}"
@@ -488,13 +402,6 @@ class _Advisor:
         if self._model.side is None:
             text = "Names stay unchanged, and engines expect those of Hugging Face: --names takes a table of your own."
             missing = (*missing, Missing(None, text))
-        stored = () if self._subject.contents is None else self._subject.contents.stored
-        if not words and fused_expert(item.name for item in stored) is not None:
-            config = self._model.config
-            words = ("--config", CONFIG if config is None else _argument(config.path))
-            if config is None:
-                text = "The model's config.json, which decides the names of the experts."
-                missing = (*missing, Missing(CONFIG, text))
         checkpoint = self._subject.checkpoint
         if checkpoint is None or not any(os.path.basename(name) == "config.json" for name in checkpoint.extra_files):
             text = "Engines also need config.json and the tokenizer's files: add --config DIR of the base model."
@@ -510,35 +417,10 @@ class _Advisor:
         """A conversion, proved at its end."""
         source, lacking = self._source()
         # Other forms and programs have no use for codes and scales.
-        if (self._subject.quantised or self._lacks_settings) and aim != "cluster":
+        if self._subject.quantised and aim != "cluster":
             words += ("--dequantize", _DTYPE)
-        if "--dequantize" in words and self._lacks_settings:
-            at = words.index("--config") if "--config" in words else len(words)
-            words = (*words[:at], *words[at + 2 :], "--config", CONFIG)
-            text = "The config.json of the quantised model, with its quantization_config."
-            missing = (*(each for each in missing if each.placeholder != CONFIG), Missing(CONFIG, text))
-        if aim in ("huggingface", "mindspore") and self._names_undecided():
-            words += ("--rename", "RENAME")
-            text = "'*=*' keeps model.* as a model's own names; 'model.*=*' removes it as a key of a trainer's state."
-            missing = (*missing, Missing("RENAME", text))
         command = ("reshard", "convert", self._src, self._out(suffix), "--verify", *source, *words)
         return Suggestion(aim, title, (*command, *self._options), (*lacking, *missing))
-
-    def _names_undecided(self) -> bool:
-        """Whether nothing shows which names are the model's."""
-        checkpoint = self._subject.checkpoint
-        if checkpoint is None or self._form.names is Names.MODEL:
-            return False
-        from reshard.names import plain_names
-
-        keys = getattr(checkpoint, "nested", {})
-        return bool(plain_names([*checkpoint.tensors], checkpoint.objects, keys, True).undecided)
-
-    @property
-    def _lacks_settings(self) -> bool:
-        """Whether tensors are quantised and only the model's settings are missing."""
-        config = self._model.config
-        return self._subject.undecoded and (config is None or not stated_settings(config))
 
     def _source(self) -> Words:
         """The source's strategy."""
@@ -546,24 +428,12 @@ class _Advisor:
             return (), ()
         if self._strategy is not None:
             return ("--src-strategy", _argument(self._strategy.path)), ()
-        return ("--src-strategy", SRC_STRATEGY), (Missing(SRC_STRATEGY, self._src_strategy_text()),)
-
-    def _src_strategy_text(self) -> str:
-        if len(self._fitting) > 1:
-            several = ", ".join(f"{each.path} ({plural(each.device_count, 'device')})" for each in self._fitting)
-            return f"The strategy that this checkpoint was saved with. The headers fit several: {several}."
+        text = "The strategy that this checkpoint was saved with: a file, a directory, or none if it is not sharded. "
         if self._fitting:
-            (strategy,) = self._fitting
-            present = _present(self._subject)
-            absent = range(len(present), strategy.device_count)
-            return (
-                f"The strategy that this checkpoint was saved with. It is {strategy.path} "
-                f"({plural(strategy.device_count, 'device')}) only if {rank_ranges(absent)} are lost."
-            )
-        return (
-            "The strategy that this checkpoint was saved with: a file, a directory, or none if it is not sharded. Rank "
-            "files do not record it, and no strategy beside them fits."
-        )
+            text += f"The headers fit several: {', '.join(each.path for each in self._fitting)}."
+        else:
+            text += "Rank files do not record it, and no strategy beside them fits."
+        return ("--src-strategy", SRC_STRATEGY), (Missing(SRC_STRATEGY, text),)
 
     def _dst_strategy_text(self) -> str:
         devices = "the new cluster" if self._devices is None else f"{plural(self._devices, 'device')}"
@@ -578,6 +448,8 @@ class _Advisor:
 
     def _targets(self) -> list[Strategy]:
         """Strategies beside the checkpoint that list its weights and no others, and are not its own."""
+        if not self._beside:
+            return []
         names = self._written_names()
         weights = {name for name in names if is_weight(name, names)}
         own = self._fitting if self._strategy is None else [self._strategy]
@@ -631,8 +503,6 @@ class _Advisor:
                 return recorded, ()
             text = f"The model's config.json: {recorded[-1]}, which the records list, does not exist."
             return (*recorded[:-1], CONFIG), (Missing(CONFIG, text),)
-        if model.refusal is not None:
-            return (), (Missing(None, f"Names stay unchanged, because the table does not fit: {model.refusal}"),)
         if model.config is None or model.type is None or model.type not in model.tables:
             tables = ", ".join(model.tables)
             return ("--names", "TABLE", "--config", CONFIG), (
@@ -658,13 +528,10 @@ class _Advisor:
     def _same_form(self) -> tuple[str, ...]:
         return () if self._form.by_rank else ("--to", self._subject.form.name)
 
-    @staticmethod
-    def _cluster_title(count: Optional[int]) -> str:
-        return "Another cluster" if count is None else f"Another cluster: {plural(count, 'device')}"
-
-    @staticmethod
-    def _suffix(count: Optional[int]) -> str:
-        return "resharded" if count is None else f"on-{count}"
+    def _cluster(self, count: Optional[int], words: Words, more: str = "") -> Suggestion:
+        """Another number of devices."""
+        title = "Another cluster" if count is None else f"Another cluster: {plural(count, 'device')}"
+        return self._convert("cluster", title + more, "resharded" if count is None else f"on-{count}", *words)
 
     def _out(self, suffix: str) -> str:
         """A new directory: in this one, or for an object beside it."""

@@ -182,8 +182,7 @@ def test_a_larger_strategy_is_used_only_where_ranks_are_evidently_lost(plain: Wo
     plain.save(tensors(), ranks=[0, 1])
     printed = suggested(plain.src)
     assert printed["strategy"] is None and "recover" not in [item["aim"] for item in printed["suggestions"]]
-    missing = of_aim(printed, "huggingface")["missing"][0]
-    assert missing["placeholder"] == "SRC_STRATEGY" and "only if ranks 2-3 are lost" in missing["text"]
+    assert of_aim(printed, "huggingface")["missing"][0]["placeholder"] == "SRC_STRATEGY"
     run_all(suggested(plain.src, "--src-strategy", plain.old))
 
 
@@ -296,7 +295,7 @@ def test_an_unfinished_checkpoint_of_pytorch_is_resumed(form: str, demo: Path, t
     assert [item["aim"] for item in suggested(tmp_path / "part")["suggestions"]] == AIMS[form]
 
 
-def test_a_prefix_that_may_be_the_models_own_is_asked_for(tmp_path: Path) -> None:
+def test_a_conversion_asks_for_a_prefix_that_may_be_the_models_own(tmp_path: Path) -> None:
     full = {name: value(name, (4, 2)) for name in ("model.embed.weight", "model.norm.weight")}
     write_checkpoint(tmp_path / "hf" / "model.safetensors", full)
     (tmp_path / "hf" / "config.json").write_text("{}")
@@ -304,9 +303,11 @@ def test_a_prefix_that_may_be_the_models_own_is_asked_for(tmp_path: Path) -> Non
         done("convert", tmp_path / "hf", tmp_path / form, "--to", form, "--shards", 2)
     printed = suggested(tmp_path / "hf-sharded")
     assert placeholders(of_aim(printed, "cluster")["command"]) == {"DEVICES"}
-    run(of_aim(printed, "huggingface"), RENAME="*=*")
+    command = of_aim(printed, "huggingface")["command"]
+    fails(3, *command[1:], texts=["--rename '*=*'"])
+    done(*command[1:], "--rename", "*=*")
     # The keys of this one are recorded.
-    assert not placeholders(of_aim(suggested(tmp_path / "dcp"), "huggingface")["command"])
+    run(of_aim(suggested(tmp_path / "dcp"), "huggingface"))
 
 
 def test_the_recorded_strategy_of_a_converted_tree_is_used(demo: Path, tmp_path: Path) -> None:
@@ -341,8 +342,8 @@ def test_suggest_states_whether_replicas_restore_lost_ranks(demo: Path, tmp_path
     shutil.rmtree(source / "rank_5")
     assert of_aim(suggested(source), "recover")["title"] == "Restore rank 5 from replicas, if replicas exist"
     printed = suggested(source, "--src-strategy", demo / "strategy/src_strategy.ckpt")
-    (hint,) = (each["hint"] for each in printed["problems"] if "nothing can restore rank 5" in each["text"])
-    assert "older step" in hint
+    assert [item["aim"] for item in printed["suggestions"]] == ["check-strategy"]
+    assert any("is not complete" in each["text"] and "rank 5" in each["text"] for each in printed["problems"])
 
 
 def test_options_are_repeated_in_every_command(world: World) -> None:
@@ -375,14 +376,6 @@ def test_mindformers_names_become_those_of_hugging_face(family: str, options: se
     done("diff", item["command"][3], expected)
 
 
-def test_a_table_that_does_not_fit_is_not_used(tmp_path: Path) -> None:
-    config, full = MODELS["qwen3"][0], weights("qwen3")
-    write_huggingface(tmp_path / "model", full, {**config, "num_hidden_layers": 5, "model_type": "qwen3"})
-    item = of_aim(suggested(tmp_path / "model"), "mindspore")
-    assert "--names" not in item["command"]
-    assert any("does not fit" in each["text"] for each in item["missing"])
-
-
 def test_a_damaged_configuration_is_a_problem(tmp_path: Path) -> None:
     config, full = MODELS["qwen3"][0], weights("qwen3")
     (write_huggingface(tmp_path / "model", full, config) / "config.json").write_text("{")
@@ -399,14 +392,9 @@ def test_suggest_dequantizes_quantised_weights(tmp_path: Path) -> None:
 
 def test_quantised_weights_without_their_settings_need_the_configuration(tmp_path: Path) -> None:
     source = shutil.copytree(FIXTURES / "fp8", tmp_path / "fp8")
-    config = (source / "config.json").rename(tmp_path / "settings")
+    (source / "config.json").unlink()
     printed = suggested(source, "--devices", 2)
-    assert "config.json does not exist" in printed["problems"][0]["text"]
-    for item in printed["suggestions"]:
-        words = [str(config) if word == "CONFIG" else word for word in item["command"]]
-        assert "--dequantize" in words
-        if not placeholders(words):
-            run({**item, "command": words})
+    assert "config.json does not exist" in printed["problems"][0]["text"] and printed["suggestions"] == []
     # Another scheme: no program has a use for the codes.
     (source / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
     printed = suggested(source, "--devices", 2)

@@ -173,8 +173,3 @@ def test_numbered_experts_are_fused_only_if_all_are_there() -> None:
 def test_filters_of_names_see_every_name_that_the_table_changes() -> None:
     """A source may lack what filters leave out, so these names count as needed."""
     assert all(is_near_experts(pattern.text) for rule in rules_named("fused_experts").rules for pattern in rule.left)
-
-
-def test_a_suggestion_asks_for_the_configuration(tmp_path: Path) -> None:
-    source = trained(tmp_path, fused(numbered("qwen3_moe")))
-    assert "--to huggingface --config" in done("suggest", source).out
