@@ -73,6 +73,7 @@ _DERIVE = "strategy derive reads the rules of a strategy, and makes the target's
 _BESIDE = {
     **{("rules", name): _DERIVE for name in ("--sizes", "--also", "--also-sizes", "--shapes")},
     ("stats", "--svg"): "The page of view SRC --stats shows magnitudes.",
+    ("check", "--all"): "It compares everything: leave it out.",
     ("merge-lora", "--cast"): "Merge first, then cast: convert OUT OTHER --cast DTYPE.",
     ("merge-lora", "--names"): "Merge first, then give other names: convert OUT OTHER --names TABLE.",
     ("merge-lora", "--rename"): "Merge first, then give other names: convert OUT OTHER --rename OLD=NEW.",

@@ -9,7 +9,7 @@ import click
 
 from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
-from reshard.cli.command import command, option
+from reshard.cli.command import command
 from reshard.cli.errors import exit_different
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
@@ -36,24 +36,20 @@ _MAX_GROUPS = 8
     "check",
     """
 reshard strategy check src_strategy.ckpt ckpt/
-
-Every byte of all replicas:
-reshard strategy check output/strategy ckpt/ --all
 """,
 )
 @click.argument("strategy", metavar="S", shell_complete=completion.strategies)
 @click.argument("path", metavar="CKPT", shell_complete=completion.paths)
 @options.source
 @options.selection
-@option("Checks", "--all", "everything", is_flag=True, help="Compare replicas in full instead of samples.")
 @options.effort
 @options.output
-def strategy_check(strategy: str, path: str, everything: bool, verbose: bool, **typed: Any) -> None:
+def strategy_check(strategy: str, path: str, verbose: bool, **typed: Any) -> None:
     """Check whether the checkpoint in CKPT was saved with strategy S.
 
-    The slices of every rank must have the shapes that the layouts give, and where S lists replicas, samples of
-    their bytes must be equal. The exit status is 4 if anything does not fit. Parameters without replicas are
-    checked by shape only; the output counts them.
+    The slices of every rank must have the shapes that the layouts give, and where S lists replicas, all their
+    bytes must be equal. The exit status is 4 if anything does not fit. Parameters without replicas are checked by
+    shape only; the output counts them.
     """
     report = Report(listener())
     opened = typed_strategy(strategy, report)
@@ -62,7 +58,7 @@ def strategy_check(strategy: str, path: str, everything: bool, verbose: bool, **
         execution = ExecutionOptions(typed["jobs"] or usable_cpus(), typed["max_memory"], storage=storage_of(path))
         progress = progress_of(typed["quiet"], typed["progress"])
         result = check_strategy(
-            opened, path, typed["step"], typed["file_suffix"], filters, everything, handles, execution, progress, report
+            opened, path, typed["step"], typed["file_suffix"], filters, handles, execution, progress, report
         )
     if typed["as_json"]:
         echo_json(_json(result, strategy, path))
@@ -148,7 +144,7 @@ def _groups(groups: Sequence[Sequence[int]]) -> str:
 def _verdict(result: StrategyCheck) -> str:
     if not result.fits:
         by_shapes = not result.misfits and not result.beyond_ranks and not result.not_described
-        if by_shapes and result.comparison.differing and result.comparison.likely == "replicas":
+        if by_shapes and result.comparison.differing:
             return "does not fit: another strategy was used, or replicas have diverged"
         return "does not fit: pass the strategy that this checkpoint was saved with"
     if not result.comparison.check.tested:
@@ -174,7 +170,6 @@ def _json(result: StrategyCheck, strategy: str, path: str) -> dict[str, Any]:
         "replicas": comparison.check._asdict(),
         "differing": [_differing_row(differing) for differing in comparison.differing],
         "gradients": [_differing_row(differing) for differing in comparison.gradients],
-        "likely": comparison.likely if comparison.differing else None,
         "same_slices": [{"parameter": item.parameter, "ranks": list(item.ranks)} for item in result.same_slices],
         "misplaced": result.misplaced,
         "alike": None if result.alike is None else result.alike._asdict(),

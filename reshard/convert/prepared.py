@@ -30,9 +30,9 @@ from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
 from reshard.records import SourceSampler
-from reshard.source_replicas import ReplicaCheck, check_copies, compare_replicas
+from reshard.source_replicas import ReplicaCheck, check_copies, check_slices, check_stages, compare_replicas
 from reshard.source_replicas.samples import EFFORTS
-from reshard.source_replicas.swapped import SwapTest
+from reshard.source_replicas.swapped import hint_of_swap
 from reshard.storage import storage_of, store_of
 from reshard.storage.costs import LOCAL
 from reshard.text.report import Report
@@ -108,8 +108,7 @@ class Prepared:
         self._progress = progress
         self._sampler = SourceSampler(handles)
         self._crcs = SourceCrcs(request.damaged, report, self._sampler)
-        self._swap_test = SwapTest(request.source, request.target, handles)
-        with self._swap_reported():
+        with self._swap_hinted():
             self.state = self._plan_work()
         self._planned = time.monotonic()
 
@@ -118,12 +117,15 @@ class Prepared:
         """The plan."""
         return self.state.plan
 
-    def _swap_reported(self) -> contextlib.AbstractContextManager[None]:
-        """Errors in this block mention swapped strategies, if the files show it."""
-        by_rank = all(form_named(form).options.by_rank for form in (self._request.form, self._request.to))
-        if not by_rank or not self._request.edits.is_empty:
+    def _swap_hinted(self) -> contextlib.AbstractContextManager[None]:
+        """Errors in this block hint at swapped strategies, if the files' shapes show it."""
+        request = self._request
+        by_rank = all(form_named(form).options.by_rank for form in (request.form, request.to))
+        if not by_rank or not request.edits.is_empty:
             return contextlib.nullcontext()
-        return self._swap_test.explain_errors(self._request.src, self._request.step, self._request.file_suffix)
+        return hint_of_swap(
+            request.source, request.target, request.src, request.step, request.file_suffix, self._handles
+        )
 
     def _plan_work(self) -> State:
         """Plan, and compare with the target directory."""
@@ -246,8 +248,7 @@ class Prepared:
         else:
             self._settle()
         # After the CRC checks: a damaged file is no evidence against the strategy.
-        with self._swap_reported():
-            replicas = self._check_replicas()
+        replicas = self._check_replicas()
         self._check_equal()
         checked = time.monotonic()
         nbytes, copied, manifest, work = sum(self.state.sizes.values()), 0, None, self.state.work
@@ -308,7 +309,7 @@ class Prepared:
     def _plan_again(self) -> None:
         """Plan again without damaged files."""
         before = self.plan.checkpoint
-        with self._swap_reported():
+        with self._swap_hinted():
             self.state = self._plan_work()
         request, after = self.plan.request, self.plan.checkpoint
         if request.files is None or request.step != "latest" or before.step == after.step:
@@ -356,7 +357,7 @@ class Prepared:
         )
         if comparison.differing:
             # Partially read files have no CRC check yet.
-            if self._without_damaged([checkpoint.indexes[rank] for rank in sorted(comparison.always)]):
+            if self._without_damaged([checkpoint.indexes[rank] for rank in comparison.differing[0].ranks]):
                 return self._check_replicas()
             place = request.src if isinstance(request.src, str) else checkpoint.place
             raise comparison.error(request.source.path, place, checkpoint.step, request.file_suffix)
@@ -371,8 +372,9 @@ class Prepared:
                 )
             if not request.recover:
                 self._report.warn(comparison.gradient_warning())
-        if plan.form.by_rank and request.edits.is_empty:
-            self._swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
+        if not comparison.check.tested:
+            check_stages(request.source, checkpoint.source)
+        check_slices(request.source, tensors, checkpoint.source, self._handles, self.state.execution)
         return comparison.check
 
     def _without_damaged(self, doubtful: Iterable[CheckpointIndex]) -> bool:

@@ -19,7 +19,7 @@ from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.plan.request import Request
 from reshard.records import Identity, Manifest, read_manifest
 from reshard.records.status import status_of
-from reshard.source_replicas.swapped import SwapTest
+from reshard.source_replicas.swapped import hint_of_swap
 from reshard.storage import exists, real
 from reshard.strategies import SAME
 from reshard.text.globs import Filters
@@ -150,8 +150,9 @@ def verify_with_source(
         edits, recorded = edits_of_target(out, src, typed, plan, report)
         with contextlib.ExitStack() as stack:
             if by_rank and form_named(ends.form).options.by_rank and edits.is_empty:
-                swap_test = SwapTest(ends.source, ends.target, means.handles)
-                stack.enter_context(swap_test.explain_errors(src, step, typed["file_suffix"]))
+                stack.enter_context(
+                    hint_of_swap(ends.source, ends.target, src, step, typed["file_suffix"], means.handles)
+                )
             differing = verify_conversion(
                 Converted(
                     CheckpointPlace(src, ends.form, ends.source, step, typed["file_suffix"], without), edits, recorded

@@ -8,7 +8,6 @@ they are reduced: only a full comparison includes them, and reports them separat
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator
 from typing import Optional
 
@@ -17,17 +16,17 @@ from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.forms.ranks.checkpoint import SourceStep
-from reshard.layout import volume_of
+from reshard.layout import Box, volume_of
 from reshard.source_replicas.choice import Holder, group_parameters, number_of
-from reshard.source_replicas.outcome import ReplicaComparison, Tally, is_gradient
+from reshard.source_replicas.comparison import ReplicaComparison, is_gradient
 from reshard.source_replicas.samples import (
     EFFORTS,
     MOST_PLACES,
-    UNREADABLE,
     ReplicaFiles,
-    Samples,
     SamplingEffort,
+    compare_samples,
     is_constant,
+    own_sample,
 )
 from reshard.text.wording import quoted
 
@@ -53,23 +52,17 @@ def check_copies(
     Raises:
         CheckpointError: copies differ.
     """
-    deadline, requests = time.monotonic() + effort.seconds, 0
-    with contextlib.closing(ReplicaFiles(checkpoint, handles, execution)) as files:
+    with contextlib.closing(ReplicaFiles(checkpoint, handles, execution, effort.seconds)) as files:
         for tensor, holders in _stored_slices(checkpoint, names):
-            if requests > effort.most_reads or time.monotonic() > deadline:
+            if files.requests > effort.most_reads or files.is_late:
                 return
-            if len(holders) < 2:
-                continue
-            first, *others = holders
-            with contextlib.suppress(*UNREADABLE):
-                for place in range(MOST_PLACES):
-                    requests += len(holders)
-                    data = files.own_sample(tensor, first, place)
-                    for holder in others:
-                        if files.own_sample(tensor, holder, place) != data:
-                            raise _copies_differ(checkpoint, tensor, first, holder)
-                    if not is_constant(data, tensor.item_size):
-                        break
+            for place in range(MOST_PLACES if len(holders) > 1 else 0):
+                (found,) = files.contents([own_sample(tensor, holders, place)])
+                if len(found) > 1:
+                    first, other, *_ = (ranks[0] for ranks in found.values())
+                    raise _copies_differ(checkpoint, tensor, holders[0].box, first, other)
+                if not all(is_constant(data, tensor.item_size) for data in found):
+                    break
 
 
 def _stored_slices(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[tuple[GlobalTensor, list[Holder]]]:
@@ -87,11 +80,11 @@ def _stored_slices(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[tup
                 yield tensor, holders
 
 
-def _copies_differ(checkpoint: Checkpoint, tensor: GlobalTensor, first: Holder, other: Holder) -> CheckpointError:
-    paths = [checkpoint.indexes[holder.rank].path for holder in (first, other)]
+def _copies_differ(checkpoint: Checkpoint, tensor: GlobalTensor, box: Box, first: int, other: int) -> CheckpointError:
+    paths = [checkpoint.indexes[number].path for number in (first, other)]
     return CheckpointError(
         f"{paths[1]}: {quoted(tensor.name)} differs from that in {paths[0]}, and both are the box "
-        f"{[list(interval) for interval in first.box]} by the metadata of {checkpoint.place}",
+        f"{[list(interval) for interval in box]} by the metadata of {checkpoint.place}",
         file=paths[1],
         parameter=tensor.name,
         hint="the metadata or a file is damaged: take them from a copy, or another step; if the ranks that wrote them "
@@ -126,16 +119,16 @@ def compare_replicas(
     everything = effort == "all"
     chosen = [parameter for parameter in parameters if everything or not is_gradient(parameter)]
     kinds = group_parameters(chosen, step)
-    tally = Tally(step)
-    with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
+    comparison = ReplicaComparison(kinds, step, "everything" if everything else "samples")
+    limits = EFFORTS["more" if everything else effort]
+    with contextlib.closing(ReplicaFiles(step, handles, execution, limits.seconds)) as files:
         if everything:
             from reshard.source_replicas.everything import compare_everything
 
-            compare_everything(kinds, ranks, files, execution, progress, tally)
+            compare_everything(kinds, ranks, files, execution, progress, comparison)
         else:
-            Samples(kinds, files, EFFORTS[effort], tally).run()
-    result = tally.result(kinds, "everything" if everything else "samples")
-    if result.differing:
+            compare_samples(kinds, files, limits, comparison)
+    if comparison.differing:
         # With the right strategy, too, files differ while another process overwrites them.
         handles.check_unchanged(index.path for index in step.indexes.values())
-    return result
+    return comparison

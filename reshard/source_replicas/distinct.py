@@ -10,26 +10,27 @@ the slices repeat at this distance.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import Optional, TypeVar
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from reshard.checkpoints import FileHandles, files_alike
 from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.errors import CheckpointError
 from reshard.execute import ExecutionOptions
 from reshard.forms.ranks.checkpoint import SourceStep, stage_shardings
 from reshard.layout import shape_of, volume_of
 from reshard.named_tuple import NamedTuple
 from reshard.source_replicas.choice import Holder, group_parameters
-from reshard.source_replicas.samples import MOST_PLACES, UNREADABLE, ReplicaFiles
+from reshard.source_replicas.samples import MOST_PLACES, Contents, ReplicaFiles, Sample, own_sample
 from reshard.strategies import Strategy
-
-_Data = TypeVar("_Data", bytes, Optional[bytes])
+from reshard.text.messages import listing
+from reshard.text.wording import plural, quoted
 
 # Maximum number of tied parameters.
 _FEW_TIED = 3
-_MOST_OF_A_KIND = 2
+# Parameters of a layout to compare, and to try: all elements of some may be equal.
+_MOST_COMPARED = 2
+_MOST_TRIED = 4
 _FEW_SLICES = 16
 # Minimum different elements of a slice: fewer can be equal in another slice by chance.
 _FEWEST_ELEMENTS = 8
@@ -46,39 +47,24 @@ class SameSlices(NamedTuple):
     Attributes:
         parameter: its name.
         ranks: two of these ranks.
-        is_whole: whether all compared ranks hold the same bytes, and the strategy has only optimizer shards: then each
-            rank probably holds the whole parameter.
     """
 
     parameter: str
     ranks: tuple[int, int]
-    is_whole: bool
 
 
-class Distinctness(NamedTuple):
-    """The comparison of slices that should differ.
+@dataclass
+class _Kind:
+    """Samples of parameters of one layout, not yet read; and whether only optimizer shards cut them."""
 
-    Attributes:
-        compared: number of parameters with enough different elements to compare.
-        same: the parameters with equal slices.
-    """
-
-    compared: int
-    same: list[SameSlices]
-
-    @property
-    def contradicts(self) -> bool:
-        """Whether most parameters have equal slices, or several are whole: the strategy's cuts are too fine.
-
-        A few may be intentional copies, such as key heads repeated for tensor parallelism.
-        """
-        whole_count = sum(parameter.is_whole for parameter in self.same)
-        return 2 * len(self.same) > self.compared or whole_count >= _SEVERAL
+    samples: list[Sample]
+    by_shards: bool
+    compared: int = 0
 
 
-def compare_slices(
+def same_slices(
     parameters: Iterable[GlobalTensor], step: SourceStep, handles: FileHandles, execution: ExecutionOptions
-) -> Distinctness:
+) -> tuple[list[SameSlices], int]:
     """Compare slices that should differ; unreadable slices are skipped.
 
     Args:
@@ -86,54 +72,70 @@ def compare_slices(
         step: the files.
         handles: open files.
         execution: storage, threads and memory.
+
+    Returns:
+        The parameters with equal slices if they show that the strategy's cuts are too fine, and the number of compared
+        parameters. They show it if they are the majority, or if several that only optimizer shards cut are whole on
+        every rank. A few may be intentional copies, such as key heads repeated for tensor parallelism.
     """
-    deadline = time.monotonic() + _SECONDS
-    chosen = [
-        (one, holders)
-        for kind in group_parameters(list(parameters), step)
-        if kind.is_cut
-        for one in kind.parameters[:_MOST_OF_A_KIND]
-        if len(holders := _holders(one, step)) > 1
-    ]
-
-    groups_of: dict[str, list[list[int]]] = {}
-    with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
-
-        def read(parameter: GlobalTensor, holder: Holder, place: int) -> Optional[bytes]:
-            with contextlib.suppress(*UNREADABLE):
-                return files.own_sample(parameter, holder, place) if time.monotonic() < deadline else None
-            return None
-
-        pending = chosen
-        for place in range(MOST_PLACES):
-            reads = ([partial(read, one, holder, place) for holder in holders] for one, holders in pending)
-            undecided = []
-            for (one, holders), samples in zip(pending, files.each(reads)):
-                by_content = _by_content(holders, samples)
-                if None in by_content:
+    kinds = []
+    for group in group_parameters(list(parameters), step):
+        holders = _holders(group.parameters[0], step) if group.is_cut else []
+        if len(holders) > 1:
+            layout = stage_shardings(group.parameters[0])[0].layout
+            tried = [own_sample(one, holders, n) for one in group.parameters[:_MOST_TRIED] for n in range(MOST_PLACES)]
+            kinds.append(_Kind(tried, layout.slice_count == layout.shards))
+    same: list[SameSlices] = []
+    whole = 0
+    with contextlib.closing(ReplicaFiles(step, handles, execution, _SECONDS)) as files:
+        while pending := [kind for kind in kinds if kind.samples and kind.compared < _MOST_COMPARED]:
+            for kind, found in zip(pending, files.contents([kind.samples[0] for kind in pending])):
+                parameter, compared_ranks, _ = kind.samples.pop(0)
+                groups = [ranks for data, ranks in found.items() if _is_varied(data, parameter.item_size)]
+                if not groups or sum(map(len, found.values())) < len(compared_ranks):
                     continue
-                groups = [ranks for data, ranks in by_content.items() if data and _is_varied(data, one.item_size)]
-                if groups:
-                    groups_of[one.name] = groups
-                else:
-                    undecided.append((one, holders))
-            pending = undecided
-    same_slices: list[SameSlices] = []
-    for parameter, holders in chosen:
-        first = next((group for group in groups_of.get(parameter.name, ()) if len(group) > 1), None)
-        if first is not None:
-            layout = stage_shardings(parameter)[0].layout
-            is_whole = len(first) == len(holders) and layout.slice_count == layout.shards
-            same_slices.append(SameSlices(parameter.name, (first[0], first[1]), is_whole))
-    return Distinctness(len(groups_of), same_slices)
+                kind.compared += 1
+                kind.samples = [sample for sample in kind.samples if sample.parameter is not parameter]
+                equal = next((ranks for ranks in groups if len(ranks) > 1), None)
+                if equal is not None:
+                    same.append(SameSlices(parameter.name, (equal[0], equal[1])))
+                    whole += kind.by_shards and len(equal) == len(compared_ranks)
+    compared = sum(kind.compared for kind in kinds)
+    return (same if 2 * len(same) > compared or whole >= _SEVERAL else []), compared
 
 
-def _by_content(holders: Sequence[Holder], samples: Iterable[_Data]) -> dict[_Data, list[int]]:
-    """Ranks grouped by equal samples."""
-    groups: dict[_Data, list[int]] = {}
-    for holder, data in zip(holders, samples):
-        groups.setdefault(data, []).append(holder.rank)
-    return groups
+def check_slices(
+    source: Strategy,
+    parameters: Iterable[GlobalTensor],
+    step: SourceStep,
+    handles: FileHandles,
+    execution: ExecutionOptions,
+) -> None:
+    """Compare slices that should differ.
+
+    Args:
+        source: the strategy of the checkpoint.
+        parameters: the parameters, as read from the files.
+        step: the files.
+        handles: open files.
+        execution: storage, threads and memory.
+
+    Raises:
+        CheckpointError: ranks hold equal bytes where the strategy has different slices.
+    """
+    same, compared = same_slices(parameters, step, handles, execution)
+    if same:
+        name, (first, second) = same[0]
+        raise CheckpointError(
+            f"the source strategy ({source.path}) does not fit this checkpoint: ranks hold equal bytes where they "
+            f"should hold different slices, of {len(same)} of {compared} sampled parameters\n"
+            f"  {quoted(name)} on rank {first} and rank {second} ({step.files[first]} and {step.files[second]})",
+            file=step.files[second],
+            rank=second,
+            parameter=name,
+            hint="pass the strategy that this checkpoint was saved with; if parts of its parameters are intentional "
+            "copies of each other: --check-replicas never",
+        )
 
 
 def _is_varied(data: bytes, item_size: int) -> bool:
@@ -149,24 +151,17 @@ def _is_varied(data: bytes, item_size: int) -> bool:
 def ranks_by_content(
     parameter: GlobalTensor, step: SourceStep, handles: FileHandles, execution: ExecutionOptions
 ) -> list[list[int]]:
-    """Group the ranks of the first stage with a parameter by samples of their slices.
-
-    Returns:
-        Groups of ranks with equal samples; only the first ranks of a large stage.
-
-    Raises:
-        RetryableError: a file cannot be read.
-    """
+    """Ranks of a parameter's first stage, or the first of many, in groups with equal samples."""
     sharding = stage_shardings(parameter)[0]
     ranks = sorted(step.ranks_with(parameter.name, sharding.stage))[:_MOST_GROUPED]
     holders = [Holder(rank, sharding.grid.slice_box(sharding.slice_of(rank))) for rank in ranks]
+    found: Contents = {}
     with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
         for place in range(MOST_PLACES):
-            (samples,) = files.each([[partial(files.own_sample, parameter, holder, place) for holder in holders]])
-            groups = _by_content(holders, samples)
-            if len(groups) > 1:
+            (found,) = files.contents([own_sample(parameter, holders, place)])
+            if len(found) > 1:
                 break
-    return list(groups.values())
+    return list(found.values())
 
 
 def _holders(parameter: GlobalTensor, step: SourceStep) -> list[Holder]:
@@ -198,3 +193,22 @@ def misplaced(strategy: Strategy, step: SourceStep) -> list[str]:
         for rank, *_ in files_alike({rank: step.indexes[rank] for rank in step.loaded(stage)}):
             foreign |= stored & step.indexes[rank].tensors.keys() - stage.layouts.keys()
     return sorted(foreign) if len(foreign) > max(_FEW_TIED, len(stored) // 2) else []
+
+
+def check_stages(source: Strategy, step: SourceStep) -> None:
+    """Refuse files of other pipeline stages, which no replicas contradict.
+
+    Raises:
+        CheckpointError: most parameters are on other pipeline stages.
+    """
+    names = misplaced(source, step)
+    if names:
+        raise CheckpointError(
+            f"the source strategy ({source.path}) does not fit this checkpoint: ranks hold "
+            f"{plural(len(names), 'parameter')} that it lists for other pipeline stages only, and no replicas confirm "
+            "it: " + listing(names),
+            file=step.place,
+            parameter=names[0],
+            hint="pass the strategy that this checkpoint was saved with; if it is this one, and ranks hold "
+            "parameters of other stages: --check-replicas never",
+        )

@@ -18,7 +18,7 @@ from reshard.execute.tiles import Bytes
 from reshard.layout import boxes_of_range, placed, shape_of, volume_of
 from reshard.named_tuple import NamedTuple
 from reshard.source_replicas.choice import Holder, ParameterGroup, Replicated
-from reshard.source_replicas.outcome import Tally
+from reshard.source_replicas.comparison import ReplicaComparison
 from reshard.source_replicas.samples import ReplicaFiles
 
 # Bytes of a tensor per part, and files that a thread compares with the first.
@@ -43,7 +43,7 @@ def compare_everything(
     files: ReplicaFiles,
     execution: ExecutionOptions,
     progress: Progress,
-    tally: Tally,
+    comparison: ReplicaComparison,
 ) -> None:
     """Compare all slices that several ranks hold, or those that one of ``ranks`` should hold.
 
@@ -82,7 +82,7 @@ def compare_everything(
             results = in_order(pool, parts, lambda part: [partial(compare, part)], ahead, stop=stop)
             for part, ((varied, differing),) in results:
                 if varied:
-                    tally.add(part.kind, part.parameter, differing)
+                    comparison.add(part.kind, part.parameter, differing)
     finally:
         progress.end()
 

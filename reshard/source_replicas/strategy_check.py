@@ -1,6 +1,6 @@
 """The check of a strategy against a checkpoint, for `reshard strategy check`.
 
-It compares the shapes of every rank's slices, and the bytes of replicas, as in a conversion. Every contradiction is
+It compares the shapes of every rank's slices, and all bytes of replicas. Every contradiction is
 reported; only unreadable files are errors.
 """
 
@@ -19,14 +19,8 @@ from reshard.forms.ranks.checkpoint import SourceStep, StageSharding
 from reshard.forms.ranks.parameters import contradictions, listed_by_source, read_parameters
 from reshard.layout import Layout
 from reshard.named_tuple import NamedTuple
-from reshard.source_replicas import (
-    ReplicaComparison,
-    SameSlices,
-    compare_replicas,
-    compare_slices,
-    misplaced,
-    ranks_by_content,
-)
+from reshard.source_replicas import ReplicaComparison, compare_replicas
+from reshard.source_replicas.distinct import SameSlices, misplaced, ranks_by_content, same_slices
 from reshard.strategies import Stage, Strategy
 from reshard.text.filter_advice import warn_of_unmatched
 from reshard.text.globs import Filters
@@ -111,7 +105,6 @@ def check_strategy(
     step: str,
     file_suffix: Optional[str],
     filters: Filters,
-    everything: bool,
     handles: FileHandles,
     execution: ExecutionOptions,
     progress: Progress,
@@ -125,10 +118,9 @@ def check_strategy(
         step: ``latest``, for the newest step of all ranks, or ``<epoch>_<step>``.
         file_suffix: only files whose stem ends so.
         filters: the selection of parameters.
-        everything: compare replicas in full, not samples.
         handles: open files.
         execution: threads and memory.
-        progress: counts bytes of full comparisons.
+        progress: counts bytes.
         report: gets warnings about files that count as absent.
 
     Raises:
@@ -147,12 +139,10 @@ def check_strategy(
             hint="check --include and --exclude",
         )
     parameters = read_parameters(strategy, source, laid_out, set())
-    effort = "all" if everything else "more"
-    comparison = compare_replicas(parameters.values(), source, handles, execution, progress, effort)
+    comparison = compare_replicas(parameters.values(), source, handles, execution, progress, "all")
     not_described = _not_described(sorted(stored - laid_out), source, handles, execution)
-    slices = compare_slices(parameters.values(), source, handles, execution)
-    same_slices = slices.same if slices.contradicts else []
-    wrong = [*(item.parameter for item in comparison.differing), *(item.parameter for item in same_slices)]
+    same, _ = same_slices(parameters.values(), source, handles, execution)
+    wrong = [*(item.parameter for item in comparison.differing), *(item.parameter for item in same)]
     return StrategyCheck(
         step=None if source.step is None else str(source.step),
         ranks=sorted(source.indexes),
@@ -164,7 +154,7 @@ def check_strategy(
         not_listed=sorted(stored - laid_out - set(not_described)),
         not_described=not_described,
         comparison=comparison,
-        same_slices=same_slices,
+        same_slices=same,
         misplaced=[] if comparison.check.tested else misplaced(strategy, source),
         alike=None
         if not wrong
@@ -211,5 +201,5 @@ def _not_described(
         shape = tensors[0].shape
         shardings = (StageSharding(everywhere, layout, layout.grid(shape)),)
         comparable.append(GlobalTensor(name, tensors[0].dtype, tensors[0].item_size, shape, shardings))
-    comparison = compare_replicas(comparable, step, handles, execution, Progress(), "more")
+    comparison = compare_replicas(comparable, step, handles, execution, Progress(), "all")
     return sorted([*different, *(differing.parameter for differing in comparison.differing)])

@@ -106,7 +106,7 @@ def test_verify_uses_records_and_raises_differences(tmp_path: Path) -> None:
         (
             {"src_strategy": STRATEGIES["dst_strategy"], "dst_strategy": STRATEGIES["src_strategy"]},
             CheckpointError,
-            "exchange src_strategy and dst_strategy",
+            r"the files fit dst_strategy \(.*are the two swapped",
         ),
     ],
 )

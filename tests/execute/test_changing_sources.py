@@ -11,12 +11,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
 import pytest
 
 from reshard.execute import writing
-from reshard.source_replicas import samples
+from reshard.source_replicas.samples import ReplicaFiles
 from reshard.storage import temporary
 from reshard.verification import stored
 from tests.running import LAUNCHER, Argument, Result, done, fails, reshard, warns
@@ -167,14 +167,14 @@ def test_replicas_under_rewrite_are_not_reported_as_a_wrong_strategy(
     plain.save(OTHER)
     other = {path: path.read_bytes() for path in plain.src.glob("rank_[01]/*")}
     plain.save(NEW)
-    original = samples.Samples.run
+    original = ReplicaFiles.read
 
-    def run(self: samples.Samples) -> None:
+    def read(self: ReplicaFiles, *arguments: Any) -> None:
         for path, content in other.items():
             in_place(path, content)
-        original(self)
+        original(self, *arguments)
 
-    monkeypatch.setattr(samples.Samples, "run", run)
+    monkeypatch.setattr(ReplicaFiles, "read", read)
     words = plain.words() if command == "transform-dir" else ["strategy", "check", plain.old, plain.src]
     fails(1, *words, texts=["replaced or changed"])
 

@@ -774,7 +774,7 @@ def test_weights_of_a_lost_stage_are_missing_also_under_a_trainers_names(form: s
             name = "embed.weight" if rank < 2 else "head.weight"
             file = tmp_path / f"ckpt/rank_{rank}/net-{step}_1.ckpt"
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(record(name, *parts(values[name])))
+            file.write_bytes(record(name, *parts(values[name] + rank)))
 
     words = ("--src-strategy", tmp_path / "strategy", "--to", form, "--dst-strategy", tmp_path / "target.ckpt")
     save(2, range(2))

@@ -113,7 +113,7 @@ def test_a_strategy_that_swaps_axes_is_refused_and_nothing_is_written(kind: str,
     command, options = CONVERSIONS[kind]
     result = fails(
         3, *tree.words(tree.wrong, *options, command=command),
-        texts=["wrong.ckpt", "does not fit this checkpoint, or replicas have diverged", "strategy is probably wrong"],
+        texts=["wrong.ckpt", "does not fit this checkpoint, or replicas have diverged"],
     )  # fmt: skip
     warns(result, "36 of 54", "{,adam_m.,adam_v.}blocks.{0-5}.w{1-2}")
     warns(result, "reshard strategy check", "--replicas", "--check-replicas never", "rank_", "net-1_10.ckpt")
@@ -152,8 +152,8 @@ def test_one_rank_checks_the_strategy_as_all_ranks_do(tree: Tree) -> None:
 def test_recover_and_python_functions_refuse_a_wrong_strategy(tree: Tree) -> None:
     tree.save()
     shutil.rmtree(tree.src / "rank_5")
-    fails(3, "recover", tree.src, tree.dst, "--strategy", tree.wrong, texts=["the strategy is probably wrong"])
-    with pytest.raises(CheckpointError, match="the strategy is probably wrong") as caught:
+    fails(3, "recover", tree.src, tree.dst, "--strategy", tree.wrong, texts=["or replicas have diverged"])
+    with pytest.raises(CheckpointError, match="or replicas have diverged") as caught:
         library.transform_checkpoints(str(tree.src), str(tree.dst), "checkpoint_", str(tree.wrong), str(tree.new))
     assert caught.value.parameter in WEIGHTS and caught.value.rank is not None
     assert not tree.dst.exists()
@@ -248,33 +248,32 @@ def test_replica_check_all_reads_every_byte_of_every_replica(tree: Tree, reads: 
 # Replicas that diverged.
 
 
-def test_a_diverged_replica_is_distinguished_from_a_wrong_strategy(tree: Tree) -> None:
+def test_a_diverged_replica_is_named_and_never_continues(tree: Tree) -> None:
     tree.save()
     tree.change(5, "blocks.3.w1")
     result = fails(
         3, *tree.words(tree.true, "--check-replicas", "all"),
-        texts=["'blocks.3.w1' differs between rank 1 and rank 5", "1 of 54", "the replicas have probably diverged"],
+        texts=["'blocks.3.w1' differs between rank 1 and rank 5", "1 of 54"],
     )  # fmt: skip
     warns(result, str(tree.src / "rank_1" / "net-1_10.ckpt"), str(tree.src / "rank_5" / "net-1_10.ckpt"))
     assert not tree.dst.exists()
     done(*tree.words(tree.true, "--check-replicas", "never"))
 
 
-def test_unsynchronised_norms_are_distinguished_from_a_wrong_strategy(tree: Tree) -> None:
+def test_unsynchronised_norms_are_refused(tree: Tree) -> None:
     tree.save()
     for rank in range(8):
         tree.change(rank, *NORMS[: rank % 3])
-    fails(3, *tree.words(tree.true, "--check-replicas", "all"), texts=["the replicas have probably diverged"])
+    fails(3, *tree.words(tree.true, "--check-replicas", "all"), texts=["norm", "2 of 54"])
 
 
 def test_a_wholly_diverged_rank_is_named(tree: Tree) -> None:
     tree.save()
     tree.change(6, *WEIGHTS, *NORMS)
-    result = fails(3, *tree.words(tree.true), texts=["diverged", "rank 6"])
-    assert "the strategy is probably wrong" not in result.err
+    fails(3, *tree.words(tree.true), texts=["diverged", "rank 6"])
 
 
-def test_a_layout_wrong_for_some_parameters_is_reported_as_undecided(tree: Tree) -> None:
+def test_a_layout_wrong_for_some_parameters_is_refused(tree: Tree) -> None:
     full = {**FULL, **{f"blocks.{number}.head": value(f"head{number}", (32, 24)) for number in range(3)}}
     heads = sorted(full.keys() - FULL.keys())
 
@@ -288,7 +287,7 @@ def test_a_layout_wrong_for_some_parameters_is_reported_as_undecided(tree: Tree)
 
     tree.save(full, layouts(TRUE))
     wrong = write_strategy(tree.root / "half", layouts(WRONG))
-    fails(3, *tree.words(wrong), texts=["3 of", "the strategy may be wrong for them"])
+    fails(3, *tree.words(wrong), texts=["3 of", "blocks.0.head"])
 
 
 # Without replicas, or with replicas that cannot decide.
@@ -346,7 +345,7 @@ def test_rows_of_padding_do_not_hide_a_difference(tree: Tree) -> None:
     true, wrong = strategies
     tree.save(full, true)
     words = tree.words(write_strategy(tree.root / "padded", wrong), *NO_NORMS)
-    fails(3, *words, texts=["the strategy is probably wrong"])
+    fails(3, *words, texts=["or replicas have diverged"])
     result = done(*tree.words(write_strategy(tree.root / "right", true), "--json", *NO_NORMS))
     # A sample of padding is replaced by another one: four samples, three of them padding on average.
     assert replicas(result)["parameters"] > len(WEIGHTS) // 2
@@ -430,7 +429,7 @@ def test_files_may_contain_tensors_in_any_order(tree: Tree) -> None:
     write_tree(tree.src, {rank: {"note": text("x" * rank), **tensors_} for rank, tensors_ in contents.items()})
     assert replicas(done(*tree.words(tree.true, "--json", command="by-rank 1")))["tested"]
     tree.dst = tree.root / "other"
-    fails(3, *tree.words(tree.wrong, command="by-rank 1"), texts=["the strategy is probably wrong"])
+    fails(3, *tree.words(tree.wrong, command="by-rank 1"), texts=["or replicas have diverged"])
 
 
 def test_the_replica_check_skips_damaged_files(tree: Tree) -> None:
@@ -582,7 +581,7 @@ def test_a_tensor_in_several_records_is_compared_as_a_whole(tree: Tree) -> None:
     write_tree(tree.src, {rank: ranks[rank] for rank in range(4, 8)}, record_bytes=100)
     for options in ((), ("--check-replicas", "all")):
         done(*tree.words(tree.true, "--dry-run", *options))
-        fails(3, *tree.words(tree.wrong, "--dry-run", *options), texts=["the strategy is probably wrong"])
+        fails(3, *tree.words(tree.wrong, "--dry-run", *options), texts=["or replicas have diverged"])
 
 
 def test_a_large_tensor_is_compared_in_blocks_and_to_its_end(tmp_path: Path) -> None:

@@ -51,40 +51,35 @@ def test_the_right_strategy_fits(tree: Tree) -> None:
     assert "54 parameters: slices have the shapes of the strategy" in output
     assert "replicas of 54 parameters agree (" in output
     assert output.splitlines()[-1] == "fits"
-    result = found(tree.true, tree.src, "--all")
+    result = found(tree.true, tree.src)
     assert result["fits"] and result["step"] == "1_10" and result["ranks"] == list(range(8))
     assert result["parameters"] == sorted(FULL) and result["not_listed"] == ["global_step"]
     assert result["replicas"]["compared"] == "everything" and result["replicas"]["parameters"] == 54
     assert not check(tree.true, tree.src, "--quiet").out
 
 
-@pytest.mark.parametrize("options", [(), ("--all",)])
-def test_a_strategy_that_swaps_axes_does_not_fit_and_equal_ranks_are_listed(
-    options: tuple[str, ...], tree: Tree
-) -> None:
-    output = check(tree.wrong, tree.src, *options, status=4).out
+def test_a_strategy_that_swaps_axes_does_not_fit_and_equal_ranks_are_listed(tree: Tree) -> None:
+    output = check(tree.wrong, tree.src, status=4).out
     assert "36 of 54 parameters compared differ between ranks that are replicas in the strategy" in output
-    assert "36 of the 36 cut parameters differ: the strategy is probably wrong" in output
     assert "{,adam_m.,adam_v.}blocks.{0-5}.w{1-2}" in output
     assert "ranks with equal contents of 'blocks.0.w1': 0,4; 1,5; 2,6; 3,7" in output
     assert output.splitlines()[-1].startswith("does not fit")
     assert len(output.splitlines()) <= 20
-    result = found(tree.wrong, tree.src, *options, status=4)
-    assert result["likely"] == "strategy" and len(result["differing"]) == 36 and not result["fits"]
+    result = found(tree.wrong, tree.src, status=4)
+    assert len(result["differing"]) == 36 and not result["fits"]
     assert result["alike"] == {"parameter": "blocks.0.w1", "groups": [[0, 4], [1, 5], [2, 6], [3, 7]]}
-    assert found(tree.wrong, tree.src, *options, status=4) == result, "another run tells the same"
+    assert found(tree.wrong, tree.src, status=4) == result, "another run tells the same"
 
 
 def test_a_diverged_replica_is_a_difference(tree: Tree) -> None:
     tree.change(5, "blocks.3.w1")
-    result = found(tree.true, tree.src, "--all", status=4)
-    assert result["likely"] == "replicas"
+    result = found(tree.true, tree.src, status=4)
     (differing,) = result["differing"]
     assert differing["parameter"] == "blocks.3.w1" and differing["ranks"] == [1, 5]
     assert differing["files"] == [str(tree.src / f"rank_{rank}" / "net-1_10.ckpt") for rank in (1, 5)]
-    output = check(tree.true, tree.src, "--all", status=4).out
+    output = check(tree.true, tree.src, status=4).out
     assert output.splitlines()[-1] == "does not fit: another strategy was used, or replicas have diverged"
-    assert "the replicas have probably diverged" in output and "0,4; 1; 2,6; 3,7; 5" in output
+    assert "0,4; 1; 2,6; 3,7; 5" in output
 
 
 def test_filters_select_the_checked_parameters(tree: Tree) -> None:
@@ -93,6 +88,10 @@ def test_filters_select_the_checked_parameters(tree: Tree) -> None:
     result = found(tree.true, tree.src, "--exclude", "*norm")
     assert result["parameters"] == sorted(WEIGHTS)
     assert found(tree.true, tree.src, "--include", "blocks.0.w1")["parameters"] == ["blocks.0.w1"]
+
+
+def test_the_removed_option_all_is_wrong_usage(tree: Tree) -> None:
+    fails(2, "strategy", "check", tree.true, tree.src, "--all", texts=["--all", "compares everything"])
 
 
 def test_filters_without_a_match_fail(tree: Tree) -> None:
@@ -213,10 +212,9 @@ def test_accumulated_gradients_do_not_contradict_a_strategy(tree: Tree) -> None:
     tree.save({**FULL, **{name: value(name, (32, 24)) for name in names}}, stages)
     tree.change(6, *names)
     strategy = write_strategy(tree.root / "listed", stages)
-    assert not found(strategy, tree.src)["gradients"]
-    result = found(strategy, tree.src, "--all")
+    result = found(strategy, tree.src)
     assert [differing["parameter"] for differing in result["gradients"]] == names and not result["differing"]
-    assert "have not reduced them yet" in check(strategy, tree.src, "--all").out
+    assert "have not reduced them yet" in check(strategy, tree.src).out
 
 
 def test_a_checkpoint_of_mindspore_fits_its_own_strategy_alone() -> None:

@@ -1,4 +1,4 @@
-"""Swapped --src-strategy and --dst-strategy are reported where the files show it, and only there."""
+"""Strategies of other runs: swapped with the target's, with finer cuts, with other stages."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ def exchanged(world: World) -> World:
 def test_a_swap_is_detected_with_fewer_devices_than_ranks(world: World) -> None:
     world.save(FULL)
     world.old, world.new = world.new, world.old
-    texts = ("it has 2 devices, the checkpoint ranks 0-3", f"the files do fit --dst-strategy ({world.new}): {SWAPPED}")
-    result = world.refuses(3, *texts, "exchange --src-strategy and --dst-strategy")
-    assert "'w': rank 0 holds [4, 6]; --src-strategy cuts it [1, 2], --dst-strategy cuts it [2, 1]" in result.err
-    assert "'m.w': rank 0 holds [2, 6]; --src-strategy cuts it [2, 1], --dst-strategy cuts it [2, 1] in 2" in result.err
-    assert len(result.err.splitlines()) <= 5
+    world.refuses(3, "ranks 2-3", f"the files fit --dst-strategy ({world.new}), by shapes: {SWAPPED}")
     world.old, world.new = world.new, world.old
     world.convert()
     same_ranks(world.found(), world.expected(FULL))
@@ -40,7 +36,7 @@ def test_a_swap_is_detected_with_fewer_devices_than_ranks(world: World) -> None:
 
 @pytest.mark.parametrize("words", [[], ["--ranks", "1"], ["-n"]])
 def test_a_swap_is_detected_with_more_devices_than_ranks(world: World, words: list[str]) -> None:
-    exchanged(world).refuses(3, "it has 4 devices, the checkpoint ranks 0-1", SWAPPED, options=tuple(words))
+    exchanged(world).refuses(3, "ranks 2-3", SWAPPED, options=tuple(words))
 
 
 def test_by_rank_and_verify_report_swapped_strategies(world: World) -> None:
@@ -51,38 +47,20 @@ def test_by_rank_and_verify_report_swapped_strategies(world: World) -> None:
     fails(3, "verify", world.dst, "--src", world.src, *strategies, texts=[SWAPPED])
 
 
-def test_a_large_model_lists_at_most_three_examples(tmp_path: Path) -> None:
-    words: list[Argument] = [DEMO / "src_checkpoints", tmp_path / "dst"]
-    strategies: list[Argument] = [
-        "--src-strategy",
-        DEMO / "dst_strategy.ckpt",
-        "--dst-strategy",
-        DEMO / "src_strategy.ckpt",
-    ]
-    result = fails(3, "plan", *words, *strategies, texts=[SWAPPED])
-    assert len(result.err.splitlines()) == 5 and result.err.count("rank 0 holds") == 3
-
-
 COLUMNS: Strategy = single({"w": layout([2, 2], [-1, 0]), "v": layout([2, 2], [-1]), "m.w": layout([2, 2], [-1, 0])})
 SHARDED: Strategy = single({name: layout([4], [0, -1] if name != "v" else [-1]) for name in ("w", "v", "m.w")})
 
 
 @pytest.mark.parametrize(("saved", "other"), [(COLUMNS, SHARDED), (SHARDED, COLUMNS)])
-def test_a_swap_is_detected_with_equal_device_counts(tmp_path: Path, saved: Strategy, other: Strategy) -> None:
-    """Shapes fit either; differing replicas, or equal slices that should differ, decide."""
-    world = World(tmp_path, saved, other)
+def test_swapped_strategies_whose_shapes_fit_are_refused(tmp_path: Path, saved: Strategy, other: Strategy) -> None:
+    """Differing replicas, or equal slices that should differ, decide."""
+    world = World(tmp_path, other, saved)
     full = {name: value(name, (8, 8)) for name in ("w", "m.w")}
     write_tree(world.src, cut_ranks(saved, {**full, "v": value("v", (4,))}, COPIED))
-    world.convert()
-    swapped: list[Argument] = ["--src-strategy", world.new, "--dst-strategy", world.old]
-    result = reshard("transform-dir", world.src, tmp_path / "other", *swapped)
-    if saved is COLUMNS:
-        assert result.status == 3 and not (tmp_path / "other").exists()
-        warns(result, f"the files do fit --dst-strategy ({world.old}): {SWAPPED}")
-    else:
-        # By the strategy of the columns ranks 0 and 2 should hold the same.
-        assert result.status == 3
-        warns(result, f"the files do fit --dst-strategy ({world.old}), by shapes alone: {SWAPPED}")
+    world.new = write_strategy(tmp_path / "whole", single({name: layout([1], [-1, -1]) for name in full}))
+    words = "should hold different slices" if saved is COLUMNS else "or replicas have diverged"
+    world.refuses(3, "does not fit this checkpoint", words)
+    world.convert("--check-replicas", "never")
 
 
 def test_a_swap_is_detected_by_shapes(tmp_path: Path) -> None:
@@ -90,7 +68,7 @@ def test_a_swap_is_detected_by_shapes(tmp_path: Path) -> None:
     saved, other = single({"w": by_hand}), single({"w": layout([2], [0, -1])})
     world = World(tmp_path, other, saved)
     write_tree(world.src, cut_ranks(saved, {"w": value("w", (8, 6))}))
-    world.refuses(3, f"does not fit the checkpoint; the files do fit --dst-strategy ({world.new})", SWAPPED)
+    world.refuses(3, f"the files fit --dst-strategy ({world.new}), by shapes: {SWAPPED}")
 
 
 def test_files_that_fit_neither_strategy_are_not_a_swap(world: World) -> None:
@@ -107,15 +85,6 @@ def test_a_lost_rank_is_not_a_swap(world: World) -> None:
     assert "swapped" not in world.refuses(3, "rank 3").err
 
 
-def test_a_swap_also_lists_possibly_lost_ranks(tmp_path: Path) -> None:
-    """The remaining files of one stage equal the target's."""
-    whole = layout([2], [-1, -1])
-    stages = [{"devices": 2, "layouts": {name: whole}} for name in ("w", "m.w")]
-    world = World(tmp_path, stages, single({"w": whole, "m.w": whole}))
-    world.save({name: value(name, (8, 6)) for name in ("w", "m.w")}, ranks=[0, 1])
-    world.refuses(3, SWAPPED, "if they are not:", "pipeline stage 1 (ranks 2-3)")
-
-
 def test_half_a_cluster_lost_is_not_a_swap(tmp_path: Path) -> None:
     """What is left are as many ranks as the target has, and replicas make up for the others."""
     rows, columns = layout([4, 2], [0, -1]), layout([2, 2], [-1, 0])
@@ -125,14 +94,47 @@ def test_half_a_cluster_lost_is_not_a_swap(tmp_path: Path) -> None:
     same_ranks(read_tree(world.dst), cut_ranks(world.target, {"w": value("w", (8, 8))}, COPIED))
 
 
-def test_equal_ranks_that_the_source_strategy_separates_are_a_swap(tmp_path: Path) -> None:
+def test_equal_ranks_that_the_source_strategy_separates_are_refused(tmp_path: Path) -> None:
     """Nothing can be compared by the source's strategy, by which all ranks hold different slices."""
     replicated = {name: layout([2, 2], [0, -1]) for name in ("w", "m.w")}
     sharded = {name: layout([2, 2], [0, -1], -1, 2) for name in ("w", "m.w")}
     world = World(tmp_path, single(sharded), single(replicated))
     full = {name: value(name, (8, 6)) for name in ("w", "m.w")}
     write_tree(world.src, cut_ranks(world.target, full, COPIED))
-    world.refuses(3, f"the files do fit --dst-strategy ({world.new}): {SWAPPED}")
+    world.refuses(3, "where they should hold different slices, of 2 of 2 sampled")
+
+
+TARGETS = [
+    "--to ranks --dst-strategy none",
+    "--to checkpoint2 --dst-strategy none",
+    "--to unified",
+    "--to dcp --shards 2",
+]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_finer_strategy_is_refused_whatever_is_written(target: str, tmp_path: Path) -> None:
+    """Two data-parallel ranks hold each of four slices; by the strategy of eight slices no rank has a replica."""
+    names = ["layers.0.w", "layers.1.w"]
+    old = write_strategy(tmp_path / "old", single(dict.fromkeys(names, layout([8], [0, -1]))))
+    saved = single(dict.fromkeys(names, layout([2, 4], [0, -1])))
+    write_tree(tmp_path / "src", cut_ranks(saved, {name: value(name, (32, 6)) for name in names}))
+    words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", old, *target.split()]
+    for more in ((), ("--rename", "layers.0.w=first")):
+        fails(3, "convert", *words, *more, texts=["where they should hold different slices"])
+    assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize("constant", [1, 2])
+def test_another_parameter_of_the_layout_stands_in_for_a_constant_one(constant: int, tmp_path: Path) -> None:
+    names = ["a", "b", "c"]
+    world = World(tmp_path, single(dict.fromkeys(names, layout([4], [0, -1]))), single({"c": layout([1], [-1, -1])}))
+    full = {name: value(name, (8, 6)) for name in names}
+    full.update({name: Value("Float32", np.zeros((8, 6), "<u4")) for name in names[:constant]})
+    write_tree(world.src, cut_ranks(single(dict.fromkeys(names, layout([2, 2], [0, -1]))), full, COPIED))
+    result = reshard("convert", world.src, world.dst, "--src-strategy", world.old, "--dst-strategy", "none")
+    assert result.status == 3
+    warns(result, "should hold different slices")
 
 
 def test_a_source_strategy_finer_than_the_files_is_refused(tmp_path: Path) -> None:
@@ -230,15 +232,6 @@ def test_constants_and_few_copies_contradict_no_strategy(tmp_path: Path) -> None
     full["copies"] = Value("Float32", np.tile(np.arange(12, dtype="<u4").reshape(2, 6), (4, 1)))
     write_tree(world.src, cut_ranks(world.source, full))
     world.convert()
-
-
-def test_a_swap_indicated_only_by_the_rank_count_is_a_warning(tmp_path: Path) -> None:
-    """Four of eight devices, and no two hold the same by either strategy."""
-    world = World(tmp_path, single({"w": layout([2, 4], [0, -1])}), single({"w": layout([4], [0, -1])}))
-    write_tree(world.src, cut_ranks(world.target, {"w": value("w", (8, 6))}, COPIED))
-    result = world.run()
-    assert result.status == 0
-    warns(result, "has 8 devices, the checkpoint ranks 0-3, as many as the target strategy", SWAPPED)
 
 
 @pytest.mark.parametrize("names", ["ab", "a"])
