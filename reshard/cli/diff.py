@@ -9,7 +9,15 @@ from typing import Any, Optional
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.errors import exit_different
-from reshard.cli.opened import location_json, location_words, number_json, number_words, opened, shape_words
+from reshard.cli.opened import (
+    check_crcs,
+    location_json,
+    location_words,
+    number_json,
+    number_words,
+    opened,
+    shape_words,
+)
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import alarming_lines, table
@@ -42,6 +50,7 @@ reshard diff ckpt/ ckpt/ --strategy src.ckpt --a-step 1_100 --b-step 1_200
 @options.selection
 @options.edits
 @option("Checks", "--exit-code", is_flag=True, help="Exit status 4 if they differ.")
+@options.crc("Check the CRCs that files record; a damaged file is an error.")
 @options.effort
 @options.output
 def diff(
@@ -69,7 +78,10 @@ def diff(
     with contextlib.ExitStack() as stack:
         opened_a = stack.enter_context(_opened("a", a, a_strategy, strategy, a_step, typed, report, edits_of(a, typed)))
         opened_b = stack.enter_context(_opened("b", b, b_strategy, strategy, b_step, typed, report))
-        result = differences(opened_a, opened_b, typed["max_memory"] // 3, progress_of(quiet, typed["progress"]))
+        progress = progress_of(quiet, typed["progress"])
+        for one, other in ((opened_a, opened_b), (opened_b, opened_a)):
+            check_crcs(one, filter(other.__contains__, one), typed, progress, report)
+        result = differences(opened_a, opened_b, typed["max_memory"] // 3, progress)
         sides = {"a": _side(a, opened_a), "b": _side(b, opened_b)}
     if typed["as_json"]:
         echo_json(_json(result, sides))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Optional, Union
 
 from reshard.defaults import usable_cpus
+from reshard.errors import one_error
+from reshard.execute import Progress
 from reshard.numbers.sweep import Location
 from reshard.opened import OpenedCheckpoint, ReadingEffort, open_requested, reading_request
 from reshard.plan.edits import NO_EDITS, Edits
@@ -48,6 +50,48 @@ def opened(
         without_ranks=typed.get("without_ranks") or (),
     )
     return open_requested(request, effort_of(typed, share), report)
+
+
+def check_crcs(
+    checkpoint: OpenedCheckpoint,
+    names: Iterable[str],
+    typed: Mapping[str, Any],
+    progress: Progress,
+    report: Report,
+    copies: bool = False,
+) -> None:
+    """Compare files that are read with the CRCs that they record, unless ``crc`` is ``never``.
+
+    With filters, only files and tensors in archives that are read whole: the rest of a file may be large.
+
+    Args:
+        checkpoint: the checkpoint.
+        names: the tensors that are read.
+        typed: the options.
+        progress: counts bytes.
+        report: gets notes on CRCs that cannot be checked.
+        copies: whether all copies of tensors are read.
+
+    Raises:
+        DamagedCheckpointError: files are damaged.
+    """
+    if typed.get("crc") == "never":
+        return
+    # Loaded only here: `get` does not need it.
+    from reshard.convert.source_crcs import damaged_files
+
+    contents = checkpoint.contents
+    targets = (contents.target(name, copy) for name in names for copy in range(contents.copies(name) if copies else 1))
+    whole, partly = contents.plan.files_of(targets)
+    files = whole if typed.get("include") or typed.get("exclude") else [*whole, *partly]
+    options = checkpoint.reader.options
+    damaged = damaged_files(files, options, checkpoint.handles, report, progress) if files else {}
+    if damaged:
+        problems = [damaged[path] for path in sorted(damaged)]
+        error = one_error(problems, f"{len(problems)} files are damaged")
+        if "crc" in typed:
+            error.hint = "; ".join(filter(None, [error.hint, "to skip CRC checks: --crc never"]))
+        raise error
 
 
 def effort_of(typed: Mapping[str, Any], share: int = 1) -> ReadingEffort:

@@ -10,7 +10,15 @@ import click
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.errors import exit_different
-from reshard.cli.opened import location_json, location_words, number_json, number_words, opened, shape_words
+from reshard.cli.opened import (
+    check_crcs,
+    location_json,
+    location_words,
+    number_json,
+    number_words,
+    opened,
+    shape_words,
+)
 from reshard.cli.output import alarming, echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import alarming_lines, table
@@ -52,6 +60,7 @@ reshard stats iterations/ --exclude 'adam_*' --fail-on nan,inf""",
     callback=_kinds,
     help="Read every copy of each tensor; exit with status 4 if any holds one of these.",
 )
+@options.crc("Check the CRCs that files record; a damaged file is an error.")
 @options.effort
 @options.output
 def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], **typed: Any) -> None:
@@ -67,6 +76,7 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], **typed: 
     report = Report(listener())
     with opened(src, strategy, typed, report, edits=edits_of(src, typed)) as checkpoint:
         progress = progress_of(quiet, typed["progress"])
+        check_crcs(checkpoint, checkpoint, typed, progress, report, copies=bool(fail_on))
         statistics = statistics_of(checkpoint, typed["max_memory"] // 2, progress, copies=bool(fail_on))
         unread = set() if fail_on else checkpoint.contents.unread(tensor.name for tensor in statistics)
         if unread:

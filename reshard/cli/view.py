@@ -130,7 +130,7 @@ _STATISTICS = ("name", "count", "nan", "inf", "zeros", "min", "max", "mean", "no
 
 def _statistics(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[list[list[Any]]]:
     """Statistics of every tensor; None if tensors cannot be read, which the page lists as a problem."""
-    from reshard.cli.opened import opened
+    from reshard.cli.opened import check_crcs, opened
     from reshard.cli.progress import progress_of
     from reshard.cli.stats import statistics_json
     from reshard.numbers.statistics import statistics_of
@@ -144,9 +144,9 @@ def _statistics(src: str, typed: Mapping[str, Any], subject: Subject) -> Optiona
     try:
         edits = typed_edits(src, dequantize=typed["dequantize"])
         with opened(src, typed["src_strategy"] or default, typed, report, edits=edits) as checkpoint:
-            statistics = statistics_of(
-                checkpoint, typed["max_memory"] // 2, progress_of(is_quiet(), None), magnitudes=True, copies=True
-            )
+            progress = progress_of(is_quiet(), None)
+            check_crcs(checkpoint, checkpoint, typed, progress, report, copies=True)
+            statistics = statistics_of(checkpoint, typed["max_memory"] // 2, progress, magnitudes=True, copies=True)
     except InputError as error:
         subject.add(1, f"statistics were not computed: {error.message}", error.hint)
         return None

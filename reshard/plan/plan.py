@@ -318,26 +318,28 @@ class Plan:
         In archives every tensor has a checksum: the first list has them with the tensors that are read whole.
         Without checksums in the source, the parts of the target files are not made.
         """
+        return self.files_of(tensor for group in self.groups(files) for target in group for tensor in target.tensors)
+
+    def files_of(self, tensors: Iterable[TargetTensor]) -> tuple[list[CheckpointIndex], list[CheckpointIndex]]:
+        """The same for some tensors of target files."""
         recorded = [index for index in self.checkpoint.indexes.values() if index.checkable or index.archived]
         if not recorded:
             return [], []
         paths = {index.path for index in recorded}
         used: dict[tuple[str, tuple[tuple[int, int], ...]], tuple[int, dict[object, int]]] = {}
-        targets = (target for group in self.groups(files) for target in group)
-        for target in targets:
-            for tensor in target.tensors:
-                for piece in tensor.pieces:
-                    if piece.source.path in paths:
-                        stored = piece.stored_size(tensor.item_size)
-                        entry = used.setdefault((piece.source.path, piece.source.extents), (stored, {}))
-                        entry[1][piece.elements] = piece.volume
+        for target in tensors:
+            for piece in target.pieces:
+                if piece.source.path in paths:
+                    stored = piece.stored_size(target.item_size)
+                    entry = used.setdefault((piece.source.path, piece.source.extents), (stored, {}))
+                    entry[1][piece.elements] = piece.volume
         # Copied values are compared over all files, so all of them are read.
         copied = set(self.sorted.copied) | self._unholdable
         read = {path for path, _ in used}
         whole: list[CheckpointIndex] = []
         partly: list[CheckpointIndex] = []
         for index in recorded:
-            tensors = {
+            read_whole = {
                 name: tensor
                 for name, tensor in index.tensors.items()
                 if name in copied
@@ -345,9 +347,9 @@ class Plan:
                 or _bytes_used(*used.get((index.path, tensor.extents), (0, {}))) >= tensor.nbytes
             }
             if index.archived:
-                whole.append(index._replace(tensors=tensors))
+                whole.append(index._replace(tensors=read_whole))
             elif index.path in read:
-                (whole if len(tensors) == len(index.tensors) else partly).append(index)
+                (whole if len(read_whole) == len(index.tensors) else partly).append(index)
         return whole, partly
 
     @cached_property

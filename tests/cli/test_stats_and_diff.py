@@ -48,6 +48,25 @@ def test_statistics_are_the_same_in_every_layout_and_form(saved: World) -> None:
     assert done("stats", saved.root / "hf", "--json").json["form"] == "huggingface"
 
 
+def test_stats_and_diff_refuse_files_with_a_wrong_crc(saved: World) -> None:
+    """Where one copy of each slice is read, the file whose copies are not read does not count."""
+    replicas = single({name: layout([2], [-1, -1]) for name in ("w", "m.w")})
+    old, src = write_strategy(saved.root / "replicas", replicas), saved.root / "crc"
+    write_tree(src, cut_ranks(replicas, {name: tensors()[name] for name in ("w", "m.w")}), crc=True)
+    path = sorted(src.rglob("*.ckpt"))[1]
+    content = tensors()["w"].array.tobytes()
+    path.write_bytes(path.read_bytes().replace(content, bytes([content[0] ^ 1]) + content[1:]))
+    done("stats", src, "--strategy", old)
+    failing = ("stats", src, "--strategy", old, "--fail-on", "nan,inf")
+    fails(3, *failing, texts=[path, "CRC", "--crc never"])
+    done(*failing, "--crc", "never")
+    fails(3, "stats", src, "--strategy", old, "--without-ranks", 0, texts=[path, "CRC"])
+    sides = ("diff", path, saved.src, "--a-strategy", "none", "--b-strategy", saved.old)
+    fails(3, *sides, texts=[path, "CRC", "--crc never"])
+    done(*sides, "--crc", "never")
+    fails(3, "diff", saved.src, path, "--a-strategy", saved.old, "--b-strategy", "none", texts=[path, "CRC"])
+
+
 def test_stats_lists_every_tensor_and_the_totals(saved: World) -> None:
     output = done("stats", saved.src, "--strategy", saved.old, "--exclude", "m.*").out
     assert "w" in output and "m.w" not in output and "[8,6]" in output

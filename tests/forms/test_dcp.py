@@ -216,6 +216,19 @@ def test_a_flipped_bit_is_found_before_anything_is_written(
     assert reshard("verify", tmp_path / "unseen", "--src", damaged).status == 3
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("stats",), ("stats", "--fail-on", "nan"), ("diff", "{0}"), ("diff", "{0}", "--include", "a")],
+    ids=" ".join,
+)
+def test_a_flipped_bit_is_found_before_numbers_are_shown(words: tuple[str, ...], damaged: Path) -> None:
+    line: list[Argument] = [words[0], damaged, *(word.format(damaged) for word in words[1:])]
+    result = fails(3, *line, texts=["__0_0.distcp", "CRC-32", "'a'", "--crc never"])
+    assert not result.out
+    done(*line, "--crc", "never")
+    done("stats", damaged, "--exclude", "a")
+
+
 def test_a_crc_counts_only_where_its_bytes_are_converted(damaged: Path, tmp_path: Path) -> None:
     done("convert", damaged, tmp_path / "out", *WHOLE, "--exclude", "a", "--verify")
     assert held_in(tmp_path / "out") and "a" not in held_in(tmp_path / "out")

@@ -194,6 +194,17 @@ def test_nan_in_any_copy_is_a_problem(tmp_path: Path, plain: World) -> None:
     assert "'w'" in data["problems"][0]["text"] and data["problems"][0]["level"] == 0
 
 
+def test_a_file_with_a_wrong_crc_is_a_problem_of_statistics(tmp_path: Path, plain: World) -> None:
+    plain.save(tensors(names=["w", "v"]))
+    path = plain.src / "rank_2" / "net-1_10.ckpt"
+    content = read_checkpoint(path)["w"].array.tobytes()
+    plain.save(tensors(names=["w", "v"]), crc=True)
+    path.write_bytes(path.read_bytes().replace(content, bytes([content[0] ^ 1]) + content[1:]))
+    data = made(tmp_path, plain.src, "--src-strategy", plain.old, "--stats")
+    assert data["statistics"] is None
+    assert any(str(path) in problem["text"] and "CRC" in problem["text"] for problem in data["problems"])
+
+
 def test_quantised_weights_are_shown_as_numbers_on_request(tmp_path: Path) -> None:
     words = ["--dequantize", "BFloat16"]
     data = made(tmp_path, FIXTURES / "fp8", "--stats", "--shards", 2, *words)
