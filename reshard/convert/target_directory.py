@@ -122,7 +122,13 @@ class TargetDirectory:
         self._identity = identity
         self._destination = Destination(self._root)
         self._ledger = Ledger(self._root, identity, report.note)
-        self._refusals = Refusals(self._root, identity, self._whole, counted_as(request.form))
+        self._refusals = Refusals(
+            self._root,
+            identity,
+            self._whole,
+            counted_as(request.form),
+            comparable=not request.recover and request.edits.additions is None,
+        )
         self._unfinished = _unfinished(self._root, identity)
         self._last_headers: tuple[object, Optional[str]] = (None, None)
 

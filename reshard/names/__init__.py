@@ -6,7 +6,7 @@
 
 from reshard.names.apply import Applied, AppliedStep, NamedView, apply_rules
 from reshard.names.frameworks import name_before, plain_names, possible_plain_names, trainer_keys, trainer_names
-from reshard.names.model import HUGGINGFACE, NameRules
+from reshard.names.model import HUB_SIDE, NameRules
 from reshard.names.operations import SizedOperation
 from reshard.names.options import UndeterminedError, possible_options
 from reshard.names.sizes import Configuration
@@ -21,7 +21,7 @@ from reshard.names.tables import (
 from reshard.names.toml_file import parse_rules, read_rules
 
 __all__ = [
-    "HUGGINGFACE",
+    "HUB_SIDE",
     "Applied",
     "AppliedStep",
     "Configuration",

@@ -14,7 +14,7 @@ from reshard.layout.views import ZEROS, View
 from reshard.named_tuple import NamedTuple
 from reshard.names.matching import InstanceKey, NameMatch, Side, SidedRule
 from reshard.names.misfits import Completeness, Misfits, Reason
-from reshard.names.model import HUGGINGFACE, NameRules
+from reshard.names.model import HUB_SIDE, NameRules
 from reshard.names.operations import TAKE, Shape, SizedOperation, apply_all
 from reshard.names.options import NONE_RECORDED, Settled, UndeterminedError, settle, side_of, with_options
 from reshard.names.pattern import Pattern, SizedPattern
@@ -125,7 +125,7 @@ def apply_rules(
     settled = settle(rules, config, shapes, recorded)
     result = applied_as(settled, reverse)
     old, new = rules.sides[:: -1 if result.reversed else 1]
-    if to_huggingface and old == HUGGINGFACE:
+    if to_huggingface and old == HUB_SIDE:
         raise UsageError(
             f"--names {rules.path}: names are Hugging Face's already; the rules would make them {new} names, which "
             "loaders of the target do not expect",

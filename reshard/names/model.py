@@ -11,7 +11,7 @@ from reshard.names.pattern import Pattern
 from reshard.names.sizes import ModelSize, config_value
 from reshard.text.products import Product
 
-HUGGINGFACE = "huggingface"
+HUB_SIDE = "huggingface"
 """The side of tables whose tensors no option packs."""
 
 EITHER, FORWARD = "either", "forward"

@@ -160,7 +160,7 @@ class _Editing:
     def apply_table(self, table: NameRules, edits: Edits, complete: bool) -> str:
         """Apply rules of names and packing; returns the identity of the edits."""
         # Loaded only here: most conversions have no rules.
-        from reshard.names import HUGGINGFACE
+        from reshard.names import HUB_SIDE
 
         if edits.quantisation is None:
             _check_not_quantised(self._checkpoint)
@@ -174,9 +174,9 @@ class _Editing:
                 parameter=second,
             )
         packing = _packing(edits, applied)
-        if old != HUGGINGFACE:
+        if old != HUB_SIDE:
             _check_packing(self._checkpoint.place, edits.source_packing, packing, table.packing_options, self._report)
-        self.packing = () if new == HUGGINGFACE else packing
+        self.packing = () if new == HUB_SIDE else packing
         tensors, recipes = self._checkpoint.tensors, self.recipes
         # By the names in the files, which an earlier renaming may have changed. Rules that move values are refused
         # elsewhere.

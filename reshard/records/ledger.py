@@ -158,7 +158,7 @@ class Ledger:
             with writing(path):
                 for directory in (self._root, *(os.path.join(self._root, kind) for kind in _KINDS)):
                     store_of(path).make_directory(directory)
-                content = json.dumps({"version": VERSION, **self.identity.to_fields()}, sort_keys=True) + "\n"
+                content = json.dumps({"version": VERSION, "plan": self.identity.to_fields()}, sort_keys=True) + "\n"
                 created = store_of(path).create(path, content.encode())
             # Some object stores ignore the condition: read it back.
             current = ledger_in(self._destination)
@@ -443,10 +443,11 @@ def ledger_in(destination: str) -> Optional[Ledger]:
         content = read_json(path, _MAX_PLAN_BYTES, TargetError, hint, through_links=False, file_names=True)
         if content is None:
             return None
-        version = content.pop("version", None)
+        fields = Fields(content, "the record")
+        version = fields.integer("version", 0, 1 << 31)
         if version != VERSION:
-            raise UnfitError(f"is a record of version {str(version)[:40]}, not of version {VERSION}")
-        return Ledger(destination, Identity.from_fields(Fields(content, "the record")))
+            raise UnfitError(f"is a record of version {version}, not of version {VERSION}")
+        return Ledger(destination, Identity.from_fields(fields.fields("plan")))
 
 
 def _same_time(current: int, recorded: int) -> bool:

@@ -43,10 +43,12 @@ class Refusals:
         mine: the requested conversion.
         all_files: the command requests the whole target; otherwise several commands fill the directory.
         unit: of the numbers of source files, ``rank`` or ``file``.
+        comparable: `reshard verify` can compare the targets with the source.
     """
 
-    def __init__(self, root: str, mine: Identity, all_files: bool, unit: str) -> None:
+    def __init__(self, root: str, mine: Identity, all_files: bool, unit: str, comparable: bool) -> None:
         self._unit = unit
+        self._comparable = comparable
         self._root = root
         self._mine = mine
         self._whole = all_files
@@ -83,7 +85,8 @@ class Refusals:
             for words in _differences(self._mine, theirs.identity, field, command, recorded)
         ]
         return ReplaceableError(
-            f"{self._root} holds another conversion, which differs in {', '.join(differences)}",
+            f"{self._root} holds another conversion, which differs in "
+            + (", ".join(differences) or "the model's other files"),
             file=self._root,
             hint=hint,
         )
@@ -110,7 +113,7 @@ class Refusals:
         they_were, them = ("they were", "them") if len(ranks) > 1 else ("it was", "it")
         why = f", modified after {they_were} written" if modified else ""
         compare = ""
-        if modified and self._mine.task == "convert":
+        if modified and self._comparable:
             verify = shlex.join(["reshard", "verify", self._root, "--src"])
             compare = f"; if only times differ, as after cp -r, this compares the contents: {verify} SRC"
         return ReplaceableError(
@@ -149,9 +152,13 @@ def _differences(
     recorded: Sequence[RecordedCommand],
 ) -> list[str]:
     """An attribute, or the options behind its digest, with both values."""
+    if field == "edits" and (command is None or not recorded):
+        # merge-lora records no command.
+        return ["the adapter, names or types"]
     if command is not None and recorded:
         options = [name for name in _OPTIONS.get(field, ()) if getattr(recorded[0], name) != getattr(command, name)]
-        if options:
+        if field in _OPTIONS:
+            # A digest also differs as a consequence of other options.
             return [f"--{name.replace('_', '-')}{_both(recorded[0], command, name)}" for name in options]
     # A digest is of no use to a reader.
     digest = field.endswith("_strategy") or field in _OPTIONS

@@ -15,7 +15,7 @@ from reshard.checkpoints import CheckpointIndex, FileHandles, read_index
 from reshard.checkpoints.formats import crc
 from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, reshard, warns
-from tests.small import PLAIN, PLAIN_TARGET, World, tensors
+from tests.small import PLAIN, PLAIN_TARGET, World, tensors, without
 from tests.trees import layout, read_checkpoint, same_checkpoints, same_ranks, single, tree_bytes
 
 OLD, NEW = tensors("old", ["w", "v"]), tensors("new", ["w", "v"])
@@ -32,7 +32,7 @@ STAGES: Strategy = [
 @pytest.fixture
 def joined(tmp_path: Path) -> World:
     """Four ranks to one, which reads one of ranks 0 and 2 whole, and one of ranks 1 and 3."""
-    return World(tmp_path, PLAIN, WHOLE)
+    return World(tmp_path, without(PLAIN, "v"), without(WHOLE, "v"))
 
 
 @pytest.fixture

@@ -510,7 +510,7 @@ def test_a_single_rank_directory_is_not_checked_against_a_strategy(world: World)
 
 def test_a_rank_directory_without_checkpoints_is_an_error(world: World) -> None:
     (world.src / "rank_0").mkdir(parents=True)
-    fails(3, "inspect", world.src / "rank_0", texts=["holds no checkpoints"])
+    fails(3, "inspect", world.src / "rank_0", texts=["rank_0", "empty"])
     world.save(FULL)
     fails(3, "inspect", world.src / "rank_0", "--file-suffix", "_x", texts=["holds files (net-1_10.ckpt)"])
 
