@@ -10,7 +10,7 @@ import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 from reshard.convert import Options, Summary, prepare
 from reshard.convert.ends import check_verifiable, options_of, request_between
@@ -21,7 +21,6 @@ from reshard.execute import Progress
 from reshard.execute.destination import Space
 from reshard.forms import FORM_CLASSES, SHORT_NAMES
 from reshard.forms.full.written_files import parse_size
-from reshard.named_tuple import NamedTuple
 from reshard.opened.opening import Path, Texts, text_of, texts_of
 from reshard.plan.request import Request
 from reshard.strategies import target_named

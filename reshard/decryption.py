@@ -16,7 +16,7 @@ import os
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE, read_ckpt_index
@@ -30,7 +30,6 @@ from reshard.errors import (
     one_error,
 )
 from reshard.execute.destination import check_disjoint
-from reshard.named_tuple import NamedTuple
 from reshard.storage import (
     LocalFile,
     ReadableFile,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import (
     Addition,
@@ -20,7 +20,6 @@ from reshard.checkpoints.checkpoint import (
     TiedTensors,
 )
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
-from reshard.named_tuple import NamedTuple
 
 if TYPE_CHECKING:
     from reshard.layout.views import View

@@ -8,9 +8,8 @@ import itertools
 import resource
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
-from reshard.named_tuple import NamedTuple
 from reshard.storage import FileStatus, OpenFile, ReadableFile, changed_meanwhile, store_of
 from reshard.threads import ThreadLock
 

@@ -11,7 +11,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,6 @@ from reshard.checkpoints.formats.safetensors_index import read_safetensors_index
 from reshard.checkpoints.formats.tensors import Tensor
 from reshard.errors import DamagedCheckpointError
 from reshard.layout import Box, boxes_of_range
-from reshard.named_tuple import NamedTuple
 from reshard.storage import FileStatus, ReadableFile, fill
 from reshard.text.wording import quoted
 from reshard.threads import ThreadLock

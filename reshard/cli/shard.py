@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-
-from reshard.named_tuple import NamedTuple
+from typing import NamedTuple
 
 # Launchers, by their variables of index and count.
 _LAUNCHERS = (

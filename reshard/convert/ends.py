@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.convert.options import Options
@@ -21,7 +21,6 @@ from reshard.forms.registry import (
     form_named,
     form_of,
 )
-from reshard.named_tuple import NamedTuple
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.plan.request import Request
 from reshard.records.commands import EDITS

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.defaults import MAX_MEMORY
-from reshard.named_tuple import NamedTuple
 
 
 class Options(NamedTuple):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
-from typing import Optional
+from typing import NamedTuple, Optional
 
-from reshard.named_tuple import NamedTuple
 from reshard.plan.plan import Plan, in_section
 from reshard.source_replicas import ReplicaCheck
 from reshard.text.names import KINDS, Total, kind_of

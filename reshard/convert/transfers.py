@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from reshard.checkpoints import Data
 from reshard.execute import ExecutionOptions
 from reshard.execute.parts import SharedRows, parts_of
 from reshard.execute.runs import byte_strides, loops_in_source, runs, span_of
 from reshard.layout import intersection, shape_of, volume_of
-from reshard.named_tuple import NamedTuple
 from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.plan import Plan, in_section
 

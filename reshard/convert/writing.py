@@ -6,14 +6,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.convert.target_directory import TargetDirectory
 from reshard.execute import ExecutionOptions, Progress, convert
 from reshard.execute.destination import Space, space_for
 from reshard.forms.registry import counted_as
-from reshard.named_tuple import NamedTuple
 from reshard.plan.pieces import TargetFile
 from reshard.plan.plan import Plan
 from reshard.text.messages import listing

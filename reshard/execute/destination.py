@@ -11,11 +11,10 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from reshard.errors import TargetError, UnwritableError, UsageError
 from reshard.forms.target import UNFINISHED
-from reshard.named_tuple import NamedTuple
 from reshard.storage import (
     exists,
     for_each,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.execute.reading import MIN_DECODING_BYTES, MIN_PIECE, ChosenIo, choose_io
-from reshard.named_tuple import NamedTuple
 from reshard.plan.groups import GroupLimits
 from reshard.processes import BASE_OF_PROCESSES, MIN_MEMORY_PER_CPU, process_count
 from reshard.storage.costs import LOCAL, Storage, busy_cpus

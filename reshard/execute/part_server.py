@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.files import FileVersion
@@ -17,7 +17,6 @@ from reshard.execute.parts import Parts
 from reshard.execute.reader import BoxReader, Worker
 from reshard.execute.writing import PartDone, TargetWriter
 from reshard.layout import whole_box
-from reshard.named_tuple import NamedTuple
 from reshard.plan.pieces import TargetFile
 from reshard.processes import Crew, Notify
 from reshard.storage.new_local_file import WrittenFile

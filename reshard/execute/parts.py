@@ -10,12 +10,11 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints import Data, Literal
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.layout import Box, inside, shape_of, volume_of
-from reshard.named_tuple import NamedTuple
 from reshard.plan.pieces import StoredSlice, TargetFile, TargetTensor
 from reshard.threads import cached_property
 

@@ -11,13 +11,12 @@ import errno
 import mmap
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Optional, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.errors import ReshardError, RetryableError, is_read_only
 from reshard.execute.runs import NEVER
-from reshard.named_tuple import NamedTuple
 from reshard.plan.pieces import StoredSlice
 from reshard.storage import between, cut_short, fill, reading_error, scatter
 from reshard.storage.costs import LOCAL, Storage

@@ -8,12 +8,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Callable, Optional
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.edited import EditedCheckpoint
 from reshard.layout import Box, intersection, placed
-from reshard.named_tuple import NamedTuple
 from reshard.plan.pieces import StoredSlice, TargetTensor
 
 if TYPE_CHECKING:

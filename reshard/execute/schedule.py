@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.execute.parts import Parts
 from reshard.execute.writing import TargetWriter
-from reshard.named_tuple import NamedTuple
 from reshard.plan.pieces import TargetFile
 
 

@@ -10,10 +10,9 @@ import zlib
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.errors import ReshardError, RetryableError, UnwritableError, UsageError
-from reshard.named_tuple import NamedTuple
 from reshard.plan.pieces import TargetFile
 from reshard.storage import FileStatus, NewFile, Sending, new_file, writing, writing_error
 

@@ -6,7 +6,7 @@ Every chunk is written once, by the replica with the fewest bytes so far.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.output import OutputLayout
@@ -14,7 +14,6 @@ from reshard.forms.ranks import FileNames
 from reshard.forms.ranks.rank_files import stage_sections
 from reshard.forms.writing import Selected, SharedFiles
 from reshard.layout import Box
-from reshard.named_tuple import NamedTuple
 from reshard.strategies import Strategy
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from reshard.forms.form import Description
 from reshard.forms.recorded import RecordedCheckpoint
 from reshard.layout import Grid, Layout
 from reshard.layout.boxes import Covering, covering
-from reshard.named_tuple import NamedTuple
 from reshard.strategies import SAME, Stage, Strategy, rows_over
 from reshard.text.messages import listing
 from reshard.text.names import is_value

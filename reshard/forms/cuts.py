@@ -7,13 +7,12 @@ layout. Everything that depends on the kind alone is computed once.
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, NamedTuple, Union
 
 from reshard.checkpoints.checkpoint import GlobalTensor, Sharding
 from reshard.errors import CheckpointError, LayoutError
 from reshard.forms.target import Section, layout_in
 from reshard.layout import Grid, Layout, Overlap
-from reshard.named_tuple import NamedTuple
 from reshard.text.wording import quoted
 
 if TYPE_CHECKING:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Callable, Optional, Protocol, Union, cast
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol, Union, cast
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.layout import Layout
-from reshard.named_tuple import NamedTuple
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters
 from reshard.text.report import Report

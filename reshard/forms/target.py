@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Callable, Optional, Protocol
+from typing import Callable, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints.checkpoint import ByName, GlobalTensor
 from reshard.checkpoints.formats.dtypes import MEMORY
@@ -11,7 +11,6 @@ from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_o
 from reshard.errors import IncompleteSourceError, LayoutError
 from reshard.forms.ranks import FileNames
 from reshard.layout import Box, Layout, whole
-from reshard.named_tuple import NamedTuple
 from reshard.text.wording import quoted, rank_ranges
 
 

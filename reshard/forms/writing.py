@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,6 @@ from reshard.errors import InputError
 from reshard.forms.form import WriteRequest
 from reshard.forms.target import Section, TargetForm, layout_in
 from reshard.layout import Layout, volume_of
-from reshard.named_tuple import NamedTuple
 from reshard.strategies import Stage, Strategy
 from reshard.text.name_order import layers_in_order
 from reshard.text.report import Report

@@ -7,12 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold, files_alike, read_index
 from reshard.checkpoints.formats.dtypes import INT4, MAP_TENSOR, TEXT
 from reshard.errors import CheckpointError, ReshardError
-from reshard.named_tuple import NamedTuple
 from reshard.text.messages import listing
 from reshard.text.names import KINDS, Total, kind_of
 

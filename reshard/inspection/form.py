@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
@@ -16,7 +16,6 @@ from reshard.forms.form import Description, ReadRequest, SavedStep
 from reshard.forms.objects import shown_object
 from reshard.forms.registry import form_named
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings
-from reshard.named_tuple import NamedTuple
 from reshard.storage import caches_listings, is_directory, names_in, status_of_each
 from reshard.text.names import kind_of
 from reshard.text.report import Report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import UsageError
@@ -13,7 +13,6 @@ from reshard.forms.registry import form_named, form_of
 from reshard.inspection.contents import Finding, InspectedContents
 from reshard.inspection.form import UNDECODED, inspect_form, quantised_in
 from reshard.inspection.tree import InspectedStep, inspect_tree
-from reshard.named_tuple import NamedTuple
 from reshard.storage import exists, is_directory, listings_cached
 from reshard.strategies import Strategy
 from reshard.text.wording import rank_ranges, step_words

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box, Grid
-from reshard.named_tuple import NamedTuple
 
 Numbers = npt.NDArray[np.int64]
 

@@ -19,12 +19,11 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box, Grid
 from reshard.layout.layout import Layout
-from reshard.named_tuple import NamedTuple
 
 if TYPE_CHECKING:
     from reshard.layout.views import Region

@@ -12,11 +12,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box, Grid
 from reshard.layout.overlap import Cell, refined, slices_at
-from reshard.named_tuple import NamedTuple
 from reshard.threads import cached_property
 
 ZEROS = -1

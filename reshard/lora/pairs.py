@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 from reshard.errors import CheckpointError
-from reshard.named_tuple import NamedTuple
 from reshard.text.messages import listing
 from reshard.text.names import is_weight
 from reshard.text.near_names import near_names

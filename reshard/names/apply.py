@@ -7,11 +7,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.errors import NamesError, UsageError
 from reshard.layout.views import ZEROS, View
-from reshard.named_tuple import NamedTuple
 from reshard.names.matching import InstanceKey, NameMatch, Side, SidedRule
 from reshard.names.misfits import Completeness, Misfits, Reason
 from reshard.names.model import HUB_SIDE, NameRules

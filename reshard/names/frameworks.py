@@ -15,9 +15,8 @@ begin with ``model.``, this is undecided.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
-from reshard.named_tuple import NamedTuple
 from reshard.text.names import TRAINER_OPTIMIZERS, is_weight, state_prefix, trainer_optimizer
 
 MODEL = "model."

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import NamedTuple, Optional
 
-from reshard.named_tuple import NamedTuple
 from reshard.names.model import NameRule, Number
 from reshard.names.pattern import Fit, Pattern, PatternIndex, SizedPattern
 from reshard.names.sizes import ModelSizes

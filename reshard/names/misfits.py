@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.errors import NamesError
-from reshard.named_tuple import NamedTuple
 from reshard.names.matching import InstanceKey, Side, SidedRule
 from reshard.text.messages import Message, block, joined, listing
 from reshard.text.near_names import near_names

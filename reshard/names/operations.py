@@ -10,10 +10,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.layout.views import View
-from reshard.named_tuple import NamedTuple
 from reshard.names.sizes import ModelSizes, solved
 from reshard.text.products import Product, SizeError
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
-from reshard.named_tuple import NamedTuple
 from reshard.names.sizes import product
 from reshard.text.products import ExpressionError, Product
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.errors import NamesError
-from reshard.named_tuple import NamedTuple
 from reshard.names.model import EITHER, FORWARD, NameRule, NameRules, Number, OptionCondition, TableOption
 from reshard.names.operations import Stack
 from reshard.names.operations_text import OperationReader, RuleFile

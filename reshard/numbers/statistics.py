@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.execute import Progress
-from reshard.named_tuple import NamedTuple
 from reshard.numbers.sweep import Location, SweepBlock, SweepItem, location_of, sweep
 from reshard.numbers.widening import (
     AT_ONCE,

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable, Optional, Protocol, TypeVar, Union
+from typing import Callable, NamedTuple, Optional, Protocol, TypeVar, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ from reshard.checkpoints.files import FileVersion
 from reshard.execute import Progress
 from reshard.execute.reader import in_order
 from reshard.layout import boxes_of_range, intersection, volume_of
-from reshard.named_tuple import NamedTuple
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.plan.pieces import TargetTensor
 from reshard.processes import Crew, Notify, may_fork, private_bytes, process_count

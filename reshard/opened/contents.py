@@ -6,10 +6,10 @@ Only this module uses the plan, so that names, types and shapes are those of a c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from reshard.checkpoints import Tensor
 from reshard.layout import Box, shape_of, whole_box
-from reshard.named_tuple import NamedTuple
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.plan.plan import Plan
 from reshard.plan.target_tensors import Kind, TargetTensors

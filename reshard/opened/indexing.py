@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.layout import Box, volume_of
-from reshard.named_tuple import NamedTuple
 
 Array = npt.NDArray[Any]
 

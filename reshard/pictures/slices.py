@@ -6,10 +6,9 @@ Only JSON strategies contain the full shape. The unit of a dimension of unknown 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.layout import Box
-from reshard.named_tuple import NamedTuple
 from reshard.strategies import Holding
 from reshard.text.wording import some_numbers, stepped_rank_ranges
 from reshard.threads import cached_property

@@ -6,9 +6,8 @@ import colorsys
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
-from reshard.named_tuple import NamedTuple
 from reshard.pictures import svg
 from reshard.pictures.slices import Arrangement, Slice, coordinates, shown_positions
 from reshard.text.wording import plural, stepped_ranges

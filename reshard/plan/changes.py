@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.errors import LayoutError
 from reshard.layout import Layout, Overlap, stand_in_shape
-from reshard.named_tuple import NamedTuple
 from reshard.plan.replicas import choose, common_dimensions
 from reshard.strategies import Holding, Strategy
 

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor
@@ -15,7 +15,6 @@ from reshard.checkpoints.formats.dtypes import CAST_TO, dtype_named
 from reshard.errors import CheckpointError, NamesError, UsageError
 from reshard.forms.form import EditedStep, Names
 from reshard.forms.registry import form_named, form_of
-from reshard.named_tuple import NamedTuple
 from reshard.storage import absolute, is_directory, is_regular_file
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import listing

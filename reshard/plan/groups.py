@@ -10,11 +10,11 @@ A kill loses the files that are being written. So groups are small, unless it co
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from reshard.forms.cuts import Cut
 from reshard.forms.target import Section
 from reshard.layout import Overlap
-from reshard.named_tuple import NamedTuple
 
 # Every file of a group is open and has a share of the buffers.
 MAX_GROUP = 16

@@ -7,14 +7,13 @@ origin. The executor uses these types and no layouts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from reshard.checkpoints import OutputLayout
 from reshard.checkpoints.checkpoint import Addition
 from reshard.checkpoints.checkpoint import StoredSlice as StoredSlice
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.layout import Box, shape_of, volume_of
-from reshard.named_tuple import NamedTuple
 
 if TYPE_CHECKING:
     from reshard.layout.views import Region

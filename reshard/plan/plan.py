@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Callable, Optional, Protocol
+from typing import Callable, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import CheckpointIndex, OutputLayout, lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint
@@ -19,7 +19,6 @@ from reshard.forms.cuts import Cut, Cuts
 from reshard.forms.registry import counted_as
 from reshard.forms.target import Section, TargetForm
 from reshard.layout import Box, shape_of, volume_of
-from reshard.named_tuple import NamedTuple
 from reshard.plan.groups import GroupLimits, linked_files, splits_rows
 from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.replicas import ReplicaChoice, choose

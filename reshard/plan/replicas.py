@@ -14,11 +14,10 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.errors import IncompleteSourceError, LayoutError, StrategyError
 from reshard.layout import Layout, Overlap, stand_in_shape, whole
-from reshard.named_tuple import NamedTuple
 from reshard.strategies import Holding, Stage, Strategy
 from reshard.text.messages import block, listing
 from reshard.text.names import ACCUMULATED_GRADIENTS

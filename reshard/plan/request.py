@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.forms.registry import form_named
-from reshard.named_tuple import NamedTuple
 from reshard.plan.edits import NO_EDITS, Edits
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Optional, Union, overload
+from typing import TYPE_CHECKING, NamedTuple, Optional, Union, overload
 from weakref import WeakValueDictionary
 
 from reshard.checkpoints import OutputLayout, OutputTensor, Tensor
@@ -18,7 +18,6 @@ from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.forms.cuts import Cut
 from reshard.forms.target import TargetForm
 from reshard.layout import Box, Cell, shape_of, whole_box
-from reshard.named_tuple import NamedTuple
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 
 if TYPE_CHECKING:

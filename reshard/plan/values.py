@@ -9,6 +9,7 @@ number, if that exists. Where only the format changes, all entries belong to the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -16,7 +17,6 @@ from reshard.errors import CheckpointError, InputError
 from reshard.forms import DEFAULT_FORM
 from reshard.forms.registry import counted_as
 from reshard.forms.target import TargetForm
-from reshard.named_tuple import NamedTuple
 from reshard.storage import read_range, reading
 from reshard.text.globs import Filters
 from reshard.text.messages import listing

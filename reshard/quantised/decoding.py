@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.layout import Box, Grid, boxes_of_range, inside, intersection, placed, shape_of, volume_of, whole_box
-from reshard.named_tuple import NamedTuple
 from reshard.quantised.schemes import Quantised, Recognised, TypedShape, recognise, stated_settings
 from reshard.quantised.values import (
     E2M1,

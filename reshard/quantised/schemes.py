@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from reshard.errors import CheckpointError
-from reshard.named_tuple import NamedTuple
 from reshard.quantised.values import E2M1, OFFSET_TYPES, SCALE_TYPES, scale_box
 from reshard.text.messages import listing
 from reshard.text.wording import quoted

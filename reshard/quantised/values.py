@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,6 @@ import numpy.typing as npt
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.elements import cast_words, infinite, numpy_dtype, widen
 from reshard.layout import Box, shape_of
-from reshard.named_tuple import NamedTuple
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]

@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.headers import ALL_FORMATS
 from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES
@@ -21,7 +21,6 @@ from reshard.errors import TargetError, UsageError
 from reshard.forms import DEFAULT_FORM, FORM_CLASSES
 from reshard.forms.ranks import Step
 from reshard.forms.registry import form_named, form_of
-from reshard.named_tuple import NamedTuple
 from reshard.records.identity import attributes_of, short_digest
 from reshard.storage import is_absolute, names_in, read_json, reading, status_at, write_whole
 from reshard.storage.json_text import Fields, JsonError

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable
-from typing import Any, Callable, Optional, Union, get_type_hints
+from typing import Any, Callable, NamedTuple, Optional, Union, get_type_hints
 
 from reshard.checkpoints import Literal, OutputLayout
 from reshard.checkpoints.formats.headers import ALL_FORMATS
@@ -20,7 +20,6 @@ from reshard.defaults import MAX_DEVICES
 from reshard.forms import FORM_CLASSES
 from reshard.forms.ranks import FileNames
 from reshard.layout import Layout
-from reshard.named_tuple import NamedTuple
 from reshard.storage.json_text import Fields, JsonError
 from reshard.strategies import Strategy
 from reshard.text.wording import quoted

@@ -25,14 +25,13 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.errors import ReshardError, TargetError
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.rank_files import STRATEGY_FILE
 from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.forms.ranks.tree import RankFile
-from reshard.named_tuple import NamedTuple
 from reshard.records.commands import RecordedCommand, commands_in, is_command
 from reshard.records.identity import Identity, strategy_digest
 from reshard.records.sources import SourceFile

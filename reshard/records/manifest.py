@@ -10,12 +10,11 @@ import json
 import os
 import re
 import shlex
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, TargetError
 from reshard.forms.ranks.naming import check_inside
-from reshard.named_tuple import NamedTuple
 from reshard.records.identity import Identity
 from reshard.records.ledger import ledger_in
 from reshard.storage import (

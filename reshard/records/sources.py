@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor
-from reshard.named_tuple import NamedTuple
 from reshard.records.identity import digest_of, short_digest
 from reshard.storage import ReadableFile, read_each, reading, storage_of
 from reshard.text.names import belongs_to_rank, is_value

@@ -18,11 +18,11 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.forms.ranks.checkpoint import SourceStep, stage_shardings
 from reshard.layout import Box, Grid, Overlap, volume_of
-from reshard.named_tuple import NamedTuple
 from reshard.text.names import ACCUMULATED_GRADIENTS, belongs_to_rank, is_weight
 from reshard.threads import cached_property
 

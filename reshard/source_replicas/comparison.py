@@ -5,12 +5,11 @@ from __future__ import annotations
 import shlex
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.forms.ranks.checkpoint import SourceStep
-from reshard.named_tuple import NamedTuple
 from reshard.source_replicas.choice import ParameterGroup
 from reshard.text.messages import Message, joined, listing
 from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight

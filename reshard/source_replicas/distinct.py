@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from reshard.checkpoints import FileHandles, files_alike
 from reshard.checkpoints.checkpoint import GlobalTensor
@@ -19,7 +20,6 @@ from reshard.errors import CheckpointError
 from reshard.execute import ExecutionOptions
 from reshard.forms.ranks.checkpoint import SourceStep, stage_shardings
 from reshard.layout import shape_of, volume_of
-from reshard.named_tuple import NamedTuple
 from reshard.source_replicas.choice import Holder, group_parameters
 from reshard.source_replicas.samples import MOST_PLACES, Contents, ReplicaFiles, Sample, own_sample
 from reshard.strategies import Strategy

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.reader import in_order
 from reshard.execute.tiles import Bytes
 from reshard.layout import boxes_of_range, placed, shape_of, volume_of
-from reshard.named_tuple import NamedTuple
 from reshard.source_replicas.choice import Holder, ParameterGroup, Replicated
 from reshard.source_replicas.comparison import ReplicaComparison
 from reshard.source_replicas.samples import ReplicaFiles

@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
@@ -20,7 +20,6 @@ from reshard.execute import ExecutionOptions
 from reshard.execute.reader import BoxReader, in_order
 from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.layout import Box, volume_of
-from reshard.named_tuple import NamedTuple
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.source_replicas.choice import Holder, HolderGroup, ParameterGroup, Replicated, number_of
 from reshard.source_replicas.comparison import ReplicaComparison

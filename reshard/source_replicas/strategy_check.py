@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
@@ -18,7 +18,6 @@ from reshard.forms.ranks import SourceTree, StepFiles, find_checkpoints
 from reshard.forms.ranks.checkpoint import SourceStep, StageSharding
 from reshard.forms.ranks.parameters import contradictions, listed_by_source, read_parameters
 from reshard.layout import Layout
-from reshard.named_tuple import NamedTuple
 from reshard.source_replicas import ReplicaComparison, compare_replicas
 from reshard.source_replicas.distinct import SameSlices, misplaced, ranks_by_content, same_slices
 from reshard.strategies import Stage, Strategy

@@ -11,10 +11,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.defaults import usable_cpus
-from reshard.named_tuple import NamedTuple
 from reshard.threads import ThreadLock
 
 # Where a page fault is a memory access or a disk read and never a round trip.

@@ -10,9 +10,8 @@ import threading
 from abc import abstractmethod
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Callable, Optional, Protocol
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol
 
-from reshard.named_tuple import NamedTuple
 from reshard.storage.costs import Storage
 from reshard.threads import thread_pool
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable, NamedTuple, TypeVar
 
 from reshard.errors import InputError
-from reshard.named_tuple import NamedTuple
 from reshard.storage import UnfitError, exists, is_regular_file, read_small, reading
 from reshard.text.near_names import near_names, similar_path_hint
 from reshard.text.products import ExpressionError

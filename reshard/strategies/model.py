@@ -12,12 +12,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import LayoutError, UsageError
 from reshard.layout import Layout
-from reshard.named_tuple import NamedTuple
 from reshard.text.wording import are, plural, rank_ranges, some_numbers
 from reshard.threads import cached_property
 

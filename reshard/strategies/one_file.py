@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from reshard.errors import StrategyError
-from reshard.named_tuple import NamedTuple
 from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range, reading
 from reshard.storage.other_files import cipher_of, is_ckpt, kind_by_head
 from reshard.strategies import protobuf_file

@@ -11,10 +11,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from reshard.errors import StrategyError, UsageError
-from reshard.named_tuple import NamedTuple
 from reshard.storage import is_directory, names_in, real
 from reshard.strategies.model import NONE, RecordedLayout, Stage, Strategy, StrategyFile
 from reshard.strategies.one_file import RECORD, OtherFile, parse, read_bytes, read_strategy_file

@@ -14,12 +14,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES, MAX_SLICE_NUMBERS, MAX_STAGES
 from reshard.errors import LayoutError, StrategyError
 from reshard.layout import Layout
-from reshard.named_tuple import NamedTuple
 from reshard.strategies.model import RecordedLayout, Stage, StrategyFile, StrategyItem
 from reshard.text.messages import joined, listing
 from reshard.text.wording import plural, quoted

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable
-from typing import Union
+from typing import NamedTuple, Union
 
-from reshard.named_tuple import NamedTuple
 from reshard.text.names import state_prefix
 from reshard.text.wording import one_line, plural, stepped_ranges
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Container, Iterable
-from typing import Optional
+from typing import NamedTuple, Optional
 
-from reshard.named_tuple import NamedTuple
 from reshard.text.wording import as_glob
 
 ACCUMULATED_GRADIENTS = "accu_grads."

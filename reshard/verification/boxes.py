@@ -9,10 +9,9 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.errors import LayoutError
-from reshard.named_tuple import NamedTuple
 
 Box = tuple[tuple[int, int], ...]
 """Per dimension the first element, and one past the last."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import Tensor
-from reshard.named_tuple import NamedTuple
 from reshard.text.wording import one_line, quoted, rank_ranges, some_names
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from reshard.checkpoints import CheckpointIndex, Tensor
 from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
 from reshard.errors import CheckpointError
-from reshard.named_tuple import NamedTuple
 from reshard.strategies import Strategy
 from reshard.text.globs import Glob
 from reshard.text.messages import listing

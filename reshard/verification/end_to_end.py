@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Callable, Optional
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, read_index
 from reshard.errors import CheckpointError, InputError, TargetError, UsageError
@@ -14,7 +14,6 @@ from reshard.forms.form import Names
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.coverage import check_ranks
 from reshard.forms.registry import form_named
-from reshard.named_tuple import NamedTuple
 from reshard.records import Identity, Manifest
 from reshard.records.ledger import ledger_in
 from reshard.records.status import status_of

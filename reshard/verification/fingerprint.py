@@ -12,11 +12,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, InputError
-from reshard.named_tuple import NamedTuple
 from reshard.text.names import belongs_to_rank
 from reshard.text.wording import number_ranges, quoted
 from reshard.verification.boxes import Box, volume_of, whole_box

@@ -10,13 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Callable, Protocol, TypeVar
+from typing import Any, Callable, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.files import FileVersion
-from reshard.named_tuple import NamedTuple
 from reshard.processes import MIN_BYTES_PER_PROCESS, Crew, Notify, may_fork, private_bytes, process_count
 from reshard.storage import storage_of
 from reshard.storage.costs import busy_cpus

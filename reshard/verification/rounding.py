@@ -7,13 +7,12 @@ nearest, ties to even, once. Subtracting that number again is exact.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
-from reshard.named_tuple import NamedTuple
 
 Words = npt.NDArray[Any]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Callable, Optional
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, unchecked
 from reshard.checkpoints.formats.crc import check_crcs
@@ -18,7 +18,6 @@ from reshard.forms.form import ReadRequest
 from reshard.forms.ranks import StepFiles
 from reshard.forms.ranks.parameters import read_some_ranks
 from reshard.forms.registry import form_named
-from reshard.named_tuple import NamedTuple
 from reshard.storage import storage_of
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters

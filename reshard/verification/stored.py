@@ -12,7 +12,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,6 @@ from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.forms.chunks import ChunkedCheckpoint
 from reshard.forms.registry import form_named
-from reshard.named_tuple import NamedTuple
 from reshard.storage import ReadableFile, fill, reading, storage_of
 from reshard.strategies import Stage, Strategy
 from reshard.text.messages import listing

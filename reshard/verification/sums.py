@@ -32,11 +32,11 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.named_tuple import NamedTuple
 from reshard.verification.boxes import Box
 
 VERSION = "reshard-1"

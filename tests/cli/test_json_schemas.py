@@ -105,7 +105,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("strategy", "make", rules, out / "made.ckpt", *options, "--sizes", "dp=2,mp=2,pp=2")
     derived = ("--src-sizes", "dp=2,mp=4", "--dst-sizes", "dp=2,mp=2")
     add("strategy", "derive", next(shapes.glob("*.json")), out / "derived.ckpt", *derived)
-    add("strategy", "check", DEMO / "dst_strategy.ckpt", source, "--all", status=4)
+    add("strategy", "check", DEMO / "dst_strategy.ckpt", source, status=4)
     done(
         "convert",
         source,

@@ -11,12 +11,12 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from reshard.checkpoints.formats.archives import REBUILD, REBUILD_TYPED, STORAGES, UNTYPED
 from reshard.checkpoints.formats.dtypes import TORCH_NAMES
 from reshard.checkpoints.formats.output import CheckedEntry, OutputLayout, OutputTensor
 from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_class, pickled
-from reshard.named_tuple import NamedTuple
 
 _ALIGNMENT = 64
 _UNKNOWN = 0xFFFFFFFF

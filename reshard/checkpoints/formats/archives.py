@@ -14,7 +14,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Callable, NoReturn, Optional
+from typing import Any, Callable, NamedTuple, NoReturn, Optional
 
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, ITEM_SIZES
 from reshard.checkpoints.formats.pickles import (
@@ -27,7 +27,6 @@ from reshard.checkpoints.formats.pickles import (
     sizes_of,
 )
 from reshard.errors import CheckpointError, DamagedCheckpointError, ReshardError
-from reshard.named_tuple import NamedTuple
 from reshard.storage import ReadableFile, fill, read_range
 from reshard.text.wording import quoted
 

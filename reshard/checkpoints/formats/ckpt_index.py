@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, MAP_TENSOR, TEXT
 from reshard.checkpoints.formats.tensors import (
@@ -27,7 +27,6 @@ from reshard.checkpoints.formats.tensors import (
     logical_shape,
 )
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
-from reshard.named_tuple import NamedTuple
 from reshard.storage import ReadableFile, read_range
 from reshard.storage.other_files import MARK_SIZE, cipher_of
 from reshard.text.wording import quoted

@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Callable
+from typing import Callable, NamedTuple
 
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.ckpt_index import TRAILER_SIZE
 from reshard.checkpoints.formats.dtypes import INTEGERS, MAP_TENSOR
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import DamagedCheckpointError
-from reshard.named_tuple import NamedTuple
 from reshard.storage import ReadableFile, fill, opened_regular, read_range, reading, storage_of
 from reshard.text.wording import plural, quoted
 from reshard.threads import thread_pool

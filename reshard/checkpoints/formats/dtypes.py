@@ -7,9 +7,7 @@ special case.
 
 from __future__ import annotations
 
-from typing import Optional
-
-from reshard.named_tuple import NamedTuple
+from typing import NamedTuple, Optional
 
 TEXT = "str"
 MAP_TENSOR = "MapTensor"

@@ -14,14 +14,13 @@ import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE, read_ckpt_index
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
-from reshard.named_tuple import NamedTuple
 from reshard.storage import FileStatus, ReadableFile, exists, read_each, read_range, reading, storage_of
 from reshard.storage.other_files import HEAD, kind_by_head, kind_of
 from reshard.threads import ThreadLock, thread_pool

@@ -12,12 +12,11 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints.formats.dtypes import INT4, ITEM_SIZES, SAFETENSORS_NAMES, TEXT, can_hold
 from reshard.checkpoints.formats.tensors import LENGTH_SIZE, LONGEST_HEADER, METADATA, content_size, logical_shape
 from reshard.errors import CheckpointError
-from reshard.named_tuple import NamedTuple
 from reshard.text.wording import as_pattern, quoted
 
 RECORD_LIMIT = 512 << 20

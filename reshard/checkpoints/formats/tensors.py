@@ -9,11 +9,10 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS, TEXT
 from reshard.errors import CheckpointError
-from reshard.named_tuple import NamedTuple
 from reshard.text.names import is_value
 from reshard.text.wording import quoted
 

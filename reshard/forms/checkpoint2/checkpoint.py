@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, TiedTensors
 from reshard.errors import IncompleteSourceError
 from reshard.forms.checkpoint2.placing import RankList, TensorPlacement, disjoint
 from reshard.forms.recorded import RecordedCheckpoint
 from reshard.layout import Grid, Layout
-from reshard.named_tuple import NamedTuple
 from reshard.text.messages import Message, block, listing
 from reshard.text.wording import as_pattern, plural, some_names
 

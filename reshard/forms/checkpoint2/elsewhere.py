@@ -14,13 +14,12 @@ it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.files import FileHandles
 from reshard.forms.checkpoint2.files import IterationFiles
 from reshard.forms.checkpoint2.metadata import Chunks, Metadata, TensorRecord
 from reshard.forms.checkpoint2.placing import Placer, RankList, TensorPlacement, ranks_of_files
-from reshard.named_tuple import NamedTuple
 from reshard.storage import read_range, reading
 from reshard.text.names import state_prefix
 from reshard.threads import cached_property

@@ -6,12 +6,11 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.ranks.refused import checkpoint_of_other_tool, hint_of_checkpoints_below
 from reshard.forms.tracker import HOW_TO_CHOOSE, TRACKER, parse_iteration_number, read_tracker, warn_of_newer
-from reshard.named_tuple import NamedTuple
 from reshard.storage import (
     UnfitError,
     absolute,

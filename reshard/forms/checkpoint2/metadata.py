@@ -12,12 +12,11 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.formats.tensors import MAX_DIMENSIONS, MAX_ELEMENTS
 from reshard.defaults import MAX_DEVICES
 from reshard.forms.checkpoint2.iterations import METADATA, parse_key
-from reshard.named_tuple import NamedTuple
 from reshard.storage import read_small, reading
 from reshard.storage.json_text import Fields, JsonError, integers, parse_json
 from reshard.text.wording import quoted

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import FileSharding
 from reshard.checkpoints.formats.dtypes import INT4, ITEM_SIZES, SAFETENSORS_NAMES
@@ -19,7 +19,6 @@ from reshard.forms.checkpoint2.files import IterationFiles
 from reshard.forms.checkpoint2.iterations import parse_file_name
 from reshard.forms.checkpoint2.metadata import LayoutRecord, Metadata, SliceRecords, TensorRecord
 from reshard.layout import Grid, Layout, shape_of, volume_of
-from reshard.named_tuple import NamedTuple
 from reshard.text.wording import as_pattern, quoted, some_numbers
 from reshard.threads import cached_property
 

@@ -17,7 +17,7 @@ import math
 import string
 import struct
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
@@ -33,7 +33,6 @@ from reshard.forms.target import FinishingFile
 from reshard.forms.tracker import TRACKER
 from reshard.forms.writing import SharedFiles, selected
 from reshard.layout import Layout, shape_of
-from reshard.named_tuple import NamedTuple
 from reshard.storage import read_range, reading
 from reshard.strategies import Strategy
 from reshard.text.messages import listing

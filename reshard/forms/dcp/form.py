@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.forms.form import ChunkedForm, FormOptions, Layouts, Names, ReadRequest, SavedStep, WriteRequest
 from reshard.forms.tracker import saved_steps
-from reshard.named_tuple import NamedTuple
 from reshard.storage import caches_listings, is_directory, names_in
 from reshard.text.report import Report
 from reshard.text.wording import step_words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NoReturn, Optional
+from typing import Any, NamedTuple, NoReturn, Optional
 
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, dtype_named
 from reshard.checkpoints.formats.pickles import (
@@ -18,7 +18,6 @@ from reshard.checkpoints.formats.pickles import (
     sizes_of,
 )
 from reshard.errors import CheckpointError, InputError
-from reshard.named_tuple import NamedTuple
 from reshard.storage import read_small, reading
 from reshard.text.wording import as_pattern, quoted
 

@@ -13,14 +13,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import UsageError
 from reshard.forms.full.directory import HUGGINGFACE, HUGGINGFACE_INDEX, HYPER_PARAMETERS, UNIFIED, UNIFIED_MAP
 from reshard.forms.ranks import FileNames
 from reshard.forms.target import FinishingFile, Section, TargetForm, WholeLayouts
-from reshard.named_tuple import NamedTuple
 
 HUGGINGFACE_FORMAT, UNIFIED_FORMAT = "pt", "ms"
 """The ``format`` in the files' metadata; Hugging Face's loaders refuse unknown ones."""

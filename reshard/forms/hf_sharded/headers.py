@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.forms.hf_sharded.form import INFO
-from reshard.named_tuple import NamedTuple
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.wording import quoted
 

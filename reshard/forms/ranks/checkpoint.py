@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Optional, cast
+from typing import Any, NamedTuple, Optional, cast
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, StoredObject, TiedTensors, order_in_files
@@ -14,7 +14,6 @@ from reshard.checkpoints.formats.output import DEDUPLICATED
 from reshard.errors import DamagedCheckpointError
 from reshard.forms.ranks import StepFiles
 from reshard.layout import Box, Grid, Layout
-from reshard.named_tuple import NamedTuple
 from reshard.storage import absolute, common_directory
 from reshard.strategies import Holding, Stage
 from reshard.text.report import Report

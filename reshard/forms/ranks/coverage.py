@@ -8,7 +8,7 @@ of its stage is absent: that rank may have held it. Slices without elements are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, read_index
 from reshard.checkpoints.checkpoint import GlobalTensor
@@ -16,7 +16,6 @@ from reshard.errors import CheckpointError
 from reshard.forms.ranks import SourceTree
 from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep, stage_shardings
 from reshard.layout import Grid, Overlap
-from reshard.named_tuple import NamedTuple
 from reshard.strategies import Stage, Strategy
 from reshard.text.messages import Message, listing
 from reshard.text.report import Report

@@ -11,12 +11,11 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.ranks.steps import RANK, Pattern, Step, parse_stem
-from reshard.named_tuple import NamedTuple
 from reshard.storage.json_text import Fields, JsonError
 from reshard.text.wording import quoted
 

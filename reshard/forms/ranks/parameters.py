@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, Tensor, tensors_named
 from reshard.checkpoints.checkpoint import AS_RECORDED, GlobalTensor, ShardReading
@@ -19,7 +19,6 @@ from reshard.errors import CheckpointError, InputError, one_error
 from reshard.forms.ranks import StepFiles
 from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep, StageSharding
 from reshard.layout import Layout, whole
-from reshard.named_tuple import NamedTuple
 from reshard.strategies import Stage, Strategy
 from reshard.text.names import ACCUMULATED_GRADIENTS, trained
 from reshard.text.report import Report

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
@@ -29,7 +29,6 @@ from reshard.forms.ranks.coverage import LostParameter, cure, explain, lost_slic
 from reshard.forms.ranks.parameters import listed_by_source, read_parameters
 from reshard.forms.ranks.rank_files import stage_sections
 from reshard.forms.target import Section
-from reshard.named_tuple import NamedTuple
 from reshard.strategies import Stage, Strategy
 from reshard.text.globs import Filters
 from reshard.text.messages import block, joined, listing

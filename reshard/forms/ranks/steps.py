@@ -15,10 +15,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.errors import UsageError
-from reshard.named_tuple import NamedTuple
 from reshard.storage import is_directory, leads_to, store_of
 from reshard.text.globs import Glob
 

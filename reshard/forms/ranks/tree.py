@@ -13,7 +13,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.headers import FORMATS, format_of
 from reshard.errors import CheckpointError, ReshardError, UsageError
@@ -29,7 +29,6 @@ from reshard.forms.ranks.steps import (
     name_families,
     parse_stem,
 )
-from reshard.named_tuple import NamedTuple
 from reshard.storage import (
     DirectoryEntry,
     absolute,

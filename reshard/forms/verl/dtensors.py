@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.formats.archives import TENSOR_NAMES, Archive, Elements
 from reshard.checkpoints.formats.pickles import MAX_SIZES, PickledInstance, among, sizes_of
-from reshard.named_tuple import NamedTuple
 
 _REBUILD_TYPE, _WRAPPER = "torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_wrapper_subclass"
 _PARAMETER = "torch._utils._rebuild_parameter"

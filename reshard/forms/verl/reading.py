@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archives import Archive
@@ -20,7 +20,6 @@ from reshard.forms.form import ReadRequest
 from reshard.forms.full.directory import extra_files_in, file_names
 from reshard.forms.verl.dtensors import PlacementError, RankPart, is_read, part_of
 from reshard.forms.verl.form import MODEL
-from reshard.named_tuple import NamedTuple
 from reshard.storage import for_each, is_directory, names_in, reading
 from reshard.text.messages import listing
 from reshard.text.name_order import layers_in_order

@@ -6,9 +6,9 @@ import hashlib
 import re
 from collections.abc import Mapping
 from datetime import datetime
+from typing import NamedTuple
 
 from reshard.errors import UsageError
-from reshard.named_tuple import NamedTuple
 
 _SCHEME = "s3://"
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")

@@ -10,9 +10,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
-from reshard.named_tuple import NamedTuple
 from reshard.storage.costs import Measured
 from reshard.storage.s3.address import Address, modified_at, number_of
 from reshard.storage.s3.service import CHANGED, Service, StrangeAnswer, field

@@ -8,10 +8,9 @@ from __future__ import annotations
 import errno
 import functools
 import time
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from reshard.errors import InputError
-from reshard.named_tuple import NamedTuple
 from reshard.storage.costs import Storage
 from reshard.storage.s3.address import Address, metadata_of, number_of
 from reshard.storage.s3.new_object import NewObject, part_bytes

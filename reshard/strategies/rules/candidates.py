@@ -14,10 +14,9 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.layout import Layout
-from reshard.named_tuple import NamedTuple
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.sizes import AxisProduct, AxisSizes, NoCandidateError, product
 from reshard.text.products import ExpressionError

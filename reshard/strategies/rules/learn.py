@@ -7,10 +7,9 @@ of devices may be unusual.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.errors import StrategyError
-from reshard.named_tuple import NamedTuple
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.candidates import SIZED
 from reshard.strategies.rules.model import LayoutRule, LayoutRules, Pipeline

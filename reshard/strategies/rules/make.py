@@ -12,11 +12,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.errors import StrategyError
 from reshard.layout import Layout
-from reshard.named_tuple import NamedTuple
 from reshard.storage.toml_tables import one_or_list, quoted_list
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.candidates import (

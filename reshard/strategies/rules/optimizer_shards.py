@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.layout import Layout
-from reshard.named_tuple import NamedTuple
 
 SERVER = 8
 """Devices of a server."""

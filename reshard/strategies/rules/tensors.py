@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import NamedTuple, Optional
 
-from reshard.named_tuple import NamedTuple
 from reshard.text.globs import Globs, pattern_of
 from reshard.text.name_order import natural_order
 from reshard.text.names import ACCUMULATED_GRADIENTS, state_prefix

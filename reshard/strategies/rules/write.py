@@ -7,11 +7,10 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import ReshardError, TargetError, UsageError
-from reshard.named_tuple import NamedTuple
 from reshard.storage import (
     exists,
     is_directory,
