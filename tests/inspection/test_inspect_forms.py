@@ -11,7 +11,6 @@ import pytest
 from tests.corpus import FIXTURES
 from tests.forms import FINISHED, FORMS, to
 from tests.running import Argument, done, fails
-from tests.schemas import SCHEMAS, check
 from tests.small import World, tensors
 from tests.trees import read_checkpoint
 
@@ -61,7 +60,6 @@ def test_recover_refuses_other_forms_than_rank_trees(form: str, world: World) ->
 def test_inspect_shows_files_tensors_and_layouts(form: str, world: World) -> None:
     target = make(form, world)
     report = done("inspect", target, "--json").json
-    check(report, SCHEMAS / "inspect.v1.json")
     assert (report["form"], report["complete"], report["findings"]) == (form, True, [])
     manifest = json.loads((target / "reshard-manifest.json").read_text())
     listing = {(str(target / file["file"]), file["size"]) for file in manifest["files"]}
@@ -94,7 +92,6 @@ def test_inspect_lists_missing_files_and_tensors(form: str, world: World) -> Non
     path = next(path for path in sorted(target.rglob("*.safetensors")) if "w" in read_checkpoint(path))
     path.unlink()
     report = done("inspect", target, "--json").json
-    check(report, SCHEMAS / "inspect.v1.json")
     assert not report["complete"]
     assert any(finding["refuses"] and path.name in finding["text"] for finding in report["findings"])
     assert str(path) not in [file["file"] for file in report["files"]] and report["files"]

@@ -1,15 +1,13 @@
-"""--json output satisfies docs/json.md and docs/schemas exactly."""
+"""--json output has the keys that docs/json.md lists."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -17,23 +15,37 @@ from safetensors.numpy import save_file
 from docs.tools.commands import walk
 from tests.corpus import FIXTURES, ROOT
 from tests.running import done, reshard
-from tests.schemas import SCHEMAS, check
 
 DEMO = FIXTURES / "demo"
 STRATEGIES = ("--src-strategy", DEMO / "src_strategy.ckpt", "--dst-strategy", DEMO / "dst_strategy.ckpt")
 PIPELINE = FIXTURES / "10_dp2mp2pp2" / "strategy"
 FULL = FIXTURES / "full_weights" / "h01_bf16_sharded" / "model"
+OBJECTS = FIXTURES / "dcp" / "hyper_w2_later" / "checkpoint"
 GROUP_INFO = FIXTURES / "01_dp2mp4_adam" / "group_info"
 
 
-def documented() -> dict[str, Path]:
-    """Schema per command, from the table of docs/json.md."""
-    actual = {}
-    for line in (ROOT / "docs" / "json.md").read_text(encoding="utf-8").splitlines():
-        link = re.search(r"\]\(schemas/([\w.-]+)\)", line)
-        if line.startswith("| `reshard ") and link:
-            for name in re.findall(r"`(reshard [^`]+)`", line.split("|")[1]):
-                actual[name] = SCHEMAS / link[1]
+def keys_in(rows: str) -> list[str]:
+    """The keys that a cell, or the first cells of a table, list."""
+    return re.findall(r"`(\w+)`", rows)
+
+
+def documented() -> dict[str, list[tuple[bool, list[str]]]]:
+    """For every command, whether it prints a list, and the keys: one pair for each kind of document."""
+    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    cells = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    (summary,) = (index for index, row in enumerate(cells) if row[0] == "| key of a summary")
+    (plan,) = (index for index, row in enumerate(cells) if row[0] == "| key of a plan")
+    common = {
+        "summary": keys_in(" ".join(row[0] for row in cells[summary:plan])),
+        "plan": keys_in(" ".join(row[0] for row in cells[plan:])),
+    }
+    actual: dict[str, list[tuple[bool, list[str]]]] = {}
+    for commands, keys, *_ in cells[:summary]:
+        named = keys_in(keys)
+        if keys.startswith("those of"):
+            named += common["summary"] + (common["plan"] if "of a plan" in keys else [])
+        for name in re.findall(r"`(reshard [^`]+)`", commands):
+            actual.setdefault(name, []).append((keys.startswith("a list"), sorted(named)))
     return actual
 
 
@@ -86,6 +98,8 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("fingerprint", source, "--strategy", DEMO / "src_strategy.ckpt", "--ranks", "0-1")
     add("get", source, "*layernorm.gamma", STRATEGIES[0], STRATEGIES[1], "--slice", "0:2")
     add("get", FULL, "*")
+    add("get", OBJECTS, "*")
+    add("inspect", OBJECTS)
     add("stats", source, "--strategy", STRATEGIES[1])
     add("diff", source, whole, "--a-strategy", STRATEGIES[1], "--b-strategy", STRATEGIES[3])
     renamed = ("--rename", "head.weight=head.w", "--b-strategy", STRATEGIES[3])
@@ -125,10 +139,6 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     target.write_bytes(content)
     add("verify", whole, status=4)
     add("status", whole)
-    printed["manifest"] = [json.loads((out / "recovered" / "reshard-manifest.json").read_text())]
-    printed["manifest"].append(json.loads((whole / "reshard-manifest.json").read_text()))
-    printed["command"] = [json.loads(path.read_text()) for path in out.glob("*/.reshard/command.*.json")]
-    printed["plan"] = [json.loads(path.read_text()) for path in out.glob("*/.reshard/plan.json")]
     return printed
 
 
@@ -151,51 +161,13 @@ def commands_with_json() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", list(commands_with_json()))
-def test_every_json_output_satisfies_its_schema(name: str, examples: dict[str, list[Any]]) -> None:
-    assert name in documented(), f"docs/json.md names no schema for {name}"
-    assert examples.get(name), f"no example of `{name} --json` here"
-    for value in examples[name]:
-        check(value, documented()[name])
-
-
-def test_records_beside_targets_satisfy_their_schemas(examples: dict[str, list[Any]]) -> None:
-    for kind, schema in (
-        ("manifest", "manifest.v1.json"),
-        ("plan", "plan-record.v1.json"),
-        ("command", "command-record.v1.json"),
-    ):
-        assert examples[kind]
-        for value in examples[kind]:
-            check(value, SCHEMAS / schema)
-
-
-@pytest.mark.parametrize("path", sorted(SCHEMAS.iterdir()), ids=lambda path: path.name)
-def test_every_schema_is_strict_versioned_and_documented(path: Path) -> None:
-    schema = json.loads(path.read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator.check_schema(schema)
-    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
-    assert re.fullmatch(r"[a-z-]+\.v\d+\.json", path.name)
-    assert schema["$id"] == f"urn:reshard:schema:{path.stem}"
-    assert f"(schemas/{path.name})" in (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
-    for part in objects(schema):
-        assert "additionalProperties" in part
-        assert part.get("required", []) == list(part.get("properties", {}))
-
-
-def test_definitions_shared_by_schemas_are_equal() -> None:
-    shared: dict[str, Any] = {}
-    for path in SCHEMAS.iterdir():
-        for name, part in json.loads(path.read_text(encoding="utf-8")).get("$defs", {}).items():
-            assert shared.setdefault(name, part) == part, f"{name} in {path.name}"
-
-
-def objects(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every schema of an object within a schema."""
-    if isinstance(schema, dict):
-        if schema.get("type") == "object":
-            yield schema
-        for part in schema.values():
-            yield from objects(part)
-    elif isinstance(schema, list):
-        for part in schema:
-            yield from objects(part)
+def test_every_json_document_has_the_documented_keys(name: str, examples: dict[str, list[Any]]) -> None:
+    allowed = documented()
+    assert name in allowed, f"docs/json.md lists no keys of {name}"
+    shown = []
+    for document in examples[name]:
+        listed = isinstance(document, list)
+        for item in document if listed else [document]:
+            assert (listed, sorted(item)) in allowed[name], name
+            shown.append((listed, sorted(item)))
+    assert all(kind in shown for kind in allowed[name]), f"no example of some document of {name}"
