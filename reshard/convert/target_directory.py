@@ -59,6 +59,9 @@ from reshard.strategies import SAME
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges, some_names
 
+# Maximum number of listed files of a replaced model.
+_MOST_REMAINING = 20
+
 
 class TargetDirectory:
     """The target directory of a conversion.
@@ -268,18 +271,19 @@ class TargetDirectory:
         before.remove()
 
     def _warn_of_remaining(self, before: Ledger) -> None:
-        """Warn of files that were copied from the source of replaced weights, and that this source lacks.
+        """Warn of files that were copied beside replaced weights, and that this run does not write.
 
         Users may have edited them since, so they are not removed.
         """
         with contextlib.suppress(InputError):
-            names = read_manifest(self._root).beside if before.identity.form == self._identity.form else ()
             written = {file.name for file in self._plan.form.finishing()}
-            remaining = sorted(self._existing_names([name for name in names if name not in written]))
+            remaining = sorted(
+                self._existing_names([name for name in read_manifest(self._root).beside if name not in written])
+            )
             if remaining:
                 self._report.warn(
-                    f"{self._root}: files of the replaced model remain, which the new source lacks: "
-                    f"{some_names(remaining)}; remove them unless they belong to the new model"
+                    f"{self._root}: files of the replaced model remain, which this run does not write: "
+                    f"{some_names(remaining, _MOST_REMAINING)}; remove them unless they belong to the new model"
                 )
 
     def suspects(self) -> list[int]:

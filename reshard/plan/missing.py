@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.errors import CheckpointError
@@ -17,6 +17,11 @@ from reshard.text.messages import listing
 from reshard.text.names import is_training_value, is_weight, state_prefix
 from reshard.text.report import Report
 from reshard.text.wording import as_glob, plural
+
+# Minimum prefix length: shorter prefixes match too many names.
+_MIN_PREFIX = 3
+# Maximum number of suggested patterns.
+_MAX_PATTERNS = 8
 
 
 def needed(missing: Iterable[str], held: Iterable[str], strategy: Strategy, names: Collection[str]) -> list[str]:
@@ -55,11 +60,9 @@ def missing_problems(plan: Plan, report: Report) -> Iterator[CheckpointError]:
     missing = [name for name in needed(missing, held, request.target, names) if not accepted.match(name)]
     weights = [name for name in missing if is_weight(name, names)]
     state = [name for name in missing if not is_weight(name, names)]
-    patterns = [
-        as_glob(os.path.commonprefix(chosen)) + "*" * (len(chosen) > 1)  # noqa: RUF071
-        for chosen in (weights, state)
-        if chosen
-    ]
+    patterns = [*_patterns(weights), *_patterns(state)]
+    if len(patterns) > _MAX_PATTERNS:
+        patterns[_MAX_PATTERNS:] = [f"and {len(patterns) - _MAX_PATTERNS} more"]
     absent = "if only absent ranks saved them, bring their files; " if plan.checkpoint.unseen else ""
     where = f"that the target strategy ({request.target.path}) lists"
     for chosen, text in (
@@ -72,6 +75,18 @@ def missing_problems(plan: Plan, report: Report) -> Iterator[CheckpointError]:
             yield CheckpointError(
                 text + listing(chosen),
                 parameter=chosen[0],
-                hint=f"{absent}pass strategies of the same model; to convert without them: "
-                + " ".join(f"--allow-missing '{pattern}'" for pattern in patterns),
+                hint=f"{absent}pass strategies of the same model; to convert without them: " + " ".join(patterns),
             )
+
+
+def _patterns(names: Sequence[str]) -> list[str]:
+    """--allow-missing for these names; each pattern has literal text, because others may match every name."""
+    groups = {"": list(names)}
+    if len(os.path.commonprefix(groups[""])) < _MIN_PREFIX:  # noqa: RUF071
+        groups = {}
+        for name in names:
+            groups.setdefault(name.partition(".")[0], []).append(name)
+    return [
+        f"--allow-missing '{as_glob(os.path.commonprefix(group))}{'*' * (len(group) > 1)}'"  # noqa: RUF071
+        for group in groups.values()
+    ]

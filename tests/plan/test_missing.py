@@ -27,6 +27,16 @@ def test_a_weight_that_no_file_holds_is_an_error_unless_it_may_be_missing(tmp_pa
     same_ranks(world.found(), world.expected({"w": FULL["w"], "v": FULL["v"]}))
 
 
+def test_advice_on_missing_weights_never_accepts_every_name(tmp_path: Path) -> None:
+    """A single `*` would turn the check off for all later runs of the command."""
+    names = ["backbone.embedding.table", "head.w1", "head.w2", "w"]
+    world = World(tmp_path, PLAIN, single({name: layout([2], [0]) for name in ["v", *names]}))
+    world.save({"v": FULL["v"]})
+    advised = ["--allow-missing 'backbone.embedding.table'", "--allow-missing 'head.w*'", "--allow-missing 'w'"]
+    result = world.refuses(3, *advised)
+    assert "'*'" not in result.err
+
+
 def test_excluded_weights_are_not_missing(tmp_path: Path) -> None:
     world = World(tmp_path, PLAIN, TARGET)
     world.save(FULL)

@@ -124,11 +124,11 @@ def _candidates(request: ReadRequest) -> tuple[Iterable[StepFiles], Sequence[Opt
 def _with_damage(candidates: Iterable[StepFiles], request: ReadRequest) -> Iterator[StepFiles]:
     """Candidates, with the files marked that count as absent."""
     for candidate in candidates:
-        left_out = (rank for rank in request.without_ranks if rank in candidate.files)
+        left_out = [rank for rank in request.without_ranks if rank in candidate.files]
         reasons = {rank: f"rank {rank} counts as lost (--without-ranks)" for rank in left_out}
         damaged = request.damaged
         reasons.update((rank, damaged[path]) for rank, path in candidate.files.items() if path in damaged)
-        yield candidate._replace(damaged=reasons)
+        yield candidate._replace(damaged=reasons, left_out=frozenset(left_out))
 
 
 def rank_names(prefix: Optional[str], checkpoint: Checkpoint) -> FileNames:

@@ -382,13 +382,11 @@ class StepSelector:
             )
         elif choice.scope is Scope.REQUESTED:
             self._report.note(
-                f"{step.label} has no file of {rank_ranges(absent)} here; the requested target ranks need none of it, "
-                "and values outside the strategies come from the existing files"
+                f"{step.label} {_lack(step, absent, ' here')}; the requested target ranks need none of it, and "
+                " values outside the strategies come from the existing files"
             )
         elif absent:
-            self._report.note(
-                f"{step.label} has no file of {rank_ranges(absent)}; replicas on {rank_ranges(step.readable)} are used"
-            )
+            self._report.note(f"{step.label} {_lack(step, absent)}; replicas on {rank_ranges(step.readable)} are used")
         elif skipped:
             self._report.note(f"{step.label} is used")
         # Other runs write the other ranks, and could choose another step.
@@ -416,5 +414,25 @@ class StepSelector:
                 log(
                     f"{plural(len(unseen), 'parameter')} of stage {stage.number} in no file of {step.label} count as "
                     "not saved: " + listing(unseen, 3) + f"; if only {rank_ranges(away)} saved them (a de-duplicated "
-                    "save), bring these ranks back"
+                    f"save), {_return_of(step, away)}"
                 )
+
+
+def _lack(step: SourceStep, absent: Sequence[int], where: str = "") -> str:
+    """Which ranks a step lacks, and which --without-ranks leaves out."""
+    left_out = step.step_files.left_out
+    missing = [rank for rank in absent if rank not in left_out]
+    words = [f"has no file of {rank_ranges(missing)}{where}"] if missing else []
+    if left_out:
+        counts = "counts" if len(left_out) == 1 else "count"
+        words.append(f"is read without {rank_ranges(left_out)}, which {counts} as lost (--without-ranks)")
+    return " and ".join(words)
+
+
+def _return_of(step: SourceStep, absent: Sequence[int]) -> str:
+    """How ranks come back."""
+    left_out = step.step_files.left_out.intersection(absent)
+    ways = ["bring these ranks back"] if len(left_out) < len(absent) else []
+    if left_out:
+        ways.append(f"take {rank_ranges(left_out)} out of --without-ranks")
+    return ", and ".join(ways)

@@ -102,6 +102,7 @@ class StepFiles(NamedTuple):
         root: the directory that names are relative to.
         parsed: the same files with their parsed names; empty if the user passed the files.
         damaged: the reason why a rank's file counts as absent, if known without reading it.
+        left_out: those of these ranks that --without-ranks names.
     """
 
     step: Optional[Step]
@@ -110,6 +111,7 @@ class StepFiles(NamedTuple):
     root: str = ""
     parsed: tuple[RankFile, ...] = ()
     damaged: Mapping[int, str] = {}
+    left_out: frozenset[int] = frozenset()
 
     @property
     def names(self) -> Optional[FileNames]:
