@@ -6,7 +6,6 @@ name when they are imported.
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from reshard.execute import Progress
 from reshard.execute.destination import Space
 from reshard.forms import FORM_CLASSES, SHORT_NAMES
 from reshard.forms.full.written_files import parse_size
-from reshard.opened.opening import Path, Texts, text_of, texts_of
+from reshard.opened.opening import Path, Texts, ranks_of, text_of, texts_of
 from reshard.plan.request import Request
 from reshard.strategies import target_named
 from reshard.text.globs import Filters
@@ -197,13 +196,13 @@ class Conversion:
                 name: texts_of(getattr(self, name))
                 for name in ("include", "exclude", "allow_missing", "rename", "cast")
             },
-            "without_ranks": tuple(sorted({*map(operator.index, self.without_ranks)})),
+            "without_ranks": ranks_of("without_ranks", self.without_ranks),
             "optimizer": "keep" if self.optimizer else None,
             "max_shard_size": parse_size(size) if isinstance(size, str) else size,
         }
 
     def _ranks(self) -> Optional[tuple[int, ...]]:
-        return None if self.ranks is None else tuple(sorted(set(self.ranks)))
+        return None if self.ranks is None else ranks_of("ranks", self.ranks)
 
     def _request(self, report: Report) -> Request:
         return request_between(os.fspath(self.src), os.fspath(self.dst), self._ranks(), self._typed(), report)

@@ -59,7 +59,7 @@ _ELSEWHERE = {
     "--process-num": "Use --jobs N for the number of CPUs.",
     "--max-process-num": "Use --jobs N for the number of CPUs.",
     "--ckpt-prefix": "It is --prefix here.",
-    "--strict": "Missing weights are errors; --allow-missing GLOB accepts them.",
+    "--strict": "Missing weights are errors; convert --allow-missing GLOB accepts them.",
     "--output-format": "It is --format here.",
     "--accept-changed-source": "A target is made from one source: another DST, or everything again with --overwrite.",
     "--available": "For ranks that cannot be read: --without-ranks 3,7.",
@@ -72,6 +72,8 @@ _DERIVE = "strategy derive reads the rules of a strategy, and makes the target's
 # Options that a command deliberately lacks.
 _BESIDE = {
     **{("rules", name): _DERIVE for name in ("--sizes", "--also", "--also-sizes", "--shapes")},
+    ("verify", "--strict"): "Every difference gives status 4.",
+    ("check", "--strict"): "Every contradiction gives status 4.",
     ("stats", "--svg"): "The page of view SRC --stats shows magnitudes.",
     ("check", "--all"): "It compares everything: leave it out.",
     ("merge-lora", "--cast"): "Merge first, then cast: convert OUT OTHER --cast DTYPE.",

@@ -80,10 +80,13 @@ def _lines(result: StrategyCheck, strategy: Strategy, path: str, verbose: bool) 
     step = "" if result.step is None else f", {step_words(result.step)}"
     yield f"checkpoint: {path}{step}, files of {rank_ranges(result.ranks)}{absent}"
     yield ""
+    if result.other_network:
+        yield "no parameter of the strategy is in the files: is it the strategy of another network?"
     if result.beyond_ranks:
         devices = plural(strategy.device_count, "device")
         beyond = rank_ranges(result.beyond_ranks)
-        yield f"{beyond} have files, but the strategy has {devices}: is a stage's file missing?"
+        missing = "" if result.other_network else ": is a stage's file missing?"
+        yield f"{beyond} have files, but the strategy has {devices}{missing}"
     if result.parameters:
         yield f"{plural(len(result.parameters), 'parameter')}: slices have the shapes of the strategy"
     for misfit in result.misfits[: len(result.misfits) if verbose else _MAX_MISFITS]:

@@ -116,7 +116,7 @@ def open(
         filters,
         report,
         edits,
-        without_ranks=sorted({*map(operator.index, without_ranks)}),
+        without_ranks=ranks_of("without_ranks", without_ranks),
     )
     effort = ReadingEffort(jobs or usable_cpus(), max_memory, io)
     return OpenedCheckpoint(request, FileHandles(), effort, report, errors_in_python)
@@ -283,6 +283,18 @@ def _target(
 def texts_of(texts: Texts) -> tuple[str, ...]:
     """One text or several, as a tuple."""
     return (texts,) if isinstance(texts, str) else tuple(texts)
+
+
+def ranks_of(parameter: str, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Ranks in ascending order, each once.
+
+    Raises:
+        UsageError: the value of the parameter of this name is another one.
+    """
+    try:
+        return tuple(sorted({*map(operator.index, ranks)}))
+    except TypeError as error:
+        raise UsageError(f"{parameter}={ranks!r} is no list of ranks such as [3, 7]") from error
 
 
 def text_of(path: Optional[Path]) -> Optional[str]:

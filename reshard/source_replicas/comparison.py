@@ -41,8 +41,8 @@ class ReplicaCheck(NamedTuple):
             return "replicas were not compared (--check-replicas never)"
         if not self.samples:
             return "no parameter has replicas to compare, so only shapes were checked"
-        extent = "all bytes" if self.compared == "everything" else plural(self.samples, "sample")
-        agree = f"replicas of {plural(self.parameters, 'parameter')} agree ({extent})"
+        extent = "" if self.compared == "everything" else f" in {plural(self.samples, 'sample')}"
+        agree = f"no difference between replicas{extent} of {plural(self.parameters, 'parameter')}"
         if self.untested:
             return f"{agree}; {plural(self.untested, 'other')} without replicas, checked by shape only"
         return agree if self.tested else f"{agree}; cut parameters were checked by shape only"

@@ -91,11 +91,15 @@ class StrategyCheck:
     alike: Optional[EqualRanks]
 
     @property
+    def other_network(self) -> bool:
+        """Whether the files hold no listed parameter."""
+        return bool(self.not_held) and not self.parameters and not self.misfits
+
+    @property
     def fits(self) -> bool:
         """Whether the files agree with the strategy."""
-        other_model = bool(self.not_held) and not self.parameters and not self.misfits
         differing = self.comparison.differing or self.same_slices or self.misplaced
-        return not (other_model or self.beyond_ranks or self.misfits or self.not_described or differing)
+        return not (self.other_network or self.beyond_ranks or self.misfits or self.not_described or differing)
 
 
 def check_strategy(

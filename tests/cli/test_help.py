@@ -65,6 +65,8 @@ def test_every_option_has_a_group_and_help_and_shows_its_default(path: tuple[str
         (["rank-list", "1", "--available", "1"], "--without-ranks"),
         (["--max-memory", "1G", "transform-dir"], "It is an option of convert"),
         (["transform-dir", "a", "b", "--world_size=8"], "No such option: --world_size. Not needed"),
+        (["verify", "a", "--strict"], "No such option: --strict. Every difference gives status 4."),
+        (["strategy", "check", "a", "b", "--strict"], "No such option: --strict. Every contradiction gives status 4."),
         (["transform-dir", "a", "b", "--rank_id", "0"], "--shard I/N"),
         (["transform-dir", "a", "b", "--transform_process_num", "2"], "--jobs N"),
         (["transform-dir", "a", "b", "--transform_rank", "2"], "Did you mean --ranks?"),

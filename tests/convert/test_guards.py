@@ -20,7 +20,7 @@ from reshard.strategies import read_strategy
 from reshard.text.report import Report
 from tests.corpus import ROOT
 from tests.reference import Strategy
-from tests.running import Argument, done, fails
+from tests.running import Argument, done, fails, flat, reshard
 from tests.small import COPIED, PLAIN_TARGET, World, tensors
 from tests.trees import cut_ranks, layout, same_ranks, single, value, write_strategy, write_tree
 
@@ -243,6 +243,36 @@ def test_an_empty_rank_directory_over_the_device_count_is_an_error(world: World)
     world.save(FULL)
     (world.src / "rank_4").mkdir()
     world.refuses(3, "rank 4", "last pipeline stage")
+
+
+def test_a_small_strategy_of_another_network_is_called_that_first(world: World) -> None:
+    """Not a pipeline stage that is missing."""
+    world.save(FULL)
+    other = write_strategy(world.root / "other", single({"x": layout([2], [0])}))
+    words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", other, "--dst-strategy", "none"]
+    result = fails(3, *words, texts=[other, "another network", "ranks 2-3", world.src])
+    assert "stage" not in result.err
+    check = reshard("strategy", "check", other, world.src)
+    assert check.status == 4 and "missing?" not in check.out
+    assert flat(check.out).index("another network") < flat(check.out).index("ranks 2-3 have files")
+
+
+@pytest.mark.parametrize("below", ["sub", "sub/deep"])
+def test_a_file_above_dst_is_named_and_stays(below: str, world: World) -> None:
+    world.save(FULL)
+    file = world.root / "precious.ckpt"
+    file.write_bytes(b"x")
+    words: list[Argument] = [
+        "convert",
+        world.src,
+        file / below,
+        "--src-strategy",
+        world.old,
+        "--dst-strategy",
+        world.new,
+    ]
+    result = fails(3, *words, texts=[f"{file} is", "choose another place"])
+    assert "remove" not in result.err
 
 
 def test_a_conversion_without_parameters_is_refused(world: World) -> None:

@@ -96,6 +96,10 @@ def test_tensors_are_opened_without_ranks(wrong: World) -> None:
     same_ranks(written(wrong), expected(wrong))
     with pytest.raises(UsageError, match="rank 9"):
         dict(reshard.open(wrong.src, src_strategy=wrong.old, without_ranks=[9]))
+    ranks: Any
+    for ranks in ("2", 2, [0.5]):
+        with pytest.raises(UsageError, match="without_ranks="):
+            reshard.open(wrong.src, src_strategy=wrong.old, without_ranks=ranks)
 
 
 def test_statistics_leave_out_ranks(wrong: World) -> None:

@@ -7,12 +7,13 @@ of its stage is absent: that rank may have held it. Slices without elements are 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, read_index
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, InputError
 from reshard.forms.ranks import SourceTree
 from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep, stage_shardings
 from reshard.layout import Grid, Overlap
@@ -188,6 +189,15 @@ def check_ranks(tree: SourceTree, source: Strategy, handles: FileHandles) -> Non
         )
     beyond = [rank for rank in tree.ranks if rank >= source.device_count]
     if beyond:
+        stranger = None if source.is_none else _stranger(tree, source, handles)
+        if stranger is not None:
+            raise CheckpointError(
+                f"is {source.path} the strategy of another network? It lists no tensor of {stranger}, and "
+                f"{tree.root} has {rank_ranges(beyond)} beyond its {source.device_count} devices",
+                file=stranger,
+                rank=beyond[0],
+                hint="pass the strategy that this checkpoint was saved with",
+            )
         devices = "one device (strategy none)" if source.is_none else f"{source.device_count} devices ({source.path})"
         raise CheckpointError(
             f"{tree.root} has checkpoints of {rank_ranges(beyond)}, but the source strategy has {devices}",
@@ -197,3 +207,12 @@ def check_ranks(tree: SourceTree, source: Strategy, handles: FileHandles) -> Non
             if source.is_none
             else "is the last pipeline stage's strategy file missing?",
         )
+
+
+def _stranger(tree: SourceTree, source: Strategy, handles: FileHandles) -> Optional[str]:
+    """The first readable file, if the strategy lists none of its tensors."""
+    for file in tree.files:
+        with contextlib.suppress(InputError):
+            tensors = read_index(handles, file.path).tensors
+            return file.path if tensors and tensors.keys().isdisjoint(source.parameters) else None
+    return None
