@@ -158,7 +158,9 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
         lines.append(f"  done     {complete} by the same conversion before; {handling}")
     absent = _absent(prepared)
     if absent:
-        lines.append(f"  replicas replace source {rank_ranges(absent, source_files)}, which have no intact file")
+        lines.append(
+            f"  replicas replace source {rank_ranges(absent, source_files)}: without intact files, or left out"
+        )
     unread = sorted(plan.checkpoint.indexes.keys() - moved.read)
     if unread and summary.ranks and len(summary.ranks) == plan.form.count:
         lines.append(f"  unread   source {rank_ranges(unread, source_files)}: the others hold all that is written")

@@ -53,6 +53,8 @@ def test_ranks_that_are_left_out_are_not_called_missing(plain: World) -> None:
     words = ["plan", *plain.words()[1:], "--allow-missing", "w", "--without-ranks", "0"]
     result = done(*words)
     warns(result, *texts)
+    (line,) = [line for line in result.out.splitlines() if "replicas replace" in line]
+    assert "rank 0" in line and "left out" in line
     assert "has no file of" not in flat(result.err) and "bring these ranks back" not in flat(result.err)
     shutil.rmtree(plain.src / "rank_1")
     warns(done(*words), "no file of rank 1 and", "bring these ranks back", *texts)
