@@ -65,6 +65,7 @@ check:
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	@$(VENV)/bin/python -m tests.trunk
 
 conformance:
 	@python=$$(.ci/conformance-python $(MINDSPORE) $(PYTHON)) && .ci/venv $(CONFORMANCE) "$$python" test mindspore==$(MINDSPORE)
