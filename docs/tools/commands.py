@@ -20,7 +20,7 @@ _BEGINNING = """\
 What `--help` prints, for every command. The rules behind the options: [rules.md](rules.md). The output of
 `--json`: [json.md](json.md). Exit statuses: [troubleshooting.md](troubleshooting.md#exit-statuses).
 
-Commands and options may be typed with `_` for `-`; `-v`, `-q` and `--debug` may stand before the command.
+Commands and options may be typed with `_` for `-`.
 `transform-dir` and `transform-all` are `convert`, `transform-by-rank` is `by-rank`.
 """
 

@@ -49,8 +49,9 @@ Verification found a difference.
 .BR 129 ", " 130 ", " 143
 Hangup (closed terminal), interrupted, terminated; the same command continues.
 .SH SEE ALSO
-.B reshard help
+.B reshard
 .I COMMAND
+.B \\-\\-help
 """
 
 

@@ -43,7 +43,7 @@ reshard convert ckpt/ out/ --scheduler tcp://host:8786 \\
 """,
 )
 @argument("src", shell_complete=completion.paths)
-@argument("dst", shell_complete=completion.directories)
+@argument("dst", shell_complete=completion.paths)
 @options.strategies
 @options.targets
 @options.conversion
@@ -78,7 +78,7 @@ done
 )
 @argument("rank", type=options.RANK)
 @argument("src", shell_complete=completion.paths)
-@argument("dst", shell_complete=completion.directories)
+@argument("dst", shell_complete=completion.paths)
 @options.strategies
 @options.conversion
 def by_rank(rank: int, src: str, dst: str, **typed: Any) -> None:
@@ -180,7 +180,7 @@ cp -rf lost/rank_* ckpt/
 """,
 )
 @argument("src", shell_complete=completion.paths)
-@argument("dst", shell_complete=completion.directories)
+@argument("dst", shell_complete=completion.paths)
 @options.strategy("Strategy the checkpoint was saved with.")
 @options.ranks("Target", "Write only these ranks.")
 @option("Target", "--lost-only", is_flag=True, help="Write only lost and damaged ranks.")

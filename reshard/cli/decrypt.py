@@ -16,7 +16,7 @@ print-the-key | reshard decrypt net.ckpt plain/ --key-file -
 """,
 )
 @argument("src", shell_complete=completion.paths)
-@argument("dst", shell_complete=completion.directories)
+@argument("dst", shell_complete=completion.paths)
 @option(
     "Source",
     "--key-file",

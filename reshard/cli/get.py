@@ -52,7 +52,7 @@ reshard get iterations/ lm_head.weight -o head.npy
 """,
 )
 @argument("src", shell_complete=completion.paths)
-@click.argument("name", shell_complete=completion.tensors)
+@click.argument("name")
 @options.strategy("Strategy the checkpoint was saved with; none for an unsharded one.", "--src-strategy", "strategy")
 @options.source
 @option(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from reshard._version import __version__
-from reshard.cli.command import passed_on, spelling
-from reshard.cli.errors import ReshardGroup, set_debug
+from reshard.cli.command import spelling
+from reshard.cli.errors import ReshardGroup
 
 # Name on the command line: module, attribute, one line of help (spares importing the module).
 _COMMANDS = {
@@ -32,8 +32,6 @@ _COMMANDS = {
     "recover": ("convert", "recover", "Rebuild the checkpoints of lost ranks from replicas."),
     "strategy": ("strategy", "strategy_group", "Show, compare, check and make strategy files."),
     "names": ("names", "names", "Show tables for --names: names and packing of other frameworks."),
-    "help": ("help", "show_help", "Show the help of a command."),
-    "completion": ("help", "completion", "Print the script for completion in bash, zsh or fish."),
 }
 _ALIASES = {"transform-dir": "convert", "transform-all": "convert", "transform-by-rank": "by-rank"}
 
@@ -44,29 +42,12 @@ _ALIASES = {"transform-dir": "convert", "transform-all": "convert", "transform-b
     aliases=_ALIASES,
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": spelling},
 )
-@click.option(
-    "-v",
-    "--verbose",
-    is_flag=True,
-    expose_value=False,
-    callback=passed_on,
-    help="Print details; the same as after COMMAND.",
-)
-@click.option(
-    "-q",
-    "--quiet",
-    is_flag=True,
-    expose_value=False,
-    callback=passed_on,
-    help="Print only results, warnings and errors; the same as after COMMAND.",
-)
-@click.option("--debug", is_flag=True, expose_value=False, is_eager=True, callback=set_debug, help="Show tracebacks.")
 @click.version_option(__version__, "-V", "--version", prog_name="reshard")
 def cli() -> None:
     """Convert distributed MindSpore checkpoints from one parallel layout to another.
 
     MindSpore and accelerators are not needed. `reshard COMMAND --help` shows the options of a command. They may be
-    typed as in MindSpore's scripts: --src_strategy_file, --src_checkpoints_dir, --dst_checkpoint, --transform_rank.
+    typed with underscores, and as in MindSpore's functions: --src_strategy_file, --dst_strategy_file.
     """
 
 

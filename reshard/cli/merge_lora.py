@@ -43,10 +43,9 @@ reshard merge-lora base/ adapter/ merged/ \\
     --src-strategy base.ckpt --adapter-strategy adapter.ckpt --alpha 32
 """,
 )
-@options.source_called("BASE")
 @argument("base", shell_complete=completion.paths)
 @argument("adapter", shell_complete=completion.paths)
-@argument("out", shell_complete=completion.directories)
+@argument("out", shell_complete=completion.paths)
 @options.strategies
 @options.strategy("Strategy that the adapter's ranks were saved with.", flag="--adapter-strategy")
 @option("Source", "--adapter-step", default="latest", show_default=True, metavar="STEP|latest", help="Step of ADAPTER.")

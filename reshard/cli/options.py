@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 import click
 
 from reshard.cli import completion
-from reshard.cli.command import Choice, Parsed, option
+from reshard.cli.command import Parsed, option
 from reshard.cli.errors import set_debug, set_quiet, set_verbose
 from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES, MAX_MEMORY
 from reshard.errors import UsageError
@@ -57,7 +57,7 @@ def _parse_rank(text: str) -> int:
 RANK = Parsed("rank", _parse_rank)
 
 
-class FormType(Choice):
+class FormType(click.Choice):  # type: ignore[type-arg, unused-ignore]
     """A form of checkpoint; ``hf`` is Hugging Face's."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class FormType(Choice):
         return super().convert(SHORT_NAMES.get(value, value), param, ctx)
 
 
-class FormatType(Choice):
+class FormatType(click.Choice):  # type: ignore[type-arg, unused-ignore]
     """A format of files."""
 
     def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
@@ -151,7 +151,7 @@ def choice(group: str, name: str, text: str) -> Callable[[F], F]:
     """An option with a few choices; the first is the default."""
     words = CHOICES[name]
     flag = "--" + name.replace("_", "-")
-    kind = FormatType if name == "format" else Choice
+    kind = FormatType if name == "format" else click.Choice
     return option(group, flag, name, type=kind(words), default=words[0], show_default=True, help=text)
 
 
@@ -168,7 +168,7 @@ def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 def strategy(text: str, *names: str, flag: str = "--strategy") -> Callable[[F], F]:
     """A strategy; --strategy by default."""
-    return option("Strategies", flag, *names, metavar="FILE|DIR|none", shell_complete=completion.strategies, help=text)
+    return option("Strategies", flag, *names, metavar="FILE|DIR|none", shell_complete=completion.paths, help=text)
 
 
 def _keep_shards(context: click.Context, _: click.Parameter, value: Optional[int]) -> None:
@@ -188,7 +188,7 @@ def _target_strategy(context: click.Context, _: click.Parameter, value: Optional
 
 def source_strategy(*names: str) -> Callable[[F], F]:
     """--src-strategy, with other names."""
-    text = "Strategy that SRC was saved with; none if SRC is not sharded."
+    text = "Strategy that the source was saved with; none if it is not sharded."
     return strategy(text, "src_strategy", *names, flag="--src-strategy")
 
 
@@ -200,8 +200,8 @@ def target_layout(command: F) -> F:
             "--dst-strategy",
             metavar="FILE|DIR|none|same",
             callback=_target_strategy,
-            shell_complete=completion.target_strategies,
-            help="Strategy of the target; none for one unsharded rank, same for that of SRC.",
+            shell_complete=completion.paths,
+            help="Strategy of the target; none for one unsharded rank, same for the source's.",
         ),
         option(
             "Strategies",
@@ -320,7 +320,6 @@ source = together(
         default="latest",
         show_default=True,
         metavar="EPOCH_STEP|latest",
-        shell_complete=completion.steps,
         help="Step to read; latest is the newest complete one.",
     ),
     option(
@@ -369,7 +368,7 @@ allow_missing = option(
     multiple=True,
     metavar="GLOB",
     show_default="none",
-    help="Go on although SRC lacks parameters that match GLOB and that the target strategy lists (repeatable).",
+    help="Go on although the source lacks parameters that match GLOB and that the target strategy lists (repeatable).",
 )
 """--allow-missing."""
 
@@ -412,7 +411,7 @@ edits = together(
     option(
         "Names and types",
         "--optimizer",
-        type=Choice(["keep"]),
+        type=click.Choice(["keep"]),
         show_default="left out",
         help="keep: apply the table to optimizer state, too.",
     ),
@@ -511,20 +510,6 @@ divided = together(
 
 targets = together(ranks("Target", "Write only these target ranks; with --to, these files."), divided)
 """Which target ranks are written."""
-
-
-def source_called(name: str) -> Callable[[F], F]:
-    """The help of all options calls the source by the name of the command's argument; goes above the options."""
-
-    def rename(command: F) -> F:
-        for parameter in getattr(command, "__click_params__", ()):
-            for attribute in ("help", "show_default"):
-                text = getattr(parameter, attribute, None)
-                if isinstance(text, str):
-                    setattr(parameter, attribute, re.sub(r"\bSRC\b", name, text))
-        return command
-
-    return rename
 
 
 def target_form(default: str, text: str = "Form of the target; hf is short for huggingface.") -> Callable[[F], F]:

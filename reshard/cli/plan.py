@@ -37,7 +37,7 @@ reshard plan ckpt/ out/ --svg transfers.svg \\
 """,
 )
 @argument("src", shell_complete=completion.paths)
-@argument("dst", shell_complete=completion.directories)
+@argument("dst", shell_complete=completion.paths)
 @options.strategies
 @options.targets
 @options.conversion

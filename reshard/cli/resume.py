@@ -36,7 +36,7 @@ On many machines that see out/ and the source under the same paths:
 reshard resume out/ --shard auto
 """,
 )
-@click.argument("dst", shell_complete=completion.directories)
+@click.argument("dst", shell_complete=completion.paths)
 @options.divided
 @options.dry_run
 @options.proof("Compare every tensor with the source after writing, also if DST is complete.")

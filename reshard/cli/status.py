@@ -25,7 +25,7 @@ _MAX_SINGLE = 3
 
 
 @command("status", "reshard status out/")
-@click.argument("dst", shell_complete=completion.directories)
+@click.argument("dst", shell_complete=completion.paths)
 @options.json_output
 @options.common
 def status(dst: str, as_json: bool) -> None:

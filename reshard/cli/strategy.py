@@ -14,7 +14,7 @@ from reshard.text.wording import one_line, plural
 
 
 @command("merge-pipeline", "reshard merge-pipeline output/strategy merged/src_strategy.ckpt")
-@click.argument("strategy_dir", shell_complete=completion.directories)
+@click.argument("strategy_dir", shell_complete=completion.paths)
 @click.argument("dst_file", shell_complete=completion.paths)
 @options.names_in_full
 @options.common

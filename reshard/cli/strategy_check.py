@@ -38,7 +38,7 @@ _MAX_GROUPS = 8
 reshard strategy check src_strategy.ckpt ckpt/
 """,
 )
-@click.argument("strategy", metavar="S", shell_complete=completion.strategies)
+@click.argument("strategy", metavar="S", shell_complete=completion.paths)
 @click.argument("path", metavar="CKPT", shell_complete=completion.paths)
 @options.source
 @options.selection

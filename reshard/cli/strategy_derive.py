@@ -28,7 +28,7 @@ _also = options.together(
         "--also",
         multiple=True,
         metavar="FILE|DIR",
-        shell_complete=completion.strategies,
+        shell_complete=completion.paths,
         help="One more strategy of the model (repeatable, with --also-sizes).",
     ),
     sizes_option("Source", "--also-sizes", text="Devices of --also's run.", multiple=True),
@@ -50,7 +50,7 @@ reshard strategy derive src.ckpt dst.ckpt --shapes qwen3-hf/ --names qwen3 \\
     --src-sizes dp=4,mp=2 --dst-sizes mp=2 --weights-only
 """,
 )
-@click.argument("src", metavar="SRC", shell_complete=completion.strategies)
+@click.argument("src", metavar="SRC", shell_complete=completion.paths)
 @click.argument("out", metavar="OUT", shell_complete=completion.paths)
 @sizes_option("Source", "--src-sizes", text="Devices of SRC's run: dp, mp, pp, cp, ep.")
 @_also

@@ -48,8 +48,8 @@ In a script:
 reshard strategy diff compiled/ made.ckpt --exit-code
 """,
 )
-@click.argument("source", metavar="A", shell_complete=completion.strategies)
-@click.argument("target", metavar="B", shell_complete=completion.strategies)
+@click.argument("source", metavar="A", shell_complete=completion.paths)
+@click.argument("target", metavar="B", shell_complete=completion.paths)
 @option("Checks", "--exit-code", is_flag=True, help="Exit status 4 if they differ.")
 @options.json_output
 @options.verbose("Name every parameter in the summary.")

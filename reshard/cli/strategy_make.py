@@ -157,7 +157,7 @@ reshard strategy make mcore target.ckpt --shapes qwen3-hf/ --names qwen3 \\
     "Source",
     "--src-strategy",
     metavar="FILE|DIR",
-    shell_complete=completion.strategies,
+    shell_complete=completion.paths,
     help="Strategy of --shapes, if that is a rank tree.",
 )
 @names

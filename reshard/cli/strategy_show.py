@@ -43,7 +43,7 @@ reshard strategy show src_strategy.ckpt \\
 """,
 )
 @click.argument("path", metavar="FILE|DIR", shell_complete=completion.paths)
-@click.argument("parameter", required=False, metavar="[PARAM]", shell_complete=completion.parameters)
+@click.argument("parameter", required=False, metavar="[PARAM]")
 @sizes_option(
     "Strategies",
     "--sizes",

@@ -46,7 +46,7 @@ reshard verify out/ --src ckpt/ --cast BFloat16 \\
     --src-strategy src.ckpt --dst-strategy dst.ckpt
 """,
 )
-@click.argument("out", shell_complete=completion.directories)
+@click.argument("out", shell_complete=completion.paths)
 @option(
     "Source",
     "--src",

@@ -34,10 +34,6 @@ def test_exchanged_source_and_target_are_recognised(world: World) -> None:
     fails(3, *words, texts=[f"{world.dst}: does not exist", f"{world.src} exists: the source comes first"])
 
 
-def test_strategies_as_arguments_are_refused_with_their_options(world: World) -> None:
-    fails(2, "convert", world.src, world.dst, world.old, world.new, texts=["--src-strategy S --dst-strategy S"])
-
-
 def test_another_maximum_shard_size_is_listed_once(world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "huggingface"]

@@ -350,7 +350,7 @@ def test_json_output_contains_no_control_character(command: str, tmp_path: Path)
 
 
 def test_a_traceback_contains_no_control_character(tmp_path: Path) -> None:
-    result = reshard("--debug", "inspect", tmp_path / "no\x1b[31m.ckpt")
+    result = reshard("inspect", tmp_path / "no\x1b[31m.ckpt", "--debug")
     assert result.status == 3 and "Traceback" in result.err and result.err.replace("\n", "").isprintable()
 
 

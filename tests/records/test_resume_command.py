@@ -316,7 +316,7 @@ def test_resume_dry_run_prints_the_plan(world: World) -> None:
     shown = done("resume", world.dst, "-n")
     assert "resumes reshard convert" in shown.err and "1 file" in shown.out
     assert tree_bytes(world.dst) == before
-    assert "goes on" not in done("-q", "resume", world.dst, "-n").err
+    assert "goes on" not in done("resume", world.dst, "-n", "-q").err
 
 
 def test_resume_divides_the_remaining_ranks_among_machines(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_resume_with_an_unknown_option_is_wrong_usage(plain: World) -> None:
     plain.save(FULL, ranks=[0, 1])
     done("recover", plain.src, plain.dst, "--strategy", plain.old)
     lose(plain, 3)
-    fails(2, "resume", plain.dst, "--shard", "0/2", texts=["No such option: --shard"])
+    fails(2, "resume", plain.dst, "--shard", "0/2", texts=["--shard"])
 
 
 DAMAGE: dict[str, Any] = {

@@ -40,8 +40,7 @@ def test_lost_parameters_are_folded_unless_verbose(tmp_path: Path) -> None:
     world.save(states(), ranks=[0, 1, 3])
     result = world.refuses(3, "192 parameters", "'{,adam_m.,adam_v.}model.layers.{0-31}.wq.weight' (96)", "rank 2")
     assert len(result.err.splitlines()) <= 5 and max(map(len, result.err.splitlines())) < 300
-    for words in (world.words("-v"), ["-v", *world.words()]):
-        warns(fails(3, *words), *(f"'{name}'" for name in STATES))
+    warns(fails(3, *world.words("-v")), *(f"'{name}'" for name in STATES))
 
 
 def test_problems_that_differ_only_in_the_parameter_are_grouped(tmp_path: Path) -> None:
@@ -158,7 +157,7 @@ def test_errors_are_red_and_warnings_yellow_on_a_colour_terminal(world: World) -
     world.save(FULL)
     wrong = [str(word) for word in world.words("--ranks", "9")]
     assert f"{RED}reshard: error: target rank 9" in terminal_output(100, ON_TERMINAL, *wrong)
-    assert f"{RED}Error: No such option: --rank" in terminal_output(100, ON_TERMINAL, *wrong, "--rank")
+    assert f"{RED}Error: No such option" in terminal_output(100, ON_TERMINAL, *wrong, "--rank")
     assert "\033[" not in terminal_output(100, ON_TERMINAL, *wrong, NO_COLOR="1")
     assert "\033[" not in reshard(*wrong, subprocess_=True).err
     ranks = cut_ranks(SOURCE, FULL, COPIED)
