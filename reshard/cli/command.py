@@ -45,6 +45,7 @@ _ELSEWHERE = {
     "--ckpt-prefix": "It is --prefix here.",
     "--strict": "Differences and missing weights are errors; convert --allow-missing GLOB accepts missing ones.",
     "--output-format": "It is --format here.",
+    "--accept-changed-source": "A target is made from one source: another DST, or everything again with --overwrite.",
     "--available": "For ranks that cannot be read: --without-ranks 3,7.",
     "--all": "strategy check compares everything: leave it out.",
     "--decrypt-key-file": _DECRYPT,

@@ -143,6 +143,8 @@ class TargetDirectory:
             TargetError: the directory contains another conversion, foreign checkpoints, or targets
                 without permission to overwrite.
         """
+        # Targets before records: another run may finish one at this moment, which then has its record already.
+        existing = self._destination.check(self._name(rank) for rank in self._requested)
         before = ledger_in(self._root)
         joined = before is not None and before.identity == self._identity
         if before is not None and not joined and not (self._overwrite and self._whole):
@@ -153,10 +155,12 @@ class TargetDirectory:
         own_names = {self._name(rank) for rank in (self._everything if joined else self._requested)}
         places = {os.path.dirname(name) for name in (*own_names, *recorded)} if everywhere else self._directories()
         present = set(self._destination.checkpoints(places, everywhere))
+        if before is None and ledger_in(self._root) is not None:
+            # Another run has begun meanwhile: what is present may be its targets.
+            return self.survey()
         foreign = present - own_names - recorded.keys()
         if foreign:
             raise self._refusals.foreign(foreign)
-        existing = self._destination.check(self._name(rank) for rank in self._requested)
         if not self._plan.form.by_rank:
             self._destination.check(_marks(self._identity))
         if before is None:
@@ -189,8 +193,8 @@ class TargetDirectory:
         if changes.time and stays and done:
             self._report.warn(
                 f"{self._refusals.source_files(changes.time)} have another time than when the conversion in "
-                f"{self._root} was begun, though sizes, headers and samples of the contents are the same; unless they "
-                f"were only copied, convert everything again with {self._refusals.replace_all}"
+                f"{self._root} was begun, or were replaced since, though sizes, headers and samples of the contents "
+                f"are the same; unless they were only copied, convert everything again with {self._refusals.replace_all}"
             )
         # A replacement that was stopped goes on: some of its targets are missing.
         finished = recorded.keys() >= {self._name(rank) for rank in self._requested}

@@ -98,7 +98,7 @@ class SourceChanges(NamedTuple):
     Attributes:
         content: size, headers or contents differ.
         values: not read before, and values such as ``global_step`` differ from those of other ranks.
-        time: only the time of modification differs.
+        time: only the time of modification or the file itself differs, as its inode or ETag.
     """
 
     content: list[int]
@@ -211,7 +211,9 @@ class Ledger:
                 changes.content.append(source.rank)
             elif not recorded and source.values not in values.get(source.value_names, {source.values}):
                 changes.values.append(source.rank)
-            elif recorded and not any(_same_time(source.modified, one.modified) for one in recorded):
+            elif recorded and not any(
+                _same_time(source.modified, one.modified) and source.place == one.place for one in recorded
+            ):
                 changes.time.append(source.rank)
         return changes
 

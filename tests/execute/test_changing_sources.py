@@ -285,6 +285,14 @@ def test_a_copy_of_the_source_resumes_with_a_warning(world: World) -> None:
     assert sorted(world.found()) == [0, 1]
 
 
+def test_a_file_replaced_by_one_of_equal_time_gives_a_warning(world: World) -> None:
+    world.save(NEW)
+    world.convert("--ranks", "0")
+    path = world.src / "rank_0" / "net-1_10.ckpt"
+    renamed_with_the_same_time(path, path.read_bytes())
+    warns(world.convert(), "source files of rank 0", "were replaced since")
+
+
 def at_commit(monkeypatch: pytest.MonkeyPatch, todo: Callable[[Path], None]) -> None:
     """Call a function with each target as soon as it exists."""
     original = writing.TargetWriter.commit
