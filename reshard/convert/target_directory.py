@@ -194,7 +194,8 @@ class TargetDirectory:
             self._report.warn(
                 f"{self._refusals.source_files(changes.time)} have another time than when the conversion in "
                 f"{self._root} was begun, or were replaced since, though sizes, headers and samples of the contents "
-                f"are the same; unless they were only copied, convert everything again with {self._refusals.replace_all}"
+                "are the same; unless they were only copied, convert everything again with "
+                f"{self._refusals.replace_all}"
             )
         # A replacement that was stopped goes on: some of its targets are missing.
         finished = recorded.keys() >= {self._name(rank) for rank in self._requested}
