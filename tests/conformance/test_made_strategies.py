@@ -146,19 +146,6 @@ class Deriving:
             words += ["--rules", self._path / "stated.toml"]
         self.compare(network, target, "derive", self.directory(network, sources[0]), *words)
 
-    def make(self, network: str, source: str, target: str) -> None:
-        """From the rules that are printed of one strategy."""
-        before, after = NETWORKS[network].runs[source], NETWORKS[network].runs[target]
-        full = self.shapes(network, source)
-        read = ("strategy", "rules", self.directory(network, source), "--sizes", before.text, "--shapes", full)
-        printed = reshard(*read)
-        if printed.status:
-            self.found["refused"] += 1
-            return
-        rules = self._path / "rules.toml"
-        rules.write_text(printed.out)
-        self.compare(network, target, "make", rules, "--shapes", full, "--sizes", after.text, *after.options())
-
     def compare(self, network: str, target: str, command: str, source: Path, *words: Argument) -> None:
         out = self._path / "made"
         shutil.rmtree(out, ignore_errors=True)
@@ -204,12 +191,3 @@ def test_strategies_derived_from_two_equal_compiled_ones_or_are_refused(compiled
         for one, two, other in random.Random(1).sample(list(itertools.permutations(of.runs, 3)), 6):
             deriving.derive(network, [one, two], other)
     assert deriving.found["same"] >= 1, deriving.found
-
-
-def test_rules_read_from_compiled_strategies_make_compiled_strategies_or_are_refused(
-    compiled: Compiled, tmp_path: Path
-) -> None:
-    deriving = Deriving(compiled, tmp_path)
-    for network, one, other in PAIRS:
-        deriving.make(network, one, other)
-    assert deriving.found["same"] >= 6, deriving.found
