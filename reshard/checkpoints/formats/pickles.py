@@ -75,11 +75,14 @@ class PickledInstance(metaclass=Global):
     @property
     def fields(self) -> dict[str, Any]:
         """Its state by name; empty where the state is something else."""
-        state = self.state
-        if isinstance(state, tuple) and len(state) == 2 and not state[0]:
-            # Of a class with slots.
-            state = state[1]
-        return state if isinstance(state, dict) else {}
+        return named(self.state)
+
+
+def named(state: Any) -> dict[str, Any]:
+    """A pickled state by name; that of a class with slots is a pair."""
+    if isinstance(state, tuple) and len(state) == 2:
+        return {key: each for part in state if isinstance(part, dict) for key, each in part.items()}
+    return state if isinstance(state, dict) else {}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -219,7 +222,7 @@ def plain(value: Any, depth: int = 64) -> Any:
         if not all(isinstance(key, (str, int)) for key in value):
             raise NotPlain("its keys are more than text and numbers")
         return {str(key): plain(each, depth - 1) for key, each in value.items()}
-    raise NotPlain(f"it holds {getattr(value, 'name', '') or 'what is no plain value'}")
+    raise NotPlain(f"it holds {getattr(value, 'name', '') or 'a value that is not plain'}")
 
 
 def pickled(value: Any, protocol: int = 2) -> bytes:

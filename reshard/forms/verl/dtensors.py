@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.formats.archives import TENSOR_NAMES, Archive, Elements
-from reshard.checkpoints.formats.pickles import MAX_SIZES, PickledInstance, among, sizes_of
+from reshard.checkpoints.formats.pickles import MAX_SIZES, PickledInstance, among, named, sizes_of
 
 _REBUILD_TYPE, _WRAPPER = "torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_wrapper_subclass"
 _PARAMETER = "torch._utils._rebuild_parameter"
@@ -170,7 +170,5 @@ def _class(value: Any) -> str:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """The attributes of an instance, or in a state, with and without slots."""
-    state = value.state if isinstance(value, PickledInstance) else value
-    parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
-    return {key: each for part in parts if isinstance(part, dict) for key, each in part.items()}
+    """The attributes of an instance, or in a state."""
+    return value.fields if isinstance(value, PickledInstance) else named(value)
