@@ -168,7 +168,7 @@ def suggest(
         return Suggestions(subject, items=resumed)
     needs_strategy = subject.form.options.needs_strategy
     if subject.problems and (subject.contents is None or (needs_strategy and strategy and subject.checkpoint is None)):
-        # Without contents nothing can be said, and every conversion with this strategy would fail.
+        # Without contents there is nothing to suggest, and every conversion with this strategy would fail.
         raise CheckpointError(subject.problems[0].text, file=src, hint=subject.problems[0].hint)
     places = _places(src)
     if strategy is None and subject.form.options.by_rank and find_rank(places[0]) is not None:

@@ -36,7 +36,7 @@ ROOMS = tuple(f"{os.sep}reshard{os.sep}{room}{os.sep}" for room in ("checkpoints
 
 @contextlib.contextmanager
 def limited_memory() -> Iterator[None]:
-    """Refuse more memory: Python's unpickler asks for as many references as a damaged number says."""
+    """Refuse more memory: Python's unpickler asks for as many references as a damaged number claims."""
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (mapped + (MEGABYTES << 19), hard))

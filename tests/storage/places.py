@@ -106,7 +106,7 @@ class ToyPlace:
 def failing(number: int, method: str, path: str) -> Optional[str]:
     """Every other request goes wrong, each in its own way; with several threads, see `try_often`."""
     fault = ("unavailable", None, "drop", None, "cut", None, "lost", None)[number % 8]
-    # If this answer is lost, nobody knows the upload: it is left to a rule of the bucket.
+    # If this answer is lost, the upload ID stays unknown: it is left to a rule of the bucket.
     return "drop" if fault in ("cut", "lost") and path.endswith("?uploads") else fault
 
 
