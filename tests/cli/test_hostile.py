@@ -183,7 +183,6 @@ def test_paths_that_are_too_long_are_wrong_usage(world: World, path: str) -> Non
         "target": ["transform-dir", world.src, path, "--src-strategy", world.old, "--dst-strategy", world.new],
         "status": ["status", path],
         "verify": ["verify", path],
-        "merge": ["fingerprint", "--merge", path],
         "merged": ["merge-pipeline", world.old.parent, path + ".ckpt"],
     }
     # A pattern with missing directories matches nothing, whatever its length.

@@ -95,7 +95,6 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("verify", whole)
     add("verify", whole, "--src", source, *STRATEGIES)
     add("fingerprint", whole, "--strategy", DEMO / "dst_strategy.ckpt")
-    add("fingerprint", source, "--strategy", DEMO / "src_strategy.ckpt", "--ranks", "0-1")
     add("get", source, "*layernorm.gamma", STRATEGIES[0], STRATEGIES[1], "--slice", "0:2")
     add("get", FULL, "*")
     add("get", OBJECTS, "*")

@@ -128,12 +128,12 @@ def test_numbered_files_are_not_called_ranks(tmp_path: Path) -> None:
     save_file(weights, src / "model.safetensors")
     dcp, other = tmp_path / "dcp", tmp_path / "other"
     done("convert", src, dcp, "--to", "dcp", "--shards", 4)
-    texts = [done("fingerprint", dcp, "--ranks", 1).err, done("stats", src).out]
+    texts = [done("stats", src).out]
     done("by-rank", 1, src, other, "--to", "dcp", "--shards", 4)
     save_file({**weights, "a.weight": np.zeros((4, 2), "f4")}, src / "model.safetensors")
     by_rank: tuple[Argument, ...] = ("by-rank", 2, src, other, "--to", "dcp", "--shards", 4)
     texts.append(fails(3, *by_rank, texts=["source file 0"]).err)
-    assert "files 0,2-3" in texts[0] and "model.safetensors" in texts[1]
+    assert "model.safetensors" in texts[0]
     for text in texts:
         assert not re.search(r"(?<!by-)ranks?\b", text), text
 

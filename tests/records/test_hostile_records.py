@@ -1,4 +1,4 @@
-"""Hostile records: manifests, plans, fingerprints to merge, scheduler files.
+"""Hostile records: manifests, plans, scheduler files.
 
 Whatever stands in their place, a command that reads them ends, soon, with a few lines and no bug.
 """
@@ -16,7 +16,7 @@ import pytest
 from tests.bounds import within
 from tests.checkpoint_writing import write_sparse
 from tests.conftest import LONG
-from tests.running import Argument, Result, done, fails, reshard
+from tests.running import Argument, Result, fails, reshard
 from tests.small import World, tensors
 from tests.special_files import SPECIAL
 
@@ -39,12 +39,6 @@ def plan_of(world: World) -> Path:
     return world.dst / ".reshard" / "plan.json"
 
 
-def result_of(world: World) -> Path:
-    path = world.root / "result.json"
-    path.write_text(done("fingerprint", world.src, "--strategy", world.old, "--json", "--quiet").out)
-    return path
-
-
 RECORDS = {
     "manifest": Record(
         lambda world: world.dst / "reshard-manifest.json",
@@ -60,7 +54,6 @@ RECORDS = {
     "command": Record(
         lambda world: next(world.dst.glob(".reshard/command.*.json")), lambda world, path: [["resume", world.dst]]
     ),
-    "result": Record(result_of, lambda world, path: [["fingerprint", "--merge", path]]),
 }
 
 

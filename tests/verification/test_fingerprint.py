@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
@@ -14,14 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.errors import InputError
 from reshard.layout import Box, whole_box
-from reshard.verification.fingerprint import Fingerprints, ParameterSums, ValueSum
-from reshard.verification.saved_fingerprints import read_fingerprints
 from reshard.verification.sums import PRIME, Workspace, fingerprint
 from tests import cases
 from tests.layouts import DTYPES, examples, layouts, strategies, tensors
-from tests.reference import Array, Strategy, boxes, cut, rank_count
+from tests.reference import Array, Strategy, boxes, cut
 from tests.running import Result, done, fails, warns
 from tests.small import COPIED, SOURCE, World, world_of
 from tests.small import tensors as small_tensors
@@ -259,32 +254,6 @@ def test_ranks_of_a_real_strategy_and_the_full_tensors_have_the_same_fingerprint
     assert shown(tmp_path / "src", "--strategy", case.directory) == of_full(tmp_path, full, COPIED)
 
 
-@examples(30)
-@given(st.data())
-def test_results_of_any_ranks_merge_to_the_complete_one(data: st.DataObject) -> None:
-    full = data.draw(tensors())
-    strategy: Strategy = data.draw(strategies(full))
-    every = range(rank_count(strategy))
-    groups: list[set[int]] = data.draw(st.lists(st.sets(st.sampled_from(every), min_size=1), min_size=1, max_size=4))
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        old = write_strategy(root / "old", strategy)
-        slices_of_rank = cut_ranks(strategy, full, {"global_step": scalar(7)})
-        write_tree(root / "src", slices_of_rank)
-        words: list[Any] = []
-        for number, ranks in enumerate(groups):
-            # Only the ranks' own files are on this machine.
-            write_tree(root / f"machine{number}", {rank: slices_of_rank[rank] for rank in ranks})
-            typed = ",".join(map(str, sorted(ranks)))
-            out = done("fingerprint", root / f"machine{number}", "--strategy", old, "--ranks", typed, "--json").out
-            (root / f"{number}.json").write_text(out)
-            words += ["--merge", root / f"{number}.json"]
-        rest = ",".join(str(rank) for rank in every if not any(rank in ranks for ranks in groups))
-        if rest:
-            words += [root / "src", "--strategy", old, "--ranks", rest]
-        assert shown(*words) == shown(root / "src", "--strategy", old)
-
-
 def lines(result: Result) -> dict[str, str]:
     return {line.split()[-1]: line.split()[0] for line in result.out.splitlines()}
 
@@ -297,62 +266,13 @@ def test_a_trainers_state_has_the_fingerprints_of_the_model(form: str, tmp_path:
     done("convert", source, state, "--src-strategy", "none", "--to", form, "--shards", 2)
     whole = done("fingerprint", source, "--strategy", "none").out
     assert done("fingerprint", state).out == whole and "  a.weight\n" in whole
-    parts = [tmp_path / f"{number}.json" for number in range(2)]
-    for number, part in enumerate(parts):
-        part.write_text(done("fingerprint", state, "--ranks", number, "--json").out)
-    assert done("fingerprint", *(word for part in parts for word in ("--merge", part))).out == whole
     stored = done("fingerprint", state, "--rename", "*=*").out
     assert "  model.a.weight\n" in stored and stored.splitlines()[-1] != whole.splitlines()[-1]
-
-
-def test_a_partial_result_is_marked(world: World) -> None:
-    world.save(small_tensors(), ranks=[0])
-    result = done("fingerprint", world.src, "--strategy", world.old, "--ranks", "0")
-    assert lines(result)["w"] == lines(result)["checkpoint"] == "partial" and len(lines(result)["v"]) == 32
-    warns(result, "partial", "'m.w', 'w'", "--merge")
-
-
-@pytest.mark.parametrize("form", ["ranks", "huggingface"])
-def test_a_result_without_some_stage_or_file_is_partial(tmp_path: Path, form: str) -> None:
-    full = {name: Value("Float32", np.arange(8, dtype="<u4").reshape(4, 2)) for name in ("a.w", "b.w")}
-    stages = [stage for name in full for stage in single({name: layout([2], [0, -1])})]
-    src = tmp_path / "src"
-    old = write_strategy(tmp_path / "old", stages, None, "merged")
-    write_tree(src, cut_ranks(stages, full))
-    if form == "huggingface":
-        words: list[Any] = ["--src-strategy", old, "--to", form, "--max-shard-size", "32"]
-        done("convert", src, tmp_path / "full", *words)
-        src, words = tmp_path / "full", []
-        ranks = ["0", "1"]
-    else:
-        words = ["--strategy", old]
-        ranks = ["0,1", "2,3"]
-    for number, part in enumerate(ranks):
-        result = done("fingerprint", src, *words, "--ranks", part, "--json")
-        assert not result.json["complete"] and result.json["fingerprint"] is None
-        (tmp_path / f"{number}.json").write_text(result.out)
-        alone = done("fingerprint", "--merge", tmp_path / f"{number}.json")
-        assert lines(alone)["checkpoint"] == "partial"
-        warns(alone, "partial", "were not read", "--merge")
-    merged = done("fingerprint", "--merge", tmp_path / "0.json", "--merge", tmp_path / "1.json", "--json").json
-    assert (
-        merged["complete"] and merged["fingerprint"] == done("fingerprint", src, *words, "--json").json["fingerprint"]
-    )
-
-
-def test_unread_replicas_do_not_make_a_result_partial(world: World) -> None:
-    ranks = cut_ranks(single({"w": layout([2, 2], [0, -1])}), {"w": Value("Float32", np.ones((4, 2), "<u4"))})
-    old = write_strategy(world.root / "dp", single({"w": layout([2, 2], [0, -1])}), None, "merged")
-    write_tree(world.root / "replicas", ranks)
-    whole = done("fingerprint", world.root / "replicas", "--strategy", old, "--json").json
-    report = done("fingerprint", world.root / "replicas", "--strategy", old, "--ranks", "0,1", "--json").json
-    assert report["complete"] and report["fingerprint"] == whole["fingerprint"]
 
 
 def test_a_missing_slice_is_an_error(world: World) -> None:
     world.save(small_tensors(), ranks=[0, 1, 2])
     fails(3, "fingerprint", world.src, "--strategy", world.old, texts=["m.w", "rank 3"])
-    fails(3, "fingerprint", world.src, "--strategy", world.old, "--ranks", "0-3", texts=["ranks 0-3"])
     # What is left out plays no part in choosing the step, as in a conversion.
     fails(3, "fingerprint", world.src, "--strategy", world.old, "--exclude", "m.*", texts=["m.w", "rank 3"])
 
@@ -382,9 +302,6 @@ def test_fingerprint_reads_the_newest_complete_step(world: World) -> None:
     result = done(*words)
     assert result.out == older
     warns(result, "1_10", "skipped")
-    assert done(*words, "--ranks", "0,1").out != done(*words, "--ranks", "0,1", "--step", "1_9").out
-    newest_of_both = done(*words, "--ranks", "1,2", "--json").json
-    assert newest_of_both == done(*words, "--ranks", "1,2", "--step", "1_9", "--json").json
 
 
 def test_stages_that_share_a_parameter_must_agree(tmp_path: Path) -> None:
@@ -420,66 +337,18 @@ def test_differing_copies_give_a_warning(world: World) -> None:
     warns(done("fingerprint", world.src, "--strategy", world.old), "global_step", "lowest")
 
 
-def test_json_contains_every_slice(world: World) -> None:
+def test_json_contains_every_fingerprint(world: World) -> None:
     world.save(small_tensors())
     report = done("fingerprint", world.src, "--strategy", world.old, "--json").json
-    assert report["complete"] and {len(entry["slices"]) for entry in report["parameters"]} == {1, 2, 4}
-    assert [entry["name"] for entry in report["values"]] == ["global_step"]
     printed = lines(done("fingerprint", world.src, "--strategy", world.old))
-    for entry in (*report["parameters"], *report["values"]):
-        assert entry["fingerprint"] == printed[entry["name"]]
+    assert {entry["name"]: entry["fingerprint"] for entry in report["parameters"]} == {
+        name: digest for name, digest in printed.items() if name != "checkpoint"
+    }
     assert report["fingerprint"] == printed["checkpoint"]
 
 
-def test_contradictory_options_of_fingerprint_are_wrong_usage(world: World, tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_as_a_whole(world: World) -> None:
     world.save(small_tensors())
     fails(2, "fingerprint", texts=["SRC"])
     fails(2, "fingerprint", world.src, texts=["--strategy", "none"])
-    fails(2, "fingerprint", world.src, "--strategy", world.old, "--ranks", "4", texts=["rank 4", "4 ranks"])
-    fails(3, "fingerprint", "--merge", tmp_path / "none.json", texts=["none.json", "does not exist"])
-    for number, content in enumerate([b"", b"{}", b"[]", b"\xff", b'{"version": "reshard-1", "parameters": 3}']):
-        (tmp_path / f"{number}.json").write_bytes(content)
-        fails(3, "fingerprint", "--merge", tmp_path / f"{number}.json", texts=[f"{number}.json", "is not a result"])
-
-
-# Merging.
-
-HALF = {(0, ((0, 4), (0, 6))): 5, (0, ((4, 8), (0, 6))): 6}
-
-
-def result(**changes: Any) -> Fingerprints:
-    created = {"name": "w", "dtype": "Float32", "shape": (8, 6), "slices": dict(HALF), **changes}
-    return Fingerprints({"w": ParameterSums(**created)})
-
-
-@pytest.mark.parametrize(
-    ("other", "texts"),
-    [
-        (result(slices={(0, ((0, 4), (0, 6))): 7}), r"w.*\[0, 4\].*stage 0"),
-        (result(dtype="Int32"), "w.*type"),
-        (result(shape=(8, 12)), "w.*shape"),
-        (result(slices={(0, ((0, 8), (0, 3))): 7}), "w.*cut"),
-        (Fingerprints(values={"w": {0: ValueSum("Float32", (8, 6), 5)}}), "w.*strategy"),
-    ],
-)
-def test_contradictory_results_are_refused(other: Fingerprints, texts: str) -> None:
-    mine = result()
-    mine.merge(result())
-    with pytest.raises(InputError, match=texts):
-        mine.merge(other)
-
-
-def test_contradictory_copies_are_refused() -> None:
-    mine = Fingerprints(values={"step": {0: ValueSum("Int32", (1,), 5)}})
-    mine.merge(Fingerprints(values={"step": {1: ValueSum("Int32", (1,), 6)}}))
-    assert mine.differing == ["step"]
-    with pytest.raises(InputError, match=r"step.*file 1"):
-        mine.merge(Fingerprints(values={"step": {1: ValueSum("Int32", (1,), 5)}}))
-
-
-def test_a_result_round_trips_through_json(tmp_path: Path) -> None:
-    mine = result()
-    mine.values["step"] = {3: ValueSum("Int32", (), 5)}
-    mine.groups, mine.read = {(0, 2), (2, 4)}, {0: "a", 3: "b"}
-    (tmp_path / "result.json").write_text(json.dumps(mine.to_json()))
-    assert read_fingerprints(str(tmp_path / "result.json")) == mine
+    fails(2, "fingerprint", "--merge", "part.json", texts=["--merge", "verify OUT --src SRC --ranks"])
