@@ -25,8 +25,7 @@ from reshard.plan.request import Request
 from reshard.strategies import target_named
 from reshard.text.globs import Filters
 from reshard.text.in_python import errors_in_python, in_python
-from reshard.text.messages import block
-from reshard.text.report import Report, logged
+from reshard.text.messages import Report, block, logged
 
 
 class Planned(NamedTuple):

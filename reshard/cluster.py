@@ -23,7 +23,7 @@ from reshard.errors import InputError, ReshardError, RetryableError
 from reshard.execute import Progress
 from reshard.storage import absolute, exists, read_json, status_of_each
 from reshard.strategies import names_files, shards_of
-from reshard.text.report import Report
+from reshard.text.messages import Report
 
 # Shares of each thread: the last ones to end are small.
 _SHARES = 2

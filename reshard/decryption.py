@@ -44,7 +44,7 @@ from reshard.storage import (
     writing,
 )
 from reshard.storage.other_files import CIPHERS, MARK_SIZE, cipher_of, is_ckpt
-from reshard.text.report import Report
+from reshard.text.messages import Report
 
 _GCM, _SM4 = "AES-GCM", "SM4-CBC"
 _KEY_SIZES = (16, 24, 32)

@@ -10,8 +10,7 @@ import errno
 from collections.abc import Sequence
 from typing import Optional
 
-from reshard.text.messages import Message, block, full_text, joined, listing
-from reshard.text.wording import as_pattern, quoted
+from reshard.text.messages import Message, as_pattern, block, full_text, joined, listing, quoted
 
 # More hints would hide the problem.
 _MAX_HINTS = 3

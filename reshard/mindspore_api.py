@@ -18,7 +18,7 @@ from reshard.plan.request import Request
 from reshard.storage import is_directory, names_in, real
 from reshard.strategies import Strategy, read_group_info, read_strategy
 from reshard.strategies.written import merge_pipeline
-from reshard.text.report import logged
+from reshard.text.messages import logged
 
 LOG = logging.getLogger("reshard")
 

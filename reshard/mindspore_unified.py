@@ -16,9 +16,8 @@ from reshard.plan.request import Request
 from reshard.storage import real
 from reshard.strategies import Strategy, read_strategy
 from reshard.text.globs import Filters, pattern_of
-from reshard.text.messages import listing
+from reshard.text.messages import listing, logged
 from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight
-from reshard.text.report import logged
 
 
 def unified_safetensors(

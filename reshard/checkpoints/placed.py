@@ -31,7 +31,7 @@ from reshard.checkpoints.formats.tensors import Tensor
 from reshard.errors import DamagedCheckpointError
 from reshard.layout import Box, boxes_of_range
 from reshard.storage import FileStatus, ReadableFile, fill
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 from reshard.threads import ThreadLock
 
 # Limits of one read of elements out of C order: bytes, or a multiple of the requested bytes.

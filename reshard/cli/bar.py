@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
 
-from reshard.text.wording import byte_size
+from reshard.text.messages import byte_size
 
 if TYPE_CHECKING:
     _Tqdm = tqdm[NoReturn]

@@ -10,7 +10,7 @@ import click
 
 from reshard.errors import UsageError
 from reshard.signals import unwinding
-from reshard.text.near_names import near_names
+from reshard.text.names import near_names
 
 F = TypeVar("F", bound="Callable[..., Any]")
 

@@ -17,10 +17,8 @@ from reshard.convert import Options, Prepared, Summary, WriteElsewhere, prepare
 from reshard.errors import ReshardError
 from reshard.forms.registry import counted_as
 from reshard.plan.request import Request
-from reshard.text.messages import listing
+from reshard.text.messages import Report, byte_size, listing, plural, rank_ranges
 from reshard.text.names import KINDS, kind_of
-from reshard.text.report import Report
-from reshard.text.wording import byte_size, plural, rank_ranges
 
 if TYPE_CHECKING:
     from reshard.verification.end_to_end import Adapter

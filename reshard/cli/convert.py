@@ -16,8 +16,7 @@ from reshard.errors import UsageError
 from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.plan.request import Request
 from reshard.strategies import typed_strategy
-from reshard.text.report import Report
-from reshard.text.wording import byte_size, counted_ranks, plural, rank_ranges, step_words
+from reshard.text.messages import Report, byte_size, counted_ranks, plural, rank_ranges, step_words
 
 if TYPE_CHECKING:
     from reshard.cli.shard import Share

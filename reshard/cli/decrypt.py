@@ -5,7 +5,7 @@ from __future__ import annotations
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import is_quiet, listener, say
-from reshard.text.wording import plural
+from reshard.text.messages import plural
 
 
 @command(
@@ -36,7 +36,7 @@ def decrypt(src: str, dst: str, key_file: str) -> None:
     # Loaded only here: help does without.
     from reshard.decryption import decrypt as decrypt_files
     from reshard.decryption import read_key
-    from reshard.text.report import Report
+    from reshard.text.messages import Report
 
     written, finished = decrypt_files(src, dst, read_key(key_file), Report(listener()))
     if not is_quiet():

@@ -26,9 +26,7 @@ from reshard.forms.registry import form_named, form_of
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.opened import OpenedCheckpoint
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
-from reshard.text.messages import full_text, listing
-from reshard.text.report import Report
-from reshard.text.wording import one_line, plural
+from reshard.text.messages import Report, full_text, listing, one_line, plural
 
 
 @command(

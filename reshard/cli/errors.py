@@ -12,8 +12,7 @@ from reshard.cli.command import LazyGroup
 from reshard.cli.output import alarming
 from reshard.errors import ReshardError, is_read_only
 from reshard.signals import Stopped
-from reshard.text.messages import is_shortened
-from reshard.text.wording import printable
+from reshard.text.messages import is_shortened, printable
 
 # Longer errors repeat their first line at the end.
 _MANY_LINES = 8

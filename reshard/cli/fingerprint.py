@@ -26,10 +26,8 @@ from reshard.plan.editing import edited as make_edits
 from reshard.plan.edits import edits_of
 from reshard.records.commands import EDITS
 from reshard.storage import storage_of
-from reshard.text.filter_advice import warn_of_unmatched
-from reshard.text.globs import Filters
-from reshard.text.report import Report
-from reshard.text.wording import one_line, quoted
+from reshard.text.globs import Filters, warn_of_unmatched
+from reshard.text.messages import Report, one_line, quoted
 from reshard.verification.edited import EditedSource
 from reshard.verification.fingerprint import Fingerprints, fingerprints
 from reshard.verification.reading import Means

@@ -28,10 +28,8 @@ from reshard.opened.indexing import select
 from reshard.plan.edits import edits_of
 from reshard.storage import store_of, write_parts, writing_error
 from reshard.text.globs import Glob
-from reshard.text.messages import listing
-from reshard.text.near_names import near_names
-from reshard.text.report import Report
-from reshard.text.wording import one_line, plural, quoted
+from reshard.text.messages import Report, listing, one_line, plural, quoted
+from reshard.text.names import near_names
 
 Array = npt.NDArray[Any]
 

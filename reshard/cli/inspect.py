@@ -17,8 +17,15 @@ from reshard.cli.tables import say_more, table
 from reshard.errors import UsageError
 from reshard.forms.registry import form_named, form_of
 from reshard.storage import absolute, exists, is_directory, listings_cached
-from reshard.text.messages import full_text
-from reshard.text.wording import byte_size, one_line, plural, some_names, stepped_ranges, stepped_rank_ranges
+from reshard.text.messages import (
+    byte_size,
+    full_text,
+    one_line,
+    plural,
+    some_names,
+    stepped_ranges,
+    stepped_rank_ranges,
+)
 
 if TYPE_CHECKING:
     from reshard.inspection.contents import Finding, InspectedContents, InspectedFile
@@ -228,7 +235,7 @@ def _show_totals(contents: InspectedContents) -> None:
 
 def _by_pattern(items: Sequence[T], kind: Callable[[T], object], verbose: bool) -> list[tuple[str, int, T]]:
     """For each tensor its name and 1; if these are too many, for each pattern of names their number, and an example."""
-    from reshard.text.name_patterns import name_patterns
+    from reshard.text.names import name_patterns
 
     if verbose or len(items) <= _MAX_ROWS:
         return [(item.name, 1, item) for item in items]
@@ -360,7 +367,7 @@ def _show_lines(lines: Sequence[str], verbose: bool, before: str = "  ") -> None
 
 
 def _show_contents(step: InspectedStep, verbose: bool) -> None:
-    from reshard.text.name_patterns import pattern_lines
+    from reshard.text.names import pattern_lines
 
     contents = step.contents
     if contents is None:

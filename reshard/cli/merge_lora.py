@@ -24,9 +24,7 @@ from reshard.plan.request import Request
 from reshard.storage import is_regular_file, real
 from reshard.strategies import NONE, SAME
 from reshard.text.globs import Filters
-from reshard.text.messages import listing
-from reshard.text.report import Report
-from reshard.text.wording import plural
+from reshard.text.messages import Report, listing, plural
 
 if TYPE_CHECKING:
     from reshard.lora import Scale

@@ -13,7 +13,7 @@ from reshard.numbers.sweep import Location
 from reshard.opened import OpenedCheckpoint, ReadingEffort, open_requested, reading_request
 from reshard.plan.edits import NO_EDITS, Edits
 from reshard.text.globs import Filters
-from reshard.text.report import Report
+from reshard.text.messages import Report
 
 
 def opened(

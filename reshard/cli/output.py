@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Callable
 
 import click
 
-from reshard.text.messages import full_text
-from reshard.text.wording import byte_size, printable
+from reshard.text.messages import byte_size, full_text, printable
 
 if TYPE_CHECKING:
     from reshard.text.names import Total

@@ -19,8 +19,16 @@ from reshard.execute import ExecutionOptions
 from reshard.execute.destination import Space
 from reshard.forms.registry import counted_as, form_named
 from reshard.processes import anonymous_bytes, private_bytes
-from reshard.text.report import Report
-from reshard.text.wording import byte_size, counted_ranks, left_alone, number_ranges, plural, rank_ranges, step_words
+from reshard.text.messages import (
+    Report,
+    byte_size,
+    counted_ranks,
+    left_alone,
+    number_ranges,
+    plural,
+    rank_ranges,
+    step_words,
+)
 
 _MAX_ROWS = 40
 # Columns of the label before the text of a line.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Optional
 
 from reshard.cli.output import say
 from reshard.execute import OWN_THREAD, Progress
-from reshard.text.wording import byte_size
+from reshard.text.messages import byte_size
 
 if TYPE_CHECKING:
     from reshard.cli.bar import Bar

@@ -11,7 +11,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, listener, show_notes
 from reshard.errors import UsageError
-from reshard.text.wording import plural
+from reshard.text.messages import plural
 
 _WITH_SRC = ("to", "max_shard_size", "names", "rename", "config", "reverse", "optimizer")
 
@@ -99,7 +99,7 @@ def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
     from reshard.convert.ends import request_between
     from reshard.forms.registry import form_named
     from reshard.plan.planner import make_plan
-    from reshard.text.report import Report
+    from reshard.text.messages import Report
 
     to = typed.get("to")
     # Any format that goes with the form: files of different ones in the source are read alike.

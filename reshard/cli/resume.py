@@ -24,7 +24,7 @@ from reshard.records.commands import requested_ranks
 from reshard.records.status import Status, status_of
 from reshard.storage import real
 from reshard.strategies import names_files, read_strategy
-from reshard.text.wording import counted_ranks, number_ranges, rank_ranges
+from reshard.text.messages import counted_ranks, number_ranges, rank_ranges
 
 
 @command(

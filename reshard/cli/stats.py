@@ -26,9 +26,7 @@ from reshard.errors import UsageError
 from reshard.forms.registry import counted_as
 from reshard.numbers.statistics import TensorStatistics, statistics_of
 from reshard.plan.edits import edits_of
-from reshard.text.messages import full_text, listing
-from reshard.text.report import Report
-from reshard.text.wording import one_line, plural, rank_ranges
+from reshard.text.messages import Report, full_text, listing, one_line, plural, rank_ranges
 
 _KINDS = {"nan": "NaN", "inf": "Inf"}
 

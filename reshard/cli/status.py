@@ -18,7 +18,7 @@ from reshard.errors import TargetError
 from reshard.forms.registry import counted_as, form_named
 from reshard.records import Ledger, RecordedCommand
 from reshard.records.status import Status, status_of
-from reshard.text.wording import byte_size, counted_ranks, number_ranges, plural, rank_ranges, some_names
+from reshard.text.messages import byte_size, counted_ranks, number_ranges, plural, rank_ranges, some_names
 
 # More changed files than this are written again by one command for all.
 _MAX_SINGLE = 3

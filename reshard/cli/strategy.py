@@ -10,7 +10,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import Group, LazyGroup, command, option
 from reshard.cli.output import echo_json, is_quiet, say, show_notes
 from reshard.errors import UsageError
-from reshard.text.wording import one_line, plural
+from reshard.text.messages import one_line, plural
 
 
 @command("merge-pipeline", "reshard merge-pipeline output/strategy merged/src_strategy.ckpt")

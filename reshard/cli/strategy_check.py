@@ -21,11 +21,8 @@ from reshard.source_replicas.strategy_check import StrategyCheck, check_strategy
 from reshard.storage import storage_of
 from reshard.strategies import Strategy, typed_strategy
 from reshard.text.globs import Filters
-from reshard.text.messages import full_text
-from reshard.text.name_patterns import pattern_lines
-from reshard.text.names import is_weight
-from reshard.text.report import Report
-from reshard.text.wording import number_ranges, one_line, plural, quoted, rank_ranges, step_words
+from reshard.text.messages import Report, full_text, number_ranges, one_line, plural, quoted, rank_ranges, step_words
+from reshard.text.names import is_weight, pattern_lines
 
 _MAX_PATTERNS = 6
 _MAX_MISFITS = 4

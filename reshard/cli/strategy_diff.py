@@ -23,10 +23,8 @@ from reshard.plan.changes import (
     changes_between,
 )
 from reshard.strategies import Holding, Strategy, read_strategy
-from reshard.text.messages import listing
-from reshard.text.name_patterns import pattern_lines
-from reshard.text.names import ACCUMULATED_GRADIENTS
-from reshard.text.wording import plural, rank_ranges, some_numbers, stepped_ranges
+from reshard.text.messages import listing, plural, rank_ranges, some_numbers, stepped_ranges
+from reshard.text.names import ACCUMULATED_GRADIENTS, pattern_lines
 
 _MAX_PATTERNS = 20
 # In a line of the summary.

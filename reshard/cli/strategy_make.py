@@ -18,8 +18,7 @@ from reshard.cli.output import echo_json, is_quiet, say, show_notes
 from reshard.errors import InputError, StrategyError, UsageError
 from reshard.storage import is_directory
 from reshard.strategies import Strategy
-from reshard.text.messages import listing
-from reshard.text.wording import plural, rank_ranges
+from reshard.text.messages import listing, plural, rank_ranges
 
 if TYPE_CHECKING:
     from reshard.names import Configuration
@@ -129,7 +128,7 @@ def shapes_of(path: str, strategy: Optional[Strategy], typed: dict[str, Any]) ->
     """The tensors that --shapes names."""
     from reshard.checkpoints import FileHandles
     from reshard.forms.model_shapes import read_shapes
-    from reshard.text.report import Report
+    from reshard.text.messages import Report
 
     with FileHandles() as handles:
         return read_shapes(path, strategy, handles, Report())

@@ -18,9 +18,8 @@ from reshard.pictures.slices import Arrangement, shown_positions
 from reshard.storage import exists
 from reshard.strategies import Holding, Stage, Strategy, read_strategy
 from reshard.text.globs import Filters
-from reshard.text.name_patterns import pattern_lines
-from reshard.text.names import ACCUMULATED_GRADIENTS
-from reshard.text.wording import one_line, plural, quoted, some_numbers
+from reshard.text.messages import one_line, plural, quoted, some_numbers
+from reshard.text.names import ACCUMULATED_GRADIENTS, pattern_lines
 
 AxisNames = Callable[[str, tuple[int, ...]], tuple[str, ...]]
 """As in `reshard.strategies.rules.shown`, which is imported only when names exist."""

@@ -13,8 +13,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, fill, say
 from reshard.defaults import MAX_DEVICES
-from reshard.text.messages import full_text
-from reshard.text.wording import byte_size, one_line, plural, step_words
+from reshard.text.messages import byte_size, full_text, one_line, plural, step_words
 
 if TYPE_CHECKING:
     from reshard.inspection.suggestions import Suggestions

@@ -14,7 +14,7 @@ from unicodedata import east_asian_width
 import click
 
 from reshard.cli.output import alarming, is_verbose, on_terminal, say, terminal_width
-from reshard.text.wording import one_line, plural, printable
+from reshard.text.messages import one_line, plural, printable
 
 # Rich draws this many rows in well below a second.
 _MAX_DRAWN = 1000

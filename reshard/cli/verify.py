@@ -24,9 +24,7 @@ from reshard.records import Manifest, RecordedCommand, read_manifest
 from reshard.records.commands import EDITS
 from reshard.records.status import status_of
 from reshard.text.globs import Filters
-from reshard.text.messages import MAX_LINES, joined, listing
-from reshard.text.report import Report
-from reshard.text.wording import plural, printable, quoted, rank_ranges
+from reshard.text.messages import MAX_LINES, Report, joined, listing, plural, printable, quoted, rank_ranges
 from reshard.verification.difference import Difference
 from reshard.verification.end_to_end import verify_replicas
 from reshard.verification.sources import CheckpointPlace

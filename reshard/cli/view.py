@@ -11,9 +11,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import is_quiet, listener, write_file
 from reshard.errors import InputError, UsageError
-from reshard.text.messages import listing
-from reshard.text.report import Report
-from reshard.text.wording import plural
+from reshard.text.messages import Report, listing, plural
 
 if TYPE_CHECKING:
     from reshard.inspection.subject import Subject

@@ -28,9 +28,8 @@ from reshard.records.ledger import ledger_in
 from reshard.storage import caches_listings, exists, is_directory
 from reshard.strategies import AS_CUT, NONE, SAME, Strategy, required_strategies, shards_of, typed_strategy
 from reshard.text.globs import Filters
-from reshard.text.near_names import similar_path_hint
-from reshard.text.report import Report
-from reshard.text.wording import rank_ranges
+from reshard.text.messages import Report, rank_ranges
+from reshard.text.names import similar_path_hint
 
 
 class Ends(NamedTuple):

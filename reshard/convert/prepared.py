@@ -35,8 +35,7 @@ from reshard.source_replicas.samples import EFFORTS
 from reshard.source_replicas.swapped import hint_of_swap
 from reshard.storage import storage_of, store_of
 from reshard.storage.costs import LOCAL
-from reshard.text.report import Report
-from reshard.text.wording import are, plural, rank_ranges
+from reshard.text.messages import Report, are, plural, rank_ranges
 
 # Groups of target files written at a time where the store's upload buffers limit memory.
 _GROUPS = 8

@@ -20,8 +20,7 @@ from reshard.records.identity import short_digest
 from reshard.records.ledger import Ledger, ledger_in, packing_of
 from reshard.storage import absolute, exists, is_directory, real
 from reshard.strategies import AS_CUT, NONE, Strategy, names_files, read_strategy, target_words
-from reshard.text.report import Report
-from reshard.text.wording import number_ranges
+from reshard.text.messages import Report, number_ranges
 
 
 def command_of(plan: Plan, options: Options) -> Optional[RecordedCommand]:

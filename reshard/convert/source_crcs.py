@@ -11,8 +11,7 @@ from reshard.errors import DamagedCheckpointError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.forms.registry import counted_as
 from reshard.records import SourceFile, SourceSampler
-from reshard.text.report import Report
-from reshard.text.wording import plural, some_names
+from reshard.text.messages import Report, plural, some_names
 
 Check = Callable[[Sequence[CheckpointIndex]], Mapping[str, DamagedCheckpointError]]
 """Checks files; returns the errors of damaged files, by path."""

@@ -56,8 +56,7 @@ from reshard.storage import (
     writing,
 )
 from reshard.strategies import SAME
-from reshard.text.report import Report
-from reshard.text.wording import rank_ranges, some_names
+from reshard.text.messages import Report, rank_ranges, some_names
 
 # Maximum number of listed files of a replaced model.
 _MOST_REMAINING = 20

@@ -23,9 +23,7 @@ from reshard.source_replicas.swapped import hint_of_swap
 from reshard.storage import exists, real
 from reshard.strategies import SAME
 from reshard.text.globs import Filters
-from reshard.text.messages import joined
-from reshard.text.report import Report
-from reshard.text.wording import are, rank_ranges, some_names
+from reshard.text.messages import Report, are, joined, rank_ranges, some_names
 from reshard.verification.against_manifest import compare_with_manifest
 from reshard.verification.difference import Difference
 from reshard.verification.end_to_end import (

@@ -15,9 +15,7 @@ from reshard.execute.destination import Space, space_for
 from reshard.forms.registry import counted_as
 from reshard.plan.pieces import TargetFile
 from reshard.plan.plan import Plan
-from reshard.text.messages import listing
-from reshard.text.report import Report
-from reshard.text.wording import plural
+from reshard.text.messages import Report, listing, plural
 
 WriteElsewhere = Callable[[Sequence[int], Progress], None]
 """Writes and records target files in other processes, perhaps on other machines; counts their sizes."""

@@ -14,7 +14,7 @@ from reshard.execute.reader import CHUNK_BYTES, BoxReader
 from reshard.layout import Box, Grid, Overlap, boxes_of_range, shape_of, volume_of, whole_box
 from reshard.layout.grid import place_of
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 
 def equal_of(checkpoint: Checkpoint, names: Iterable[str]) -> list[TiedTensors]:

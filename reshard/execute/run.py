@@ -30,7 +30,7 @@ from reshard.execute.writing import Finish, TargetWriter
 from reshard.plan.pieces import TargetFile
 from reshard.processes import LostWorkerError, may_fork, private_bytes
 from reshard.storage import Sending
-from reshard.text.wording import plural
+from reshard.text.messages import plural
 from reshard.threads import wait_for
 
 if TYPE_CHECKING:

@@ -23,9 +23,8 @@ from reshard.forms.recorded import RecordedCheckpoint
 from reshard.layout import Grid, Layout
 from reshard.layout.boxes import Covering, covering
 from reshard.strategies import SAME, Stage, Strategy, rows_over
-from reshard.text.messages import listing
+from reshard.text.messages import as_pattern, listing, plural, quoted
 from reshard.text.names import is_value
-from reshard.text.wording import as_pattern, plural, quoted
 
 
 class Chunk(NamedTuple):

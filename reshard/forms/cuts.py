@@ -13,7 +13,7 @@ from reshard.checkpoints.checkpoint import GlobalTensor, Sharding
 from reshard.errors import CheckpointError, LayoutError
 from reshard.forms.target import Section, layout_in
 from reshard.layout import Grid, Layout, Overlap
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 if TYPE_CHECKING:
     from reshard.layout.views import ViewOverlap

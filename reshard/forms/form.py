@@ -18,7 +18,7 @@ from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.layout import Layout
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters
-from reshard.text.report import Report
+from reshard.text.messages import Report
 
 if TYPE_CHECKING:
     from reshard.forms.target import TargetForm

@@ -18,9 +18,8 @@ from reshard.forms.registry import form_named, form_of
 from reshard.storage import is_directory
 from reshard.strategies import Stage, Strategy, read_strategy
 from reshard.strategies.rules import FullTensor, ModelTensors, model_tensors
+from reshard.text.messages import Report, quoted, rank_ranges
 from reshard.text.names import ACCUMULATED_GRADIENTS
-from reshard.text.report import Report
-from reshard.text.wording import quoted, rank_ranges
 
 _HINT = (
     "pass an unsharded checkpoint, a Hugging Face directory or its index, a JSON strategy with shapes, "

@@ -9,7 +9,7 @@ from typing import Any, Callable, Optional
 from reshard.checkpoints import CheckpointIndex
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, StoredObject, TiedTensors, order_in_files
 from reshard.errors import InputError, one_error
-from reshard.text.wording import step_words
+from reshard.text.messages import step_words
 
 
 @dataclass

@@ -14,7 +14,7 @@ from reshard.forms.ranks.steps import RANK
 from reshard.forms.ranks.tree import named_for_rank
 from reshard.storage import caches_listings, exists
 from reshard.storage.directories import OWN
-from reshard.text.near_names import similar_path_hint
+from reshard.text.names import similar_path_hint
 
 
 @functools.cache

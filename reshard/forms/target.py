@@ -11,7 +11,7 @@ from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_o
 from reshard.errors import IncompleteSourceError, LayoutError
 from reshard.forms.ranks import FileNames
 from reshard.layout import Box, Layout, whole
-from reshard.text.wording import quoted, rank_ranges
+from reshard.text.messages import quoted, rank_ranges
 
 
 class Section(NamedTuple):

@@ -14,8 +14,7 @@ from typing import Optional
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.forms.form import SavedStep
 from reshard.storage import UnfitError, read_small, reading_error
-from reshard.text.report import Report
-from reshard.text.wording import some_names
+from reshard.text.messages import Report, some_names
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """The name of the tracker."""

@@ -16,8 +16,8 @@ from reshard.forms.form import WriteRequest
 from reshard.forms.target import Section, TargetForm, layout_in
 from reshard.layout import Layout, volume_of
 from reshard.strategies import Stage, Strategy
-from reshard.text.name_order import layers_in_order
-from reshard.text.report import Report
+from reshard.text.messages import Report
+from reshard.text.names import layers_in_order
 
 
 class Selected(NamedTuple):

@@ -17,8 +17,8 @@ from reshard.forms.objects import shown_object
 from reshard.forms.registry import form_named
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings
 from reshard.storage import caches_listings, is_directory, names_in, status_of_each
+from reshard.text.messages import Report
 from reshard.text.names import kind_of
-from reshard.text.report import Report
 
 
 class FormFile(NamedTuple):

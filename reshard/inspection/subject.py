@@ -15,7 +15,7 @@ from reshard.inspection.form import UNDECODED, inspect_form, quantised_in
 from reshard.inspection.tree import InspectedStep, inspect_tree
 from reshard.storage import exists, is_directory, listings_cached
 from reshard.strategies import Strategy
-from reshard.text.wording import rank_ranges, step_words
+from reshard.text.messages import rank_ranges, step_words
 
 
 class ShownFile(NamedTuple):

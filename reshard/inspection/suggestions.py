@@ -31,10 +31,8 @@ from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory
 from reshard.strategies import NONE, Strategy, read_strategy
 from reshard.strategies.beside import equal_layouts, strategies_in
-from reshard.text.messages import listing
+from reshard.text.messages import Report, listing, plural, rank_ranges
 from reshard.text.names import WEIGHTS, is_weight, training_globs
-from reshard.text.report import Report
-from reshard.text.wording import plural, rank_ranges
 
 SRC_STRATEGY, DST_STRATEGY, DEVICES, CONFIG = "SRC_STRATEGY", "DST_STRATEGY", "DEVICES", "CONFIG"
 """Placeholders of strategies, of the number of devices, and of the model's config.json."""

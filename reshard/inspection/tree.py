@@ -39,10 +39,8 @@ from reshard.storage import (
 from reshard.strategies import Strategy
 from reshard.strategies.replicas import replicas_of_strategy
 from reshard.text.globs import Filters
-from reshard.text.messages import listing
+from reshard.text.messages import Report, listing, plural, rank_ranges, some_names
 from reshard.text.names import CURRENT_RANK
-from reshard.text.report import Report
-from reshard.text.wording import plural, rank_ranges, some_names
 
 # Maximum files to open in order to recognise a directory without checkpoints.
 _MAX_TRIED = 8

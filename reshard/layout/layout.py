@@ -22,7 +22,7 @@ from typing import Optional
 
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box, Grid, place_of
-from reshard.text.wording import some_numbers
+from reshard.text.messages import some_numbers
 from reshard.threads import cached_property
 
 

@@ -16,9 +16,8 @@ from reshard.lora.low_rank import LARGEST_SIDE, LowRank, Matrix, MatrixCache, Sp
 from reshard.lora.pairs import Pair, is_matrix, module_of, name_beside, pairs_of, weight_of, whole_weights
 from reshard.lora.scale import Scale
 from reshard.opened import LazyTensor, OpenedCheckpoint
-from reshard.text.messages import listing
+from reshard.text.messages import listing, quoted
 from reshard.text.names import is_weight
-from reshard.text.wording import quoted
 
 # Size of the cache of matrices, and of one block of a matrix, in bytes.
 _CACHE_BYTES = 32 << 20

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 
 class KeyPatternError(ValueError):

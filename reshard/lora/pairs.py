@@ -7,10 +7,8 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from reshard.errors import CheckpointError
-from reshard.text.messages import listing
-from reshard.text.names import is_weight
-from reshard.text.near_names import near_names
-from reshard.text.wording import quoted
+from reshard.text.messages import listing, quoted
+from reshard.text.names import is_weight, near_names
 
 # Prefix of PEFT before every name of the model.
 _PEFT = "base_model.model."

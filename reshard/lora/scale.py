@@ -13,9 +13,8 @@ from reshard.errors import CheckpointError
 from reshard.lora.module_patterns import KeyPatternError, KeyPatterns
 from reshard.lora.pairs import module_of
 from reshard.storage import exists, is_directory, is_regular_file, read_json
-from reshard.text.near_names import similar_path_hint
-from reshard.text.report import Report
-from reshard.text.wording import quoted
+from reshard.text.messages import Report, quoted
+from reshard.text.names import similar_path_hint
 
 _PEFT_CONFIG, _MINDFORMERS_CONFIG = "adapter_config.json", "mindformers_adapter_config.json"
 _MAX_CONFIG_BYTES = 1 << 22

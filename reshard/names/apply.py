@@ -17,10 +17,9 @@ from reshard.names.model import HUB_SIDE, NameRules
 from reshard.names.operations import TAKE, Shape, SizedOperation, apply_all
 from reshard.names.options import NONE_RECORDED, Settled, UndeterminedError, settle, side_of, with_options
 from reshard.names.pattern import Pattern, SizedPattern
-from reshard.text.messages import listing
+from reshard.text.messages import listing, plural, quoted
 from reshard.text.names import OTHER, WEIGHTS, is_value, kind_of, state_prefix
 from reshard.text.products import SizeError
-from reshard.text.wording import plural, quoted
 
 
 class NamedView(NamedTuple):

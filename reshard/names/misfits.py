@@ -9,9 +9,8 @@ from typing import NamedTuple, Optional
 
 from reshard.errors import NamesError
 from reshard.names.matching import InstanceKey, Side, SidedRule
-from reshard.text.messages import Message, block, joined, listing
-from reshard.text.near_names import near_names
-from reshard.text.wording import quoted
+from reshard.text.messages import Message, block, joined, listing, quoted
+from reshard.text.names import near_names
 
 MOST_MISSING = 10000
 """Maximum number of missing names to count: a number in a name may be huge."""

@@ -8,9 +8,9 @@ from typing import Any, Callable, Optional
 from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Transpose
 from reshard.names.sizes import product
 from reshard.storage.toml_tables import TomlFile, TomlKey, did_you_mean
-from reshard.text.near_names import near_names
+from reshard.text.messages import quoted
+from reshard.text.names import near_names
 from reshard.text.products import Product
-from reshard.text.wording import quoted
 
 _MOST_DIMENSIONS = 16
 _MOST_TENSORS = 4096

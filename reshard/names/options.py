@@ -16,8 +16,8 @@ from reshard.names.operations import Shape
 from reshard.names.pattern import PatternIndex, SizedPattern
 from reshard.names.sizes import ModelSizes, config_value
 from reshard.storage.toml_tables import did_you_mean
+from reshard.text.messages import quoted
 from reshard.text.names import WEIGHTS, kind_of
-from reshard.text.wording import quoted
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 NONE_RECORDED: Mapping[str, str] = {}

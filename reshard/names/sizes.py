@@ -15,9 +15,9 @@ from fractions import Fraction
 from typing import Any, Optional
 
 from reshard.errors import NamesError
-from reshard.text.near_names import near_names
+from reshard.text.messages import quoted
+from reshard.text.names import near_names
 from reshard.text.products import Product, SizeError, read_product
-from reshard.text.wording import quoted
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")

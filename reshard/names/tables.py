@@ -16,7 +16,7 @@ from reshard.names.sizes import Configuration
 from reshard.names.toml_file import read_rules
 from reshard.storage import exists, is_directory, is_regular_file, read_json
 from reshard.storage.toml_tables import BuiltinFiles
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 RENAME = "rename"
 """The path of a table of renames."""

@@ -13,7 +13,7 @@ from reshard.names.operations_text import OperationReader, RuleFile
 from reshard.names.pattern import pattern
 from reshard.names.sizes import ModelSize
 from reshard.storage.toml_tables import TomlKey
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 LARGEST = 1 << 20
 _MOST_RULES = 10000

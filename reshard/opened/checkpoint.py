@@ -28,9 +28,8 @@ from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
 from reshard.storage import storage_of
 from reshard.storage.costs import LOCAL, Storage
-from reshard.text.near_names import near_names
-from reshard.text.report import Report
-from reshard.text.wording import quoted
+from reshard.text.messages import Report, quoted
+from reshard.text.names import near_names
 from reshard.threads import ThreadLock
 
 Array = npt.NDArray[Any]

@@ -25,8 +25,7 @@ from reshard.storage import caches_listings
 from reshard.strategies import NONE, SAME, Strategy, shards_of, target_named, target_words, typed_strategy
 from reshard.text.globs import Filters
 from reshard.text.in_python import errors_in_python, in_python
-from reshard.text.report import Report, logged
-from reshard.text.wording import plural
+from reshard.text.messages import Report, logged, plural
 
 Path = Union[str, "os.PathLike[str]"]
 Texts = Union[str, Sequence[str]]

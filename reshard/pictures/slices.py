@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 
 from reshard.layout import Box
 from reshard.strategies import Holding
-from reshard.text.wording import some_numbers, stepped_rank_ranges
+from reshard.text.messages import some_numbers, stepped_rank_ranges
 from reshard.threads import cached_property
 
 

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Optional, Union
 
-from reshard.text.wording import printable
+from reshard.text.messages import printable
 
 FONT_SIZE = 12
 LINE_HEIGHT = 17

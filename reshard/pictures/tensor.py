@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 
 from reshard.pictures import svg
 from reshard.pictures.slices import Arrangement, Slice, coordinates, shown_positions
-from reshard.text.wording import plural, stepped_ranges
+from reshard.text.messages import plural, stepped_ranges
 
 _WIDTH = 860
 _MARGIN = 16.0

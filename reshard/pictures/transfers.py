@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Optional
 
 from reshard.pictures import svg
-from reshard.text.wording import byte_size, plural, rank_ranges
+from reshard.text.messages import byte_size, plural, rank_ranges
 
 #: Maximum number of rows or columns that a screen shows distinctly; beyond it, neighbouring ranks share one.
 MAX_CELLS = 128

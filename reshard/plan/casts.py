@@ -11,10 +11,9 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.edited import Recipe
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE, dtype_named
 from reshard.errors import CheckpointError, UsageError
-from reshard.text.globs import Glob
-from reshard.text.messages import listing
+from reshard.text.globs import Glob, advice_on_unmatched
+from reshard.text.messages import Report, listing
 from reshard.text.names import is_weight
-from reshard.text.report import Report
 
 
 class CastRule(NamedTuple):
@@ -152,12 +151,9 @@ class _RequestedTypes:
                         parameter=not_floating[0],
                         hint="remove this --cast: these tensors are copied unchanged",
                     )
-                # Loaded only here: a run without mistakes does not need it.
-                from reshard.text.filter_advice import advice_on_unmatched
-
                 raise CheckpointError(
                     f"--cast {glob.pattern}={dtype}: matches no tensor of the target; "
-                    + advice_on_unmatched("--cast", glob.pattern, names, f"={dtype}"),
+                    + advice_on_unmatched(glob.pattern, names),
                 )
 
 

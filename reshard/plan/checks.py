@@ -12,10 +12,8 @@ from reshard.forms.target import Section, laid_out_names
 from reshard.plan.missing import missing_problems
 from reshard.plan.plan import Plan
 from reshard.plan.values import CopiedValues
-from reshard.text.messages import listing
+from reshard.text.messages import Report, as_pattern, listing, plural, quoted
 from reshard.text.names import is_weight
-from reshard.text.report import Report
-from reshard.text.wording import as_pattern, plural, quoted
 
 
 def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], report: Report) -> None:
@@ -35,7 +33,7 @@ def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], repor
     # Patterns match the names as they are written, so a source's names count only where no edit changes them.
     source = request.source.parameters if request.edits.is_empty else ()
     if request.filters.include or request.filters.exclude:
-        from reshard.text.filter_advice import warn_of_unmatched
+        from reshard.text.globs import warn_of_unmatched
 
         warn_of_unmatched(request.filters, (plan.checkpoint.names(), source, request.target.parameters), report)
     _check_not_empty(plan)

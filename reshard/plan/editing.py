@@ -18,10 +18,8 @@ from reshard.plan.casts import cast
 from reshard.plan.edits import Additions, Edits, recorded_name
 from reshard.storage import absolute
 from reshard.strategies import Strategy
-from reshard.text.messages import listing
+from reshard.text.messages import Report, as_pattern, listing, plural, quoted
 from reshard.text.names import is_training_value
-from reshard.text.report import Report
-from reshard.text.wording import as_pattern, plural, quoted
 
 if TYPE_CHECKING:
     from reshard.names import Applied, NameRules

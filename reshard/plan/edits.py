@@ -17,10 +17,8 @@ from reshard.forms.form import EditedStep, Names
 from reshard.forms.registry import form_named, form_of
 from reshard.storage import absolute, is_directory, is_regular_file
 from reshard.strategies import SAME, Strategy
-from reshard.text.messages import listing
+from reshard.text.messages import Report, as_glob, listing, plural, quoted
 from reshard.text.names import fused_expert, is_near_experts
-from reshard.text.report import Report
-from reshard.text.wording import as_glob, plural, quoted
 
 if TYPE_CHECKING:
     from reshard.names import Applied, NameRules

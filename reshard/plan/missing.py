@@ -13,10 +13,8 @@ from reshard.forms.target import laid_out_names
 from reshard.plan.plan import Plan
 from reshard.strategies import Strategy
 from reshard.text.globs import Globs
-from reshard.text.messages import listing
+from reshard.text.messages import Report, as_glob, listing, plural
 from reshard.text.names import is_training_value, is_weight, state_prefix
-from reshard.text.report import Report
-from reshard.text.wording import as_glob, plural
 
 # Minimum prefix length: shorter prefixes match too many names.
 _MIN_PREFIX = 3

@@ -25,7 +25,7 @@ from reshard.plan.replicas import ReplicaChoice, choose
 from reshard.plan.request import Request
 from reshard.plan.target_tensors import Alike, CellSource, FileOrder, Kind, Orders, TargetTensors
 from reshard.plan.values import CopiedValue
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 from reshard.threads import cached_property
 
 

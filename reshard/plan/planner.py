@@ -19,9 +19,7 @@ from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
 from reshard.plan.values import CopiedValues
 from reshard.strategies import SAME, Strategy, shards_of
-from reshard.text.messages import listing
-from reshard.text.report import Report
-from reshard.text.wording import plural
+from reshard.text.messages import Report, listing, plural
 
 if TYPE_CHECKING:
     from reshard.plan.recovery import Recovery

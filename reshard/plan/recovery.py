@@ -24,10 +24,8 @@ from reshard.layout.candidates import cuts_of, possible_holders
 from reshard.plan.request import Request
 from reshard.plan.values import CopiedValue, CopiedValues, same_value
 from reshard.strategies import Stage
-from reshard.text.messages import listing
+from reshard.text.messages import Report, listing, rank_ranges
 from reshard.text.names import belongs_to_rank
-from reshard.text.report import Report
-from reshard.text.wording import rank_ranges
 
 
 class Recovery:

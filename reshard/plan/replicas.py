@@ -19,9 +19,8 @@ from typing import NamedTuple, Optional
 from reshard.errors import IncompleteSourceError, LayoutError, StrategyError
 from reshard.layout import Layout, Overlap, stand_in_shape, whole
 from reshard.strategies import Holding, Stage, Strategy
-from reshard.text.messages import block, listing
+from reshard.text.messages import block, listing, quoted, rank_ranges
 from reshard.text.names import ACCUMULATED_GRADIENTS
-from reshard.text.wording import quoted, rank_ranges
 
 
 class Need(NamedTuple):

@@ -19,10 +19,8 @@ from reshard.forms.registry import counted_as
 from reshard.forms.target import TargetForm
 from reshard.storage import read_range, reading
 from reshard.text.globs import Filters
-from reshard.text.messages import listing
+from reshard.text.messages import Report, as_pattern, listing, plural, quoted, rank_ranges
 from reshard.text.names import OTHER, belongs_to_rank, kind_of, trained
-from reshard.text.report import Report
-from reshard.text.wording import as_pattern, plural, quoted, rank_ranges
 
 _BLOCK = 1 << 20
 

@@ -49,7 +49,7 @@ from reshard.quantised.values import (
     tables_of_exponents,
 )
 from reshard.storage import read_json
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 _CONFIG = "config.json"
 _MAX_CONFIG = 1 << 22

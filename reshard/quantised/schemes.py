@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Optional
 
 from reshard.errors import CheckpointError
 from reshard.quantised.values import E2M1, OFFSET_TYPES, SCALE_TYPES, scale_box
-from reshard.text.messages import listing
-from reshard.text.wording import quoted
+from reshard.text.messages import listing, quoted
 
 Shape = tuple[int, ...]
 

@@ -25,7 +25,7 @@ from reshard.records.identity import attributes_of, short_digest
 from reshard.storage import is_absolute, names_in, read_json, reading, status_at, write_whole
 from reshard.storage.json_text import Fields, JsonError
 from reshard.strategies import AS_CUT, names_files, shards_of, target_words
-from reshard.text.wording import number_ranges, quoted
+from reshard.text.messages import number_ranges, quoted
 
 VERSION = 1
 EDITS = ("names", "config", "reverse", "optimizer", "dequantize", "rename", "cast")

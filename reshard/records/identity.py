@@ -22,7 +22,7 @@ from reshard.forms.ranks import FileNames
 from reshard.layout import Layout
 from reshard.storage.json_text import Fields, JsonError
 from reshard.strategies import Strategy
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 _DIGEST_LENGTH = 16
 # Readers of a record's members, by the attribute's type.

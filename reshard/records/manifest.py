@@ -26,8 +26,8 @@ from reshard.storage import (
     writing,
 )
 from reshard.storage.json_text import Fields, JsonError
-from reshard.text.near_names import similar_path_hint
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
+from reshard.text.names import similar_path_hint
 
 MANIFEST_NAME = "reshard-manifest.json"
 VERSION = 1

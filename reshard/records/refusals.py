@@ -14,7 +14,7 @@ from reshard.forms.registry import counted_as
 from reshard.records.commands import EDITS, RecordedCommand
 from reshard.records.identity import Identity
 from reshard.records.ledger import Ledger
-from reshard.text.wording import rank_ranges, some_names
+from reshard.text.messages import rank_ranges, some_names
 
 _MAX_SHOWN = 200
 _FIELD_WORDS = {

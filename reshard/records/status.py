@@ -15,7 +15,7 @@ from reshard.records.identity import Identity
 from reshard.records.ledger import ledger_in
 from reshard.records.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.storage import absolute, exists, status_of_each
-from reshard.text.near_names import similar_path_hint
+from reshard.text.names import similar_path_hint
 
 
 @dataclass(frozen=True)

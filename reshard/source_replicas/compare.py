@@ -28,7 +28,7 @@ from reshard.source_replicas.samples import (
     is_constant,
     own_sample,
 )
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 
 def check_copies(

@@ -11,9 +11,8 @@ from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.source_replicas.choice import ParameterGroup
-from reshard.text.messages import Message, joined, listing
+from reshard.text.messages import Message, joined, listing, plural, quoted
 from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight
-from reshard.text.wording import plural, quoted
 
 _MOST_EXAMPLES = 2
 

@@ -23,8 +23,7 @@ from reshard.layout import shape_of, volume_of
 from reshard.source_replicas.choice import Holder, group_parameters
 from reshard.source_replicas.samples import MOST_PLACES, Contents, ReplicaFiles, Sample, own_sample
 from reshard.strategies import Strategy
-from reshard.text.messages import listing
-from reshard.text.wording import plural, quoted
+from reshard.text.messages import listing, plural, quoted
 
 # Maximum number of tied parameters.
 _FEW_TIED = 3

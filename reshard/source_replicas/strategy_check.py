@@ -21,10 +21,9 @@ from reshard.layout import Layout
 from reshard.source_replicas import ReplicaComparison, compare_replicas
 from reshard.source_replicas.distinct import SameSlices, misplaced, ranks_by_content, same_slices
 from reshard.strategies import Stage, Strategy
-from reshard.text.filter_advice import warn_of_unmatched
-from reshard.text.globs import Filters
+from reshard.text.globs import Filters, warn_of_unmatched
+from reshard.text.messages import Report
 from reshard.text.names import belongs_to_rank
-from reshard.text.report import Report
 
 # A stage of all ranks, for tensors that no stage lists.
 _NO_STAGE = -1

@@ -13,8 +13,8 @@ from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.forms.ranks.coverage import lost_slices
 from reshard.forms.ranks.parameters import listed_by_source, read_parameters
 from reshard.strategies import Strategy
+from reshard.text.messages import Report
 from reshard.text.names import ACCUMULATED_GRADIENTS
-from reshard.text.report import Report
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Callable, NoReturn, Optional
 
 from reshard.storage.file_errors import UnfitError
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 # The only spelling of half of a surrogate pair.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -9,9 +9,9 @@ from typing import Any, Callable, NamedTuple, TypeVar
 
 from reshard.errors import InputError
 from reshard.storage import UnfitError, exists, is_regular_file, read_small, reading
-from reshard.text.near_names import near_names, similar_path_hint
+from reshard.text.messages import quoted
+from reshard.text.names import near_names, similar_path_hint
 from reshard.text.products import ExpressionError
-from reshard.text.wording import quoted
 
 Parsed = TypeVar("Parsed")
 

@@ -13,7 +13,7 @@ from typing import Any, Optional
 from reshard.errors import StrategyError
 from reshard.storage.json_text import Fields, JsonError, integers, parse_json
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 _AGAIN = "copy the original again, or have MindSpore write it again"
 _STAGE, _ITEMS, _LAYOUTS = "current_stage", "parallel_strategy_item", "parallel_layout_item"

@@ -17,7 +17,7 @@ from typing import NamedTuple, Optional
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import LayoutError, UsageError
 from reshard.layout import Layout
-from reshard.text.wording import are, plural, rank_ranges, some_numbers
+from reshard.text.messages import are, plural, rank_ranges, some_numbers
 from reshard.threads import cached_property
 
 # Maximum dimensions: MindSpore's tensors have 8; expanded maps and axes of size 1 need some more.

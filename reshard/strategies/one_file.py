@@ -17,7 +17,7 @@ from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range
 from reshard.storage.other_files import cipher_of, is_ckpt, kind_by_head
 from reshard.strategies import protobuf_file
 from reshard.strategies.model import StrategyFile
-from reshard.text.near_names import similar_path_hint
+from reshard.text.names import similar_path_hint
 
 # Real files have some ten KB per hundred parameters. Parsed JSON takes several times its size.
 MAX_STRATEGY = 2**26

@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 from reshard.errors import StrategyError
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 # Field: name, number, type; "*" marks a repeated field, all others are required.
 _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {

@@ -28,9 +28,8 @@ from reshard.strategies.stages import (
     same_content,
     stage_list,
 )
-from reshard.text.name_order import natural_order
-from reshard.text.report import Report
-from reshard.text.wording import some_names
+from reshard.text.messages import Report, some_names
+from reshard.text.names import natural_order
 
 _RANK_DIRECTORY = "(rank_|rank|)[0-9]+"
 

@@ -22,9 +22,8 @@ from reshard.layout import Layout
 from reshard.storage import absolute
 from reshard.strategies.model import Stage, Strategy
 from reshard.strategies.one_file import GroupInfo
-from reshard.text.messages import listing
+from reshard.text.messages import listing, number_ranges, rank_ranges
 from reshard.text.names import ACCUMULATED_GRADIENTS
-from reshard.text.wording import number_ranges, rank_ranges
 
 _OWN_DIRECTORY = re.compile(r"(?:ckpt_dir|rank_)([0-9]{1,9})")
 _OWN_NAME = re.compile(r".*rank_([0-9]{1,9})")

@@ -20,8 +20,7 @@ from reshard.defaults import MAX_DEVICES, MAX_SLICE_NUMBERS, MAX_STAGES
 from reshard.errors import LayoutError, StrategyError
 from reshard.layout import Layout
 from reshard.strategies.model import RecordedLayout, Stage, StrategyFile, StrategyItem
-from reshard.text.messages import joined, listing
-from reshard.text.wording import plural, quoted
+from reshard.text.messages import joined, listing, plural, quoted
 
 _PREFIXED = re.compile(r"(0|[1-9][0-9]{0,9})-(.+)", re.DOTALL)
 

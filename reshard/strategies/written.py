@@ -22,8 +22,7 @@ from reshard.strategies.model import RecordedLayout, Strategy, StrategyFile, Str
 from reshard.strategies.one_file import OtherFile, parsed, read_bytes
 from reshard.strategies.read import find_stages
 from reshard.strategies.stages import StageRecord, preferred, records_of
-from reshard.text.messages import listing
-from reshard.text.wording import quoted
+from reshard.text.messages import listing, quoted
 
 FORMS = {".ckpt": "protobuf", ".json": "json"}
 """Forms of strategy files, by ending."""

@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import translate
 from typing import Optional
 
 from reshard.errors import UsageError
-from reshard.text.wording import quoted
+from reshard.text.messages import Report, listing, quoted, some_names
+from reshard.text.names import ACCUMULATED_GRADIENTS, STATE_PREFIXES, near_names, state_prefix
 
 # Without the guards, `*{number}` would match only the 2 of x12.
 _NUMBER = r"(?<![0-9])([0-9]+)(?![0-9])"
+# Limit of names that a pattern is compared with, each with every prefix of optimizer state.
+_MAX_EXAMPLES = 500
 _TOKEN = re.compile(r"\*+|\[!?]?[^]]*]|.", re.DOTALL)
 
 
@@ -121,3 +125,37 @@ def _expression(token: str) -> str:
         return ".*"
     # Without the mark of the end, which differs between Pythons.
     return translate(token)[:-2]
+
+
+def warn_of_unmatched(filters: Filters, names: Iterable[Iterable[str]], report: Report) -> None:
+    """Warn of the patterns of each option that match none of the names, which come from several sources."""
+    if not filters.include and not filters.exclude:
+        return
+    all_names = set().union(*names)
+    for option, patterns in (("--include", filters.include), ("--exclude", filters.exclude)):
+        unmatched = [pattern for pattern in dict.fromkeys(patterns) if not any(map(Glob(pattern).matches, all_names))]
+        if option == "--exclude":
+            unmatched = [pattern for pattern in unmatched if not _is_for_absent_state(pattern, all_names)]
+        if unmatched:
+            shown = some_names(list(map(quoted, unmatched)))
+            report.warn(
+                f"no parameter or value of the checkpoint matches {option} {shown}; "
+                f"{advice_on_unmatched(unmatched[0], all_names)}"
+            )
+
+
+def _is_for_absent_state(pattern: str, names: Collection[str]) -> bool:
+    """Whether a pattern is for optimizer state or gradients, as in scripts for any checkpoint, and there are none."""
+    prefixes = [ACCUMULATED_GRADIENTS]
+    if not any(state_prefix(name, names) for name in names):
+        prefixes += STATE_PREFIXES
+    fits = Glob(pattern).matches
+    return any(fits(prefix + name) for name in itertools.islice(names, _MAX_EXAMPLES) for prefix in prefixes)
+
+
+def advice_on_unmatched(pattern: str, names: Collection[str]) -> str:
+    """Names that are similar to a pattern without a match, or all names in short."""
+    near = near_names(pattern, names)
+    if near:
+        return f"did you mean {' or '.join(map(quoted, near))}?"
+    return f"the checkpoint contains {listing(sorted(names))}"

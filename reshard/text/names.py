@@ -1,12 +1,14 @@
-"""Kinds of parameters by their names in MindSpore's checkpoints."""
+"""Names of parameters: their kinds, natural order, many of them in few lines, and those similar to a missing one."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 from collections.abc import Collection, Container, Iterable
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
-from reshard.text.wording import as_glob
+from reshard.text.messages import as_glob, one_line, plural, stepped_ranges
 
 ACCUMULATED_GRADIENTS = "accu_grads."
 """Begins the name of a parameter's accumulated gradients; the rest is the parameter's own name."""
@@ -72,11 +74,24 @@ _OTHER = frozenset(
     ]
 )
 
-
 # Endings of tensors of transformers 5 that hold all experts of a layer.
 _FUSED = (".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj")
 # One is in every name that the table `fused_experts` changes.
 _NEAR_EXPERTS = (".experts.", ".shared_experts.", ".gate.", ".router.", ".e_score_correction_bias", ".sinks")
+
+_PIECES = re.compile(r"[0-9]+|[^0-9]+")
+# Longer digits are not the number of a layer, and are slow to convert.
+_MAX_DIGITS = 18
+# Replaces a number; other pieces of a name contain no digit.
+_ANY_NUMBER = "0"
+# Only numbers in the form of str(int): a range determines their text.
+_WHOLE_NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
+
+# Comparing a longer name with others, or one name with more, takes seconds.
+_MAX_COMPARED_LENGTH = 1000
+_MAX_COMPARED = 5000
+# Marks of {rank} and of wildcards, which match no mistyped name.
+_WILD = frozenset("*?[{")
 
 
 def fused_expert(names: Iterable[str]) -> Optional[str]:
@@ -177,3 +192,137 @@ def training_globs(names: Collection[str], parameters: Container[str]) -> list[s
             alone = prefix and not any(weight.startswith(prefix) for weight in weights)
             globs[f"{prefix}*" if alone else as_glob(name)] = None
     return [*globs]
+
+
+def natural_order(names: Iterable[str]) -> list[str]:
+    """Names with numbers in them compared as numbers: ``part10`` after ``part9``."""
+    return sorted(names, key=lambda name: (_natural_key(name), name))
+
+
+def _natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
+    return tuple((0, int(piece), "") if _is_number(piece) else (1, 0, piece) for piece in _PIECES.findall(text))
+
+
+def layers_in_order(names: Iterable[str]) -> list[str]:
+    """Names in their original order, but with numbers ascending where names agree up to a number.
+
+    Files hold names in any order, such as layer 10 before layer 2, or a few tensors of every layer. The result has
+    the names of a layer together, at the place of the first layer, in their original order.
+
+    Args:
+        names: each once.
+    """
+    # Per prefix of several names the number of the first name with it.
+    first: dict[str, int] = {}
+
+    def key(name: str, number: int) -> tuple[int, ...]:
+        numbers: list[int] = []
+        for match in _PIECES.finditer(name):
+            piece, end = match[0], match.end()
+            if _is_number(piece):
+                # All numbers at a place count as one continuation; 01 comes after 1.
+                numbers += first.setdefault(name[: match.start()] + _ANY_NUMBER, number), int(piece), len(piece)
+            elif end < len(name):
+                numbers.append(first.setdefault(name[:end], number))
+            else:
+                numbers.append(number)
+        return tuple(numbers)
+
+    keys = {name: key(name, number) for number, name in enumerate(names)}
+    return sorted(keys, key=keys.__getitem__)
+
+
+def _is_number(piece: str) -> bool:
+    return piece[0] in "0123456789" and len(piece) <= _MAX_DIGITS
+
+
+class NamePattern(NamedTuple):
+    """A pattern, and the number of names that it matches."""
+
+    text: str
+    size: int
+
+
+def name_patterns(names: Iterable[str], parameters: Container[str] = ()) -> list[NamePattern]:
+    """Many names in few lines: patterns that together match each of the names once, sorted by text.
+
+    `{,adam_m.,adam_v.}blocks.{0-30}.dense{1-3}.weight` means 279 names. A pattern is exact: each of its combinations
+    is one of the names.
+
+    Args:
+        names: the names, each once.
+        parameters: all parameters; a prefix and a dot before one of them marks its optimizer state.
+    """
+    alike: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for name in names:
+        prefix = name[: name.find(".") + 1]
+        if name[len(prefix) :] not in parameters:
+            prefix = state_prefix(name, parameters)
+        parts = _WHOLE_NUMBER.split(name[len(prefix) :])
+        alike.setdefault(tuple(parts[::2]), []).append((*parts[1::2], prefix))
+    sortable = []
+    for texts, rows in alike.items():
+        for *numbers, prefixes in _products_of(rows):
+            count = len(prefixes)
+            text = texts[0]
+            for values, after in zip(numbers, texts[1:]):
+                count *= len(values)
+                ranges = stepped_ranges(map(int, values), most=len(values))
+                text += (ranges if len(values) == 1 else f"{{{ranges}}}") + after
+            state = ",".join(sorted(prefixes))
+            sortable.append(
+                ((text, state), NamePattern((state if len(prefixes) == 1 else f"{{{state}}}") + text, count))
+            )
+    return [pattern for _, pattern in sorted(sortable)]
+
+
+def _products_of(rows: list[tuple[str, ...]]) -> list[tuple[frozenset[str], ...]]:
+    """Rows as products of sets: for each column, rows that are equal in all others are merged."""
+    products: list[tuple[Union[str, frozenset[str]], ...]] = [*rows]
+    for place in range(len(rows[0])):
+        values: dict[tuple[Union[str, frozenset[str]], ...], list[str]] = {}
+        for row in products:
+            value = row[place]
+            assert isinstance(value, str)
+            values.setdefault((*row[:place], *row[place + 1 :]), []).append(value)
+        products = [(*remaining[:place], frozenset(merged), *remaining[place:]) for remaining, merged in values.items()]
+    return products  # type: ignore[return-value]
+
+
+def pattern_lines(names: Iterable[str], parameters: Container[str], most: int) -> list[str]:
+    """Up to ``most`` patterns with their counts, a line each, then the number of omitted names."""
+    patterns = name_patterns(names, parameters)
+    width = max((len(str(pattern.size)) for pattern in patterns), default=0)
+    lines = [f"{pattern.size:>{width}}  {one_line(pattern.text)}" for pattern in patterns[:most]]
+    omitted = sum(pattern.size for pattern in patterns[most:])
+    return [*lines, f"... and {plural(omitted, 'more name')}"] if omitted else lines
+
+
+def near_names(typed: str, names: Iterable[str]) -> list[str]:
+    """A few similar names, nearest first, ignoring case."""
+    # Loaded only here: a run without mistakes does not need it.
+    from difflib import get_close_matches
+
+    if len(typed) > _MAX_COMPARED_LENGTH:
+        return []
+    spelled: dict[str, str] = {}
+    for name in itertools.islice(names, _MAX_COMPARED):
+        spelled.setdefault(name.lower(), name)
+    return [spelled[name] for name in get_close_matches(typed.lower(), spelled)]
+
+
+def similar_path_hint(path: str) -> Optional[str]:
+    """``did you mean ...?`` with similar names beside the first missing part of a path, or None."""
+    if "://" in path:
+        # An object store is not searched for similar names.
+        return None
+    parent, name = os.path.split(path.rstrip(os.sep))
+    while parent and not os.path.lexists(parent):
+        parent, name = os.path.split(parent.rstrip(os.sep))
+    if not name or _WILD.intersection(name):
+        return None
+    try:
+        near = near_names(name, os.listdir(parent or os.curdir))
+    except OSError:
+        return None
+    return f"did you mean {' or '.join(os.path.join(parent, each) for each in near)}?" if near else None

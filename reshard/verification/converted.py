@@ -19,7 +19,7 @@ from reshard.errors import DamagedCheckpointError, IncompleteSourceError, Layout
 from reshard.forms.form import Layouts
 from reshard.forms.registry import form_named
 from reshard.strategies import Stage, Strategy
-from reshard.text.wording import number_ranges, quoted, rank_ranges
+from reshard.text.messages import number_ranges, quoted, rank_ranges
 from reshard.verification.boxes import Box, LayoutValues, device_boxes, shape_of, target_boxes, volume_of, whole_box
 from reshard.verification.difference import Difference, kind_of_tensor
 from reshard.verification.edited import EditedSource

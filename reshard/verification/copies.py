@@ -11,8 +11,8 @@ from typing import Callable, Optional
 from reshard.checkpoints import files_alike
 from reshard.errors import InputError
 from reshard.strategies import Strategy
+from reshard.text.messages import rank_ranges
 from reshard.text.names import belongs_to_rank
-from reshard.text.wording import rank_ranges
 from reshard.verification.boxes import Box, volume_of, whole_box
 from reshard.verification.difference import Difference, kind_of_tensor
 from reshard.verification.reading import Means, sums

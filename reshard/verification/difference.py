@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints import Tensor
-from reshard.text.wording import one_line, quoted, rank_ranges, some_names
+from reshard.text.messages import one_line, quoted, rank_ranges, some_names
 
 
 class Difference(NamedTuple):

@@ -15,11 +15,8 @@ from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.strategies import Strategy
 from reshard.text.globs import Glob
-from reshard.text.messages import listing
-from reshard.text.names import is_weight
-from reshard.text.near_names import near_names
-from reshard.text.report import Report
-from reshard.text.wording import quoted
+from reshard.text.messages import Report, listing, quoted
+from reshard.text.names import is_weight, near_names
 from reshard.verification.boxes import Shape
 from reshard.verification.rules import DerivedTensor, lists_of, needed_sources
 from reshard.verification.stored import Content, Shards, StoredSource, StoredTensor

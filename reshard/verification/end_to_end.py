@@ -19,12 +19,9 @@ from reshard.records.ledger import ledger_in
 from reshard.records.status import status_of
 from reshard.storage import is_directory, is_regular_file
 from reshard.strategies import Strategy, shards_of
-from reshard.text.filter_advice import warn_of_unmatched
-from reshard.text.globs import Filters
-from reshard.text.messages import Message, joined, listing
+from reshard.text.globs import Filters, warn_of_unmatched
+from reshard.text.messages import Message, Report, joined, listing, number_ranges, plural, quoted, rank_ranges
 from reshard.text.names import TRAINER_OPTIMIZERS, WEIGHTS, is_weight, kind_of
-from reshard.text.report import Report
-from reshard.text.wording import number_ranges, plural, quoted, rank_ranges
 from reshard.verification.boxes import whole_box
 from reshard.verification.converted import AnySource, compare_form, compare_ranks
 from reshard.verification.copies import compare_copies, has_copies, not_held

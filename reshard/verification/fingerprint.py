@@ -10,8 +10,8 @@ from typing import Any, Callable, NamedTuple, Optional
 
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError
+from reshard.text.messages import number_ranges, quoted
 from reshard.text.names import belongs_to_rank
-from reshard.text.wording import number_ranges, quoted
 from reshard.verification.boxes import Box, volume_of, whole_box
 from reshard.verification.converted import AnySource
 from reshard.verification.reading import Means, sums

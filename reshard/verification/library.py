@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from reshard.checkpoints import CheckpointIndex
 from reshard.errors import RetryableError
 from reshard.storage import UnfitError, opened_regular, read_range
-from reshard.text.wording import one_line, plural, quoted, some_names
+from reshard.text.messages import one_line, plural, quoted, some_names
 
 # Bytes of the header length at the beginning of a file.
 _LENGTH = 8

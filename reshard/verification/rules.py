@@ -17,7 +17,7 @@ import numpy as np
 from reshard.checkpoints import FileHandles
 from reshard.errors import CheckpointError
 from reshard.names import SizedOperation
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 from reshard.verification.boxes import Box, Shape, shape_of, volume_of
 from reshard.verification.rounding import words_as
 from reshard.verification.stored import AS_RECORDED, Content, Shards, Words, words_of

@@ -21,7 +21,7 @@ from reshard.forms.registry import form_named
 from reshard.storage import storage_of
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters
-from reshard.text.report import Report
+from reshard.text.messages import Report
 from reshard.verification.difference import Difference
 from reshard.verification.library import library_differences
 from reshard.verification.reading import Means

@@ -25,9 +25,8 @@ from reshard.forms.chunks import ChunkedCheckpoint
 from reshard.forms.registry import form_named
 from reshard.storage import ReadableFile, fill, reading, storage_of
 from reshard.strategies import Stage, Strategy
-from reshard.text.messages import listing
+from reshard.text.messages import listing, quoted
 from reshard.text.names import ACCUMULATED_GRADIENTS
-from reshard.text.wording import quoted
 from reshard.threads import cached_property
 from reshard.verification.boxes import (
     Box,

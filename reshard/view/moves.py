@@ -13,7 +13,7 @@ from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
 from reshard.storage import storage_of
 from reshard.storage.costs import LOCAL
-from reshard.text.report import Report
+from reshard.text.messages import Report
 from reshard.view.data import Table
 from reshard.view.numbers import repeats
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from reshard.text.wording import one_line
+from reshard.text.messages import one_line
 
 MARK = "<!-- reshard view -->"
 """A mark near the beginning of every page; only files with it are replaced."""

@@ -18,7 +18,7 @@ import pytest
 from reshard import decryption
 from reshard.decryption import decrypt, read_key
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
-from reshard.text.report import Report
+from reshard.text.messages import Report
 from tests.corpus import FIXTURES
 from tests.encryption import KEY, MODES, encrypt_file, encrypt_tree, encrypted
 from tests.running import Argument, Result, done, fails, warns

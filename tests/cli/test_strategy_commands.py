@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reshard.text.name_patterns import name_patterns
+from reshard.text.names import name_patterns
 from tests.corpus import CORPUS, FIXTURES, ROOT, needs_corpus
 from tests.layouts import examples, layouts, shapes, strategies, tensors
 from tests.number_words import numbers_named

@@ -17,7 +17,7 @@ from reshard.execute.writing import TargetWriter
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
 from reshard.strategies import read_strategy
-from reshard.text.report import Report
+from reshard.text.messages import Report
 from tests.corpus import ROOT
 from tests.reference import Strategy
 from tests.running import Argument, done, fails, flat, reshard

@@ -19,7 +19,7 @@ from reshard.plan.request import Request
 from reshard.storage import costs as storage_module
 from reshard.storage.local import LOCAL_STORE
 from reshard.strategies import read_strategy
-from reshard.text.report import Report
+from reshard.text.messages import Report
 from tests.layouts import examples, holders, json_is_ambiguous, layouts, strategies, tensors
 from tests.reference import ONE_DEVICE, Strategy, axes_of, names_of, rank_count, stage_of, uncovered
 from tests.running import fails

@@ -13,7 +13,7 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.forms.checkpoint2.checkpoint import Checkpoint2
 from reshard.forms.checkpoint2.reading import read_checkpoint2
 from reshard.forms.form import ReadRequest
-from reshard.text.report import Report
+from reshard.text.messages import Report
 
 
 def read(path: Path, step: str = "latest", report: Optional[Report] = None, **options: Any) -> Checkpoint2:

@@ -14,7 +14,7 @@ import pytest
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.checkpoint2.iterations import find_iterations, recognise
-from reshard.text.report import Report
+from reshard.text.messages import Report
 from tests.checkpoint_writing import STORED
 from tests.corpus import CORPUS2, FIXTURES
 from tests.forms.reading import content, full_bytes, read

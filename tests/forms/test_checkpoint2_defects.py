@@ -11,7 +11,7 @@ import pytest
 
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError, ReshardError
 from reshard.forms.checkpoint2.checkpoint import Checkpoint2
-from reshard.text.report import Report
+from reshard.text.messages import Report
 from tests.checkpoint2_writing import Laid, Saving, numbered, saving
 from tests.checkpoint_writing import write_safetensors
 from tests.corpus import FIXTURES

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from reshard.forms.checkpoint2.iterations import parse_key
 from reshard.layout import Layout
-from reshard.text.report import Report
+from reshard.text.messages import Report
 from tests.checkpoint2_writing import Laid, Saving, numbered
 from tests.forms.reading import full_bytes, read
 

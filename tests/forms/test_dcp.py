@@ -31,7 +31,7 @@ from reshard.forms.chunks import ChunkedCheckpoint
 from reshard.forms.form import ReadRequest
 from reshard.forms.registry import form_named, form_of
 from reshard.storage import FileStatus, ReadableFile
-from reshard.text.report import Report
+from reshard.text.messages import Report
 from tests.checkpoint_writing import parts, record, write_safetensors
 from tests.corpus import FIXTURES
 from tests.corpus_dcp import Case, corpus, fixtures, held_in

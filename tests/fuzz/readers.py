@@ -27,7 +27,7 @@ from reshard.storage import read_range
 from reshard.strategies import read_group_info, read_strategy
 from reshard.strategies.replicas import replicas_of_group_infos, replicas_of_strategy
 from reshard.strategies.written import merge_pipeline
-from reshard.text.report import Report
+from reshard.text.messages import Report
 from tests.checkpoint2_writing import saving
 from tests.checkpoint_writing import (
     ckpt_bytes,

@@ -22,7 +22,7 @@ from reshard.lora.low_rank import LowRank, MatrixCache
 from reshard.plan.edits import Edits
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters
-from reshard.text.report import Report
+from reshard.text.messages import Report
 from reshard.verification.end_to_end import Adapter, Converted, ConvertedTarget, verify_conversion
 from reshard.verification.reading import Means
 from reshard.verification.sources import CheckpointPlace

@@ -15,7 +15,7 @@ from reshard.pictures.svg import CHARACTER_WIDTH
 from reshard.pictures.tensor import parameter_picture
 from reshard.pictures.transfers import transfer_map
 from reshard.strategies import Holding, RecordedLayout, Stage
-from reshard.text.wording import byte_size, stepped_ranges
+from reshard.text.messages import byte_size, stepped_ranges
 from tests.layouts import layouts, shapes
 from tests.number_words import numbers_named
 from tests.reference import LayoutDict, axes_of, boxes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ WEIGHTS = [
 ]
 STATE = [prefix + name for prefix in ("adam_m.", "adam_v.") for name in WEIGHTS]
 LISTED = [*WEIGHTS, *STATE]
-EVERYTHING = [*LISTED, *COPIED]
 
 
 @pytest.fixture
@@ -37,49 +34,38 @@ def warnings(err: str) -> list[str]:
 @pytest.mark.parametrize(
     ("typed", "suggested"),
     [
-        ("adam", "adam_m.*"),
-        ("adam_m.", "adam_m.*"),
-        ("adam_m_*", "adam_m.*"),
-        ("adam-v.*", "adam_v.*"),
-        ("model/layers/*", "model.layers.*"),
-        ("ADAM_M.*", "adam_m.*"),
-        ("adm_m.*", "adam_m.*"),
-        ("model.layer.*", "model.layers.*"),
         ("global-step", "global_step"),
-        ("'adam_m.*'", "adam_m.*"),
+        ("LM_HEAD.weights", "lm_head.weight"),
+        ("model.layers.0.attention.wq", "model.layers.0.attention.wq.weight"),
     ],
 )
 def test_a_pattern_without_a_match_suggests_similar_names(adam: World, typed: str, suggested: str) -> None:
     (warning,) = warnings(adam.convert("-n", "-q", "--exclude", typed).err)
-    head, _, advice = warning.partition("; ")
-    assert head == f"warning: --exclude '{typed}' matches no parameter or value of the checkpoint"
-    options, _, rest = advice.partition(" would match ")
-    assert options == " ".join(f"--exclude '{pattern}'" for pattern in suggested.split())
-    # True, and typed as it is printed it is warned of no more.
-    matched = [name for name in EVERYTHING if any(fnmatchcase(name, pattern) for pattern in suggested.split())]
-    assert int(rest.split()[0]) == len(matched) > 0
-    assert not warnings(adam.convert("-n", "-q", *shlex.split(options)).err)
+    head, _, advice = warning.partition("; did you mean ")
+    assert head == f"warning: no parameter or value of the checkpoint matches --exclude '{typed}'"
+    assert f"'{suggested}'" in advice
 
 
 @pytest.mark.parametrize("typed", ["backbone.*", "lr", "x" * 3000, "[", "((((", "{{", "\\", "[z-a]x"])
-def test_without_similar_names_prefixes_are_listed(adam: World, typed: str) -> None:
+def test_without_similar_names_all_names_are_listed_in_short(adam: World, typed: str) -> None:
     (warning,) = warnings(adam.convert("-n", "-q", f"--exclude={typed}").err)
-    assert "the checkpoint's names begin with 'adam_m.' (10), 'adam_v.' (10), 'model.' (9), " in warning
-    assert len(warning) < 500
+    assert "'{,adam_m.,adam_v.}model.layers.{0-2}.attention.wq.weight' (9)" in warning
+    assert len(warning) < 800
 
 
 def test_each_pattern_is_checked_separately(adam: World) -> None:
-    result = adam.convert("-n", "-q", "--include", "model.*", "--include", "lm-head.*", "--exclude", "adam")
-    assert [line.split(" matches")[0] for line in warnings(result.err)] == [
-        "warning: --include 'lm-head.*'",
-        "warning: --exclude 'adam'",
+    filters = ("--include", "model.*", "--include", "lm-head.*", "--exclude", "adam", "--exclude", "eve")
+    result = adam.convert("-n", "-q", *filters)
+    assert [line.split("; ")[0] for line in warnings(result.err)] == [
+        "warning: no parameter or value of the checkpoint matches --include 'lm-head.*'",
+        "warning: no parameter or value of the checkpoint matches --exclude 'adam', 'eve'",
     ]
     assert not warnings(adam.convert("-n", "-q", "--exclude", "adam_*", "--exclude", "global_step").err)
 
 
-def test_an_empty_selection_lists_matching_patterns(adam: World) -> None:
-    texts = ("nothing would be written", "--include 'lm_head.*' would match 1")
-    adam.refuses(3, *texts, options=("--include", "lm-head.*"))
+def test_an_empty_selection_is_an_error_with_similar_names(adam: World) -> None:
+    texts = ("nothing would be written", "did you mean 'lm_head.weight'")
+    adam.refuses(3, *texts, options=("--include", "lm-head.weight"))
 
 
 def test_a_pattern_that_matches_only_a_strategy_gives_no_warning(adam: World) -> None:
@@ -105,10 +91,7 @@ def test_every_command_with_filters_warns_of_unmatched_patterns(adam: World) -> 
         result = reshard(*words, "--include", "*weight", "--exclude", "adam")
         # Nothing has replicas here.
         assert result.status == (2 if "--replicas" in words else 0)
-        assert warnings(result.err) == [
-            "warning: --exclude 'adam' matches no parameter or value of the checkpoint; "
-            "--exclude 'adam_m.*' would match 10"
-        ]
+        assert sum("matches --exclude 'adam';" in line for line in warnings(result.err)) == 1
 
 
 def test_unmatched_exclusions_of_optimizer_state_give_no_warning(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from reshard.text.name_order import layers_in_order, natural_order
+from reshard.text.names import layers_in_order, natural_order
 
 
 def test_files_are_in_the_order_of_their_numbers() -> None:

@@ -10,7 +10,7 @@ from reshard.forms.ranks import StepFiles
 from reshard.forms.ranks.selection import StepSelector
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters
-from reshard.text.report import Report
+from reshard.text.messages import Report
 from reshard.verification.converted import compare_ranks
 from reshard.verification.copies import compare_copies
 from reshard.verification.difference import Difference

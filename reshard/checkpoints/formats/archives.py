@@ -28,7 +28,7 @@ from reshard.checkpoints.formats.pickles import (
 )
 from reshard.errors import CheckpointError, DamagedCheckpointError, ReshardError
 from reshard.storage import ReadableFile, fill, read_range
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 # Ends and headers are read this much at a time: mostly a directory, and all that is before the elements of a record.
 _NEAR = 4 << 10

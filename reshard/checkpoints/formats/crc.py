@@ -13,7 +13,7 @@ from reshard.checkpoints.formats.dtypes import INTEGERS, MAP_TENSOR
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import DamagedCheckpointError
 from reshard.storage import ReadableFile, fill, opened_regular, read_range, reading, storage_of
-from reshard.text.wording import plural, quoted
+from reshard.text.messages import plural, quoted
 from reshard.threads import thread_pool
 
 # MindSpore's CRC counts a 0-d integer of value N as N zero bytes, which it keeps in memory; so it cannot have written

@@ -17,7 +17,7 @@ from typing import NamedTuple, Optional, Union
 from reshard.checkpoints.formats.dtypes import INT4, ITEM_SIZES, SAFETENSORS_NAMES, TEXT, can_hold
 from reshard.checkpoints.formats.tensors import LENGTH_SIZE, LONGEST_HEADER, METADATA, content_size, logical_shape
 from reshard.errors import CheckpointError
-from reshard.text.wording import as_pattern, quoted
+from reshard.text.messages import as_pattern, quoted
 
 RECORD_LIMIT = 512 << 20
 """Maximum bytes of a tensor in one `.ckpt` record, as in MindSpore."""

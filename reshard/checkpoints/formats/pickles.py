@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from typing import Any, Callable, ClassVar, Optional
 
 from reshard.errors import ReshardError
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 MAX_PICKLE = 1 << 30
 """Bytes of one pickle. Metadata takes some 140 for each chunk of a tensor, and its objects eight times as many."""

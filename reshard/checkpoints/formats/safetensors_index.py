@@ -26,7 +26,7 @@ from reshard.checkpoints.formats.tensors import (
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage import ReadableFile, read_range
 from reshard.storage.json_text import JsonError, parse_json
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 _SHOWN = 100
 

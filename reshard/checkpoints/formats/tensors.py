@@ -13,8 +13,8 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS, TEXT
 from reshard.errors import CheckpointError
+from reshard.text.messages import quoted
 from reshard.text.names import is_value
-from reshard.text.wording import quoted
 
 MAX_DIMENSIONS = 30
 """NumPy 1 has arrays of up to 32 dimensions; the rest is for the parts of an element."""

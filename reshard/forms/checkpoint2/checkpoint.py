@@ -11,8 +11,7 @@ from reshard.errors import IncompleteSourceError
 from reshard.forms.checkpoint2.placing import RankList, TensorPlacement, disjoint
 from reshard.forms.recorded import RecordedCheckpoint
 from reshard.layout import Grid, Layout
-from reshard.text.messages import Message, block, listing
-from reshard.text.wording import as_pattern, plural, some_names
+from reshard.text.messages import Message, as_pattern, block, listing, plural, some_names
 
 # Of names, in a line of an error.
 _MOST_PATTERNS = 6

@@ -21,10 +21,8 @@ from reshard.forms.checkpoint2.elsewhere import Elsewhere, judge
 from reshard.forms.checkpoint2.files import IterationFiles
 from reshard.forms.checkpoint2.metadata import Metadata
 from reshard.forms.checkpoint2.placing import Placer, RankList, TensorPlacement, disjoint, rank_lists
-from reshard.text.messages import listing
+from reshard.text.messages import Report, as_pattern, listing, plural, quoted, some_names
 from reshard.text.names import ACCUMULATED_GRADIENTS, is_value, is_weight
-from reshard.text.report import Report
-from reshard.text.wording import as_pattern, plural, quoted, some_names
 from reshard.threads import cached_property
 
 

@@ -12,8 +12,7 @@ from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.forms.checkpoint2.iterations import METADATA, file_order, parse_file_name
 from reshard.storage import leads_to, reading, store_of
-from reshard.text.report import Report
-from reshard.text.wording import plural, some_names
+from reshard.text.messages import Report, plural, some_names
 
 _ENDING = ".safetensors"
 

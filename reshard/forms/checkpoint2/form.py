@@ -13,9 +13,7 @@ from reshard.forms.form import Description, Form, FormOptions, Layouts, ReadRequ
 from reshard.forms.tracker import TRACKER, read_tracker, saved_steps
 from reshard.storage import caches_listings, is_directory, is_regular_file
 from reshard.strategies import Strategy
-from reshard.text.messages import listing
-from reshard.text.report import Report
-from reshard.text.wording import plural, quoted, some_names
+from reshard.text.messages import Report, listing, plural, quoted, some_names
 
 if TYPE_CHECKING:
     from reshard.forms.checkpoint2.checkpoint import Checkpoint2

@@ -20,8 +20,7 @@ from reshard.storage import (
     read_json,
     reading,
 )
-from reshard.text.report import Report
-from reshard.text.wording import some_names
+from reshard.text.messages import Report, some_names
 
 _HEAD = 4096
 _LARGEST_COMMON = 1 << 20

@@ -19,7 +19,7 @@ from reshard.defaults import MAX_DEVICES
 from reshard.forms.checkpoint2.iterations import METADATA, parse_key
 from reshard.storage import read_small, reading
 from reshard.storage.json_text import Fields, JsonError, integers, parse_json
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 _AGAIN = "copy the directory again from the original, or use another iteration"
 _DESCRIPTIONS, _STORED = "state_dict_metadata", "storage_data"

@@ -19,7 +19,7 @@ from reshard.forms.checkpoint2.files import IterationFiles
 from reshard.forms.checkpoint2.iterations import parse_file_name
 from reshard.forms.checkpoint2.metadata import LayoutRecord, Metadata, SliceRecords, TensorRecord
 from reshard.layout import Grid, Layout, shape_of, volume_of
-from reshard.text.wording import as_pattern, quoted, some_numbers
+from reshard.text.messages import as_pattern, quoted, some_numbers
 from reshard.threads import cached_property
 
 # Names of types in both kinds of runs and in loaders, in lower case.

@@ -14,8 +14,7 @@ from reshard.forms.checkpoint2.metadata import read_metadata
 from reshard.forms.form import ReadRequest
 from reshard.storage import exists
 from reshard.strategies import SAME, Stage, Strategy
-from reshard.text.messages import listing
-from reshard.text.wording import plural, rank_ranges
+from reshard.text.messages import listing, plural, rank_ranges
 
 
 def read_checkpoint2(request: ReadRequest) -> Checkpoint2:

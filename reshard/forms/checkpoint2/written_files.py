@@ -35,9 +35,8 @@ from reshard.forms.writing import SharedFiles, selected
 from reshard.layout import Layout, shape_of
 from reshard.storage import read_range, reading
 from reshard.strategies import Strategy
-from reshard.text.messages import listing
+from reshard.text.messages import as_pattern, listing, quoted
 from reshard.text.names import is_weight, state_prefix
-from reshard.text.wording import as_pattern, quoted
 
 _INTEGERS = {"Int32": "<i", "Int64": "<q", "UInt32": "<I", "UInt64": "<Q"}
 

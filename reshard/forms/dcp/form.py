@@ -12,8 +12,7 @@ from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.forms.form import ChunkedForm, FormOptions, Layouts, Names, ReadRequest, SavedStep, WriteRequest
 from reshard.forms.tracker import saved_steps
 from reshard.storage import caches_listings, is_directory, names_in
-from reshard.text.report import Report
-from reshard.text.wording import step_words
+from reshard.text.messages import Report, step_words
 
 if TYPE_CHECKING:
     from reshard.forms.target import TargetForm

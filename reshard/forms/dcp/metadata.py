@@ -19,7 +19,7 @@ from reshard.checkpoints.formats.pickles import (
 )
 from reshard.errors import CheckpointError, InputError
 from reshard.storage import read_small, reading
-from reshard.text.wording import as_pattern, quoted
+from reshard.text.messages import as_pattern, quoted
 
 _MAX_NAMED = 8
 

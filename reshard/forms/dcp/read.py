@@ -28,9 +28,8 @@ from reshard.forms.dcp.metadata import ReadMetadata, Record, read_metadata
 from reshard.forms.form import ReadRequest
 from reshard.forms.tracker import HOW_TO_CHOOSE, TRACKER, parse_iteration_number, read_tracker, warn_of_newer
 from reshard.storage import names_in, status_of_each
-from reshard.text.name_order import natural_order
-from reshard.text.report import Report
-from reshard.text.wording import plural, quoted, some_names
+from reshard.text.messages import Report, plural, quoted, some_names
+from reshard.text.names import natural_order
 
 COMMON = "common.pt"
 """Megatron's file of objects."""

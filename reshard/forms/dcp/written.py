@@ -25,7 +25,7 @@ from reshard.forms.target import FinishingFile
 from reshard.forms.writing import Selected
 from reshard.layout import Box, shape_of, volume_of
 from reshard.storage import read_range, reading, reading_error, status_at
-from reshard.text.wording import as_pattern, quoted
+from reshard.text.messages import as_pattern, quoted
 from reshard.threads import cached_property
 
 _BLOCK = 1 << 16

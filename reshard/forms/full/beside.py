@@ -26,9 +26,8 @@ from reshard.storage import (
     reading,
     real,
 )
+from reshard.text.messages import Report, quoted, some_names
 from reshard.text.names import is_weight
-from reshard.text.report import Report
-from reshard.text.wording import quoted, some_names
 
 CONFIG = "config.json"
 TYPE_KEYS = ("dtype", "torch_dtype")

@@ -36,11 +36,8 @@ from reshard.forms.hf_sharded.headers import entries_of
 from reshard.forms.recorded import RecordedCheckpoint
 from reshard.layout import Grid
 from reshard.storage import is_directory, is_regular_file, names_in
-from reshard.text.messages import listing
-from reshard.text.name_order import layers_in_order, natural_order
-from reshard.text.names import trained
-from reshard.text.report import Report
-from reshard.text.wording import one_line, plural, quoted, some_names
+from reshard.text.messages import Report, listing, one_line, plural, quoted, some_names
+from reshard.text.names import layers_in_order, natural_order, trained
 
 _ONE_SAVE = "the files and this list are not of one save: copy or download the directory again"
 

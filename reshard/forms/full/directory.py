@@ -15,9 +15,8 @@ from reshard.forms.ranks.tree import find_rank
 from reshard.forms.target import UNFINISHED
 from reshard.storage import is_directory, is_regular_file, names_in, read_json, reading
 from reshard.storage.json_text import JsonError
-from reshard.text.name_order import natural_order
-from reshard.text.report import Report
-from reshard.text.wording import one_line, plural, quoted, some_names
+from reshard.text.messages import Report, one_line, plural, quoted, some_names
+from reshard.text.names import natural_order
 
 UNIFIED_MAP = "param_name_map.json"
 HYPER_PARAMETERS = "hyper_param.safetensors"

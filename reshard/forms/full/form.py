@@ -10,9 +10,8 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.forms.form import Form, FormOptions, ReadRequest, WriteRequest, check_latest
 from reshard.forms.full.directory import HYPER_PARAMETERS, MAP_FILES, UNIFIED, full_weights_form, read_weight_map
 from reshard.storage import caches_listings, is_regular_file
+from reshard.text.messages import Report, plural, quoted, some_names
 from reshard.text.names import is_value, is_weight, training_globs
-from reshard.text.report import Report
-from reshard.text.wording import plural, quoted, some_names
 
 if TYPE_CHECKING:
     from reshard.forms.target import TargetForm

@@ -9,7 +9,7 @@ from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.forms.hf_sharded.form import INFO
 from reshard.storage.json_text import JsonError, parse_json
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 OFFSETS, FULL_SHAPE = "saved_offsets", "global_shape"
 # Keys of newer headers for the name of the tensor, where an entry has another name.

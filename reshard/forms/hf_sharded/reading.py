@@ -15,10 +15,8 @@ from reshard.forms.full.directory import extra_files_in, report_unread
 from reshard.forms.hf_sharded.form import SHARD, shards_in
 from reshard.forms.hf_sharded.headers import HeaderEntry, entries_of
 from reshard.storage import is_directory, names_in
-from reshard.text.messages import listing
-from reshard.text.name_order import layers_in_order, natural_order
-from reshard.text.report import Report
-from reshard.text.wording import as_pattern, number_ranges, plural, quoted
+from reshard.text.messages import Report, as_pattern, listing, number_ranges, plural, quoted
+from reshard.text.names import layers_in_order, natural_order
 
 
 def read_shards(form: str, reading: ReadRequest) -> ChunkedCheckpoint:

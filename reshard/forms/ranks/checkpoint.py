@@ -16,8 +16,7 @@ from reshard.forms.ranks import StepFiles
 from reshard.layout import Box, Grid, Layout
 from reshard.storage import absolute, common_directory
 from reshard.strategies import Holding, Stage
-from reshard.text.report import Report
-from reshard.text.wording import step_words
+from reshard.text.messages import Report, step_words
 
 
 class StageSharding(NamedTuple):

@@ -18,9 +18,7 @@ from reshard.forms.ranks import SourceTree
 from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep, stage_shardings
 from reshard.layout import Grid, Overlap
 from reshard.strategies import Stage, Strategy
-from reshard.text.messages import Message, listing
-from reshard.text.report import Report
-from reshard.text.wording import number_ranges, plural, rank_ranges
+from reshard.text.messages import Message, Report, listing, number_ranges, plural, rank_ranges
 
 _MOST_GROUPS = 8
 

@@ -19,8 +19,7 @@ from reshard.forms.ranks.tree import holds_ranks_only
 from reshard.forms.target import TargetForm
 from reshard.storage import exists
 from reshard.strategies import SAME, Strategy
-from reshard.text.report import Report
-from reshard.text.wording import plural, rank_ranges
+from reshard.text.messages import Report, plural, rank_ranges
 
 _CHOOSE_FORMAT = "choose the target's with --format ckpt or --format safetensors"
 _NAME_FORMAT = "name the files of one format, as in 'ckpt/rank_{rank}/*.ckpt'; ranks that have none then count as lost"

@@ -17,7 +17,7 @@ from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.ranks.steps import RANK, Pattern, Step, parse_stem
 from reshard.storage.json_text import Fields, JsonError
-from reshard.text.wording import quoted
+from reshard.text.messages import quoted
 
 _FIELD = re.compile(r"\{\{|\}\}|\{rank(?::0([0-9]{1,3}))?\}")
 # Fields of --prefix; any other brace is an error.

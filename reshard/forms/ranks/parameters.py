@@ -20,9 +20,8 @@ from reshard.forms.ranks import StepFiles
 from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep, StageSharding
 from reshard.layout import Layout, whole
 from reshard.strategies import Stage, Strategy
+from reshard.text.messages import Report, as_pattern, plural, quoted, rank_ranges
 from reshard.text.names import ACCUMULATED_GRADIENTS, trained
-from reshard.text.report import Report
-from reshard.text.wording import as_pattern, plural, quoted, rank_ranges
 
 
 def listed_by_source(source: Strategy, step: SourceStep) -> set[str]:

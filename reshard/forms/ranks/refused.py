@@ -11,7 +11,7 @@ from typing import Optional
 
 from reshard.errors import CheckpointError, ReshardError
 from reshard.storage import is_directory, leads_to, names_in, store_of
-from reshard.text.name_order import natural_order
+from reshard.text.names import natural_order
 
 _ITERATION = "iteration_"
 _ENDINGS = (".safetensors", ".json")

@@ -31,10 +31,8 @@ from reshard.forms.ranks.rank_files import stage_sections
 from reshard.forms.target import Section
 from reshard.strategies import Stage, Strategy
 from reshard.text.globs import Filters
-from reshard.text.messages import block, joined, listing
+from reshard.text.messages import Report, block, joined, listing, plural, rank_ranges
 from reshard.text.names import is_weight
-from reshard.text.report import Report
-from reshard.text.wording import plural, rank_ranges
 
 # Of names, in a line of an error.
 _MOST_PATTERNS = 6

@@ -42,8 +42,8 @@ from reshard.storage import (
     real,
     store_of,
 )
-from reshard.text.near_names import similar_path_hint
-from reshard.text.wording import rank_ranges, some_names
+from reshard.text.messages import rank_ranges, some_names
+from reshard.text.names import similar_path_hint
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)([0-9]+)")
 _FAULT_DIRECTORY = "(ckpt_dir)([0-9]+)"

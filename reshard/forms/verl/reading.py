@@ -21,10 +21,8 @@ from reshard.forms.full.directory import extra_files_in, file_names
 from reshard.forms.verl.dtensors import PlacementError, RankPart, is_read, part_of
 from reshard.forms.verl.form import MODEL
 from reshard.storage import for_each, is_directory, names_in, reading
-from reshard.text.messages import listing
-from reshard.text.name_order import layers_in_order
-from reshard.text.report import Report
-from reshard.text.wording import as_pattern, number_ranges, plural, quoted
+from reshard.text.messages import Report, as_pattern, listing, number_ranges, plural, quoted
+from reshard.text.names import layers_in_order
 
 _MODEL_NAME = "model_world_size_{}_rank_{}.pt"
 _OTHER_STATE = re.compile(r"(optim|extra_state)_world_size_[0-9]+_rank_[0-9]+\.pt")

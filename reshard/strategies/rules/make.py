@@ -38,10 +38,9 @@ from reshard.strategies.rules.optimizer_shards import (
 from reshard.strategies.rules.pipeline import stages_of
 from reshard.strategies.rules.sizes import AxisSizes, NoCandidateError
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors, patterns_for
-from reshard.text.messages import Message, joined, listing
+from reshard.text.messages import Message, joined, listing, plural, rank_ranges
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.products import ExpressionError
-from reshard.text.wording import plural, rank_ranges
 
 _MAX_GROUPS = 8
 

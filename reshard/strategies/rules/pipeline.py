@@ -11,8 +11,7 @@ from reshard.storage.toml_tables import quoted_list
 from reshard.strategies.rules.model import LAYER, Pipeline
 from reshard.strategies.rules.tensors import patterns_for
 from reshard.text.globs import Glob, Globs
-from reshard.text.messages import listing
-from reshard.text.wording import plural, quoted
+from reshard.text.messages import listing, plural, quoted
 
 _LAYER_NUMBER = re.compile(r"(?:^|(?<=\.))(0|[1-9][0-9]{0,5})(?=\.)")
 

@@ -20,9 +20,8 @@ from reshard.strategies.rules.model import MayShard
 from reshard.strategies.rules.optimizer_shards import NO_SHARDS, UndecidedError, possible_record
 from reshard.strategies.rules.sizes import AxisSizes
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors, belonging_to_weights, states_by_weight
-from reshard.text.messages import listing
+from reshard.text.messages import listing, plural, quoted
 from reshard.text.names import ACCUMULATED_GRADIENTS
-from reshard.text.wording import plural, quoted
 
 AxisNames = Callable[[str, tuple[int, ...]], tuple[str, ...]]
 """The names of a device matrix's axes, for a parameter; none where they are unknown."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.text.globs import Globs, pattern_of
-from reshard.text.name_order import natural_order
-from reshard.text.names import ACCUMULATED_GRADIENTS, state_prefix
+from reshard.text.names import ACCUMULATED_GRADIENTS, natural_order, state_prefix
 
 # A number in a name, as of layers and experts.
 _NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]+(?=\.|$)")

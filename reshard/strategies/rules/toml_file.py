@@ -21,8 +21,8 @@ from reshard.strategies.rules.model import (
 )
 from reshard.strategies.rules.sizes import product
 from reshard.text.globs import Globs
+from reshard.text.messages import quoted
 from reshard.text.products import ExpressionError
-from reshard.text.wording import quoted
 
 LARGEST = 1 << 22
 _EXAMPLES = "for an example: reshard strategy rules llama"

@@ -36,9 +36,8 @@ from reshard.strategies.rules.shown import AxisNames
 from reshard.strategies.rules.sizes import AxisSizes
 from reshard.strategies.rules.toml_file import cut_of
 from reshard.strategies.written import FORMS, WRITERS, new_file, replaceable, unreadable_in_json, with_shape
-from reshard.text.messages import listing
+from reshard.text.messages import listing, plural
 from reshard.text.products import ExpressionError
-from reshard.text.wording import plural
 
 _NAME = f"ckpt_strategy_rank_{RANK}.ckpt"
 _MAX_RECORD = 1 << 26
