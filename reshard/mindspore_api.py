@@ -10,8 +10,7 @@ from typing import Optional
 
 from reshard.convert import Options, transform, usable_cpus
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.ranks.naming import as_prefix
-from reshard.forms.ranks.steps import RANK
+from reshard.forms.ranks.naming import RANK, as_prefix
 from reshard.plan.edits import NO_EDITS, Edits
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request

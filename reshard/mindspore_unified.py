@@ -8,7 +8,7 @@ from typing import Callable, Optional, Union
 
 from reshard.convert import Options, transform, usable_cpus
 from reshard.errors import UsageError
-from reshard.forms.full.directory import UNIFIED
+from reshard.forms.full.form import UNIFIED
 from reshard.forms.registry import form_named, form_of
 from reshard.mindspore_api import LOG, checked_format, path_of
 from reshard.plan.edits import NO_EDITS, Edits

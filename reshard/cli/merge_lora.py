@@ -16,7 +16,7 @@ from reshard.cli.output import listener
 from reshard.convert.ends import options_of, request_between
 from reshard.errors import UsageError
 from reshard.forms import DEFAULT_FORM
-from reshard.forms.ranks.refused import PEFT_ADAPTER
+from reshard.forms.ranks.tree import PEFT_ADAPTER
 from reshard.forms.registry import form_named, form_of
 from reshard.opened import open_requested, reading_request
 from reshard.plan.edits import TypedEdits, edits_to_model

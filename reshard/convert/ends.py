@@ -12,8 +12,8 @@ from reshard.defaults import DEFAULT_PREFIX, usable_cpus
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms import DEFAULT_FORM
 from reshard.forms.form import Form, Layouts, ReadRequest
-from reshard.forms.ranks import find_checkpoints
-from reshard.forms.ranks.steps import RANK
+from reshard.forms.ranks.naming import RANK
+from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import (
     all_forms,
     check_exists,

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from reshard.convert.options import Options
 from reshard.errors import ReshardError, TargetError, UsageError
-from reshard.forms.ranks.steps import RANK, fixed_directory
+from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.registry import form_named, form_of
 from reshard.plan.edits import Edits, edits_of
 from reshard.plan.plan import Plan

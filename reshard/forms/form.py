@@ -365,12 +365,12 @@ class ChunkedForm(Form):
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
         """As the chunks cut the tensors."""
-        from reshard.forms.chunks import ChunkedCheckpoint, strategy_of
+        from reshard.forms.recorded import ChunkedCheckpoint, strategy_of
 
         return strategy_of(cast(ChunkedCheckpoint, checkpoint))
 
     def describe(self, checkpoint: Checkpoint) -> Description:
         """Missing elements."""
-        from reshard.forms.chunks import ChunkedCheckpoint, described
+        from reshard.forms.recorded import ChunkedCheckpoint, described
 
         return described(cast(ChunkedCheckpoint, checkpoint))

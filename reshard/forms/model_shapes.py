@@ -12,8 +12,8 @@ from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, read_index
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS
 from reshard.errors import CheckpointError, LayoutError, StrategyError
 from reshard.forms.form import ReadRequest
-from reshard.forms.ranks import find_checkpoints
-from reshard.forms.ranks.steps import RANK
+from reshard.forms.ranks.naming import RANK
+from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import form_named, form_of
 from reshard.storage import is_directory
 from reshard.strategies import Stage, Strategy, read_strategy

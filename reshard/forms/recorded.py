@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
-from reshard.checkpoints import CheckpointIndex
+import numpy as np
+
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, StoredObject, TiedTensors, order_in_files
-from reshard.errors import InputError, one_error
-from reshard.text.messages import step_words
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
+from reshard.errors import CheckpointError, InputError, LayoutError, one_error
+from reshard.forms.form import Description
+from reshard.layout import Grid, Layout
+from reshard.layout.boxes import Covering, covering
+from reshard.strategies import SAME, Stage, Strategy, rows_over
+from reshard.text.messages import as_pattern, listing, plural, quoted, step_words
+from reshard.text.names import is_value
 
 
 @dataclass
@@ -94,3 +103,264 @@ class RecordedCheckpoint:
         faults = [error for name, error in self.faults.items() if required is None or required(name)]
         if faults:
             raise one_error(faults, f"{self.label} in {self.place} contradicts itself")
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor, and where it is stored.
+
+    Attributes:
+        offsets: first element per dimension.
+        sizes: elements per dimension.
+        file: number of the file.
+        stored: the entry of the file, of these sizes; None where the file's index has it under the tensor's name.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: int
+    stored: Optional[Tensor] = None
+
+
+class ChunkedTensor(NamedTuple):
+    """A tensor as metadata describes it.
+
+    Attributes:
+        name: its name.
+        dtype: MindSpore's name of its element type.
+        shape: of the full tensor.
+        chunks: its stored boxes; equal ones are replicas.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: Sequence[Chunk]
+
+
+@dataclass
+class ChunkedCheckpoint(RecordedCheckpoint):
+    """A checkpoint of chunks.
+
+    Attributes:
+        file_count: files; several holder numbers may be of one file.
+        chunks: tensors as metadata describes them, by name.
+        chunk_holders: per tensor the holder number of each chunk; None for chunks without elements of others.
+        nested: keys of the nested dictionaries that names were made of, where that is recorded.
+    """
+
+    file_count: int = 0
+    chunks: Mapping[str, ChunkedTensor] = field(default_factory=dict)
+    chunk_holders: Mapping[str, Sequence[Optional[int]]] = field(default_factory=dict)
+    nested: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def holders(self, name: str) -> list[int]:
+        """The files that hold an entry of this name, ascending; empty entries of values do not count.
+
+        A cut by rows leaves a value to one rank, and files of other ranks have an empty entry of it.
+        """
+        if name in self.plain:
+            return sorted({holder for holder in self.chunk_holders[name] if holder is not None})
+        return super().holders(name)
+
+
+def chunked_checkpoint(
+    form: str,
+    place: str,
+    files: Sequence[CheckpointIndex],
+    tensors: Iterable[ChunkedTensor],
+    faults: Mapping[str, InputError],
+    hint: str,
+) -> ChunkedCheckpoint:
+    """The checkpoint that chunks make. Coverage is exact: a tensor whose chunks are not all of it is a fault.
+
+    Args:
+        form: the name of the form.
+        place: the directory.
+        files: indexes of the files, by number; without tensors if all entries come with the chunks.
+        tensors: tensors as metadata describes them, each name once.
+        faults: unreadable tensors, and why, by name.
+        hint: the cure for missing elements.
+    """
+    builder = _Builder(place, files, hint)
+    laid_out: dict[str, GlobalTensor] = {}
+    accepted: dict[str, ChunkedTensor] = {}
+    refused = dict(faults)
+    for tensor in tensors:
+        if tensor.name in refused:
+            continue
+        try:
+            laid_out[tensor.name] = builder.tensor(tensor)
+            accepted[tensor.name] = tensor
+        except InputError as error:
+            refused[tensor.name] = error
+    plain = {name for name, tensor in laid_out.items() if math.prod(tensor.shape) == 1 and is_value(name, 1)}
+    return ChunkedCheckpoint(
+        form,
+        place,
+        {number: index.path for number, index in builder.indexes.items()},
+        builder.indexes,
+        {name: tensor for name, tensor in laid_out.items() if name not in plain},
+        plain,
+        faults=refused,
+        file_count=len(files),
+        chunks=accepted,
+        chunk_holders=builder.holders,
+    )
+
+
+def described(checkpoint: ChunkedCheckpoint) -> Description:
+    """The description of a checkpoint of chunks: why it is not complete, if so."""
+    incomplete = None
+    if checkpoint.faults:
+        incomplete = one_error([*checkpoint.faults.values()], f"{checkpoint.place} is not complete")
+    return Description(incomplete=incomplete)
+
+
+def strategy_of(checkpoint: ChunkedCheckpoint) -> Strategy:
+    """The strategy that cuts every tensor as the checkpoint does: rank ``r`` gets chunk ``r`` of each.
+
+    Tensors that no strategy cuts so are cut by rows; a note of the strategy names them.
+    """
+    grids = {name: tensor.shardings[0] for name, tensor in checkpoint.tensors.items()}
+    # Boxes that lie in no grid refine one another into more slices than there are ranks.
+    regular = {name: each.grid for name, each in grids.items() if getattr(each, "parts_of", None) is None}
+    count = max((grid.slice_count for grid in regular.values()), default=max(1, checkpoint.file_count))
+    layouts: dict[str, Layout] = {}
+    by_rows: list[str] = []
+    for name, tensor in checkpoint.tensors.items():
+        layout = _layout_of(regular[name], count) if name in regular else None
+        if layout is None:
+            by_rows.append(name)
+            layout = rows_over(count, tensor.shape)
+        layouts[name] = layout
+    notes: tuple[str, ...] = ()
+    if by_rows:
+        notes = (
+            f"{plural(len(by_rows), 'tensor')} cut by rows, because no strategy over {plural(count, 'rank')} has their "
+            "uneven cuts: " + listing(by_rows),
+        )
+    return Strategy((Stage(0, 0, count, layouts, (checkpoint.place,)),), SAME, notes)
+
+
+def _layout_of(grid: Grid, count: int) -> Optional[Layout]:
+    """A layout over ``count`` ranks whose slices are those of a grid; None if no layout is."""
+    cuts, rows = grid.cuts, grid.edges[:1]
+    if all(cut == 1 for cut in cuts[1:]) and cuts and cuts[0] > 1:
+        sizes = [b - a for a, b in zip(rows[0], rows[0][1:])]
+        sizes += [0] * (count - len(sizes))
+        return Layout((count,), ((0,), *((),) * (len(cuts) - 1)), uneven=tuple(sizes))
+    even = all(len({b - a for a, b in zip(edges, edges[1:])}) == 1 for edges in grid.edges)
+    if not even or count % grid.slice_count:
+        return None
+    # The last axes of the matrix cut, in the order of the dimensions; the first counts replicas.
+    matrix = (count // grid.slice_count, *cuts)
+    return Layout(matrix, tuple(() if cut == 1 else (len(cuts) - 1 - at,) for at, cut in enumerate(cuts)))
+
+
+class _Builder:
+    """Lays chunks out, once for tensors that are cut and stored alike.
+
+    Attributes:
+        indexes: the contents of files, by holder number.
+        holders: per tensor the holder number of each chunk; None for a chunk that is never read.
+    """
+
+    def __init__(self, place: str, files: Sequence[CheckpointIndex], hint: str) -> None:
+        self.indexes: dict[int, CheckpointIndex] = dict(enumerate(files))
+        self.holders: dict[str, list[Optional[int]]] = {}
+        self._place = place
+        self._files = files
+        self._hint = hint
+        # Holder numbers of a file, and the entries of each that are given with chunks.
+        self._numbers: list[list[int]] = [[] for _ in files]
+        self._chunk_counts: dict[tuple[int, str], int] = {}
+        self._entries: dict[int, dict[str, Tensor]] = {}
+        self._coverings: dict[object, Covering] = {}
+        self._shardings: dict[object, tuple[FileSharding]] = {}
+
+    def tensor(self, tensor: ChunkedTensor) -> GlobalTensor:
+        """A tensor as its chunks make it.
+
+        Raises:
+            CheckpointError: they do not.
+        """
+        name, dtype, shape, chunks = tensor
+        check_shape(self._place, name, shape)
+        boxes = [(len(chunk.offsets), len(chunk.sizes)) for chunk in chunks]
+        if any(lengths != (len(shape), len(shape)) for lengths in boxes):
+            raise self._fault(name, f"has {len(shape)} dimensions, and chunks of other numbers of dimensions")
+        if not chunks:
+            raise self._fault(name, "has no chunk")
+        for chunk in chunks:
+            stored = chunk.stored
+            if stored is not None and (stored.shape != chunk.sizes or stored.dtype != dtype):
+                raise self._fault(
+                    name,
+                    f"has a chunk of shape {list(chunk.sizes)} and type {dtype} by its metadata, and of shape "
+                    f"{list(stored.shape)} and type {stored.dtype} in {self._files[chunk.file].path}",
+                )
+        item_size = ITEM_SIZES.get(dtype)
+        if item_size is None:
+            raise self._fault(name, f"is {dtype}, an unsupported type")
+        try:
+            starts = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(len(chunks), len(shape))
+            sizes = np.array([chunk.sizes for chunk in chunks], np.int64).reshape(len(chunks), len(shape))
+        except OverflowError:
+            raise self._fault(name, "has a chunk that begins or ends beyond 64 bits") from None
+        key = (shape, len(chunks), starts.tobytes(), sizes.tobytes())
+        try:
+            covered = self._coverings.get(key)
+            if covered is None:
+                covered = self._coverings[key] = covering(shape, starts, sizes)
+        except LayoutError as error:
+            raise self._fault(name, f"of shape {list(shape)}: {error.message}") from error
+        used = {number for members in covered.members for number in members}
+        # Entries without elements are never read.
+        holders = {number: self._holder(name, chunk) for number, chunk in enumerate(chunks) if number in used}
+        self.holders[name] = [holders.get(number) for number in range(len(chunks))]
+        return GlobalTensor(name, dtype, item_size, shape, self._sharding(key, covered, holders))
+
+    def _sharding(self, key: object, covered: Covering, holders: Mapping[int, int]) -> tuple[FileSharding]:
+        holders_of_box = tuple(tuple(sorted(holders[number] for number in members)) for members in covered.members)
+        shardings = self._shardings.get((key, holders_of_box))
+        if shardings is None:
+            if covered.box_of_slice is None:
+                sharding = FileSharding(covered.grid, holders_of_box)
+            else:
+                of = covered.box_of_slice.tolist()
+                boxes = tuple(covered.boxes[number] for number in of)
+                sharding = FileSharding(covered.grid, tuple(holders_of_box[number] for number in of), boxes)
+            shardings = self._shardings[key, holders_of_box] = (sharding,)
+        return shardings
+
+    def _holder(self, name: str, chunk: Chunk) -> int:
+        """The holder number under which a chunk is found."""
+        stored = chunk.stored
+        if stored is None:
+            return chunk.file
+        numbers = self._numbers[chunk.file]
+        place = self._chunk_counts.get((chunk.file, name), 0)
+        self._chunk_counts[chunk.file, name] = place + 1
+        number = numbers[place] if place < len(numbers) else self._new(chunk.file)
+        self._entries[number][name] = stored if stored.name == name else stored._replace(name=name)
+        return number
+
+    def _new(self, file: int) -> int:
+        index = self._files[file]
+        entries: dict[str, Tensor] = {}
+        first = not index.tensors and not self._numbers[file]
+        number = file if first else len(self.indexes)
+        self._numbers[file].append(number)
+        self._entries[number] = entries
+        # The checksum of a file is that of all of its numbers together, so the first one alone has it.
+        crc = index.crc if first else None
+        self.indexes[number] = index._replace(tensors=entries, crc=crc)
+        return number
+
+    def _fault(self, name: str, problem: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._place}: {quoted(name)} {problem}",
+            file=self._place,
+            parameter=name,
+            hint=f"{self._hint}, or leave it out with --exclude {as_pattern(name)}",
+        )

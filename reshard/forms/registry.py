@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from reshard.errors import CheckpointError
 from reshard.forms import DEFAULT_FORM, FORM_CLASSES, READ_ONLY_CLASSES
 from reshard.forms.form import Form
-from reshard.forms.ranks import find_checkpoints
-from reshard.forms.ranks.steps import RANK
-from reshard.forms.ranks.tree import named_for_rank
+from reshard.forms.ranks.naming import RANK
+from reshard.forms.ranks.tree import find_checkpoints, named_for_rank
 from reshard.storage import caches_listings, exists
 from reshard.storage.directories import OWN
 from reshard.text.names import similar_path_hint

@@ -17,7 +17,7 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError, ReshardError
 from reshard.forms.form import FormOptions, Names
-from reshard.forms.ranks.steps import RANK, fixed_directory
+from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.ranks.tree import find_rank
 from reshard.forms.registry import form_of
 from reshard.inspection.subject import Subject, subject_of

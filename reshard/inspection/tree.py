@@ -18,12 +18,10 @@ from typing import Optional
 from reshard.checkpoints import FileHandles
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, InputError, ReshardError, UsageError
-from reshard.forms.ranks import SourceTree, Step, find_checkpoints
 from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep
-from reshard.forms.ranks.coverage import LostParameter, check_ranks
-from reshard.forms.ranks.selection import Incomplete, StepSelector
-from reshard.forms.ranks.steps import saved_at_fault
-from reshard.forms.ranks.tree import find_rank, skipped_directories
+from reshard.forms.ranks.naming import Step, saved_at_fault
+from reshard.forms.ranks.selection import Incomplete, LostParameter, StepSelector, check_ranks
+from reshard.forms.ranks.tree import SourceTree, find_checkpoints, find_rank, skipped_directories
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings, error_by_name
 from reshard.records.ledger import ledger_in
 from reshard.records.manifest import MANIFEST_NAME

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from reshard.forms.cuts import Cut
-from reshard.forms.target import Section
+from reshard.forms.target import Cut, Section
 from reshard.layout import Overlap
 
 # Every file of a group is open and has a share of the buffers.

@@ -15,9 +15,8 @@ from typing import Callable, NamedTuple, Optional, Protocol
 from reshard.checkpoints import CheckpointIndex, OutputLayout, lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint
 from reshard.errors import IncompleteSourceError
-from reshard.forms.cuts import Cut, Cuts
 from reshard.forms.registry import counted_as
-from reshard.forms.target import Section, TargetForm
+from reshard.forms.target import Cut, Cuts, Section, TargetForm
 from reshard.layout import Box, shape_of, volume_of
 from reshard.plan.groups import GroupLimits, linked_files, splits_rows
 from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor

@@ -8,11 +8,10 @@ from reshard.checkpoints import FileHandles, can_hold
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import MEMORY, TEXT
 from reshard.errors import UsageError
-from reshard.forms.cuts import Cuts
 from reshard.forms.form import Names, ReadRequest, WriteRequest
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as, form_named
-from reshard.forms.target import TargetForm, laid_out_names
+from reshard.forms.target import Cuts, TargetForm, laid_out_names
 from reshard.plan.checks import check, problems_of_form
 from reshard.plan.plan import Plan, Sorted, ValuesOfFiles, requested_files, sections_of
 from reshard.plan.replicas import ReplicaChoice

@@ -17,8 +17,7 @@ from typing import Optional
 from reshard.checkpoints import FileHandles, files_alike
 from reshard.errors import IncompleteSourceError, InputError
 from reshard.forms.ranks.checkpoint import RankCheckpoint
-from reshard.forms.ranks.form import rank_names, target_format
-from reshard.forms.ranks.rank_files import RankFiles
+from reshard.forms.ranks.form import RankFiles, rank_names, target_format
 from reshard.forms.target import TargetForm
 from reshard.layout.candidates import cuts_of, possible_holders
 from reshard.plan.request import Request

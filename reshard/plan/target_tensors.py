@@ -15,8 +15,7 @@ from weakref import WeakValueDictionary
 from reshard.checkpoints import OutputLayout, OutputTensor, Tensor
 from reshard.checkpoints.checkpoint import Addition, GlobalTensor
 from reshard.checkpoints.formats.dtypes import MEMORY
-from reshard.forms.cuts import Cut
-from reshard.forms.target import TargetForm
+from reshard.forms.target import Cut, TargetForm
 from reshard.layout import Box, Cell, shape_of, whole_box
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 

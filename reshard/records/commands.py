@@ -19,7 +19,7 @@ from reshard.checkpoints.formats.headers import ALL_FORMATS
 from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES
 from reshard.errors import TargetError, UsageError
 from reshard.forms import DEFAULT_FORM, FORM_CLASSES
-from reshard.forms.ranks import Step
+from reshard.forms.ranks.naming import Step
 from reshard.forms.registry import form_named, form_of
 from reshard.records.identity import attributes_of, short_digest
 from reshard.storage import is_absolute, names_in, read_json, reading, status_at, write_whole

@@ -18,7 +18,7 @@ from reshard.checkpoints import Literal, OutputLayout
 from reshard.checkpoints.formats.headers import ALL_FORMATS
 from reshard.defaults import MAX_DEVICES
 from reshard.forms import FORM_CLASSES
-from reshard.forms.ranks import FileNames
+from reshard.forms.ranks.naming import FileNames
 from reshard.layout import Layout
 from reshard.storage.json_text import Fields, JsonError
 from reshard.strategies import Strategy

@@ -28,10 +28,9 @@ from contextlib import AbstractContextManager
 from typing import Callable, NamedTuple, Optional
 
 from reshard.errors import ReshardError, TargetError
-from reshard.forms.ranks import find_checkpoints
-from reshard.forms.ranks.rank_files import STRATEGY_FILE
-from reshard.forms.ranks.steps import RANK, fixed_directory
-from reshard.forms.ranks.tree import RankFile
+from reshard.forms.ranks.form import STRATEGY_FILE
+from reshard.forms.ranks.naming import RANK, fixed_directory
+from reshard.forms.ranks.tree import RankFile, find_checkpoints
 from reshard.records.commands import RecordedCommand, commands_in, is_command
 from reshard.records.identity import Identity, strategy_digest
 from reshard.records.sources import SourceFile

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Optional
 
 from reshard.errors import ReplaceableError, ReshardError, TargetError
-from reshard.forms.ranks import FileNames
+from reshard.forms.ranks.naming import FileNames
 from reshard.forms.registry import counted_as
 from reshard.records.commands import EDITS, RecordedCommand
 from reshard.records.identity import Identity

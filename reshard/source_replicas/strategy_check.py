@@ -14,9 +14,8 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.execute import ExecutionOptions, Progress
-from reshard.forms.ranks import SourceTree, StepFiles, find_checkpoints
-from reshard.forms.ranks.checkpoint import SourceStep, StageSharding
-from reshard.forms.ranks.parameters import contradictions, listed_by_source, read_parameters
+from reshard.forms.ranks.checkpoint import SourceStep, StageSharding, contradictions, listed_by_source, read_parameters
+from reshard.forms.ranks.tree import SourceTree, StepFiles, find_checkpoints
 from reshard.layout import Layout
 from reshard.source_replicas import ReplicaComparison, compare_replicas
 from reshard.source_replicas.distinct import SameSlices, misplaced, ranks_by_content, same_slices

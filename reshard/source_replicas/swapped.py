@@ -8,10 +8,9 @@ from typing import Optional, Union
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError, ReshardError
-from reshard.forms.ranks import StepFiles, find_checkpoints
-from reshard.forms.ranks.checkpoint import SourceStep
-from reshard.forms.ranks.coverage import lost_slices
-from reshard.forms.ranks.parameters import listed_by_source, read_parameters
+from reshard.forms.ranks.checkpoint import SourceStep, listed_by_source, read_parameters
+from reshard.forms.ranks.selection import lost_slices
+from reshard.forms.ranks.tree import StepFiles, find_checkpoints
 from reshard.strategies import Strategy
 from reshard.text.messages import Report
 from reshard.text.names import ACCUMULATED_GRADIENTS

@@ -14,7 +14,7 @@ from reshard.checkpoints.formats.crc import crc_of_file
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.placed import PlacedFile
 from reshard.errors import CheckpointError
-from reshard.forms.ranks import find_checkpoints
+from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import form_named
 from reshard.records import FinishingRecord, Manifest, ManifestFile
 from reshard.storage import is_directory, names_in, read_range, reading, status_at

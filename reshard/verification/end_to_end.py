@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 from reshard.checkpoints import FileHandles, read_index
 from reshard.errors import CheckpointError, InputError, TargetError, UsageError
 from reshard.forms.form import Names
-from reshard.forms.ranks import find_checkpoints
-from reshard.forms.ranks.coverage import check_ranks
+from reshard.forms.ranks.selection import check_ranks
+from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import form_named
 from reshard.records import Identity, Manifest
 from reshard.records.ledger import ledger_in

@@ -15,8 +15,8 @@ from reshard.checkpoints import CheckpointIndex, FileHandles, unchecked
 from reshard.checkpoints.formats.crc import check_crcs
 from reshard.errors import InputError
 from reshard.forms.form import ReadRequest
-from reshard.forms.ranks import StepFiles
-from reshard.forms.ranks.parameters import read_some_ranks
+from reshard.forms.ranks.checkpoint import read_some_ranks
+from reshard.forms.ranks.tree import StepFiles
 from reshard.forms.registry import form_named
 from reshard.storage import storage_of
 from reshard.strategies import Strategy

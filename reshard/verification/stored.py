@@ -21,7 +21,7 @@ from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, files_alik
 from reshard.checkpoints.checkpoint import ByName, Checkpoint, FileSharding, GlobalTensor, Sharding
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, IncompleteSourceError
-from reshard.forms.chunks import ChunkedCheckpoint
+from reshard.forms.recorded import ChunkedCheckpoint
 from reshard.forms.registry import form_named
 from reshard.storage import ReadableFile, fill, reading, storage_of
 from reshard.strategies import Stage, Strategy

@@ -242,7 +242,7 @@ def test_a_device_matrix_with_more_axes_than_numpy_allows_is_read(tmp_path: Path
     "pattern", ["[!]", "[!]]", "[]a]", "[a--b]", "[0--[0-9]", "[z-a]", "[a&&b]", "[a~~b]", "[a||b]", "[[a]", "[\\w]"]
 )
 def test_character_sets_in_patterns_match_like_in_a_shell(tmp_path: Path, pattern: str) -> None:
-    from reshard.forms.ranks.steps import match_paths
+    from reshard.forms.ranks.naming import match_paths
 
     names = [*"abz!]&~|-[w0", "\\", "[!]", "[z-a]"]
     for name in names:

@@ -9,8 +9,7 @@ from typing import Optional
 import pytest
 
 from reshard.execute import parts, reading, writing
-from reshard.forms.cuts import Cut
-from reshard.forms.target import Section
+from reshard.forms.target import Cut, Section
 from reshard.layout import Layout, Overlap
 from reshard.plan.groups import GroupLimits, linked_files
 from reshard.storage import ReadableFile, fill

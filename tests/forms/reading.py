@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.forms.checkpoint2.checkpoint import Checkpoint2
-from reshard.forms.checkpoint2.reading import read_checkpoint2
+from reshard.forms.checkpoint2.checkpoint import Checkpoint2, read_checkpoint2
 from reshard.forms.form import ReadRequest
 from reshard.text.messages import Report
 

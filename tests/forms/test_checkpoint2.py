@@ -13,7 +13,7 @@ import pytest
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.checkpoint2.iterations import find_iterations, recognise
+from reshard.forms.checkpoint2.form import find_iterations, recognise
 from reshard.text.messages import Report
 from tests.checkpoint_writing import STORED
 from tests.corpus import CORPUS2, FIXTURES

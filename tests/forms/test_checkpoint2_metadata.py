@@ -7,7 +7,7 @@ import tracemalloc
 from pathlib import Path
 
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.forms.checkpoint2.iterations import COMMON
+from reshard.forms.checkpoint2.form import COMMON
 from reshard.forms.checkpoint2.written_files import Checkpoint2Files
 from reshard.forms.target import FinishingFile
 from reshard.strategies.read import read_strategy

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.forms.checkpoint2.iterations import parse_key
+from reshard.forms.checkpoint2.form import parse_key
 from reshard.layout import Layout
 from reshard.text.messages import Report
 from tests.checkpoint2_writing import Laid, Saving, numbered

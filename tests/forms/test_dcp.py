@@ -27,8 +27,8 @@ from reshard.checkpoints.formats.output import Literal, OutputTensor
 from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_class, pickled, plain, read_pickle
 from reshard.checkpoints.placed import PlacedFile, Placement, Stored
 from reshard.errors import CheckpointError
-from reshard.forms.chunks import ChunkedCheckpoint
 from reshard.forms.form import ReadRequest
+from reshard.forms.recorded import ChunkedCheckpoint
 from reshard.forms.registry import form_named, form_of
 from reshard.storage import FileStatus, ReadableFile
 from reshard.text.messages import Report

@@ -19,7 +19,7 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, ReshardError
 from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import FullWeights, read_huggingface, read_unified
-from reshard.forms.full.directory import full_weights_form
+from reshard.forms.full.form import full_weights_form
 from reshard.text.messages import Report
 from tests.checkpoint_writing import STORED, write_safetensors
 from tests.corpus import CORPUS2, FIXTURES

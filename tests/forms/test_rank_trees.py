@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.ranks import SourceTree, Step, find_checkpoints
-from reshard.forms.ranks.steps import name_families, parse_stem
+from reshard.forms.ranks.naming import Step, name_families, parse_stem
+from reshard.forms.ranks.tree import SourceTree, find_checkpoints
 from tests.running import Argument, done, warns
 from tests.small import World, tensors
 from tests.strategy_writing import group_info
@@ -400,9 +400,9 @@ def test_directories_of_fault_recovery_beside_ranks_are_ignored(plain: World) ->
     assert done("recover", plain.src, plain.root / "whole", "--strategy", plain.old, "--json").json["recovered"] == [3]
 
 
-def test_directories_of_another_naming_suggest_a_rank_path(plain: World) -> None:
+def test_directories_of_another_naming_require_a_rank_path(plain: World) -> None:
     plain.save(tensors(), "ckpt_dir{rank}/net-1_10.ckpt")
-    plain.refuses(3, f"if their numbers are the ranks, name them so: '{plain.src}/ckpt_dir{{rank}}'")
+    plain.refuses(3, "holds no checkpoints", "ckpt_dir{rank}")
     done("inspect", f"{plain.src}/ckpt_dir{{rank}}")
 
 

@@ -9,9 +9,8 @@ import pytest
 
 import reshard
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.ranks.naming import FileNames
-from reshard.forms.ranks.rank_files import meta_json
-from reshard.forms.ranks.steps import Step
+from reshard.forms.ranks.form import meta_json
+from reshard.forms.ranks.naming import FileNames, Step
 from tests.running import done, fails
 from tests.small import World, tensors
 from tests.trees import read_named, same_ranks

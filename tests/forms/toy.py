@@ -14,7 +14,7 @@ from typing import Optional
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.forms.form import Form, FormOptions, ReadRequest, WriteRequest
 from reshard.forms.full.contents import Contents, FullWeights
-from reshard.forms.ranks import FileNames
+from reshard.forms.ranks.naming import FileNames
 from reshard.forms.target import FinishingFile, Section, TargetForm, WholeLayouts
 from reshard.forms.writing import selected
 from reshard.storage import is_directory, names_in

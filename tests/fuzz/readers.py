@@ -20,8 +20,8 @@ from reshard.checkpoints import CheckpointIndex, FileHandles, read_index
 from reshard.decryption import decrypt
 from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import read_huggingface, read_unified
-from reshard.forms.full.directory import HUGGINGFACE_INDEX, UNIFIED_MAP
-from reshard.forms.ranks import find_checkpoints
+from reshard.forms.full.form import HUGGINGFACE_INDEX, UNIFIED_MAP
+from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import form_named
 from reshard.storage import read_range
 from reshard.strategies import read_group_info, read_strategy

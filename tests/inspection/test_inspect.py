@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import pytest
 
-from reshard.forms.ranks import find_checkpoints
+from reshard.forms.ranks.tree import find_checkpoints
 from tests.checkpoint_writing import write_sparse
 from tests.running import LAUNCHER, Argument, done, fails, flat, terminal_output, warns
 from tests.small import World, tensors

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Callable, Optional
 
-from reshard.forms.ranks import StepFiles
 from reshard.forms.ranks.selection import StepSelector
+from reshard.forms.ranks.tree import StepFiles
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters
 from reshard.text.messages import Report

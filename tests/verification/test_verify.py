@@ -15,7 +15,7 @@ import pytest
 
 from reshard.checkpoints import FileHandles, read_index
 from reshard.execute import filling, part_writing, reader
-from reshard.forms.cuts import Cut
+from reshard.forms.target import Cut
 from reshard.layout import boxes_of_range
 from reshard.plan import plan
 from reshard.plan.pieces import TargetTensor

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.formats.tensors import MAX_DIMENSIONS, MAX_ELEMENTS
 from reshard.defaults import MAX_DEVICES
-from reshard.forms.checkpoint2.iterations import METADATA, parse_key
+from reshard.forms.checkpoint2.form import METADATA, parse_key
 from reshard.storage import read_small, reading
 from reshard.storage.json_text import Fields, JsonError, integers, parse_json
 from reshard.text.messages import quoted

@@ -25,10 +25,10 @@ from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.formats.output import MINDSPORE_METADATA
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, LayoutError
-from reshard.forms.checkpoint2.iterations import COMMON, METADATA, MODEL, OPTIMIZER, iteration_name
+from reshard.forms.checkpoint2.form import COMMON, METADATA, MODEL, OPTIMIZER, iteration_name
 from reshard.forms.form import WriteRequest
-from reshard.forms.ranks import FileNames
-from reshard.forms.ranks.rank_files import stage_sections
+from reshard.forms.ranks.form import stage_sections
+from reshard.forms.ranks.naming import FileNames
 from reshard.forms.target import FinishingFile
 from reshard.forms.tracker import TRACKER
 from reshard.forms.writing import SharedFiles, selected

@@ -12,7 +12,6 @@ from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
 from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, UsageError, one_error
-from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
 from reshard.forms.dcp.form import (
     DCP,
     ENDING,
@@ -26,6 +25,7 @@ from reshard.forms.dcp.form import (
 )
 from reshard.forms.dcp.metadata import ReadMetadata, Record, read_metadata
 from reshard.forms.form import ReadRequest
+from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
 from reshard.forms.tracker import HOW_TO_CHOOSE, TRACKER, parse_iteration_number, read_tracker, warn_of_newer
 from reshard.storage import names_in, status_of_each
 from reshard.text.messages import Report, plural, quoted, some_names

@@ -16,13 +16,12 @@ from reshard.checkpoints.formats.dtypes import ARCHIVES, TORCH_NAMES
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_safetensors
 from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_class, pickled
 from reshard.errors import CheckpointError
-from reshard.forms.chunk_files import ChunkFiles
 from reshard.forms.dcp.form import DCP, HYPER_PARALLEL, METADATA
 from reshard.forms.dcp.metadata import HYPER, TORCH, DescribedChunk, DescribedTensor, Record
 from reshard.forms.dcp.read import BACKEND, COMMON
 from reshard.forms.form import WriteRequest
 from reshard.forms.target import FinishingFile
-from reshard.forms.writing import Selected
+from reshard.forms.writing import ChunkFiles, Selected
 from reshard.layout import Box, shape_of, volume_of
 from reshard.storage import read_range, reading, reading_error, status_at
 from reshard.text.messages import as_pattern, quoted

@@ -12,7 +12,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.forms.form import WriteRequest
-from reshard.forms.full.directory import extra_files_in
+from reshard.forms.full.form import extra_files_in
 from reshard.forms.target import FinishingFile
 from reshard.storage import (
     UnfitError,

@@ -14,7 +14,7 @@ from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.form import ReadRequest
-from reshard.forms.full.directory import (
+from reshard.forms.full.form import (
     HUGGINGFACE,
     HYPER_PARAMETERS,
     NUMBERED,
@@ -32,7 +32,6 @@ from reshard.forms.full.directory import (
     report_unread,
 )
 from reshard.forms.hf_sharded.form import INFO
-from reshard.forms.hf_sharded.headers import entries_of
 from reshard.forms.recorded import RecordedCheckpoint
 from reshard.layout import Grid
 from reshard.storage import is_directory, is_regular_file, names_in
@@ -328,6 +327,8 @@ def _check_whole(contents: Contents) -> None:
         if text is None:
             continue
         if text not in are_whole:
+            from reshard.forms.hf_sharded.shards import entries_of
+
             are_whole[text] = all(entry.whole for entry, _ in entries_of(index))
         if not are_whole[text]:
             raise CheckpointError(

@@ -3,19 +3,246 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Optional
+import re
+import shlex
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.forms.form import Form, FormOptions, ReadRequest, WriteRequest, check_latest
-from reshard.forms.full.directory import HYPER_PARAMETERS, MAP_FILES, UNIFIED, full_weights_form, read_weight_map
-from reshard.storage import caches_listings, is_regular_file
-from reshard.text.messages import Report, plural, quoted, some_names
-from reshard.text.names import is_value, is_weight, training_globs
+from reshard.forms.ranks.naming import check_inside
+from reshard.forms.ranks.tree import find_rank
+from reshard.forms.target import UNFINISHED
+from reshard.storage import caches_listings, is_directory, is_regular_file, names_in, read_json, reading
+from reshard.storage.json_text import JsonError
+from reshard.text.messages import Report, one_line, plural, quoted, some_names
+from reshard.text.names import is_value, is_weight, natural_order, training_globs
 
 if TYPE_CHECKING:
     from reshard.forms.target import TargetForm
     from reshard.forms.writing import Selected
+
+
+UNIFIED_MAP = "param_name_map.json"
+HYPER_PARAMETERS = "hyper_param.safetensors"
+"""The file of unified weights for values outside the model; no map lists it."""
+
+INDEX_ENDING = ".safetensors.index.json"
+HUGGINGFACE_INDEX = "model" + INDEX_ENDING
+WEIGHTS_ENDING = ".safetensors"
+
+UNIFIED, HUGGINGFACE = "unified", "huggingface"
+"""The forms."""
+
+MAP_FILES = {UNIFIED: UNIFIED_MAP, HUGGINGFACE: HUGGINGFACE_INDEX}
+"""The map or index of each form."""
+
+_CONFIG = "config.json"
+# A name and its file take some hundred bytes; the largest models have some hundred thousand.
+_LARGEST = 128 << 20
+_WEIGHTS = "weight_map"
+_FROM_A_COPY = "take it from a copy"
+
+
+def read_weight_map(path: str) -> dict[str, str]:
+    """The file of every tensor that a map lists, relative to its directory.
+
+    Args:
+        path: the map.
+
+    Raises:
+        DamagedCheckpointError: it is not a map, or lists a file outside its directory or without ``.safetensors``.
+        RetryableError: it cannot be read now.
+    """
+    content = read_json(path, _LARGEST, DamagedCheckpointError, _FROM_A_COPY)
+    if content is None:
+        raise CheckpointError(f"{path}: does not exist", file=path, hint=_FROM_A_COPY)
+    with reading(path, DamagedCheckpointError, _FROM_A_COPY):
+        return _weights_of(content, flat=os.path.basename(path) == UNIFIED_MAP)
+
+
+def _weights_of(content: dict[str, Any], flat: bool) -> dict[str, str]:
+    """The inner object, checked; with ``flat``, it may be the outer object."""
+    weights = content.get(_WEIGHTS)
+    if not isinstance(weights, dict):
+        if not flat or (weights is not None and not isinstance(weights, str)):
+            raise JsonError(f"its {_WEIGHTS} is missing, or not an object")
+        weights = content
+    if not weights:
+        raise JsonError("it lists no tensors")
+    # Shares texts: memory grows with files and names, not with tensors times files.
+    file_of: dict[str, str] = {}
+    sound: dict[str, str] = {}
+    for name, file in weights.items():
+        if not name:
+            raise JsonError("it holds an empty name")
+        if not isinstance(file, str):
+            raise JsonError(f"the file of {quoted(name)} is not a text")
+        if file not in sound:
+            check_inside(file)
+            if not file.endswith(WEIGHTS_ENDING):
+                raise JsonError(f"the file of {quoted(name)}, {quoted(file)}, is no {WEIGHTS_ENDING} file")
+        file_of[sys.intern(name)] = sound.setdefault(file, file)
+    return file_of
+
+
+SINGLE = "model" + WEIGHTS_ENDING
+"""Hugging Face's name of a single file."""
+
+PART = re.compile(r"part[0-9]+\.safetensors")
+NUMBERED = re.compile(r"model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors")
+_MODEL_FILE = re.compile(r"model.*\.safetensors", re.DOTALL)
+# Files of Checkpoint 2.0 saved without a prefix, whose numbers have seven digits.
+_ITERATION_FILE = re.compile(r"(?:.*-)?(?:model|opt)-[0-9]{7}-[0-9]{7}\.safetensors", re.DOTALL)
+_OTHER_WEIGHTS = (
+    *(".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx"),
+    *(".npz", ".tflite", ".pkl"),
+)
+# Hidden files and reshard's records are not part of a model.
+_NOT_OF_THE_MODEL = (".", "reshard-")
+
+ONE_COPY = "every tensor is in one file only: copy or download the directory again"
+_MOST_FILES = 8
+
+
+def file_names(names: Sequence[str]) -> str:
+    """The first names of files and the count of the others."""
+    return some_names([one_line(name) for name in names], _MOST_FILES)
+
+
+def full_weights_form(path: str, names: Optional[Sequence[str]] = None) -> Optional[str]:
+    """``unified`` or ``huggingface`` for a directory of full weights, its map or index, or its one file; else None.
+
+    Args:
+        path: a directory, or a file.
+        names: the relevant names of the directory; by default all.
+
+    Raises:
+        ReshardError: the path cannot be listed.
+    """
+    if not is_directory(path):
+        name = os.path.basename(path)
+        single = name == SINGLE and _is_of_a_model(os.path.dirname(path))
+        return UNIFIED if name == UNIFIED_MAP else HUGGINGFACE if single or name.endswith(INDEX_ENDING) else None
+    names = names_in(path) if names is None else names
+    if UNIFIED_MAP in names or HYPER_PARAMETERS in names or any(map(PART.fullmatch, names)):
+        return UNIFIED
+    if any(name.endswith(INDEX_ENDING) for name in names) or any(map(_is_model_file, names)):
+        return HUGGINGFACE
+    return None
+
+
+def _is_of_a_model(directory: str) -> bool:
+    """Whether a single file there holds full weights: files of ranks may have its name, but no config.json beside."""
+    return is_regular_file(os.path.join(directory, _CONFIG)) and find_rank(directory) is None
+
+
+def index_in(directory: str, names: Sequence[str]) -> Optional[str]:
+    """The index of a directory, or None.
+
+    Raises:
+        CheckpointError: it has several indexes, none with the usual name.
+    """
+    indexes = [name for name in names if name.endswith(INDEX_ENDING)]
+    if len(indexes) > 1 and HUGGINGFACE_INDEX not in indexes:
+        raise CheckpointError(
+            f"{directory}: holds several models: {file_names(indexes)}",
+            file=directory,
+            hint=f"pass one of them as SRC, for example {os.path.join(directory, indexes[0])}",
+        )
+    if not indexes:
+        return None
+    return os.path.join(directory, HUGGINGFACE_INDEX if HUGGINGFACE_INDEX in indexes else indexes[0])
+
+
+def files_without_index(directory: str, names: Sequence[str], report: Report) -> list[str]:
+    """The files of a model whose directory has no index.
+
+    Raises:
+        CheckpointError: the files may be of several models, or some are missing.
+    """
+    check_finished(directory, names)
+    files = natural_order(filter(_is_model_file, names))
+    if len(files) == 1 and not NUMBERED.fullmatch(files[0]):
+        return files
+    numbers = [match for match in map(NUMBERED.fullmatch, files) if match is not None]
+    counts = {int(match[2]) for match in numbers}
+    if len(numbers) < len(files) or len(counts) != 1:
+        raise CheckpointError(
+            f"{directory}: has no {HUGGINGFACE_INDEX}, and its files may be of several models: {file_names(files)}",
+            file=directory,
+            hint=f"bring {HUGGINGFACE_INDEX}, or give one file alone as SRC",
+        )
+    count = counts.pop()
+    if len(numbers) != count or any(int(match[1]) != place for place, match in enumerate(numbers, start=1)):
+        raise CheckpointError(
+            f"{directory}: has {plural(len(files), 'file')} of the {count} in their names, and no {HUGGINGFACE_INDEX}",
+            file=directory,
+            hint=ONE_COPY,
+        )
+    report.note(f"{directory}: has no {HUGGINGFACE_INDEX}; its {plural(count, 'file')} are read; none is missing")
+    return files
+
+
+def check_finished(directory: str, names: Sequence[str]) -> None:
+    """Refuse a directory without a map or index that a conversion is writing, or did not finish.
+
+    Raises:
+        CheckpointError: it is marked as unfinished.
+    """
+    if UNFINISHED in names:
+        raise CheckpointError(
+            f"{directory}: is not complete: the conversion that writes it has not ended",
+            file=directory,
+            hint=f"if it was interrupted: reshard resume {shlex.quote(directory)}",
+        )
+
+
+def _is_model_file(name: str) -> bool:
+    return _MODEL_FILE.fullmatch(name) is not None and _ITERATION_FILE.fullmatch(name) is None
+
+
+def report_unread(
+    directory: str,
+    names: Iterable[str],
+    files: Iterable[str],
+    usual: re.Pattern[str],
+    place: Optional[str],
+    report: Report,
+) -> None:
+    """Note unread weights; warn if their names are like those of read files."""
+    used = {*files, HYPER_PARAMETERS}
+    unread = [
+        name for name in names if name not in used and _are_weights(name) and name != os.path.basename(place or "")
+    ]
+    alike = [name for name in unread if usual.fullmatch(name)]
+    unrelated = [name for name in unread if name not in alike]
+    if alike:
+        report.warn(
+            f"{directory}: not read, because {os.path.basename(place or '')} does not name them: "
+            f"{file_names(alike)}; they may be left from another save"
+        )
+    if unrelated:
+        report.note(f"{directory}: other weights are not read: {file_names(unrelated)}")
+
+
+def _are_weights(name: str) -> bool:
+    return name.endswith(_OTHER_WEIGHTS) and not name.startswith(_NOT_OF_THE_MODEL)
+
+
+def extra_files_in(directory: str, names: Iterable[str], files: Iterable[str]) -> tuple[str, ...]:
+    """Files of the model other than weights."""
+    passed = {*files, UNIFIED_MAP}
+    return tuple(
+        name
+        for name in names
+        if name not in passed
+        and not name.startswith(_NOT_OF_THE_MODEL)
+        and not _are_weights(name)
+        and is_regular_file(os.path.join(directory, name))
+    )
 
 
 class _FullForm(Form):

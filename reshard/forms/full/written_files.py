@@ -17,8 +17,8 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import UsageError
-from reshard.forms.full.directory import HUGGINGFACE, HUGGINGFACE_INDEX, HYPER_PARAMETERS, UNIFIED, UNIFIED_MAP
-from reshard.forms.ranks import FileNames
+from reshard.forms.full.form import HUGGINGFACE, HUGGINGFACE_INDEX, HYPER_PARAMETERS, UNIFIED, UNIFIED_MAP
+from reshard.forms.ranks.naming import FileNames
 from reshard.forms.target import FinishingFile, Section, TargetForm, WholeLayouts
 
 HUGGINGFACE_FORMAT, UNIFIED_FORMAT = "pt", "ms"

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Optional, cast
+from typing import Any, Callable, NamedTuple, Optional, cast
 
-from reshard.checkpoints import CheckpointIndex, FileHandles
-from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, StoredObject, TiedTensors, order_in_files
+from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, tensors_named
+from reshard.checkpoints.checkpoint import (
+    AS_RECORDED,
+    Checkpoint,
+    GlobalTensor,
+    ShardReading,
+    StoredObject,
+    TiedTensors,
+    order_in_files,
+)
 from reshard.checkpoints.edited import stored_checkpoint
+from reshard.checkpoints.formats.dtypes import NO_ARRAYS, TEXT
 from reshard.checkpoints.formats.headers import KnownStructures, read_headers
 from reshard.checkpoints.formats.output import DEDUPLICATED
-from reshard.errors import DamagedCheckpointError
-from reshard.forms.ranks import StepFiles
-from reshard.layout import Box, Grid, Layout
+from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
+from reshard.forms.ranks.tree import StepFiles
+from reshard.layout import Box, Grid, Layout, whole
 from reshard.storage import absolute, common_directory
-from reshard.strategies import Holding, Stage
-from reshard.text.messages import Report, step_words
+from reshard.strategies import Holding, Stage, Strategy
+from reshard.text.messages import Report, as_pattern, plural, quoted, rank_ranges, step_words
+from reshard.text.names import ACCUMULATED_GRADIENTS, trained
 
 
 class StageSharding(NamedTuple):
@@ -264,3 +275,322 @@ class SourceStep:
         """Ranks whose file holds a tensor of this name, among the files read, ascending."""
         sets = {number for names, number in self._sets.items() if name in names}
         return sorted(rank for rank, number in self._set_of_rank.items() if number in sets)
+
+
+def listed_by_source(source: Strategy, step: SourceStep) -> set[str]:
+    """Names in the source strategy; `none` lists every tensor of several elements, or with optimizer state."""
+    if not source.is_none:
+        return set().union(*(stage.layouts.keys() for stage in source.stages))
+    return {
+        name
+        for index in step.indexes.values()
+        for weights in [trained(index.tensors.keys())]
+        for name, tensor in index.tensors.items()
+        if tensor.dtype not in NO_ARRAYS and (math.prod(tensor.shape) != 1 or name in weights)
+    }
+
+
+def read_parameters(
+    source: Strategy, step: SourceStep, laid_out: set[str], required: set[str]
+) -> dict[str, GlobalTensor]:
+    """Determine the shape and real layout of every listed parameter in the read files.
+
+    Args:
+        source: strategy of the files.
+        step: the files.
+        laid_out: parameters that the strategy lists.
+        required: parameters whose contradictions are errors; others are skipped.
+
+    Raises:
+        InputError: files and strategy contradict each other; lists all these parameters.
+    """
+    tensors: dict[str, GlobalTensor] = {}
+    shared = _Shared()
+    problems: list[InputError] = []
+    # Accumulated gradients come last: their parameters' shapes decide between readings.
+    for name in sorted(laid_out, key=lambda name: (name.startswith(ACCUMULATED_GRADIENTS), name)):
+        try:
+            parameter = _read_parameter(name, source, step, tensors, shared)
+        except InputError as error:
+            if name in required:
+                problems.append(error)
+            continue
+        if parameter is not None:
+            tensors[name] = parameter
+    if problems:
+        count = f"{len(problems)} of {plural(len(laid_out), 'parameter')}"
+        # One odd file contradicts all parameters, too: then its shapes differ from those of other ranks.
+        network = "is it of another network? " if 2 * len(problems) > len(laid_out) else ""
+        raise one_error(problems, f"{step.place} does not fit the source strategy ({source.path}): {network}{count}")
+    return tensors
+
+
+class _Stored(NamedTuple):
+    """How the ranks of one stage store a parameter."""
+
+    stage: Stage
+    ranks: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    layout: Layout
+
+
+class _Shared:
+    """Equal objects of thousands of parameters, kept once.
+
+    Attributes:
+        shapes: full shapes.
+        shardings: stages and layouts of tensors of a shape.
+        shards: of accumulated gradients.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self.shardings: dict[object, tuple[StageSharding, ...]] = {}
+        self.shards = {AS_RECORDED: AS_RECORDED}
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.shapes.setdefault(shape, shape)
+
+    def sharding(
+        self, stored: Sequence[_Stored], layouts: Sequence[Layout], shape: tuple[int, ...]
+    ) -> tuple[StageSharding, ...]:
+        key = (shape, *((on_stage.stage.number, layout) for on_stage, layout in zip(stored, layouts)))
+        shardings = self.shardings.get(key)
+        if shardings is None:
+            shardings = tuple(
+                StageSharding(on_stage.stage, layout, layout.grid(shape)) for on_stage, layout in zip(stored, layouts)
+            )
+            self.shardings[key] = shardings
+        return shardings
+
+
+def _read_parameter(
+    name: str, source: Strategy, step: SourceStep, owners: dict[str, GlobalTensor], shared: _Shared
+) -> Optional[GlobalTensor]:
+    stored = []
+    for stage in source.stages:
+        if not source.is_none and name not in stage.layouts:
+            continue
+        ranks = sorted(step.ranks_with(name, stage))
+        if not ranks:
+            continue
+        tensors = tuple(tensors_named(name, (step.indexes[rank] for rank in ranks)))
+        layout = whole(len(tensors[0].shape)) if source.is_none else stage.layouts[name]
+        stored.append(_Stored(stage, tuple(ranks), tensors, layout))
+    if not stored:
+        return None
+    first = _check_dtypes(name, stored, step)
+    accumulated = name.startswith(ACCUMULATED_GRADIENTS)
+    # By the recorded layout, not this run's files: all runs of one conversion decide alike.
+    sharded = [stage for stage in source.stages if name in stage.layouts and stage.layouts[name].shards > 1]
+    by_shape: dict[tuple[int, ...], _Reading] = {}
+    for plain in (False, True) if accumulated and sharded else (False,):
+        for reading in _fitting_readings(stored, plain):
+            # Both give one shape only for a tensor without rows, where they are the same.
+            by_shape.setdefault(reading.shape, reading)
+    readings = list(by_shape.values())
+    if not readings:
+        raise _contradiction(name, stored, step)
+    deciding = any(on_stage.stage is stage for on_stage in stored for stage in sharded)
+    undecided: tuple[int, ...] = ()
+    if accumulated and sharded and not deciding:
+        undecided = tuple(rank for stage in sharded for rank in stage.ranks)
+    reading = readings[0] if len(readings) == 1 else _decide(name, readings, owners, step, stored)
+    shape = shared.shape(reading.shape)
+    shardings = shared.sharding(stored, reading.layouts, shape)
+    shards = ShardReading(reading.plain, accumulated and not sharded, undecided)
+    shards = shared.shards.setdefault(shards, shards)
+    return GlobalTensor(name, first.dtype, first.item_size, shape, shardings, shards)
+
+
+class _Reading(NamedTuple):
+    """One reading of the stages' slices.
+
+    Attributes:
+        shape: full shape.
+        layouts: per stage.
+        plain: without the recorded optimizer shards.
+    """
+
+    shape: tuple[int, ...]
+    layouts: list[Layout]
+    plain: bool
+
+
+def _fitting_readings(stored: Sequence[_Stored], plain: bool) -> list[_Reading]:
+    """Every full shape that fits all slices in the files, with its layouts."""
+    by_shape: dict[tuple[int, ...], list[Layout]] = {}
+    for number, on_stage in enumerate(stored):
+        recorded = on_stage.layout.without_shards() if plain else on_stage.layout
+        for layout in recorded.regroupings():
+            shape = _full_shape(layout, on_stage)
+            if shape is None:
+                continue
+            layouts = by_shape.setdefault(shape, [])
+            if len(layouts) == number:
+                layouts.append(layout)
+    return [_Reading(shape, layouts, plain) for shape, layouts in by_shape.items() if len(layouts) == len(stored)]
+
+
+def _full_shape(layout: Layout, on_stage: _Stored) -> Optional[tuple[int, ...]]:
+    """The full shape, or None if a rank's slice does not fit the layout."""
+    if len(on_stage.tensors[0].shape) != len(layout.cuts):
+        return None
+    shape = layout.full_shape(on_stage.tensors[0].shape)
+    if layout.recorded_shape not in (None, shape):
+        return None
+    if layout.uneven is None:
+        first_shape = on_stage.tensors[0].shape
+        return shape if all(tensor.shape == first_shape for tensor in on_stage.tensors) else None
+    for rank, tensor in zip(on_stage.ranks, on_stage.tensors):
+        number = layout.slice_of_rank[rank - on_stage.stage.first_rank]
+        if tuple(stop - start for start, stop in layout.slice_box(shape, number)) != tensor.shape:
+            return None
+    return shape
+
+
+def _decide(
+    name: str,
+    readings: Sequence[_Reading],
+    owners: dict[str, GlobalTensor],
+    step: SourceStep,
+    stored: Sequence[_Stored],
+) -> _Reading:
+    """Choose between readings of accumulated gradients by the shape of their parameter."""
+    owner = owners.get(name[len(ACCUMULATED_GRADIENTS) :]) if name.startswith(ACCUMULATED_GRADIENTS) else None
+    matching = [reading for reading in readings if owner is not None and reading.shape == owner.shape]
+    if len(matching) == 1:
+        return matching[0]
+    shapes = " or ".join(str(list(reading.shape)) for reading in readings)
+    path = step.files[stored[0].ranks[0]]
+    where = f"{path}: {quoted(name)} on rank {stored[0].ranks[0]}"
+    if owner is not None:
+        raise CheckpointError(
+            f"{where} can be a slice of a tensor of shape {shapes}, but {quoted(owner.name)} has shape "
+            f"{list(owner.shape)}",
+            file=path,
+            rank=stored[0].ranks[0],
+            parameter=name,
+            hint="skip it with --exclude 'accu_grads.*' if gradients are not accumulated across this save",
+        )
+    expanded = any(on_stage.layout.expandable for on_stage in stored)
+    cure = "pass the protobuf strategy, which is unambiguous, or" if expanded else "if it is not needed,"
+    raise CheckpointError(
+        f"{where} can be a slice of a tensor of shape {shapes}, and the files do not show which",
+        file=path,
+        rank=stored[0].ranks[0],
+        parameter=name,
+        hint=f"{cure} leave it out with --exclude {as_pattern(name)}",
+    )
+
+
+def _check_dtypes(name: str, stored: Sequence[_Stored], step: SourceStep) -> Tensor:
+    """A slice, if possible with elements, after checking that all slices have its type."""
+    slices = [pair for on_stage in stored for pair in zip(on_stage.ranks, on_stage.tensors)]
+    first_rank, first = next((pair for pair in slices if pair[1].nbytes), slices[0])
+    for rank, tensor in slices:
+        if tensor.dtype in NO_ARRAYS:
+            kind = "text" if tensor.dtype == TEXT else "a map tensor"
+            raise CheckpointError(
+                f"{step.files[rank]}: {quoted(name)} is {kind}, but the strategy lays it out as a tensor",
+                file=step.files[rank],
+                rank=rank,
+                parameter=name,
+                hint=f"leave it out with --exclude {as_pattern(name)}",
+            )
+        # Ranks with files of equal structure share one description.
+        if tensor is not first and not tensor.same_type(first):
+            raise CheckpointError(
+                f"{quoted(name)} is {first.dtype} on rank {first_rank} ({step.files[first_rank]}) but "
+                f"{tensor.dtype} on rank {rank} ({step.files[rank]})",
+                file=step.files[rank],
+                rank=rank,
+                parameter=name,
+                hint="these files are not of one run: remove the wrong, or leave it out with --exclude "
+                f"{as_pattern(name)}",
+            )
+    return first
+
+
+def _contradiction(name: str, stored: Sequence[_Stored], step: SourceStep) -> CheckpointError:
+    """The error of a parameter without a fitting reading; names the file of `_odd_one_out`."""
+    descriptions = []
+    for on_stage in stored:
+        shapes: dict[tuple[int, ...], list[int]] = {}
+        for rank, tensor in zip(on_stage.ranks, on_stage.tensors):
+            shapes.setdefault(tensor.shape, []).append(rank)
+        text = ", ".join(f"{list(shape)} on {rank_ranges(ranks)}" for shape, ranks in list(shapes.items())[:4])
+        layout = on_stage.layout
+        full = f", full shape {list(layout.recorded_shape)}" if layout.recorded_shape else ""
+        uneven = f", dimension 0 split by hand into {list(layout.uneven)}" if layout.uneven else ""
+        descriptions.append(
+            f"stage {on_stage.stage.number} has device matrix {list(layout.device_matrix)}, tensor map "
+            f"{layout.map_text}, {plural(layout.shards, 'optimizer shard')}{full}{uneven}; its files hold {text}"
+        )
+    rank = _odd_one_out(stored)
+    return CheckpointError(
+        f"{quoted(name)}: the source strategy does not fit the checkpoint (rank {rank}: {step.files[rank]}): "
+        + "; ".join(descriptions),
+        file=step.files[rank],
+        rank=rank,
+        parameter=name,
+        hint="pass the strategy that this checkpoint was saved with",
+    )
+
+
+def _odd_one_out(stored: Sequence[_Stored]) -> int:
+    """The first rank whose slice has the rarest shape of its stage."""
+    for on_stage in stored:
+        shapes = [tensor.shape for tensor in on_stage.tensors]
+        if on_stage.layout.uneven is None and len(set(shapes)) > 1:
+            rarest = min(shapes, key=shapes.count)
+            return on_stage.ranks[shapes.index(rarest)]
+    return stored[0].ranks[0]
+
+
+def read_some_ranks(
+    step_files: StepFiles, source: Strategy, handles: FileHandles, report: Report, admit: Callable[[str], bool]
+) -> tuple[RankCheckpoint, dict[str, InputError]]:
+    """Read the existing files of one step, complete or not.
+
+    Args:
+        step_files: the files.
+        source: their strategy.
+        handles: open files.
+        report: warned of damaged files.
+        admit: whether contradictions of a parameter count, by name.
+
+    Returns:
+        The checkpoint, and by name the errors of parameters that contradict the strategy.
+
+    Raises:
+        InputError: a file cannot be read.
+        RetryableError: reading failed.
+    """
+    step = SourceStep(step_files, handles, report)
+    for rank, reason in step_files.damaged.items():
+        report.warn(f"{reason}; rank {rank} counts as absent")
+    step.load(step.files)
+    laid_out = listed_by_source(source, step)
+    # With their owners: these decide whether accumulated gradients have their recorded optimizer shards.
+    needed = {parameter for name in laid_out if admit(name) for parameter in (name, _owner(name))} & laid_out
+    tensors = read_parameters(source, step, needed, set())
+    unread = sorted(filter(admit, (laid_out & step.names()) - tensors.keys()))
+    return RankCheckpoint(step, tensors, frozenset(laid_out)), contradictions(unread, source, step)
+
+
+def contradictions(names: Iterable[str], source: Strategy, step: SourceStep) -> dict[str, InputError]:
+    """The errors of parameters that contradict the strategy, by name."""
+    errors: dict[str, InputError] = {}
+    laid_out = listed_by_source(source, step)
+    for name in names:
+        try:
+            read_parameters(source, step, {name, _owner(name)} & laid_out, {name})
+        except InputError as error:
+            errors[name] = error
+    return errors
+
+
+def _owner(name: str) -> str:
+    """The parameter of accumulated gradients; any other name itself."""
+    return name[len(ACCUMULATED_GRADIENTS) :] if name.startswith(ACCUMULATED_GRADIENTS) else name

@@ -8,16 +8,218 @@ the rank, ``{rank:03}`` for the number in at least three digits, ``{{`` and ``}}
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.ranks.steps import RANK, Pattern, Step, parse_stem
+from reshard.storage import is_directory, leads_to, store_of
 from reshard.storage.json_text import Fields, JsonError
+from reshard.text.globs import Glob
 from reshard.text.messages import quoted
+
+# Python refuses to read numbers of thousands of digits, which no file's name can hold.
+_STEP = r"([0-9]{1,255})_([0-9]{1,255})"
+# Saves at a fault carry a mark behind the step.
+_STEM = re.compile(r"(?P<prefix>.*)-(?P<epoch>[0-9]+)_(?P<step>[0-9]+)(?:_breakpoint)?", re.DOTALL)
+RANK_NUMBER = "\0"
+"""Replaces the rank's number in a name; no file name can contain it."""
+
+_NUMBERS = re.compile(r"([0-9]+|\0)")
+# Endings before the number of the rank that saved a file.
+_RANK = ("rank", "rank_", "rank-")
+
+# A rank's number may stand in a prefix by chance (`net2_rank_2`): each of this many places is tried both ways;
+# places further back count as the rank's number.
+_MOST_PLACES = 6
+
+Pattern = tuple[Optional[str], ...]
+
+
+class Step(NamedTuple):
+    """Epoch and step of a save, ordered as numbers: 1_10 is newer than 1_9."""
+
+    epoch: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}_{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> Step:
+        """The step of an option's text.
+
+        Raises:
+            UsageError: the text is not a step.
+        """
+        match = re.fullmatch(_STEP, text)
+        if match is None:
+            raise UsageError(
+                f"--step {text}: is not a step", hint="pass epoch and step as in the files' names, for example 3_10"
+            )
+        return cls(int(match[1]), int(match[2]))
+
+
+def parse_stem(stem: str) -> tuple[str, Optional[Step]]:
+    """Prefix and step of a file name without its ending; no step: the whole stem is the prefix."""
+    match = _STEM.fullmatch(stem)
+    if match is None:
+        return stem, None
+    return match["prefix"], Step(int(match["epoch"]), int(match["step"]))
+
+
+def saved_at_fault(path: str) -> Optional[str]:
+    """The mark of a save at a fault in a file's name: ``"breakpoint"`` or ``"ttp"``; None without one."""
+    directory, name = os.path.split(path)
+    if os.path.splitext(name)[0].endswith("_breakpoint"):
+        return "breakpoint"
+    above = os.path.basename(os.path.dirname(directory))
+    return "ttp" if name.startswith("ttp_rank_") or holds_fault_saves(above) else None
+
+
+def holds_fault_saves(name: str) -> bool:
+    """Whether a directory of this name is a finished save at a fault."""
+    return re.fullmatch("(?:tft|ttp)_saved_checkpoints-step_[0-9]+", name) is not None
+
+
+def name_families(prefixes: Iterable[tuple[int, str]]) -> dict[tuple[int, str], Pattern]:
+    """Group prefixes that differ only in the number of their rank.
+
+    A pattern is a prefix with blanks for some occurrences of the rank's number. A prefix belongs to the
+    pattern that fits most ranks; of equals, to the pattern with fewest blanks. In a prefix that fits no other rank's,
+    the rank's number stands behind ``rank``, or last.
+
+    Args:
+        prefixes: rank and prefix of each file, with `RANK_NUMBER` for known places of the rank's number.
+
+    Returns:
+        Per file the pattern of its family: the prefix in pieces, with None for a rank's number.
+    """
+    patterns = {item: _patterns(*item) for item in prefixes}
+    fits = Counter(pattern for options in patterns.values() for pattern in options)
+
+    def order(pattern: Pattern, usual: Pattern) -> tuple[int, bool, int, str]:
+        return -fits[pattern], fits[pattern] == 1 and pattern != usual, pattern.count(None), str(pattern)
+
+    return {item: min(options, key=lambda pattern: order(pattern, _usual(*item))) for item, options in patterns.items()}
+
+
+def _usual(rank: int, prefix: str) -> Pattern:
+    """The pattern of a prefix without evidence from other ranks' files."""
+    split = _NUMBERS.split(prefix)
+    pieces: list[Optional[str]] = [None if piece == RANK_NUMBER else piece for piece in split]
+    if None not in pieces:
+        for place in range(1, len(split), 2):
+            usual = split[place - 1].endswith(_RANK) or split[place + 1 :] == [""]
+            if usual and int(split[place]) == rank:
+                pieces[place] = None
+    return tuple(pieces)
+
+
+def _patterns(rank: int, prefix: str) -> frozenset[Pattern]:
+    # Numbers are at odd indexes.
+    pieces: list[Optional[str]] = [None if piece == RANK_NUMBER else piece for piece in _NUMBERS.split(prefix)]
+    places = [place for place, piece in enumerate(pieces) if place % 2 and piece is not None and int(piece) == rank]
+    patterns: set[Pattern] = set()
+    for blanks in itertools.product((True, False), repeat=min(len(places), _MOST_PLACES)):
+        pattern = list(pieces)
+        for place, blank in itertools.zip_longest(places, blanks, fillvalue=True):
+            if blank:
+                pattern[place] = None
+        patterns.add(tuple(pattern))
+    return frozenset(patterns)
+
+
+RANK = "{rank}"
+_WILD = "*?["
+
+
+class PathMatch(NamedTuple):
+    """A file or directory that a pattern matches.
+
+    Attributes:
+        rank: the number matched by ``{rank}``.
+        naming: the name of the directory, or of the directory of the file, relative to `fixed_directory`, in pieces,
+            with None for the rank's number: two ways to match one rank are two namings.
+        path: its path.
+        name: of a file: its name, with `RANK_NUMBER` for the numbers that ``{rank}`` matches.
+    """
+
+    rank: int
+    naming: Pattern
+    path: str
+    name: str
+
+
+def match_paths(pattern: str, unfinished: str) -> Iterator[PathMatch]:
+    """Every matching file and directory. Directories whose names end in ``unfinished`` are skipped.
+
+    Raises:
+        OSError: a directory cannot be listed.
+    """
+    start = fixed_directory(pattern)
+    if is_directory(start or os.curdir):
+        yield from _descend(start, pattern[len(start) :].split(os.sep), -1, (), unfinished)
+
+
+def fixed_directory(pattern: str) -> str:
+    """The part of the pattern before its first component with {rank} or a wildcard."""
+    parts = pattern.split(os.sep)
+    fixed = next(place for place, part in enumerate(parts) if any(mark in part for mark in (RANK, *_WILD)))
+    return "".join(part + os.sep for part in parts[:fixed])
+
+
+def _descend(directory: str, parts: list[str], rank: int, naming: Pattern, unfinished: str) -> Iterator[PathMatch]:
+    """Matches of the remaining parts below ``directory``; rank -1 is unknown."""
+    part, inner_parts = parts[0], parts[1:]
+    if not part:
+        # A doubled or trailing separator.
+        if inner_parts:
+            yield from _descend(directory, inner_parts, rank, naming, unfinished)
+        else:
+            yield PathMatch(rank, naming, directory, "")
+        return
+    glob = Glob(part, RANK)
+    for entry in sorted(store_of(directory).entries(directory or os.curdir), key=lambda entry: entry.name):
+        name = entry.name
+        spans = glob.numbers(name)
+        if spans is None or (name.startswith(".") and not part.startswith(".")):
+            continue
+        numbers = {int(name[start:stop]) for start, stop in spans} | ({rank} if rank >= 0 else set())
+        if len(numbers) > 1:
+            continue
+        path = directory + name
+        enters_directory = leads_to(entry.is_dir)
+        if enters_directory and name.endswith(unfinished):
+            continue
+        number = numbers.pop() if numbers else -1
+        blanked = _blanked(name, spans)
+        # The file's own name belongs to its step and series, not to the naming of its directory.
+        inner = (*naming, *_pieces(blanked), os.sep) if enters_directory else naming
+        if not inner_parts:
+            yield PathMatch(number, inner, path, blanked)
+        elif enters_directory:
+            yield from _descend(path + os.sep, inner_parts, number, inner, unfinished)
+
+
+def _pieces(blanked: str) -> Iterator[Optional[str]]:
+    """A name in pieces, with None for each `RANK_NUMBER`."""
+    for place, piece in enumerate(blanked.split(RANK_NUMBER)):
+        if place:
+            yield None
+        yield piece
+
+
+def _blanked(name: str, spans: Sequence[tuple[int, int]]) -> str:
+    """The name with `RANK_NUMBER` for each of the rank's numbers."""
+    for start, stop in reversed(spans):
+        name = name[:start] + RANK_NUMBER + name[stop:]
+    return name
+
 
 _FIELD = re.compile(r"\{\{|\}\}|\{rank(?::0([0-9]{1,3}))?\}")
 # Fields of --prefix; any other brace is an error.

@@ -8,25 +8,25 @@ lists the steps, newest first; `selection` checks their completeness.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.headers import FORMATS, format_of
 from reshard.errors import CheckpointError, ReshardError, UsageError
-from reshard.forms.ranks.naming import FileNames, names_of
-from reshard.forms.ranks.refused import checkpoint_of_other_tool, hint_of_checkpoints_below, refuse_other_forms
-from reshard.forms.ranks.steps import (
+from reshard.forms.ranks.naming import (
     RANK,
+    FileNames,
     Pattern,
     Step,
     fixed_directory,
     holds_fault_saves,
     match_paths,
     name_families,
+    names_of,
     parse_stem,
 )
 from reshard.storage import (
@@ -38,12 +38,13 @@ from reshard.storage import (
     is_directory,
     leads_to,
     names_in,
+    reading,
     reading_error,
     real,
     store_of,
 )
 from reshard.text.messages import rank_ranges, some_names
-from reshard.text.names import similar_path_hint
+from reshard.text.names import natural_order, similar_path_hint
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)([0-9]+)")
 _FAULT_DIRECTORY = "(ckpt_dir)([0-9]+)"
@@ -286,7 +287,7 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
         elif is_directory(src):
             files, single = _rank_directories(src), False
         else:
-            refuse_other_forms(src)
+            _refuse_other_forms(src)
             format_of(src)
             files, single = [_FileEntry(0, (), src, os.path.basename(src))], True
     except OSError as error:
@@ -351,13 +352,13 @@ def find_rank(directory: str, file_suffix: Optional[str] = None) -> Optional[Sou
 
 def _rank_directories(src: str) -> list[_FileEntry]:
     """Every checkpoint file in the rank directories of ``src``."""
-    refuse_other_forms(src)
+    _refuse_other_forms(src)
     _refuse_unfinished(src)
     files = []
     directories = _subdirectories(src)
     matches = [match for match in map(_RANK_DIRECTORY.fullmatch, directories) if match is not None]
     paths = [os.path.join(src, match[0]) for match in matches]
-    with _reading(src):
+    with reading(src):
         for match, path, entries in zip(matches, paths, for_each(lambda path: store_of(path).entries(path), paths)):
             naming = (match[1], None, os.sep)
             files += [
@@ -411,55 +412,40 @@ def _rank_numbers(src: str) -> set[int]:
 
 
 def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
-    ranks = [name for name in directories if _RANK_DIRECTORY.fullmatch(name)]
+    ranks = [name for name in directories if named_for_rank(name)]
     # Orbax names the directories of steps as ranks are named here.
     for place in (src, *(os.path.join(src, name) for name in ranks[:1])):
         other = checkpoint_of_other_tool(place)
         if other is not None:
             return other
     if ranks:
-        shown = ", ".join(ranks[:_MOST_LISTED])
         return CheckpointError(
-            f"{src}: its rank directories ({shown}) hold no .ckpt or .safetensors file",
+            f"{src}: its rank directories ({', '.join(ranks[:_MOST_LISTED])}) hold no .ckpt or .safetensors file",
             file=src,
             hint="for files in subdirectories, pass a path with {rank}: 'ckpt/rank_{rank}/*/*.ckpt'",
         )
-    below = hint_of_checkpoints_below(src)
-    hint = below or (
-        "a source is a directory of rank_0/, rank_1/ ... (or rank0/, 0/), one file, a path with {rank} in it, or a "
-        "directory of Checkpoint 2.0, unified, Hugging Face or PyTorch weights"
-    )
-    if _RANK_DIRECTORY.fullmatch(os.path.basename(os.path.abspath(src))):
+    if named_for_rank(os.path.basename(absolute(src))):
         hint = f"did you mean {os.path.dirname(absolute(src))}?"
-    for name in directories:
-        # Unreadable directories are skipped: this is only advice.
-        with contextlib.suppress(OSError):
-            if any(_RANK_DIRECTORY.fullmatch(inner) for inner in _subdirectories(os.path.join(src, name))):
-                hint = f"did you mean {os.path.join(src, name)}?"
-                break
-    numbered = (re.fullmatch("(.*?)([0-9]+)", name, re.DOTALL) for name in directories)
-    for match in itertools.islice(filter(None, numbered), _MOST_LISTED):
-        with contextlib.suppress(OSError, ReshardError):
-            if any(_checkpoints(os.path.join(src, match[0]))):
-                hint = f"if their numbers are the ranks, name them so: '{os.path.join(src, match[1] + RANK)}'"
-                break
+    else:
+        hint = hint_of_checkpoints_below(src) or (
+            "a source is a directory of rank_0/, rank_1/ ... (or rank0/, 0/), one file, a path with {rank} in it as in "
+            "'ckpt_dir{rank}/*.ckpt', or a directory of Checkpoint 2.0, unified, Hugging Face or PyTorch weights"
+        )
     files = [os.path.basename(path) for path in _checkpoints(src)]
     if files:
         shown = ", ".join(files[:_MOST_LISTED])
         return CheckpointError(f"{src}: holds files ({shown}) but no rank directories", file=src, hint=hint)
-    with _reading(src):
-        pytorch_files = sorted(
-            entry.name for entry in store_of(src).entries(src) if entry.name.endswith(_PYTORCH_ENDINGS)
-        )
-    if pytorch_files:
-        shown = ", ".join(pytorch_files[:_MOST_LISTED])
+    names = names_in(src)
+    pytorch_files = [name for name in names if name.endswith(_PYTORCH_ENDINGS)]
+    if pytorch_files and not hint.startswith("did you mean"):
         return CheckpointError(
-            f"{src}: holds PyTorch files ({shown}), which are not read, and no .ckpt or .safetensors file",
+            f"{src}: holds PyTorch files ({', '.join(pytorch_files[:_MOST_LISTED])}), which are not read",
             file=src,
-            hint=below or "save the model as safetensors first: model.save_pretrained(DIR, safe_serialization=True)",
+            hint="save the model as safetensors first: model.save_pretrained(DIR, safe_serialization=True)",
         )
-    problem = "holds no checkpoints" if names_in(src) else "is an empty directory"
-    return CheckpointError(f"{src}: {problem}", file=src, hint=hint)
+    return CheckpointError(
+        f"{src}: {'holds no checkpoints' if names else 'is an empty directory'}", file=src, hint=hint
+    )
 
 
 def _refuse_unfinished(directory: str) -> None:
@@ -472,17 +458,8 @@ def _refuse_unfinished(directory: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def _reading(path: str) -> Iterator[None]:
-    """Turn an OSError into an error that names the path."""
-    try:
-        yield
-    except OSError as error:
-        raise reading_error(error.filename or path, error) from error
-
-
 def _subdirectories(directory: str) -> list[str]:
-    with _reading(directory):
+    with reading(directory):
         return sorted(entry.name for entry in store_of(directory).entries(directory) if leads_to(entry.is_dir))
 
 
@@ -492,7 +469,7 @@ def _checkpoints(path: str) -> Iterator[str]:
         if os.path.splitext(path)[1] in FORMATS:
             yield path
         return
-    with _reading(path):
+    with reading(path):
         names = _checkpoint_names(store_of(path).entries(path))
     for name in names:
         yield os.path.join(path, name)
@@ -563,3 +540,93 @@ def _differences(step: Optional[Step], files: Iterable[RankFile]) -> Iterator[st
         if len(groups) > 1:
             examples = ", ".join(group[0].path for group in list(groups.values())[:_MOST_LISTED])
             yield f"{subject} have different {difference} on different ranks, as if of different runs: {examples}"
+
+
+PEFT_ADAPTER = "adapter_model.safetensors"
+"""PEFT's file of an adapter's matrices."""
+
+# Names in a directory, what it is, and what to do with it.
+_OTHER_TOOLS = (
+    (
+        r"zero_to_fp32\.py|global_step[0-9]+|.*_(model|optim)_states\.pt",
+        "a checkpoint of another tool, DeepSpeed, and is not read",
+        "write its weights as safetensors: python zero_to_fp32.py DIR OUT --safe_serialization",
+    ),
+    (
+        r"iter_[0-9]{7,}|mp_rank_[0-9]{2}(_[0-9]{3})*|model_optim_rng\.pt",
+        "a checkpoint of another tool, Megatron, and is not read in this format",
+        "have Megatron save it with --ckpt-format torch_dist, or export it with Megatron-Bridge",
+    ),
+    (
+        r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|ocdbt\.process_.+",
+        "a checkpoint of another tool, Orbax, and is not read",
+        "restore it with Orbax, and save its arrays as safetensors",
+    ),
+    (
+        re.escape(PEFT_ADAPTER),
+        "an adapter that PEFT saved, and no model",
+        "merge it into its base: reshard merge-lora BASE {quoted} OUT; for its tensors alone, give its file: "
+        f"{{directory}}/{PEFT_ADAPTER}",
+    ),
+)
+_UNIFIED_MAP = r"param_name_map\.json|.+\.safetensors\.index\.json"
+_OTHER_FORMS = (
+    (
+        r"latest_checkpointed_iteration\.txt|iteration_[0-9]+|.*-(model|opt)-[0-9]{7}-[0-9]{7}\.safetensors",
+        "of a Checkpoint 2.0 directory",
+    ),
+    (
+        rf"{_UNIFIED_MAP}|(part[0-9]+|hyper_param|model-[0-9]{{5}}-of-[0-9]{{5}})\.safetensors",
+        "of unified (full) weights",
+    ),
+)
+_CHECKPOINT_FILE = re.compile(
+    r"\.metadata|.+\.distcp|model_world_size_[0-9]+_rank_[0-9]+\.pt|model(-[0-9]{5}-of-[0-9]{5})?\.safetensors|"
+    rf"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors|rank_?0|{_UNIFIED_MAP}"
+)
+# Levels of directories that are searched, directories of one level, and those that a message names.
+_MAX_LEVELS, _MAX_SEARCHED, _MAX_NAMED = 3, 16, 3
+
+
+def _refuse_other_forms(src: str) -> None:
+    names = names_in(src) if is_directory(src) else [os.path.basename(src)]
+    for expression, title in _OTHER_FORMS:
+        if any(re.fullmatch(expression, name) for name in names):
+            raise CheckpointError(
+                f"{src}: is {title}, not a tree of ranks",
+                file=src,
+                hint="pass the whole directory to `reshard convert`, without --src-strategy",
+            )
+
+
+def checkpoint_of_other_tool(directory: str) -> Optional[CheckpointError]:
+    """The error for a directory that another tool wrote, by the names in it; None for others."""
+    names = names_in(directory)
+    for expression, title, hint in _OTHER_TOOLS:
+        if any(re.fullmatch(expression, name) for name in names):
+            return CheckpointError(
+                f"{directory}: is {title}",
+                file=directory,
+                hint=hint.format(directory=directory, quoted=shlex.quote(directory)),
+            )
+    return None
+
+
+def hint_of_checkpoints_below(directory: str) -> Optional[str]:
+    """The hint to use checkpoints, by names, in directories below one; those of the last steps first."""
+    level = [directory]
+    for _ in range(_MAX_LEVELS):
+        below: list[str] = []
+        for place in level:
+            # Unreadable directories are skipped: this is only advice.
+            with contextlib.suppress(ReshardError):
+                names = natural_order(name for name in _subdirectories(place) if name[0] != ".")
+                numbered = [name for name in names if name[-1].isdigit()]
+                below += [os.path.join(place, name) for name in dict.fromkeys([*numbered[::-1], *names])]
+        level, named = below[:_MAX_SEARCHED], []
+        for path in level:
+            with contextlib.suppress(ReshardError):
+                named += [path] if any(map(_CHECKPOINT_FILE.fullmatch, names_in(path))) else []
+        if named:
+            return f"did you mean {' or '.join(named[:_MAX_NAMED])}?"
+    return None
