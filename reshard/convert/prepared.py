@@ -30,9 +30,14 @@ from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
 from reshard.records import SourceSampler
-from reshard.source_replicas import ReplicaCheck, check_copies, check_slices, check_stages, compare_replicas
-from reshard.source_replicas.samples import EFFORTS
-from reshard.source_replicas.swapped import hint_of_swap
+from reshard.source_replicas import (
+    ReplicaCheck,
+    check_copies,
+    check_slices,
+    check_stages,
+    compare_replicas,
+    hint_of_swap,
+)
 from reshard.storage import storage_of, store_of
 from reshard.storage.costs import LOCAL
 from reshard.text.messages import Report, are, plural, rank_ranges
@@ -333,9 +338,9 @@ class Prepared:
             # A recovery may copy any of these replicas in place of a lost rank.
             effort = "all" if request.recover else "more"
         if checkpoint is None and effort != "never":
-            stored, limits = stored_checkpoint(plan.checkpoint), EFFORTS["auto" if effort == "auto" else "more"]
+            stored = stored_checkpoint(plan.checkpoint)
             try:
-                check_copies(stored, self._stored(), self._handles, self.state.execution, limits)
+                check_copies(stored, self._stored(), self._handles, self.state.execution, effort)
             except CheckpointError:
                 if self._without_damaged(plan.checkpoint.indexes.values()):
                     return self._check_replicas()

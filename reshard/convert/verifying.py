@@ -19,7 +19,7 @@ from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.plan.request import Request
 from reshard.records import Identity, Manifest, read_manifest
 from reshard.records.status import status_of
-from reshard.source_replicas.swapped import hint_of_swap
+from reshard.source_replicas import hint_of_swap
 from reshard.storage import exists, real
 from reshard.strategies import SAME
 from reshard.text.globs import Filters

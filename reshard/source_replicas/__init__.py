@@ -1,12 +1,8 @@
-"""Checks of a source strategy against the bytes in the files, before anything is written.
-
-`choice` chooses bytes and ranks, `samples` and `everything` compare replicas, `distinct` compares slices that should
-differ, and `comparison` contains the results and their messages.
-"""
+"""Checks of a source strategy against the bytes in the files, before anything is written."""
 
 from reshard.source_replicas.compare import check_copies, compare_replicas
 from reshard.source_replicas.comparison import Differing, ReplicaCheck, ReplicaComparison
-from reshard.source_replicas.distinct import check_slices, check_stages
+from reshard.source_replicas.contradictions import check_slices, check_stages, hint_of_swap
 
 __all__ = [
     "Differing",
@@ -16,4 +12,5 @@ __all__ = [
     "check_slices",
     "check_stages",
     "compare_replicas",
+    "hint_of_swap",
 ]

@@ -1,4 +1,4 @@
-"""The bytes and ranks to compare, to test a source's strategy.
+"""The bytes and ranks to compare. Files of forms without ranks count as ranks here.
 
 Ranks with the same slice of a parameter by the strategy must hold equal bytes. A wrong strategy with the same number
 of slices passes every comparison of shapes, but its replicas are not replicas in the files. Only some pairs of ranks
@@ -7,8 +7,6 @@ digits of the axes that do not split the parameter. With any other device matrix
 change along one of these axes, in steps of one or of a divisor of the group's size. So a *probe* compares the first
 rank of a group with the ranks at these distances, and with the last: about ten ranks of a thousand. Further samples
 compare any two ranks.
-
-This module reads no files.
 """
 
 from __future__ import annotations
@@ -16,12 +14,11 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Union
 
-from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.forms.ranks.checkpoint import SourceStep, stage_shardings
+from reshard.checkpoints.checkpoint import Checkpoint, FileSharding, GlobalTensor
+from reshard.forms.ranks.checkpoint import SourceStep, StageSharding
 from reshard.layout import Box, Grid, Overlap, volume_of
 from reshard.text.names import ACCUMULATED_GRADIENTS, belongs_to_rank, is_weight
 from reshard.threads import cached_property
@@ -31,13 +28,7 @@ _FEWEST_PROBED = 4
 
 
 class HolderGroup(NamedTuple):
-    """Ranks of one stage that hold the same slice by the strategy.
-
-    Attributes:
-        ranks: all of them, ascending.
-        available: the readable ones, ascending, at least one.
-        box: the slice.
-    """
+    """Ranks, ascending, that hold the same slice by one sharding; at least one of them is available."""
 
     ranks: tuple[int, ...]
     available: tuple[int, ...]
@@ -58,18 +49,16 @@ class HolderGroup(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """A rank, and its slice by the strategy."""
+    """A rank, and the box that it stores."""
 
     rank: int
     box: Box
 
 
 class Replicated(NamedTuple):
-    """A box of a parameter that at least two available ranks hold by the strategy.
+    """A box of a parameter, in elements of the full tensor, that at least two available ranks hold.
 
-    Attributes:
-        box: the box, in elements of the full tensor.
-        groups: its holders, by stage; more than one if stages share the parameter.
+    Several groups hold it if pipeline stages share the parameter.
     """
 
     box: Box
@@ -77,7 +66,6 @@ class Replicated(NamedTuple):
 
     @property
     def holders(self) -> list[Holder]:
-        """Every available rank, with its slice."""
         return [Holder(rank, group.box) for group in self.groups for rank in group.available]
 
     def probe(self) -> list[Holder]:
@@ -100,12 +88,7 @@ class Replicated(NamedTuple):
         raise IndexError(number)
 
     def run(self, most: int, number: int) -> Box:
-        """A contiguous box in every holder's slice, at a different place for every number.
-
-        Args:
-            most: maximum number of elements.
-            number: determines the place.
-        """
+        """A box of at most ``most`` elements, contiguous in every holder's slice, at a place that ``number`` gives."""
         axis, count = self._run_shape(most)
         box = []
         for dimension, (start, stop) in enumerate(self.box):
@@ -118,11 +101,7 @@ class Replicated(NamedTuple):
         return tuple(box)
 
     def runs(self, most: int) -> Iterator[Box]:
-        """All of the box, in boxes that are contiguous in every holder's slice.
-
-        Args:
-            most: maximum number of elements of each.
-        """
+        """All of the box, in boxes of at most ``most`` elements that are contiguous in every holder's slice."""
         if not self.box:
             yield ()
             return
@@ -150,89 +129,94 @@ class Replicated(NamedTuple):
 
 
 class ParameterGroup:
-    """Parameters with the same cuts and the same available ranks.
+    """Parameters with the same cuts and the same available ranks, weights first.
 
     Attributes:
-        parameters: the parameters, weights first.
         is_cut: whether ranks hold parts of them; a parameter that is whole on every rank tests less of a strategy.
-        structure: the parts of their layouts that determine the replicas.
+        structure: cuts and holders of all slices, which determine the ranks to probe.
     """
 
     def __init__(self, example: GlobalTensor, present: Sequence[frozenset[int]]) -> None:
         self.parameters: list[GlobalTensor] = []
-        self._shardings = stage_shardings(example)
-        layouts = [sharding.layout for sharding in self._shardings]
-        self.is_cut = any(layout.slice_count > 1 for layout in layouts)
-        self.structure = tuple((layout.device_matrix, layout.tensor_map, layout.shards) for layout in layouts)
-        self._shape = example.shape
+        self._shardings = example.shardings
         self._present = present
+        self.is_cut = any(sharding.grid.slice_count > 1 for sharding in self._shardings)
+        self._holders = [
+            [tuple(sharding.holders(number)) for number in range(sharding.grid.slice_count)]
+            for sharding in self._shardings
+        ]
+        self.structure = tuple(
+            (sharding.grid.cuts, tuple(holders)) for sharding, holders in zip(self._shardings, self._holders)
+        )
         self._replicated: dict[int, Replicated] = {}
 
     def __len__(self) -> int:
-        """Number of boxes of each parameter that several available ranks hold by the strategy."""
+        """Number of boxes of each parameter that several available ranks hold."""
         return len(self._slices)
 
     def replicated(self, number: int) -> Replicated:
         """One of these boxes, by number."""
         if number not in self._replicated:
-            slices = self._slices[number]
-            boxes = [sharding.grid.slice_box(part) for sharding, part in zip(self._shardings, slices)]
-            box = tuple((max(start for start, _ in cut), min(stop for _, stop in cut)) for cut in zip(*boxes))
-            groups = []
-            for sharding, present, part, box_of_group in zip(self._shardings, self._present, slices, boxes):
-                ranks = tuple(sharding.holders(part))
-                available = tuple(rank for rank in ranks if rank in present)
+            boxes, groups = [], []
+            for sharding, ranks_of, present, part in zip(
+                self._shardings, self._holders, self._present, self._slices[number]
+            ):
+                boxes.append(sharding.grid.slice_box(part))
+                available = tuple(rank for rank in ranks_of[part] if rank in present)
                 if available:
-                    groups.append(HolderGroup(ranks, available, box_of_group))
+                    groups.append(HolderGroup(ranks_of[part], available, sharding.stored_box(part)))
+            box = tuple((max(start for start, _ in cut), min(stop for _, stop in cut)) for cut in zip(*boxes))
             self._replicated[number] = Replicated(box, tuple(groups))
         return self._replicated[number]
 
     @cached_property
     def _slices(self) -> list[tuple[int, ...]]:
         """Per box, its slice in every sharding."""
-        if not math.prod(self._shape):
+        grids = [sharding.grid for sharding in self._shardings]
+        counts = [
+            [sum(rank in present for rank in ranks) for ranks in holders]
+            for holders, present in zip(self._holders, self._present)
+        ]
+        if not math.prod(grids[0].shape):
             return []
-        layouts = [sharding.layout for sharding in self._shardings]
-        counts: list[Counter[int]] = []
-        for sharding, present in zip(self._shardings, self._present):
-            counts.append(Counter(sharding.slice_of(rank) for rank in present))
-        if len(layouts) > 1:
-            cells = Overlap([sharding.grid for sharding in self._shardings], Grid.whole(self._shape)).cells(0)
-            parts = [cell.slices for cell in cells]
+        if len(grids) > 1:
+            parts = [cell.slices for cell in Overlap(grids, Grid.whole(grids[0].shape)).cells(0)]
         else:
-            parts = [(number,) for number in range(layouts[0].slice_count)]
-            if layouts[0].uneven is not None:
-                parts = [part for part in parts if volume_of(self._shardings[0].grid.slice_box(*part))]
+            parts = [(number,) for number, count in enumerate(counts[0]) if count > 1]
+            parts = [part for part in parts if volume_of(grids[0].slice_box(*part))]
         return [part for part in parts if sum(count[number] for count, number in zip(counts, part)) > 1]
 
 
-def group_parameters(parameters: Collection[GlobalTensor], step: SourceStep) -> list[ParameterGroup]:
-    """Parameters grouped by layout and holders, most useful groups first.
-
-    Values of single ranks have no replicas and are skipped.
-
-    Args:
-        parameters: the parameters to compare.
-        step: the step's files.
-    """
+def group_parameters(
+    parameters: Collection[GlobalTensor], source: Union[SourceStep, Checkpoint]
+) -> list[ParameterGroup]:
+    """Parameters grouped by layout and holders, most useful groups first; without values of single ranks."""
     groups: dict[object, ParameterGroup] = {}
     names = {parameter.name for parameter in parameters}
     for parameter in parameters:
         if belongs_to_rank(parameter.name):
             continue
-        present = step.present(parameter)
-        layouts = tuple((sharding.stage.number, sharding.layout) for sharding in stage_shardings(parameter))
-        gradients = parameter.name.startswith(ACCUMULATED_GRADIENTS)
-        key = (parameter.shape, parameter.item_size, layouts, present, gradients)
+        files = [sharding.present for sharding in parameter.shardings if isinstance(sharding, FileSharding)]
+        present = tuple(files) or source.present(parameter)
+        shardings = tuple(
+            (sharding.stage.number, sharding.layout) if isinstance(sharding, StageSharding) else sharding
+            for sharding in parameter.shardings
+        )
+        key = (parameter.shape, parameter.item_size, shardings, present, is_gradient(parameter.name))
         if key not in groups:
             groups[key] = ParameterGroup(parameter, present)
         groups[key].parameters.append(parameter)
-    for kind in groups.values():
-        kind.parameters.sort(key=lambda parameter: (not is_weight(parameter.name, names), number_of(parameter.name)))
+    for group in groups.values():
+        group.parameters.sort(key=lambda parameter: (not is_weight(parameter.name, names), number_of(parameter.name)))
     return sorted(
         groups.values(),
-        key=lambda kind: (not kind.is_cut, not is_weight(kind.parameters[0].name, names), kind.parameters[0].name),
+        key=lambda group: (not group.is_cut, not is_weight(group.parameters[0].name, names), group.parameters[0].name),
     )
+
+
+def is_gradient(name: str) -> bool:
+    """Whether a parameter is accumulated gradients, which may differ until they are reduced."""
+    return name.startswith(ACCUMULATED_GRADIENTS)
 
 
 def number_of(*words: object) -> int:

@@ -8,104 +8,151 @@ they are reduced: only a full comparison includes them, and reports them separat
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Optional
+import hashlib
+import itertools
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
-from reshard.errors import CheckpointError
+from reshard.checkpoints.checkpoint import Checkpoint, FileSharding, GlobalTensor
+from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.execute import ExecutionOptions, Progress
+from reshard.execute.reader import BoxReader, in_order
 from reshard.forms.ranks.checkpoint import SourceStep
-from reshard.layout import Box, volume_of
-from reshard.source_replicas.choice import Holder, group_parameters, number_of
-from reshard.source_replicas.comparison import ReplicaComparison, is_gradient
-from reshard.source_replicas.samples import (
-    EFFORTS,
-    MOST_PLACES,
-    ReplicaFiles,
-    SamplingEffort,
-    compare_samples,
-    is_constant,
-    own_sample,
+from reshard.layout import Box, Grid, boxes_of_range, placed, shape_of, volume_of
+from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
+from reshard.source_replicas.choice import (
+    Holder,
+    ParameterGroup,
+    Replicated,
+    group_parameters,
+    is_gradient,
+    number_of,
 )
-from reshard.text.messages import quoted
+from reshard.source_replicas.comparison import ReplicaComparison
+
+_SAMPLE_BYTES = 4 << 10
+MOST_PLACES = 4
+"""Maximum places to try if all elements are equal."""
+
+# Concurrent requests on remote storage.
+_IN_FLIGHT = 16
+# Full comparison: bytes of a tensor per part, files that a thread compares with the first, and parts per thread that
+# are in work or wait for an earlier part.
+_PART_BYTES = 64 << 20
+_MOST_FILES = 64
+_AHEAD = 4
+
+Contents = dict[bytes, list[int]]
+"""Ranks by the bytes of their samples, in the order of the holders."""
 
 
-def check_copies(
-    checkpoint: Checkpoint,
-    names: Iterable[str],
-    handles: FileHandles,
-    execution: ExecutionOptions,
-    effort: SamplingEffort,
-) -> None:
-    """Compare samples of slices that several files hold by the checkpoint's own metadata.
+class Sample(NamedTuple):
+    """A parameter, and a box in the slice of each of some ranks."""
 
-    Damaged metadata can place a slice where others are; then nothing is missing, and one of them is read.
-
-    Args:
-        checkpoint: the stored checkpoint.
-        names: the tensors to compare.
-        handles: open files.
-        execution: storage, threads and memory.
-        effort: limits of time and requests.
-
-    Raises:
-        CheckpointError: copies differ.
-    """
-    with contextlib.closing(ReplicaFiles(checkpoint, handles, execution, effort.seconds)) as files:
-        for tensor, holders in _stored_slices(checkpoint, names):
-            if files.requests > effort.most_reads or files.is_late:
-                return
-            for place in range(MOST_PLACES if len(holders) > 1 else 0):
-                (found,) = files.contents([own_sample(tensor, holders, place)])
-                if len(found) > 1:
-                    first, other, *_ = (ranks[0] for ranks in found.values())
-                    raise _copies_differ(checkpoint, tensor, holders[0].box, first, other)
-                if not all(is_constant(data, tensor.item_size) for data in found):
-                    break
+    parameter: GlobalTensor
+    holders: Sequence[Holder]
+    boxes: Sequence[Box]
 
 
-def _stored_slices(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[tuple[GlobalTensor, list[Holder]]]:
-    """Every slice of some tensors, with its holders; none if it is empty, or if one file holds it."""
-    # Another order than in the files: every tensor may come first.
-    for tensor in sorted((checkpoint.tensors[name] for name in names), key=lambda tensor: number_of(tensor.name)):
-        for sharding, present in zip(tensor.shardings, checkpoint.present(tensor)):
-            for number in range(sharding.grid.slice_count):
-                files = [file for file in sharding.holders(number) if file in present]
-                holders: list[Holder] = []
-                # Most checkpoints have no copies, and millions of slices, whose boxes take longer than their files.
-                if len(files) > 1:
-                    box = sharding.stored_box(number)
-                    holders = [Holder(file, box) for file in files] if volume_of(box) else []
-                yield tensor, holders
+class ReplicaFiles:
+    """The files of a step; thread-safe. Samples are read within some seconds."""
+
+    def __init__(
+        self,
+        source: Union[SourceStep, Checkpoint],
+        handles: FileHandles,
+        execution: ExecutionOptions,
+        seconds: float = 60.0,
+    ) -> None:
+        self._source = source
+        self._remote = execution.storage.remote
+        # No read-ahead: samples are small.
+        options = execution._replace(io="pread", storage=execution.storage._replace(small=0))
+        self._reader = BoxReader(handles, options, threads=max(execution.threads, _IN_FLIGHT))
+        self._deadline = time.monotonic() + seconds
+        self.requests = 0
+        """Samples that were requested."""
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def read(self, parameter: GlobalTensor, holder: Holder, box: Box, out: memoryview) -> None:
+        """Fill ``out`` with a box of a holder's slice.
+
+        Raises:
+            RetryableError: the file cannot be read.
+        """
+        index = self._source.indexes[holder.rank]
+        source = StoredSlice(index.path, holder.rank, index.tensors[parameter.name].extents, holder.box)
+        tensor = TargetTensor(parameter.name, parameter.item_size, holder.box, (Piece(source, holder.box),))
+        inside = tuple((low - start, high - start) for (low, high), (start, _) in zip(box, holder.box))
+        self._reader.read_alone(tensor, inside, out)
+
+    def contents(self, samples: Iterable[Sample]) -> Iterator[Contents]:
+        """The contents of samples, in order: read concurrently on remote storage, else as they are taken.
+
+        Ranks are left out whose file cannot be read, or not in time: the conversion reports it, if it needs the file.
+        """
+        samples = list(samples)
+        calls = (
+            [partial(self._sample, one.parameter, *each) for each in zip(one.holders, one.boxes)] for one in samples
+        )
+        results: Iterator[Iterable[Optional[bytes]]]
+        if self._remote:
+            results = (data for _, data in in_order(self._reader.pool, calls, list, 2 * _IN_FLIGHT, size=len))
+        else:
+            results = ((call() for call in some) for some in calls)
+        for one, read in zip(samples, results):
+            found: Contents = {}
+            for holder, data in zip(one.holders, read):
+                if data is not None:
+                    found.setdefault(data, []).append(holder.rank)
+            self.requests += len(one.holders)
+            yield found
+
+    def _sample(self, parameter: GlobalTensor, holder: Holder, box: Box) -> Optional[bytes]:
+        data = bytearray(volume_of(box) * parameter.item_size)
+        with contextlib.suppress(DamagedCheckpointError, RetryableError):
+            if not self.is_late:
+                self.read(parameter, holder, box, memoryview(data))
+                return bytes(data)
+        return None
+
+    def close(self) -> None:
+        """End the threads."""
+        self._reader.close()
 
 
-def _copies_differ(checkpoint: Checkpoint, tensor: GlobalTensor, box: Box, first: int, other: int) -> CheckpointError:
-    paths = [checkpoint.indexes[number].path for number in (first, other)]
-    return CheckpointError(
-        f"{paths[1]}: {quoted(tensor.name)} differs from that in {paths[0]}, and both are the box "
-        f"{[list(interval) for interval in box]} by the metadata of {checkpoint.place}",
-        file=paths[1],
-        parameter=tensor.name,
-        hint="the metadata or a file is damaged: take them from a copy, or another step; if the ranks that wrote them "
-        "have diverged: --check-replicas never",
-    )
+def sample_box(replicated: Replicated, parameter: GlobalTensor, number: int) -> Box:
+    """A box to sample in a replicated box of a parameter, at a different place for every number."""
+    return replicated.run(max(1, _SAMPLE_BYTES // parameter.item_size), number)
+
+
+def is_constant(data: Union[bytes, bytearray], item_size: int) -> bool:
+    """Whether all elements are the same."""
+    return data == data[:item_size] * (len(data) // item_size)
 
 
 def compare_replicas(
     parameters: Iterable[GlobalTensor],
-    step: SourceStep,
+    source: Union[SourceStep, Checkpoint],
     handles: FileHandles,
     execution: ExecutionOptions,
     progress: Progress,
     effort: str,
     ranks: Optional[frozenset[int]] = None,
 ) -> ReplicaComparison:
-    """Compare slices that several ranks hold by the strategy.
+    """Compare slices that several ranks hold by the strategy, or several files by the checkpoint's own metadata.
 
     Args:
         parameters: the parameters, as read from the files.
-        step: the files.
+        source: the files.
         handles: open files.
         execution: storage, threads and memory.
         progress: counts bytes of full comparisons.
@@ -117,18 +164,232 @@ def compare_replicas(
             files are being written.
     """
     everything = effort == "all"
-    chosen = [parameter for parameter in parameters if everything or not is_gradient(parameter)]
-    kinds = group_parameters(chosen, step)
-    comparison = ReplicaComparison(kinds, step, "everything" if everything else "samples")
-    limits = EFFORTS["more" if everything else effort]
-    with contextlib.closing(ReplicaFiles(step, handles, execution, limits.seconds)) as files:
+    groups = group_parameters([one for one in parameters if everything or not is_gradient(one.name)], source)
+    comparison = ReplicaComparison(groups, source, "everything" if everything else "samples")
+    limits = _EFFORTS["more" if everything else effort]
+    with contextlib.closing(ReplicaFiles(source, handles, execution, limits.seconds)) as files:
         if everything:
-            from reshard.source_replicas.everything import compare_everything
-
-            compare_everything(kinds, ranks, files, execution, progress, comparison)
+            _compare_everything(groups, ranks, files, execution, progress, comparison)
         else:
-            compare_samples(kinds, files, limits, comparison)
+            _compare_samples(groups, files, limits, comparison)
     if comparison.differing:
         # With the right strategy, too, files differ while another process overwrites them.
-        handles.check_unchanged(index.path for index in step.indexes.values())
+        handles.check_unchanged(index.path for index in source.indexes.values())
     return comparison
+
+
+def entries_as_tensors(
+    names: Iterable[str], source: Union[SourceStep, Checkpoint]
+) -> tuple[list[GlobalTensor], list[str]]:
+    """Entries without a layout, as tensors that each of their files holds whole; and names whose types differ."""
+    tensors, different = [], []
+    for name in names:
+        files = source.holders(name)
+        first, *others = (source.indexes[file].tensors[name] for file in files)
+        kind = first.dtype, first.shape, first.nbytes
+        if any((other.dtype, other.shape, other.nbytes) != kind for other in others):
+            different.append(name)
+            continue
+        sharding = FileSharding(Grid.whole(first.shape), (tuple(files),))
+        tensors.append(GlobalTensor(name, first.dtype, first.item_size, first.shape, (sharding,)))
+    return tensors, different
+
+
+def check_copies(
+    checkpoint: Checkpoint, names: Iterable[str], handles: FileHandles, execution: ExecutionOptions, effort: str
+) -> None:
+    """Compare slices that several files hold by the checkpoint's own metadata; see `compare_replicas`.
+
+    Damaged metadata can place a slice where others are; then nothing is missing, and one of them is read.
+
+    Raises:
+        CheckpointError: copies differ.
+    """
+    parameters = [checkpoint.tensors[name] for name in names]
+    comparison = compare_replicas(parameters, checkpoint, handles, execution, Progress(), effort)
+    if comparison.differing:
+        raise comparison.error_of_copies(checkpoint.place)
+
+
+# Samples of replicas.
+
+
+class _Effort(NamedTuple):
+    """Limits of sampling: samples of a parameter, requests, and seconds."""
+
+    turns: int
+    most_reads: int
+    seconds: float
+
+
+_EFFORTS = {"auto": _Effort(1, 512, 1.0), "more": _Effort(4, 1 << 15, 60.0)}
+
+
+class _Chosen(NamedTuple):
+    """A parameter, a box of it that several ranks hold, and the ranks to compare."""
+
+    group: ParameterGroup
+    parameter: GlobalTensor
+    replicated: Replicated
+    holders: list[Holder]
+    number: int
+
+    def at(self, place: int) -> Sample:
+        box = sample_box(self.replicated, self.parameter, number_of(self.number, place))
+        return Sample(self.parameter, self.holders, [box] * len(self.holders))
+
+
+def _compare_samples(
+    groups: Sequence[ParameterGroup], files: ReplicaFiles, effort: _Effort, comparison: ReplicaComparison
+) -> None:
+    """Compare samples until a limit is reached.
+
+    Parameters of each group take turns. The first sample of a structure probes a whole group of replicas, until a
+    sample is not constant; other samples compare two ranks.
+    """
+    groups = [group for group in groups if len(group)]
+    probed: set[object] = set()
+    for turn in itertools.count():
+        pending = [] if files.is_late else list(_chosen(groups, turn, probed, effort, files.requests))
+        if not pending:
+            return
+        for place in range(MOST_PLACES):
+            constant = []
+            for one, found in zip(pending, files.contents(one.at(place) for one in pending)):
+                first = next(iter(found), b"")
+                if len(found) < 2 and is_constant(first, one.parameter.item_size):
+                    constant.append(one)
+                elif len(found) > 1 or len(found[first]) > 1:
+                    comparison.add(one.group, one.parameter)
+                    probed.add(one.group.structure)
+                    if len(found) > 1:
+                        comparison.add_difference(one.parameter.name, one.replicated.box, list(found.values()))
+            pending = constant
+
+
+def _chosen(
+    groups: Sequence[ParameterGroup], turn: int, probed: set[object], effort: _Effort, reads: int
+) -> Iterator[_Chosen]:
+    """One sample of every group, until a limit is reached."""
+    chosen: set[object] = set()
+    for group in groups:
+        # At least once for each box, because two exchanged ranks differ in a few boxes only.
+        if turn >= max(len(group.parameters) * effort.turns, len(group)) or reads >= effort.most_reads:
+            continue
+        parameter = group.parameters[turn % len(group.parameters)]
+        number = number_of(parameter.name, turn)
+        replicated = group.replicated((number_of(group.parameters[0].name) + turn) % len(group))
+        is_probe = group.structure not in probed | chosen
+        holders = replicated.probe() if is_probe else replicated.pair(number)
+        chosen.add(group.structure)
+        reads += len(holders)
+        yield _Chosen(group, parameter, replicated, holders, number)
+
+
+# Everything, in several threads and bounded memory.
+
+
+class _Part(NamedTuple):
+    """Work for one thread: a piece of a parameter's box, compared between one rank and some others."""
+
+    group: ParameterGroup
+    parameter: GlobalTensor
+    box: Replicated
+    piece: Replicated
+    holders: list[Holder]
+
+
+def _compare_everything(
+    groups: Sequence[ParameterGroup],
+    ranks: Optional[frozenset[int]],
+    files: ReplicaFiles,
+    execution: ExecutionOptions,
+    progress: Progress,
+    comparison: ReplicaComparison,
+) -> None:
+    """Compare all slices that several ranks hold, or those that one of ``ranks`` should hold.
+
+    Raises:
+        RetryableError: a file cannot be read.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    lock, stop = threading.Lock(), threading.Event()
+
+    def compare(part: _Part) -> tuple[bool, dict[int, bytes]]:
+        """Whether the first rank's bytes vary, and a hash of the bytes of each rank that differs from it."""
+        parameter, (first, *others) = part.parameter, part.holders
+        hashes: dict[int, hashlib.blake2b] = defaultdict(hashlib.blake2b)
+        varied = False
+        for number, box in enumerate(part.piece.runs(max(1, execution.block_bytes // parameter.item_size))):
+            if stop.is_set():
+                break
+            first_bytes = bytearray(volume_of(box) * parameter.item_size)
+            other_bytes = bytearray(len(first_bytes))
+            files.read(parameter, first, box, memoryview(first_bytes))
+            for holder in others:
+                files.read(parameter, holder, box, memoryview(other_bytes))
+                if first_bytes != other_bytes:
+                    hashes[holder.rank].update(b"%d:" % number + other_bytes)
+            varied = varied or not is_constant(first_bytes, parameter.item_size)
+            with lock:
+                progress.wrote(len(first_bytes) * len(part.holders))
+        return varied, {rank: hashed.digest() for rank, hashed in hashes.items()}
+
+    chosen = [
+        (group, [box for box in map(group.replicated, range(len(group))) if _concerns(box, ranks)]) for group in groups
+    ]
+    progress.begin(sum(itertools.starmap(_nbytes, chosen)), "comparing replicas")
+    try:
+        with ThreadPoolExecutor(execution.threads) as pool:
+            parts = itertools.chain.from_iterable(itertools.starmap(_parts, chosen))
+            ahead = _AHEAD * execution.threads
+            results = in_order(pool, parts, lambda part: [partial(compare, part)], ahead, stop=stop)
+            for box, of_box in itertools.groupby(results, lambda result: result[0].box):
+                others: dict[str, dict[int, list[tuple[Box, bytes]]]] = defaultdict(lambda: defaultdict(list))
+                for part, ((varied, hashes),) in of_box:
+                    if varied or hashes:
+                        comparison.add(part.group, part.parameter)
+                    for rank, hashed in hashes.items():
+                        others[part.parameter.name][rank].append((part.piece.box, hashed))
+                for name, hashes_of in others.items():
+                    by_content: dict[object, list[int]] = defaultdict(list)
+                    for holder in box.holders:
+                        by_content[tuple(hashes_of.get(holder.rank, ()))].append(holder.rank)
+                    comparison.add_difference(name, box.box, list(by_content.values()))
+    finally:
+        progress.end()
+
+
+def _concerns(box: Replicated, ranks: Optional[frozenset[int]]) -> bool:
+    return ranks is None or not all(ranks.isdisjoint(group.ranks) for group in box.groups)
+
+
+def _nbytes(group: ParameterGroup, boxes: Sequence[Replicated]) -> int:
+    """Bytes to read of boxes of a group; the first holder is read once per batch of others."""
+    elements = 0
+    for box in boxes:
+        others = len(box.holders) - 1
+        elements += volume_of(box.box) * (others + -(-others // _MOST_FILES))
+    return elements * group.parameters[0].item_size * len(group.parameters)
+
+
+def _parts(group: ParameterGroup, boxes: Sequence[Replicated]) -> Iterator[_Part]:
+    """The parts of boxes of a group, in an order that reads few files at a time."""
+    for box in boxes:
+        first, *others = box.holders
+        for start in range(0, len(others), _MOST_FILES):
+            holders = [first, *others[start : start + _MOST_FILES]]
+            for parameter in group.parameters:
+                for piece in _pieces(box, parameter.item_size):
+                    yield _Part(group, parameter, box, piece, holders)
+
+
+def _pieces(box: Replicated, item_size: int) -> Iterator[Replicated]:
+    """A large box in several parts, for several threads."""
+    most = max(1, _PART_BYTES // item_size)
+    if volume_of(box.box) <= most:
+        yield box
+        return
+    for piece in boxes_of_range(shape_of(box.box), 0, volume_of(box.box), most):
+        yield box._replace(box=placed(piece, box.box))

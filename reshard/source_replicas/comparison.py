@@ -5,14 +5,15 @@ from __future__ import annotations
 import shlex
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
-from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.forms.ranks.checkpoint import SourceStep
-from reshard.source_replicas.choice import ParameterGroup
+from reshard.layout import Box
+from reshard.source_replicas.choice import ParameterGroup, is_gradient
 from reshard.text.messages import Message, joined, listing, plural, quoted
-from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight
+from reshard.text.names import is_weight
 
 _MOST_EXAMPLES = 2
 
@@ -48,81 +49,90 @@ class ReplicaCheck(NamedTuple):
 
 
 class Differing(NamedTuple):
-    """A parameter with different values on ranks that should be replicas.
+    """A box of a parameter with different values on ranks, or files, that should be replicas.
 
     Attributes:
         parameter: its name.
-        ranks: two ranks that should hold equal bytes.
-        files: their files.
+        box: the box, in elements of the full tensor.
+        groups: the compared ranks by content.
+        files: the files of two ranks that differ.
     """
 
     parameter: str
-    ranks: tuple[int, int]
+    box: Box
+    groups: list[list[int]]
     files: tuple[str, str]
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Two ranks that should hold equal bytes."""
+        return self.groups[0][0], self.groups[1][0]
 
 
 class ReplicaComparison:
     """The compared boxes, and those that differ.
 
-    Args:
-        kinds: all groups of parameters.
-        step: the compared files.
-        compared: see `ReplicaCheck`.
+    Attributes:
+        differences: all boxes that differ.
     """
 
-    def __init__(self, kinds: Sequence[ParameterGroup], step: SourceStep, compared: str) -> None:
-        self._kinds = kinds
-        self._step = step
+    def __init__(self, groups: Sequence[ParameterGroup], source: Union[SourceStep, Checkpoint], compared: str) -> None:
+        self.differences: list[Differing] = []
+        self._groups = groups
+        self._source = source
         self._extent = compared
         self._samples = 0
         self._compared: dict[int, set[str]] = defaultdict(set)
-        self._differing: dict[str, Differing] = {}
 
-    def add(self, kind: ParameterGroup, parameter: GlobalTensor, ranks: Optional[tuple[int, int]]) -> None:
-        """Count a compared box that is not constant.
-
-        Args:
-            kind: the kind of parameter.
-            parameter: the parameter.
-            ranks: two ranks that differ in the box, if any; only the first difference is kept.
-        """
+    def add(self, group: ParameterGroup, parameter: GlobalTensor) -> None:
+        """Count a compared box that is not constant."""
         self._samples += 1
-        self._compared[id(kind)].add(parameter.name)
-        if ranks is not None and parameter.name not in self._differing:
-            files = self._step.files[ranks[0]], self._step.files[ranks[1]]
-            self._differing[parameter.name] = Differing(parameter.name, ranks, files)
+        self._compared[id(group)].add(parameter.name)
+
+    def add_difference(self, parameter: str, box: Box, ranks_by_content: list[list[int]]) -> None:
+        """Add a box whose replicas differ."""
+        (first, *_), (other, *_), *_ = ranks_by_content
+        paths = self._source.indexes[first].path, self._source.indexes[other].path
+        self.differences.append(Differing(parameter, box, ranks_by_content, paths))
 
     @property
     def check(self) -> ReplicaCheck:
         """The extent of the test, without gradients."""
-        kinds = [kind for kind in self._kinds if not is_gradient(kind.parameters[0])]
+        groups = [group for group in self._groups if not is_gradient(group.parameters[0].name)]
         return ReplicaCheck(
             compared=self._extent,
             samples=self._samples,
-            parameters=sum(len(self._compared[id(kind)]) for kind in kinds),
-            untested=sum(len(kind.parameters) for kind in kinds if not len(kind)),
-            tested=any(self._compared[id(kind)] for kind in [kind for kind in kinds if kind.is_cut] or kinds),
+            parameters=sum(len(self._compared[id(group)]) for group in groups),
+            untested=sum(len(group.parameters) for group in groups if not len(group)),
+            tested=any(self._compared[id(group)] for group in [group for group in groups if group.is_cut] or groups),
         )
 
     @property
     def differing(self) -> list[Differing]:
-        """Parameters with differing replicas, weights first; without gradients."""
-        names = {parameter.name for kind in self._kinds for parameter in kind.parameters}
-        found = [item for name, item in self._differing.items() if not name.startswith(ACCUMULATED_GRADIENTS)]
-        return sorted(found, key=lambda item: (not is_weight(item.parameter, names), item.parameter))
+        """The first difference of each parameter, weights first; without gradients."""
+        names = {parameter.name for group in self._groups for parameter in group.parameters}
+        return sorted(self._first(False), key=lambda item: (not is_weight(item.parameter, names), item.parameter))
 
     @property
     def gradients(self) -> list[Differing]:
-        """Accumulated gradients with differing replicas, by name."""
-        return [item for name, item in sorted(self._differing.items()) if name.startswith(ACCUMULATED_GRADIENTS)]
+        """The first difference of each accumulated gradient, by name."""
+        return sorted(self._first(True))
+
+    def _first(self, gradients: bool) -> list[Differing]:
+        first: dict[str, Differing] = {}
+        for item in self.differences:
+            if is_gradient(item.parameter) == gradients:
+                first.setdefault(item.parameter, item)
+        return list(first.values())
 
     def lines(self) -> list[str]:
         """The differing parameters, in a few lines."""
         differing = self.differing
         lines: list[str] = []
-        for name, ranks, files in differing[:_MOST_EXAMPLES]:
+        for item in differing[:_MOST_EXAMPLES]:
+            (first, other), files = item.ranks, item.files
             lines.append(
-                f"{quoted(name)} differs between rank {ranks[0]} and rank {ranks[1]} ({files[0]} and {files[1]})"
+                f"{quoted(item.parameter)} differs between rank {first} and rank {other} ({files[0]} and {files[1]})"
             )
         if len(differing) > _MOST_EXAMPLES:
             names = listing([item.parameter for item in differing])
@@ -140,14 +150,7 @@ class ReplicaComparison:
         )
 
     def error(self, strategy: str, place: str, step: Optional[str], file_suffix: Optional[str]) -> CheckpointError:
-        """The error about differing parameters.
-
-        Args:
-            strategy: path of the source strategy.
-            place: path of the source.
-            step: the compared step; None if file names contain none.
-            file_suffix: ending of the stems of the source's files, if given.
-        """
+        """The error about ranks that differ, by the strategy at a path."""
         words = ["--step", step] if step is not None else []
         words += ["--file-suffix", file_suffix] if file_suffix is not None else []
         check = shlex.join(["reshard", "strategy", "check", strategy, place, *words])
@@ -172,7 +175,14 @@ class ReplicaComparison:
             "--check-replicas never",
         )
 
-
-def is_gradient(parameter: GlobalTensor) -> bool:
-    """Whether a parameter is accumulated gradients, which may differ until they are reduced."""
-    return parameter.name.startswith(ACCUMULATED_GRADIENTS)
+    def error_of_copies(self, place: str) -> CheckpointError:
+        """The error about files that differ by the metadata at a path."""
+        first = self.differing[0]
+        return CheckpointError(
+            f"{first.files[1]}: {quoted(first.parameter)} differs from that in {first.files[0]}, and both are the box "
+            f"{[list(interval) for interval in first.box]} by the metadata of {place}",
+            file=first.files[1],
+            parameter=first.parameter,
+            hint="the metadata or a file is damaged: take them from a copy, or another step; if the ranks that wrote "
+            "them have diverged: --check-replicas never",
+        )

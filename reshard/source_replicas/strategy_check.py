@@ -1,8 +1,4 @@
-"""The check of a strategy against a checkpoint, for `reshard strategy check`.
-
-It compares the shapes of every rank's slices, and all bytes of replicas. Every contradiction is
-reported; only unreadable files are errors.
-"""
+"""The check of `strategy check`: shapes of all slices, and all bytes of replicas; it reports every contradiction."""
 
 from __future__ import annotations
 
@@ -11,42 +7,28 @@ from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.execute import ExecutionOptions, Progress
-from reshard.forms.ranks.checkpoint import SourceStep, StageSharding, contradictions, listed_by_source, read_parameters
+from reshard.forms.ranks.checkpoint import SourceStep, contradictions, listed_by_source, read_parameters
 from reshard.forms.ranks.tree import SourceTree, StepFiles, find_checkpoints
-from reshard.layout import Layout
-from reshard.source_replicas import ReplicaComparison, compare_replicas
-from reshard.source_replicas.distinct import SameSlices, misplaced, ranks_by_content, same_slices
-from reshard.strategies import Stage, Strategy
+from reshard.source_replicas.compare import compare_replicas, entries_as_tensors
+from reshard.source_replicas.comparison import ReplicaComparison
+from reshard.source_replicas.contradictions import SameSlices, misplaced, ranks_by_content, same_slices
+from reshard.strategies import Strategy
 from reshard.text.globs import Filters, warn_of_unmatched
 from reshard.text.messages import Report
 from reshard.text.names import belongs_to_rank
 
-# A stage of all ranks, for tensors that no stage lists.
-_NO_STAGE = -1
-
 
 class Misfit(NamedTuple):
-    """Parameters whose slices' shapes fit no tensor by the strategy.
-
-    Attributes:
-        parameters: their names, sorted; all have the same problem.
-        detail: the problem of the first.
-    """
+    """Parameters whose slices' shapes fit no tensor by the strategy: sorted names, and the problem of the first."""
 
     parameters: list[str]
     detail: str
 
 
 class EqualRanks(NamedTuple):
-    """Groups of ranks with equal bytes of a parameter.
-
-    Attributes:
-        parameter: its name.
-        groups: all ranks of a stage by content; only the first ranks of a large stage.
-    """
+    """Ranks of a stage, only the first of a large one, in groups with equal bytes of a parameter."""
 
     parameter: str
     groups: list[list[int]]
@@ -111,18 +93,7 @@ def check_strategy(
     progress: Progress,
     report: Report,
 ) -> StrategyCheck:
-    """Check a strategy against a checkpoint.
-
-    Args:
-        strategy: the strategy.
-        path: tree, file or `{rank}` path of the checkpoint.
-        step: ``latest``, for the newest step of all ranks, or ``<epoch>_<step>``.
-        file_suffix: only files whose stem ends so.
-        filters: the selection of parameters.
-        handles: open files.
-        execution: threads and memory.
-        progress: counts bytes.
-        report: gets warnings about files that count as absent.
+    """Check a strategy against the step of all ranks, by default the newest; warn about files that count as absent.
 
     Raises:
         ReshardError: the files cannot be read.
@@ -188,19 +159,12 @@ def _not_described(
     names: Iterable[str], step: SourceStep, handles: FileHandles, execution: ExecutionOptions
 ) -> list[str]:
     """Unlisted tensors of several elements that differ between ranks."""
-    everywhere = Stage(_NO_STAGE, 0, max(step.indexes) + 1, {})
-    different = []
-    comparable = []
-    for name in names:
-        tensors = [step.indexes[rank].tensors[name] for rank in step.holders(name)]
-        if belongs_to_rank(name) or any(tensor.elements <= 1 for tensor in tensors):
-            continue
-        if len({(tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors}) > 1:
-            different.append(name)
-            continue
-        layout = Layout((everywhere.device_count,), ((),) * len(tensors[0].shape))
-        shape = tensors[0].shape
-        shardings = (StageSharding(everywhere, layout, layout.grid(shape)),)
-        comparable.append(GlobalTensor(name, tensors[0].dtype, tensors[0].item_size, shape, shardings))
+    large = [
+        name
+        for name in names
+        if not belongs_to_rank(name)
+        and all(step.indexes[rank].tensors[name].elements > 1 for rank in step.holders(name))
+    ]
+    comparable, different = entries_as_tensors(large, step)
     comparison = compare_replicas(comparable, step, handles, execution, Progress(), "all")
     return sorted([*different, *(differing.parameter for differing in comparison.differing)])

@@ -16,7 +16,7 @@ from typing import Any, Callable
 import pytest
 
 from reshard.execute import writing
-from reshard.source_replicas.samples import ReplicaFiles
+from reshard.source_replicas.compare import ReplicaFiles
 from reshard.storage import temporary
 from reshard.verification import stored
 from tests.running import LAUNCHER, Argument, Result, done, fails, reshard, warns

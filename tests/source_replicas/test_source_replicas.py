@@ -16,13 +16,19 @@ from typing import Any, Optional
 import pytest
 
 import reshard as library
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError
-from reshard.execute import reading
+from reshard.execute import ExecutionOptions, Progress, reading
+from reshard.forms.ranks.checkpoint import SourceStep
+from reshard.forms.ranks.tree import find_checkpoints
 from reshard.layout import Box, Layout
 from reshard.plan.pieces import StoredSlice
+from reshard.source_replicas import compare
 from reshard.source_replicas.choice import Holder, HolderGroup
-from reshard.source_replicas.samples import ReplicaFiles
+from reshard.source_replicas.compare import ReplicaFiles, compare_replicas, entries_as_tensors
+from reshard.storage import storage_of
+from reshard.text.messages import Report
 from tests.counting import count_opened
 from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, reshard, warns
@@ -216,7 +222,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     read = ReplicaFiles.read
 
     def counting(self: ReplicaFiles, parameter: GlobalTensor, holder: Holder, box: Box, out: memoryview) -> None:
-        counted.sampled.append((self._step.indexes[holder.rank].path, len(out)))
+        counted.sampled.append((self._source.indexes[holder.rank].path, len(out)))
         read(self, parameter, holder, box, out)
 
     monkeypatch.setattr(ReplicaFiles, "read", counting)
@@ -244,8 +250,25 @@ def test_replica_check_all_reads_every_byte_of_every_replica(tree: Tree, reads: 
     tree.save()
     done(*tree.words(tree.true, "--check-replicas", "all", "--dry-run"))
     everything = 8 * (len(WEIGHTS) * 8 * 24 + len(NORMS) * 24) * 4
-    # Besides, the four slices of two weights are compared with each other.
-    assert sum(size for _, size in reads.sampled) == everything + 2 * 4 * 8 * 24 * 4
+    # Besides, the four slices of one weight are compared with each other.
+    assert sum(size for _, size in reads.sampled) == everything + 4 * 8 * 24 * 4
+
+
+def test_a_full_comparison_groups_ranks_by_content(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "_MOST_FILES", 2)
+    tree.save()
+    for rank in (2, 5, 6):
+        tree.change(rank, "blocks.3.norm")
+    tree.change(6, "blocks.3.norm")
+    with FileHandles() as handles:
+        step = SourceStep(next(iter(find_checkpoints(str(tree.src), None).candidates("latest"))), handles, Report())
+        step.load(step.files)
+        tensors, different = entries_as_tensors(["blocks.3.norm", "blocks.2.norm"], step)
+        execution = ExecutionOptions(2, 1 << 30, storage=storage_of(str(tree.src)))
+        comparison = compare_replicas(tensors, step, handles, execution, Progress(), "all")
+    (difference,) = comparison.differences
+    assert not different and difference.parameter == "blocks.3.norm"
+    assert difference.groups == [[0, 1, 3, 4, 7], [2, 5], [6]]
 
 
 # Replicas that diverged.
@@ -450,7 +473,7 @@ def test_an_unreadable_sample_does_not_end_a_conversion(tree: Tree, monkeypatch:
 
     def failing(self: ReplicaFiles, parameter: GlobalTensor, holder: Holder, box: Box, out: memoryview) -> None:
         if holder.rank == 5:
-            source = StoredSlice(self._step.indexes[5].path, 5, (), box)
+            source = StoredSlice(self._source.indexes[5].path, 5, (), box)
             raise reading.unreadable(source, OSError(5, "Input/output error"))
         read(self, parameter, holder, box, out)
 

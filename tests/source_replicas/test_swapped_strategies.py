@@ -101,7 +101,7 @@ def test_equal_ranks_that_the_source_strategy_separates_are_refused(tmp_path: Pa
     world = World(tmp_path, single(sharded), single(replicated))
     full = {name: value(name, (8, 6)) for name in ("w", "m.w")}
     write_tree(world.src, cut_ranks(world.target, full, COPIED))
-    world.refuses(3, "where they should hold different slices, of 2 of 2 sampled")
+    world.refuses(3, "where they should hold different slices, of 1 of 1 sampled")
 
 
 TARGETS = [
@@ -189,7 +189,7 @@ def test_equal_replicas_do_not_support_a_finer_strategy(
     full = {name: value(name, (32, 8)) for name in names}
     write_tree(world.src, cut_ranks(single(dict.fromkeys(names, true)), full, COPIED))
     for words in (world.words(), world.words(0, command="by-rank"), world.words(command="plan")):
-        fails(3, *words, texts=["hold equal bytes where they should hold different slices, of 2 of 2"])
+        fails(3, *words, texts=["hold equal bytes where they should hold different slices, of 1 of 1"])
     result = reshard("strategy", "check", world.old, world.src)
     assert result.status == 4 and "no difference between replicas of 4 parameters" in result.out
     assert "hold equal bytes, but different slices" in result.out
@@ -207,7 +207,7 @@ def test_full_parameters_contradict_optimizer_shards(tmp_path: Path) -> None:
     world = World(tmp_path, single(wrong), single(whole))
     full = {**{name: value(name, (32, 8)) for name in weights}, **{name: value(name, (32,)) for name in norms}}
     write_tree(world.src, cut_ranks(single(true), full, COPIED))
-    world.refuses(3, "hold equal bytes where they should hold different slices, of 2 of 4", "'l.0.norm'")
+    world.refuses(3, "hold equal bytes where they should hold different slices, of 1 of 2", "'l.0.norm'")
 
 
 def test_a_strategy_is_not_a_swap_with_itself(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 import pytest
 
-from reshard.source_replicas.samples import ReplicaFiles
+from reshard.source_replicas.compare import ReplicaFiles
 from tests.checkpoint_writing import write_safetensors
 from tests.corpus import FIXTURES, ROOT
 from tests.object_store import KEY, SECRET, Objects

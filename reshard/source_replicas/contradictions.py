@@ -1,0 +1,231 @@
+"""What contradicts a strategy although replicas agree: slices that are equal, other stages, shapes of another strategy.
+
+A strategy with finer cuts than the true strategy passes every comparison of replicas, because it has fewer replicas or
+none. But then some of its different slices are replicas. Slices of a trained weight are never equal, unless they have
+few different elements: all may be zero, and a few bits agree by chance. So one parameter of every layout is
+compared, at the same place in slices whose distance divides the number of slices: with a coarser true device matrix,
+the slices repeat at this distance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Optional, Union
+
+from reshard.checkpoints import FileHandles, files_alike
+from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.errors import CheckpointError, IncompleteSourceError, InputError, ReshardError
+from reshard.execute import ExecutionOptions
+from reshard.forms.ranks.checkpoint import SourceStep, listed_by_source, read_parameters, stage_shardings
+from reshard.forms.ranks.selection import lost_slices
+from reshard.forms.ranks.tree import StepFiles, find_checkpoints
+from reshard.layout import shape_of, volume_of
+from reshard.source_replicas.choice import Holder, HolderGroup, Replicated, group_parameters, is_gradient, number_of
+from reshard.source_replicas.compare import MOST_PLACES, Contents, ReplicaFiles, Sample, sample_box
+from reshard.strategies import Strategy
+from reshard.text.messages import Report, listing, plural, quoted
+
+# Maximum number of tied parameters.
+_FEW_TIED = 3
+# Parameters of a layout to try: all elements of some may be equal.
+_MOST_TRIED = 4
+_FEW_SLICES = 16
+# Minimum different elements of a slice: fewer can be equal in another slice by chance.
+_FEWEST_ELEMENTS = 8
+_SECONDS = 2.0
+# Maximum ranks to group by content.
+_MOST_GROUPED = 64
+
+
+class SameSlices(NamedTuple):
+    """A parameter with equal bytes on two ranks that should hold different slices."""
+
+    parameter: str
+    ranks: tuple[int, int]
+
+
+def same_slices(
+    parameters: Iterable[GlobalTensor], step: SourceStep, handles: FileHandles, execution: ExecutionOptions
+) -> tuple[list[SameSlices], int]:
+    """Compare slices that should differ, of one parameter of each layout; unreadable slices are skipped.
+
+    Returns:
+        The parameters with equal slices if they show that the strategy's cuts are too fine, and the number of compared
+        parameters. They show it if they are the majority, or if one that only optimizer shards cut is whole on
+        every rank. A few may be intentional copies, such as key heads repeated for tensor parallelism.
+    """
+    same: list[SameSlices] = []
+    compared, certain = 0, False
+    with contextlib.closing(ReplicaFiles(step, handles, execution, _SECONDS)) as files:
+        for group in group_parameters(list(parameters), step):
+            holders = _holders(group.parameters[0], step) if group.is_cut else []
+            for parameter, place in itertools.product(group.parameters[:_MOST_TRIED], range(MOST_PLACES)):
+                if len(holders) < 2:
+                    break
+                (found,) = files.contents([_own_sample(parameter, holders, place)])
+                varied = [ranks for data, ranks in found.items() if _is_varied(data, parameter.item_size)]
+                if not varied or sum(map(len, found.values())) < len(holders):
+                    continue
+                compared += 1
+                equal = next((ranks for ranks in varied if len(ranks) > 1), None)
+                if equal is not None:
+                    same.append(SameSlices(parameter.name, (equal[0], equal[1])))
+                    layout = stage_shardings(parameter)[0].layout
+                    certain |= layout.slice_count == layout.shards and len(equal) == len(holders)
+                break
+    return (same if certain or 2 * len(same) > compared else []), compared
+
+
+def check_slices(
+    source: Strategy,
+    parameters: Iterable[GlobalTensor],
+    step: SourceStep,
+    handles: FileHandles,
+    execution: ExecutionOptions,
+) -> None:
+    """Compare slices that should differ.
+
+    Raises:
+        CheckpointError: ranks hold equal bytes where the strategy has different slices.
+    """
+    same, compared = same_slices(parameters, step, handles, execution)
+    if same:
+        name, (first, second) = same[0]
+        raise CheckpointError(
+            f"the source strategy ({source.path}) does not fit this checkpoint: ranks hold equal bytes where they "
+            f"should hold different slices, of {len(same)} of {compared} sampled parameters\n"
+            f"  {quoted(name)} on rank {first} and rank {second} ({step.files[first]} and {step.files[second]})",
+            file=step.files[second],
+            rank=second,
+            parameter=name,
+            hint="pass the strategy that this checkpoint was saved with; if parts of its parameters are intentional "
+            "copies of each other: --check-replicas never",
+        )
+
+
+def _is_varied(data: bytes, item_size: int) -> bool:
+    """Whether a sample has enough different elements."""
+    elements = set()
+    for at in range(0, len(data), item_size):
+        elements.add(data[at : at + item_size])
+        if len(elements) == _FEWEST_ELEMENTS:
+            return True
+    return False
+
+
+def _own_sample(parameter: GlobalTensor, holders: Sequence[Holder], place: int) -> Sample:
+    """A sample of each holder's slice; at the same place in slices of the same shape."""
+    number = number_of(parameter.name, place)
+    slices = (Replicated(one.box, (HolderGroup((one.rank,), (one.rank,), one.box),)) for one in holders)
+    return Sample(parameter, holders, [sample_box(one, parameter, number) for one in slices])
+
+
+def _holders(parameter: GlobalTensor, step: SourceStep) -> list[Holder]:
+    """A rank for each of some slices of a stage, of one shape and not empty."""
+    sharding = stage_shardings(parameter)[0]
+    rank_of: dict[int, int] = {}
+    for rank in sorted(step.ranks_with(parameter.name, sharding.stage)):
+        rank_of.setdefault(sharding.slice_of(rank), rank)
+    count = sharding.grid.slice_count
+    chosen = [number for number in sorted(rank_of) if count <= _FEW_SLICES or number == 0 or count % number == 0]
+    holders = [Holder(rank_of[number], sharding.grid.slice_box(number)) for number in chosen]
+    return [holder for holder in holders if volume_of(holder.box) and shape_of(holder.box) == shape_of(holders[0].box)]
+
+
+def ranks_by_content(
+    parameter: GlobalTensor, step: SourceStep, handles: FileHandles, execution: ExecutionOptions
+) -> list[list[int]]:
+    """Ranks of a parameter's first stage, or the first of many, in groups with equal samples."""
+    sharding = stage_shardings(parameter)[0]
+    ranks = sorted(step.ranks_with(parameter.name, sharding.stage))[:_MOST_GROUPED]
+    holders = [Holder(rank, sharding.grid.slice_box(sharding.slice_of(rank))) for rank in ranks]
+    found: Contents = {}
+    with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
+        for place in range(MOST_PLACES):
+            (found,) = files.contents([_own_sample(parameter, holders, place)])
+            if len(found) > 1:
+                break
+    return list(found.values())
+
+
+def misplaced(strategy: Strategy, step: SourceStep) -> list[str]:
+    """Parameters on ranks of a pipeline stage that only other stages list, sorted; empty unless they are the majority.
+
+    Ranks of a stage hold the parameters of that stage, and rarely a few tied parameters of another. If they hold most
+    parameters of other stages, the stages are those of another run: slices with equal shapes would be combined
+    wrongly.
+    """
+    stored = set(strategy.parameters) & step.names()
+    foreign: set[str] = set()
+    for stage in strategy.stages:
+        for rank, *_ in files_alike({rank: step.indexes[rank] for rank in step.loaded(stage)}):
+            foreign |= stored & step.indexes[rank].tensors.keys() - stage.layouts.keys()
+    return sorted(foreign) if len(foreign) > max(_FEW_TIED, len(stored) // 2) else []
+
+
+def check_stages(source: Strategy, step: SourceStep) -> None:
+    """Refuse files of other pipeline stages, which no replicas contradict.
+
+    Raises:
+        CheckpointError: most parameters are on other pipeline stages.
+    """
+    names = misplaced(source, step)
+    if names:
+        raise CheckpointError(
+            f"the source strategy ({source.path}) does not fit this checkpoint: ranks hold "
+            f"{plural(len(names), 'parameter')} that it lists for other pipeline stages only, and no replicas confirm "
+            "it: " + listing(names),
+            file=step.place,
+            parameter=names[0],
+            hint="pass the strategy that this checkpoint was saved with; if it is this one, and ranks hold "
+            "parameters of other stages: --check-replicas never",
+        )
+
+
+@contextlib.contextmanager
+def hint_of_swap(
+    source: Strategy,
+    target: Strategy,
+    src: Union[str, Mapping[int, str]],
+    step: str,
+    file_suffix: Optional[str],
+    handles: FileHandles,
+) -> Iterator[None]:
+    """Add to an error about the source's files that by shapes they fit the target's strategy, and not the source's."""
+    try:
+        yield
+    except (CheckpointError, IncompleteSourceError) as error:
+        # Lost files contradict a strategy only if the other one cuts them differently.
+        lost = isinstance(error, IncompleteSourceError) and _cuts(source) == _cuts(target)
+        if isinstance(src, str) and source is not target and not lost:
+            # The error itself reports unreadable files.
+            with contextlib.suppress(ReshardError, OSError):
+                files = next(iter(find_checkpoints(src, file_suffix).candidates(step)))
+                if _fits(target, files, handles) and not _fits(source, files, handles):
+                    swapped = f"the files fit --dst-strategy ({target.path}), by shapes: are the two swapped?"
+                    error.hint = "\n".join(filter(None, [swapped, error.hint]))
+        raise
+
+
+def _fits(strategy: Strategy, files: StepFiles, handles: FileHandles) -> bool:
+    """Whether every rank is present, every slice has a shape that fits the layouts, and nothing is missing."""
+    step = SourceStep(files, handles, Report())
+    step.load(step.files)
+    laid_out = listed_by_source(strategy, step)
+    # Without gradients: files alone may not determine their cuts.
+    decisive = {name for name in laid_out if not is_gradient(name)}
+    if step.readable != frozenset(range(strategy.device_count)):
+        return False
+    try:
+        parameters = read_parameters(strategy, step, laid_out, decisive)
+    except InputError:
+        return False
+    return bool(parameters) and not lost_slices(parameters.values(), step)
+
+
+def _cuts(strategy: Strategy) -> dict[str, tuple[int, ...]]:
+    """The cuts of every parameter that is not whole."""
+    layouts = (item for stage in strategy.stages for item in stage.layouts.items())
+    return {name: layout.cuts for name, layout in layouts if layout.slice_count > 1}
