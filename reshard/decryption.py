@@ -43,7 +43,7 @@ from reshard.storage import (
     store_of,
     writing,
 )
-from reshard.storage.other_files import CIPHERS, MARK_SIZE, cipher_of, is_ckpt
+from reshard.storage.files import CIPHERS, MARK_SIZE, cipher_of, is_ckpt
 from reshard.text.messages import Report
 
 _GCM, _SM4 = "AES-GCM", "SM4-CBC"

@@ -18,23 +18,3 @@ from reshard.checkpoints.formats.output import (
     lay_out_safetensors,
 )
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, files_alike, tensors_named, unchecked
-
-__all__ = [
-    "CheckpointIndex",
-    "Data",
-    "FileHandles",
-    "Literal",
-    "OutputLayout",
-    "OutputTensor",
-    "Tensor",
-    "can_hold",
-    "files_alike",
-    "format_of",
-    "lay_out_ckpt",
-    "lay_out_copy",
-    "lay_out_safetensors",
-    "mindspore_reads",
-    "read_index",
-    "tensors_named",
-    "unchecked",
-]

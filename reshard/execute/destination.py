@@ -135,8 +135,8 @@ def check_bucket(dst: str) -> None:
         InputError: the bucket does not exist.
     """
     # Credentials for a part of a bucket may not list its root: that is no error.
-    with contextlib.suppress(OSError):
-        store_of(dst).check_root(dst)
+    with contextlib.suppress(OSError, ValueError):
+        store_of(dst).status(dst)
 
 
 def check_disjoint(
@@ -268,20 +268,16 @@ def space_for(needed: Iterable[tuple[str, int]]) -> list[Space]:
     Raises:
         RetryableError: the free space cannot be read.
     """
-    places: dict[int, str] = {}
+    places: dict[int, tuple[str, Optional[int]]] = {}
     totals: Counter[int] = Counter()
     for directory, count in needed:
         with inspecting(directory):
-            volume = store_of(directory).volume(directory)
-        if volume is not None:
-            device, place = volume
-            places.setdefault(device, place)
+            space = store_of(directory).space(directory)
+        if space is not None:
+            device, place, free = space
+            places.setdefault(device, (place, free))
             totals[device] += count
-    spaces = []
-    for device, place in places.items():
-        with inspecting(place):
-            spaces.append(Space(place, totals[device], store_of(place).free(place)))
-    return spaces
+    return [Space(place, totals[device], free) for device, (place, free) in places.items()]
 
 
 def check_space(spaces: Iterable[Space]) -> None:

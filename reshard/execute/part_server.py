@@ -19,7 +19,7 @@ from reshard.execute.writing import PartDone, TargetWriter
 from reshard.layout import whole_box
 from reshard.plan.pieces import TargetFile
 from reshard.processes import Crew, Notify
-from reshard.storage.new_local_file import WrittenFile
+from reshard.storage.local import WrittenFile
 
 # Bytes that a worker writes before it reports them.
 _REPORTED_BYTES = 8 << 20

@@ -12,7 +12,7 @@ from reshard.forms.form import Form
 from reshard.forms.ranks.naming import RANK
 from reshard.forms.ranks.tree import find_checkpoints, named_for_rank
 from reshard.storage import caches_listings, exists
-from reshard.storage.directories import OWN
+from reshard.storage.store import OWN
 from reshard.text.names import similar_path_hint
 
 

@@ -51,8 +51,8 @@ from reshard.storage import (
     store_of,
     writing,
 )
-from reshard.storage.directories import OWN
 from reshard.storage.json_text import Fields
+from reshard.storage.store import OWN
 from reshard.strategies import NONE, SAME, Strategy, names_files, read_strategy
 
 VERSION = 2

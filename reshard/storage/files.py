@@ -1,9 +1,9 @@
-"""Files by path or open, in any store: status, reading, writing.
+"""Files by path or open, in any store: status, reading, writing, and their errors as errors for users.
 
 `os.path.exists` treats every failure as absence: a file server that is down for a second would look like a
 missing checkpoint. Here absence is a result and failure an error. Other programs may have put anything at a path,
 or be writing it: irregular files are never waited for, small files have a maximum size, and short reads are
-continued.
+continued. Errors name the path and state whether a retry may help.
 """
 
 from __future__ import annotations
@@ -11,16 +11,43 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Callable, Optional, Union
 
-from reshard.errors import CheckpointError, InputError, RetryableError
-from reshard.storage.file_errors import UnfitError, cut_short, inspecting, reading, status_error
+from reshard.errors import (
+    FORBIDDEN,
+    CheckpointError,
+    InputError,
+    ReshardError,
+    RetryableError,
+    TargetError,
+    UnwritableError,
+    UsageError,
+    is_read_only,
+)
 from reshard.storage.listing_cache import cached_entry
-from reshard.storage.registry import for_each, store_of
+from reshard.storage.registry import for_each, scheme_of, store_of
 from reshard.storage.store import FileStatus, NewFile, ReadableFile, Sending
 
+# Paths of written directories must not contain links.
+_NO_DIRECTORY = (errno.ENOTDIR, errno.ELOOP)
+# Errors that end the whole run: every other file would fail, too.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_EVERYWHERE = (*_FULL, errno.EMFILE, errno.ENFILE)
+# Permanent errors; others (stale handle, I/O error) may pass.
+_LASTING = {
+    errno.EACCES: "may not be read",
+    errno.EPERM: "may not be read",
+    errno.ENOENT: "does not exist",
+    errno.ENOTDIR: "does not exist",
+    errno.EISDIR: "is a directory",
+    errno.ELOOP: "is a loop of symbolic links",
+    errno.ENXIO: "is not a file",
+    errno.ENODEV: "is not a file",
+}
+_SHOWN = 300
 # Maximum empty reads in a row before the end of the file.
 _TIMES = 3
 # The kernel's limit of buffers per read.
@@ -28,13 +55,169 @@ _MAX_BUFFERS = 1024
 # Smaller parts are joined up to this size before they are written.
 _WORTH_WRITING = 1 << 20
 
+HEAD = 16
+"""Bytes that `kind_by_head` needs."""
+
+CIPHERS = {
+    b"\xd8\x5e\x3a\x7f": "AES-GCM",
+    b"\xd9\x5e\x3a\x7f": "AES-CBC",
+    b"\xda\x5e\x3a\x7f": "SM4-CBC",
+}
+"""MindSpore's name of a `.ckpt`'s encryption mode, by its first bytes."""
+
+MARK_SIZE = 4
+"""Bytes that `cipher_of` needs."""
+
+# Keys of the fields of a checkpoint's value: tag, tensor or map tensor.
+_VALUE_PARTS = (b"\x0a", b"\x12", b"\x1a")
+_ZIP = (b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08")
+# Before 1.6, PyTorch wrote several pickles in a row; the first is a magic number.
+_PICKLE_VERSIONS = range(2, 6)
+# A Git LFS pointer, in the place of a large file that was not fetched.
+_POINTER = b"version https://"
+
+
+class UnfitError(ValueError):
+    """A file has the wrong kind, size or content.
+
+    Attributes:
+        problem: stands before the text, which with it follows the file's name, as in ``is larger than ...``.
+    """
+
+    problem = ""
+
+
+def status_error(path: str, error: OSError) -> ReshardError:
+    if error.errno == errno.ENAMETOOLONG:
+        return too_long(path)
+    if error.errno in FORBIDDEN:
+        return InputError(f"{path}: no permission to read its status: {error.strerror}", file=path)
+    return RetryableError(f"{path}: its status cannot be read: {error.strerror or error}", file=path)
+
+
+def changed_meanwhile(path: str, problem: str) -> RetryableError:
+    """The error for a file that changed after its first read."""
+    return RetryableError(
+        f"{path}: {problem}",
+        file=path,
+        hint="wait until nothing writes to it any more, then give the same command again",
+    )
+
+
+def reading_error(path: str, error: OSError, kind: type[InputError] = CheckpointError) -> ReshardError:
+    """The error to show for a failed read of ``path``: of this kind if lasting, else worth a retry."""
+    if error.errno == errno.ENAMETOOLONG:
+        return too_long(path)
+    if error.errno == errno.EBUSY:
+        return changed_meanwhile(path, error.strerror or "is in use")
+    lasting = _LASTING.get(error.errno or 0)
+    if lasting is not None:
+        return kind(f"{path}: {lasting}", file=path)
+    return RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path)
+
+
+@contextlib.contextmanager
+def reading(path: str, kind: type[InputError] = CheckpointError, hint: Optional[str] = None) -> Iterator[None]:
+    """Replace errors of a block that reads a file by errors that name it.
+
+    Args:
+        path: the file.
+        kind: class of the error for an `UnfitError` or a lasting `OSError`.
+        hint: for an `UnfitError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise reading_error(path, error, kind) from error
+    except UnfitError as error:
+        raise kind(f"{path}: {error.problem}{error}", file=path, hint=hint) from error
+
+
+@contextlib.contextmanager
+def inspecting(path: str) -> Iterator[None]:
+    """Replace an OSError of a block that reads the status of a file by its `status_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise status_error(path, error) from error
+
+
+@contextlib.contextmanager
+def writing(path: str, action: str = "written", rank: Optional[int] = None) -> Iterator[None]:
+    """Replace an OSError of a block that changes a file by its `writing_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise writing_error(path, error, action, rank) from error
+
+
+def writing_error(path: str, error: OSError, action: str = "written", rank: Optional[int] = None) -> ReshardError:
+    """The error for a file or directory that cannot be written or removed: lasting, or worth a retry.
+
+    ``action`` is a participle.
+    """
+    if error.errno == errno.ENAMETOOLONG:
+        return too_long(path)
+    reason = error.strerror or str(error)
+    if path.startswith(f"{error.filename}{os.sep}"):
+        reason = f"its directory {error.filename} cannot be made or opened: {reason}"
+    if error.errno in _NO_DIRECTORY:
+        obstacle = error.filename or "its directory"
+        advice = "remove this link or file, or choose another place"
+        while error.filename and obstacle and not os.path.lexists(obstacle):
+            # A file above the directory of the target may be anything, such as the source.
+            obstacle, advice = os.path.dirname(obstacle), "choose another place"
+        return TargetError(
+            f"{path}: may not be {action}: {obstacle} is a link or no directory",
+            file=path,
+            rank=rank,
+            hint=advice,
+        )
+    if is_read_only(error):
+        return TargetError(
+            f"{path}: may not be {action}: {reason}",
+            file=path,
+            rank=rank,
+            hint=f"choose another place, or get {_right_to_write(path)}",
+        )
+    problem, hint = f"cannot be {action}", None
+    if error.errno in _FULL:
+        # Without inodes no file can be made, whatever space `df -h` shows.
+        problem, hint = "no space left", "`df -h` shows free space, `df -i` free inodes (numbers of files)"
+    elif error.errno == errno.EFBIG:
+        hint = "`ulimit -f` shows the maximum file size of this shell; file systems such as FAT have their own"
+    kind = UnwritableError if error.errno in _EVERYWHERE else RetryableError
+    return kind(f"{path}: {problem}: {reason}", file=path, rank=rank, hint=hint)
+
+
+def _right_to_write(path: str) -> str:
+    if scheme_of(path):
+        return "the permissions that docs/stores.md lists"
+    places = [os.path.dirname(path) or os.curdir, *([path] if os.path.lexists(path) else [])]
+    return f"write permission: `{shlex.join(['ls', '-ld', *places])}` shows owner and rights"
+
+
+def too_long(path: str) -> UsageError:
+    shown = path if len(path) <= _SHOWN else f"{path[:_SHOWN]}..."
+    return UsageError(
+        f"{shown}: is too long for a path",
+        file=path,
+        hint="use a shorter path, or one relative to the current directory",
+    )
+
+
+def cut_short(path: str, rank: Optional[int] = None) -> RetryableError:
+    """The error for a file that became shorter while it was open."""
+    return RetryableError(
+        f"{path}: became shorter while it was read",
+        file=path,
+        rank=rank,
+        hint="wait until no program writes to the source, then run the same command again",
+    )
+
 
 def status_at(path: str, through_links: bool = True) -> Optional[FileStatus]:
     """The status of a path; None if nothing is there.
-
-    Args:
-        path: the path.
-        through_links: follow symbolic links; else the status of the link.
 
     Raises:
         UsageError: the path is too long to be one.
@@ -54,29 +237,16 @@ def status_at(path: str, through_links: bool = True) -> Optional[FileStatus]:
 
 
 def status_of_each(paths: Sequence[str], through_links: bool = True) -> list[Optional[FileStatus]]:
-    """The status of each of several paths, as `status_at` returns it; concurrently where requests take a round trip.
-
-    Raises:
-        ReshardError: as `status_at`.
-    """
+    """The status of each of several paths, as `status_at` returns it; concurrently where requests take a round trip."""
     return for_each(lambda path: status_at(path, through_links), paths)
 
 
 def exists(path: str) -> bool:
-    """Whether anything is at a path, a dangling link included.
-
-    Raises:
-        ReshardError: as `status_at`.
-    """
+    """Whether anything is at a path, a dangling link included."""
     return status_at(path, through_links=False) is not None
 
 
 def is_directory(path: str) -> bool:
-    """Whether a path leads to a directory.
-
-    Raises:
-        ReshardError: as `status_at`.
-    """
     entry = cached_entry(path)
     if entry is not None:
         return entry.is_dir()
@@ -85,11 +255,6 @@ def is_directory(path: str) -> bool:
 
 
 def is_regular_file(path: str) -> bool:
-    """Whether a path leads to a regular file.
-
-    Raises:
-        ReshardError: as `status_at`.
-    """
     entry = cached_entry(path)
     if entry is not None:
         return entry.is_file()
@@ -98,25 +263,14 @@ def is_regular_file(path: str) -> bool:
 
 
 def names_in(directory: str) -> list[str]:
-    """The names in a directory, sorted; empty if there is no directory.
-
-    Raises:
-        ReshardError: it cannot be listed; as `status_at`.
-    """
+    """The names in a directory, sorted; empty if there is no directory."""
     with inspecting(directory), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return sorted(entry.name for entry in store_of(directory).entries(directory))
     return []
 
 
 def leads_to(kind: Callable[[], bool]) -> bool:
-    """Whether an entry of a directory is of a kind, or a link to one; a circle of links is not.
-
-    Args:
-        kind: `DirectoryEntry.is_dir` or `DirectoryEntry.is_file` of the entry.
-
-    Raises:
-        OSError: its status cannot be read.
-    """
+    """The result of `DirectoryEntry.is_dir` or `is_file`; a circle of links is neither."""
     try:
         return kind()
     except OSError as error:
@@ -128,10 +282,6 @@ def leads_to(kind: Callable[[], bool]) -> bool:
 @contextlib.contextmanager
 def opened_regular(path: str, through_links: bool = True) -> Iterator[ReadableFile]:
     """A regular file, open for reading while the block runs.
-
-    Args:
-        path: the file.
-        through_links: follow symbolic links.
 
     Raises:
         UnfitError: it is something else.
@@ -163,12 +313,7 @@ def _check_regular(status: FileStatus) -> None:
 
 
 def read_small(path: str, most: int, through_links: bool = True) -> bytes:
-    """The content of a small file.
-
-    Args:
-        path: the file.
-        most: maximum size in bytes.
-        through_links: follow symbolic links.
+    """The content of a file of at most ``most`` bytes.
 
     Raises:
         UnfitError: it is not a regular file, or larger.
@@ -190,7 +335,7 @@ def read_json(
     through_links: bool = True,
     file_names: bool = False,
 ) -> Optional[dict[str, Any]]:
-    """The object in a small JSON file; None if the file is missing.
+    """The object in a JSON file of at most ``most`` bytes; None if the file is missing.
 
     Args:
         path: the file.
@@ -265,13 +410,7 @@ def read_each(file: ReadableFile, ranges: Sequence[tuple[int, int]]) -> Iterator
 
 
 def fill(file: ReadableFile, offset: int, out: memoryview, rank: Optional[int] = None) -> None:
-    """Fill ``out`` with the bytes of an open file from an offset on.
-
-    Args:
-        file: the file, which had these bytes when it was opened.
-        offset: where to begin.
-        out: buffer for the bytes.
-        rank: rank of the file, for messages.
+    """Fill ``out`` with bytes that an open file had from an offset on when it was opened.
 
     Raises:
         RetryableError: the file became shorter.
@@ -288,19 +427,7 @@ def fill(file: ReadableFile, offset: int, out: memoryview, rank: Optional[int] =
 def scatter(
     file: ReadableFile, offset: int, outs: Sequence[memoryview], nbytes: int, rank: Optional[int] = None
 ) -> None:
-    """As `fill`, several buffers one after the other: in one read each 1024, where the file has these bytes.
-
-    Args:
-        file: the file, which had these bytes when it was opened.
-        offset: where to begin.
-        outs: buffers for the bytes.
-        nbytes: bytes of all buffers.
-        rank: rank of the file, for messages.
-
-    Raises:
-        RetryableError: the file became shorter.
-        OSError: reading failed.
-    """
+    """As `fill`, several buffers of ``nbytes`` together, one after the other: in one read each 1024, where possible."""
     read: Optional[Callable[[int, Sequence[memoryview]], int]] = getattr(file, "scatter", None)
     if read is None:
         for out in outs:
@@ -328,27 +455,17 @@ def between(outs: Sequence[memoryview], start: int, stop: int) -> list[memoryvie
 
 
 def new_file(path: str, size: int, sending: Optional[Sending] = None) -> NewFile:
-    """Begin to write a file, in a directory that is made if missing; see `Store.new_file`.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """See `Store.new_file`."""
     return store_of(path).new_file(path, size, sending)
 
 
 def write_parts(path: str, size: int, parts: Iterable[Union[bytes, memoryview]]) -> int:
-    """Write a file part by part; it gets its name after the last part.
+    """Write a file part by part, in a directory that is made if missing; the CRC-32 of the whole file.
 
-    Args:
-        path: the file; its directory is made if missing.
-        size: bytes of all parts.
-        parts: contents in order; their errors are passed on.
-
-    Returns:
-        The CRC-32 of the whole file.
+    It gets its name after the last part.
 
     Raises:
-        OSError: it cannot be written; no partial file remains.
+        OSError: it cannot be written, or its size is another; no partial file remains.
     """
     offset = crc = 0
     with contextlib.closing(new_file(path, size)) as file:
@@ -389,10 +506,35 @@ def write_whole(path: str, data: bytes) -> None:
 
 
 def remove_file(path: str) -> None:
-    """Remove a file if it exists.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         store_of(path).remove(path)
+
+
+def cipher_of(head: bytes) -> Optional[str]:
+    """The encryption mode of a `.ckpt` with this head."""
+    return CIPHERS.get(head[:MARK_SIZE])
+
+
+def is_ckpt(head: bytes) -> bool:
+    """Whether this head is of an unencrypted `.ckpt`; strategies have a number in its place."""
+    # A message in field 1, whose length takes up to ten bytes; in it, a field of a value.
+    length = next((position for position in range(1, 11) if head[position : position + 1] < b"\x80"), 10)
+    return head[:1] == b"\x0a" and head[length + 1 : length + 2] in _VALUE_PARTS
+
+
+def kind_by_head(head: bytes) -> Optional[str]:
+    """The kind of another program's file with this head; None if unknown."""
+    if head.startswith(_ZIP):
+        return "a zip archive, as PyTorch saves"
+    if head[:1] == b"\x80" and len(head) > 1 and head[1] in _PICKLE_VERSIONS:
+        return "a Python pickle, as old versions of PyTorch save"
+    if head.startswith(_POINTER):
+        return "a Git LFS pointer, for which `git lfs pull` fetches the file itself"
+    return None
+
+
+def kind_of(path: str) -> Optional[str]:
+    """The kind of the file at a path; None if unknown or unreadable."""
+    with contextlib.suppress(OSError, UnfitError), opened_regular(path) as file:
+        return kind_by_head(file.read(0, HEAD))
+    return None

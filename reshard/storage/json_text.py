@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Callable, NoReturn, Optional
 
-from reshard.storage.file_errors import UnfitError
+from reshard.storage.files import UnfitError
 from reshard.text.messages import quoted
 
 # The only spelling of half of a surrogate pair.

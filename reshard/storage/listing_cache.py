@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., object])
 _T = TypeVar("_T")
 # Attributes of a store that do not write.
-_LOOKS = ("check_root", "costs", "free", "open", "place", "volume")
-_FACTS = ("at_a_time", "flush", "missing_right", "part_bytes", "special_files")
+_LOOKS = ("costs", "open", "place", "space")
+_FACTS = ("at_a_time", "flush", "part_bytes", "special_files")
 _Absent = (FileNotFoundError, NotADirectoryError)
 _Status = Union[FileStatus, OSError]
 _Entries = Union[list[DirectoryEntry], OSError]

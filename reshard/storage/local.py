@@ -3,28 +3,35 @@
 The round trip of network file systems is measured with the opening of a file and its first read. Later reads
 measure less: a file system reads ahead, so this machine answers many of them, and large ones
 take the time of their bytes.
+
+While it is written, a file has a temporary name in its directory; it is flushed, then renamed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
-import shlex
 import time
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Optional
 
-from reshard.storage import directories, locks, temporary
-from reshard.storage.costs import FileSystems, Measured, Storage
-from reshard.storage.new_local_file import NewLocalFile
+from reshard.storage import temporary
+from reshard.storage.costs import FileSystems, Measured, Storage, file_system_of
 from reshard.storage.registry import absolute
-from reshard.storage.store import DirectoryEntry, FileStatus, Notify, OpenFile, Sending, Store
+from reshard.storage.store import DirectoryEntry, FileStatus, NewFile, Notify, OpenFile, Sending, Store
+from reshard.threads import cached_property
 
 # Larger reads take the time of their bytes.
 _SMALL = 64 << 10
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
+_TIMES = 4
+# File systems that guarantee allocated space, and allocate it without writing.
+_ALLOCATING = frozenset(["ext4", "xfs", "tmpfs"])
+# File systems whose server copies a range of a file, or that share it; on others the kernel reads and writes it.
+_COPYING = frozenset(["btrfs", "xfs", "bcachefs", "ocfs2", "nfs4", "ceph", "cifs", "smb3"])
 
 
 class LocalFile:
@@ -45,15 +52,12 @@ class LocalFile:
         self._measured = measured
 
     def size(self) -> int:
-        """Its current size in bytes."""
         return os.fstat(self.descriptor).st_size
 
     def status(self) -> FileStatus:
-        """Its status in the file system."""
         return FileStatus.of(os.fstat(self.descriptor))
 
     def read(self, offset: int, count: int) -> bytes:
-        """Bytes from an offset on: as many as one read returns, none at the end."""
         measured, self._measured = self._measured, None
         if measured is None:
             return os.pread(self.descriptor, count, offset)
@@ -64,17 +68,125 @@ class LocalFile:
         return data
 
     def read_into(self, offset: int, out: memoryview) -> int:
-        """Likewise into ``out``, from its beginning; the number of bytes read."""
         return self.scatter(offset, [out])
 
     def scatter(self, offset: int, outs: Sequence[memoryview]) -> int:
-        """Likewise into several buffers, one after the other."""
+        """Read into several buffers, one after the other; the number of bytes read."""
         self._measured = None
         return os.preadv(self.descriptor, outs, offset)
 
     def close(self) -> None:
-        """Close the descriptor."""
         os.close(self.descriptor)
+
+
+class WrittenFile(NewFile):
+    """A file without a final name of which another process writes parts; the process that made it finishes it.
+
+    Args:
+        descriptor: of the file, open for reading and writing.
+    """
+
+    rewritable = True
+
+    def __init__(self, descriptor: int) -> None:
+        self._fd = descriptor
+
+    @property
+    def descriptor(self) -> Optional[int]:
+        return self._fd
+
+    def write(self, offset: int, data: memoryview) -> None:
+        written_bytes = 0
+        while written_bytes < len(data):
+            written_bytes += os.pwrite(self._fd, data[written_bytes:], offset + written_bytes)
+        # Writing to disk starts now, not at the flush; see docs/benchmarks.md.
+        os.posix_fadvise(self._fd, offset, written_bytes, os.POSIX_FADV_DONTNEED)
+
+    def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
+        copied_bytes = 0
+        while copied_bytes < count:
+            copied = os.copy_file_range(
+                descriptor, self._fd, count - copied_bytes, start + copied_bytes, offset + copied_bytes
+            )
+            if not copied:
+                return False
+            copied_bytes += copied
+        return True
+
+    def window(self, offset: int, count: int) -> memoryview:
+        first = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(self._fd, offset + count - first, offset=first)
+        return memoryview(mapped)[offset - first :]
+
+    def finish(self) -> FileStatus:
+        raise OSError(errno.EPERM, "is finished by the process that made it")
+
+    def publish(self) -> None:
+        self.finish()
+
+    def discard(self) -> None:
+        """Nothing: the file belongs to another process."""
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+
+class NewLocalFile(WrittenFile):
+    """A file under a temporary name; its directory is made if missing.
+
+    Args:
+        path: the final name.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._directory = os.path.dirname(path)
+        for times in range(_TIMES):
+            self._made_directory = temporary.make_directory(self._directory or os.curdir)
+            try:
+                fd, self._temporary = temporary.create(self._directory)
+                break
+            except FileNotFoundError:
+                # Another run that gave up may remove the directory between the two calls.
+                if times + 1 == _TIMES:
+                    raise
+        super().__init__(fd)
+
+    @cached_property
+    def _file_system(self) -> str:
+        return file_system_of(self._directory or os.curdir)
+
+    @property
+    def copies(self) -> bool:
+        return self._file_system in _COPYING and hasattr(os, "copy_file_range")
+
+    def allocate(self, size: int) -> bool:
+        if not size or self._file_system not in _ALLOCATING:
+            return False
+        os.posix_fallocate(self._fd, 0, size)
+        return True
+
+    def finish(self) -> FileStatus:
+        os.fsync(self._fd)
+        if self._made_directory:
+            temporary.sync_directory(os.path.dirname(self._directory))
+        return FileStatus.of(os.fstat(self._fd))
+
+    def publish(self) -> None:
+        temporary.rename(self._temporary, self._path)
+        self._temporary = ""
+
+    def discard(self) -> None:
+        path, self._temporary = self._temporary, ""
+        if path:
+            with contextlib.suppress(OSError):
+                temporary.remove(path)
+                if self._made_directory:
+                    os.rmdir(self._directory)
 
 
 class LocalStore(Store):
@@ -86,16 +198,13 @@ class LocalStore(Store):
         self._file_systems = FileSystems()
 
     def status(self, path: str, through_links: bool = True) -> FileStatus:
-        """The status of a path."""
         return FileStatus.of(os.stat(path) if through_links else os.lstat(path))
 
     def entries(self, directory: str) -> list[DirectoryEntry]:
-        """The entries of a directory."""
         with os.scandir(directory) as entries:
             return list(entries)
 
     def open(self, path: str, through_links: bool = True) -> OpenFile:
-        """Open a file for reading, a FIFO without waiting for its writer."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         begun = time.perf_counter()
         descriptor = os.open(path, flags | (0 if through_links else os.O_NOFOLLOW))
@@ -106,11 +215,9 @@ class LocalStore(Store):
         return LocalFile(descriptor, path, measured)
 
     def costs(self, path: str) -> Storage:
-        """Costs of requests on the file system of a path, from the measurements so far."""
         return self._file_systems.costs(path)
 
     def new_file(self, path: str, size: int, sending: Optional[Sending] = None) -> NewLocalFile:
-        """Begin to write a file under a temporary name, in a directory that is made if missing."""
         return NewLocalFile(path)
 
     def write_whole(self, path: str, data: bytes) -> None:
@@ -136,60 +243,43 @@ class LocalStore(Store):
             with contextlib.suppress(OSError):
                 temporary.remove(unnamed)
             os.close(fd)
-        directories.sync(os.path.dirname(path))
+        temporary.sync_directory(os.path.dirname(path))
         return True
 
     def make_empty(self, path: str) -> None:
-        """Make an empty file."""
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))
 
     def make_directory(self, path: str) -> bool:
-        """Make a directory."""
-        return directories.make(path)
+        return temporary.make_directory(path)
 
     def flush(self, directory: str) -> None:
-        """Flush a directory to disk."""
-        directories.sync(directory)
+        temporary.sync_directory(directory)
 
     def place(self, path: str) -> Hashable:
         """Device and inode: the same file may have several names, and a directory several mounts."""
         status = self._status_or_none(path)
         return None if status is None else (status.device, status.inode)
 
-    def volume(self, directory: str) -> Optional[tuple[int, str]]:
-        """The file system of a directory, or of its nearest existing parent."""
+    def space(self, directory: str) -> Optional[tuple[int, str, Optional[int]]]:
+        """That of the directory's file system, or of its nearest existing parent's."""
         existing = absolute(directory)
-        while True:
-            status = self._status_or_none(existing)
-            if status is not None and status.directory:
-                return status.device, existing
+        while (status := self._status_or_none(existing)) is None or not status.directory:
             existing = os.path.dirname(existing)
-
-    def free(self, place: str) -> Optional[int]:
-        """Free bytes; None for a file system that reports no blocks."""
-        status = os.statvfs(place)
-        return status.f_bavail * status.f_frsize if status.f_blocks else None
-
-    def missing_right(self, path: str) -> str:
-        """A permission to write to its directory, and to it."""
-        places = [os.path.dirname(path) or os.curdir, *([path] if os.path.lexists(path) else [])]
-        return f"write permission: `{shlex.join(['ls', '-ld', *places])}` shows owner and rights"
+        volume = os.statvfs(existing)
+        # Some file systems report no blocks.
+        return status.device, existing, volume.f_bavail * volume.f_frsize if volume.f_blocks else None
 
     def remove(self, path: str) -> None:
-        """Remove a file."""
         os.unlink(path)
 
     def remove_directory(self, path: str) -> None:
-        """Remove a directory that is empty."""
         os.rmdir(path)
 
     def remove_dead(self, directory: str) -> None:
-        """Remove temporary files that no living process is writing."""
         temporary.remove_dead(directory)
 
     def lock(self, path: str, notify: Notify) -> AbstractContextManager[None]:
-        """Hold a file's lock exclusively."""
-        return locks.lock(path, notify)
+        return temporary.lock(path, notify)
 
     def _status_or_none(self, path: str) -> Optional[FileStatus]:
         """The status of what a path leads to, if it leads to anything."""

@@ -18,6 +18,9 @@ from reshard.threads import thread_pool
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+OWN = ".reshard"
+"""The directory of all records in a target directory."""
+
 
 class FileStatus(NamedTuple):
     """Status of a file or directory, without reading it.
@@ -57,7 +60,10 @@ class FileStatus(NamedTuple):
 
 
 class ReadableFile(Protocol):
-    """A file that is open for reading, by any number of threads at a time."""
+    """A file that is open for reading, by any number of threads at a time.
+
+    A failed read is an `OSError`.
+    """
 
     @property
     def path(self) -> str:
@@ -74,36 +80,10 @@ class ReadableFile(Protocol):
         """Its status in its store."""
 
     def read(self, offset: int, count: int) -> bytes:
-        """Bytes from an offset on: as many as one read returns, none at the end.
-
-        Raises:
-            OSError: reading failed.
-        """
+        """Bytes from an offset on: as many as one read returns, none at the end."""
 
     def read_into(self, offset: int, out: memoryview) -> int:
         """Likewise into ``out``, from its beginning; the number of bytes read."""
-
-
-class DirectoryEntry(Protocol):
-    """A name in a directory; `os.DirEntry` is one."""
-
-    @property
-    def name(self) -> str:
-        """The name, without its directory."""
-
-    def is_dir(self) -> bool:
-        """Whether it is a directory or a link to one.
-
-        Raises:
-            OSError: its status cannot be read.
-        """
-
-    def is_file(self) -> bool:
-        """Whether it is a regular file or a link to one.
-
-        Raises:
-            OSError: its status cannot be read.
-        """
 
 
 class OpenFile(ReadableFile, Protocol):
@@ -113,8 +93,21 @@ class OpenFile(ReadableFile, Protocol):
     def pinned(self) -> bool:
         """Whether every read checks the version itself; if not, the caller checks the status again."""
 
-    def close(self) -> None:
-        """Close it."""
+    def close(self) -> None: ...
+
+
+class DirectoryEntry(Protocol):
+    """A name in a directory; `os.DirEntry` is one.
+
+    Links are followed. A status that cannot be read is an `OSError`.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def is_dir(self) -> bool: ...
+
+    def is_file(self) -> bool: ...
 
 
 class NewFile(Protocol):
@@ -225,7 +218,8 @@ class Store(Protocol):
     no links, no real directories. `LocalStore` overrides them.
 
     All methods raise `FileNotFoundError` or `NotADirectoryError` for missing paths, `PermissionError` for missing
-    permission, `ValueError` for invalid paths, and another `OSError` for failures that may pass.
+    permission, `ValueError` for invalid paths, `InputError` for a missing bucket, and another `OSError` for failures
+    that may pass.
     """
 
     special_files: bool = False
@@ -236,13 +230,7 @@ class Store(Protocol):
     # Inspecting and reading.
 
     @abstractmethod
-    def status(self, path: str, through_links: bool = True) -> FileStatus:
-        """The status of a path.
-
-        Args:
-            path: the path.
-            through_links: follow symbolic links.
-        """
+    def status(self, path: str, through_links: bool = True) -> FileStatus: ...
 
     @abstractmethod
     def entries(self, directory: str) -> list[DirectoryEntry]:
@@ -263,28 +251,9 @@ class Store(Protocol):
         """
         return path.rstrip("/")
 
-    def volume(self, directory: str) -> Optional[tuple[int, str]]:
-        """The volume of files below a directory: its number, and an existing directory in it.
-
-        None if the free space is unknown.
-        """
+    def space(self, directory: str) -> Optional[tuple[int, str, Optional[int]]]:
+        """Of the volume of files below a directory: its number, an existing directory, and free bytes if known."""
         return None
-
-    def free(self, place: str) -> Optional[int]:
-        """Free bytes below an existing directory; None if unknown."""
-        return None
-
-    def check_root(self, path: str) -> None:
-        """Raise if the root of a path, such as a bucket, is missing: no conversion creates it.
-
-        Raises:
-            InputError: it is missing.
-        """
-        return None
-
-    def missing_right(self, path: str) -> str:
-        """Advice for a path without write permission, for messages."""
-        return "the permissions that docs/stores.md lists"
 
     # Writing.
 
@@ -314,7 +283,7 @@ class Store(Protocol):
         """
 
     def make_empty(self, path: str) -> None:
-        """Make an empty file if it is missing."""
+        """Make an empty file if it is missing; durable after `flush`."""
         self.write_whole(path, b"")
 
     @abstractmethod

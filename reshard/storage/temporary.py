@@ -4,6 +4,9 @@ A temporary file is in its final file's directory, so that renaming it is atomic
 writes it. On this machine, a file whose lock is free belongs to a dead process. Locks may not reach other machines, or
 not work: a file of another machine must also have been unchanged for an hour. When a process ends, it removes its own
 temporary files, unless it is killed: signals are safe at every moment.
+
+Locks of other files are here too. Some file systems have none, on others they do not reach other machines: then nothing
+is held.
 """
 
 from __future__ import annotations
@@ -16,10 +19,18 @@ import os
 import re
 import time
 import zlib
+from collections.abc import Iterator
 
 from reshard import signals
-from reshard.storage import directories
+from reshard.errors import RetryableError
+from reshard.storage.store import Notify
 
+MESSAGE_AFTER = 2.0
+"""Seconds of waiting for a lock before a message."""
+GIVEN_UP_AFTER = 120.0
+"""Seconds of waiting for a lock before an error: no run holds one for so long."""
+
+_MAX_PAUSE = 0.1
 _UNCHANGED_SECONDS = 3600.0
 # The machine that writes the file, since its start.
 _NAME = re.compile(r"\.reshard-tmp-(?P<machine>[0-9a-f]{8})-[0-9a-f]{12}")
@@ -77,7 +88,7 @@ def rename(path: str, final: str) -> None:
     """
     os.rename(path, final)
     _unfinished.discard((os.getpid(), path))
-    directories.sync(os.path.dirname(final))
+    sync_directory(os.path.dirname(final))
 
 
 def remove(path: str) -> None:
@@ -163,3 +174,65 @@ def machine() -> str:
         boot = ""
     # Not hashlib, which loads OpenSSL: some commands need no other digest.
     return f"{zlib.crc32(f'{os.uname().nodename} {boot}'.encode()):08x}"
+
+
+def make_directory(path: str) -> bool:
+    """Make a directory and its missing parents; whether it was missing.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if os.path.isdir(path):
+        return False
+    try:
+        os.makedirs(path, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
+    return True
+
+
+def sync_directory(path: str) -> None:
+    """Make creations and renames in a directory survive a crash.
+
+    Raises:
+        OSError: it cannot be flushed.
+    """
+    fd = os.open(path or os.curdir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network file systems cannot flush a directory; they flush it themselves.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def lock(path: str, notify: Notify) -> Iterator[None]:
+    """See `Store.lock`."""
+    began, pause, notified = time.monotonic(), 0.005, False
+    while True:
+        make_directory(os.path.dirname(path))
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            try:
+                # Its last holder may have removed it, with its directory.
+                if try_lock(fd) and os.path.samestat(os.stat(path), os.fstat(fd)):
+                    yield
+                    return
+            finally:
+                os.close(fd)
+        waited = time.monotonic() - began
+        if waited > GIVEN_UP_AFTER:
+            raise RetryableError(
+                f"{path}: another process has held this lock for {GIVEN_UP_AFTER:.0f} s",
+                file=path,
+                hint=f"`fuser {path}` on each machine that writes there lists the process; end it if it hangs",
+            )
+        if waited > MESSAGE_AFTER and not notified:
+            notified = True
+            notify(f"waiting for {path}, which another process has locked")
+        # Random pauses: waiting processes do not try at the same times.
+        time.sleep(pause * (0.5 + os.urandom(1)[0] / 512))
+        pause = min(2 * pause, _MAX_PAUSE)

@@ -14,7 +14,7 @@ from typing import NamedTuple, Optional, Union
 
 from reshard.errors import StrategyError
 from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range, reading
-from reshard.storage.other_files import cipher_of, is_ckpt, kind_by_head
+from reshard.storage.files import cipher_of, is_ckpt, kind_by_head
 from reshard.strategies import protobuf_file
 from reshard.strategies.model import StrategyFile
 from reshard.text.names import similar_path_hint

@@ -25,7 +25,7 @@ from reshard.execute import options, part_server, part_writing, parts, run
 from reshard.numbers import sweep
 from reshard.processes import OWN_THREAD, Crew, LostWorkerError, Notify, may_fork
 from reshard.storage import costs
-from reshard.storage.new_local_file import NewLocalFile, WrittenFile
+from reshard.storage.local import NewLocalFile, WrittenFile
 from reshard.verification import reading
 from tests.conftest import LONG
 from tests.corpus import ROOT
@@ -49,7 +49,7 @@ from reshard.execute import options, parts, run
 options.MIN_WRITERS_FOR_MAPS = 0
 processes.MIN_BYTES_PER_PROCESS = 1
 parts.MIN_PART_BYTES = parts.MAX_PART_BYTES = 20000
-from reshard.storage.new_local_file import WrittenFile
+from reshard.storage.local import WrittenFile
 write, window, parent, calls = WrittenFile.write, WrittenFile.window, os.getpid(), 0
 def each(at):
     global calls
@@ -256,7 +256,7 @@ def test_a_thread_waiting_for_a_worker_ends_after_an_error(
     done(*words, "--jobs", 1)
     late = iter([False] * 6 + [True])
 
-    class HeldUp(reading.Crew):  # type: ignore[name-defined, misc]
+    class HeldUp(reading.Crew):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             own: Any = self
@@ -301,7 +301,7 @@ def test_a_file_with_several_writers_is_written_through_maps(
         return allocated[-1]
 
     monkeypatch.setattr(NewLocalFile, "allocate", counted)
-    monkeypatch.setattr("reshard.storage.new_local_file.file_system_of", lambda path: "ext4")
+    monkeypatch.setattr("reshard.storage.local.file_system_of", lambda path: "ext4")
 
     def refused(self: WrittenFile, offset: int, data: memoryview) -> None:
         raise AssertionError("written without a map")
@@ -318,7 +318,7 @@ def test_long_runs_are_copied_by_the_file_system_where_possible(
     jobs: int, checksum: str, fails_at: Optional[int], tmp_path: Path, crews: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = prepared(tmp_path, "rows")
-    monkeypatch.setattr("reshard.storage.new_local_file.file_system_of", lambda path: "xfs")
+    monkeypatch.setattr("reshard.storage.local.file_system_of", lambda path: "xfs")
     monkeypatch.setattr(part_writing, "_MIN_COPIED_RUN", 1000)
     copy, calls = os.copy_file_range, 0
 
@@ -339,7 +339,7 @@ def test_insufficient_space_for_a_mapped_file_is_an_error_before_writing(
     tmp_path: Path, crews: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = prepared(tmp_path, "one file")
-    monkeypatch.setattr("reshard.storage.new_local_file.file_system_of", lambda path: "ext4")
+    monkeypatch.setattr("reshard.storage.local.file_system_of", lambda path: "ext4")
 
     def full(fd: int, offset: int, size: int) -> None:
         raise OSError(28, os.strerror(28))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from reshard.storage import locks, temporary
+from reshard.storage import temporary
 from tests.running import fails, warns
 from tests.small import World, tensors
 from tests.trees import same_ranks
@@ -42,8 +42,8 @@ def started(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     """A world with one converted rank and a short lock timeout."""
     world.save(FULL)
     world.by_rank(0)
-    monkeypatch.setattr(locks, "MESSAGE_AFTER", 0.05)
-    monkeypatch.setattr(locks, "GIVEN_UP_AFTER", 0.4)
+    monkeypatch.setattr(temporary, "MESSAGE_AFTER", 0.05)
+    monkeypatch.setattr(temporary, "GIVEN_UP_AFTER", 0.4)
     return world
 
 
@@ -64,7 +64,7 @@ def test_a_lock_that_is_never_released_is_an_error_that_names_it(started: World,
 @pytest.mark.parametrize("kind", [fcntl.LOCK_SH, fcntl.LOCK_EX])
 def test_a_lock_is_acquired_after_its_release(started: World, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     path = lock_of(started)
-    monkeypatch.setattr(locks, "GIVEN_UP_AFTER", 30)
+    monkeypatch.setattr(temporary, "GIVEN_UP_AFTER", 30)
     # Long enough for a busy machine to come to the lock.
     with held(path, kind, seconds=1):
         warns(started.convert(), f"waiting for {path}")

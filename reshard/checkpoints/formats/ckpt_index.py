@@ -28,7 +28,7 @@ from reshard.checkpoints.formats.tensors import (
 )
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
 from reshard.storage import ReadableFile, read_range
-from reshard.storage.other_files import MARK_SIZE, cipher_of
+from reshard.storage.files import MARK_SIZE, cipher_of
 from reshard.text.messages import quoted
 
 CRC_MARK = b"crc_num"

@@ -22,7 +22,7 @@ from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
 from reshard.storage import FileStatus, ReadableFile, exists, read_each, read_range, reading, storage_of
-from reshard.storage.other_files import HEAD, kind_by_head, kind_of
+from reshard.storage.files import HEAD, kind_by_head, kind_of
 from reshard.threads import ThreadLock, thread_pool
 
 # Reading headers from network storage waits for round trips; more threads than CPUs help.

@@ -156,10 +156,6 @@ class S3Store(Store):
     def _put(self, path: str, data: bytes, **condition: Any) -> None:
         self._service.request(path, "put_object", Body=data, Metadata=metadata_of(time.time_ns()), **condition)
 
-    def check_root(self, path: str) -> None:
-        """Raise if the bucket is missing."""
-        self._any_below(Address(Address.parse(path).bucket, ""), path)
-
     def remove(self, path: str) -> None:
         """Delete an object."""
         self._service.request(path, "delete_object")
