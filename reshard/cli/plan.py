@@ -268,7 +268,6 @@ def _draw(prepared: Prepared, moved: Transfers, path: str) -> None:
         _sources(prepared),
         plan.form.count,
         title,
-        copied=moved.copied,
         source_stages=[stage.first_rank for stage in request.source.stages]
         if form_named(request.form).options.by_rank
         else (),

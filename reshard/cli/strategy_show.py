@@ -18,7 +18,7 @@ from reshard.pictures.slices import Arrangement, shown_positions
 from reshard.storage import exists
 from reshard.strategies import Holding, Stage, Strategy, read_strategy
 from reshard.text.globs import Filters
-from reshard.text.messages import one_line, plural, quoted, some_numbers
+from reshard.text.messages import one_line, plural, quoted, some_numbers, stepped_rank_ranges
 from reshard.text.names import ACCUMULATED_GRADIENTS, pattern_lines
 
 AxisNames = Callable[[str, tuple[int, ...]], tuple[str, ...]]
@@ -212,7 +212,7 @@ def _no_names(name: str, matrix: tuple[int, ...]) -> tuple[str, ...]:
 def _show_parameter(strategy: Strategy, name: str, names: AxisNames, svg: Optional[str], as_json: bool) -> None:
     arrangements = [_arranged(strategy, stage, name, names) for stage in strategy.stages if name in stage.layouts]
     if svg is not None:
-        from reshard.pictures.tensor import parameter_picture
+        from reshard.pictures.slices import parameter_picture
 
         write_picture(svg, parameter_picture(name, arrangements))
     if as_json:
@@ -253,7 +253,7 @@ def _show_slices(arrangement: Arrangement) -> None:
             drawn.interval(dimension, one.place[dimension]) + ("" if dimension else drawn.shard_text(one.place[0]))
             for dimension in drawn.cut_dimensions
         ]
-        rows.append([*places, drawn.holders_text(one)])
+        rows.append([*places, stepped_rank_ranges(one.ranks)])
     table("", [*(f"dimension {dimension}" for dimension in drawn.cut_dimensions), "held by"], rows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.pictures import svg
 from reshard.text.messages import byte_size, plural, rank_ranges
@@ -17,13 +17,9 @@ _MAX_CELL = 56
 _LEGIBLE_CELL = 46
 # Lines between smaller cells would hide them: only lines at the labels are drawn.
 _CELL_WITH_LINES = 8
-# Widths of `stage 12` and of `12` in pixels.
-_STAGE_IN_WORDS, _STAGE_AS_NUMBER = 56, 18
-_COLOURS = {
-    "heat": ("fill", "#0550ae", "#79c0ff"),
-    "copied": ("fill", "#f1dfb8", "#4a3c12"),
-    "stage": ("stroke", "#bc4c00", "#f0883e"),
-}
+# Width of `stage 12` in pixels.
+_STAGE_IN_WORDS = 56
+_COLOURS = {"heat": ("fill", "#0550ae", "#79c0ff"), "stage": ("stroke", "#bc4c00", "#f0883e")}
 
 Pairs = Mapping[tuple[int, int], int]
 """A number per pair of source and target rank."""
@@ -35,7 +31,6 @@ def transfer_map(
     targets: int,
     title: str,
     *,
-    copied: Optional[Pairs] = None,
     source_stages: Sequence[int] = (),
     target_stages: Sequence[int] = (),
     source_noun: str = "rank",
@@ -43,76 +38,40 @@ def transfer_map(
 ) -> bytes:
     """Draw the bytes moved from source ranks (rows) to target ranks (columns) as an SVG heat map.
 
-    With more than `MAX_CELLS` ranks on a side, neighbours are added up, and the picture
-    contains a note. Pairs with only copied values have a colour of their own.
+    With more than `MAX_CELLS` ranks on a side, neighbours are added up, and the picture contains a note.
 
     Args:
         moved: bytes per pair of source and target rank; pairs without bytes may be omitted.
         sources: number of source ranks.
         targets: number of target ranks.
-        title: the conversion, in a line.
-        copied: bytes of these that belong to unchanged values.
-        source_stages: first rank of every pipeline stage of the source, ascending.
-        target_stages: first rank of every pipeline stage of the target, ascending.
-        source_noun: unit of the source's numbers, such as ``file``.
-        target_noun: likewise of the target.
-
-    Returns:
-        The SVG file's content.
-
-    Raises:
-        ValueError: a rank is beyond the number of ranks.
+        title: the headline.
+        source_stages: first source rank of every pipeline stage; with several, heavier lines separate them.
+        target_stages: likewise for the targets.
+        source_noun: word for a source, such as ``file`` where there are no ranks.
+        target_noun: likewise for the targets.
     """
-    beyond = [pair for pair in moved if not (0 <= pair[0] < sources and 0 <= pair[1] < targets)]
-    if beyond:
-        raise ValueError(f"ranks {beyond[0]} are beyond {sources} source and {targets} target ranks")
     down, across = _Axis(sources, source_stages, 18, source_noun), _Axis(targets, target_stages, 44, target_noun)
-    cells = _added_up(moved, down, across)
-    values = _added_up(copied or {}, down, across)
-    only_values = {cell for cell, size in cells.items() if values.get(cell) == size}
-    heat = {cell: size for cell, size in cells.items() if cell not in only_values}
-    most = max(heat.values(), default=0)
+    cells: dict[tuple[int, int], int] = {}
+    for (source, target), size in sorted(moved.items()):
+        if size:
+            cell = (source // down.ranks_per_cell, target // across.ranks_per_cell)
+            cells[cell] = cells.get(cell, 0) + size
+    most = max(cells.values(), default=0)
 
     left, width = 84.0 + down.room_for_stages, max(across.length + 100 + down.room_for_stages, 480)
     body, line = svg.paragraph(16, 26, title, width - 32, style="font-weight:600")
     top = line + 34 + across.room_for_stages
     grid = _CellGrid(down, across, left, top)
-    body += grid.labels()
-    body += grid.lines()
-    body += grid.painted(heat, most)
-    if only_values:
-        body.append(grid.area(only_values, "copied"))
-    body += grid.stage_lines()
+    body += [*grid.labels(), grid.lines(), *grid.painted(cells, most), *grid.stage_lines()]
     body.append(svg.rectangle(left, top, across.length, down.length, "line"))
     if min(down.cell, across.cell) >= _LEGIBLE_CELL:
         for cell, size in cells.items():
-            strong = cell in heat and _opacity(_level(size, most)) > 0.7
-            body.append(grid.written(cell, byte_size(size), "paper" if strong else "ink"))
-
+            body.append(grid.written(cell, byte_size(size), "paper" if _opacity(_level(size, most)) > 0.7 else "ink"))
     line = top + down.length + 28
-    if most:
-        body += _legend(most, left, line)
-        line += 44
-    if only_values:
-        body.append(svg.rectangle(left, line - 12, 20, 12, "copied"))
-        words = "only values that are copied unchanged, such as global_step"
-        lines, line = svg.paragraph(left + 28, line - 1, words, width - left - 44, "soft")
-        body += lines
-        line += 8
-    for words in _summary(moved, sum((copied or {}).values()), heat, down, across):
+    for words in _summary(moved, cells, down, across):
         lines, line = svg.paragraph(16, line, words, width - 32, "soft")
         body += lines
     return svg.document(width, line, title, body, _COLOURS)
-
-
-def _added_up(sizes: Pairs, down: _Axis, across: _Axis) -> dict[tuple[int, int], int]:
-    """Bytes per cell."""
-    cells: dict[tuple[int, int], int] = {}
-    for (source, target), size in sorted(sizes.items()):
-        if size:
-            cell = (source // down.ranks_per_cell, target // across.ranks_per_cell)
-            cells[cell] = cells.get(cell, 0) + size
-    return cells
 
 
 def _upright(x: float, y: float) -> str:
@@ -121,20 +80,9 @@ def _upright(x: float, y: float) -> str:
 
 
 class _Axis:
-    """The ranks of one side.
-
-    Attributes:
-        ranks: number of ranks.
-        noun: their unit.
-        ranks_per_cell: neighbours that share a row or column.
-        cells: rows or columns.
-        cell: their height or width.
-        length: of the whole side.
-        stages: first rank of every pipeline stage, where there are several.
-    """
+    """The ranks of one side, each in a cell or with some neighbours; lengths are pixels, also between labels."""
 
     def __init__(self, ranks: int, stages: Sequence[int], distance: int, noun: str) -> None:
-        """Args: distance: minimum pixels between labels."""
         self.ranks = ranks
         self.noun = noun
         self._distance = distance
@@ -150,7 +98,6 @@ class _Axis:
         return rank_ranges(range(first, min(first + self.ranks_per_cell, self.ranks)), self.noun)
 
     def ticks(self) -> list[tuple[float, int]]:
-        """Places of labels, and the first rank there."""
         every = 1
         while every * self.cell < self._distance:
             every *= 2
@@ -162,21 +109,17 @@ class _Axis:
         return 18 if self.stages else 0
 
     def borders(self) -> list[float]:
-        """Places where a pipeline stage begins, without the first."""
         return [first / self.ranks_per_cell * self.cell for first in self.stages[1:]]
 
     def stage_captions(self) -> list[tuple[float, str]]:
-        """The middles of the pipeline stages and their captions, where they fit."""
+        """The middles of the pipeline stages and their captions, if all fit."""
         ends = [0.0, *self.borders(), self.length]
-        stages = list(enumerate(zip(ends, ends[1:]))) if self.stages else []
-        least = min((end - start for _, (start, end) in stages), default=0)
-        if least < _STAGE_AS_NUMBER:
+        stages = list(zip(ends, ends[1:])) if self.stages else []
+        if any(end - start < _STAGE_IN_WORDS for start, end in stages):
             return []
-        word = "stage " if least >= _STAGE_IN_WORDS else ""
-        return [((start + end) / 2, f"{word}{number}") for number, (start, end) in stages]
+        return [((start + end) / 2, f"stage {number}") for number, (start, end) in enumerate(stages)]
 
     def lines(self) -> list[float]:
-        """Places of the lines between rows or columns."""
         if self.cell >= _CELL_WITH_LINES:
             return [number * self.cell for number in range(1, self.cells)]
         return [at - self.cell / 2 for at, _ in self.ticks()[1:]]
@@ -191,7 +134,6 @@ class _CellGrid(NamedTuple):
     top: float
 
     def labels(self) -> list[str]:
-        """The nouns, ranks and stages of both axes."""
         down, across, left, top = self
         title_top = top - 26 - across.room_for_stages
         labels = [
@@ -212,9 +154,9 @@ class _CellGrid(NamedTuple):
         levels: dict[int, list[tuple[int, int]]] = {}
         for cell, size in cells.items():
             levels.setdefault(_level(size, most), []).append(cell)
-        return [self.area(levels[level], "heat", _opacity(level)) for level in sorted(levels)]
+        return [self._area(levels[level], _opacity(level)) for level in sorted(levels)]
 
-    def area(self, cells: Iterable[tuple[int, int]], class_: str, opacity: float = 1) -> str:
+    def _area(self, cells: Iterable[tuple[int, int]], opacity: float) -> str:
         """Some of the cells in one colour; the lines between them stay free, so that equal cells are distinct."""
         height, width = self.down.cell, self.across.cell
         line, column_line = (int(size >= _CELL_WITH_LINES) for size in (height, width))
@@ -222,24 +164,21 @@ class _CellGrid(NamedTuple):
         return svg.element(
             "path",
             d="".join(f"M{column * width + column_line} {row * height + line}{shape}" for row, column in sorted(cells)),
-            class_=class_,
+            class_="heat",
             fill_opacity=opacity,
             shape_rendering="crispEdges",
             transform=self._place,
         )
 
-    def lines(self) -> list[str]:
-        """Lines between cells."""
-        return [self._ruled(self.down.lines(), self.across.lines(), "line", 1)]
+    def lines(self) -> str:
+        return self._ruled(self.down.lines(), self.across.lines(), "line", 1)
 
     def stage_lines(self) -> list[str]:
-        """Heavier lines between pipeline stages."""
         if not self.down.stages and not self.across.stages:
             return []
         return [self._ruled(self.down.borders(), self.across.borders(), "stage", 3)]
 
     def written(self, cell: tuple[int, int], words: str, class_: str) -> str:
-        """Text in the middle of a cell."""
         x = self.left + (cell[1] + 0.5) * self.across.cell
         y = self.top + (cell[0] + 0.5) * self.down.cell + 4
         return svg.text(x, y, words, class_, text_anchor="middle", style="font-size:10px")
@@ -249,7 +188,7 @@ class _CellGrid(NamedTuple):
         return f"translate({self.left:g} {self.top:g})"
 
     def _ruled(self, rows: Iterable[float], columns: Iterable[float], class_: str, width: float) -> str:
-        # `area` leaves these pixels free.
+        # `_area` leaves these pixels free.
         d = "".join(f"M0 {at + 0.5:g}h{self.across.length}" for at in rows)
         d += "".join(f"M{at + 0.5:g} 0v{self.down.length}" for at in columns)
         return svg.element("path", d=d, class_=class_, fill="none", stroke_width=width, transform=self._place)
@@ -263,32 +202,20 @@ def _opacity(level: int) -> float:
     return 0.06 + 0.94 * level / _LEVELS
 
 
-def _legend(most: int, left: float, top: float) -> list[str]:
-    step = 20
-    body = [
-        svg.rectangle(left + step * number, top - 12, step, 12, "heat", fill_opacity=_opacity(level))
-        for number, level in enumerate(range(1, _LEVELS + 1))
-    ]
-    body.append(svg.text(left, top + svg.LINE_HEIGHT, "more than 0", "soft"))
-    body.append(svg.text(left + step * _LEVELS, top + svg.LINE_HEIGHT, byte_size(most), "soft", text_anchor="end"))
-    return body
-
-
-def _summary(moved: Pairs, copied: int, heat: Pairs, down: _Axis, across: _Axis) -> list[str]:
+def _summary(moved: Pairs, cells: Pairs, down: _Axis, across: _Axis) -> list[str]:
     pairs = sum(1 for size in moved.values() if size)
-    values = f", {byte_size(copied)} of it unchanged values" if copied else ""
     of = down.ranks * across.ranks
     lines = [
         f"{byte_size(sum(moved.values()))} from {plural(down.ranks, f'source {down.noun}')} to "
-        f"{plural(across.ranks, f'target {across.noun}')}{values}; {pairs} of {of} pairs exchange data."
+        f"{plural(across.ranks, f'target {across.noun}')}; {pairs} of {of} pairs exchange data."
     ]
     if down.ranks_per_cell * across.ranks_per_cell > 1:
         lines.append(
             f"Neighbours are added up: a cell is {plural(down.ranks_per_cell, f'source {down.noun}')} by "
             f"{plural(across.ranks_per_cell, f'target {across.noun}')}, and is labelled by the first."
         )
-    if heat:
-        (row, column), size = max(heat.items(), key=lambda item: item[1])
+    if cells:
+        (row, column), size = max(cells.items(), key=lambda item: item[1])
         lines.append(
             f"The strongest colour is {byte_size(size)}, as from source {down.ranks_of(row)} "
             f"to target {across.ranks_of(column)}."
