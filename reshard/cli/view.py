@@ -55,8 +55,7 @@ def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
     """
     from reshard.inspection.subject import subject_of
     from reshard.strategies import NONE
-    from reshard.view.data import page_data
-    from reshard.view.page import page
+    from reshard.view.page import page, page_data
 
     if typed["dequantize"] is not None and not stats and typed["dst_strategy"] is None:
         raise UsageError("--dequantize changes statistics and conversions", hint="add --stats or --dst-strategy")
@@ -134,7 +133,7 @@ def _statistics(src: str, typed: Mapping[str, Any], subject: Subject) -> Optiona
     from reshard.numbers.statistics import statistics_of
     from reshard.plan.edits import typed_edits
     from reshard.strategies import NONE
-    from reshard.view.numbers import levels
+    from reshard.view.page import levels
 
     report = Report()
     # A single file is shown without a strategy, so its statistics need none.

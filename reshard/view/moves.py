@@ -14,8 +14,7 @@ from reshard.plan.request import Request
 from reshard.storage import storage_of
 from reshard.storage.costs import LOCAL
 from reshard.text.messages import Report
-from reshard.view.data import Table
-from reshard.view.numbers import repeats
+from reshard.view.page import Table, repeats
 
 MAX_NUMBERS = 1_000_000
 """Maximum number of integers for pairs in a page; beyond it, neighbouring ranks are added up."""
@@ -28,16 +27,7 @@ Rows = dict[int, dict[int, Pair]]
 
 
 def moves_data(request: Request, jobs: int, max_memory: int, report: Report) -> dict[str, Any]:
-    """The page's data on a conversion.
-
-    Args:
-        request: the conversion; nothing is written.
-        jobs: CPUs, as requests depend on them.
-        max_memory: bytes for buffers, likewise.
-        report: gets warnings and notes.
-
-    Returns:
-        Plain JSON.
+    """The page's data on a conversion, which depends on the number of CPUs and on the bytes for buffers.
 
     Raises:
         ReshardError: the conversion is refused.
@@ -70,12 +60,7 @@ def pairs_data(moved: Transfers, targets: int, most: int = MAX_NUMBERS) -> dict[
     """Bytes and requests of every pair, in patterns that targets share.
 
     Values such as global_step come from one source for all targets, so they have patterns of their own: patterns are
-    relative to a target's first source.
-
-    Args:
-        moved: by pair of source and target.
-        targets: number of targets.
-        most: maximum number of integers for the pairs; beyond it, 2, 4, 8 ... neighbouring sources and targets are one.
+    relative to a target's first source. Beyond ``most`` integers, 2, 4, 8 ... neighbouring sources and targets are one.
     """
     together = 1
     rows = [_rows(moved, copied=False), _rows(moved, copied=True)]

@@ -41,7 +41,7 @@
   const counted = (noun, numbers) => `${noun}${numbers.length === 1 ? "" : "s"} ${ranges(numbers)}`;
   const shape = (dims) => `[${dims.join(", ")}]`;
 
-  // Numbers in the few characters of reshard.view.numbers.
+  // Numbers in the few characters of reshard/view/page.py.
   const repeated = (found) => {
     const values = [];
     for (let at = 0; at < found.length; at += 2) for (let n = 0; n < found[at + 1]; n++) values.push(found[at]);

@@ -1,4 +1,9 @@
-"""Writing the page: the data, the script and the style in one HTML file that loads nothing."""
+"""The page of `reshard view`: one HTML file that loads nothing, and its data, made from headers and strategies.
+
+The data are tables of types and layouts, and columns of indices into them: a checkpoint has thousands of tensors and
+ranks but tens of layouts, types and file structures, so that the page of 10,000 parameters on 4,096 ranks is small.
+`page.js` and `page.css` are the script and the style.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,305 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Mapping
-from importlib.resources import files
-from typing import Any
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from typing import Any, Optional
 
+import numpy as np
+import numpy.typing as npt
+
+from reshard._version import __version__
+from reshard.checkpoints import files_alike
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, Sharding
+from reshard.forms.form import Form
+from reshard.inspection.subject import ShownFile, Subject
+from reshard.layout import Layout
+from reshard.numbers.widening import ONE
+from reshard.strategies import Strategy
 from reshard.text.messages import one_line
+from reshard.text.names import kind_of
 
 MARK = "<!-- reshard view -->"
 """A mark near the beginning of every page; only files with it are replaced."""
+
+
+Numbers = npt.NDArray[np.int64]
+
+MAX_PLACES = 300_000
+"""Maximum number of places of tensors in a page; files with equal headers share theirs."""
+
+
+class Table:
+    """Distinct values, numbered in the order of insertion."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._numbers: dict[object, int] = {}
+
+    def number(self, key: object, value: Any = None) -> int:
+        """The number of a value; equal values have equal keys, by default the value is its own key."""
+        if key not in self._numbers:
+            self._numbers[key] = len(self.values)
+            self.values.append(key if value is None else value)
+        return self._numbers[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._numbers
+
+
+def page_data(subject: Subject, strategy: Optional[Strategy] = None) -> dict[str, Any]:
+    """The page's data on a checkpoint, as JSON; the strategy describes layouts that its form does not record."""
+    parameters = _Parameters(subject, strategy)
+    paths, base = _paths(subject.files)
+    return {
+        "version": __version__,
+        "source": subject.path,
+        "form": subject.form.name,
+        "unit": subject.unit,
+        "step": subject.step,
+        "complete": subject.complete,
+        "problems": [problem._asdict() for problem in subject.problems],
+        "steps": [step._asdict() for step in subject.steps],
+        "files": {
+            "base": base,
+            "number": [file.number for file in subject.files],
+            "path": paths,
+            "bytes": repeats(file.nbytes for file in subject.files),
+            "state": repeats(file.state for file in subject.files),
+            "same": repeats(parameters.replicas()),
+            "aliases": list(parameters.aliases.items()),
+        },
+        "full_bytes": parameters.full_bytes,
+        "types": parameters.types.values,
+        "layouts": parameters.layouts.layouts.values,
+        "parameters": parameters.columns,
+        "structures": _structures(subject.checkpoint, parameters.columns["name"]),
+    }
+
+
+def _paths(files: Sequence[ShownFile]) -> tuple[list[Optional[str]], str]:
+    """Paths relative to the directory of all, and this directory with its separator."""
+    directories = [f"{os.path.dirname(file.path)}/" for file in files if file.path is not None]
+    # Not commonpath: paths may be addresses of objects.
+    base = os.path.commonprefix(directories)  # noqa: RUF071
+    base = base[: base.rfind("/") + 1]
+    return [None if file.path is None else file.path[len(base) :] for file in files], base
+
+
+def _aliases(subject: Subject) -> dict[int, int]:
+    """The number of the file by further holder numbers: a file with several chunks of a tensor has several."""
+    if subject.checkpoint is None:
+        return {}
+    numbers = {file.path: file.number for file in subject.files if file.number is not None}
+    shown = set(numbers.values())
+    further = {number: index.path for number, index in subject.checkpoint.indexes.items() if number not in shown}
+    return {number: numbers[path] for number, path in further.items() if path in numbers}
+
+
+class _Parameters:
+    """All entries of a checkpoint, sorted by name: the number of the type and of the layout, -1 where there is none.
+
+    A type is the dtype, the shapes, bytes of the full tensor, bytes in files, number of files and kind.
+    """
+
+    def __init__(self, subject: Subject, strategy: Optional[Strategy]) -> None:
+        self._files = subject.files
+        self.aliases = _aliases(subject)
+        self.types = Table()
+        self.layouts = _Layouts(subject.form, subject.checkpoint, strategy)
+        self.columns: dict[str, list[Any]] = {"name": [], "type": [], "layout": []}
+        self.full_bytes: Optional[int] = None if subject.checkpoint is None else 0
+        stored = {} if subject.contents is None else {item.name: item for item in subject.contents.stored}
+        tensors: Mapping[str, GlobalTensor] = {} if subject.checkpoint is None else subject.checkpoint.tensors
+        for name in sorted({*stored, *tensors}):
+            item, tensor = stored.get(name), tensors.get(name)
+            in_files = (0, 0) if item is None else (item.nbytes, item.files)
+            if tensor is not None:
+                nbytes = math.prod(tensor.shape) * tensor.item_size
+                kind = kind_of(name, math.prod(tensor.shape), tensors) if item is None else item.kind
+                self._add(name, (tensor.dtype, (tensor.shape,), nbytes, *in_files, kind), self.layouts.of(tensor))
+                self.full_bytes = (self.full_bytes or 0) + nbytes
+            elif item is not None:
+                self._add(name, (",".join(item.dtypes), item.shapes, None, *in_files, item.kind), -1)
+
+    def _add(self, name: str, type: tuple[Any, ...], layout: int) -> None:
+        self.columns["name"].append(name)
+        self.columns["type"].append(self.types.number(type))
+        self.columns["layout"].append(layout)
+
+    def replicas(self) -> list[Optional[int]]:
+        """Per file the first file with the same slices by the layouts; None where layouts are unknown."""
+        numbers = [file.number for file in self._files]
+        if not self.layouts.holding or None in numbers:
+            return [None] * len(numbers)
+        slices_of_file: dict[int, list[tuple[int, int]]] = {}
+        for way, holders in enumerate(self.layouts.holding):
+            for slice_number, files in enumerate(holders):
+                for file in files:
+                    slices_of_file.setdefault(self.aliases.get(file, file), []).append((way, slice_number))
+        first: dict[object, Optional[int]] = {}
+        return [first.setdefault(tuple(slices_of_file.get(number or 0, (number,))), number) for number in numbers]
+
+
+class _Layouts:
+    """The layouts of tensors, each once, and every way in which slices are held, as lists of files per slice."""
+
+    def __init__(self, form: Form, checkpoint: Optional[Checkpoint], strategy: Optional[Strategy]) -> None:
+        self.layouts = Table()
+        self.holding: list[list[Sequence[int]]] = []
+        self._form = form
+        self._checkpoint = checkpoint
+        self._stages = () if strategy is None else strategy.stages
+        self._holders = Table()
+        self._present = Table()
+        # Tensors share shardings. Keeping these prevents that a new object gets the identity of a deleted one.
+        self._known: dict[tuple[int, ...], tuple[Sequence[Sharding], tuple[Any, ...]]] = {}
+        self._words: dict[int, tuple[Layout, str]] = {}
+
+    def of(self, tensor: GlobalTensor) -> int:
+        assert self._checkpoint is not None
+        present = self._checkpoint.present(tensor)
+        key = tuple(map(id, tensor.shardings))
+        if key not in self._known:
+            self._known[key] = (tensor.shardings, tuple(map(self._cut, tensor.shardings)))
+        cuts = self._known[key][1]
+        words = self._layout_words(tensor.name)
+        layout_key = (words, tuple((*cut, self._present.number(files)) for cut, files in zip(cuts, present)))
+        if layout_key in self.layouts:
+            return self.layouts.number(layout_key)
+        shardings = []
+        for (counts, edges, holders), files in zip(cuts, present):
+            lacking = sorted({file for each in self.holding[holders] for file in each}.difference(files))
+            shardings.append(
+                {
+                    "cuts": counts,
+                    "edges": dict(edges),
+                    "holders": self._holders.values[holders],
+                    "absent": lacking,
+                }
+            )
+        return self.layouts.number(layout_key, {"words": words, "shardings": shardings})
+
+    def _cut(self, sharding: Sharding) -> tuple[Any, ...]:
+        """Cuts per dimension, the edges of those that are not cut evenly, and the number of its holders."""
+        grid = sharding.grid
+        uneven = tuple(
+            (dimension, edges)
+            for dimension, edges in enumerate(grid.edges)
+            if edges != tuple(range(0, edges[-1] + 1, max(1, edges[1])))[: len(edges)] or len(edges) < 2
+        )
+        holders = [tuple(sharding.holders(number)) for number in range(grid.slice_count)]
+        flat = [file for files in holders for file in files]
+        copies = len(holders[0]) if holders else 0
+        even = all(len(files) == copies for files in holders)
+        short = strides(flat) if even and copies else None
+        shown = {"lists": holders} if short is None else {"copies": copies, "strides": short}
+        number = self._holders.number(tuple(holders), shown)
+        if number == len(self.holding):
+            self.holding.append(list(holders))
+        return grid.cuts, uneven, number
+
+    def _layout_words(self, name: str) -> str:
+        """Device matrix, tensor map and optimizer shards; empty where none are recorded."""
+        layout = next((stage.layouts[name] for stage in self._stages if name in stage.layouts), None)
+        if layout is None and self._checkpoint is not None and not self._stages:
+            saved = self._form.saved_cut(self._checkpoint, name)
+            layout = None if saved is None else saved.layout
+        if layout is None:
+            return ""
+        if id(layout) not in self._words:
+            shards = f", {layout.shards} optimizer shards" if layout.shards > 1 else ""
+            words = f"device matrix {list(layout.device_matrix)}, tensor map {layout.map_text}{shards}"
+            self._words[id(layout)] = (layout, words)
+        return self._words[id(layout)][1]
+
+
+def _structures(checkpoint: Optional[Checkpoint], names: Sequence[str]) -> Optional[dict[str, Any]]:
+    """Places of tensors in files: per structure its files, and by parameter the offset and size of its slice.
+
+    Offsets are counted from the end of the previous entry. None beyond `MAX_PLACES`.
+    """
+    if checkpoint is None:
+        return {"files": [], "parameters": [], "gaps": [], "bytes": []}
+    alike = [(checkpoint.indexes[files[0]], files) for files in files_alike(checkpoint.indexes)]
+    if sum(len(index.tensors) for index, _ in alike) > MAX_PLACES:
+        return None
+    numbers = {name: number for number, name in enumerate(names)}
+    structures: dict[str, list[Any]] = {"files": [], "parameters": [], "gaps": [], "bytes": []}
+    for index, files in alike:
+        end, last = 0, 0
+        parameters, gaps, sizes = [], [], []
+        for tensor in index.tensors.values():
+            if not tensor.extents:
+                continue
+            offset = tensor.extents[0][0]
+            parameters.append(numbers[tensor.name] - last)
+            gaps.append(offset - end)
+            sizes.append(tensor.nbytes)
+            last, end = numbers[tensor.name], offset + tensor.nbytes
+        structures["files"].append(strides(files) or {"list": files})
+        structures["parameters"].append(repeats(parameters))
+        structures["gaps"].append(repeats(gaps))
+        structures["bytes"].append(repeats(sizes))
+    return structures
+
+
+def repeats(values: Iterable[Any]) -> list[Any]:
+    """Values as ``[value, count, value, count ...]``."""
+    runs: list[Any] = []
+    for value in values:
+        if runs and runs[-2] == value:
+            runs[-1] += 1
+        else:
+            runs += [value, 1]
+    return runs
+
+
+def strides(values: Sequence[int]) -> Optional[list[int]]:
+    """Numbers as ``[first, count, stride, count, stride ...]``, the innermost count first.
+
+    The numbers are the first one plus every sum of multiples of the strides, each below its count, like the ranks of a
+    slice. None for other numbers.
+    """
+    array: Numbers = np.asarray(values, np.int64)
+    if not len(array):
+        return None
+    form = [int(array[0])]
+    remaining = array
+    while len(remaining) > 1:
+        stride = int(remaining[1] - remaining[0])
+        unequal = np.flatnonzero(np.diff(remaining) != stride)
+        count = int(unequal[0]) + 1 if len(unequal) else len(remaining)
+        if len(remaining) % count:
+            return None
+        form += [count, stride]
+        remaining = remaining[::count]
+    return form if np.array_equal(from_strides(form), array) else None
+
+
+def from_strides(form: Sequence[int]) -> Numbers:
+    """The numbers that `strides` returned."""
+    numbers: Numbers = np.array([form[0]], np.int64)
+    for count, stride in zip(form[1::2], form[2::2]):
+        steps: Numbers = np.arange(count, dtype=np.int64) * stride
+        numbers = (steps[:, np.newaxis] + numbers).reshape(-1)
+    return numbers
+
+
+def levels(magnitudes: Optional[Numbers]) -> Optional[list[Any]]:
+    """Counts by binary exponent as the lowest exponent and a digit from 0 to 8 for each, relative to the largest.
+
+    A digit is 0 only for exponents without elements. None without counts.
+    """
+    present: Any = np.flatnonzero(magnitudes) if magnitudes is not None else []
+    if magnitudes is None or not len(present):
+        return None
+    low, high = int(present[0]), int(present[-1])
+    counts = magnitudes[low : high + 1]
+    digits = np.ceil(counts * (8 / int(counts.max()))).astype(np.int64)
+    return [low - ONE, "".join(map(str, digits.tolist()))]
 
 
 def page(data: Mapping[str, Any]) -> bytes:
@@ -21,9 +317,6 @@ def page(data: Mapping[str, Any]) -> bytes:
 
     Names come from untrusted files: in the data every ``<`` is escaped, and the script writes texts as text nodes only.
     The policy permits this script and this style by their hashes, and nothing else.
-
-    Args:
-        data: as `page.js` reads it.
     """
     script, style = _asset("page.js"), _asset("page.css")
     policy = (
@@ -45,7 +338,7 @@ def page(data: Mapping[str, Any]) -> bytes:
 
 
 def _asset(name: str) -> str:
-    return files("reshard.view").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("reshard.view").joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

@@ -23,10 +23,8 @@ from reshard.forms.registry import form_named
 from reshard.inspection.subject import ShownFile, Subject
 from reshard.layout import Layout
 from reshard.strategies import Stage
-from reshard.view.data import page_data
 from reshard.view.moves import pairs_data
-from reshard.view.numbers import repeats, strides
-from reshard.view.page import page
+from reshard.view.page import page, page_data, repeats, strides
 from tests.running import done, fails
 from tests.small import World, tensors
 from tests.trees import read_checkpoint, write_checkpoint
