@@ -243,16 +243,7 @@ def test_a_checkpoint_has_one_fingerprint_in_all_forms(world: World) -> None:
     for form in FORMS[1:]:
         target = make(form, world, *(["--max-shard-size", "300"] if form in ("unified", "huggingface") else []))
         assert done("fingerprint", target).out == output, form
-        files = len(list(target.rglob("*.distcp"))) or len(weights(target))
-        parts = []
-        for number in range(files):
-            parts.append(world.root / f"{form}{number}.json")
-            parts[-1].write_text(done("fingerprint", target, "--ranks", number, "--json").out)
-        assert files > 1
-        merged = done("fingerprint", *[word for part in parts for word in ("--merge", part)])
-        assert merged.out == output, form
         fails(2, "fingerprint", target, "--strategy", world.new, texts=["needs no strategy"])
-        fails(2, "fingerprint", target, "--ranks", files, texts=[f"file {files}", "out of range"])
         for path in [path for path in weights(target) if "w" in read_checkpoint(path)][:1]:
             flip(path, "w")
             assert done("fingerprint", target).out != output

@@ -139,24 +139,6 @@ def test_a_parameter_assembled_from_several_stages_is_compared_and_summed(
     assert ("content", "w", [1]) in differences(world)
 
 
-def test_fingerprints_of_an_assembled_parameter_merge_with_those_of_single_ranks(tmp_path: Path) -> None:
-    world = World(tmp_path, shared(2, 3), shared(1))
-    world.save({name: SHARED[name] for name in ("w", "own0", "own1")})
-    whole = done("fingerprint", world.src, "--strategy", world.old).out
-    parts: list[Argument] = []
-    for number, ranks in enumerate(["0,3", "1-2,4"]):
-        path = tmp_path / f"part{number}.json"
-        path.write_text(done("fingerprint", world.src, "--strategy", world.old, "--ranks", ranks, "--json").out)
-        parts += ["--merge", path]
-    assert done("fingerprint", *parts).out == whole
-    lose(world, [0, 4])
-    path = tmp_path / "pieced.json"
-    path.write_text(done("fingerprint", world.src, "--strategy", world.old, "--json").out)
-    (w,) = [item for item in json.loads(path.read_text())["parameters"] if item["name"] == "w"]
-    assert [part["box"] for part in w["slices"] if part["stage"] is None] == [[[0, ROWS], [0, 3]]]
-    assert done("fingerprint", "--merge", path, *parts).out == whole
-
-
 def test_a_part_missing_in_all_stages_is_reported_with_its_ranks(tmp_path: Path) -> None:
     world = World(tmp_path, shared(2, 3), shared(1))
     full = {name: SHARED[name] for name in ("w", "own0", "own1")}
