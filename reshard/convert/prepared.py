@@ -352,7 +352,7 @@ class Prepared:
         tensors = self._compared(checkpoint, effort)
         comparison = compare_replicas(
             tensors,
-            checkpoint.source,
+            checkpoint,
             self._handles,
             self.state.execution,
             self._progress,
@@ -377,8 +377,8 @@ class Prepared:
             if not request.recover:
                 self._report.warn(comparison.gradient_warning())
         if not comparison.check.tested:
-            check_stages(request.source, checkpoint.source)
-        check_slices(request.source, tensors, checkpoint.source, self._handles, self.state.execution)
+            check_stages(request.source, checkpoint)
+        check_slices(request.source, tensors, checkpoint, self._handles, self.state.execution)
         return comparison.check
 
     def _without_damaged(self, doubtful: Iterable[CheckpointIndex]) -> bool:

@@ -78,12 +78,10 @@ class FormOptions(NamedTuple):
 
     @property
     def written(self) -> bool:
-        """Whether the form can be a target."""
         return bool(self.formats)
 
     @property
     def needs_strategy(self) -> bool:
-        """Whether reading needs the strategy of the save."""
         return self.layouts is Layouts.GIVEN
 
     @property
@@ -268,11 +266,7 @@ class Form(Protocol):
         """
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
-        """The strategy that a checkpoint records.
-
-        Raises:
-            InputError: it records none, or not for every tensor.
-        """
+        """The strategy that a checkpoint records; an InputError if it records none, or not for every tensor."""
         raise CheckpointError(f"{checkpoint.place}: does not record the layouts of its tensors", file=checkpoint.place)
 
     def saved_cut(self, checkpoint: Checkpoint, name: str) -> Optional[SavedCut]:
@@ -280,21 +274,11 @@ class Form(Protocol):
         return None
 
     def warn_of_unlisted(self, checkpoint: Checkpoint, source: Strategy, report: Report) -> None:
-        """Warn of parameters in files whose strategy does not list them.
-
-        Args:
-            checkpoint: the source.
-            source: its strategy.
-            report: gets warnings.
-        """
+        """Warn of parameters in files whose strategy does not list them."""
         return
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
-        """The target files for a checkpoint of any form.
-
-        Raises:
-            ReshardError: the form cannot hold the checkpoint, or a file cannot be read.
-        """
+        """The target files for a checkpoint of any form; a ReshardError if the form cannot hold it."""
 
     def marks(self, files: Sequence[str]) -> list[str]:
         """Small files that mark a complete directory, in the order of writing.
@@ -333,12 +317,7 @@ class Form(Protocol):
         return iter(())
 
     def check_step(self, src: str, step: str) -> None:
-        """Refuse a missing step before anything is read.
-
-        Raises:
-            UsageError: the text is not a step of this form.
-            InputError: the source has no such step.
-        """
+        """Refuse a missing step, or a text that is no step of this form, before anything is read."""
         return
 
     def steps(self, src: str) -> list[SavedStep]:
@@ -351,11 +330,7 @@ class Form(Protocol):
 
 
 def check_latest(form: Form, request: ReadRequest) -> None:
-    """Refuse a step of a form without steps.
-
-    Raises:
-        UsageError: the request names a step.
-    """
+    """Refuse a step of a form without steps."""
     if request.step != "latest":
         raise UsageError(f"{request.src}: is of the form {form.name}, which has no steps", hint="leave out --step")
 
@@ -364,13 +339,11 @@ class ChunkedForm(Form):
     """The common part of PyTorch's forms, whose checkpoints are `chunks.ChunkedCheckpoint`."""
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
-        """As the chunks cut the tensors."""
         from reshard.forms.recorded import ChunkedCheckpoint, strategy_of
 
         return strategy_of(cast(ChunkedCheckpoint, checkpoint))
 
     def describe(self, checkpoint: Checkpoint) -> Description:
-        """Missing elements."""
         from reshard.forms.recorded import ChunkedCheckpoint, described
 
         return described(cast(ChunkedCheckpoint, checkpoint))

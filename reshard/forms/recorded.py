@@ -47,7 +47,6 @@ class RecordedCheckpoint:
 
     @property
     def laid_out(self) -> Collection[str]:
-        """Names of all tensors."""
         return self.tensors.keys()
 
     @property
@@ -56,27 +55,21 @@ class RecordedCheckpoint:
         return ()
 
     def order(self) -> list[str]:
-        """Names of all tensors, in the order of the files."""
         return order_in_files(self)
 
     def tied_tensors(self) -> Sequence[TiedTensors]:
-        """None: no tied tensors."""
         return ()
 
     def names(self) -> set[str]:
-        """Names of all tensors and values."""
         return {*self.tensors, *self.plain}
 
     def values(self) -> Sequence[str]:
-        """Names of values, sorted."""
         return sorted(self.plain)
 
     def without_layout(self) -> Sequence[str]:
-        """Names of weights without a layout, sorted."""
         return sorted(self.without_layouts)
 
     def holders(self, name: str) -> list[int]:
-        """The files that hold an entry of this name, ascending."""
         is_in: dict[int, bool] = {}
         files = []
         for file, index in self.indexes.items():
@@ -88,18 +81,10 @@ class RecordedCheckpoint:
         return sorted(files)
 
     def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
-        """Per sharding of a tensor, the existing files that hold it."""
         return tuple(sharding.present for sharding in tensor.shardings if isinstance(sharding, FileSharding))
 
     def check(self, required: Optional[Callable[[str], bool]] = None) -> None:
-        """Check that every required tensor can be read.
-
-        Args:
-            required: whether a tensor is required, by name; by default all.
-
-        Raises:
-            InputError: some tensors cannot be read; names all of them.
-        """
+        """Raise an InputError that names all required tensors that cannot be read."""
         faults = [error for name, error in self.faults.items() if required is None or required(name)]
         if faults:
             raise one_error(faults, f"{self.label} in {self.place} contradicts itself")
@@ -209,7 +194,6 @@ def chunked_checkpoint(
 
 
 def described(checkpoint: ChunkedCheckpoint) -> Description:
-    """The description of a checkpoint of chunks: why it is not complete, if so."""
     incomplete = None
     if checkpoint.faults:
         incomplete = one_error([*checkpoint.faults.values()], f"{checkpoint.place} is not complete")
@@ -279,11 +263,6 @@ class _Builder:
         self._shardings: dict[object, tuple[FileSharding]] = {}
 
     def tensor(self, tensor: ChunkedTensor) -> GlobalTensor:
-        """A tensor as its chunks make it.
-
-        Raises:
-            CheckpointError: they do not.
-        """
         name, dtype, shape, chunks = tensor
         check_shape(self._place, name, shape)
         boxes = [(len(chunk.offsets), len(chunk.sizes)) for chunk in chunks]
@@ -334,7 +313,6 @@ class _Builder:
         return shardings
 
     def _holder(self, name: str, chunk: Chunk) -> int:
-        """The holder number under which a chunk is found."""
         stored = chunk.stored
         if stored is None:
             return chunk.file

@@ -18,7 +18,6 @@ from reshard.text.names import similar_path_hint
 
 @functools.cache
 def form_named(name: str) -> Form:
-    """The form of a valid name."""
     module, _, class_name = {**FORM_CLASSES, **READ_ONLY_CLASSES}[name].partition(":")
     form: Form = getattr(importlib.import_module(module), class_name)()
     return form
@@ -36,46 +35,24 @@ def counted_as(form: str) -> str:
 
 @caches_listings
 def form_of(src: str) -> str:
-    """The form of a source, by names alone; `DEFAULT_FORM` if no form recognises it, even for a missing source.
-
-    Args:
-        src: a directory, a file, or a path with ``{rank}`` in it.
-
-    Raises:
-        ReshardError: the path cannot be listed.
-    """
+    """The form of a source, by names alone; `DEFAULT_FORM` if no form recognises it, even for a missing source."""
     return next((form.name for form in all_forms() if form.recognise(src)), DEFAULT_FORM)
 
 
 def check_exists(src: str) -> None:
-    """Refuse a missing source.
-
-    Args:
-        src: a directory or a file. A path with ``{rank}`` passes: only its readers look for it.
-
-    Raises:
-        CheckpointError: it does not exist.
-    """
+    """Refuse a missing source. A path with ``{rank}`` passes: only its readers look for it."""
     if RANK not in src and not exists(src):
         raise CheckpointError(f"{src}: does not exist", file=src, hint=similar_path_hint(src))
 
 
 def check_holds_ranks(src: str) -> None:
-    """Refuse a source without rank files; called before a missing strategy is reported.
-
-    Raises:
-        CheckpointError: it does not exist, or holds no checkpoint.
-    """
+    """Refuse a source without rank files; called before a missing strategy is reported."""
     check_exists(src)
     find_checkpoints(src)
 
 
 def forms_among(directory: str, names: Sequence[str]) -> set[str]:
-    """The forms that recognise these entries of a directory, rank directories and records of runs apart.
-
-    Raises:
-        ReshardError: the path cannot be listed.
-    """
+    """The forms that recognise these entries of a directory, rank directories and records of runs apart."""
     others = [name for name in names if name != OWN and not named_for_rank(name)]
     if not others:
         return set()

@@ -44,7 +44,6 @@ class Section(NamedTuple):
 
 
 def laid_out_names(sections: Iterable[Section]) -> set[str]:
-    """The names of all tensors with a layout in some sections."""
     return set().union(*(section.layouts.keys() for section in sections))
 
 
@@ -104,19 +103,11 @@ class TargetForm(Protocol):
         return lay_out_ckpt(tensors) if self.format == "ckpt" else lay_out_safetensors(tensors, self.metadata)
 
     def planned(self, layout_of: Callable[[int], OutputLayout]) -> None:
-        """Receive the plan's layouts of files; called before `finishing`.
-
-        Args:
-            layout_of: the layout of a file, by its number.
-        """
+        """Receive the plan's layouts of files, by number; called before `finishing`."""
         return
 
     def check_layout(self, name: str, layout: Layout) -> None:
-        """Refuse a layout of a tensor that the form cannot record.
-
-        Raises:
-            InputError: it cannot be recorded.
-        """
+        """Raise an InputError for a layout of a tensor that the form cannot record."""
         return
 
     @property
@@ -226,7 +217,6 @@ class Cut(NamedTuple):
     firsts: tuple[int, ...] = (0,)
 
     def slice_of(self, position: int) -> int:
-        """The slice that a file of the section gets."""
         return int(self.target.slice_of_rank[position])
 
 
@@ -240,11 +230,6 @@ class Cuts:
         self._by_reading: dict[tuple[object, ...], tuple[Cut, Layout, tuple[Sharding, ...]]] = {}
 
     def of(self, tensor: GlobalTensor, section: Section) -> Cut:
-        """The cut of a tensor that this section gets.
-
-        Raises:
-            CheckpointError: the target layout does not fit the tensor; names it.
-        """
         recorded = section.layouts[tensor.name]
         kind = (tensor.view, *(len(each.shardings) for each in tensor.stored))
         key = (section.number, id(recorded), *map(id, tensor.shardings), tensor.shape, tensor.shards, kind)

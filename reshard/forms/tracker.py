@@ -27,11 +27,7 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def parse_iteration_number(step: str) -> Optional[int]:
-    """The iteration that ``--step`` requests; None for ``latest``.
-
-    Raises:
-        UsageError: it is not a number.
-    """
+    """The iteration that ``--step`` requests; None for ``latest``."""
     if step == "latest":
         return None
     if not _NUMBER.fullmatch(step):
@@ -43,12 +39,7 @@ def parse_iteration_number(step: str) -> Optional[int]:
 
 
 def read_tracker(root: str) -> Optional[int]:
-    """The iteration in the tracker of a root; None without a tracker.
-
-    Raises:
-        CheckpointError: it contains no number.
-        RetryableError: reading failed in a way that may pass.
-    """
+    """The iteration in the tracker of a root; None without a tracker."""
     path = os.path.join(root, TRACKER)
     try:
         text = read_small(path, _LONGEST_TRACKER).decode("ascii").strip()
@@ -64,12 +55,7 @@ def read_tracker(root: str) -> Optional[int]:
 
 
 def saved_steps(root: str, iterations: Iterable[tuple[int, str]]) -> list[SavedStep]:
-    """The iterations of a root, as its tracker describes them.
-
-    Args:
-        root: the directory.
-        iterations: number and directory of each, oldest first.
-    """
+    """The iterations of a root, as its tracker describes them."""
     try:
         tracked = read_tracker(root)
     except InputError:

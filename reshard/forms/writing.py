@@ -38,7 +38,6 @@ class Selected(NamedTuple):
 
 
 def selected(checkpoint: Checkpoint, request: WriteRequest) -> Selected:
-    """The requested part of a checkpoint."""
     names = [name for name in checkpoint.order() if request.admit(name)]
     values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if request.admit(name)])
     return Selected(TensorsInOrder(checkpoint.tensors, layers_in_order(names)), values, names)
@@ -153,15 +152,12 @@ class SharedFiles(TargetForm):
 
     @property
     def count(self) -> int:
-        """Files of tensors."""
         return len(self._files)
 
     def section_of(self, file: int) -> Section:
-        """The files that were added together."""
         return self.sections[self._section_numbers[file]]
 
     def names_in(self, file: int) -> Optional[frozenset[str]]:
-        """The tensors of which a file holds a slice."""
         return self._files[file].names
 
 
@@ -170,13 +166,11 @@ def _size(tensor: GlobalTensor) -> int:
 
 
 def note_uncopied_files(checkpoint: Checkpoint, report: Report) -> None:
-    """Note further files of the source that the target form does not contain."""
     if checkpoint.extra_files:
         report.note("files other than weights are not copied: " + ", ".join(checkpoint.extra_files[:8]))
 
 
 def _sizes_of_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, int]:
-    """Bytes of every value that safetensors can hold."""
     sizes = {}
     for name in names:
         tensor = checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
@@ -223,20 +217,16 @@ class ChunkFiles(SharedFiles):
         self.names = FileNames("file{rank}", dict(enumerate(map(name_of, ranks))))
 
     def takes_value(self, name: str, file: int) -> bool:
-        """The first file has all values."""
         return file == 0 and name in self._values
 
     def planned(self, layout_of: Callable[[int], OutputLayout]) -> None:
-        """Keep the layouts of files for the metadata."""
         self._layout_of = layout_of
 
     def layout_of(self, file: int) -> OutputLayout:
-        """How a file is laid out."""
         assert self._layout_of is not None
         return self._layout_of(file)
 
     def file_name(self, file: int) -> str:
-        """The name of a file in the directory."""
         return f"{self.names.of(file)}.{self.format}"
 
     def chunks(self) -> Iterator[tuple[GlobalTensor, list[WrittenChunk]]]:

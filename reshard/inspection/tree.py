@@ -18,7 +18,7 @@ from typing import Optional
 from reshard.checkpoints import FileHandles
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, InputError, ReshardError, UsageError
-from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep
+from reshard.forms.ranks.checkpoint import RankCheckpoint
 from reshard.forms.ranks.naming import Step, saved_at_fault
 from reshard.forms.ranks.selection import Incomplete, LostParameter, StepSelector, check_ranks
 from reshard.forms.ranks.tree import SourceTree, find_checkpoints, find_rank, skipped_directories
@@ -296,8 +296,7 @@ class _Inspection:
     def _read_headers(self, number: Optional[Step], handles: FileHandles) -> None:
         """The contents of the files of one step, complete or not."""
         try:
-            source = SourceStep(self._tree.of_step(number), handles, Report())
-            source.load(source.files)
+            source = RankCheckpoint(self._tree.of_step(number), handles, Report())
         except InputError as error:
             self._add_refusal("unreadable", error, number)
             return
@@ -308,26 +307,28 @@ class _Inspection:
         assert self._strategy is not None
         target = Strategy.none()
         selector = StepSelector(self._strategy, target, None, Filters(), handles, Report())
-        source: Optional[SourceStep] = None
+        source: Optional[RankCheckpoint] = None
+        number: Optional[Step] = None
         try:
             check_ranks(self._tree, self._strategy, handles)
             for candidate in self._tree.candidates(_named(requested)):
-                source = SourceStep(candidate, handles, Report())
-                checkpoint, missing = selector.judge(source)
+                number = candidate.step
+                source = RankCheckpoint(candidate, handles, Report())
+                missing = selector.judge(source)
                 step = self._note_contents(source)
-                _note_verdict(step, checkpoint, missing)
+                _note_verdict(step, source, missing)
                 if missing is None:
                     return step
-                source = None
+                source = number = None
         except InputError as error:
-            self._add_refusal("refused", error, None if source is None else source.step)
-            if source is not None and len(source.indexes) + len(source.damaged) == len(source.files):
+            self._add_refusal("refused", error, number)
+            if source is not None:
                 # The headers are valid, but do not fit the strategy.
                 self._note_contents(source)
         return None
 
-    def _note_contents(self, source: SourceStep) -> InspectedStep:
-        step = self._steps[source.step]
+    def _note_contents(self, source: RankCheckpoint) -> InspectedStep:
+        step = self._steps[source.step_files.step]
         step.damaged = dict(source.damaged)
         step.contents = contents_of(source.indexes)
         for text in source.damaged.values():

@@ -42,7 +42,7 @@ class Recovery:
     def __init__(self, request: Request, checkpoint: RankCheckpoint, handles: FileHandles) -> None:
         self._strategy = request.source
         self._checkpoint = checkpoint
-        self._step = checkpoint.source
+        self._step = checkpoint
         self.format = target_format(request.format, checkpoint, recover=True)
         self._handles = handles
         self._admit = request.filters.admit
@@ -231,7 +231,7 @@ class RecoveredFiles(RankFiles):
 
     def __init__(self, request: Request, checkpoint: RankCheckpoint, recovery: Recovery) -> None:
         # Named as in the source, unless --prefix is given.
-        names = checkpoint.source.step_files.names if request.prefix is None else None
+        names = checkpoint.step_files.names if request.prefix is None else None
         names = rank_names(request.prefix, checkpoint) if names is None else names
         super().__init__(request.target, checkpoint.tensors, recovery.format, names)
         self._recovery = recovery

@@ -15,10 +15,10 @@ import itertools
 import math
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, FileSharding, GlobalTensor
-from reshard.forms.ranks.checkpoint import SourceStep, StageSharding
+from reshard.forms.ranks.checkpoint import StageSharding
 from reshard.layout import Box, Grid, Overlap, volume_of
 from reshard.text.names import ACCUMULATED_GRADIENTS, belongs_to_rank, is_weight
 from reshard.threads import cached_property
@@ -187,9 +187,7 @@ class ParameterGroup:
         return [part for part in parts if sum(count[number] for count, number in zip(counts, part)) > 1]
 
 
-def group_parameters(
-    parameters: Collection[GlobalTensor], source: Union[SourceStep, Checkpoint]
-) -> list[ParameterGroup]:
+def group_parameters(parameters: Collection[GlobalTensor], source: Checkpoint) -> list[ParameterGroup]:
     """Parameters grouped by layout and holders, most useful groups first; without values of single ranks."""
     groups: dict[object, ParameterGroup] = {}
     names = {parameter.name for parameter in parameters}

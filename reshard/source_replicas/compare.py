@@ -22,7 +22,6 @@ from reshard.checkpoints.checkpoint import Checkpoint, FileSharding, GlobalTenso
 from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.reader import BoxReader, in_order
-from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.layout import Box, Grid, boxes_of_range, placed, shape_of, volume_of
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.source_replicas.choice import (
@@ -64,7 +63,7 @@ class ReplicaFiles:
 
     def __init__(
         self,
-        source: Union[SourceStep, Checkpoint],
+        source: Checkpoint,
         handles: FileHandles,
         execution: ExecutionOptions,
         seconds: float = 60.0,
@@ -141,7 +140,7 @@ def is_constant(data: Union[bytes, bytearray], item_size: int) -> bool:
 
 def compare_replicas(
     parameters: Iterable[GlobalTensor],
-    source: Union[SourceStep, Checkpoint],
+    source: Checkpoint,
     handles: FileHandles,
     execution: ExecutionOptions,
     progress: Progress,
@@ -178,9 +177,7 @@ def compare_replicas(
     return comparison
 
 
-def entries_as_tensors(
-    names: Iterable[str], source: Union[SourceStep, Checkpoint]
-) -> tuple[list[GlobalTensor], list[str]]:
+def entries_as_tensors(names: Iterable[str], source: Checkpoint) -> tuple[list[GlobalTensor], list[str]]:
     """Entries without a layout, as tensors that each of their files holds whole; and names whose types differ."""
     tensors, different = [], []
     for name in names:

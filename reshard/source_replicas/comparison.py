@@ -5,11 +5,10 @@ from __future__ import annotations
 import shlex
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError
-from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.layout import Box
 from reshard.source_replicas.choice import ParameterGroup, is_gradient
 from reshard.text.messages import Message, joined, listing, plural, quoted
@@ -76,7 +75,7 @@ class ReplicaComparison:
         differences: all boxes that differ.
     """
 
-    def __init__(self, groups: Sequence[ParameterGroup], source: Union[SourceStep, Checkpoint], compared: str) -> None:
+    def __init__(self, groups: Sequence[ParameterGroup], source: Checkpoint, compared: str) -> None:
         self.differences: list[Differing] = []
         self._groups = groups
         self._source = source

@@ -18,7 +18,7 @@ from reshard.checkpoints import FileHandles, files_alike
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError, ReshardError
 from reshard.execute import ExecutionOptions
-from reshard.forms.ranks.checkpoint import SourceStep, listed_by_source, read_parameters, stage_shardings
+from reshard.forms.ranks.checkpoint import RankCheckpoint, listed_by_source, read_parameters, stage_shardings
 from reshard.forms.ranks.selection import lost_slices
 from reshard.forms.ranks.tree import StepFiles, find_checkpoints
 from reshard.layout import shape_of, volume_of
@@ -47,7 +47,7 @@ class SameSlices(NamedTuple):
 
 
 def same_slices(
-    parameters: Iterable[GlobalTensor], step: SourceStep, handles: FileHandles, execution: ExecutionOptions
+    parameters: Iterable[GlobalTensor], step: RankCheckpoint, handles: FileHandles, execution: ExecutionOptions
 ) -> tuple[list[SameSlices], int]:
     """Compare slices that should differ, of one parameter of each layout; unreadable slices are skipped.
 
@@ -81,7 +81,7 @@ def same_slices(
 def check_slices(
     source: Strategy,
     parameters: Iterable[GlobalTensor],
-    step: SourceStep,
+    step: RankCheckpoint,
     handles: FileHandles,
     execution: ExecutionOptions,
 ) -> None:
@@ -122,7 +122,7 @@ def _own_sample(parameter: GlobalTensor, holders: Sequence[Holder], place: int) 
     return Sample(parameter, holders, [sample_box(one, parameter, number) for one in slices])
 
 
-def _holders(parameter: GlobalTensor, step: SourceStep) -> list[Holder]:
+def _holders(parameter: GlobalTensor, step: RankCheckpoint) -> list[Holder]:
     """A rank for each of some slices of a stage, of one shape and not empty."""
     sharding = stage_shardings(parameter)[0]
     rank_of: dict[int, int] = {}
@@ -135,7 +135,7 @@ def _holders(parameter: GlobalTensor, step: SourceStep) -> list[Holder]:
 
 
 def ranks_by_content(
-    parameter: GlobalTensor, step: SourceStep, handles: FileHandles, execution: ExecutionOptions
+    parameter: GlobalTensor, step: RankCheckpoint, handles: FileHandles, execution: ExecutionOptions
 ) -> list[list[int]]:
     """Ranks of a parameter's first stage, or the first of many, in groups with equal samples."""
     sharding = stage_shardings(parameter)[0]
@@ -150,7 +150,7 @@ def ranks_by_content(
     return list(found.values())
 
 
-def misplaced(strategy: Strategy, step: SourceStep) -> list[str]:
+def misplaced(strategy: Strategy, step: RankCheckpoint) -> list[str]:
     """Parameters on ranks of a pipeline stage that only other stages list, sorted; empty unless they are the majority.
 
     Ranks of a stage hold the parameters of that stage, and rarely a few tied parameters of another. If they hold most
@@ -165,7 +165,7 @@ def misplaced(strategy: Strategy, step: SourceStep) -> list[str]:
     return sorted(foreign) if len(foreign) > max(_FEW_TIED, len(stored) // 2) else []
 
 
-def check_stages(source: Strategy, step: SourceStep) -> None:
+def check_stages(source: Strategy, step: RankCheckpoint) -> None:
     """Refuse files of other pipeline stages, which no replicas contradict.
 
     Raises:
@@ -211,8 +211,7 @@ def hint_of_swap(
 
 def _fits(strategy: Strategy, files: StepFiles, handles: FileHandles) -> bool:
     """Whether every rank is present, every slice has a shape that fits the layouts, and nothing is missing."""
-    step = SourceStep(files, handles, Report())
-    step.load(step.files)
+    step = RankCheckpoint(files, handles, Report())
     laid_out = listed_by_source(strategy, step)
     # Without gradients: files alone may not determine their cuts.
     decisive = {name for name in laid_out if not is_gradient(name)}

@@ -9,7 +9,7 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints import FileHandles
 from reshard.errors import CheckpointError
 from reshard.execute import ExecutionOptions, Progress
-from reshard.forms.ranks.checkpoint import SourceStep, contradictions, listed_by_source, read_parameters
+from reshard.forms.ranks.checkpoint import RankCheckpoint, contradictions, listed_by_source, read_parameters
 from reshard.forms.ranks.tree import SourceTree, StepFiles, find_checkpoints
 from reshard.source_replicas.compare import compare_replicas, entries_as_tensors
 from reshard.source_replicas.comparison import ReplicaComparison
@@ -98,8 +98,7 @@ def check_strategy(
     Raises:
         ReshardError: the files cannot be read.
     """
-    source = SourceStep(_step(find_checkpoints(path, file_suffix), step), handles, report)
-    source.load(source.files)
+    source = RankCheckpoint(_step(find_checkpoints(path, file_suffix), step), handles, report)
     if not source.indexes:
         raise CheckpointError(f"{path}: no file of {source.label} is readable", file=path)
     warn_of_unmatched(filters, (strategy.parameters, source.names()), report)
@@ -116,7 +115,7 @@ def check_strategy(
     same, _ = same_slices(parameters.values(), source, handles, execution)
     wrong = [*(item.parameter for item in comparison.differing), *(item.parameter for item in same)]
     return StrategyCheck(
-        step=None if source.step is None else str(source.step),
+        step=source.step,
         ranks=sorted(source.indexes),
         absent_ranks=sorted(set(range(strategy.device_count)) - source.readable),
         beyond_ranks=sorted(rank for rank in source.files if rank >= strategy.device_count),
@@ -146,7 +145,7 @@ def _step(tree: SourceTree, step: str) -> StepFiles:
     return newest
 
 
-def _misfits(names: Sequence[str], strategy: Strategy, step: SourceStep) -> list[Misfit]:
+def _misfits(names: Sequence[str], strategy: Strategy, step: RankCheckpoint) -> list[Misfit]:
     """Parameters that contradict the strategy, grouped by problem."""
     alike: dict[str, Misfit] = {}
     for name, error in contradictions(names, strategy, step).items():
@@ -156,7 +155,7 @@ def _misfits(names: Sequence[str], strategy: Strategy, step: SourceStep) -> list
 
 
 def _not_described(
-    names: Iterable[str], step: SourceStep, handles: FileHandles, execution: ExecutionOptions
+    names: Iterable[str], step: RankCheckpoint, handles: FileHandles, execution: ExecutionOptions
 ) -> list[str]:
     """Unlisted tensors of several elements that differ between ranks."""
     large = [

@@ -10,6 +10,7 @@ from typing import Callable, Optional
 
 from reshard.checkpoints import files_alike
 from reshard.errors import InputError
+from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.strategies import Strategy
 from reshard.text.messages import rank_ranges
 from reshard.text.names import belongs_to_rank
@@ -42,7 +43,8 @@ def compare_copies(
     Raises:
         ReshardError: a file cannot be read.
     """
-    damaged = getattr(getattr(source.checkpoint, "source", None), "damaged", {})
+    ranks = rank_checkpoint_of(source.checkpoint)
+    damaged = {} if ranks is None else ranks.damaged
     differences = [Difference("file", None, (rank,), text) for rank, text in damaged.items()]
     for name, problem in (problems or {}).items():
         differences.append(

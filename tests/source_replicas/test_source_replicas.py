@@ -20,7 +20,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.execute import ExecutionOptions, Progress, reading
-from reshard.forms.ranks.checkpoint import SourceStep
+from reshard.forms.ranks.checkpoint import RankCheckpoint
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.layout import Box, Layout
 from reshard.plan.pieces import StoredSlice
@@ -261,8 +261,7 @@ def test_a_full_comparison_groups_ranks_by_content(tree: Tree, monkeypatch: pyte
         tree.change(rank, "blocks.3.norm")
     tree.change(6, "blocks.3.norm")
     with FileHandles() as handles:
-        step = SourceStep(next(iter(find_checkpoints(str(tree.src), None).candidates("latest"))), handles, Report())
-        step.load(step.files)
+        step = RankCheckpoint(next(iter(find_checkpoints(str(tree.src), None).candidates("latest"))), handles, Report())
         tensors, different = entries_as_tensors(["blocks.3.norm", "blocks.2.norm"], step)
         execution = ExecutionOptions(2, 1 << 30, storage=storage_of(str(tree.src)))
         comparison = compare_replicas(tensors, step, handles, execution, Progress(), "all")

@@ -86,15 +86,6 @@ class Checkpoint2(RecordedCheckpoint):
         return by_stage
 
     def check(self, required: Optional[Callable[[str], bool]] = None) -> None:
-        """Check that every needed tensor is completely readable.
-
-        Args:
-            required: whether a tensor is needed, by name; by default all.
-
-        Raises:
-            InputError: metadata and files contradict each other; lists all these tensors.
-            IncompleteSourceError: no readable file holds some slices; lists all these tensors and files.
-        """
         super().check(required)
         lost = [item for item in self.lost.values() if required is None or required(item.name)]
         if lost:
@@ -106,7 +97,6 @@ class Checkpoint2(RecordedCheckpoint):
             )
 
     def _explained(self, lost: Iterable[LostTensor]) -> list[Message]:
-        """Lost slices and unreadable files, a line each."""
         by_files: dict[tuple[str, ...], list[str]] = {}
         for item in lost:
             by_files.setdefault(item.files, []).append(item.name)
@@ -193,11 +183,7 @@ _HINT = "pass the target's strategy instead of same"
 
 
 def strategy_of(checkpoint: Checkpoint2) -> Strategy:
-    """The strategy of an iteration.
-
-    Raises:
-        CheckpointError: metadata lacks layouts of some tensors, or the ranks of a stage are not consecutive.
-    """
+    """The strategy of an iteration."""
     stages: list[Stage] = []
     first = 0
     for ranks, layouts in checkpoint.layouts().items():

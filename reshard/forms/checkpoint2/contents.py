@@ -75,7 +75,6 @@ class IterationContents:
     unlisted: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, name: str, tensor: Tensor, placement: TensorPlacement) -> None:
-        """Add a tensor of the files, complete or not."""
         grid = placement.grid
         if placement.layout is None and is_loose(name, grid.shape):
             self.plain.add(name)
@@ -90,11 +89,7 @@ def is_loose(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def whole_contents(files: IterationFiles) -> IterationContents:
-    """The contents of a single rank's files: whole tensors.
-
-    Args:
-        files: all files of one save.
-    """
+    """The contents of a single rank's files: whole tensors."""
     contents = IterationContents()
     for number, index in files.indexes.items():
         for name, tensor in index.tensors.items():
@@ -116,14 +111,6 @@ def whole_contents(files: IterationFiles) -> IterationContents:
 def laid_out_contents(
     metadata: Metadata, files: IterationFiles, handles: FileHandles, report: Report
 ) -> IterationContents:
-    """The contents of the files by metadata.
-
-    Args:
-        metadata: the metadata.
-        files: the files, their headers read.
-        handles: where to borrow them from.
-        report: gets notes on repaired and skipped tensors.
-    """
     return _Reading(metadata, files, handles, report).read()
 
 
@@ -215,7 +202,6 @@ class _Reading:
         return placement, tensor
 
     def _unlisted(self) -> dict[str, list[int]]:
-        """The files of every tensor that metadata does not list, by its name."""
         holders: dict[str, list[int]] = {}
         names: dict[int, list[str]] = {}
         for file, index in self._files.indexes.items():
@@ -293,15 +279,7 @@ class Elsewhere:
         return ranks_of_files(self._metadata, self._files)
 
     def moved(self, name: str) -> Optional[TensorPlacement]:
-        """The layout of a tensor that no recorded file holds.
-
-        Returns:
-            Its layout over the ranks of its parameter; None if it is not an optimizer state, or
-            files of other ranks hold it too.
-
-        Raises:
-            LayoutError: the layout does not fit these ranks.
-        """
+        """The layout of a state over its parameter's ranks, if only files of these ranks hold it."""
         record = self._metadata.tensors[name]
         owner = self._owner(name)
         if owner is None or owner.layout is None or record.layout is None:
@@ -314,14 +292,7 @@ class Elsewhere:
         return self._placed(name, record._replace(layout=record.layout._replace(rank_list=ranks)), self._holders(name))
 
     def unlisted(self, name: str, holders: Sequence[int]) -> Optional[TensorPlacement]:
-        """The layout of an optimizer state that metadata does not list.
-
-        Returns:
-            The layout of its parameter; None if it is not a state, or its files do not fit that layout.
-
-        Raises:
-            LayoutError: the layout of its parameter contradicts itself.
-        """
+        """The layout of its parameter for an unlisted optimizer state; None if its files do not fit."""
         owner = self._owner(name) if state_prefix(name, self._metadata.tensors) else None
         if owner is None or owner.layout is None:
             return None

@@ -46,18 +46,15 @@ class Checkpoint2Form(Form):
     options = FormOptions(title="Checkpoint 2.0", layouts=Layouts.RECORDED, steps=True, prefix=True)
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
-        """By its tracker, or the names of an iteration's files."""
         return is_directory(src) and recognise(src, names)
 
     @caches_listings
     def read(self, request: ReadRequest) -> Checkpoint2:
-        """The last finished iteration, or the requested one."""
         from reshard.forms.checkpoint2.checkpoint import read_checkpoint2
 
         return read_checkpoint2(request)
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
-        """As metadata.json describes the tensors."""
         from reshard.forms.checkpoint2.checkpoint import strategy_of
 
         return strategy_of(cast("Checkpoint2", checkpoint))
@@ -68,18 +65,15 @@ class Checkpoint2Form(Form):
         return saved.placements.get(name) if saved.metadata_names is None or name in saved.metadata_names else None
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
-        """One iteration, each slice once."""
         from reshard.forms.checkpoint2.written_files import target_files
 
         return target_files(self.name, checkpoint, request)
 
     def marks(self, files: Sequence[str]) -> list[str]:
-        """Metadata, common.json and the tracker."""
         iteration = files[0].rpartition("/")[0]
         return [f"{iteration}/{METADATA}", f"{iteration}/{COMMON}", TRACKER]
 
     def check_written(self, directory: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-        """Differences between metadata, tracker and files."""
         place = os.path.relpath(checkpoint.place, directory)
         number = parse_iteration(place)
         tracked = read_tracker(directory)
@@ -99,16 +93,13 @@ class Checkpoint2Form(Form):
             yield os.path.join(place, METADATA), f"lacks the files of {examples}"
 
     def check_step(self, src: str, step: str) -> None:
-        """Refuse a number that no iteration has."""
         if step != "latest":
             choose(src, step, Report())
 
     def steps(self, src: str) -> list[SavedStep]:
-        """All iterations of a root, oldest first."""
         return saved_steps(src, ((number, path) for number, path in find_iterations(src) if number is not None))
 
     def describe(self, checkpoint: Checkpoint) -> Description:
-        """The ranks of tensors, and lost slices."""
         saved = cast("Checkpoint2", checkpoint)
         incomplete: Optional[InputError] = None
         try:
@@ -145,7 +136,6 @@ class Iteration(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
         return "the checkpoint" if self.number is None else f"iteration {self.number}"
 
 
@@ -162,15 +152,7 @@ class IterationChoice(NamedTuple):
 
 
 def recognise(path: str, names: Optional[Sequence[str]] = None) -> bool:
-    """Whether a directory is a root of Checkpoint 2.0 or holds one iteration.
-
-    Args:
-        path: the directory.
-        names: the relevant names in it; by default all.
-
-    Raises:
-        ReshardError: the directory or its contents cannot be listed.
-    """
+    """Whether a directory is a root of Checkpoint 2.0 or holds one iteration."""
     if not is_directory(path):
         return False
     names = names_in(path) if names is None else names
@@ -178,11 +160,7 @@ def recognise(path: str, names: Optional[Sequence[str]] = None) -> bool:
 
 
 def find_iterations(root: str) -> list[Iteration]:
-    """The iterations of a root, oldest first.
-
-    Raises:
-        ReshardError: the directory cannot be listed.
-    """
+    """The iterations of a root, oldest first."""
     return sorted(_iterations_in(root, names_in(root)))
 
 
@@ -228,12 +206,7 @@ def choose(path: str, step: str, report: Report) -> IterationChoice:
 
 
 def read_common(directory: str) -> dict[str, Any]:
-    """The content of common.json; empty without the file.
-
-    Raises:
-        CheckpointError: it is damaged.
-        RetryableError: reading failed in a way that may pass.
-    """
+    """The content of common.json; empty without the file."""
     path = os.path.join(directory, COMMON)
     hint = "copy it again from the original; or remove it, without epoch and step"
     return read_json(path, _LARGEST_COMMON, hint=hint) or {}
@@ -270,7 +243,6 @@ def _numbered(iterations: list[Iteration], number: int, message: str) -> Iterati
 
 
 def _from_directory(path: str, requested: Optional[int], report: Report) -> Iteration:
-    """The iteration of a source that is an iteration's directory."""
     directory = absolute(path)
     number = parse_iteration(os.path.basename(directory))
     if requested is not None and requested != number:
@@ -341,7 +313,6 @@ def file_order(name: str) -> tuple[bool, str]:
 
 
 def iteration_name(number: int) -> str:
-    """The directory of an iteration."""
     return f"iteration_{number:08d}"
 
 

@@ -34,12 +34,7 @@ MOST_BYTES = 1 << 33
 
 
 def read_metadata(directory: str) -> Optional[Metadata]:
-    """Read the metadata.json of an iteration; None without one.
-
-    Raises:
-        CheckpointError: it is damaged, or contains impossible values.
-        RetryableError: reading failed in a way that may pass.
-    """
+    """Read the metadata.json of an iteration; None without one."""
     path = os.path.join(directory, METADATA)
     with reading(path, hint=_AGAIN), contextlib.suppress(FileNotFoundError):
         lists: dict[tuple[int, ...], list[int]] = {}
@@ -260,7 +255,6 @@ class SliceRecords:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """Numbers of the slices, in the order of the file."""
         return self._numbers
 
     @property
@@ -269,7 +263,6 @@ class SliceRecords:
         return self._numbers.tobytes() + self._places.tobytes()
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Number and place of every slice."""
         return zip(self._numbers, self._places)
 
     def __len__(self) -> int:

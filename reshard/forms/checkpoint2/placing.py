@@ -186,12 +186,10 @@ class TensorPlacement:
 
     @cached_property
     def sharding(self) -> FileSharding:
-        """The grid, and the files that hold its boxes."""
         return FileSharding(self.grid, self.readable)
 
     @property
     def slice_shape(self) -> tuple[int, ...]:
-        """The shape of every slice."""
         return _slice_shape(self.grid)
 
     @cached_property
@@ -234,11 +232,7 @@ class Placer:
         self._layouts: dict[LayoutRecord, _LaidOut] = {}
 
     def place(self, name: str) -> TensorPlacement:
-        """The places of a tensor's slices.
-
-        Raises:
-            LayoutError: its layout contradicts itself, its shape, or its recorded slices.
-        """
+        """The places of a tensor's slices; a LayoutError if layout, shape and recorded slices contradict each other."""
         record = self._metadata.tensors[name]
         stored = self._metadata.stored.get(name, SliceRecords())
         key = (record._replace(dtype=""), stored.key)
@@ -349,16 +343,7 @@ class Placer:
         return tuple(first_files.values())
 
     def tensor(self, name: str, files: Iterable[int], grid: Grid) -> Optional[Tensor]:
-        """The tensor of this name, equal in all files; None if no file holds it.
-
-        Args:
-            name: of the tensor.
-            files: holder numbers.
-            grid: the recorded grid.
-
-        Raises:
-            CheckpointError: a file holds it with another type or shape than recorded.
-        """
+        """The tensor of this name, of the recorded type and shape in all these files; None if no file holds it."""
         record = self._metadata.tensors.get(name)
         dtype = None if record is None else _DTYPES.get(record.dtype)
         shape = _slice_shape(grid)
@@ -401,11 +386,7 @@ def _is_scattered(ranks: Sequence[int]) -> bool:
 
 
 def _check_chunks(record: TensorRecord, grid: Grid) -> None:
-    """Check the recorded slices against the layout.
-
-    Raises:
-        LayoutError: they contradict it.
-    """
+    """Check the recorded slices against the layout."""
     if record.cuts not in (None, grid.cuts):
         raise LayoutError(f"axis_fragmentations {list(record.cuts or ())} differ from its layout, {list(grid.cuts)}")
     numbers = record.chunks.numbers
@@ -459,5 +440,4 @@ def ranks_of_files(metadata: Metadata, files: IterationFiles) -> dict[int, int]:
 
 
 def rank_lists(metadata: Metadata) -> set[RankList]:
-    """The lists of ranks that tensors are laid out over."""
     return {record.layout.rank_list for record in metadata.tensors.values() if record.layout is not None}

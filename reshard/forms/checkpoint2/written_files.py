@@ -86,7 +86,6 @@ class Checkpoint2Files(SharedFiles):
         self._value_file = before if before < len(self._files) else 0
 
     def check_layout(self, name: str, layout: Layout) -> None:
-        """Refuse layouts that metadata.json cannot record."""
         check_recordable(name, layout)
 
     def takes_value(self, name: str, file: int) -> bool:
@@ -150,7 +149,6 @@ def metadata_json(tensors: Callable[[], Iterable[Described]]) -> Iterator[bytes]
 
 
 def _members(members: Iterable[tuple[str, Any]]) -> Iterator[bytes]:
-    """The members of an object in JSON."""
     comma = ""
     for name, value in members:
         yield f"{comma}{json.dumps(name)}:{json.dumps(value, separators=(',', ':'))}".encode()
@@ -158,16 +156,11 @@ def _members(members: Iterable[tuple[str, Any]]) -> Iterator[bytes]:
 
 
 def tracker_text(iteration: int) -> bytes:
-    """The content of latest_checkpointed_iteration.txt."""
     return str(iteration).encode()
 
 
 def check_recordable(name: str, layout: Layout) -> None:
-    """Check that metadata.json can record a tensor's name and layout.
-
-    Raises:
-        CheckpointError: it cannot.
-    """
+    """Check that metadata.json can record a tensor's name and layout."""
     if "," in name:
         raise CheckpointError(
             f"{quoted(name)}: loaders of Checkpoint 2.0 cannot read a name with a comma",
@@ -331,7 +324,6 @@ def _training_state(checkpoint: Checkpoint, handles: FileHandles) -> Mapping[str
 
 
 def _integer(checkpoint: Checkpoint, name: str, handles: FileHandles) -> Optional[int]:
-    """The integer of this name; None without one."""
     for holder in checkpoint.holders(name)[:1]:
         tensor = checkpoint.indexes[holder].tensors[name]
         form = _INTEGERS.get(tensor.dtype)

@@ -47,7 +47,6 @@ class Place(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
         return step_words(None) if self.step is None else f"iteration {self.step}"
 
 
@@ -75,24 +74,20 @@ class _DistributedForm(ChunkedForm):
 
     @caches_listings
     def read(self, reading: ReadRequest) -> Checkpoint:
-        """From the metadata alone."""
         from reshard.forms.dcp.read import read_distributed
 
         return read_distributed(self.name, reading)
 
     def marks(self, files: Sequence[str]) -> list[str]:
-        """The metadata."""
         return [METADATA]
 
     def check_step(self, src: str, step: str) -> None:
-        """Refuse a number that no iteration has."""
         from reshard.forms.dcp.read import choose
 
         if step != "latest":
             choose(src, step, Report())
 
     def steps(self, src: str) -> list[SavedStep]:
-        """All iterations of a root."""
         return saved_steps(src, ((place.step or 0, place.path) for place in iterations(src, names_in(src))))
 
 
@@ -112,14 +107,12 @@ class DcpForm(_DistributedForm):
     )
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
-        """By the names of its files, or by a directory of them for an iteration of Megatron."""
         if not is_directory(src):
             return False
         names = names_in(src) if names is None else names
         return kind_of_directory(names) == DCP or any(iterations(src, names))
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
-        """A file of records for each rank, objects, and the metadata."""
         from reshard.forms.dcp.written import DcpFiles
         from reshard.forms.writing import selected
 
@@ -133,11 +126,9 @@ class HyperParallelForm(_DistributedForm):
     options = DcpForm.options._replace(title="hyper-parallel's", formats=("safetensors",), huggingface=False)
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
-        """By the names of its files."""
         return is_directory(src) and kind_of_directory(names_in(src) if names is None else names) == HYPER_PARALLEL
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
-        """A safetensors file for each rank, objects, and the metadata."""
         from reshard.forms.dcp.written import HyperParallelFiles
         from reshard.forms.writing import selected
 

@@ -123,12 +123,7 @@ class ReadMetadata(NamedTuple):
 
 
 def read_metadata(paths: Iterable[str]) -> ReadMetadata:
-    """Read metadata: one file of all ranks, or one for each rank.
-
-    Raises:
-        CheckpointError: a file is damaged, or no metadata.
-        RetryableError: reading failed in a way that may pass.
-    """
+    """Read metadata: one file of all ranks, or one for each rank."""
     metadata = ReadMetadata({}, {}, {}, {})
     for path in paths:
         with reading(path):
@@ -278,14 +273,12 @@ def _words(descriptors: Any) -> Iterator[str]:
 
 
 def _are_keys(keys: Any) -> bool:
-    """Whether these are keys of nested dictionaries and lists."""
     if not isinstance(keys, tuple) or len(keys) > MAX_SIZES:
         return False
     return all(type(key) in (str, int) for key in keys)
 
 
 def _dtype(properties: Any) -> Optional[str]:
-    """MindSpore's name of the type that a tensor's properties record."""
     if not isinstance(properties, PickledInstance):
         return None
     state = properties.state

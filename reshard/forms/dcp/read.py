@@ -83,13 +83,6 @@ def choose(src: str, step: str, report: Report) -> Place:
 
 
 def read_distributed(form: str, reading: ReadRequest) -> ChunkedCheckpoint:
-    """Read a checkpoint of either form.
-
-    Raises:
-        UsageError: there is no such step.
-        CheckpointError: it is not complete, damaged, or not readable as data.
-        RetryableError: reading failed in a way that may pass.
-    """
     place = choose(reading.path, reading.step, reading.report)
     directory = place.path
     names = place.names
@@ -117,11 +110,6 @@ def _common(directory: str, names: Sequence[str]) -> dict[str, StoredObject]:
 
 
 def _metadata_of(form: str, directory: str, names: Sequence[str]) -> list[str]:
-    """The files of metadata.
-
-    Raises:
-        CheckpointError: they are not there.
-    """
     if METADATA in names:
         return [os.path.join(directory, METADATA)]
     pattern = OF_RANK if form == DCP else OF_HYPER_RANK
@@ -246,7 +234,6 @@ class _Files:
         )
 
     def tensors(self) -> Iterator[ChunkedTensor]:
-        """The tensors, with the places of their chunks."""
         for name, (dtype, shape, chunks) in self._described.tensors.items():
             if name in self._described.faults or name in self.faults:
                 continue
@@ -261,7 +248,6 @@ class _Files:
             )
 
     def objects(self) -> Mapping[str, StoredObject]:
-        """The objects, by name."""
         objects = {}
         for name, (file, offset, length, _) in self._described.objects.items():
             path = os.path.join(self._directory, file)

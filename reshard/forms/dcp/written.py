@@ -68,7 +68,6 @@ class _DistributedFiles(ChunkFiles):
         self._handles = request.handles
 
     def described(self) -> Iterator[tuple[str, DescribedTensor]]:
-        """Every tensor with its chunks."""
         places: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
         values: list[OutputTensor] = []
         for file in range(self.count):
@@ -121,7 +120,6 @@ class _DistributedFiles(ChunkFiles):
             offset += len(data)
 
     def finishing(self) -> Sequence[FinishingFile]:
-        """Objects, and the metadata, which makes the directory complete."""
         files = [FinishingFile(self.objects_file, lambda: list(self._contents.values()))] if self._objects else []
         return [*files, FinishingFile(METADATA, lambda: [pickled(self._metadata(), 4)])]
 
@@ -173,7 +171,6 @@ class _DistributedFiles(ChunkFiles):
         raise NotImplementedError
 
     def _keys(self, names: Sequence[str]) -> Optional[Mapping[str, tuple[Any, ...]]]:
-        """The keys of nested dictionaries by name."""
         raise NotImplementedError
 
 
@@ -204,7 +201,6 @@ class DcpFiles(_DistributedFiles):
             self._beside = None if status is None else StoredObject(path, 0, status.size, False)
 
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
-        """An archive for every tensor."""
         return lay_out_archives(tensors, [tuple(start for start, _ in box) for box in boxes])
 
     def _places(self, layout: OutputLayout) -> Iterable[tuple[OutputTensor, int, int]]:
@@ -216,7 +212,6 @@ class DcpFiles(_DistributedFiles):
         return data if stored.archived else archive_of_pickle(data)
 
     def finishing(self) -> Sequence[FinishingFile]:
-        """Megatron's files, objects, and the metadata, which makes the directory complete."""
         common, beside = self._common, self._beside
         files = []
         if common is not None:

@@ -75,11 +75,6 @@ def files_beside(
 
 
 def _copied(path: str, handles: FileHandles) -> FinishingFile:
-    """A copy of a source file.
-
-    Raises:
-        ReshardError: it cannot be read.
-    """
     with reading(path), contextlib.closing(handles.open_file(path)) as file:
         status = file.status()
     if not status.regular:
@@ -99,17 +94,7 @@ def _copied(path: str, handles: FileHandles) -> FinishingFile:
 def _of_other_types(
     path: str, tensors: Mapping[str, GlobalTensor], request: WriteRequest, report: Report
 ) -> Optional[bytes]:
-    """A configuration for weights that were cast or dequantised; None to copy it byte for byte.
-
-    Args:
-        path: the configuration.
-        tensors: the written tensors.
-        request: the request; only casts and dequantisation change the configuration.
-        report: gets a note on changed types.
-
-    Raises:
-        RetryableError: it cannot be read.
-    """
+    """A configuration for weights that were cast or dequantised; None to copy it byte for byte."""
     try:
         config = read_json(path, _LARGEST_CONFIG) or {}
     except CheckpointError as error:
@@ -167,7 +152,6 @@ def _rewritten(
 def check_beside(
     directory: str, target: Checkpoint, source: Checkpoint, cast: bool, report: Report
 ) -> Iterator[tuple[str, str]]:
-    """Compare further files of source and target; see `Form.check_beside`."""
     different = []
     for path in source.extra_files:
         name = os.path.basename(path)
@@ -183,12 +167,7 @@ def check_beside(
 
 
 def _same(old: str, new: str) -> bool:
-    """Whether two files have the same contents.
-
-    Raises:
-        RetryableError: a file became shorter.
-        OSError: a file cannot be read.
-    """
+    """Whether two files have the same contents."""
     try:
         with opened_regular(old) as old_file, opened_regular(new) as new_file:
             size = old_file.size()
@@ -201,11 +180,7 @@ def _same(old: str, new: str) -> bool:
 
 
 def _same_but_type(old: str, new: str, target: Checkpoint) -> bool:
-    """Whether two configurations agree, apart from the type of cast or dequantised weights.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Whether two configurations agree, apart from the type of cast or dequantised weights."""
     types = _types_of_weights(target.tensors)
     try:
         before, after = (read_json(path, _LARGEST_CONFIG) or {} for path in (old, new))

@@ -56,11 +56,7 @@ class Contents:
 
     @classmethod
     def read(cls, directory: str, files: Sequence[str], handles: FileHandles, damaged: Mapping[str, str]) -> Contents:
-        """Read the headers of all files.
-
-        Raises:
-            CheckpointError: files are missing or damaged; names all of them.
-        """
+        """Read the headers of all files; a CheckpointError names all that are missing or damaged."""
         paths = {number: os.path.join(directory, name) for number, name in enumerate(files)}
         existing = {number: path for number, path in paths.items() if is_regular_file(path)}
         problems: list[InputError] = []
@@ -233,26 +229,16 @@ class FullWeights(RecordedCheckpoint):
     plain: Mapping[str, int] = field(default_factory=dict)
 
     def order(self) -> list[str]:
-        """The names of all tensors, in the order of writing."""
         return list(self.tensors)
 
     def holders(self, name: str) -> list[int]:
-        """The files that hold an entry of this name, ascending: one or none."""
         if name in self.tensors:
             return [number for numbers in self.present(self.tensors[name]) for number in numbers]
         return [self.plain[name]] if name in self.plain else []
 
 
 def read_unified(request: ReadRequest) -> FullWeights:
-    """Read a directory of MindSpore's unified weights, headers only.
-
-    Args:
-        request: its path is the directory, or the map in it.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or contradict the map.
-        RetryableError: reading failed in a way that may pass.
-    """
+    """Read MindSpore's unified weights from headers; the path is the directory, or the map in it."""
     path, report = request.path, request.report
     directory = path if is_directory(path) else os.path.dirname(path) or os.curdir
     names = names_in(directory)
@@ -276,16 +262,7 @@ def read_unified(request: ReadRequest) -> FullWeights:
 
 
 def read_huggingface(request: ReadRequest) -> FullWeights:
-    """Read a directory of Hugging Face's weights, headers only.
-
-    Args:
-        request: its path is the directory, one of its indexes, or its one file.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or contradict the index; or the choice of files is
-            ambiguous.
-        RetryableError: reading failed in a way that may pass.
-    """
+    """Read Hugging Face's weights from headers; the path is the directory, one of its indexes, or its one file."""
     path, report = request.path, request.report
     directory = path if is_directory(path) else os.path.dirname(path) or os.curdir
     names = names_in(directory)
@@ -316,11 +293,7 @@ def read_huggingface(request: ReadRequest) -> FullWeights:
 
 
 def _check_whole(contents: Contents) -> None:
-    """Refuse files that hold parts of tensors.
-
-    Raises:
-        CheckpointError: a header places its tensors in larger ones.
-    """
+    """Refuse files that hold parts of tensors."""
     are_whole: dict[str, bool] = {}
     for index in contents.indexes.values():
         text = index.metadata.get(INFO)

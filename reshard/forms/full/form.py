@@ -47,15 +47,7 @@ _FROM_A_COPY = "take it from a copy"
 
 
 def read_weight_map(path: str) -> dict[str, str]:
-    """The file of every tensor that a map lists, relative to its directory.
-
-    Args:
-        path: the map.
-
-    Raises:
-        DamagedCheckpointError: it is not a map, or lists a file outside its directory or without ``.safetensors``.
-        RetryableError: it cannot be read now.
-    """
+    """The file of every tensor that a map lists, relative to its directory."""
     content = read_json(path, _LARGEST, DamagedCheckpointError, _FROM_A_COPY)
     if content is None:
         raise CheckpointError(f"{path}: does not exist", file=path, hint=_FROM_A_COPY)
@@ -108,20 +100,11 @@ _MOST_FILES = 8
 
 
 def file_names(names: Sequence[str]) -> str:
-    """The first names of files and the count of the others."""
     return some_names([one_line(name) for name in names], _MOST_FILES)
 
 
 def full_weights_form(path: str, names: Optional[Sequence[str]] = None) -> Optional[str]:
-    """``unified`` or ``huggingface`` for a directory of full weights, its map or index, or its one file; else None.
-
-    Args:
-        path: a directory, or a file.
-        names: the relevant names of the directory; by default all.
-
-    Raises:
-        ReshardError: the path cannot be listed.
-    """
+    """``unified`` or ``huggingface`` for a directory of full weights, its map or index, or its one file; else None."""
     if not is_directory(path):
         name = os.path.basename(path)
         single = name == SINGLE and _is_of_a_model(os.path.dirname(path))
@@ -140,11 +123,7 @@ def _is_of_a_model(directory: str) -> bool:
 
 
 def index_in(directory: str, names: Sequence[str]) -> Optional[str]:
-    """The index of a directory, or None.
-
-    Raises:
-        CheckpointError: it has several indexes, none with the usual name.
-    """
+    """The index of a directory, or None."""
     indexes = [name for name in names if name.endswith(INDEX_ENDING)]
     if len(indexes) > 1 and HUGGINGFACE_INDEX not in indexes:
         raise CheckpointError(
@@ -158,11 +137,7 @@ def index_in(directory: str, names: Sequence[str]) -> Optional[str]:
 
 
 def files_without_index(directory: str, names: Sequence[str], report: Report) -> list[str]:
-    """The files of a model whose directory has no index.
-
-    Raises:
-        CheckpointError: the files may be of several models, or some are missing.
-    """
+    """The files of a model whose directory has no index."""
     check_finished(directory, names)
     files = natural_order(filter(_is_model_file, names))
     if len(files) == 1 and not NUMBERED.fullmatch(files[0]):
@@ -187,11 +162,7 @@ def files_without_index(directory: str, names: Sequence[str], report: Report) ->
 
 
 def check_finished(directory: str, names: Sequence[str]) -> None:
-    """Refuse a directory without a map or index that a conversion is writing, or did not finish.
-
-    Raises:
-        CheckpointError: it is marked as unfinished.
-    """
+    """Refuse a directory without a map or index that a conversion is writing, or did not finish."""
     if UNFINISHED in names:
         raise CheckpointError(
             f"{directory}: is not complete: the conversion that writes it has not ended",
@@ -233,7 +204,6 @@ def _are_weights(name: str) -> bool:
 
 
 def extra_files_in(directory: str, names: Iterable[str], files: Iterable[str]) -> tuple[str, ...]:
-    """Files of the model other than weights."""
     passed = {*files, UNIFIED_MAP}
     return tuple(
         name
@@ -249,23 +219,19 @@ class _FullForm(Form):
     """The common part of both forms."""
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
-        """By the map or index, or by the form's file names."""
         return full_weights_form(src, names) == self.name
 
     @caches_listings
     def read(self, request: ReadRequest) -> Checkpoint:
-        """By the map, or by the index if there is one."""
         from reshard.forms.full.contents import read_huggingface, read_unified
 
         check_latest(self, request)
         return read_unified(request) if self.name == UNIFIED else read_huggingface(request)
 
     def marks(self, files: Sequence[str]) -> list[str]:
-        """The map or index."""
         return [MAP_FILES[self.name]]
 
     def check_written(self, directory: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-        """Differences between the map or index and the files."""
         name = MAP_FILES[self.name]
         file_of: dict[str, str] = {}
         for number, path in checkpoint.files.items():
@@ -291,7 +257,6 @@ class UnifiedForm(_FullForm):
     options = FormOptions(shard_size=True)
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
-        """Parts of about the same size, and the map."""
         from reshard.forms.full.written_files import FullDirectory
         from reshard.forms.writing import note_uncopied_files, selected
 
@@ -322,7 +287,6 @@ class HuggingFaceForm(_FullForm):
     options = FormOptions(shard_size=True, mindspore=False, huggingface=True)
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
-        """Numbered files, the index, and further files of a Hugging Face source."""
         from reshard.forms.full.beside import files_beside
         from reshard.forms.full.written_files import FullDirectory
         from reshard.forms.writing import selected
@@ -342,7 +306,6 @@ class HuggingFaceForm(_FullForm):
     def check_beside(
         self, directory: str, target: Checkpoint, source: Checkpoint, cast: bool, report: Report
     ) -> Iterator[tuple[str, str]]:
-        """The configuration and tokenizer of a Hugging Face source."""
         from reshard.forms.full.beside import check_beside
 
         return check_beside(directory, target, source, cast, report)

@@ -50,11 +50,7 @@ class FullFile(NamedTuple):
 
 
 def parse_size(text: str) -> int:
-    """The bytes of ``5GB`` or ``5G`` (decimal), ``5GiB`` (binary) or ``1000``.
-
-    Raises:
-        UsageError: the text is not a size, or less than a byte.
-    """
+    """The bytes of ``5GB`` or ``5G`` (decimal), ``5GiB`` (binary) or ``1000``."""
     match = _SIZE.fullmatch(text)
     size = 0
     if match is not None:
@@ -142,7 +138,6 @@ def huggingface_index(files: Sequence[FullFile], sizes: Sizes) -> Optional[bytes
 
 
 def unified_map(files: Sequence[FullFile], sizes: Sizes) -> bytes:
-    """The content of ``param_name_map.json``."""
     return json.dumps(_map(files, sizes), indent=4).encode()
 
 
@@ -220,19 +215,15 @@ class FullDirectory(TargetForm):
 
     @property
     def count(self) -> int:
-        """Files of tensors."""
         return len(self._files)
 
     def section_of(self, file: int) -> Section:
-        """Every file is a section."""
         return self.sections[file]
 
     def takes_value(self, name: str, file: int) -> bool:
-        """Every value is in one file."""
         return self._file_of_value.get(name) == file
 
     def finishing(self) -> Sequence[FinishingFile]:
-        """The files beside the weights, then the map or index."""
         if self.name == UNIFIED:
             files = [file for file in self._files if file.name != HYPER_PARAMETERS]
             return [FinishingFile(UNIFIED_MAP, lambda: [unified_map(files, self._sizes)])]

@@ -59,14 +59,12 @@ class HfShardedForm(ChunkedForm):
 
     @caches_listings
     def read(self, reading: ReadRequest) -> Checkpoint:
-        """By the headers of all files."""
         from reshard.forms.hf_sharded.shards import read_shards
 
         check_latest(self, reading)
         return read_shards(self.name, reading)
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
-        """A file for every rank, and the other files of a Hugging Face directory."""
         from reshard.forms.full.beside import files_beside
         from reshard.forms.hf_sharded.shards import ShardFiles
         from reshard.forms.writing import selected

@@ -53,11 +53,7 @@ class HeaderEntry(NamedTuple):
 
 
 def entries_of(index: CheckpointIndex) -> Iterator[tuple[HeaderEntry, Tensor]]:
-    """Every entry of a file, and its place in a tensor.
-
-    Raises:
-        CheckpointError: the header has no place for an entry, or an impossible one.
-    """
+    """Every entry of a file, and its place in a tensor; an error if its header has none, or an impossible one."""
     info = sharding_info(index)
     if info is None:
         raise CheckpointError(
@@ -87,11 +83,6 @@ def entries_of(index: CheckpointIndex) -> Iterator[tuple[HeaderEntry, Tensor]]:
 
 
 def sharding_info(index: CheckpointIndex) -> Optional[dict[str, Any]]:
-    """The places of tensors in a header; None without any.
-
-    Raises:
-        DamagedCheckpointError: it is no JSON object.
-    """
     text = index.metadata.get(INFO)
     if text is None:
         return None
@@ -135,7 +126,6 @@ class ShardFiles(ChunkFiles):
         self._others = others
 
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
-        """A safetensors file whose header has the place of every tensor."""
         info = {
             tensor.name: {OFFSETS: [start for start, _ in box], FULL_SHAPE: self._full_shape(tensor)}
             for tensor, box in zip(tensors, boxes)
@@ -153,12 +143,6 @@ class ShardFiles(ChunkFiles):
 
 
 def read_shards(form: str, reading: ReadRequest) -> ChunkedCheckpoint:
-    """Read a directory of shards.
-
-    Raises:
-        InputError: files are missing or damaged, or headers contradict each other.
-        RetryableError: reading failed in a way that may pass.
-    """
     names = names_in(reading.path) if is_directory(reading.path) else []
     directory = shards_in(reading.path, names)
     if directory is None:
@@ -203,11 +187,7 @@ class _Shards:
         self._recorded: set[str] = set()
 
     def tensors(self) -> tuple[dict[str, ChunkedTensor], dict[str, InputError]]:
-        """Every tensor by name, and why some cannot be read.
-
-        Raises:
-            CheckpointError: a header does not record the places of its chunks.
-        """
+        """Every tensor by name, and why some cannot be read."""
         chunks: dict[str, list[Chunk]] = defaultdict(list)
         kinds: dict[str, set[str]] = defaultdict(set)
         shapes: dict[str, set[tuple[int, ...]]] = defaultdict(set)

@@ -19,7 +19,7 @@ from reshard.checkpoints.checkpoint import (
 )
 from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS, TEXT
-from reshard.checkpoints.formats.headers import KnownStructures, read_headers
+from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.output import DEDUPLICATED
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.ranks.tree import StepFiles
@@ -45,35 +45,37 @@ class StageSharding(NamedTuple):
 
     @property
     def holding(self) -> Holding:
-        """Stage and layout alone."""
         return Holding(self.stage, self.layout)
 
     def holders(self, slice_number: int) -> list[int]:
-        """Global ranks that hold a slice, ascending."""
         return self.holding.ranks(slice_number)
 
     def stored_box(self, slice_number: int) -> Box:
-        """The box of a slice in the full tensor."""
         return self.grid.slice_box(slice_number)
 
     def slice_of(self, rank: int) -> int:
-        """The slice that a global rank of this stage holds."""
         return self.holding.slice_of(rank)
 
 
 def stage_shardings(tensor: GlobalTensor) -> tuple[StageSharding, ...]:
-    """The shardings of a tensor of a rank tree."""
     return cast("tuple[StageSharding, ...]", tensor.shardings)
 
 
 class RankCheckpoint:
-    """One step of a rank tree; see `checkpoint.Checkpoint`. Holders are ranks.
+    """One step of a rank tree, the headers of all its files read; see `checkpoint.Checkpoint`. Holders are ranks.
 
     Attributes:
-        source: the files.
-        tensors: the strategy's parameters in the files, by name.
+        step_files: the files by name alone.
+        files: path per rank that has a file of this step.
+        indexes: headers of the readable files, by rank.
+        damaged: by rank, the reason why its file counts as absent.
+        tensors: the strategy's parameters in the files, by name, once they were read with a strategy.
         laid_out: names that the strategy lists.
         unseen: listed names in no file, if files of some ranks are missing.
+
+    Raises:
+        CheckpointError: a file is no checkpoint.
+        RetryableError: reading failed in a way that may pass.
     """
 
     form = "ranks"
@@ -81,112 +83,45 @@ class RankCheckpoint:
     training: Mapping[str, Any] = {}
     extra_files: Sequence[str] = ()
     objects: Mapping[str, StoredObject] = {}
+    tensors: Mapping[str, GlobalTensor] = {}
+    laid_out: frozenset[str] = frozenset()
+    unseen: frozenset[str] = frozenset()
 
-    def __init__(
-        self,
-        source: SourceStep,
-        tensors: Mapping[str, GlobalTensor],
-        laid_out: frozenset[str],
-        unseen: frozenset[str] = frozenset(),
-    ) -> None:
-        self.source = source
-        self.tensors = tensors
-        self.laid_out = laid_out
-        self.unseen = unseen
+    def __init__(self, step_files: StepFiles, handles: FileHandles, report: Report) -> None:
+        self.step_files = step_files
+        self.files: Mapping[int, str] = step_files.files
+        self.indexes: dict[int, CheckpointIndex] = {}
+        self.damaged: dict[int, str] = dict(step_files.damaged)
+        self._sets: dict[frozenset[str], int] = {}
+        self._set_of_rank: dict[int, int] = {}
+        self._presence: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}
+        set_of_tensors: dict[int, int] = {}
+        sound = {rank: path for rank, path in sorted(self.files.items()) if rank not in self.damaged}
+        for rank, index in read_headers(handles, sound):
+            if isinstance(index, DamagedCheckpointError):
+                self.damaged[rank] = index.message
+                report.warn(f"{index.message}; rank {rank} counts as absent at {self.label}")
+                continue
+            self.indexes[rank] = index
+            # Files of equal structure share their tensors: compare by identity first.
+            number = set_of_tensors.get(id(index.tensors))
+            if number is None:
+                number = self._sets.setdefault(frozenset(index.tensors), len(self._sets))
+                set_of_tensors[id(index.tensors)] = number
+            self._set_of_rank[rank] = number
+        self._marked = any(index.metadata.get(DEDUPLICATED) == "True" for index in self.indexes.values())
 
     @property
     def step(self) -> Optional[str]:
         """``3_10``; None for files without a step in their names."""
-        return None if self.source.step is None else str(self.source.step)
+        return None if self.step_files.step is None else str(self.step_files.step)
 
     @property
     def label(self) -> str:
-        """The step's name in messages."""
-        return self.source.label
+        return step_words(self.step_files.step)
 
     @property
     def place(self) -> str:
-        """The common directory of the step's files."""
-        return self.source.place
-
-    @property
-    def files(self) -> Mapping[int, str]:
-        """Path per rank that has a file of this step."""
-        return self.source.files
-
-    @property
-    def indexes(self) -> Mapping[int, CheckpointIndex]:
-        """Headers of the readable files, by rank."""
-        return self.source.indexes
-
-    def order(self) -> list[str]:
-        """Names of all tensors, in the order of the files."""
-        return order_in_files(self)
-
-    def tied_tensors(self) -> Sequence[TiedTensors]:
-        """None: no tied tensors."""
-        return ()
-
-    def names(self) -> set[str]:
-        """Every tensor name in the files."""
-        return self.source.names()
-
-    def values(self) -> list[str]:
-        """Names that files hold and that the strategy does not list."""
-        return sorted(self.source.names() - self.laid_out)
-
-    def without_layout(self) -> list[str]:
-        """None: unlisted tensors may be slices."""
-        return []
-
-    def holders(self, name: str) -> list[int]:
-        """All ranks whose file holds a tensor of this name, ascending."""
-        return self.source.holders(name)
-
-    def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
-        """Per sharding of a tensor, the ranks whose file holds it."""
-        return self.source.present(tensor)
-
-
-def rank_checkpoint_of(checkpoint: Checkpoint) -> Optional[RankCheckpoint]:
-    """The rank checkpoint below any edits; None for other forms."""
-    stored = stored_checkpoint(checkpoint)
-    return stored if isinstance(stored, RankCheckpoint) else None
-
-
-class SourceStep:
-    """One step of a source tree.
-
-    Attributes:
-        step_files: the files by name alone.
-        files: path per rank that has a file of this step.
-        indexes: headers of the files read so far, by rank.
-        damaged: by rank, the reason why its file counts as absent.
-    """
-
-    def __init__(self, step_files: StepFiles, handles: FileHandles, report: Report) -> None:
-        self.step_files = step_files
-        self.step = step_files.step
-        self.files: dict[int, str] = dict(step_files.files)
-        self.indexes: dict[int, CheckpointIndex] = {}
-        self.damaged: dict[int, str] = dict(step_files.damaged)
-        self._handles = handles
-        self._report = report
-        self._sets: dict[frozenset[str], int] = {}
-        self._set_of_rank: dict[int, int] = {}
-        self._set_of_tensors: dict[int, int] = {}
-        self._known = KnownStructures(handles)
-        self._presence: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}
-        self._marked = False
-
-    @property
-    def label(self) -> str:
-        """The step's name in messages."""
-        return step_words(self.step)
-
-    @property
-    def place(self) -> str:
-        """The common directory of the step's files."""
         directories = {absolute(os.path.dirname(path)) for path in self.files.values()}
         return common_directory(directories) if directories else "the source"
 
@@ -195,42 +130,15 @@ class SourceStep:
         """Ranks with an existing file that is not marked as damaged."""
         return frozenset(self.files) - frozenset(self.damaged)
 
-    def load(self, ranks: Iterable[int]) -> bool:
-        """Read the headers of these ranks' existing files.
-
-        Returns:
-            Whether a file was read for the first time.
-        """
-        unread = [r for r in sorted(ranks) if r in self.files and r not in self.indexes and r not in self.damaged]
-        for rank, index in read_headers(
-            self._handles, {rank: self.files[rank] for rank in unread}, structures=self._known
-        ):
-            if isinstance(index, DamagedCheckpointError):
-                self.damaged[rank] = index.message
-                self._report.warn(f"{index.message}; rank {rank} counts as absent at {self.label}")
-                continue
-            self.indexes[rank] = index
-            self._marked = self._marked or index.metadata.get(DEDUPLICATED) == "True"
-            # Files of equal structure share their tensors: compare by identity first.
-            number = self._set_of_tensors.get(id(index.tensors))
-            if number is None:
-                number = self._sets.setdefault(frozenset(index.tensors), len(self._sets))
-                self._set_of_tensors[id(index.tensors)] = number
-            self._set_of_rank[rank] = number
-            self._presence.clear()
-        return bool(unread)
-
     def loaded(self, stage: Stage) -> list[int]:
-        """Ranks of a stage whose files were read, ascending."""
         return [rank for rank in sorted(self.indexes) if rank in stage.ranks]
 
     def absent(self, stage: Stage) -> list[int]:
-        """Ranks of a stage that have no readable file of this step, ascending."""
         readable = self.readable
         return [rank for rank in stage.ranks if rank not in readable]
 
     def ranks_with(self, name: str, stage: Stage) -> frozenset[int]:
-        """Ranks of a stage whose file holds a tensor of this name, among the files read."""
+        """Ranks of a stage whose file holds a tensor of this name."""
         sets = tuple(number for names, number in self._sets.items() if name in names)
         key = (stage.number, sets)
         ranks = self._presence.get(key)
@@ -240,7 +148,6 @@ class SourceStep:
         return ranks
 
     def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
-        """Per sharding of a tensor, the ranks whose file holds it."""
         return tuple(self.ranks_with(tensor.name, sharding.stage) for sharding in stage_shardings(tensor))
 
     def deduplicated(self, stage: Stage) -> bool:
@@ -267,17 +174,35 @@ class SourceStep:
         lacking = (rank - stage.first_rank for rank in loaded if rank not in holders)
         return not all(map(stage.layouts[name].is_empty_by_hand, lacking))
 
+    def order(self) -> list[str]:
+        return order_in_files(self)
+
+    def tied_tensors(self) -> Sequence[TiedTensors]:
+        return ()
+
     def names(self) -> set[str]:
-        """Every tensor name in the files read so far."""
-        return set().union(*self._sets) if self._sets else set()
+        return set().union(*self._sets)
+
+    def values(self) -> list[str]:
+        """Names that files hold and that the strategy does not list."""
+        return sorted(self.names() - self.laid_out)
+
+    def without_layout(self) -> list[str]:
+        """None: unlisted tensors may be slices."""
+        return []
 
     def holders(self, name: str) -> list[int]:
-        """Ranks whose file holds a tensor of this name, among the files read, ascending."""
         sets = {number for names, number in self._sets.items() if name in names}
         return sorted(rank for rank, number in self._set_of_rank.items() if number in sets)
 
 
-def listed_by_source(source: Strategy, step: SourceStep) -> set[str]:
+def rank_checkpoint_of(checkpoint: Checkpoint) -> Optional[RankCheckpoint]:
+    """The rank checkpoint below any edits; None for other forms."""
+    stored = stored_checkpoint(checkpoint)
+    return stored if isinstance(stored, RankCheckpoint) else None
+
+
+def listed_by_source(source: Strategy, step: RankCheckpoint) -> set[str]:
     """Names in the source strategy; `none` lists every tensor of several elements, or with optimizer state."""
     if not source.is_none:
         return set().union(*(stage.layouts.keys() for stage in source.stages))
@@ -291,7 +216,7 @@ def listed_by_source(source: Strategy, step: SourceStep) -> set[str]:
 
 
 def read_parameters(
-    source: Strategy, step: SourceStep, laid_out: set[str], required: set[str]
+    source: Strategy, step: RankCheckpoint, laid_out: set[str], required: set[str]
 ) -> dict[str, GlobalTensor]:
     """Determine the shape and real layout of every listed parameter in the read files.
 
@@ -365,7 +290,7 @@ class _Shared:
 
 
 def _read_parameter(
-    name: str, source: Strategy, step: SourceStep, owners: dict[str, GlobalTensor], shared: _Shared
+    name: str, source: Strategy, step: RankCheckpoint, owners: dict[str, GlobalTensor], shared: _Shared
 ) -> Optional[GlobalTensor]:
     stored = []
     for stage in source.stages:
@@ -418,7 +343,6 @@ class _Reading(NamedTuple):
 
 
 def _fitting_readings(stored: Sequence[_Stored], plain: bool) -> list[_Reading]:
-    """Every full shape that fits all slices in the files, with its layouts."""
     by_shape: dict[tuple[int, ...], list[Layout]] = {}
     for number, on_stage in enumerate(stored):
         recorded = on_stage.layout.without_shards() if plain else on_stage.layout
@@ -453,7 +377,7 @@ def _decide(
     name: str,
     readings: Sequence[_Reading],
     owners: dict[str, GlobalTensor],
-    step: SourceStep,
+    step: RankCheckpoint,
     stored: Sequence[_Stored],
 ) -> _Reading:
     """Choose between readings of accumulated gradients by the shape of their parameter."""
@@ -484,7 +408,7 @@ def _decide(
     )
 
 
-def _check_dtypes(name: str, stored: Sequence[_Stored], step: SourceStep) -> Tensor:
+def _check_dtypes(name: str, stored: Sequence[_Stored], step: RankCheckpoint) -> Tensor:
     """A slice, if possible with elements, after checking that all slices have its type."""
     slices = [pair for on_stage in stored for pair in zip(on_stage.ranks, on_stage.tensors)]
     first_rank, first = next((pair for pair in slices if pair[1].nbytes), slices[0])
@@ -512,7 +436,7 @@ def _check_dtypes(name: str, stored: Sequence[_Stored], step: SourceStep) -> Ten
     return first
 
 
-def _contradiction(name: str, stored: Sequence[_Stored], step: SourceStep) -> CheckpointError:
+def _contradiction(name: str, stored: Sequence[_Stored], step: RankCheckpoint) -> CheckpointError:
     """The error of a parameter without a fitting reading; names the file of `_odd_one_out`."""
     descriptions = []
     for on_stage in stored:
@@ -562,25 +486,19 @@ def read_some_ranks(
 
     Returns:
         The checkpoint, and by name the errors of parameters that contradict the strategy.
-
-    Raises:
-        InputError: a file cannot be read.
-        RetryableError: reading failed.
     """
-    step = SourceStep(step_files, handles, report)
     for rank, reason in step_files.damaged.items():
         report.warn(f"{reason}; rank {rank} counts as absent")
-    step.load(step.files)
+    step = RankCheckpoint(step_files, handles, report)
     laid_out = listed_by_source(source, step)
     # With their owners: these decide whether accumulated gradients have their recorded optimizer shards.
     needed = {parameter for name in laid_out if admit(name) for parameter in (name, _owner(name))} & laid_out
-    tensors = read_parameters(source, step, needed, set())
-    unread = sorted(filter(admit, (laid_out & step.names()) - tensors.keys()))
-    return RankCheckpoint(step, tensors, frozenset(laid_out)), contradictions(unread, source, step)
+    step.tensors, step.laid_out = read_parameters(source, step, needed, set()), frozenset(laid_out)
+    unread = sorted(filter(admit, (laid_out & step.names()) - step.tensors.keys()))
+    return step, contradictions(unread, source, step)
 
 
-def contradictions(names: Iterable[str], source: Strategy, step: SourceStep) -> dict[str, InputError]:
-    """The errors of parameters that contradict the strategy, by name."""
+def contradictions(names: Iterable[str], source: Strategy, step: RankCheckpoint) -> dict[str, InputError]:
     errors: dict[str, InputError] = {}
     laid_out = listed_by_source(source, step)
     for name in names:

@@ -40,7 +40,6 @@ class RanksForm(Form):
         return names is None and ("\0" in src or RANK in src or holds_ranks_only(src))
 
     def read(self, request: ReadRequest) -> Checkpoint:
-        """The newest complete step, or the requested one."""
         # Imported late: `rank-list` in a loop reads only strategies.
         from reshard.forms.ranks.selection import StepSelector
 
@@ -64,14 +63,12 @@ class RanksForm(Form):
             raise
 
     def warn_of_unlisted(self, checkpoint: Checkpoint, source: Strategy, report: Report) -> None:
-        """Warn of parameters that a stage's ranks hold although only another stage's strategy lists them."""
         from reshard.forms.ranks.checkpoint import RankCheckpoint
         from reshard.forms.ranks.selection import warn_of_unlisted
 
         warn_of_unlisted(cast(RankCheckpoint, checkpoint), source, report)
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
-        """A file for every rank of the target's strategy."""
         with_strategy = request.target.path == SAME and request.target.stages != request.source.stages
         if with_strategy and not all(stage.layouts for stage in request.target.stages):
             request.report.warn("no strategy file is written: a pipeline stage has no selected parameter")
@@ -132,11 +129,6 @@ def _with_damage(candidates: Iterable[StepFiles], request: ReadRequest) -> Itera
 
 
 def rank_names(prefix: Optional[str], checkpoint: Checkpoint) -> FileNames:
-    """The names of the target's files.
-
-    Raises:
-        ReshardError: --prefix gives impossible names.
-    """
     epoch, _, number = (checkpoint.step or "").partition("_")
     step = Step(int(epoch), int(number)) if number else None
     return FileNames.of_prefix(DEFAULT_PREFIX if prefix is None else prefix, step)
@@ -205,15 +197,12 @@ class RankFiles(TargetForm):
 
     @property
     def count(self) -> int:
-        """Ranks."""
         return self._strategy.device_count
 
     def section_of(self, file: int) -> Section:
-        """The pipeline stage of a rank."""
         return self.sections[self._strategy.stage_of(file).number]
 
     def takes_value(self, name: str, file: int) -> bool:
-        """Every rank gets every value."""
         return True
 
     def finishing(self) -> Sequence[FinishingFile]:
@@ -230,12 +219,7 @@ class RankFiles(TargetForm):
 
 
 def stage_sections(strategy: Strategy, tensors: Mapping[str, GlobalTensor]) -> list[Section]:
-    """The pipeline stages of a strategy as sections.
-
-    Args:
-        strategy: of the target; `none` writes every tensor of the source whole.
-        tensors: of the source.
-    """
+    """The pipeline stages of a strategy as sections; `none` writes every tensor of the source whole."""
     return [
         Section(
             stage.number,

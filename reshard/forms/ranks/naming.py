@@ -156,11 +156,7 @@ class PathMatch(NamedTuple):
 
 
 def match_paths(pattern: str, unfinished: str) -> Iterator[PathMatch]:
-    """Every matching file and directory. Directories whose names end in ``unfinished`` are skipped.
-
-    Raises:
-        OSError: a directory cannot be listed.
-    """
+    """Every matching file and directory. Directories whose names end in ``unfinished`` are skipped."""
     start = fixed_directory(pattern)
     if is_directory(start or os.curdir):
         yield from _descend(start, pattern[len(start) :].split(os.sep), -1, (), unfinished)
@@ -207,7 +203,6 @@ def _descend(directory: str, parts: list[str], rank: int, naming: Pattern, unfin
 
 
 def _pieces(blanked: str) -> Iterator[Optional[str]]:
-    """A name in pieces, with None for each `RANK_NUMBER`."""
     for place, piece in enumerate(blanked.split(RANK_NUMBER)):
         if place:
             yield None
@@ -215,7 +210,6 @@ def _pieces(blanked: str) -> Iterator[Optional[str]]:
 
 
 def _blanked(name: str, spans: Sequence[tuple[int, int]]) -> str:
-    """The name with `RANK_NUMBER` for each of the rank's numbers."""
     for start, stop in reversed(spans):
         name = name[:start] + RANK_NUMBER + name[stop:]
     return name
@@ -270,11 +264,6 @@ class FileNames(NamedTuple):
 
     @classmethod
     def from_fields(cls, record: Fields) -> FileNames:
-        """The names from their JSON record.
-
-        Raises:
-            JsonError: it is not such a record, or a name leads out of the tree.
-        """
         own = [Fields(file, "own") for file in record.entries("own")]
         own_names = {file.integer("rank", 0, MAX_DEVICES): file.text("name") for file in own}
         if len(own_names) < len(own):
@@ -285,7 +274,6 @@ class FileNames(NamedTuple):
         return names
 
     def to_fields(self) -> dict[str, object]:
-        """The JSON record, which `from_fields` reads."""
         return {"template": self.template, "own": [{"rank": rank, "name": name} for rank, name in self.own.items()]}
 
     @property
@@ -349,11 +337,7 @@ def _filled_prefix(prefix: str, step: Optional[Step], complete: bool) -> str:
 
 
 def check_inside(name: str) -> None:
-    """Refuse a name that leads out of the tree, or that no file can have.
-
-    Raises:
-        JsonError: it is refused.
-    """
+    """Refuse a name that leads out of the tree, or that no file can have."""
     parts = name.split("/")
     if "\0" in name or not {"", ".", ".."}.isdisjoint(parts) or len(max(parts, key=len)) > _LONGEST_NAME:
         raise JsonError(f"{quoted(name)} is no name of a file in a tree")

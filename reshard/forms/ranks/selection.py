@@ -25,7 +25,6 @@ from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.forms.form import EditedStep
 from reshard.forms.ranks.checkpoint import (
     RankCheckpoint,
-    SourceStep,
     listed_by_source,
     read_parameters,
     stage_shardings,
@@ -56,12 +55,10 @@ class LostParameter(NamedTuple):
 
     @property
     def ranks(self) -> frozenset[int]:
-        """All ranks that should hold a lost slice."""
         return frozenset(rank for group in self.groups for rank in group)
 
 
-def lost_slices(tensors: Iterable[GlobalTensor], step: SourceStep) -> list[LostParameter]:
-    """Parameters with a slice that no read file holds."""
+def lost_slices(tensors: Iterable[GlobalTensor], step: RankCheckpoint) -> list[LostParameter]:
     result = []
     lost_by_kind: dict[object, frozenset[frozenset[int]]] = {}
     for tensor in tensors:
@@ -91,7 +88,7 @@ def _holders_of_lost(tensor: GlobalTensor, present: Sequence[frozenset[int]]) ->
 
 
 def unread_parameters(
-    source: Strategy, step: SourceStep, stages: Iterable[Stage], present: set[str]
+    source: Strategy, step: RankCheckpoint, stages: Iterable[Stage], present: set[str]
 ) -> list[LostParameter]:
     """Parameters in no file that an absent rank may have held (de-duplicated saves)."""
     result: dict[str, set[int]] = {}
@@ -107,12 +104,7 @@ def unread_parameters(
 
 
 def explain(lost: Sequence[LostParameter], most: int) -> list[Message]:
-    """One line per group of ranks: the number and names of the parameters that they should hold.
-
-    Args:
-        lost: the lost parameters.
-        most: limit of name patterns in a line.
-    """
+    """One line per group of ranks: the number and names of the parameters that they should hold."""
     by_groups: dict[frozenset[frozenset[int]], list[str]] = {}
     for parameter, groups in lost:
         by_groups.setdefault(groups, []).append(parameter)
@@ -124,7 +116,6 @@ def explain(lost: Sequence[LostParameter], most: int) -> list[Message]:
 
 
 def cure(lost: Iterable[LostParameter]) -> Optional[str]:
-    """Advice on the ranks to restore; None if nothing is lost."""
     groups = frozenset(group for item in lost for group in item.groups)
     return f"restore {_in_words(groups)}" if groups else None
 
@@ -147,8 +138,7 @@ _MOST_STAGES = 2
 
 def warn_of_unlisted(checkpoint: RankCheckpoint, source: Strategy, report: Report) -> None:
     """Warn of parameters that a stage's ranks hold although only another stage's strategy lists them."""
-    stages = source.stages
-    step = checkpoint.source
+    stages, step = source.stages, checkpoint
     if len(stages) < 2:
         return
     by_stages: dict[tuple[int, tuple[int, ...]], list[str]] = {}
@@ -192,11 +182,7 @@ def _unlisted_text(checkpoint: RankCheckpoint, stage: str, elsewhere: str, unlis
 
 
 def check_ranks(tree: SourceTree, source: Strategy, handles: FileHandles) -> None:
-    """Refuse a tree with ranks beyond the source strategy.
-
-    Raises:
-        CheckpointError: ranks beyond the strategy's devices, or one file where there must be several.
-    """
+    """Refuse a tree with ranks beyond the source strategy."""
     if tree.single_file and source.device_count > 1:
         # Report an invalid file first.
         read_index(handles, tree.root)
@@ -341,7 +327,7 @@ class StepSelector:
                 candidate = next(remaining, None)
                 if candidate is None:
                     break
-                checkpoint = self._read(SourceStep(candidate, self._handles, self._report))
+                checkpoint = self._read(RankCheckpoint(candidate, self._handles, self._report))
             except InputError as error:
                 # Raised only if no newer step is complete in a narrower scope.
                 refused = error
@@ -383,21 +369,11 @@ class StepSelector:
             hints.append("without --no-fallback an older step may be used")
         return IncompleteSourceError(block(headline, lines), hint="; ".join(filter(None, hints)) or None)
 
-    def judge(self, step: SourceStep) -> tuple[RankCheckpoint, Optional[Incomplete]]:
-        """Read a step.
-
-        Returns:
-            The step, and its missing parts; None if it is complete.
-
-        Raises:
-            InputError: its files cannot be read, or contradict the strategy.
-            RetryableError: reading failed.
-        """
-        checkpoint = self._read(step)
-        return checkpoint, self._gaps_in(checkpoint, Scope.EVERYTHING)
+    def judge(self, step: RankCheckpoint) -> Optional[Incomplete]:
+        """Read the parameters of a step; its missing parts, None if it is complete."""
+        return self._gaps_in(self._read(step), Scope.EVERYTHING)
 
     def _gaps(self, checkpoint: RankCheckpoint) -> dict[Scope, Incomplete]:
-        """The missing parts of a step, per incomplete scope."""
         gaps: dict[Scope, Incomplete] = {}
         for scope in self._scopes:
             try:
@@ -411,11 +387,6 @@ class StepSelector:
         return gaps
 
     def _edited(self, checkpoint: RankCheckpoint) -> EditedStep:
-        """An incomplete step with the edits.
-
-        Raises:
-            _EditsDoNotFit: edits do not fit a part of a checkpoint.
-        """
         if self._edit is None:
             unseen = checkpoint.laid_out - checkpoint.tensors.keys()
             return EditedStep(checkpoint.tensors, self._target, {name: name for name in unseen})
@@ -426,7 +397,7 @@ class StepSelector:
             raise _EditsDoNotFit from error
 
     def _gaps_in(self, checkpoint: RankCheckpoint, scope: Scope) -> Optional[Incomplete]:
-        step, parameters = checkpoint.source, checkpoint.tensors
+        step, parameters = checkpoint, checkpoint.tensors
         edited = None if scope is Scope.EVERYTHING else self._edited(checkpoint)
         needed = None if edited is None else self._needed_names(scope, edited)
         if edited is not None and scope is Scope.REQUESTED:
@@ -446,7 +417,7 @@ class StepSelector:
             causes.append(f"no file of {rank_ranges(absent)} ({total})")
         return Incomplete(step.label, step.place, [*causes, *stages], lost)
 
-    def _lacks_files(self, step: SourceStep, scope: Scope) -> bool:
+    def _lacks_files(self, step: RankCheckpoint, scope: Scope) -> bool:
         """Whether a rank whose file is only copied has none, or one without tensors."""
         ranks = self._ranks if scope is Scope.REQUESTED else None
         copied = range(self._source.device_count) if ranks is None else ranks
@@ -464,8 +435,7 @@ class StepSelector:
         return sources.union(name for name, new in edited.unseen.items() if new is None or new in names)
 
     def _empty_stages(self, checkpoint: RankCheckpoint, needed: Optional[set[str]], scope: Scope) -> list[str]:
-        """The reasons why a step lacks a needed stage, or everything."""
-        step, parameters, laid_out = checkpoint.source, checkpoint.tensors, checkpoint.laid_out
+        step, parameters, laid_out = checkpoint, checkpoint.tensors, checkpoint.laid_out
         stages = [stage for stage in self._source.stages if stage.layouts or self._source.is_none]
         empty = {stage.number: line for stage in stages for line in self._nothing_of(stage, step, scope)}
         lines = []
@@ -483,7 +453,7 @@ class StepSelector:
             lines.append(f"none of the {count} of {self._source.path} is in the files: they are of different models")
         return lines or ([] if step.indexes else ["no file is readable"])
 
-    def _nothing_of(self, stage: Stage, step: SourceStep, scope: Scope) -> Iterator[str]:
+    def _nothing_of(self, stage: Stage, step: RankCheckpoint, scope: Scope) -> Iterator[str]:
         """The reason why a stage's parameters are unknown, if they are."""
         where = f"pipeline stage {stage.number} ({rank_ranges(stage.ranks)})"
         loaded = step.loaded(stage)
@@ -500,11 +470,9 @@ class StepSelector:
             yield f"the files of {where} hold none of its parameters, and ranks are absent"
 
     def _only_in(self, name: str, stages: Collection[int]) -> bool:
-        """Whether only stages with these numbers list a parameter."""
         return all(stage.number in stages for stage in self._source.stages if name in stage.layouts)
 
-    def _read(self, step: SourceStep) -> RankCheckpoint:
-        step.load(step.files)
+    def _read(self, step: RankCheckpoint) -> RankCheckpoint:
         laid_out = listed_by_source(self._source, step)
         required = laid_out
         if self._edit is None:
@@ -515,27 +483,26 @@ class StepSelector:
                 for name in laid_out
                 if self._filters.admit(name) and (everything or any(name in stage.layouts for stage in stages))
             }
-        tensors = read_parameters(self._source, step, laid_out, required)
+        step.tensors = read_parameters(self._source, step, laid_out, required)
+        step.laid_out = frozenset(laid_out)
         # An empty file may mean that nothing was saved.
         partial = any(map(step.absent, self._source.stages)) or not all(i.tensors for i in step.indexes.values())
-        unseen = frozenset(laid_out.difference(tensors) if partial else ())
-        return RankCheckpoint(step, tensors, frozenset(laid_out), unseen)
+        step.unseen = frozenset(laid_out.difference(step.tensors) if partial else ())
+        return step
 
     def _stages_of(self, target: Strategy) -> list[Stage]:
-        """The requested target stages."""
         if self._ranks is None:
             return list(target.stages)
         stages = {target.stage_of(rank).number: target.stage_of(rank) for rank in self._ranks}
         return list(stages.values())
 
     def _lost_to_requested(self, checkpoint: RankCheckpoint, edited: EditedStep) -> Iterator[LostParameter]:
-        """Parameters with a missing slice that the requested targets need."""
         cuts = Cuts()
         sections = stage_sections(edited.target, edited.tensors)
         missing: dict[str, set[frozenset[int]]] = {}
         for tensor in edited.tensors.values():
             try:
-                for source, ranks in self._missing_ranks(tensor, checkpoint.source, cuts, sections, edited.target):
+                for source, ranks in self._missing_ranks(tensor, checkpoint, cuts, sections, edited.target):
                     missing.setdefault(source, set()).add(ranks)
             except IncompleteSourceError:
                 # Missing files would decide its layout.
@@ -547,7 +514,7 @@ class StepSelector:
             yield LostParameter(name, frozenset(groups))
 
     def _missing_ranks(
-        self, tensor: GlobalTensor, step: SourceStep, cuts: Cuts, sections: Sequence[Section], target: Strategy
+        self, tensor: GlobalTensor, step: RankCheckpoint, cuts: Cuts, sections: Sequence[Section], target: Strategy
     ) -> Iterator[tuple[str, frozenset[int]]]:
         """Per missing slice that the requested targets need: parameter, and the ranks that should hold it."""
         present = [step.present(source) for source in tensor.sources]
@@ -568,12 +535,11 @@ class StepSelector:
                     yield source.name, frozenset(ranks)
 
     def _report_choice(self, choice: _Choice, skipped: Sequence[Incomplete], steps: Sequence[Optional[Step]]) -> None:
-        """Report the chosen step and the gaps of newer ones."""
         for newer in skipped:
             self._report.warn(f"{newer.label} is not complete and is skipped: " + joined("; ", newer.lines(3)))
         for note in choice.candidate.notes:
             self._report.warn(note)
-        step = choice.checkpoint.source
+        step = choice.checkpoint
         absent = sorted(set(range(self._source.device_count)) - step.readable)
         if choice.scope is Scope.TARGET and choice.gaps is not None:
             self._report.warn(
@@ -601,7 +567,7 @@ class StepSelector:
 
     def _report_unsaved(self, checkpoint: RankCheckpoint) -> None:
         """Name parameters in no file that an absent rank may have saved."""
-        step, parameters = checkpoint.source, checkpoint.tensors
+        step, parameters = checkpoint, checkpoint.tensors
         strategy_names = frozenset(self._source.parameters)
         for stage in self._source.stages:
             away = step.absent(stage)
@@ -618,7 +584,7 @@ class StepSelector:
                 )
 
 
-def _lack(step: SourceStep, absent: Sequence[int], where: str = "") -> str:
+def _lack(step: RankCheckpoint, absent: Sequence[int], where: str = "") -> str:
     """Which ranks a step lacks, and which --without-ranks leaves out."""
     left_out = step.step_files.left_out
     missing = [rank for rank in absent if rank not in left_out]
@@ -629,8 +595,7 @@ def _lack(step: SourceStep, absent: Sequence[int], where: str = "") -> str:
     return " and ".join(words)
 
 
-def _return_of(step: SourceStep, absent: Sequence[int]) -> str:
-    """How ranks come back."""
+def _return_of(step: RankCheckpoint, absent: Sequence[int]) -> str:
     left_out = step.step_files.left_out.intersection(absent)
     ways = ["bring these ranks back"] if len(left_out) < len(absent) else []
     if left_out:

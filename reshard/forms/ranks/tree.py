@@ -145,19 +145,10 @@ class SourceTree:
 
     @property
     def steps(self) -> tuple[Optional[Step], ...]:
-        """All steps, newest first; None, for names without a step, last."""
         return tuple(sorted(self.by_step, key=_age))
 
     def candidates(self, step: Optional[str] = None) -> Iterator[StepFiles]:
-        """The steps, newest first, each with at most one file per rank.
-
-        Args:
-            step: a step such as ``"3_10"``; None or ``"latest"`` for all.
-
-        Raises:
-            UsageError: ``step`` is not a step.
-            CheckpointError: the step is missing, a rank has several files of it, or the steps have no order.
-        """
+        """The steps, newest first, each with at most one file per rank; only one if it is named, as ``3_10``."""
         if step is not None and step != "latest":
             yield self.of_step(self.named(step))
             return
@@ -167,12 +158,6 @@ class SourceTree:
             yield self.of_step(number)
 
     def named(self, text: str) -> Step:
-        """A step by its text, such as ``"3_10"``.
-
-        Raises:
-            UsageError: the text is not a step.
-            CheckpointError: the source has no file of this step.
-        """
         names = ["none in the name" if saved is None else str(saved) for saved in self.steps]
         saved_steps = f"its steps: {some_names(names, _MOST_STEPS)}"
         numbered = [saved for saved in self.steps if saved is not None]
@@ -194,11 +179,6 @@ class SourceTree:
         return step
 
     def of_step(self, step: Optional[Step]) -> StepFiles:
-        """The files of a step, one per rank.
-
-        Raises:
-            CheckpointError: a rank has several files of it.
-        """
         chosen: dict[int, RankFile] = {}
         for file in self.by_step[step]:
             earlier = chosen.setdefault(file.rank, file)
@@ -212,11 +192,7 @@ class SourceTree:
         return StepFiles(step, files, notes, root, tuple(chosen.values()))
 
     def check_comparable(self) -> None:
-        """Refuse several series of saves, whose steps have no order.
-
-        Raises:
-            CheckpointError: names the newest file of each.
-        """
+        """Refuse several series of saves, whose steps have no order."""
         newest: dict[tuple[Pattern, Pattern, bool], RankFile] = {}
         for file in sorted(self.files, key=lambda file: _age(file.step)):
             newest.setdefault(file.series, file)
@@ -307,16 +283,11 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
 
 
 def named_for_rank(name: str) -> bool:
-    """Whether a name is that of a rank's directory."""
     return _RANK_DIRECTORY.fullmatch(name) is not None
 
 
 def holds_ranks_only(directory: str) -> bool:
-    """Whether all names in a directory are those of rank directories; False if it is empty or no directory.
-
-    Raises:
-        ReshardError: the path cannot be listed.
-    """
+    """Whether all names in a directory are those of rank directories; False if it is empty or no directory."""
     names = names_in(directory) if is_directory(directory) else []
     return bool(names) and all(map(named_for_rank, names))
 
@@ -331,15 +302,7 @@ class _FileEntry(NamedTuple):
 
 
 def find_rank(directory: str, file_suffix: Optional[str] = None) -> Optional[SourceTree]:
-    """The checkpoint files of a single rank's directory; None if it is not such a directory.
-
-    Args:
-        directory: ``rank_3`` or the like, or ``ckpt_dir3`` from fault recovery.
-        file_suffix: only files whose stem, the name without its ending, ends so.
-
-    Raises:
-        RetryableError: listing failed in a way that may pass.
-    """
+    """The checkpoint files of a single rank's directory, ``rank_3`` or ``ckpt_dir3``; None for others."""
     name = os.path.basename(os.path.abspath(directory))
     match = _RANK_DIRECTORY.fullmatch(name) or re.fullmatch(_FAULT_DIRECTORY, name)
     if match is None or not is_directory(directory):
@@ -351,7 +314,6 @@ def find_rank(directory: str, file_suffix: Optional[str] = None) -> Optional[Sou
 
 
 def _rank_directories(src: str) -> list[_FileEntry]:
-    """Every checkpoint file in the rank directories of ``src``."""
     _refuse_other_forms(src)
     _refuse_unfinished(src)
     files = []
@@ -370,17 +332,7 @@ def _rank_directories(src: str) -> list[_FileEntry]:
 
 
 def skipped_directories(src: str) -> tuple[list[str], list[str]]:
-    """Directories of checkpoints beside the rank directories, which are not read with them.
-
-    Args:
-        src: a valid source of `find_checkpoints`, not a file.
-
-    Returns:
-        Unfinished directories, and saves at a fault, which are sources themselves.
-
-    Raises:
-        ReshardError: listing failed.
-    """
+    """Unfinished directories, and saves at a fault, which are sources themselves, beside the rank directories."""
     pattern = _is_pattern(src)
     directory = fixed_directory(src) if pattern else src
     names = _subdirectories(directory or os.curdir)
@@ -476,11 +428,6 @@ def _checkpoints(path: str) -> Iterator[str]:
 
 
 def _checkpoint_names(entries: Iterable[DirectoryEntry]) -> list[str]:
-    """The checkpoint files among directory entries, sorted by name.
-
-    Raises:
-        OSError: an entry cannot be examined.
-    """
     return sorted(
         entry.name
         for entry in entries

@@ -21,7 +21,6 @@ class VerlForm(ChunkedForm):
     options = FormOptions(title="verl's rank files", layouts=Layouts.RECORDED, formats=(), mindspore=False)
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
-        """By the names of the files."""
         if not is_directory(src):
             return MODEL.fullmatch(os.path.basename(src)) is not None
         return any(map(MODEL.fullmatch, names_in(src) if names is None else names))

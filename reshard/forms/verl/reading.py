@@ -116,7 +116,6 @@ def part_of(archive: Archive, value: Any) -> Optional[RankPart]:
 
 
 def _wrapped(value: PickledInstance) -> tuple[Optional[tuple[int, ...]], dict[str, Any]]:
-    """The shape and the attributes of a DTensor."""
     args = value.args
     wrapper = args[2] if len(args) > 3 and isinstance(args[2], tuple) and len(args[2]) > 2 else (None,)
     if args and getattr(args[0], "name", None) == _WRAPPER and _class(wrapper[0]) == _TENSOR:
@@ -197,7 +196,6 @@ _FSDP1 = "torch.distributed._shard.sharded_tensor."
 
 
 def read_ranks(form: str, request: ReadRequest) -> ChunkedCheckpoint:
-    """Read a directory of rank files; see `VerlForm.read`."""
     directory = request.path
     if not is_directory(directory):
         raise CheckpointError(
@@ -236,11 +234,7 @@ def read_ranks(form: str, request: ReadRequest) -> ChunkedCheckpoint:
 def _files_of_ranks(
     directory: str, names: Sequence[str], damaged: Mapping[str, str]
 ) -> tuple[int, list[str], list[InputError]]:
-    """The number of ranks that saved, their files, and why others are not read.
-
-    Raises:
-        CheckpointError: the files are of several saves.
-    """
+    """The number of ranks that saved, their files, and why others are not read."""
     matches = [match for match in map(MODEL.fullmatch, names) if match]
     worlds = sorted({int(match[1]) for match in matches})
     paths = {int(match[2]): os.path.join(directory, match[0]) for match in matches}
@@ -277,11 +271,7 @@ class _RankFile(NamedTuple):
 
 
 def _read_rank(path: str, handles: FileHandles) -> Union[_RankFile, DamagedCheckpointError]:
-    """The tensors of a rank, or why its file is damaged.
-
-    Raises:
-        ReshardError: it cannot be read.
-    """
+    """The tensors of a rank, or why its file is damaged."""
     parts: dict[str, Union[RankPart, PlacementError, None]] = {}
     with reading(path), contextlib.closing(handles.open_file(path)) as file:
         size = file.size()
@@ -312,11 +302,6 @@ def _read_rank(path: str, handles: FileHandles) -> Union[_RankFile, DamagedCheck
 
 
 def _is_allowed(path: str, name: str) -> bool:
-    """Whether a pickle may name a class or function.
-
-    Raises:
-        CheckpointError: it is FSDP1's.
-    """
     if name.startswith(_FSDP1):
         raise CheckpointError(
             f"{path}: holds tensors of FSDP1 (ShardedTensor), which are not read",
