@@ -22,8 +22,9 @@ PYTEST = -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 help:
 	@echo 'make demo          convert a bundled checkpoint and show what happened (takes a minute the first time)'
-	@echo 'make test          the tests, without the long suites'
+	@echo 'make test          the tests, without the deep and the long ones'
 	@echo 'make quick ROOM=layout   the tests of one room (a directory of tests/), as many as run in 20 seconds'
+	@echo 'make test-deep     with the deep ones: storms, object stores, pages, memory (some minutes)'
 	@echo 'make test-all      all tests'
 	@echo 'make check         ruff and mypy'
 	@echo 'make conformance   the tests against real MindSpores $(MINDSPORE) and $(MINDFORMERS_MINDSPORE) and MindFormers $(MINDFORMERS),'
@@ -55,6 +56,10 @@ quick:
 		[ -z "$$changed" ] || { $(VENV)/bin/ruff check $$changed && $(VENV)/bin/ruff format --check $$changed; }
 	@RESHARD_QUICK=14 $(VENV)/bin/python $(PYTEST) -q -r fE tests/$(ROOM) \
 		tests/convert/test_properties.py::test_any_layout_converts_to_any_other
+
+test-deep:
+	@.ci/venv $(VENV) $(PYTHON) test
+	@RESHARD_DEEP=1 $(VENV)/bin/python $(PYTEST)
 
 test-all:
 	@.ci/venv $(VENV) $(PYTHON) test

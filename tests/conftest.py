@@ -1,8 +1,11 @@
-"""Selection of tests: those marked `long` are collected only with RESHARD_LONG=1, as `make test-all` sets it.
+"""Selection of tests.
 
-In a module marked `long`, a test marked `short` always runs. With RESHARD_QUICK=SECONDS, as `make quick` sets it,
-those marked `quick` run first, then the tests that were fastest last time; those that would begin after so many
-seconds are skipped.
+Tests marked `deep`, and rooms in `_DEEP_ROOMS`, run with RESHARD_DEEP=1, as `make test-deep` sets it: storms, stores in
+depth, pages, memory. Those marked `long` run with RESHARD_LONG=1 only, as `make test-all` sets it, which includes the
+deep ones. In a module marked `long`, a test marked `short` is not long.
+
+With RESHARD_QUICK=SECONDS, as `make quick` sets it, those marked `quick` run first, then the tests that were fastest
+last time; those that would begin after so many seconds are skipped.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 LONG = os.environ.get("RESHARD_LONG") == "1"
 QUICK = float(os.environ.get("RESHARD_QUICK", "0"))
 """Seconds that a quick run may take; 0 in others."""
+DEEP = LONG or QUICK > 0 or os.environ.get("RESHARD_DEEP") == "1"
+_DEEP_ROOMS = {"cluster", "fuzz", "mutants", "view"}
 
 _MEMORY = Path("/dev/shm")
 _MIN_MEMORY = 4 << 30
@@ -44,7 +49,7 @@ _STARTED = time.monotonic()
 
 hypothesis.settings.register_profile(
     "tests",
-    max_examples=100 if LONG else 10 if QUICK else 34,
+    max_examples=100 if LONG else 34 if DEEP and not QUICK else 10,
     deadline=None,
     database=None,
     derandomize=not LONG,
@@ -100,15 +105,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if QUICK and cache is not None:
         seconds = cache.get(_DURATIONS, {})
         items.sort(key=lambda item: (not item.get_closest_marker("quick"), seconds.get(item.nodeid, _UNKNOWN)))
+    excluded = [item for item in items if not _is_selected(item)]
+    config.hook.pytest_deselected(items=excluded)
+    items[:] = [item for item in items if _is_selected(item)]
+
+
+def _is_selected(item: pytest.Item) -> bool:
     if LONG:
-        return
-    is_long = [bool(item.get_closest_marker("long") and not item.get_closest_marker("short")) for item in items]
-    config.hook.pytest_deselected(items=[item for item, long in zip(items, is_long) if long])
-    items[:] = [item for item, long in zip(items, is_long) if not long]
+        return True
+    if item.get_closest_marker("long") and not item.get_closest_marker("short"):
+        return False
+    return DEEP or not (item.get_closest_marker("deep") or item.path.parent.name in _DEEP_ROOMS)
 
 
 def pytest_report_header() -> list[str]:
     return [
-        "long tests: all" if LONG else "long tests: none; make test-all (RESHARD_LONG=1) runs them",
+        "tests: all"
+        if LONG
+        else "tests: with the deep ones"
+        if DEEP
+        else "tests: make test-deep and test-all run more",
         "conformance: make conformance (RESHARD_CONFORMANCE=1) compares with MindSpore and other libraries",
     ]

@@ -267,6 +267,12 @@ def tree_bytes(root: Union[str, Path]) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.glob("rank_*/*"))}
 
 
+def version(path: Path) -> tuple[int, int]:
+    """Inode and time of a file: one that was written again has others. File systems use an inode again at once."""
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
+
+
 def same_ranks(ranks: Mapping[int, Checkpoint], expected: Mapping[int, Checkpoint]) -> None:
     """Fail, naming rank and parameter, unless both hold the same tensors."""
     assert sorted(ranks) == sorted(expected)

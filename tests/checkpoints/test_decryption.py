@@ -23,7 +23,7 @@ from tests.corpus import FIXTURES
 from tests.encryption import KEY, MODES, encrypt_file, encrypt_tree, encrypted
 from tests.running import Argument, Result, done, fails, warns
 from tests.small import World, tensors
-from tests.trees import ckpt_bytes, read_checkpoint, scalar, tree_bytes, value
+from tests.trees import ckpt_bytes, read_checkpoint, scalar, tree_bytes, value, version
 
 ciphers = pytest.importorskip("cryptography.hazmat.primitives.ciphers")
 
@@ -142,17 +142,17 @@ def test_a_second_run_keeps_finished_files(world: World, key_file: Path) -> None
     encrypt_tree(world.src, {0: "AES-GCM", 1: "AES-CBC"}, 50)
     words: list[Argument] = ["decrypt", world.src, world.root / "plain", "--key-file", key_file]
     done(*words)
-    plain, before = files_in(world.root / "plain"), inodes(world.root / "plain")
+    plain, before = files_in(world.root / "plain"), versions(world.root / "plain")
     removed = world.root / "plain" / "rank_1" / "net-1_10.ckpt"
     removed.unlink()
     done(*words)
     assert files_in(world.root / "plain") == plain
-    after = inodes(world.root / "plain")
+    after = versions(world.root / "plain")
     assert {path for path in after if after[path] == before[path]} == set(before) - {str(removed)}
 
 
-def inodes(root: Path) -> dict[str, int]:
-    return {str(path): path.stat().st_ino for path in root.rglob("*.ckpt")}
+def versions(root: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): version(path) for path in root.rglob("*.ckpt")}
 
 
 @pytest.mark.parametrize("rank", [0, 1])

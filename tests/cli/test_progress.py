@@ -32,6 +32,7 @@ def on_terminal(columns: int, *words: str) -> str:
     return terminal_output(columns, SCRIPT, *words)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("columns", "shown"), [(80, " of 4.0 GiB, "), (40, "% ")])
 def test_a_terminal_shows_progress_speed_and_remaining_time(columns: int, shown: str) -> None:
     output = on_terminal(columns)
@@ -45,6 +46,7 @@ def test_a_terminal_shows_progress_speed_and_remaining_time(columns: int, shown:
     assert output.split("\n")[-1].rpartition("\r")[2].strip() == ""
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("words", "shown"),
     [([], True), (["--quiet"], False), (["--no-progress"], False), (["--quiet", "--progress"], True)],
@@ -53,6 +55,7 @@ def test_a_terminal_shows_progress_unless_switched_off(words: list[str], shown: 
     assert ("checking" in on_terminal(80, *words)) == shown
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("size", [(0, 0), (80, 0)])
 def test_a_terminal_without_a_size_shows_lines(size: tuple[int, int]) -> None:
     """Pseudo-terminals of other programs often have none; a bar on them stays empty."""

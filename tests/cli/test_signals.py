@@ -112,6 +112,7 @@ def handles(process: int, number: signal.Signals) -> bool:
     return caught is not None and bool(int(caught[1], 16) & 1 << (number - 1))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("command", ["convert", "verify", "show"])
 def test_a_signal_at_any_call_ends_the_run(world: World, command: str) -> None:
     world.save(FULL)

@@ -59,6 +59,7 @@ def test_a_conversion_completes_with_closed_output(world: World, nobody: int) ->
     same_ranks(world.found(), world.expected(FULL))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("listens", ["nobody", "full"])
 def test_closed_output_keeps_the_exit_status_of_the_conversion(
     world: World, listens: str, request: pytest.FixtureRequest

@@ -55,6 +55,7 @@ def test_a_table_fits_the_terminal(columns: int, command: str, checkpoint: Path)
     assert command == "diff" or all(len(row) == ends[-1] for row in rows)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("command", ["stats", "diff"])
 @pytest.mark.parametrize("columns", [50, 80, 100])
 def test_shortened_names_fit_one_name_each(columns: int, command: str, tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_a_single_file_that_replaces_several_has_no_index(world: World) -> None:
     assert {path.name for path in world.dst.glob("model*")} == {"model.safetensors"}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("first", "second"), some_of(itertools.permutations(FORMS, 2), 5))
 def test_replacing_a_form_removes_all_its_files(first: str, second: str, world: World) -> None:
     world.save(FULL)
@@ -167,6 +168,7 @@ def test_replacing_a_form_removes_all_its_files(first: str, second: str, world: 
     assert names[0] == names[1]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("first", "second"), some_of(itertools.permutations(FORMS, 2), 5, 1))
 def test_unrecorded_files_of_another_form_are_refused(first: str, second: str, world: World) -> None:
     world.save(FULL)
@@ -204,6 +206,7 @@ def test_replacing_weights_replaces_the_files_beside_them(world: World) -> None:
     assert "is kept" not in done("convert", one, two, "--to", "huggingface").err
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FORMS)
 def test_a_tensor_of_one_element_is_proven_in_every_form(form: str, tmp_path: Path) -> None:
     full = {"w": value("w", (8, 6)), "gate": value("gate", (1,)), "layers.0.scale": value("scale", ())}

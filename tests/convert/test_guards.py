@@ -199,6 +199,7 @@ def test_a_skipped_part_of_a_file_is_an_error(world: World, monkeypatch: pytest.
     assert not [path for path in world.dst.rglob("*") if path.is_file()]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("io", ["mmap", "pread"])
 def test_a_low_limit_of_open_files_suffices(io: str, tmp_path: Path) -> None:
     """Forty source files, of which every target needs all, with 48 descriptors."""
@@ -300,6 +301,7 @@ def run_in_shell(text: str) -> tuple[int, str]:
     return result.returncode, result.stderr
 
 
+@pytest.mark.deep
 def test_a_closed_pipe_is_not_an_error() -> None:
     reshard = f"{sys.executable} -m reshard"
     file = "fixtures/demo/src_checkpoints/rank_0/mlp-2_10.ckpt"
@@ -307,6 +309,7 @@ def test_a_closed_pipe_is_not_an_error() -> None:
         assert run_in_shell(f"set -o pipefail; {reshard} {command} | head -1 >/dev/null") == (0, "")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_closed_streams_are_not_an_error(closed: str, tmp_path: Path) -> None:
     reshard = f"{sys.executable} -m reshard"
@@ -316,6 +319,7 @@ def test_closed_streams_are_not_an_error(closed: str, tmp_path: Path) -> None:
     assert run_in_shell(f"{reshard} inspect {source} {closed}")[0] == 0
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_no_file_reuses_the_descriptor_of_a_closed_stream(closed: str, tmp_path: Path) -> None:
     number = tmp_path / "number"

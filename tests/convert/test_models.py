@@ -91,6 +91,7 @@ def test_ranks_equal_numpys_slices_and_convert_back_to_the_model(
     same_checkpoints(huggingface(back), world.weights)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_is_unchanged_by_checkpoint2_and_unified_weights(tmp_path: Path, family: str) -> None:
     world = World(tmp_path, family)
@@ -105,6 +106,7 @@ def test_a_model_is_unchanged_by_checkpoint2_and_unified_weights(tmp_path: Path,
     same_checkpoints(huggingface(world.back(tmp_path / "unified")), world.weights)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", FAMILIES)
 def test_casts_apply_in_both_directions(tmp_path: Path, family: str) -> None:
     """Ranks of Float32 whose norms stay as they are; and BFloat16 for inference from ranks of Float32."""
@@ -118,6 +120,7 @@ def test_casts_apply_in_both_directions(tmp_path: Path, family: str) -> None:
     same_checkpoints(huggingface(back), bfloat16(world.weights))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_output_does_not_depend_on_the_division_of_work(tmp_path: Path, family: str) -> None:
     world = World(tmp_path, family)
@@ -137,6 +140,7 @@ def test_output_does_not_depend_on_the_division_of_work(tmp_path: Path, family: 
     assert len(tree_bytes(tmp_path / "one")) == 3
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("way", ["to ranks", "to Hugging Face"])
 def test_a_conversion_killed_at_any_moment_resumes_also_with_overwrite(tmp_path: Path, way: str) -> None:
     world = World(tmp_path, "qwen3_moe")
@@ -593,6 +597,7 @@ def test_another_table_with_other_packing_is_a_warning(tmp_path: Path) -> None:
     assert "was converted" not in done(*words, "--names", f"{table},gate_up=halves,qkv=grouped").err
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_of_mindformers_in_a_hugging_face_directory_give_a_note(family: str, tmp_path: Path) -> None:
     world, note = World(tmp_path, family), "names stay those of MindFormers"

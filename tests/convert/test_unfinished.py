@@ -155,6 +155,7 @@ def test_ranks_that_replace_a_form_leave_no_marker(world: World) -> None:
     assert not weights(world.dst) and len(world.found()) == 2
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("call", ["rename", "unlink"])
 @pytest.mark.parametrize("form", FORMS)
 def test_no_loader_accepts_a_conversion_stopped_at_any_moment(

@@ -25,6 +25,7 @@ DOCS = ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md")), *ORIGINALS]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.name)
 def test_every_example_works_as_typed_and_prints_what_the_page_shows(page: Path, command: Path) -> None:
     with pages.home() as place:

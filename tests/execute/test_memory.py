@@ -51,6 +51,7 @@ SCHEMES = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", SCHEMES)
 @pytest.mark.parametrize("io", some_of(["pread", "mmap"], 2))
 def test_memory_stays_under_the_limit(kind: str, io: str, place: Path) -> None:

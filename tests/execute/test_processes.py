@@ -152,6 +152,7 @@ os.register_at_fork(after_in_child=audit)
 """
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [(), ("--cast", "BFloat16")])
 def test_worker_processes_import_nothing(kind: str, options: tuple[str, ...], tmp_path: Path) -> None:
@@ -229,6 +230,7 @@ def small_steps(crews: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return crews
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_and_processes_verify_alike(kind: str, tmp_path: Path, small_steps: list[int]) -> None:
     words = prepared(tmp_path, kind)

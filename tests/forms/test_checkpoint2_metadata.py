@@ -6,6 +6,8 @@ import json
 import tracemalloc
 from pathlib import Path
 
+import pytest
+
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.forms.checkpoint2.form import COMMON
 from reshard.forms.checkpoint2.written_files import Checkpoint2Files
@@ -14,6 +16,7 @@ from reshard.strategies.read import read_strategy
 from tests.trees import layout, single, write_strategy
 
 
+@pytest.mark.deep
 def test_memory_for_metadata_does_not_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
     ranks, peaks = 256, []
     for count in (10, 80):

@@ -798,6 +798,7 @@ def test_weights_of_a_lost_stage_are_missing_also_under_a_trainers_names(form: s
     assert "step 2_1 is not complete and is skipped" in flat(result.err)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", ["dcp", "hyper-parallel"])
 def test_a_models_strategy_cuts_a_trainers_state_too(form: str, tmp_path: Path) -> None:
     demo = FIXTURES / "demo"

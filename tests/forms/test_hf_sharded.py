@@ -127,6 +127,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[dict[str, Value], list[Chunk]]:
     return tensors, chunks
 
 
+@pytest.mark.deep
 @given(cut_tensors(), st.booleans(), st.integers(1, 5))
 def test_any_boxes_are_assembled_and_cut_into_rows_again(
     cut: tuple[dict[str, Value], list[Chunk]], shapes: bool, shards: int

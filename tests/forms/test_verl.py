@@ -204,6 +204,7 @@ def test_a_missing_file_is_named(saved: Path) -> None:
     assert "not complete" in done("inspect", saved).out
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("lost", ["missing", "cut short", "flipped"])
 def test_replicas_stand_in_for_a_lost_file(lost: str, rank: int, saved: Path, tmp_path: Path) -> None:
@@ -262,6 +263,7 @@ def placement(kind: str, **fields: Any) -> PickledInstance:
     return inert(f"torch.distributed.tensor.placement_types.{kind}", state=fields)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("placements", "words"),
     [

@@ -114,6 +114,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", AIMS)
 def test_every_command_for_every_form_runs_and_proves_its_result(demo: Path, form: str) -> None:
     printed = suggested(demo / form, "--devices", 4)
@@ -138,6 +139,7 @@ def test_one_file_counts_as_whole_only_if_the_user_states_it(demo: Path, tmp_pat
     assert run_all(printed) == ["cluster", "huggingface", "pytorch"]
 
 
+@pytest.mark.deep
 def test_the_output_is_a_script(demo: Path, tmp_path: Path, elsewhere: Path) -> None:
     source = tmp_path / "it's\na $(touch x) ünï\udcff"
     shutil.copytree(demo / "ranks", source)

@@ -112,6 +112,7 @@ def test_a_pinwheel_is_read_from_its_five_boxes() -> None:
     assert set(coverage.boxes) == set(pinwheel)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("grid", [True, False])
 def test_a_hundred_thousand_boxes_are_checked_in_bounded_time(grid: bool) -> None:
     rows, columns = 100, 1000

@@ -511,6 +511,7 @@ def test_merged_infinity_and_nan_are_verified(tmp_path: Path) -> None:
         (tmp_path / "out" / "model.safetensors").write_bytes(merged)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("to", ["huggingface", "dcp", "hyper-parallel", "hf-sharded"])
 @pytest.mark.parametrize("form", ["huggingface", "dcp", "hyper-parallel"])
 def test_names_of_a_trainers_state_are_those_of_a_conversion(form: str, to: str, tmp_path: Path) -> None:

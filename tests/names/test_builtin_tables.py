@@ -69,6 +69,7 @@ def test_a_tiny_model_round_trips_and_uses_each_element_once(name: str, options:
     np.testing.assert_array_equal(np.sort(used[used > 0]), np.sort(expected))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", sorted(REAL))
 def test_a_real_model_round_trips_and_uses_each_element_once(name: str) -> None:
     config, shapes = REAL[name]

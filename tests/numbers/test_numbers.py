@@ -244,6 +244,7 @@ def large(root: Path, kind: str = "Float32") -> dict[str, Value]:
     return {"w": Value(kind, bits)}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["Float32", "BFloat16"])
 def test_sums_are_bitwise_equal_in_any_layout_with_any_threads(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

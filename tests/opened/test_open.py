@@ -617,6 +617,7 @@ sys.exit(max(os.waitpid(child, 0)[1] for child in children) != 0)
 """
 
 
+@pytest.mark.deep
 def test_forked_children_do_not_share_connections_to_a_store(objects: Objects, tmp_path: Path) -> None:
     """Two readers of one connection would each get a part of the other's bytes."""
     full = {f"w{number}": value(f"w{number}", (1024, 1024)) for number in range(4)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
 from hypothesis import given, note
 from hypothesis import strategies as st
 
@@ -165,6 +166,7 @@ def write_steps(draw: st.DrawFn, case: Case, world: World) -> None:
         write_tree(world.src, torn, f"rank_{{rank}}/net-3_11.{case.ending}", **options)
 
 
+@pytest.mark.deep
 @examples(35)
 @given(st.data())
 def test_one_rank_at_a_time_equals_all_at_once(data: st.DataObject) -> None:
@@ -189,6 +191,7 @@ def test_one_rank_at_a_time_equals_all_at_once(data: st.DataObject) -> None:
         assert tree_bytes(world.dst).items() <= whole.items()
 
 
+@pytest.mark.deep
 @examples(25)
 @given(st.data())
 def test_the_files_of_a_rank_list_suffice_for_its_rank(data: st.DataObject) -> None:

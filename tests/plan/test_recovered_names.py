@@ -76,6 +76,7 @@ def lose(world: World, pattern: str, ranks: Iterable[int]) -> None:
         (world.src / pattern.format(rank=rank)).unlink()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("lost", LOST, ids=str)
 @pytest.mark.parametrize("named", NAMED)
 def test_lost_ranks_can_be_copied_back_into_the_tree(named: str, lost: list[int], plain: World) -> None:
@@ -114,6 +115,7 @@ def test_sources_may_be_relative(pattern: str, source: str, plain: World, monkey
     is_whole(plain, source, pattern)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("survivor", [0, 1])
 @pytest.mark.parametrize("named", [named for named in NAMED if named not in UNTOLD])
 def test_a_single_remaining_rank_determines_the_names(named: str, survivor: int, tmp_path: Path) -> None:

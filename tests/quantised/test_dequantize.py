@@ -77,6 +77,7 @@ def test_memory_for_decoding_is_part_of_the_limit(jobs: int, memory: int) -> Non
     assert options.buffer_bytes <= memory
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("scheme", ["fp8 blocks", "int8 groups with zero points", "mxfp4"])
 @pytest.mark.parametrize("form", ["dcp", "hf-sharded", "hyper-parallel"])
 def test_the_state_of_a_trainer_is_dequantised_under_the_names_of_the_model(
@@ -111,6 +112,7 @@ def test_elements_are_rounded_once_to_the_type_of_a_cast(tmp_path: Path, scheme:
     )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("scheme", SCHEMES)
 @given(data=st.data())
 @examples(30)

@@ -201,6 +201,7 @@ def check_every_code(code: str, dtype: str, scale: str, words: Words) -> None:
     assert overflowed == np.count_nonzero(np.isinf(expected) & ~np.isinf(values))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("code", [*FLOAT8, "Int8"])
 @pytest.mark.parametrize("dtype", ["Float32", "BFloat16"])
 def test_vector_arithmetic_has_the_bits_of_the_tables(code: str, dtype: str) -> None:

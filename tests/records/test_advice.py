@@ -47,6 +47,7 @@ def replaced_with_a_run_for_all(world: World, *options: Argument) -> None:
     assert len(tree_bytes(world.dst)) == 2
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("swapped", "options", "part"), some_of(itertools.product([False, True], OTHERWISE, PARTS), 3))
 def test_refusal_of_another_conversion_names_the_earlier_command(
     options: tuple[str, ...], swapped: bool, part: str, world: World

@@ -118,6 +118,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("text", TEXTS)
 def test_invalid_records_are_refused_by_name(world: World, record: tuple[Record, Path], text: str) -> None:
     use, path = record
@@ -156,6 +157,7 @@ def with_value(content: Any, path: tuple[Any, ...], value: Optional[Any], remove
     return created
 
 
+@pytest.mark.deep
 def test_every_value_of_a_record_is_checked(world: World, record: tuple[Record, Path]) -> None:
     use, path = record
     content = json.loads(path.read_text())

@@ -61,6 +61,7 @@ def test_a_lock_that_is_never_released_is_an_error_that_names_it(started: World,
     same_ranks(started.found(), started.expected(FULL))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", [fcntl.LOCK_SH, fcntl.LOCK_EX])
 def test_a_lock_is_acquired_after_its_release(started: World, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     path = lock_of(started)

@@ -16,7 +16,7 @@ from tests.faults import CALLS, ERRORS, failing
 from tests.running import Argument, done, fails, reshard
 from tests.sampling import some_of
 from tests.small import COPIED, World, tensors
-from tests.trees import cut_ranks, same_ranks, tree_bytes
+from tests.trees import cut_ranks, same_ranks, tree_bytes, version
 
 FULL = tensors()
 # The first conversion, and the one that replaces it; only the files of the second remain.
@@ -138,6 +138,7 @@ def test_overwrite_replaces_a_recovery_of_another_step(plain: World) -> None:
     assert list(tree_bytes(plain.dst)) == [f"rank_{rank}/net-1_20.ckpt" for rank in range(4)]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", some_of(KILLED, 3))
 def test_a_killed_run_with_overwrite_resumes(kind: str, world: World) -> None:
     """At every call that changes something on disk, and twice in a row."""
@@ -154,6 +155,7 @@ def test_a_killed_run_with_overwrite_resumes(kind: str, world: World) -> None:
     assert int(result.stdout) > (5 if LONG else 2)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("kind", "number"), some_of([(kind, number) for kind in CALLS for number in ERRORS[kind]], 2))
 def test_a_failing_system_call_during_overwrite_is_recoverable(kind: str, number: int, world: World) -> None:
     world.save(FULL)
@@ -222,9 +224,9 @@ def test_a_stopped_replacement_is_replaced_by_the_first_conversion(world: World)
 def test_a_run_for_some_ranks_replaces_its_own_files(options: tuple[str, ...], world: World) -> None:
     world.save(FULL)
     world.convert()
-    before = {path.name: path.stat().st_ino for path in world.dst.glob("rank_*/*")}
+    before = {path.name: version(path) for path in world.dst.glob("rank_*/*")}
     replaced = done(*world.words("--overwrite", *options, "--json")).json["ranks"]
-    after = {path.name: path.stat().st_ino for path in world.dst.glob("rank_*/*")}
+    after = {path.name: version(path) for path in world.dst.glob("rank_*/*")}
     assert [
         rank for rank in (0, 1) if before[f"checkpoint_{rank}.ckpt"] != after[f"checkpoint_{rank}.ckpt"]
     ] == replaced

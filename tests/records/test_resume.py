@@ -24,14 +24,14 @@ from reshard.records import Ledger
 from tests.live import live_run
 from tests.running import LAUNCHER, Result, done, fails, reshard
 from tests.small import COPIED, World, tensors
-from tests.trees import same_ranks, tree_bytes
+from tests.trees import same_ranks, tree_bytes, version
 
 FULL = tensors()
 
 
-def ages(world: World) -> dict[str, int]:
-    """Inode per target file: one that was written again has another."""
-    return {str(path.relative_to(world.dst)): path.stat().st_ino for path in world.dst.glob("rank_*/[!.]*")}
+def ages(world: World) -> dict[str, tuple[int, int]]:
+    """Version per target file: one that was written again has another."""
+    return {str(path.relative_to(world.dst)): version(path) for path in world.dst.glob("rank_*/[!.]*")}
 
 
 def manifest(world: World) -> bytes:

@@ -18,7 +18,7 @@ from reshard.convert import Counted, Options
 from reshard.plan.request import Request
 from tests.running import Argument, done, fails, reshard
 from tests.small import COPIED, SOURCE, TARGET, World, tensors
-from tests.trees import layout, same_ranks, scalar, single, tree_bytes, value
+from tests.trees import layout, same_ranks, scalar, single, tree_bytes, value, version
 
 FULL = tensors()
 
@@ -274,13 +274,13 @@ def test_resume_continues_a_run_with_overwrite(world: World, monkeypatch: pytest
     world.save(FULL)
     world.convert()
     old = world.dst / "rank_0" / "checkpoint_0.ckpt"
-    before = old.stat().st_ino
+    before = version(old)
     stop_after_one(world.words("--overwrite", "--jobs", 1), monkeypatch)
-    inodes = {path.name: path.stat().st_ino for path in world.dst.glob("rank_*/*")}
-    assert len(inodes) == 1
+    versions = {path.name: version(path) for path in world.dst.glob("rank_*/*")}
+    assert len(versions) == 1
     result = resume(world)
     assert len(result["ranks"]) == 1 and len(result["done_before"]) == 1
-    assert old.stat().st_ino != before
+    assert version(old) != before
     same_ranks(world.found(), world.expected(FULL))
 
 

@@ -229,6 +229,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     return counted
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("options", "most"), [((), 1024), (("--verify",), 4 * 4096)])
 def test_the_replica_check_reads_a_bounded_number_of_bytes(
     options: tuple[str, ...], most: int, tmp_path: Path, reads: Reads

@@ -26,6 +26,7 @@ def faulty(seed: int, form: str, objects: Objects, root: Path, *more: Argument) 
     check_nothing_is_left(objects, expected)
 
 
+@pytest.mark.deep
 @pytest.mark.short
 @pytest.mark.parametrize("seed, form", [(1, "parts")])
 def test_failing_requests_do_not_change_the_output(seed: int, form: str, objects: Objects, tmp_path: Path) -> None:

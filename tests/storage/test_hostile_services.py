@@ -19,6 +19,8 @@ from tests.running import Argument, done, fails, reshard
 from tests.sampling import some_of
 from tests.storage.test_writing_to_stores import tree
 
+pytestmark = pytest.mark.deep
+
 DEMO = ROOT / "fixtures" / "demo"
 CUTS: list[Argument] = [
     "--src-strategy",

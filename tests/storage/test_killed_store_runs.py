@@ -176,6 +176,7 @@ def kill_and_go_on(killer: Killer, job: Job, preloaded: Preloaded, objects: Obje
     return killer.done
 
 
+@pytest.mark.deep
 @pytest.mark.short
 @pytest.mark.parametrize("form, at, of", [("parts", 2, "partNumber=")])
 def test_the_next_run_completes_a_killed_one(

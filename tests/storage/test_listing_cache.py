@@ -15,6 +15,8 @@ from reshard.errors import RetryableError
 from reshard.storage import exists, is_directory, is_regular_file, listings_cached, names_in, status_at, store_of
 from tests.object_store import Objects
 
+pytestmark = pytest.mark.deep
+
 KEYS = ["run/rank_0/net.ckpt", "run/rank_1/net.ckpt", "run/rank_1/more/x", "run/notes", "run/step.10/a", "run/empty/"]
 PATHS = [
     "run", "run/", "run/rank_0", "run/rank_1", "run/rank_0/net.ckpt", "run/rank_0/nothing", "run/notes", "run/notes/x",

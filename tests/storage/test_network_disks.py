@@ -28,6 +28,8 @@ from tests.running import Argument, done
 from tests.small import World
 from tests.trees import layout, single, tree_bytes, value
 
+pytestmark = pytest.mark.deep
+
 MS = 1e-3
 HIT = 5e-6
 DEMO = FIXTURES / "demo"

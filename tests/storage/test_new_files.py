@@ -223,6 +223,7 @@ def test_a_published_file_has_one_time_in_all_functions(place: Place) -> None:
         assert opened.status() == status_at(small)
 
 
+@pytest.mark.deep
 @pytest.mark.short
 def test_numbers_and_sizes_of_parts_stay_within_service_limits() -> None:
     for size in (1, PART, PART + 1, PART * 10_000, PART * 10_000 + 1, 3 << 40, 5 << 40):
@@ -255,6 +256,7 @@ def test_a_small_object_is_written_in_one_request(place: Place) -> None:
     assert place.content() == {"file": texts[-1], "other": b""}
 
 
+@pytest.mark.deep
 @pytest.mark.short
 def test_files_are_removed(place: Place) -> None:
     path = place.put("a/file", b"1")
@@ -344,6 +346,7 @@ def test_an_upload_aborted_by_another_program_is_an_error(objects: Objects) -> N
     assert objects.content() == {"file": b"old"} and objects.uploads() == []
 
 
+@pytest.mark.deep
 @pytest.mark.short
 def test_of_several_processes_that_create_a_file_one_writes_it(place: Place) -> None:
     path = f"{place.path}/plan"
@@ -366,6 +369,7 @@ def test_objects_of_other_programs_have_one_time_in_all_functions(objects: Objec
             assert looked.modified == (1_700_000_000_250_000_000, 1_700_000_000_000_000_000)[number - 1]
 
 
+@pytest.mark.deep
 @pytest.mark.short
 def test_objects_contain_no_credentials(objects: Objects) -> None:
     objects.faults.choose = failing
@@ -381,6 +385,7 @@ def test_objects_contain_no_credentials(objects: Objects) -> None:
     assert SECRET not in str(visited) and KEY not in str(visited)
 
 
+@pytest.mark.deep
 @pytest.mark.short
 def test_puts_do_not_wait_for_100_continue(objects: Objects) -> None:
     place = objects.path("run")
@@ -397,6 +402,7 @@ def test_puts_do_not_wait_for_100_continue(objects: Objects) -> None:
     assert objects.content() == {"run/small": b"1", "run/large": data}
 
 
+@pytest.mark.deep
 @pytest.mark.short
 def test_parts_are_sent_concurrently_while_others_are_filled(objects: Objects) -> None:
     under_way: list[int] = []

@@ -114,6 +114,7 @@ def some_fail(number: int, method: str, path: str) -> Optional[str]:
     return ("drop", None, "unavailable", None, None, "cut", None)[number % 7]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["ranks to ranks", "checkpoint2 to unified"])
 def test_network_failures_do_not_change_the_output(name: str, objects: Objects, tmp_path: Path) -> None:
     objects.faults.choose = some_fail
@@ -163,6 +164,7 @@ def lists(objects: Objects) -> Counter[str]:
     return counts
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("name", "command"), some_of([(name, command) for name in KINDS for command in ("convert", "inspect", "stats")], 4)
 )
@@ -185,6 +187,7 @@ def test_a_directory_is_listed_at_most_twice(name: str, command: str, objects: O
     assert command == "inspect" or "dcp/" in str(kind.source) or not looked_at
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("cut, at_a_time", [([0, -1], 4), ([-1, -1], 3)])
 def test_samples_of_replicas_are_requested_concurrently(
     cut: list[int], at_a_time: int, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -209,6 +212,7 @@ def test_samples_of_replicas_are_requested_concurrently(
     assert next(alone) == 4 and not together.broken
 
 
+@pytest.mark.deep
 def test_plan_describes_requests_to_a_store(objects: Objects, tmp_path: Path) -> None:
     objects.faults.delay = 0.05
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
@@ -221,6 +225,7 @@ def test_plan_describes_requests_to_a_store(objects: Objects, tmp_path: Path) ->
     assert done(*words, "--json").json["requests"] is None
 
 
+@pytest.mark.deep
 def test_reading_commands_accept_paths_in_a_store(objects: Objects, tmp_path: Path) -> None:
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
     strategy = objects.upload(DEMO / "src_strategy.ckpt", "strategy.ckpt")
@@ -247,6 +252,7 @@ def test_lost_ranks_are_recovered_from_a_store(objects: Objects, tmp_path: Path)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
+@pytest.mark.deep
 def test_resume_continues_with_a_source_in_a_store(objects: Objects, tmp_path: Path) -> None:
     words = demo_command(objects, tmp_path / "out")
     done(*words)
@@ -256,6 +262,7 @@ def test_resume_continues_with_a_source_in_a_store(objects: Objects, tmp_path: P
     assert tree(tmp_path / "out") == locally(KINDS["ranks to ranks"], tmp_path / "local")
 
 
+@pytest.mark.deep
 def test_a_source_replaced_between_runs_is_another_conversion(objects: Objects, tmp_path: Path) -> None:
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
     words: list[Argument] = [source, tmp_path / "out", "--src-strategy", DEMO / "src_strategy.ckpt", *TO_DEMO]
@@ -271,6 +278,7 @@ def test_a_source_replaced_between_runs_is_another_conversion(objects: Objects, 
         warns(result, "rank 0", "unless they were only copied")
 
 
+@pytest.mark.deep
 def test_output_and_records_contain_no_secret(objects: Objects, tmp_path: Path) -> None:
     words = demo_command(objects, tmp_path / "out")
     message = [done(*words, "-v").err, fails(3, "inspect", objects.path("nothing"), "--debug").err]
@@ -340,6 +348,7 @@ def test_the_same_command_resumes_after_a_kill(seconds: float, objects: Objects,
     assert not list((tmp_path / "out").rglob(".reshard-tmp-*"))
 
 
+@pytest.mark.deep
 def test_archives_in_a_store_have_no_crcs(objects: Objects, tmp_path: Path) -> None:
     """Sent parts cannot be changed; the manifest has the checksums of what is stored."""
     write_safetensors(tmp_path / "model.safetensors", {"a.w": np.arange(12, dtype="f4").reshape(4, 3)})

@@ -51,6 +51,7 @@ def test_reading_commands_print_the_same_for_a_store_and_a_disk(objects: Objects
     assert written(objects, NAME) == tree(saved.dst)
 
 
+@pytest.mark.deep
 @pytest.mark.short
 def test_dry_run_and_plan_write_only_the_picture(objects: Objects, saved: World) -> None:
     dst = objects.path("out")
@@ -62,6 +63,7 @@ def test_dry_run_and_plan_write_only_the_picture(objects: Objects, saved: World)
     assert content.startswith(b"<svg")
 
 
+@pytest.mark.deep
 @pytest.mark.short
 def test_view_reads_from_and_writes_to_a_store(objects: Objects, saved: World) -> None:
     src, page = objects.path("ckpt"), objects.path("pages/ckpt.html")
@@ -75,6 +77,7 @@ def test_view_reads_from_and_writes_to_a_store(objects: Objects, saved: World) -
     fails(2, "view", src, "-o", page, texts=["is no page of reshard view"])
 
 
+@pytest.mark.deep
 @pytest.mark.short
 def test_tensors_and_strategies_are_written_to_a_store(objects: Objects, saved: World) -> None:
     place = saved.root / "w.npy"
@@ -144,6 +147,7 @@ def test_objects_of_other_programs_are_refused(objects: Objects, saved: World) -
     assert written(objects, "one") == tree(saved.dst)
 
 
+@pytest.mark.deep
 @pytest.mark.short
 def test_a_store_without_write_permission_is_a_short_error(objects: Objects, saved: World) -> None:
     objects.faults.choose = lambda number, method, path: None if method in ("GET", "HEAD") else "refuse"

@@ -34,6 +34,7 @@ def opened(path: str) -> OpenFile:
     return store_of(path).open(path)
 
 
+@pytest.mark.deep
 def test_status_distinguishes_files_directories_and_missing_paths(place: Place) -> None:
     file = place.put("a/b/file.bin", b"12345")
     for path, regular, directory in ((file, True, False), (f"{place.path}/a", False, True), (place.path, False, True)):
@@ -110,6 +111,7 @@ def test_names_that_no_object_can_have_are_refused() -> None:
             status_at(path)
 
 
+@pytest.mark.deep
 @given(data=st.data())
 # Shrinking a failure would take very many requests.
 @settings(
@@ -135,6 +137,7 @@ def test_any_read_range_equals_the_file(place: Place, data: st.DataObject) -> No
     file.close()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("size", [10, 100_000, 2 * MIB])
 def test_a_replaced_file_is_an_error_for_its_reader(place: Place, size: int) -> None:
     path = place.put("file", content(size))
@@ -153,6 +156,7 @@ def test_a_replaced_file_is_an_error_for_its_reader(place: Place, size: int) -> 
                 raise AssertionError("opened as if it were the same")
 
 
+@pytest.mark.deep
 def test_versions_of_a_file_have_another_status(place: Place) -> None:
     first = status_at(place.put("file", b"one"))
     again = status_at(f"{place.path}/file")

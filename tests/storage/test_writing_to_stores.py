@@ -76,6 +76,7 @@ def words(kind: Kind, dst: Argument, source: Optional[str] = None) -> list[Argum
     return [source or kind.source, dst, *strategy, *kind.options]
 
 
+@pytest.mark.deep
 @pytest.mark.short
 @pytest.mark.parametrize("name", ["ranks, other format"])
 def test_objects_equal_local_files(name: str, objects: Objects, tmp_path: Path) -> None:
@@ -102,6 +103,7 @@ def test_objects_from_a_source_in_the_same_bucket_equal_local_files(
     assert objects.content() == before
 
 
+@pytest.mark.deep
 @pytest.mark.short
 @pytest.mark.parametrize("conditions", ["refuse", "ignore"])
 def test_a_service_without_conditional_writes_is_refused_before_anything_is_written(

@@ -128,6 +128,7 @@ def sampled(of: Sequence[Any], count: int) -> Sequence[Any]:
     return of if LONG or len(of) <= count else random.Random(7).sample(list(of), count)
 
 
+@pytest.mark.deep
 def test_a_strategy_derived_from_one_equals_the_compiled_one() -> None:
     counts = Counter(derive([one], other) for one, other in sampled(pairs(), 80))
     assert set(counts) <= {SAME, SAME_SLICES, REFUSED}, counts
@@ -143,6 +144,7 @@ def test_a_strategy_derived_from_two_equals_the_compiled_one() -> None:
     assert counts[SAME] + counts[SAME_SLICES] >= 0.35 * sum(counts.values()), counts
 
 
+@pytest.mark.deep
 def test_stated_stages_and_exceptions_settle_most_layouts() -> None:
     chosen = sampled(pairs(), 80)
     counts = Counter(derive([one], other, with_stages_and_opt_outs(other)) for one, other in chosen)
@@ -172,6 +174,7 @@ _SIZES = [
 ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("matrix", "entries"), _ORDERS, ids=lambda sizes_text: "-".join(map(str, sizes_text)))
 def test_no_device_order_gives_a_slice_to_a_wrong_rank(matrix: list[str], entries: list[Any], tmp_path: Path) -> None:
     """A weight with this device order, and one that mp cuts, for all sizes: the correct slices, or refused."""
@@ -203,6 +206,7 @@ def test_no_device_order_gives_a_slice_to_a_wrong_rank(matrix: list[str], entrie
     assert derived
 
 
+@pytest.mark.deep
 def test_wrong_sizes_are_refused_or_harmless() -> None:
     """Wrong sizes of the same product: refused, or the derived layouts are correct except for a few shapes."""
     harmful = []

@@ -350,6 +350,7 @@ def test_overwrite_removes_stages_of_another_strategy(out: str, tmp_path: Path) 
     done(*words, "mp=4,pp=2")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("out", ["stages/", "stages/{rank}.ckpt", "stages/rank_{rank}/s_{rank}.json"])
 @pytest.mark.parametrize("replaces", [False, True])
 def test_stages_of_an_interrupted_run_are_never_read_as_a_strategy(out: str, replaces: bool, tmp_path: Path) -> None:
@@ -436,6 +437,7 @@ def test_every_rank_has_the_slice_of_its_rule(dp: int, cp: int, mp: int, outer: 
 # Conversions to strategies that were made.
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("source", "target"),
     [

@@ -29,6 +29,7 @@ map = ["None", "None"]
 """
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", sorted(MODELS))
 def test_a_strategy_made_with_names_equals_that_of_the_converted_checkpoint(tmp_path: Path, family: str) -> None:
     config, _ = MODELS[family]

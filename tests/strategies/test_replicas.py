@@ -55,6 +55,7 @@ def test_replicas_of_compiled_strategies_follow_their_layouts(name: str) -> None
         assert not listing or any(listing <= set(ranks) for _, ranks in actual)
 
 
+@pytest.mark.deep
 @given(st.data())
 def test_replicas_of_any_strategy_equal_the_naive_comparison(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

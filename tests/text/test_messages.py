@@ -153,6 +153,7 @@ def test_the_suggested_exclude_matches_only_its_parameter(tmp_path: Path, name: 
     done(*words, "--exclude", pattern)
 
 
+@pytest.mark.deep
 def test_errors_are_red_and_warnings_yellow_on_a_colour_terminal(world: World) -> None:
     world.save(FULL)
     wrong = [str(word) for word in world.words("--ranks", "9")]
@@ -166,6 +167,7 @@ def test_errors_are_red_and_warnings_yellow_on_a_colour_terminal(world: World) -
     assert f"{YELLOW}warning: 'global_step'" in terminal_output(100, ON_TERMINAL, *map(str, world.words()))
 
 
+@pytest.mark.deep
 def test_differences_are_printed_as_a_red_error(world: World) -> None:
     world.save(FULL)
     world.convert()

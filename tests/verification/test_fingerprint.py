@@ -127,6 +127,7 @@ def test_extreme_values_are_summed_exactly() -> None:
 # What changes it.
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_flipped_bit_changes_the_sum(dtype: str) -> None:
     array = value("w", (3, 7), dtype).array
@@ -227,6 +228,7 @@ def of_full(root: Path, full: dict[str, Value], copied: dict[str, Value]) -> str
     return shown(write_checkpoint(root / "one" / "full.ckpt", {**full, **copied}), "--strategy", "none")
 
 
+@pytest.mark.deep
 @examples(40)
 @given(st.data())
 def test_a_conversion_keeps_fingerprints(data: st.DataObject) -> None:
@@ -244,6 +246,7 @@ def test_a_conversion_keeps_fingerprints(data: st.DataObject) -> None:
         assert len(before.splitlines()) == len(full) + 3
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", cases.all_cases())
 def test_ranks_of_a_real_strategy_and_the_full_tensors_have_the_same_fingerprints(name: str, tmp_path: Path) -> None:
     case = cases.load(name)

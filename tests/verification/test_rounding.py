@@ -26,6 +26,7 @@ def check(bits: list[int], stored: str, dtype: str) -> None:
             assert after == nearest(value, dtype), (hex(before), hex(after))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("stored", "dtype"), PAIRS)
 @given(data=st.data())
 def test_naive_casts_round_to_the_nearest_value(stored: str, dtype: str, data: Any) -> None:

@@ -148,6 +148,7 @@ def test_damage_is_found_at_its_rank_and_parameter(data: st.DataObject) -> None:
         assert {difference.kind for difference in differences} == {"content"}
 
 
+@pytest.mark.deep
 @examples(80)
 @given(st.data())
 def test_slices_of_another_layout_are_found(data: st.DataObject) -> None:
@@ -305,6 +306,7 @@ def test_ranks_missing_in_the_target_are_listed(pair: Pair) -> None:
     assert pair.compare(ranks=[0, 1]) == []
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
 def test_a_flipped_bit_outside_contents_is_found(pair: Pair, ending: str) -> None:
     text_ = {"note": text("some")} if ending == "ckpt" else {}
@@ -369,6 +371,7 @@ def many(root: Path, ranks: int, parameters: int) -> Pair:
     return pair
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("most", [1, 7, 100])
 def test_differences_do_not_depend_on_batches_and_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
@@ -406,6 +409,7 @@ def test_headers_are_read_once_with_any_batches(tmp_path: Path, monkeypatch: pyt
     assert len(read) == 8
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["compare", "replicas", "fingerprints"])
 def test_memory_of_verify_does_not_grow_with_parameters_times_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -495,6 +499,7 @@ def test_conversions_between_real_strategies_verify(names: tuple[str, str], tmp_
 # Within one checkpoint.
 
 
+@pytest.mark.deep
 @examples(60)
 @given(st.data())
 def test_copies_of_a_checkpoint_agree_until_one_is_damaged(data: st.DataObject) -> None:

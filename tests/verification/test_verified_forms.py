@@ -86,6 +86,7 @@ def test_a_changed_element_is_found_whatever_the_forms(source: str, form: str, w
         assert differences[0]["files"] == [str(path.relative_to(out))]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("edits", [[], ["--cast", "BFloat16"], ["--rename", "*=*"]], ids=["plain", "cast", "renamed"])
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("unified", "huggingface")])
 def test_verification_needs_of_the_source_what_the_target_holds(
@@ -157,6 +158,7 @@ def test_missing_added_and_other_kinds_of_entries_are_found(form: str, world: Wo
     )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FINISHED)
 def test_finishing_files_that_contradict_the_directory_are_found(form: str, world: World) -> None:
     many: list[Argument] = [] if form == "checkpoint2" else ["--max-shard-size", "300"]
@@ -264,6 +266,7 @@ def test_copies_in_files_of_checkpoint2_are_compared(tmp_path: Path) -> None:
     assert str(path.relative_to(source)) in differences[0]["files"] and len(differences[0]["files"]) == 2
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("mistake", "source", "form"), some_of(itertools.product([off_by_one, swapped_rows], FORMS, FORMS), 3)
 )

@@ -153,6 +153,7 @@ WRONG_TABLES = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mistake", WRONG_TABLES)
 def test_wrong_tables_are_found(models: Models, mistake: str) -> None:
     right, wrong, name = WRONG_TABLES[mistake]
@@ -390,6 +391,7 @@ def to(form: str, models: Models) -> list[Argument]:
     return [*words, "--dst-strategy", models.new] if form in ("ranks", "checkpoint2") else words
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(FORMS, FORMS)))
 def test_every_pair_of_forms_with_names_verifies_and_damage_is_found(first: str, second: str, models: Models) -> None:
     """Forth from ranks to one form, and back from it to another, all with casts."""
