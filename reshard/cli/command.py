@@ -50,6 +50,7 @@ _ELSEWHERE = {
     "--all": "strategy check compares everything: leave it out.",
     "--decrypt-key-file": _DECRYPT,
     "--decrypt-mode": _DECRYPT,
+    "--src": "SRC is an argument. rank-list reads strategies alone: reshard plan SRC DST lists the sources of each target.",
     "--merge": "A machine proves its own ranks: verify OUT --src SRC --ranks 0-3.",
     "--assume": 'State it in a file for --rules: matrix = ["dp", "cp", "mp"], or the cuts in map.',
 }

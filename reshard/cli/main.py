@@ -14,7 +14,7 @@ _COMMANDS = {
     "by-rank": ("convert", "by_rank", "Convert a checkpoint for one target rank, for shell loops."),
     "merge-lora": ("merge_lora", "merge_lora", "Merge a LoRA adapter into the weights that it was trained on."),
     "plan": ("plan", "plan", "Print the plan of a conversion: ranks, files, bytes, memory."),
-    "rank-list": ("rank_list", "rank_list", "Print the source ranks that a target rank needs."),
+    "rank-list": ("strategy", "rank_list", "Print the source ranks that a target rank needs."),
     "merge-pipeline": ("strategy", "merge_pipeline", "Merge the pipeline stages' strategy files into one."),
     "group-info": ("strategy", "group_info", "Read group_info files."),
     "decrypt": ("decrypt", "decrypt", "Decrypt .ckpt files that were saved with enc_key."),
@@ -31,7 +31,7 @@ _COMMANDS = {
     "replicas": ("strategy", "replicas", "Print the groups of ranks with identical checkpoints."),
     "recover": ("convert", "recover", "Rebuild the checkpoints of lost ranks from replicas."),
     "strategy": ("strategy", "strategy_group", "Show, compare, check and make strategy files."),
-    "names": ("names", "names", "Show tables for --names: names and packing of other frameworks."),
+    "names": ("strategy", "names", "Show tables for --names: names and packing of other frameworks."),
 }
 _ALIASES = {"transform-dir": "convert", "transform-all": "convert", "transform-by-rank": "by-rank"}
 

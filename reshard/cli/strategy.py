@@ -1,4 +1,4 @@
-"""Commands that read strategy or group files alone: strategy, merge-pipeline, group-info and replicas."""
+"""Commands that read strategies, group files or tables of names alone; the group `strategy` loads its commands late."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Optional
 import click
 
 from reshard.cli import completion, options
-from reshard.cli.command import Group, LazyGroup, command, option
+from reshard.cli.command import Group, LazyGroup, argument, command, option
 from reshard.cli.output import echo_json, is_quiet, say, show_notes
 from reshard.errors import UsageError
 from reshard.text.messages import one_line, plural
@@ -38,7 +38,7 @@ _COMMANDS = {
         "strategy_derive",
         "Derive the strategy of another run from that of one at hand.",
     ),
-    "diff": ("strategy_diff", "strategy_diff", "Show the differences from strategy A to strategy B."),
+    "diff": ("strategy_show", "strategy_diff", "Show the differences from strategy A to strategy B."),
     "make": ("strategy_make", "strategy_make", "Make the strategy of a cluster from rules, without the cluster."),
     "rules": ("strategy_derive", "strategy_rules", "Print the built-in rules of make, or list them."),
     "show": ("strategy_show", "strategy_show", "Show layouts, or a picture of the slices of one PARAM."),
@@ -48,6 +48,44 @@ _COMMANDS = {
 @click.group("strategy", cls=LazyGroup, entries=_COMMANDS)
 def strategy_group() -> None:
     """Show strategy files, check them against a checkpoint, and make new ones."""
+
+
+@command("rank-list", "reshard rank-list 1 --src-strategy src.ckpt --dst-strategy dst.ckpt")
+@argument("rank", type=options.RANK)
+@options.strategies
+@options.without_ranks
+@options.json_output
+@options.names_in_full
+@options.common
+def rank_list(
+    rank: int,
+    src_strategy: Optional[str],
+    dst_strategy: Optional[str],
+    without_ranks: Optional[tuple[int, ...]],
+    as_json: bool,
+) -> None:
+    """Print the source ranks that target RANK needs: ascending, on one line, each of them necessary.
+
+    Only the strategies are read. `reshard plan` prints the source files of every target of any form.
+    """
+    # Loaded only here: the other commands do without.
+    from reshard.plan.replicas import ReplicaChoice
+    from reshard.strategies import read_strategy, required_strategies
+
+    source, target = map(read_strategy, required_strategies(src_strategy, dst_strategy))
+    if not 0 <= rank < target.device_count:
+        raise UsageError(
+            f"rank {rank} is out of range: the target strategy ({target.path}) has "
+            f"{plural(target.device_count, 'rank')}, 0 to {target.device_count - 1}",
+            rank=rank,
+        )
+    readable = source.without(without_ranks) if without_ranks else None
+    show_notes((*source.notes, *target.notes))
+    ranks = ReplicaChoice(source, target).ranks(rank, readable)
+    if as_json:
+        echo_json({"rank": rank, "ranks": ranks})
+    else:
+        click.echo(" ".join(map(str, ranks)))
 
 
 @click.group("group-info", cls=Group)
@@ -132,3 +170,73 @@ def replicas(strategy: Optional[str], group_info: tuple[str, ...], more: tuple[s
         return
     for group in result.groups:
         click.echo(str(list(group.ranks)))
+
+
+@click.group("names", cls=Group)
+def names() -> None:
+    """Show rules that give tensors other names and packing, between Hugging Face's models and MindFormers'."""
+
+
+@names.command("list", epilog="reshard names list\nreshard names list --json")
+@options.json_output
+@options.common
+def names_list(as_json: bool) -> None:
+    """Print the built-in tables."""
+    from reshard.names import builtin_names, rules_named
+
+    tables = [rules_named(name) for name in builtin_names()]
+    if as_json:
+        echo_json(
+            [
+                {"name": table.path, "title": table.title, "options": [option.name for option in table.options]}
+                for table in tables
+            ]
+        )
+        return
+    width = max(len(table.path) for table in tables)
+    say("\n".join(f"{table.path:{width}}  {table.title}" for table in tables))
+
+
+@names.command(
+    "show",
+    epilog="""
+reshard names show qwen3
+
+To begin a table of your own:
+reshard names show llama > mine.toml
+""",
+)
+@click.argument("rules", metavar="NAME|FILE", shell_complete=completion.tables)
+@options.json_output
+@options.common
+def names_show(rules: str, as_json: bool) -> None:
+    """Print a table: a built-in one, or that of a file, which is checked.
+
+    With --json, the rules as data.
+    """
+    from reshard.names import rules_named
+    from reshard.names.toml_file import content_of
+
+    table = rules_named(rules)
+    if not as_json:
+        click.echo(table.text, nl=False)
+        return
+    echo_json(
+        {
+            "name": table.path,
+            "title": table.title,
+            "sides": list(table.sides),
+            "options": [
+                {
+                    "name": option.name,
+                    "values": list(option.values),
+                    "default": option.default,
+                    "config": option.key,
+                    "name_values": {name.text: value for name, value in option.name_values},
+                    "about": option.about,
+                }
+                for option in table.options
+            ],
+            "content": content_of(table),
+        }
+    )

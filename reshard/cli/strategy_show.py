@@ -1,34 +1,40 @@
-"""strategy show: layouts of all parameters, or the slices of one, as a table and a picture."""
+"""strategy show: layouts of all parameters, or the slices of one; strategy diff: differences between two strategies."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from typing import Any, Callable, Optional
+from collections.abc import Container, Iterator, Sequence
+from typing import Optional
 
 import click
 
 from reshard.cli import completion, options
-from reshard.cli.command import command, nearest
+from reshard.cli.command import command, nearest, option
+from reshard.cli.errors import exit_different
 from reshard.cli.output import echo_json, fill, say, show_notes, terminal_width, write_picture
-from reshard.cli.strategy_make import sizes_option
 from reshard.cli.tables import table
 from reshard.errors import LayoutError, StrategyError, UsageError
 from reshard.layout import Layout
 from reshard.pictures.slices import Arrangement, shown_positions
-from reshard.storage import exists
 from reshard.strategies import Holding, Stage, Strategy, read_strategy
 from reshard.text.globs import Filters
-from reshard.text.messages import one_line, plural, quoted, some_numbers, stepped_rank_ranges
+from reshard.text.messages import (
+    full_text,
+    listing,
+    one_line,
+    plural,
+    quoted,
+    rank_ranges,
+    some_numbers,
+    stepped_ranges,
+)
 from reshard.text.names import ACCUMULATED_GRADIENTS, pattern_lines
-
-AxisNames = Callable[[str, tuple[int, ...]], tuple[str, ...]]
-"""As in `reshard.strategies.rules.shown`, which is imported only when names exist."""
 
 _MAX_PATTERNS = 40
 # Lists up to this length are printed in full.
 _MAX_LISTED = 20
-_MAX_CANDIDATES = 12
 _MAX_SLICES = 32
+# In a line of the summary of differences.
+_MAX_SUMMED = 3
 _WILD = frozenset("*?[")
 
 
@@ -43,43 +49,37 @@ reshard strategy show src_strategy.ckpt \\
 )
 @click.argument("path", metavar="FILE|DIR", shell_complete=completion.paths)
 @click.argument("parameter", required=False, metavar="[PARAM]")
-@sizes_option(
-    "Strategies",
-    "--sizes",
-    text="Sizes of its run; axes of device matrices get these names where the sizes determine them.",
-)
 @options.svg("With PARAM: draw its slices and the ranks that hold them.")
 @options.verbose("Without PARAM: list every parameter.")
 @options.json_output
 @options.common
-def strategy_show(
-    path: str, parameter: Optional[str], sizes: Any, svg: Optional[str], verbose: bool, as_json: bool
-) -> None:
+def strategy_show(path: str, parameter: Optional[str], svg: Optional[str], verbose: bool, as_json: bool) -> None:
     """Show layouts, or the slices of one PARAM.
 
     FILE is a strategy file, DIR a directory of them. Without PARAM, parameters are grouped by layout; names
     are shortened to patterns with counts. With PARAM, the axes of the device matrix are shown, and which
     ranks hold which slice. PARAM may be a GLOB; if several names match, their layouts are shown. Only JSON
-    strategies contain full shapes; without them, slices are fractions such as 1/8..2/8 of a dimension. Axes
-    have names such as dp and mp if strategy make or derive wrote the file, or with --sizes.
+    strategies contain full shapes; without them, slices are fractions such as 1/8..2/8 of a dimension.
     """
     if svg is not None and parameter is None:
         raise UsageError("--svg draws one parameter: name it after the strategy")
     strategy = read_strategy(path)
     show_notes(strategy.notes)
-    names = _axis_names(path, sizes)
     chosen = strategy.parameters if parameter is None else _chosen(strategy, parameter)
     if parameter is not None and len(chosen) == 1:
-        _show_parameter(strategy, chosen[0], names, svg, as_json)
+        _show_parameter(strategy, chosen[0], svg, as_json)
         return
     if svg is not None and parameter is not None:
         raise UsageError(f"--svg draws one parameter: {len(chosen)} fit {quoted(parameter)}", parameter=parameter)
-    # Nearly always all of them.
-    stages = (
-        strategy.stages if parameter is None else [_narrowed(stage, frozenset(chosen)) for stage in strategy.stages]
-    )
+    stages = [_narrowed(stage, frozenset(chosen)) for stage in strategy.stages]
     if as_json:
-        echo_json([row for stage in stages for row in _layout_rows(stage, names)])
+        rows = ((stage, name, layout) for stage in stages for name, layout in stage.layouts.items())
+        echo_json(
+            [
+                {"stage": stage.number, "parameter": name, **_layout_row(layout), "shape": layout.recorded_shape}
+                for stage, name, layout in rows
+            ]
+        )
         return
     say(strategy_words(strategy))
     if parameter is not None:
@@ -88,9 +88,11 @@ def strategy_show(
         if parameter is not None and not stage.layouts:
             continue
         if verbose or len(stage.layouts) <= _MAX_LISTED:
-            _list_parameters(stage, names)
+            rows_of = [[name, *_layout_words(layout).values()] for name, layout in stage.layouts.items()]
+            columns = ["device matrix", "tensor map", "cuts", "optimizer shards", "replicas"]
+            table(stage.label, ["parameter", *columns], rows_of)
         else:
-            _group_parameters(stage, names)
+            _group_parameters(stage)
 
 
 def _chosen(strategy: Strategy, typed: str) -> Sequence[str]:
@@ -99,7 +101,11 @@ def _chosen(strategy: Strategy, typed: str) -> Sequence[str]:
         return [typed]
     matches = list(filter(Filters((typed,)).admit, strategy.parameters)) if _WILD.intersection(typed) else []
     if not matches:
-        raise _unknown(strategy, typed)
+        raise UsageError(
+            f"{strategy.path} lists no parameter {quoted(typed)}.{nearest(typed, strategy.parameters)}",
+            parameter=typed,
+            hint="reshard strategy show lists them, without PARAM; a part of a name is a pattern: '*.weight'",
+        )
     return matches
 
 
@@ -107,110 +113,58 @@ def _narrowed(stage: Stage, names: Container[str]) -> Stage:
     return stage._replace(layouts={name: layout for name, layout in stage.layouts.items() if name in names})
 
 
-def _list_parameters(stage: Stage, names: AxisNames) -> None:
-    rows = [
-        [name, *_layout_words(layout, names(name, layout.device_matrix)).values()]
-        for name, layout in stage.layouts.items()
-    ]
-    table(stage.label, ["parameter", "device matrix", "tensor map", "cuts", "optimizer shards", "replicas"], rows)
-
-
-def _group_parameters(stage: Stage, names: AxisNames) -> None:
-    groups: dict[tuple[str, ...], list[str]] = {}
-    words: dict[tuple[int, tuple[str, ...]], tuple[str, ...]] = {}
+def _group_parameters(stage: Stage) -> None:
+    groups: dict[str, list[str]] = {}
+    # Thousands of parameters share tens of layout objects.
+    words: dict[int, str] = {}
     for name, layout in stage.layouts.items():
-        # Thousands of parameters share tens of layout objects.
-        key = id(layout), names(name, layout.device_matrix)
-        if key not in words:
-            words[key] = tuple(f"{title} {text}" for title, text in _layout_words(layout, key[1]).items())
-        groups.setdefault(words[key], []).append(name)
-    lines = [f"{stage.label}: {plural(len(stage.layouts), 'parameter')}, {plural(len(groups), 'different layout')}"]
-    for text, of in sorted(groups.items(), key=lambda group: -len(group[1])):
-        lines += ["", plural(len(of), "parameter"), *_flowing(text)]
-        lines += [f"    {line}" for line in pattern_lines(of, stage.layouts, _MAX_PATTERNS)]
-    click.echo("\n".join([*lines, ""]))
+        if id(layout) not in words:
+            words[id(layout)] = ", ".join(f"{title} {text}" for title, text in _layout_words(layout).items())
+        groups.setdefault(words[id(layout)], []).append(name)
+    say(f"{stage.label}: {plural(len(stage.layouts), 'parameter')}, {plural(len(groups), 'different layout')}")
+    for text, names in sorted(groups.items(), key=lambda group: -len(group[1])):
+        say(f"\n{plural(len(names), 'parameter')}")
+        _say_filled(f"  {text}")
+        _say_names(names, stage.layouts)
+    say("")
 
 
-def _flowing(parts: Sequence[str]) -> list[str]:
-    """Parts side by side, as many in a line as the width allows."""
-    lines = [f"  {parts[0]}"]
-    for part in parts[1:]:
-        if len(lines[-1]) + len(part) + 2 > min(100, terminal_width()):
-            lines.append(f"  {part}")
-        else:
-            lines[-1] += f"  {part}"
-    return lines
+def _say_names(names: Sequence[str], all_names: Container[str]) -> None:
+    for line in pattern_lines(names, all_names, _MAX_PATTERNS):
+        say(f"    {line}")
 
 
-def _layout_words(layout: Layout, axes: tuple[str, ...]) -> dict[str, str]:
+def _layout_words(layout: Layout) -> dict[str, str]:
     by_hand = "" if layout.uneven is None else f", by hand {some_numbers(layout.uneven)}"
-    matrix, tensor_map = str(list(layout.device_matrix)), layout.map_text
-    if axes:
-        matrix = f"[{', '.join(f'{name} {size}' for name, size in zip(axes, layout.device_matrix))}]"
-        cut_by = ["*".join(axes[len(axes) - 1 - axis] for axis in over) or "None" for over in layout.tensor_map]
-        tensor_map = f"[{', '.join(cut_by)}]"
     return {
-        "device matrix": matrix,
-        "tensor map": tensor_map,
+        "device matrix": str(list(layout.device_matrix)),
+        "tensor map": layout.map_text,
         "cuts": f"{list(layout.tensor_cuts)}{by_hand}",
         "optimizer shards": str(layout.shards) if layout.shards != 1 else "-",
         "replicas": str(layout.copies),
     }
 
 
-def _layout_rows(stage: Stage, names: AxisNames) -> list[dict[str, object]]:
-    return [
-        {"stage": stage.number, "parameter": name, **_layout_row(layout, names(name, layout.device_matrix))}
-        for name, layout in stage.layouts.items()
-    ]
-
-
-def _layout_row(layout: Layout, axes: tuple[str, ...]) -> dict[str, object]:
-    shape = None if layout.recorded_shape is None else list(layout.recorded_shape)
-    return {**layout_row(layout), "axes": list(axes) or None, "shape": shape}
+def _layout_row(layout: Layout) -> dict[str, object]:
+    """A layout as JSON has it, without the shape, in which layouts differ that cut alike."""
+    return {
+        "device_matrix": layout.device_matrix,
+        "tensor_map": layout.tensor_map,
+        "cuts": layout.tensor_cuts,
+        "optimizer_shards": layout.shards,
+        "uneven": layout.uneven,
+        "replicas": layout.copies,
+    }
 
 
 def strategy_words(strategy: Strategy) -> str:
-    """A strategy with the numbers of its devices, stages and parameters."""
     devices, stages = plural(strategy.device_count, "device"), plural(len(strategy.stages), "stage")
     parameters = "" if strategy.is_none else f", {plural(len(strategy.parameters), 'parameter')}"
     return f"{strategy.path}: {devices} in {stages}{parameters}"
 
 
-def layout_row(layout: Layout) -> dict[str, object]:
-    """A layout as JSON has it, without the shape, in which layouts differ that cut alike."""
-    return {
-        "device_matrix": list(layout.device_matrix),
-        "tensor_map": [list(axes) for axes in layout.tensor_map],
-        "cuts": list(layout.tensor_cuts),
-        "optimizer_shards": layout.shards,
-        "uneven": list(layout.uneven) if layout.uneven is not None else None,
-        "replicas": layout.copies,
-    }
-
-
-def _axis_names(path: str, sizes: Any) -> AxisNames:
-    """Names of axes: from --sizes, or from the record of a made strategy."""
-    if sizes is not None:
-        from reshard.strategies.read import read_recorded
-        from reshard.strategies.rules.shown import SourceRun, names_by_sizes
-
-        return names_by_sizes(SourceRun(*read_recorded(path), sizes))
-    from reshard.strategies.one_file import record_paths
-
-    if any(map(exists, record_paths(path))):
-        from reshard.strategies.rules.write import recorded_names
-
-        return recorded_names(path) or _no_names
-    return _no_names
-
-
-def _no_names(name: str, matrix: tuple[int, ...]) -> tuple[str, ...]:
-    return ()
-
-
-def _show_parameter(strategy: Strategy, name: str, names: AxisNames, svg: Optional[str], as_json: bool) -> None:
-    arrangements = [_arranged(strategy, stage, name, names) for stage in strategy.stages if name in stage.layouts]
+def _show_parameter(strategy: Strategy, name: str, svg: Optional[str], as_json: bool) -> None:
+    arrangements = [_arranged(strategy, stage, name) for stage in strategy.stages if name in stage.layouts]
     if svg is not None:
         from reshard.pictures.slices import parameter_picture
 
@@ -218,10 +172,10 @@ def _show_parameter(strategy: Strategy, name: str, names: AxisNames, svg: Option
     if as_json:
         echo_json({"parameter": name, "stages": [_stage_row(arrangement) for arrangement in arrangements]})
         return
-    click.echo(one_line(name))
+    say(one_line(name))
     for arrangement in arrangements:
         layout = arrangement.layout
-        click.echo(f"\n{arrangement.holding.stage.label}")
+        say(f"\n{arrangement.holding.stage.label}")
         say(f"device matrix {list(layout.device_matrix)}, tensor map {layout.map_text}")
         for line in (*arrangement.axis_lines(), *arrangement.dimension_lines()):
             _say_filled(f"  {line}")
@@ -253,49 +207,135 @@ def _show_slices(arrangement: Arrangement) -> None:
             drawn.interval(dimension, one.place[dimension]) + ("" if dimension else drawn.shard_text(one.place[0]))
             for dimension in drawn.cut_dimensions
         ]
-        rows.append([*places, stepped_rank_ranges(one.ranks)])
+        rows.append([*places, drawn.holders_text(one)])
     table("", [*(f"dimension {dimension}" for dimension in drawn.cut_dimensions), "held by"], rows)
 
 
-def _arranged(strategy: Strategy, stage: Stage, name: str, names: AxisNames) -> Arrangement:
+def _arranged(strategy: Strategy, stage: Stage, name: str) -> Arrangement:
     try:
-        layout = stage.layouts[name]
-        return Arrangement(Holding(stage, layout), names(name, layout.device_matrix))
+        return Arrangement(Holding(stage, stage.layouts[name]))
     except LayoutError as error:
         where = f"{strategy.path}: stage {stage.number}: {quoted(name)}"
         raise StrategyError(f"{where}: {error.message}", file=strategy.path, parameter=name) from error
-
-
-def _unknown(strategy: Strategy, name: str) -> UsageError:
-    holding = [parameter for parameter in strategy.parameters if name.lower() in parameter.lower()]
-    if len(holding) > 1:
-        lines = pattern_lines(holding, frozenset(strategy.parameters), _MAX_CANDIDATES)
-        return UsageError(
-            f"{strategy.path} lists no parameter {quoted(name)}; names that hold this:",
-            parameter=name,
-            hint="\n".join([*lines, "pass one of these names, or a pattern such as '*.weight'"]),
-        )
-    advice_text = f" Did you mean {quoted(holding[0])}?" if holding else nearest(name, strategy.parameters)
-    return UsageError(
-        f"{strategy.path} lists no parameter {quoted(name)}.{advice_text}",
-        parameter=name,
-        hint="reshard strategy show lists them, without PARAM",
-    )
 
 
 def _stage_row(arrangement: Arrangement) -> dict[str, object]:
     layout = arrangement.layout
     return {
         "stage": arrangement.holding.stage.number,
-        **_layout_row(layout, arrangement.axis_names),
-        "extents": list(arrangement.extents),
-        "in_elements": list(arrangement.in_elements),
+        **_layout_row(layout),
+        "shape": layout.recorded_shape,
+        "extents": arrangement.extents,
+        "in_elements": arrangement.in_elements,
         "slices": [
             {
-                "box": [list(interval) for interval in part.box],
+                "box": part.box,
                 "shard": part.place[0] % layout.shards if layout.shards > 1 else None,
-                "ranks": list(part.ranks),
+                "ranks": part.ranks,
             }
             for part in arrangement.slices()
         ],
     }
+
+
+@command(
+    "diff",
+    """
+reshard strategy diff src_strategy.ckpt dst_strategy.ckpt
+
+In a script:
+reshard strategy diff compiled/ made.ckpt --exit-code
+""",
+)
+@click.argument("source", metavar="A", shell_complete=completion.paths)
+@click.argument("target", metavar="B", shell_complete=completion.paths)
+@option("Checks", "--exit-code", is_flag=True, help="Exit status 4 if they differ.")
+@options.json_output
+@options.verbose("Name every parameter in the summary.")
+@options.common
+def strategy_diff(source: str, target: str, exit_code: bool, as_json: bool, verbose: bool) -> None:
+    """Show the differences from strategy A to strategy B.
+
+    A and B are files, directories, or none. The summary counts the parameters that are unchanged, move to
+    other ranks, are cut differently, or are in one strategy only. Then parameters that change in the same way
+    are listed together, with their layouts and stages before and after. The exit status is 0, or with
+    --exit-code 4 if the strategies differ.
+    """
+    # Loaded only here: `show` does without.
+    from reshard.plan.changes import CONTRADICTING, CUT_DIFFERENTLY, MOVED, UNCHANGED, changes_between
+
+    before, after = read_strategy(source), read_strategy(target)
+    show_notes((*before.notes, *after.notes))
+    changes = changes_between(before, after)
+    by_effect = changes.by_effect()
+    only = {"left_out": changes.left_out, "missing": changes.missing}
+    if as_json:
+        sides = {
+            side: {"path": each.path, "devices": each.device_count, "stages": len(each.stages)}
+            for side, each in (("source", before), ("target", after))
+        }
+        rows = [
+            {
+                "effect": change.effect,
+                "problem": change.problem,
+                "source": [_holding_row(holding) for holding in change.sources],
+                "target": [_holding_row(holding) for holding in change.targets],
+                "parameters": change.names,
+            }
+            for change in changes.changes
+        ]
+        summary = {effect: len(names) for effect, names in {**by_effect, **only}.items()}
+        echo_json({**sides, "summary": summary, "changes": rows, **only})
+    else:
+        words = {
+            UNCHANGED: "unchanged on every rank of B",
+            MOVED: "moved, cut alike but held by other ranks",
+            CUT_DIFFERENTLY: "cut differently",
+            CONTRADICTING: "not the same tensor in A and B",
+            "left_out": "only in A, left out",
+            "missing": "only in B, missing",
+        }
+        say(f"A: {strategy_words(before)}\nB: {strategy_words(after)}\n")
+        for effect, names in {**by_effect, **only}.items():
+            if names:
+                text = listing(names, _MAX_SUMMED)
+                say(f"{len(names)} {words[effect]}: {full_text(text) if verbose else text}")
+        all_names = {*before.parameters, *after.parameters}
+        for change in changes.changes:
+            say(f"\n{plural(len(change.names), 'parameter')}: {change.problem or words[change.effect]}")
+            _say_layouts(change.sources, change.targets)
+            _say_names(change.names, all_names)
+        for side, names in only.items():
+            if names:
+                say(f"\n{plural(len(names), 'parameter')} {words[side]}")
+                _say_names(names, all_names)
+        if not changes.changes:
+            say("\nno parameter is in both")
+        elif changes.equal:
+            say("\nnothing changes")
+        if any(name.startswith(ACCUMULATED_GRADIENTS) for change in changes.changes for name in change.names):
+            say(f"\n{ACCUMULATED_GRADIENTS}* is shown as recorded; often the optimizer shard is not made")
+    if exit_code and not changes.equal:
+        exit_different()
+
+
+def _holding_row(holding: Holding) -> dict[str, object]:
+    return {"stage": holding.stage.number, "first_rank": holding.stage.first_rank, **_layout_row(holding.layout)}
+
+
+def _say_layouts(sources: Sequence[Holding], targets: Sequence[Holding]) -> None:
+    """The stages before and after, with their layouts; once where they are equal."""
+    before, after = list(_stage_lines(sources)), list(_stage_lines(targets))
+    for letters, lines in (("A and B", before),) if before == after else (("A", before), ("B", after)):
+        for line in lines:
+            _say_filled(f"  {letters}: {line}")
+
+
+def _stage_lines(holdings: Sequence[Holding]) -> Iterator[str]:
+    alike: dict[str, list[Stage]] = {}
+    for holding in holdings:
+        words = ", ".join(f"{title} {text}" for title, text in _layout_words(holding.layout).items())
+        alike.setdefault(words, []).append(holding.stage)
+    for words, stages in alike.items():
+        numbers = f"{'stage' if len(stages) == 1 else 'stages'} {stepped_ranges(stage.number for stage in stages)}"
+        yield f"{numbers}: {rank_ranges(rank for stage in stages for rank in stage.ranks)}, {words}"

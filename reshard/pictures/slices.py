@@ -47,14 +47,12 @@ class Arrangement:
         extents: size of every dimension: elements if known, otherwise its number of slices.
         in_elements: per dimension, whether its size is in elements.
         readings: other readings of the file, in words.
-        axis_names: names of the device matrix's axes, slowest first; empty if unknown.
 
     Raises:
         LayoutError: the recorded shape does not divide by the cuts.
     """
 
-    def __init__(self, holding: Holding, axis_names: tuple[str, ...] = ()) -> None:
-        self.axis_names = axis_names
+    def __init__(self, holding: Holding) -> None:
         layout, *alternatives = holding.layout.regroupings() or [holding.layout]
         self.holding = holding._replace(layout=layout)
         self.layout = layout
@@ -70,7 +68,7 @@ class Arrangement:
 
     @cached_property
     def without_shards(self) -> Arrangement:
-        return Arrangement(self.holding._replace(layout=self.layout.without_shards()), self.axis_names)
+        return Arrangement(self.holding._replace(layout=self.layout.without_shards()))
 
     @property
     def cut_dimensions(self) -> list[int]:
@@ -117,12 +115,8 @@ class Arrangement:
                 does = "repeats slices: optimizer shards"
             else:
                 does = f"repeats slices: {self.layout.shards} optimizer shards and their replicas"
-            lines.append(f"{self.axis_name(axis)} of size {size}: {does}")
+            lines.append(f"axis {axis} of size {size}: {does}")
         return lines
-
-    def axis_name(self, axis: int) -> str:
-        """The name of an axis, counted from the right, or else its number."""
-        return self.axis_names[len(self.axis_names) - 1 - axis] if self.axis_names else f"axis {axis}"
 
     def dimension_lines(self) -> list[str]:
         lines = []
@@ -133,8 +127,6 @@ class Arrangement:
                 parts = [f"cut by hand into {some_numbers(self.layout.uneven)}"]
             else:
                 over = f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(map(str, axes))}"
-                if self.axis_names:
-                    over = ", ".join(map(self.axis_name, axes))
                 parts = [f"cut in {cuts} over {over}"] if cuts > 1 else []
             if dimension == 0 and self.layout.shards > 1:
                 parts.append(f"cut in {self.layout.shards} optimizer shards")

@@ -228,13 +228,3 @@ def record_path(out: str) -> str:
     if out.endswith(ENDINGS) and RANK not in out:
         return out + RECORD
     return os.path.join(os.path.dirname(out) if RANK in out else out, "strategy" + RECORD)
-
-
-def record_paths(strategy: str) -> list[str]:
-    """The paths where a strategy's record may be.
-
-    Args:
-        strategy: its file, or the directory of its stages' files.
-    """
-    of_stages = os.path.join(os.path.dirname(strategy), "strategy" + RECORD)
-    return list(dict.fromkeys((record_path(strategy), of_stages)))

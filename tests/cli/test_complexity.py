@@ -75,28 +75,6 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("devices", [512, 4096])
-def test_strategy_diff_costs_as_much_as_the_slices(tmp_path: Path, cells: Counter[str], devices: int) -> None:
-    before = write(tmp_path / "a.ckpt", {"w": layout([devices], [0]), "v": layout([devices], [0, -1])})
-    after = write(tmp_path / "b.ckpt", {"w": layout([devices // 2], [0]), "v": layout([devices // 2], [-1, 0])})
-    changes = done("strategy", "diff", before, after, "--json").json["changes"]
-    read = {change["parameters"][0]: [move["ranks_read"] for move in change["moves"]] for change in changes}
-    assert read == {"w": [[2, 2]], "v": [[devices, devices]]}
-    assert cells["cells"] <= 2 * devices and cells["edges"] <= 100 * devices
-
-
-@pytest.mark.parametrize("devices", [256, 2048])
-def test_strategy_diff_of_shared_parameters_has_a_bounded_cost(
-    tmp_path: Path, cells: Counter[str], devices: int
-) -> None:
-    stages = [0, 1]
-    before = write(tmp_path / "a.ckpt", {f"{n}-w": layout([devices], [0, -1]) for n in stages}, stages)
-    after = write(tmp_path / "b.ckpt", {f"{n}-w": layout([devices], [-1, 0]) for n in stages}, stages)
-    (change,) = done("strategy", "diff", before, after, "--json").json["changes"]
-    assert [move["ranks_read"] for move in change["moves"]] == [[devices, devices]] * 2
-    assert cells["cells"] <= 1 << 17
-
-
 @pytest.mark.parametrize("slices", [1000, 20_000])
 def test_strategy_show_of_uneven_slices_costs_as_much_as_the_slices(
     tmp_path: Path, cells: Counter[str], slices: int
@@ -182,7 +160,7 @@ def test_thousands_of_unmatched_patterns_give_a_short_warning(world: World) -> N
     options = [word for number in range(3000) for word in ("--exclude", f"nothing.{number}.*")]
     with within(30):
         result = done(*world.words(*options))
-    warns(result, "3000 patterns of --exclude match no parameter", "'nothing.0.*'")
+    warns(result, "no parameter or value", "'nothing.0.*'", "and 2995 more")
     assert len(result.err.splitlines()) < 40
     same_ranks(world.found(), world.expected(FULL))
 

@@ -19,7 +19,7 @@ from reshard.text.names import name_patterns
 from tests.corpus import CORPUS, FIXTURES, ROOT, needs_corpus
 from tests.layouts import examples, layouts, shapes, strategies, tensors
 from tests.number_words import numbers_named
-from tests.reference import Box, boxes
+from tests.reference import boxes
 from tests.running import LAUNCHER, done, fails, reshard, terminal_output
 from tests.small import World
 from tests.strategy_writing import protobuf
@@ -52,7 +52,7 @@ def test_slices_on_512_ranks_fit_a_narrow_terminal(name: str, columns: int) -> N
 def test_all_layouts_of_a_large_model_fit_two_screens() -> None:
     lines = on_terminal(80, "strategy", "show", PANGU, NO_COLOR="1").splitlines()
     assert len(lines) <= 50
-    counts = [int(line.split()[0]) for line in lines if line.startswith("    ")]
+    counts = [int(line.split()[0]) for line in lines if re.match(r" {4} *\d", line)]
     assert sum(counts) == 1551
 
 
@@ -77,13 +77,6 @@ def test_an_unknown_parameter_is_wrong_usage_and_similar_names_are_listed(world:
     fails(2, "strategy", "show", world.old, "w.m", "--json", texts=["lists no parameter 'w.m'"])
     fails(2, "strategy", "show", world.old, "nothing like it", texts=["without PARAM"])
     fails(2, "strategy", "show", world.old, "x" * 100_000, texts=["without PARAM"])
-
-
-def test_a_part_of_a_name_lists_the_names_that_contain_it(world: World) -> None:
-    output = fails(2, "strategy", "show", FIXTURES / "02_dp2mp4_opt/strategy", "Dense1").err
-    assert "6  {,adam_m.,adam_v.}backbone.blocks.{0-1}.attention.dense1.weight" in output
-    assert len(output.splitlines()) < 20
-    fails(2, "strategy", "show", world.old, "m.", texts=["Did you mean 'm.w'?"])
 
 
 def test_a_pattern_shows_the_layouts_of_its_matches(world: World) -> None:
@@ -206,17 +199,6 @@ def test_each_name_belongs_to_one_pattern(names: set[str]) -> None:
 # strategy diff.
 
 
-def overlapping(one: Box, other: Box) -> bool:
-    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other))
-
-
-def per_dimension(source: list[Box], target: list[Box], dimension: int) -> list[int]:
-    """The fewest and most of the source's intervals that an interval of the target meets."""
-    theirs = {box[dimension] for box in source}
-    counts = [sum(max(a, c) < min(b, d) for c, d in theirs) for a, b in {box[dimension] for box in target}]
-    return [min(counts), max(counts)]
-
-
 @st.composite
 def conversions(draw: st.DrawFn) -> tuple[list[int], Any, Any]:
     shape = draw(shapes(1))
@@ -226,7 +208,7 @@ def conversions(draw: st.DrawFn) -> tuple[list[int], Any, Any]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(conversions())
-def test_diff_counts_match_enumerated_devices(tmp_path: Path, conversion: tuple[list[int], Any, Any]) -> None:
+def test_diff_effects_match_enumerated_devices(tmp_path: Path, conversion: tuple[list[int], Any, Any]) -> None:
     shape, before, after = conversion
     paths = [
         write_strategy(tmp_path / name, single({"w": created}), form="nested")
@@ -234,16 +216,9 @@ def test_diff_counts_match_enumerated_devices(tmp_path: Path, conversion: tuple[
     ]
     report = done("strategy", "diff", *paths, "--json").json
     ((change,), source, target) = report["changes"], boxes(before, shape), boxes(after, shape)
-    ((move,), whole) = change["moves"], range(len(shape))
-    assert move["joined"] == [per_dimension(source, target, dimension) for dimension in whole]
-    assert move["divided"] == [per_dimension(target, source, dimension) for dimension in whole]
-    # Every rank holds one slice, so as many ranks are read as slices are met.
-    read = [len({box for box in source if overlapping(box, expected)}) for expected in target]
-    assert move["ranks_read"] == [min(read), max(read)]
-    assert move["kept"] == (source[: len(target)] == target)
-    assert change["unchanged"] == (source == target)
-    same = set(source) == set(target) and len({*source, *target}) == len(set(source))
-    expected = "unchanged" if move["kept"] else "moved" if same else "cut_differently"
+    same = set(source) == set(target)
+    expected = "unchanged" if source[: len(target)] == target else "moved" if same else "cut_differently"
+    assert change["effect"] == expected
     assert {effect: count for effect, count in report["summary"].items() if count} == {expected: 1}
     text = done("strategy", "diff", *paths).out
     assert ("nothing changes" in text) == (source == target)
@@ -274,9 +249,9 @@ def test_diff_across_pipelines_begins_with_totals() -> None:
     _, _, empty, *summary = done("strategy", "diff", four, none).out.splitlines()[:6]
     assert empty == ""
     assert [line.split(":")[0] for line in summary] == [
-        " 78 moved, cut alike but held by other ranks",
+        "78 moved, cut alike but held by other ranks",
         "126 cut differently",
-        " 68 only in A, left out",
+        "68 only in A, left out",
     ]
     assert "'{,adam_m.,adam_v.}backbone.blocks.{0-3}.layernorm{1-2}.beta' (24)" in summary[0]
     assert "'adam_v.backbone.layernorm.gamma'" in done("strategy", "diff", four, none, "-v").out.splitlines()[3]
@@ -285,24 +260,18 @@ def test_diff_across_pipelines_begins_with_totals() -> None:
 def test_diff_across_pipelines_prints_changes_common_to_all_stages_once() -> None:
     """Four stages become two: otherwise every change would be printed four times."""
     text = done("strategy", "diff", FIXTURES / "10_dp1mp2pp4/strategy", FIXTURES / "10_dp2mp2pp2/strategy").out
-    message = (
-        "16 parameters: stages 0-1 -> stage 0, stages 2-3 -> stage 1; replicas: 1 -> 2; devices of the stage: 2 -> 4"
-    )
-    assert message in text
     assert "A: stages 0-3: ranks 0-7, device matrix [2], tensor map [-1, 0]" in text
     assert "B: stages 0-1: ranks 0-7, device matrix [2, 2], tensor map [-1, 0]" in text
     assert text.count("device matrix [2, 2]") == 4
 
 
-def test_diff_describes_changes_in_words() -> None:
+def test_diff_shows_layouts_before_and_after() -> None:
     text = done("strategy", "diff", FIXTURES / "02_dp2mp4_opt/strategy", FIXTURES / "10_dp2mp2pp2/strategy").out
     for message in (
-        "6 parameters: cut of dimension 1: 4 -> 2; optimizer shards: 2 -> none; replicas: 1 -> 2",
-        "each target slice joins 2 source slices of dimension 0",
-        "each target slice joins 2 source slices of dimension 1",
-        "each target rank reads 4 source ranks",
-        "stage 0 -> stage 1",
-        "164 parameters only in B: missing",
+        "6 parameters: cut differently",
+        "cuts [1, 4], optimizer shards 2, replicas 1",
+        "cuts [1, 2], optimizer shards -, replicas 2",
+        "164 parameters only in B, missing",
     ):
         assert message in text
 
@@ -311,11 +280,10 @@ def test_diff_describes_changes_in_words() -> None:
 def test_diff_accepts_none(world: World, first: Optional[str], second: Optional[str]) -> None:
     paths = [world.old if name else "none" for name in (first, second)]
     report = done("strategy", "diff", *paths, "--json").json
-    moves = {name: change["moves"][0] for change in report["changes"] for name in change["parameters"]}
-    assert set(moves) == {"w", "v", "m.w"} and not report["left_out"] and not report["missing"]
-    assert moves["m.w"]["joined" if first else "divided"][0] == [4, 4]
-    assert moves["m.w"]["ranks_read"] == ([4, 4] if first else [1, 1])
-    assert moves["v"]["kept"] is bool(first)
+    effects = {name: change["effect"] for change in report["changes"] for name in change["parameters"]}
+    assert set(effects) == {"w", "v", "m.w"} and not report["left_out"] and not report["missing"]
+    assert effects["m.w"] == "cut_differently"
+    assert effects["v"] == ("unchanged" if first else "moved")
     assert "no parameter is in both" in done("strategy", "diff", "none", "none").out
 
 
@@ -324,8 +292,8 @@ def test_diff_counts_ranks_that_keep_their_slices_and_parameters_on_one_side(wor
     assert "unchanged" in text and "nothing changes" in text
     other = write_strategy(tmp_path / "other", single({"w": layout([2, 2], [1, -1]), "v": layout([2, 2], [-1, -1])}))
     text = done("strategy", "diff", world.old, other).out
-    assert "copied from a rank that holds the same slice" in text
-    assert "1 parameter: not the same tensor in A and B: tensor maps [-1], [-1, -1]" in text
+    assert "1 moved, cut alike but held by other ranks: 'w'" in text
+    assert "1 not the same tensor in A and B: 'v'" in text and "1 parameter: tensor maps [-1], [-1, -1]" in text
 
 
 def test_rank_list_does_not_import_pictures() -> None:

@@ -44,7 +44,6 @@ def test_each_planned_file_can_be_written_alone(form: str, tmp_path: Path) -> No
     assert len(files) > 1
     random.Random(form).shuffle(files)
     for file in files:
-        assert done("rank-list", file, "--src", src, *words).out.split()
         done("by-rank", file, src, tmp_path / "one", *words)
     assert contents(tmp_path / "one") == contents(tmp_path / "whole")
     assert (tmp_path / "one" / "reshard-manifest.json").exists()
@@ -60,7 +59,6 @@ def test_file_numbers_out_of_range_are_refused(form: str, tmp_path: Path) -> Non
     texts = [f"file {count} (RANK, --ranks) is out of range: {count} files would be written, 0 to {count - 1}"]
     fails(2, "convert", src, tmp_path / "out", *words, "--ranks", f"0-{count}", texts=texts)
     fails(2, "by-rank", count, src, tmp_path / "out", *words, texts=texts)
-    fails(2, "rank-list", count, "--src", src, *words, texts=texts)
 
 
 @pytest.mark.parametrize("form", FILES)

@@ -395,7 +395,6 @@ def test_the_record_beside_a_made_strategy_contains_its_rules(tmp_path: Path) ->
     record = json.loads(Path(result.json["record"]).read_text())
     assert record["rules"] == ONE_RULE
     assert record["sizes"] == {"dp": 1, "mp": 4, "pp": 1, "cp": 1, "ep": 1}
-    assert record["axes"] == [{"names": ["mp"], "parameters": ["w"]}]
     # In a directory of strategies it is none.
     assert done("strategy", "show", tmp_path / "out.ckpt").out
     assert done("rank-list", "0", "--src-strategy", tmp_path / "out.ckpt", "--dst-strategy", "none").out == "0 1 2 3\n"
@@ -467,40 +466,6 @@ def test_conversions_to_a_made_and_a_compiled_strategy_are_equal(
     assert files and files == tree_bytes(tmp_path / "compiled")
     done("strategy", "check", before.directory, src)
     done("strategy", "check", tmp_path / "made.ckpt", tmp_path / "made")
-
-
-# Names of axes.
-
-
-def test_axes_of_a_made_strategy_are_shown_by_name(tmp_path: Path) -> None:
-    done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, "--sizes", "dp=2,mp=4", "--weights-only"))
-    out = tmp_path / "out.ckpt"
-    shown = done("strategy", "show", out, "w", "--svg", tmp_path / "w.svg").out
-    assert "mp of size 4: cuts dimension 0 in 4" in shown and "dp of size 2: repeats" in shown
-    assert "cut in 4 over mp" in shown
-    assert "axis" not in shown
-    assert "mp, columns" in (tmp_path / "w.svg").read_text() and "dp, rows" in (tmp_path / "w.svg").read_text()
-    output = done("strategy", "show", out).out
-    assert "[dp 2, mp 4]" in output and "[mp, None]" in output
-    (row,) = done("strategy", "show", out, "--json").json
-    assert row["axes"] == ["dp", "mp"]
-
-
-def test_axes_of_a_compiled_strategy_are_named_by_the_sizes_of_its_run() -> None:
-    case = made_cases.load("26_moe_dp4mp2ep2pp1_optm1t0")
-    words = ("strategy", "show", case.strategy, "adam_m.model.layers.0.feed_forward.w1")
-    assert "axis 1 of size 2: cuts dimension 0" in done(*words).out
-    named = done(*words, "--sizes", case.sizes_text).out
-    assert "ep of size 2: cuts dimension 0 in 2" in named and "dp*cp/ep of size 2: repeats" in named
-    fails(3, *words, "--sizes", "dp=2,mp=2", texts=["has 8 devices in a stage"])
-
-
-def test_a_record_of_another_strategy_is_ignored(tmp_path: Path) -> None:
-    done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, "--sizes", "dp=2,mp=4", "--weights-only"))
-    write_strategy(tmp_path / "out.ckpt", 0, {"w": layout([4, 2], [0, -1])})
-    assert "axis 0 of size 2: cuts dimension 0" in done("strategy", "show", tmp_path / "out.ckpt", "w").out
-    (tmp_path / "out.ckpt.made").write_text("[")
-    assert "axis 0 of size 2: cuts dimension 0" in done("strategy", "show", tmp_path / "out.ckpt", "w").out
 
 
 def test_the_first_rule_that_matches_decides_whether_a_parameter_is_trained() -> None:

@@ -71,14 +71,12 @@ class MadeStage:
         first_rank: global rank of its first device.
         layouts: the record per parameter.
         shapes: full shape per parameter.
-        axes: per parameter the names of its device matrix's axes.
     """
 
     number: int
     first_rank: int
     layouts: dict[str, RecordedLayout] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Unsettled(NamedTuple):
@@ -164,11 +162,9 @@ def make_strategy(rules: LayoutRules, tensors: ModelTensors, target: TargetRun, 
         prefixes = [f"{prefix}." for prefix in states.get(name, ())]
         if name in states and target.sizes.stages > 1:
             prefixes.append(ACCUMULATED_GRADIENTS)
-        axes = tuple(axis.name for axis in each.layout.axes)
         for prefix in ("", *prefixes):
             stage.layouts[prefix + name] = record
             stage.shapes[prefix + name] = tensor.shape
-            stage.axes[prefix + name] = axes
     _check_settled(unsettled, rules.path, names, where)
     _check_groups({name: (each.layout, stages[stage_of[name]].first_rank) for name, each in placed.items()})
     return stages

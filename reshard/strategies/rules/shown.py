@@ -8,7 +8,7 @@ cuts. So all candidates are kept that give these slices at the sizes of every st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -22,9 +22,6 @@ from reshard.strategies.rules.sizes import AxisSizes
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors, belonging_to_weights, states_by_weight
 from reshard.text.messages import listing, plural, quoted
 from reshard.text.names import ACCUMULATED_GRADIENTS
-
-AxisNames = Callable[[str, tuple[int, ...]], tuple[str, ...]]
-"""The names of a device matrix's axes, for a parameter; none where they are unknown."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,24 +147,6 @@ def unshown_sizes(sources: Sequence[SourceRun], shown: Iterable[ShownWeight]) ->
             if names and certain and source.holding(weight.tensor.name):
                 uncut[source] = [name for name in names if not all(name in cut_by for cut_by in certain)]
     return {source: names for source, names in uncut.items() if names}
-
-
-def names_by_sizes(source: SourceRun) -> AxisNames:
-    """The names of device axes that follow from the sizes of a run; none if candidates differ in them."""
-    axes_of: dict[tuple[str, tuple[int, ...]], tuple[str, ...]] = {}
-    model = model_of(source, None)
-    for name, weight in shown_weights([source], model).items():
-        for candidate in weight.candidates:
-            layout = candidate.layout(weight.tensor.shape, source.sizes)
-            axes = tuple(axis.name for axis in layout.axes)
-            if axes_of.setdefault((name, layout.device_matrix), axes) != axes:
-                axes_of[name, layout.device_matrix] = ()
-
-    def names(name: str, matrix: tuple[int, ...]) -> tuple[str, ...]:
-        weight = name if name in model.weights else name.partition(".")[2]
-        return axes_of.get((weight, matrix), ())
-
-    return names
 
 
 def _observed(sources: Sequence[SourceRun], tensor: FullTensor) -> list[Observation]:

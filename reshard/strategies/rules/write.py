@@ -1,4 +1,4 @@
-"""Writing a made strategy as a compile would, with a record of its origin; reading axis names from that record."""
+"""Writing a made strategy as a compile would, with a record of its origin."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
-from reshard.defaults import MAX_DEVICES
-from reshard.errors import ReshardError, TargetError, UsageError
+from reshard.errors import TargetError, UsageError
 from reshard.storage import (
     exists,
     is_directory,
     names_in,
-    read_json,
     real,
     remove_file,
     store_of,
@@ -29,18 +27,12 @@ from reshard.strategies.one_file import (
     parsed,
     read_bytes,
     record_path,
-    record_paths,
 )
 from reshard.strategies.rules.make import MadeStage
-from reshard.strategies.rules.shown import AxisNames
-from reshard.strategies.rules.sizes import AxisSizes
-from reshard.strategies.rules.toml_file import cut_of
 from reshard.strategies.written import FORMS, WRITERS, new_file, replaceable, unreadable_in_json, with_shape
 from reshard.text.messages import listing, plural
-from reshard.text.products import ExpressionError
 
 _NAME = f"ckpt_strategy_rank_{RANK}.ckpt"
-_MAX_RECORD = 1 << 26
 
 
 class WrittenStrategy(NamedTuple):
@@ -84,7 +76,6 @@ def write_strategy(
     unfinished = [path for path, data in contents.items() if not _is_there(real(path), data, overwrite)]
     _check_no_other_stages(out, files)
     record_file = record_path(out)
-    content = {**record, "axes": _axes(stages)}
     for directory in dict.fromkeys(os.path.dirname(real(path)) for path in (*files, record_file)):
         with writing(directory or os.curdir):
             store_of(directory).make_directory(directory)
@@ -98,7 +89,7 @@ def write_strategy(
             with writing(path):
                 write_whole(real(path), contents[path])
     with writing(record_file):
-        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
         write_whole(real(record_file), text.encode(errors="surrogateescape"))
     return WrittenStrategy(list(files), [note for file in files.values() for note in unreadable_in_json(file)])
 
@@ -190,43 +181,3 @@ def _as_file(path: str, stages: Sequence[MadeStage], merged: bool) -> StrategyFi
             for stage in stages
         }
     return new_file(path, form, "made", layouts, merged)
-
-
-def _axes(stages: Sequence[MadeStage]) -> list[dict[str, Any]]:
-    names: dict[tuple[str, ...], dict[str, None]] = {}
-    for stage in stages:
-        for name, axes in stage.axes.items():
-            names.setdefault(axes, {})[name] = None
-    return [{"names": list(axes), "parameters": list(of)} for axes, of in names.items()]
-
-
-def recorded_names(path: str) -> Optional[AxisNames]:
-    """The names of axes in the record of a made strategy; None without a record.
-
-    Args:
-        path: the strategy, as typed.
-    """
-    for record in record_paths(path):
-        try:
-            content = read_json(record, _MAX_RECORD) or {}
-            sizes = AxisSizes(tuple((str(name), int(size)) for name, size in content["sizes"].items()))
-            names = {
-                str(parameter): tuple(map(str, group["names"]))
-                for group in content["axes"]
-                for parameter in group["parameters"]
-            }
-        except (ReshardError, KeyError, TypeError, ValueError, AttributeError):
-            # It is another program's file, or another version's. Names are not needed for anything else.
-            continue
-        return lambda name, matrix: _fitting(names.get(name, ()), matrix, sizes)
-    return None
-
-
-def _fitting(names: tuple[str, ...], matrix: tuple[int, ...], sizes: AxisSizes) -> tuple[str, ...]:
-    """The names, if their sizes are those of the matrix; otherwise the record is of another strategy."""
-    try:
-        cuts = list(map(cut_of, names))
-        counts = tuple(min(cut.factors[0].whole(sizes), cut.most or MAX_DEVICES) for cut in cuts)
-    except (ExpressionError, IndexError):
-        return ()
-    return names if counts == matrix else ()
