@@ -1,4 +1,4 @@
-"""Convert distributed MindSpore checkpoints from one parallel layout to another.
+"""Convert distributed checkpoints between parallel layouts and forms: MindSpore's ranks, PyTorch's and Hugging Face's.
 
 `Conversion` plans, converts and verifies; `open` reads tensors without a conversion. The functions have MindSpore's
 names and signatures, so a script changes one import. Modules are imported on first use.

@@ -1,16 +1,20 @@
-"""The base of all commands: help in groups with examples, and advice on typing errors."""
+"""The base of all commands: help in groups with examples, advice on typing errors, completion of values."""
 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 import click
 
 from reshard.errors import UsageError
 from reshard.signals import unwinding
 from reshard.text.names import near_names
+
+if TYPE_CHECKING:
+    pass
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -25,53 +29,23 @@ _MAX_COLUMNS = 32
 _SPELLINGS = {"src-strategy-file": "src-strategy", "dst-strategy-file": "dst-strategy"}
 
 _ARGUMENTS = "SRC and DST are arguments: reshard convert SRC DST."
-_RANKS_OF_STRATEGIES = "Not needed: strategies contain the number of ranks."
 _SHARES = "convert --shard I/N writes share I of N of the target; by-rank RANK writes one target rank."
-_JOBS = "Use --jobs N for the number of CPUs."
 _DECRYPT = "Decrypt first: reshard decrypt SRC PLAIN --key-file KEY, then this command with PLAIN."
-# Options of MindSpore and MindFormers, or of earlier versions.
-_ELSEWHERE = {
+# Options of MindSpore and MindFormers, and those of earlier versions.
+_REPLACED = {
     "--src-checkpoint": _ARGUMENTS,
     "--src-checkpoints-dir": _ARGUMENTS,
-    "--dst-checkpoint": _ARGUMENTS,
-    "--dst-checkpoints-dir": _ARGUMENTS,
     "--transform-rank": "RANK is the first argument of by-rank and rank-list.",
-    "--world-size": _RANKS_OF_STRATEGIES,
-    "--device-num": _RANKS_OF_STRATEGIES,
     "--rank-id": _SHARES,
-    "--transform-process-num": f"{_JOBS} {_SHARES}",
-    "--process-num": _JOBS,
-    "--max-process-num": _JOBS,
-    "--ckpt-prefix": "It is --prefix here.",
-    "--strict": "Differences and missing weights are errors; convert --allow-missing GLOB accepts missing ones.",
-    "--output-format": "It is --format here.",
-    "--accept-changed-source": "A target is made from one source: another DST, or everything again with --overwrite.",
+    "--world-size": _SHARES,
+    "--transform-process-num": f"Use --jobs N for the number of CPUs. {_SHARES}",
     "--available": "For ranks that cannot be read: --without-ranks 3,7.",
     "--all": "strategy check compares everything: leave it out.",
     "--decrypt-key-file": _DECRYPT,
-    "--decrypt-mode": _DECRYPT,
-    "--src": "SRC is an argument. rank-list reads strategies alone: reshard plan SRC DST lists the sources of each target.",
     "--merge": "A machine proves its own ranks: verify OUT --src SRC --ranks 0-3.",
+    "--src": "rank-list reads strategies alone; for the sources of each target: reshard plan SRC DST.",
     "--assume": 'State it in a file for --rules: matrix = ["dp", "cp", "mp"], or the cuts in map.',
 }
-
-# Commands under other names.
-_OTHER_NAMES = {
-    "transform": "convert",
-    "merge": "merge-pipeline",
-    "show": "strategy show",
-    "compare": "diff",
-    "dry-run": "plan",
-    "help": "reshard COMMAND --help",
-}
-
-
-def _filled(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """A typed value, or several; an empty one comes from an unset variable of a shell, and is an error."""
-    if "" in (value if isinstance(value, (tuple, list)) else (value,)) and not ctx.resilient_parsing:
-        name = param.opts[0] if isinstance(param, click.Option) else str(param.name).upper()
-        raise UsageError(f"{name} is empty", hint="is a variable of the shell unset?")
-    return value
 
 
 class GroupedOption(click.Option):
@@ -81,40 +55,32 @@ class GroupedOption(click.Option):
         super().__init__(*names, **attributes)
         self.group = group
 
-    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
-        """The value of a text."""
-        return super().type_cast_value(ctx, _filled(ctx, self, value))
-
 
 def option(group: str, *names: str, **attributes: Any) -> Callable[[F], F]:
     """Decorator: an option in a group of the help."""
     return click.option(*names, cls=GroupedOption, group=group, **attributes)
 
 
-class Argument(click.Argument):
-    """An argument that is not empty."""
-
-    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
-        """The value of a text."""
-        return super().type_cast_value(ctx, _filled(ctx, self, value))
-
-
-def argument(name: str, **attributes: Any) -> Callable[[F], F]:
-    """Decorator: an argument that is not empty."""
-    return click.argument(name, cls=Argument, **attributes)
+argument = click.argument
 
 
 class Command(click.Command):
     """A command; its epilog is its examples, one or more lines each."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, with advice on options of other tools."""
+        """Parse, with advice on replaced options; refuse empty values, which come from unset variables of a shell."""
+        for place, word in enumerate(args):
+            if not word or re.fullmatch(r"--[\w-]+=", word):
+                option = word or (args[place - 1] if place else "")
+                name = option.rstrip("=") if option.startswith("-") else "an argument"
+                if not ctx.resilient_parsing:
+                    raise UsageError(f"{name} is empty", hint="is a variable of the shell unset?")
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if error.option_name not in _ELSEWHERE:
+            if error.option_name not in _REPLACED:
                 raise
-            advice = _ELSEWHERE[error.option_name]
+            advice = _REPLACED[error.option_name]
             raise click.UsageError(f"No such option: {error.option_name}. {advice}", ctx) from error
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -159,8 +125,7 @@ class Group(click.Group):
         """Find the command, or suggest similar ones."""
         name = spelling(args[0])
         if self.get_command(ctx, name) is None and not name.startswith("-") and not ctx.resilient_parsing:
-            near = f" Did you mean {_OTHER_NAMES[name]}?" if name in _OTHER_NAMES else nearest(name, self.names())
-            ctx.fail(f"No such command: {args[0]}.{near}")
+            ctx.fail(f"No such command: {args[0]}.{nearest(name, self.names())}")
         return super().resolve_command(ctx, args)
 
     def names(self) -> list[str]:
@@ -172,23 +137,24 @@ class LazyGroup(Group):
     """A group that imports a command's module on first use.
 
     Args:
-        entries: module, attribute and one line of help of each command, in the order of the help.
+        sections: per section of the help and command its module, attribute and one line of help.
         aliases: other names of commands.
     """
 
     def __init__(
         self,
         *arguments: Any,
-        entries: Mapping[str, tuple[str, str, str]],
+        sections: Mapping[str, Mapping[str, tuple[str, str, str]]],
         aliases: Optional[Mapping[str, str]] = None,
         **attributes: Any,
     ) -> None:
         super().__init__(*arguments, **attributes)
-        self._entries = entries
+        self._sections = sections
+        self._entries = {name: entry for entries in sections.values() for name, entry in entries.items()}
         self._aliases = aliases or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Command names in the order of the work, aliases left out."""
+        """Command names in the order of the help, aliases left out."""
         return list(self._entries)
 
     def names(self) -> list[str]:
@@ -204,9 +170,11 @@ class LazyGroup(Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands without importing any."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, _, text) in self._entries.items()])
+        """Write the commands by section without importing any."""
+        width = max(map(len, self._entries))
+        for section, entries in self._sections.items():
+            with formatter.section(section):
+                formatter.write_dl([(name.ljust(width), text) for name, (_, _, text) in entries.items()])
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg, unused-ignore]

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
-from reshard.cli.errors import set_next_command
-from reshard.cli.output import echo_json, say, totals_json, totals_words
+from reshard.cli.output import echo_json, say, set_next_command, totals_json, totals_words
 from reshard.cli.progress import progress_of
 from reshard.convert import Options, Prepared, Summary, WriteElsewhere, prepare
 from reshard.errors import ReshardError

@@ -8,7 +8,6 @@ from typing import Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.errors import exit_different
 from reshard.cli.opened import (
     check_crcs,
     location_json,
@@ -18,7 +17,7 @@ from reshard.cli.opened import (
     opened,
     shape_words,
 )
-from reshard.cli.output import echo_json, listener, say
+from reshard.cli.output import echo_json, exit_different, listener, say
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import alarming_lines, table
 from reshard.errors import UsageError

@@ -1,52 +1,134 @@
-"""The command group. Commands are imported when they are run, which keeps --help fast."""
+"""The command group, and the ways in which a command can end.
+
+Commands are imported when they are run, which keeps --help fast.
+"""
 
 from __future__ import annotations
+
+import io
+import signal
+from typing import Any, NoReturn
 
 import click
 
 from reshard._version import __version__
-from reshard.cli.command import spelling
-from reshard.cli.errors import ReshardGroup
+from reshard.cli.command import LazyGroup, spelling
+from reshard.cli.output import alarming, is_verbose
+from reshard.errors import ReshardError, is_read_only
+from reshard.signals import Stopped
+from reshard.text.messages import is_shortened, printable
+
+# Longer errors repeat their first line at the end.
+_MANY_LINES = 8
+# Exit statuses of errors that a retry may cure, and of interrupted runs.
+_CURABLE = (1, 129, 130, 143)
 
 # Name on the command line: module, attribute, one line of help (spares importing the module).
 _COMMANDS = {
-    "convert": ("convert", "convert", "Convert a checkpoint to another layout or another form."),
-    "by-rank": ("convert", "by_rank", "Convert a checkpoint for one target rank, for shell loops."),
-    "merge-lora": ("merge_lora", "merge_lora", "Merge a LoRA adapter into the weights that it was trained on."),
-    "plan": ("plan", "plan", "Print the plan of a conversion: ranks, files, bytes, memory."),
-    "rank-list": ("strategy", "rank_list", "Print the source ranks that a target rank needs."),
-    "merge-pipeline": ("strategy", "merge_pipeline", "Merge the pipeline stages' strategy files into one."),
-    "group-info": ("strategy", "group_info", "Read group_info files."),
-    "decrypt": ("decrypt", "decrypt", "Decrypt .ckpt files that were saved with enc_key."),
-    "inspect": ("inspect", "inspect", "Show the contents of a checkpoint of any form."),
-    "suggest": ("suggest", "suggest", "Print the commands for the usual aims with a checkpoint."),
-    "view": ("view", "view", "Write an HTML page that shows a checkpoint and a conversion."),
-    "status": ("status", "status", "Print which targets of a conversion are done and which are missing."),
-    "resume": ("resume", "resume", "Resume a conversion or recovery."),
-    "verify": ("verify", "verify", "Prove that a converted checkpoint is right, or that copies agree."),
-    "fingerprint": ("fingerprint", "fingerprint", "Print layout-independent fingerprints of all parameters."),
-    "get": ("get", "get", "Print a tensor or a slice of one, or write it to a .npy file."),
-    "stats": ("stats", "stats", "Print statistics of every tensor: NaN, zeros, min, max, mean, norm."),
-    "diff": ("diff", "diff", "Compare the tensors of two checkpoints."),
-    "replicas": ("strategy", "replicas", "Print the groups of ranks with identical checkpoints."),
-    "recover": ("convert", "recover", "Rebuild the checkpoints of lost ranks from replicas."),
-    "strategy": ("strategy", "strategy_group", "Show, compare, check and make strategy files."),
-    "names": ("strategy", "names", "Show tables for --names: names and packing of other frameworks."),
+    "Look": {
+        "suggest": ("suggest", "suggest", "Print the commands for the usual aims with a checkpoint."),
+        "inspect": ("inspect", "inspect", "Show the contents of a checkpoint of any form."),
+        "view": ("view", "view", "Write an HTML page that shows a checkpoint and a conversion."),
+        "get": ("get", "get", "Print a tensor or a slice of one, or write it to a file."),
+        "stats": ("stats", "stats", "Print NaN, zeros, min, max, mean and norm of every tensor."),
+    },
+    "Convert": {
+        "plan": ("plan", "plan", "Print the plan of a conversion: ranks, files, bytes, memory."),
+        "rank-list": ("strategy", "rank_list", "Print the source ranks that a target rank needs."),
+        "convert": ("convert", "convert", "Convert a checkpoint to another layout or another form."),
+        "by-rank": ("convert", "by_rank", "Convert a checkpoint for one target rank, for shell loops."),
+        "status": ("status", "status", "Print finished and missing targets of a conversion."),
+        "resume": ("resume", "resume", "Resume a conversion or recovery."),
+        "merge-lora": ("merge_lora", "merge_lora", "Merge a LoRA adapter into its base model."),
+        "decrypt": ("decrypt", "decrypt", "Decrypt .ckpt files that were saved with enc_key."),
+    },
+    "Prove": {
+        "verify": ("verify", "verify", "Prove that a converted checkpoint is right."),
+        "diff": ("diff", "diff", "Compare the tensors of two checkpoints."),
+        "fingerprint": ("fingerprint", "fingerprint", "Print layout-independent fingerprints of all parameters."),
+    },
+    "Repair": {
+        "recover": ("convert", "recover", "Rebuild the checkpoints of lost ranks from replicas."),
+        "replicas": ("strategy", "replicas", "Print the groups of ranks with identical checkpoints."),
+        "group-info": ("strategy", "group_info", "Read group_info files."),
+    },
+    "Prepare": {
+        "strategy": ("strategy", "strategy_group", "Show, compare, check and make strategy files."),
+        "merge-pipeline": ("strategy", "merge_pipeline", "Merge the pipeline stages' strategy files into one."),
+        "names": ("strategy", "names", "Show tables for --names: names and packing of models."),
+    },
 }
 _ALIASES = {"transform-dir": "convert", "transform-all": "convert", "transform-by-rank": "by-rank"}
 
 
+class _Reshard(LazyGroup):
+    """A group whose commands end with the documented exit statuses, and never with a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command and turn exceptions into an exit status."""
+        try:
+            return super().invoke(ctx)
+        except ReshardError as error:
+            _finish(ctx, _error_text(error), error.status)
+        except KeyboardInterrupt as interrupt:
+            stopped = interrupt if isinstance(interrupt, Stopped) else Stopped(signal.SIGINT)
+            _finish(ctx, str(stopped), stopped.status)
+        except MemoryError:
+            _finish(ctx, "out of memory; try a smaller --max-memory or fewer --jobs", 1)
+        except click.UsageError as error:
+            shown = io.StringIO()
+            error.show(shown)
+            usage, mark, message = shown.getvalue().partition("Error: ")
+            click.echo(usage + alarming(mark + message.rstrip()), err=True)
+            ctx.exit(error.exit_code)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except OSError as error:
+            name = f"{error.filename}: " if error.filename else ""
+            _finish(ctx, f"{name}{error.strerror or error}", 3 if is_read_only(error) else 1)
+        except Exception as error:
+            text = f"internal error ({type(error).__name__}: {error})\nthis is a bug; --debug shows where"
+            _finish(ctx, text, 3)
+
+
+def _error_text(error: ReshardError) -> str:
+    """The error as shown: with all parameter names for -v, else with a hint to use -v."""
+    if is_verbose():
+        return error.full
+    return f"{error}\n-v names every parameter" if is_shortened(error.message) else str(error)
+
+
+def _finish(ctx: click.Context, text: str, status: int) -> NoReturn:
+    shared = ctx.find_root().meta
+    if shared.get("reshard.debug"):
+        import traceback
+
+        click.echo(printable(traceback.format_exc().rstrip()), err=True)
+    headline, *details = printable(text).split("\n")
+    click.echo(alarming(f"reshard: error: {headline}"), err=True)
+    for line in details:
+        click.echo(f"  {line}", err=True)
+    if len(details) > _MANY_LINES:
+        # Logs often show only the end of the output.
+        click.echo(alarming(f"reshard: error: {headline.rstrip(':')}"), err=True)
+    next_command = shared.get("reshard.next_command")
+    if next_command is not None and status in _CURABLE:
+        click.echo(f"  {printable(next_command)}", err=True)
+    ctx.exit(status)
+
+
 @click.group(
-    cls=ReshardGroup,
-    entries=_COMMANDS,
+    cls=_Reshard,
+    sections=_COMMANDS,
     aliases=_ALIASES,
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": spelling},
 )
 @click.version_option(__version__, "-V", "--version", prog_name="reshard")
 def cli() -> None:
-    """Convert distributed MindSpore checkpoints from one parallel layout to another.
+    """Convert distributed checkpoints between parallel layouts and between forms.
 
-    MindSpore and accelerators are not needed. `reshard COMMAND --help` shows the options of a command. They may be
+    Forms are MindSpore's rank files, PyTorch's DCP and Hugging Face's safetensors, among others. MindSpore, PyTorch
+    and accelerators are not needed. `reshard COMMAND --help` shows the options of a command. They may be
     typed with underscores, and as in MindSpore's functions: --src_strategy_file, --dst_strategy_file.
     """
 

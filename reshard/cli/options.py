@@ -9,7 +9,7 @@ import click
 
 from reshard.cli import completion
 from reshard.cli.command import Parsed, option
-from reshard.cli.errors import set_debug, set_quiet, set_verbose
+from reshard.cli.output import set_debug, set_quiet, set_verbose
 from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES, MAX_MEMORY
 from reshard.errors import UsageError
 from reshard.forms import FORM_CLASSES, SHORT_NAMES

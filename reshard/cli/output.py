@@ -1,13 +1,13 @@
-"""Output for people and scripts: progress, messages, JSON."""
+"""Output for people and scripts: messages, JSON, files; flags that all commands share; the status of a difference."""
 
 from __future__ import annotations
 
-import codecs
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING, Any, Callable, NoReturn
 
 import click
 
@@ -16,25 +16,36 @@ from reshard.text.messages import byte_size, full_text, printable
 if TYPE_CHECKING:
     from reshard.text.names import Total
 
+DIFFERENT = 4
+"""The exit status of a difference."""
+
 
 def echo_json(value: object) -> None:
-    """Print JSON to standard output; valid UTF-8 in any terminal encoding.
+    """Print JSON to standard output, in ASCII, which every terminal and locale can show.
 
-    A path that is not UTF-8 is escaped in JSON: Python's ``os.fsencode`` restores its bytes. So
-    are characters that a terminal would take for commands.
+    A path that is not UTF-8 is escaped: Python's ``os.fsencode`` restores its bytes.
     """
     # Loaded only here: few runs print JSON.
     import json
 
-    text = json.dumps(value, ensure_ascii=False)
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
-    try:
-        text.encode()
-        plain = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
-    except UnicodeEncodeError:
-        plain = False
-    click.echo(text if plain else json.dumps(value))
+    click.echo(json.dumps(plain(value)))
+
+
+def plain(value: Any) -> Any:
+    """A value of JSON's types: records as objects, sets ascending, texts in full, numbers that JSON lacks as texts."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
+    if isinstance(value, str):
+        return full_text(value)
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, range)):
+        return list(map(plain, value))
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return value
 
 
 def totals_json(totals: Mapping[str, Total]) -> dict[str, dict[str, int]]:
@@ -47,24 +58,33 @@ def totals_words(totals: Mapping[str, Total]) -> str:
     return ", ".join(f"{key} {total.names} ({byte_size(total.nbytes)})" for key, total in totals.items())
 
 
-def listener(notes: bool = True) -> Callable[[str, str], None]:
-    """Shows warnings always and notes unless -q was given, on standard error; -v names every parameter in them.
-
-    Args:
-        notes: show notes without -v.
-    """
+def listener() -> Callable[[str, str], None]:
+    """Shows warnings always and notes unless -q was given, on standard error; -v names every parameter in them."""
     # Read here: other threads have no click context.
     quiet, verbose = is_quiet(), is_verbose()
-    silent = quiet or not (notes or verbose)
 
     def show(kind: str, text: str) -> None:
         text = printable(full_text(text) if verbose else text)
         if kind == "warning":
             _echo_aside(_styled(f"warning: {text}", "yellow"))
-        elif not silent:
+        elif not quiet:
             _echo_aside(f"note: {text}")
 
     return show
+
+
+def _remembered(name: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
+    """Callback of a flag whose value all modules can read from the root context."""
+
+    def remember(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+        if value:
+            ctx.find_root().meta[f"reshard.{name}"] = True
+        return value
+
+    return remember
+
+
+set_debug, set_verbose, set_quiet = map(_remembered, ("debug", "verbose", "quiet"))
 
 
 def is_verbose() -> bool:
@@ -80,6 +100,16 @@ def is_quiet() -> bool:
 def _is_set(name: str) -> bool:
     context = click.get_current_context(silent=True)
     return context is not None and bool(context.find_root().meta.get(name))
+
+
+def set_next_command(text: str) -> None:
+    """Errors of this run that a retry may cure end with this line."""
+    click.get_current_context().find_root().meta["reshard.next_command"] = text
+
+
+def exit_different() -> NoReturn:
+    """End with the status of a comparison that has found a difference, or of a check that has failed."""
+    click.get_current_context().exit(DIFFERENT)
 
 
 def show_notes(notes: Iterable[str]) -> None:

@@ -6,19 +6,22 @@ import os
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, NoReturn, Optional
 
 from reshard.cli.output import say
 from reshard.execute import OWN_THREAD, Progress
 from reshard.text.messages import byte_size
 
 if TYPE_CHECKING:
-    from reshard.cli.bar import Bar
+    from tqdm import tqdm
 
 # Interval of progress lines without a terminal, in seconds.
 BETWEEN_LINES = 30.0
 # Shorter transfers show no bar.
 _BEFORE_BAR = 0.5
+_NARROW = 60
+_WIDE_BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left"
+_NARROW_BAR = "{desc} {percentage:3.0f}% {rate_fmt} {remaining}"
 
 
 def progress_of(quiet: bool, requested: Optional[bool]) -> Progress:
@@ -44,8 +47,10 @@ def _has_room() -> bool:
 
 
 class _Bar(Progress):
+    """A bar that goes away at the end."""
+
     def __init__(self) -> None:
-        self._bar: Optional[Bar] = None
+        self._bar: Optional[tqdm[NoReturn]] = None
         self._total = self._done = 0
         self._doing = ""
         self._begun = 0.0
@@ -59,14 +64,37 @@ class _Bar(Progress):
         if self._bar is not None:
             self._bar.update(count)
         elif time.time() - self._begun >= _BEFORE_BAR:
-            from reshard.cli.bar import Bar
-
-            self._bar = Bar(self._total, self._doing, self._done, self._begun)
+            self._bar = self._drawn()
 
     def end(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+    def _drawn(self) -> tqdm[NoReturn]:
+        # Loaded only here: short transfers show no bar.
+        from tqdm import tqdm
+
+        # No thread that redraws idle bars: a process with threads starts no workers.
+        tqdm.monitor_interval = 0
+        narrow = os.get_terminal_size(sys.stderr.fileno()).columns < _NARROW
+        bar: tqdm[NoReturn] = tqdm(
+            desc=self._doing,
+            total=self._total,
+            bar_format=_NARROW_BAR if narrow else _WIDE_BAR,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            dynamic_ncols=True,
+            # The first frame below shows the rate so far.
+            delay=1e-9,
+            file=sys.stderr,
+            smoothing=0.1,
+            leave=False,
+        )
+        bar.start_t = bar.last_print_t = self._begun
+        bar.update(self._done)
+        return bar
 
 
 class _Lines(Progress):

@@ -9,7 +9,6 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.errors import exit_different
 from reshard.cli.opened import (
     check_crcs,
     location_json,
@@ -19,7 +18,7 @@ from reshard.cli.opened import (
     opened,
     shape_words,
 )
-from reshard.cli.output import alarming, echo_json, listener
+from reshard.cli.output import alarming, echo_json, exit_different, listener
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import alarming_lines, table
 from reshard.errors import UsageError

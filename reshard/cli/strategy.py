@@ -45,7 +45,7 @@ _COMMANDS = {
 }
 
 
-@click.group("strategy", cls=LazyGroup, entries=_COMMANDS)
+@click.group("strategy", cls=LazyGroup, sections={"Commands": _COMMANDS})
 def strategy_group() -> None:
     """Show strategy files, check them against a checkpoint, and make new ones."""
 

@@ -10,8 +10,7 @@ import click
 from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import command
-from reshard.cli.errors import exit_different
-from reshard.cli.output import echo_json, listener, say
+from reshard.cli.output import echo_json, exit_different, listener, say
 from reshard.cli.progress import progress_of
 from reshard.cli.strategy_show import strategy_words
 from reshard.convert import usable_cpus

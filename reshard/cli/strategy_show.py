@@ -9,8 +9,7 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command, nearest, option
-from reshard.cli.errors import exit_different
-from reshard.cli.output import echo_json, fill, say, show_notes, terminal_width, write_picture
+from reshard.cli.output import echo_json, exit_different, fill, say, show_notes, terminal_width, write_picture
 from reshard.cli.tables import table
 from reshard.errors import LayoutError, StrategyError, UsageError
 from reshard.layout import Layout

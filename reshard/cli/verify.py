@@ -11,8 +11,7 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
-from reshard.cli.errors import exit_different
-from reshard.cli.output import alarming, echo_json, is_verbose, listener
+from reshard.cli.output import alarming, echo_json, exit_different, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert.ends import options_of
 from reshard.convert.recorded import command_with_source, merge_hint, recorded_source, was_merged

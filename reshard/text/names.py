@@ -90,6 +90,8 @@ _WHOLE_NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
 # Comparing a longer name with others, or one name with more, takes seconds.
 _MAX_COMPARED_LENGTH = 1000
 _MAX_COMPARED = 5000
+# Minimum prefix length: shorter prefixes match too many names.
+_MIN_PREFIX = 3
 # Marks of {rank} and of wildcards, which match no mistyped name.
 _WILD = frozenset("*?[{")
 
@@ -308,7 +310,11 @@ def near_names(typed: str, names: Iterable[str]) -> list[str]:
     spelled: dict[str, str] = {}
     for name in itertools.islice(names, _MAX_COMPARED):
         spelled.setdefault(name.lower(), name)
-    return [spelled[name] for name in get_close_matches(typed.lower(), spelled)]
+    # If only an ending is missing, other similar names are unlikely.
+    longer = [name for name in sorted(spelled, key=len) if name.startswith(typed.lower())]
+    if not longer or len(typed) < _MIN_PREFIX:
+        return [spelled[name] for name in get_close_matches(typed.lower(), spelled)]
+    return [spelled[name] for name in longer[:3]]
 
 
 def similar_path_hint(path: str) -> Optional[str]:

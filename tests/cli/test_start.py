@@ -63,7 +63,7 @@ _PARTS = {
     *("execute.casts", "execute.filling"),
     *("forms.recorded", "forms.dcp.read", "forms.full.contents", "forms.hf_sharded.shards", "forms.verl.reading"),
     *("forms.checkpoint2.metadata", "forms.writing", "layout.boxes", "plan.recovery", "storage.s3"),
-    *("strategies.rules", "text.filter_advice"),
+    "strategies.rules",
 }
 
 

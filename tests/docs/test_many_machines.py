@@ -14,7 +14,7 @@ import yaml
 
 from docs.tools.pages import blocks
 from reshard import errors
-from reshard.cli.errors import DIFFERENT
+from reshard.cli.output import DIFFERENT
 from tests.corpus import FIXTURES, ROOT
 from tests.running import done
 
