@@ -25,6 +25,7 @@ from reshard.text.messages import (
     rank_ranges,
     some_numbers,
     stepped_ranges,
+    stepped_rank_ranges,
 )
 from reshard.text.names import ACCUMULATED_GRADIENTS, pattern_lines
 
@@ -206,7 +207,7 @@ def _show_slices(arrangement: Arrangement) -> None:
             drawn.interval(dimension, one.place[dimension]) + ("" if dimension else drawn.shard_text(one.place[0]))
             for dimension in drawn.cut_dimensions
         ]
-        rows.append([*places, drawn.holders_text(one)])
+        rows.append([*places, stepped_rank_ranges(one.ranks)])
     table("", [*(f"dimension {dimension}" for dimension in drawn.cut_dimensions), "held by"], rows)
 
 
