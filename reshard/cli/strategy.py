@@ -33,14 +33,10 @@ def merge_pipeline(strategy_dir: str, dst_file: str) -> None:
 # Module, attribute and one line of help of each command.
 _COMMANDS = {
     "check": ("strategy_check", "strategy_check", "Check whether the checkpoint in CKPT was saved with strategy S."),
-    "derive": (
-        "strategy_derive",
-        "strategy_derive",
-        "Derive the strategy of another run from that of one at hand.",
-    ),
+    "derive": ("strategy_make", "strategy_derive", "Derive the strategy of another run from that of one at hand."),
     "diff": ("strategy_show", "strategy_diff", "Show the differences from strategy A to strategy B."),
     "make": ("strategy_make", "strategy_make", "Make the strategy of a cluster from rules, without the cluster."),
-    "rules": ("strategy_derive", "strategy_rules", "Print the built-in rules of make, or list them."),
+    "rules": ("strategy_make", "strategy_rules", "Print the built-in rules of make, or list them."),
     "show": ("strategy_show", "strategy_show", "Show layouts, or a picture of the slices of one PARAM."),
 }
 

@@ -1,11 +1,10 @@
-"""strategy make: a strategy from rules alone; its options and output are shared with derive."""
+"""Strategies without a compile: strategy make, from rules; strategy derive, from another run's; strategy rules."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
@@ -13,16 +12,17 @@ import click
 
 from reshard._version import __version__
 from reshard.cli import completion, options
-from reshard.cli.command import Parsed, command, option
-from reshard.cli.output import echo_json, is_quiet, say, show_notes
-from reshard.errors import InputError, StrategyError, UsageError
+from reshard.cli.command import Parsed, command, nearest, option
+from reshard.cli.output import is_quiet, say, show_notes
+from reshard.errors import StrategyError, UsageError
 from reshard.storage import is_directory
 from reshard.strategies import Strategy
-from reshard.text.messages import listing, plural, rank_ranges
+from reshard.text.globs import Globs
+from reshard.text.messages import plural, rank_ranges
 
 if TYPE_CHECKING:
-    from reshard.names import Configuration
-    from reshard.strategies.rules import LayoutRules, MadeStage, ModelTensors, TargetRun
+    from reshard.strategies.rules import AxisSizes, LayoutRules, MadeStage, ModelTensors, TargetRun
+    from reshard.strategies.rules.shown import SourceRun
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,12 +51,17 @@ def _parse_shards(text: str) -> int:
     raise ValueError(f"{text!r} is neither off, nor -1, nor a number of shards")
 
 
-def sizes_option(group: str, *names: str, text: str, **attributes: Any) -> Callable[[F], F]:
+def _sizes(group: str, *names: str, text: str, **attributes: Any) -> Callable[[F], F]:
     """An option for the sizes of a run."""
     return option(group, *names, type=Parsed("sizes", _parse_sizes), metavar="dp=N,mp=N", help=text, **attributes)
 
 
-making = options.together(
+def _shapes(text: str, **attributes: Any) -> Callable[[F], F]:
+    metavar = "CKPT|INDEX|STRATEGY.json"
+    return option("Source", "--shapes", metavar=metavar, shell_complete=completion.paths, help=text, **attributes)
+
+
+_target_options = options.together(
     option(
         "Target",
         "--layers-per-stage",
@@ -71,6 +76,7 @@ making = options.together(
         "--optimizer-shards",
         type=Parsed("shards", _parse_shards),
         metavar="off|-1|N",
+        show_default="off",
         help="How the optimizer shards each weight: not at all, over all replicas, or in N.",
     ),
     option(
@@ -83,13 +89,11 @@ making = options.together(
     ),
     options.flag("Target", "--weights-only", text="Leave optimizer state out, as for inference."),
     options.flag("Target", "--overwrite", text="Replace existing strategies at OUT."),
-    options.json_output,
     options.verbose("Name every parameter in messages."),
     options.common,
 )
-"""Options of the target."""
 
-names = options.together(
+_names = options.together(
     option(
         "Source",
         "--names",
@@ -107,31 +111,6 @@ names = options.together(
         help="File with the sizes that the table of names needs.",
     ),
 )
-"""--names and --config, for `under_names`."""
-
-
-def shapes(text: str) -> Callable[[F], F]:
-    """--shapes."""
-    return option("Source", "--shapes", metavar="CKPT|INDEX|STRATEGY.json", shell_complete=completion.paths, help=text)
-
-
-def target_of(sizes: Any, typed: dict[str, Any]) -> TargetRun:
-    """The run that the options describe."""
-    from reshard.strategies.rules import DEFAULT_THRESHOLD, ShardSetting, TargetRun
-
-    threshold = typed["optimizer_threshold"]
-    setting = ShardSetting(typed["optimizer_shards"] or 0, DEFAULT_THRESHOLD if threshold is None else threshold)
-    return TargetRun(sizes, setting, typed["layers_per_stage"], typed["weights_only"])
-
-
-def shapes_of(path: str, strategy: Optional[Strategy], typed: dict[str, Any]) -> ModelTensors:
-    """The tensors that --shapes names."""
-    from reshard.checkpoints import FileHandles
-    from reshard.forms.model_shapes import read_shapes
-    from reshard.text.messages import Report
-
-    with FileHandles() as handles:
-        return read_shapes(path, strategy, handles, Report())
 
 
 @command(
@@ -151,7 +130,7 @@ reshard strategy make mcore target.ckpt --shapes qwen3-hf/ --names qwen3 \\
 )
 @click.argument("rules", metavar="RULES", shell_complete=completion.paths)
 @click.argument("out", metavar="OUT", shell_complete=completion.paths)
-@shapes("Full shapes: a checkpoint of any form, the index of one, or a JSON strategy.")
+@_shapes("Full shapes: a checkpoint of any form, the index of one, or a JSON strategy.", required=True)
 @option(
     "Source",
     "--src-strategy",
@@ -159,7 +138,7 @@ reshard strategy make mcore target.ckpt --shapes qwen3-hf/ --names qwen3 \\
     shell_complete=completion.paths,
     help="Strategy of --shapes, if that is a rank tree.",
 )
-@names
+@_names
 @option(
     "Parameters",
     "--set",
@@ -168,17 +147,17 @@ reshard strategy make mcore target.ckpt --shapes qwen3-hf/ --names qwen3 \\
     metavar="NAME=VALUE",
     help="A switch of the model's configuration that RULES declare, such as vocab_emb_dp=false (repeatable).",
 )
-@sizes_option("Target", "--sizes", text="Devices: dp, mp, pp, cp, ep; 1 where left out.")
-@making
+@_sizes("Target", "--sizes", text="Devices: dp, mp, pp, cp, ep; 1 where left out.", required=True)
+@_target_options
 def strategy_make(
     rules: str,
     out: str,
-    shapes: Optional[str],
+    shapes: str,
     src_strategy: Optional[str],
     names: Optional[str],
     config: Optional[str],
     stated: tuple[str, ...],
-    sizes: Any,
+    sizes: AxisSizes,
     **typed: Any,
 ) -> None:
     """Make the strategy of a cluster from rules, without the cluster.
@@ -192,28 +171,27 @@ def strategy_make(
     from reshard.strategies.rules import make_strategy
     from reshard.strategies.rules.toml_file import is_builtin, rules_named
 
-    missing = [name for name, value in (("--shapes", shapes), ("--sizes", sizes)) if value is None]
-    if missing or shapes is None:
-        raise UsageError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-            hint="pass the tensors' full shapes with --shapes, and the devices with --sizes: --sizes dp=2,mp=4",
-        )
     switches = dict(_switch(text) for text in stated)
     model_rules = rules_named(rules, switches)
     source = None if src_strategy is None else read_strategy(src_strategy)
     show_notes(source.notes if source is not None else ())
-    tensors = under_names(shapes_of(shapes, source, typed), names, config)
-    if names is None:
-        check_named(model_rules, tensors, config)
-    target = target_of(sizes, typed)
+    tensors = _under_names(_read_shapes(shapes, source), names, config)
+    target = _target(sizes, typed)
     where = f"a copy of {rules} (reshard strategy rules {rules} > model.toml)" if is_builtin(rules) else rules
-    stages = make_strategy(model_rules, tensors, target, where)
+    try:
+        stages = make_strategy(model_rules, tensors, target, where)
+    except StrategyError as error:
+        unmatched = (name for name in tensors.weights if not any(rule.matches(name) for rule in model_rules.rules))
+        if names is None and any(unmatched):
+            error.hint = f"{error.hint or ''}\nif the model has another code's names: --names TABLE".lstrip()
+        raise
     more = {
         "rules_file": rules,
         **({"set": switches} if switches else {}),
         **({} if names is None else {"names": names}),
     }
-    finish("make", out, stages, model_rules, tensors, target, more, (rules, shapes, src_strategy, names, config), typed)
+    made_of = (rules, shapes, src_strategy, names, config)
+    _write("make", out, stages, model_rules, tensors, target, more, made_of, typed["overwrite"])
 
 
 def _switch(text: str) -> tuple[str, str]:
@@ -223,7 +201,185 @@ def _switch(text: str) -> tuple[str, str]:
     return name, value
 
 
-def under_names(tensors: ModelTensors, table: Optional[str], config: Optional[str]) -> ModelTensors:
+@command(
+    "derive",
+    """
+reshard strategy derive src.ckpt inference.ckpt --shapes ckpt/ \\
+    --src-sizes dp=4,mp=2 --dst-sizes mp=2 --weights-only
+
+A larger mp, where another strategy shows that cuts grow:
+reshard strategy derive src.json dst.ckpt --src-sizes dp=4,mp=2 \\
+    --also wide.json --also-sizes mp=8 --dst-sizes dp=2,mp=8
+
+With shapes of a model with Hugging Face's names:
+reshard strategy derive src.ckpt dst.ckpt --shapes qwen3-hf/ --names qwen3 \\
+    --src-sizes dp=4,mp=2 --dst-sizes mp=2 --weights-only
+""",
+)
+@click.argument("src", metavar="SRC", shell_complete=completion.paths)
+@click.argument("out", metavar="OUT", shell_complete=completion.paths)
+@_sizes("Source", "--src-sizes", text="Devices of SRC's run: dp, mp, pp, cp, ep.", required=True)
+@option(
+    "Source",
+    "--also",
+    multiple=True,
+    metavar="FILE|DIR",
+    shell_complete=completion.paths,
+    help="One more strategy of the model (repeatable, with --also-sizes).",
+)
+@_sizes("Source", "--also-sizes", text="Devices of --also's run.", multiple=True)
+@_shapes("Full shapes, if SRC does not list them: a checkpoint of any form, the index of one, or a JSON strategy.")
+@_names
+@option(
+    "Parameters",
+    "--rules",
+    "stated",
+    metavar="FILE",
+    shell_complete=completion.paths,
+    help="Rules for parameters that the strategies leave open.",
+)
+@_sizes("Target", "--dst-sizes", text="Devices of OUT's run.", required=True)
+@_target_options
+def strategy_derive(
+    src: str,
+    out: str,
+    src_sizes: AxisSizes,
+    also: tuple[str, ...],
+    also_sizes: tuple[AxisSizes, ...],
+    shapes: Optional[str],
+    names: Optional[str],
+    config: Optional[str],
+    stated: Optional[str],
+    dst_sizes: AxisSizes,
+    **typed: Any,
+) -> None:
+    """Derive the strategy of another run from that of one at hand.
+
+    SRC is the strategy of a run with --src-sizes; OUT is what a compile with other sizes would write,
+    as with make. Only facts shown by SRC, and the strategies of --also, are used: everything they leave open
+    is an error that prints the lines that would settle it, for a file that --rules names.
+    """
+    from reshard.forms.model_shapes import strategy_shapes
+    from reshard.strategies.rules import make_strategy, read_rules
+    from reshard.strategies.rules.learn import check_explained, learn, uneven_source
+    from reshard.strategies.rules.pipeline import layer_numbers
+    from reshard.strategies.rules.shown import model_of
+
+    if len(also) != len(also_sizes):
+        raise UsageError(
+            "each --also needs its --also-sizes", hint="pass the sizes of each run: --also-sizes dp=4,mp=2"
+        )
+    sources = list(map(_source, (src, *also), (src_sizes, *also_sizes)))
+    sharded = [source.strategy.path for source in sources if source.has_shards]
+    if typed["optimizer_shards"] is None and not typed["weights_only"] and sharded:
+        raise UsageError(
+            f"--optimizer-shards is missing: {sharded[0]} has optimizer shards, the target may have others",
+            hint="pass --optimizer-shards off, -1 for all replicas, or N",
+        )
+    user_rules = read_rules(stated, partial=True) if stated is not None else None
+    if shapes is not None:
+        tensors = _read_shapes(shapes, sources[0].strategy)
+    else:
+        listed = (strategy_shapes(source.strategy) for source in sources)
+        known = next((each for each in listed if each is not None), None)
+        if known is None or names is not None or config is not None:
+            raise UsageError(
+                f"--shapes is missing: --names and --config apply to it, and {src} may not contain tensor shapes",
+                hint=f"add --shapes CKPT, the checkpoint that was saved with {src}, or the index of its full weights",
+            )
+        tensors = known
+    model = model_of(sources[0], _under_names(tensors, names, config))
+    learned = learn(sources, model, dst_sizes)
+    check_explained(learned, user_rules.rules if user_rules is not None else (), sources)
+    rules = learned.rules if user_rules is None else _merged(user_rules, learned.rules)
+    target = _target(dst_sizes, typed)
+    where = stated if stated is not None else "a file for --rules"
+    if target.sizes.stages > 1 and target.layers_per_stage is None:
+        uneven = uneven_source(sources, layer_numbers(model.weights, rules.pipeline, rules.path, where))
+        if uneven is not None:
+            raise UsageError(f"{uneven}, so even stages are not assumed", hint="pass --layers-per-stage N,N")
+    stages = make_strategy(rules, model, target, where)
+    more = {
+        "sources": [{"strategy": one.strategy.path, "sizes": dict(one.sizes.named)} for one in sources],
+        "rules_file": stated,
+        **({} if names is None else {"names": names}),
+    }
+    made_of = (src, *also, shapes, stated, names, config)
+    _write("derive", out, stages, rules, model, target, more, made_of, typed["overwrite"])
+
+
+def _source(path: str, sizes: AxisSizes) -> SourceRun:
+    from reshard.strategies.read import read_recorded
+    from reshard.strategies.rules.shown import SourceRun
+
+    strategy, recorded = read_recorded(path)
+    show_notes(strategy.notes)
+    return SourceRun(strategy, recorded, sizes)
+
+
+def _merged(user_rules: LayoutRules, derived: LayoutRules) -> LayoutRules:
+    """Rules of --rules, which replace derived rules per weight, and the derived ones."""
+    pipeline, last = user_rules.pipeline, derived.pipeline
+    stated = Globs((*pipeline.first, *pipeline.last))
+    return replace(
+        derived,
+        rules=(*user_rules.rules, *derived.rules),
+        pipeline=replace(
+            pipeline,
+            first=(*pipeline.first, *(name for name in last.first if not stated.match(name))),
+            last=(*pipeline.last, *(name for name in last.last if not stated.match(name))),
+        ),
+        dtype=user_rules.dtype,
+        optimizer_states=user_rules.optimizer_states,
+        text=user_rules.text,
+    )
+
+
+@command(
+    "rules",
+    """
+reshard strategy rules
+reshard strategy rules llama > model.toml
+""",
+)
+@click.argument("name", metavar="[NAME]", required=False)
+@options.common
+def strategy_rules(name: Optional[str]) -> None:
+    """Print the built-in rules NAME, to start from, or list all of them."""
+    from reshard.strategies.rules.toml_file import builtin_names, builtin_title, rules_named
+
+    names = builtin_names()
+    if name is None:
+        width = max(map(len, names))
+        say("\n".join(f"{each:{width}}  {builtin_title(each)}" for each in names))
+    elif name in names:
+        click.echo(rules_named(name).text, nl=False)
+    else:
+        raise UsageError(
+            f"{name}: no built-in rules have this name.{nearest(name, names)}",
+            hint="the rules that a strategy shows are used by: reshard strategy derive SRC OUT",
+        )
+
+
+def _target(sizes: AxisSizes, typed: Mapping[str, Any]) -> TargetRun:
+    """The run that the options describe."""
+    from reshard.strategies.rules import DEFAULT_THRESHOLD, ShardSetting, TargetRun
+
+    threshold = typed["optimizer_threshold"]
+    setting = ShardSetting(typed["optimizer_shards"] or 0, DEFAULT_THRESHOLD if threshold is None else threshold)
+    return TargetRun(sizes, setting, typed["layers_per_stage"], typed["weights_only"])
+
+
+def _read_shapes(path: str, strategy: Optional[Strategy]) -> ModelTensors:
+    from reshard.checkpoints import FileHandles
+    from reshard.forms.model_shapes import read_shapes
+    from reshard.text.messages import Report
+
+    with FileHandles() as handles:
+        return read_shapes(path, strategy, handles, Report())
+
+
+def _under_names(tensors: ModelTensors, table: Optional[str], config: Optional[str]) -> ModelTensors:
     """The tensors that a table makes of a model's.
 
     Raises:
@@ -235,10 +391,11 @@ def under_names(tensors: ModelTensors, table: Optional[str], config: Optional[st
             raise UsageError("--config needs --names", hint="name a table: `reshard names list`")
         return tensors
     # Loaded only here: most strategies are made for names as they are.
-    from reshard.names import apply_rules, rules_named
+    from reshard.names import apply_rules, config_beside, read_config, rules_named
     from reshard.strategies.rules import FullTensor, model_tensors
 
-    sizes = _configuration(tensors, config)
+    place = tensors.path if is_directory(tensors.path) else os.path.dirname(tensors.path)
+    sizes = config_beside(place) if config is None else read_config(config)
     shapes = {name: tensor.shape for name, tensor in tensors.weights.items()}
     # Packing that changes only elements is of no consequence here.
     applied = apply_rules(rules_named(table), shapes, sizes, contents=False)
@@ -255,121 +412,46 @@ def under_names(tensors: ModelTensors, table: Optional[str], config: Optional[st
     return replace(made, states=states, other_shapes=tensors.other_shapes)
 
 
-def _configuration(tensors: ModelTensors, config: Optional[str]) -> Optional[Configuration]:
-    """The file of --config, or the config.json of the checkpoint's directory."""
-    from reshard.names import config_beside, read_config
-
-    place = tensors.path if is_directory(tensors.path) else os.path.dirname(tensors.path)
-    return config_beside(place) if config is None else read_config(config)
-
-
-def check_named(rules: LayoutRules, tensors: ModelTensors, config: Optional[str]) -> None:
-    """Refuse parameters without a rule where built-in tables of names give all of them names that rules fit.
-
-    Raises:
-        StrategyError: names the option that does so.
-    """
-    from reshard.names.tables import builtin_names
-
-    without = _without_rule(rules, tensors)
-    if not without:
-        return
-    fitting = []
-    for table in builtin_names():
-        with contextlib.suppress(InputError):
-            if not _without_rule(rules, under_names(tensors, table, config)):
-                fitting.append(table)
-    if fitting:
-        sizes = _configuration(tensors, config)
-        model_type = None if sizes is None else sizes.get("model_type")
-        options = [f"--names {table}" for table in fitting if table == model_type or model_type not in fitting]
-        raise StrategyError(
-            f"{rules.path}: no rule fits {len(without)} of {plural(len(tensors.weights), 'parameter')} of "
-            f"{tensors.path}, which has names of another model code: " + listing(without),
-            file=tensors.path,
-            parameter=without[0],
-            hint=f"add {' or '.join(options)}",
-        )
-
-
-def _without_rule(rules: LayoutRules, tensors: ModelTensors) -> list[str]:
-    return [name for name in tensors.weights if not any(rule.matches(name) for rule in rules.rules)]
-
-
-def finish(
+def _write(
     command: str,
     out: str,
     stages: Sequence[MadeStage],
     rules: LayoutRules,
     tensors: ModelTensors,
     target: TargetRun,
-    more: dict[str, Any],
+    more: Mapping[str, Any],
     made_of: Sequence[Optional[str]],
-    typed: dict[str, Any],
+    overwrite: bool,
 ) -> None:
-    """Write a strategy and its record; refuses to overwrite its own input."""
+    """Write a strategy and its record, and print what it is; refuses to overwrite its own input."""
     from reshard.strategies.one_file import record_path
     from reshard.strategies.rules import write_strategy
 
-    sizes, shards = target.sizes, target.shards
-    assumed = []
-    if typed["optimizer_shards"] is None and not target.weights_only:
-        assumed.append("the optimizer does not shard, since --optimizer-shards is not given")
+    sizes, (shards, threshold) = target.sizes, target.shards
     record = {
         "reshard": __version__,
         "command": command,
-        "sizes": {name: size for name, size in sizes.named.items()},
+        "sizes": dict(sizes.named),
         "shapes": tensors.path,
-        "layers_per_stage": None if target.layers_per_stage is None else list(target.layers_per_stage),
-        "optimizer_shards": shards.size or "off",
-        "optimizer_threshold": shards.threshold,
+        "layers_per_stage": target.layers_per_stage,
+        "optimizer_shards": shards or "off",
+        "optimizer_threshold": threshold,
         "weights_only": target.weights_only,
         "rules": rules.text,
         **more,
-        "assumed": assumed,
     }
-    files, notes = write_strategy(
-        out, stages, record, typed["overwrite"], [path for path in made_of if path is not None]
-    )
+    _, notes = write_strategy(out, stages, record, overwrite, [path for path in made_of if path is not None])
     show_notes(notes)
+    if is_quiet():
+        return
     parameters = {name for stage in stages for name in stage.layouts}
-    sharded = [sum(layout.shard_size != 0 for layout in stage.layouts.values()) for stage in stages]
-    devices = sizes.stage_devices * sizes.stages
-    if typed["as_json"]:
-        echo_json(
-            {
-                "files": files,
-                "record": record_path(out),
-                "devices": devices,
-                "sizes": record["sizes"],
-                "parameters": len(parameters),
-                "stages": [
-                    {
-                        "stage": stage.number,
-                        "first_rank": stage.first_rank,
-                        "devices": sizes.stage_devices,
-                        "parameters": len(stage.layouts),
-                        "optimizer_sharded": count,
-                    }
-                    for stage, count in zip(stages, sharded)
-                ],
-                "assumed": assumed,
-            }
-        )
-    elif not is_quiet():
-        counts = [plural(devices, "device"), plural(len(stages), "stage"), plural(len(parameters), "parameter")]
-        lines = ["{}: {} in {}, {}".format(out, *counts)]
-        for stage, count in zip(stages, sharded):
-            ranks = rank_ranges(range(stage.first_rank, stage.first_rank + sizes.stage_devices))
-            line = f"  stage {stage.number}: {ranks}, {plural(len(stage.layouts), 'parameter')}"
-            lines.append(line + (f", {count} with optimizer shards" if count else ""))
-        lines.append(f"optimizer shards: {_shards_in_words(target)}")
-        lines += [f"assumed: {assumption}" for assumption in assumed]
-        say("\n".join([*lines, f"how it was made: {record_path(out)}"]))
-
-
-def _shards_in_words(target: TargetRun) -> str:
-    size, threshold = target.shards
-    if not size:
-        return "off"
-    return f"{'as many as replicas' if size < 2 else size} for tensors of {threshold} KiB and more"
+    counts = plural(sizes.stage_devices * sizes.stages, "device"), plural(len(stages), "stage")
+    say(f"{out}: {counts[0]} in {counts[1]}, {plural(len(parameters), 'parameter')}")
+    for stage in stages:
+        ranks = rank_ranges(range(stage.first_rank, stage.first_rank + sizes.stage_devices))
+        sharded = sum(layout.shard_size != 0 for layout in stage.layouts.values())
+        suffix = f", {sharded} with optimizer shards" if sharded else ""
+        say(f"  stage {stage.number}: {ranks}, {plural(len(stage.layouts), 'parameter')}{suffix}")
+    number = "as many as replicas" if shards < 2 else shards
+    say(f"optimizer shards: {f'{number} for tensors of {threshold} KiB and more' if shards else 'off'}")
+    say(f"how it was made: {record_path(out)}")

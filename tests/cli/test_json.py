@@ -113,11 +113,6 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("strategy", "diff", DEMO / "src_strategy.ckpt", PIPELINE)
     add("strategy", "diff", DEMO / "src_strategy.ckpt", "none")
     add("strategy", "check", DEMO / "src_strategy.ckpt", source)
-    rules, shapes = FIXTURES / "rules" / "backbone.toml", FIXTURES / "01_dp2mp4_adam" / "strategy_json"
-    options = ("--shapes", next(shapes.glob("*.json")), "--optimizer-shards", "-1", "--optimizer-threshold", "0")
-    add("strategy", "make", rules, out / "made.ckpt", *options, "--sizes", "dp=2,mp=2,pp=2")
-    derived = ("--src-sizes", "dp=2,mp=4", "--dst-sizes", "dp=2,mp=2")
-    add("strategy", "derive", next(shapes.glob("*.json")), out / "derived.ckpt", *derived)
     add("strategy", "check", DEMO / "dst_strategy.ckpt", source, status=4)
     done(
         "convert",

@@ -391,8 +391,8 @@ def test_stages_of_an_interrupted_run_are_never_read_as_a_strategy(out: str, rep
 
 
 def test_the_record_beside_a_made_strategy_contains_its_rules(tmp_path: Path) -> None:
-    result = done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, "--sizes", "mp=4", "--weights-only", "--json"))
-    record = json.loads(Path(result.json["record"]).read_text())
+    done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, "--sizes", "mp=4", "--weights-only"))
+    record = json.loads((tmp_path / "out.ckpt.made").read_text())
     assert record["rules"] == ONE_RULE
     assert record["sizes"] == {"dp": 1, "mp": 4, "pp": 1, "cp": 1, "ep": 1}
     # In a directory of strategies it is none.
