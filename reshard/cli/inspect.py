@@ -28,9 +28,9 @@ from reshard.text.messages import (
 )
 
 if TYPE_CHECKING:
-    from reshard.inspection.contents import Finding, InspectedContents, InspectedFile
-    from reshard.inspection.form import InspectedForm
-    from reshard.inspection.tree import InspectedStep, InspectedTree
+    from reshard.checkpoints import CheckpointIndex
+    from reshard.inspection.checkpoint import Inspected, InspectedStep
+    from reshard.inspection.contents import Finding, InspectedContents
 
 T = TypeVar("T", bound=Any)
 
@@ -76,64 +76,51 @@ def inspect(
     tensors, their layouts and missing parts are shown.
     """
     with listings_cached():
-        form = form_of(path)
-        several = "{rank}" in path or not exists(path) or is_directory(path)
-    if not form_named(form).options.by_rank:
-        if strategy is not None or file_suffix is not None:
+        by_rank = form_named(form_of(path)).options.by_rank
+        one_file = by_rank and "{rank}" not in path and exists(path) and not is_directory(path)
+    if one_file:
+        if strategy is not None or step != "latest" or file_suffix is not None:
             raise UsageError(
-                f"{path} is of the form {form}; --strategy and --file-suffix are for rank trees",
-                hint="remove both options",
+                f"{path} is one file; --strategy, --step and --file-suffix are for rank trees",
+                hint="name the directory that holds rank_0/, rank_1/ ...",
             )
-        from reshard.inspection.form import inspect_form
-
-        inspected = inspect_form(path, form, step)
-        if as_json:
-            echo_json(form_json(inspected))
-        else:
-            show_form(inspected, verbose)
+        _inspect_file(path, as_json, verbose)
         return
-    if several:
-        from reshard.inspection.tree import inspect_tree
-        from reshard.strategies import read_strategy
+    from reshard.inspection.checkpoint import inspect as inspect_checkpoint
+    from reshard.strategies import read_strategy
 
-        judged_by = None if strategy is None else read_strategy(strategy)
-        if judged_by is not None:
-            show_notes(judged_by.notes)
-        tree = inspect_tree(path, step, file_suffix, judged_by)
-        if as_json:
-            echo_json(_tree_json(tree, step))
-        else:
-            _show_tree(tree, step, verbose)
-        return
-    if strategy is not None or step != "latest" or file_suffix is not None:
-        raise UsageError(
-            f"{path} is one file; --strategy, --step and --file-suffix are for rank trees",
-            hint="name the directory that holds rank_0/, rank_1/ ...",
-        )
-    from reshard.inspection.contents import inspect_file
-
-    file = inspect_file(path)
+    if strategy is not None and not by_rank:
+        raise UsageError(f"{path} records its layouts; --strategy is for rank trees", hint="remove --strategy")
+    judged_by = None if strategy is None else read_strategy(strategy)
+    if judged_by is not None:
+        show_notes(judged_by.notes)
+    inspected = inspect_checkpoint(path, judged_by, step, file_suffix)
     if as_json:
-        echo_json(_file_json(path, file))
+        echo_json(_tree_json(inspected, step) if by_rank else _form_json(inspected))
+    elif by_rank:
+        _show_tree(inspected, step, verbose)
     else:
-        _show_file(path, file, verbose)
+        _show_form(inspected, verbose)
 
 
 # JSON.
+# JSON.
 
 
-def _file_json(path: str, file: InspectedFile) -> dict[str, object]:
-    kinds = {item.name: item.kind for item in file.contents.stored}
+def _file_json(path: str, index: CheckpointIndex, contents: InspectedContents) -> dict[str, object]:
+    from reshard.inspection.contents import conversion_findings
+
+    kinds = {item.name: item.kind for item in contents.stored}
     return {
         "file": path,
-        "format": file.index.format,
-        "bytes": file.index.size,
-        "crc": file.index.crc,
-        "metadata": dict(file.index.metadata),
-        "remove_redundancy": bool(file.contents.deduplicated),
-        "dtypes": totals_json(file.contents.by_dtype()),
-        "kinds": totals_json(file.contents.by_kind()),
-        "findings": findings_json(file.findings),
+        "format": index.format,
+        "bytes": index.size,
+        "crc": index.crc,
+        "metadata": dict(index.metadata),
+        "remove_redundancy": bool(contents.deduplicated),
+        "dtypes": totals_json(contents.by_dtype()),
+        "kinds": totals_json(contents.by_kind()),
+        "findings": findings_json([*conversion_findings(contents)]),
         "tensors": [
             {
                 "name": tensor.name,
@@ -143,12 +130,12 @@ def _file_json(path: str, file: InspectedFile) -> dict[str, object]:
                 "records": len(tensor.extents),
                 "kind": kinds[tensor.name],
             }
-            for tensor in file.index.tensors.values()
+            for tensor in index.tensors.values()
         ],
     }
 
 
-def _tree_json(tree: InspectedTree, step: str) -> dict[str, object]:
+def _tree_json(tree: Inspected, step: str) -> dict[str, object]:
     latest = None
     if tree.strategy is not None and step == "latest":
         latest = {"found": tree.latest is not None, "step": tree.latest.step if tree.latest is not None else None}
@@ -169,7 +156,7 @@ def _step_json(step: InspectedStep) -> dict[str, object]:
     return {
         "step": step.step,
         "ranks": step.ranks,
-        "files": [path for _, path, _ in step.files],
+        "files": [file.path for file in step.files],
         "bytes": step.nbytes,
         "absent_ranks": list(step.absent),
         "ambiguous": step.ambiguous,
@@ -215,16 +202,22 @@ def findings_json(findings: Sequence[Finding]) -> list[dict[str, object]]:
 # For people.
 
 
-def _show_file(path: str, file: InspectedFile, verbose: bool) -> None:
-    index = file.index
+def _inspect_file(path: str, as_json: bool, verbose: bool) -> None:
+    from reshard.inspection.contents import contents_of, conversion_findings, inspect_file
+
+    index = inspect_file(path)
+    contents = contents_of({0: index})
+    if as_json:
+        echo_json(_file_json(path, index, contents))
+        return
     crc = "no CRC" if index.crc is None else f"CRC {index.crc:08x}"
     say(f"{path}: {index.format}, {byte_size(index.size)}, {plural(len(index.tensors), 'tensor')}, {crc}")
-    _show_totals(file.contents)
+    _show_totals(contents)
     marks = {key: value for key, value in index.metadata.items() if key not in index.tensors and key != "crc_num"}
     if marks:
         say("metadata: " + ", ".join(f"{one_line(key)}={one_line(value)}" for key, value in marks.items()))
-    show_findings(file.findings, verbose)
-    _show_tensors(file.contents, verbose, per_file=True)
+    show_findings([*conversion_findings(contents)], verbose)
+    _show_tensors(contents, verbose, per_file=True)
 
 
 def _show_totals(contents: InspectedContents) -> None:
@@ -274,7 +267,7 @@ def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
     return str(list(shapes[0])) + (f" and {len(shapes) - 1} more" if len(shapes) > 1 else "")
 
 
-def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
+def _show_tree(tree: Inspected, step: str, verbose: bool) -> None:
     size = byte_size(sum(item.nbytes for item in tree.steps))
     ranks = {rank for item in tree.steps for rank in item.ranks}
     of_whom = f"rank {tree.ranks[0]}" if tree.one_rank else plural(len(ranks), "rank")
@@ -306,7 +299,7 @@ def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
     show_findings(tree.findings, verbose)
     # The chosen step; without one, the newest that was read.
     detailed = [item for item in tree.steps if item.contents is not None]
-    for item in detailed if verbose else [tree.latest or detailed[0]] if detailed else []:
+    for item in detailed if verbose else [tree.shown] if detailed else []:
         _show_contents(item, verbose)
 
 
@@ -396,64 +389,60 @@ def _show_contents(step: InspectedStep, verbose: bool) -> None:
     _show_tensors(contents, verbose)
 
 
-def form_json(form: InspectedForm) -> dict[str, object]:
-    """As `--json` prints it."""
-    contents = form.contents
+def _form_json(form: Inspected) -> dict[str, object]:
+    contents = form.shown.contents
+    checkpoint = form.shown.checkpoint
     return {
         "path": form.path,
-        "form": form.form,
-        "step": form.step,
-        "complete": form.complete,
+        "form": form.form.name,
+        "step": form.shown.step,
+        "complete": form.shown.complete,
         "iterations": [
             {"iteration": number, "path": path, "finished": finished, "latest": latest}
             for number, path, finished, latest in form.iterations
         ],
         "files": [
             {"number": number, "file": path, "bytes": nbytes, "names": names}
-            for number, path, nbytes, names in form.files
+            for number, path, nbytes, names, _ in form.shown.files
         ],
-        "bytes": form.nbytes,
-        "full_bytes": form.full_bytes,
+        "bytes": form.shown.nbytes,
+        "full_bytes": form.shown.full_bytes or 0,
         "dtypes": totals_json({} if contents is None else contents.by_dtype()),
         "kinds": totals_json({} if contents is None else contents.by_kind()),
         "tensors": [{**item._asdict(), "shape": list(item.shape), "cuts": list(item.cuts)} for item in form.tensors],
-        "values": list(form.values),
+        "values": [] if checkpoint is None else list(checkpoint.values()),
         "objects": dict(form.objects),
-        "others": list(form.others),
-        "quantised": form.quantised,
+        "others": [] if checkpoint is None else list(checkpoint.extra_files),
+        "quantised": dict(form.quantised),
         "findings": findings_json(form.findings),
     }
 
 
-def show_form(form: InspectedForm, verbose: bool) -> None:
-    """For people.
-
-    Args:
-        form: the contents.
-        verbose: every iteration, file, name and finding.
-    """
-    title = form.form if form.step is None else f"{form.form}, iteration {form.step}"
-    counts = f"{plural(len(form.files), 'file')}, {byte_size(form.nbytes)}, {plural(len(form.tensors), 'tensor')}"
-    say(f"{form.path}: {title}: {counts}" + ("" if form.complete else ", not complete"))
+def _show_form(form: Inspected, verbose: bool) -> None:
+    shown = form.shown
+    name = form.form.name
+    title = name if shown.step is None else f"{name}, iteration {shown.step}"
+    counts = f"{plural(len(shown.files), 'file')}, {byte_size(shown.nbytes)}, {plural(len(form.tensors), 'tensor')}"
+    say(f"{form.path}: {title}: {counts}" + ("" if shown.complete else ", not complete"))
     _show_iterations(form, verbose)
-    if form.contents is not None:
-        say(f"types: {totals_words(form.contents.by_dtype())}")
-        say(f"kinds: {totals_words(form.contents.by_kind())}; its tensors whole are {byte_size(form.full_bytes)}")
+    if shown.contents is not None:
+        say(f"types: {totals_words(shown.contents.by_dtype())}")
+        whole = byte_size(shown.full_bytes or 0)
+        say(f"kinds: {totals_words(shown.contents.by_kind())}; its tensors whole are {whole}")
     for scheme, count in form.quantised.items():
         say(f"quantised: {plural(count, 'tensor')}, {scheme}; --dequantize BFloat16 writes numbers")
-    if form.values:
-        say(f"values: {one_line(', '.join(form.values) if verbose else some_names(form.values))}")
-    if form.objects:
-        names = list(form.objects)
-        say(f"objects: {one_line(', '.join(names) if verbose else some_names(names))}; --json shows their values")
-    if form.others:
-        say(f"beside the weights: {one_line(', '.join(form.others) if verbose else some_names(form.others))}")
+    lists = [] if shown.checkpoint is None else [("values", shown.checkpoint.values(), "")]
+    lists.append(("objects", list(form.objects), "; --json shows their values"))
+    lists += [] if shown.checkpoint is None else [("beside the weights", list(shown.checkpoint.extra_files), "")]
+    for title, names, more in lists:
+        if names:
+            say(f"{title}: {one_line(', '.join(names) if verbose else some_names(names))}{more}")
     show_findings(form.findings, verbose)
     _show_files(form, verbose)
     _show_laid_out(form, verbose)
 
 
-def _show_iterations(form: InspectedForm, verbose: bool) -> None:
+def _show_iterations(form: Inspected, verbose: bool) -> None:
     if not form.iterations:
         return
     iterations = form.iterations if verbose else form.iterations[-_MAX_ROWS:]
@@ -470,24 +459,25 @@ def _show_iterations(form: InspectedForm, verbose: bool) -> None:
         say(f"... and {plural(len(form.iterations) - len(iterations), 'older iteration')}; -v shows all")
 
 
-def _show_files(form: InspectedForm, verbose: bool) -> None:
-    if not form.files:
+def _show_files(form: Inspected, verbose: bool) -> None:
+    files = form.shown.files
+    if not files:
         return
-    shown = _first_rows(form.files, verbose)
+    shown = _first_rows(files, verbose)
     rows = [
         [
             "-" if file.number is None else str(file.number),
-            one_line(os.path.basename(file.path)),
+            one_line(os.path.basename(file.path or "")),
             byte_size(file.nbytes),
             "-" if file.names is None else str(file.names),
         ]
         for file in shown
     ]
     table("", ["number", "file", "size", "names"], rows)
-    say_more(len(form.files) - len(shown), "file")
+    say_more(len(files) - len(shown), "file")
 
 
-def _show_laid_out(form: InspectedForm, verbose: bool) -> None:
+def _show_laid_out(form: Inspected, verbose: bool) -> None:
     """A row per tensor; if these are too many, a row per pattern of names of one layout."""
     if not form.tensors:
         return

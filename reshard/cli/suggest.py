@@ -69,19 +69,19 @@ def suggest(src: str, devices: Optional[int], src_strategy: Optional[str], as_js
 
 
 def _json(suggestions: Suggestions) -> dict[str, object]:
-    subject, model = suggestions.subject, suggestions.model
+    inspected, model = suggestions.inspected, suggestions.model
     return {
-        "source": subject.path,
-        "form": subject.form.name,
-        "step": subject.step,
-        "files": len([file for file in subject.files if file.state != "missing"]),
-        "complete": subject.complete,
+        "source": inspected.path,
+        "form": inspected.form.name,
+        "step": inspected.shown.step,
+        "files": len(inspected.shown.files),
+        "complete": inspected.shown.complete,
         "strategy": suggestions.strategy,
         "strategies": [strategy._asdict() for strategy in suggestions.beside],
         "model": None if model.config is None else {"config": model.config.path, "type": model.type},
         "names": model.side,
         "problems": [
-            {"text": full_text(problem.text), "hint": problem.hint} for problem in subject.problems if not problem.level
+            {"text": full_text(each.text), "hint": each.hint} for each in suggestions.problems if not each.level
         ],
         "suggestions": [
             {**item._asdict(), "command": list(item.command), "missing": [each._asdict() for each in item.missing]}
@@ -92,11 +92,11 @@ def _json(suggestions: Suggestions) -> dict[str, object]:
 
 def _show(suggestions: Suggestions) -> None:
     """A shell script with comments."""
-    subject, model = suggestions.subject, suggestions.model
-    files = [file for file in subject.files if file.state != "missing"]
-    size = byte_size(sum(file.nbytes for file in files))
-    step = "" if subject.step is None else f"{step_words(subject.step)}, "
-    _comment(f"{subject.path}: {subject.form.name}, {step}{plural(len(files), 'file')}, {size}")
+    inspected, model = suggestions.inspected, suggestions.model
+    shown = inspected.shown
+    step = "" if shown.step is None else f"{step_words(shown.step)}, "
+    files = f"{plural(len(shown.files), 'file')}, {byte_size(shown.nbytes)}"
+    _comment(f"{inspected.path}: {inspected.form.name}, {step}{files}")
     if suggestions.strategy is not None:
         _comment(f"strategy: {suggestions.strategy}")
         if suggestions.recorded:
@@ -107,7 +107,7 @@ def _show(suggestions: Suggestions) -> None:
             )
     if model.config is not None:
         _comment(f"model: {model.type or 'unknown type'} ({model.config.path})")
-    for problem in subject.problems:
+    for problem in suggestions.problems:
         if not problem.level:
             _comment(f"problem: {problem.text}")
             if problem.hint is not None:

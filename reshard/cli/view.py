@@ -14,7 +14,7 @@ from reshard.errors import InputError, UsageError
 from reshard.text.messages import Report, listing, plural
 
 if TYPE_CHECKING:
-    from reshard.inspection.subject import Subject
+    from reshard.inspection.checkpoint import Inspected, Problem
 
 
 @command(
@@ -53,7 +53,7 @@ def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
     the bytes and requests from each source rank to each target rank of a conversion. Only headers and strategies
     are read; --stats reads all tensors. The page is one file that loads nothing and opens in any browser.
     """
-    from reshard.inspection.subject import subject_of
+    from reshard.inspection.checkpoint import inspect, problems_of
     from reshard.strategies import NONE
     from reshard.view.page import page, page_data
 
@@ -68,10 +68,11 @@ def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
         from reshard.strategies import typed_strategy
 
         strategy = typed_strategy(NONE if source == "None" else source, report)
-    subject = subject_of(src, strategy, typed["step"], typed["file_suffix"])
-    moves = None if typed["dst_strategy"] is None else _moves(src, typed, subject)
-    statistics = _statistics(src, typed, subject) if stats else None
-    data = {**page_data(subject, strategy), "moves": moves, "statistics": statistics}
+    inspected = inspect(src, strategy, typed["step"], typed["file_suffix"])
+    problems = problems_of(inspected)
+    moves = None if typed["dst_strategy"] is None else _moves(src, typed, inspected, problems)
+    statistics = _statistics(src, typed, inspected, problems) if stats else None
+    data = {**page_data(inspected, problems, strategy), "moves": moves, "statistics": statistics}
     write_file(path, page(data), "wrote")
 
 
@@ -94,10 +95,13 @@ def _check_replaceable(path: str, named: bool) -> None:
             )
 
 
-def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dict[str, Any]]:
+def _moves(
+    src: str, typed: Mapping[str, Any], inspected: Inspected, problems: list[Problem]
+) -> Optional[dict[str, Any]]:
     """The bytes that a conversion moves; None if it is refused, which the page lists as a problem."""
     from reshard.cli.opened import effort_of
     from reshard.convert.ends import read_ends, request_of
+    from reshard.inspection.checkpoint import Problem
     from reshard.plan.edits import between_forms, typed_edits
     from reshard.strategies import shards_of, target_words
     from reshard.view.moves import moves_data
@@ -106,7 +110,7 @@ def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dic
     conversion = f"conversion with {' '.join(target_words(typed['dst_strategy']))}"
     if shards_of(typed["dst_strategy"]) is not None:
         # Rank files are not cut by rows alone; the forms that are move the same bytes.
-        typed = {**typed, "to": subject.form.name if subject.form.options.shards else "dcp"}
+        typed = {**typed, "to": inspected.form.name if inspected.form.options.shards else "dcp"}
     ends = read_ends(src, typed, report)
     effort = effort_of(typed)
     try:
@@ -114,10 +118,9 @@ def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dic
         request = request_of(src, os.curdir, None, typed, ends, edits)
         moves = moves_data(request, effort.jobs, effort.max_memory, report)
     except InputError as error:
-        subject.add(0, f"a {conversion} is refused: {error.message}", error.hint)
+        problems.append(Problem(0, f"a {conversion} is refused: {error.message}", error.hint and str(error.hint)))
         return None
-    for text in report.warnings:
-        subject.add(1, f"{conversion}: {text}")
+    problems += [Problem(1, f"{conversion}: {text}") for text in report.warnings]
     return moves
 
 
@@ -125,11 +128,14 @@ def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dic
 _STATISTICS = ("name", "count", "nan", "inf", "zeros", "min", "max", "mean", "norm", "first_nonfinite")
 
 
-def _statistics(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[list[list[Any]]]:
+def _statistics(
+    src: str, typed: Mapping[str, Any], inspected: Inspected, problems: list[Problem]
+) -> Optional[list[list[Any]]]:
     """Statistics of every tensor; None if tensors cannot be read, which the page lists as a problem."""
     from reshard.cli.opened import check_crcs, opened
     from reshard.cli.progress import progress_of
     from reshard.cli.stats import statistics_json
+    from reshard.inspection.checkpoint import Problem
     from reshard.numbers.statistics import statistics_of
     from reshard.plan.edits import typed_edits
     from reshard.strategies import NONE
@@ -137,7 +143,7 @@ def _statistics(src: str, typed: Mapping[str, Any], subject: Subject) -> Optiona
 
     report = Report()
     # A single file is shown without a strategy, so its statistics need none.
-    default = NONE if subject.checkpoint is not None and subject.form.options.needs_strategy else None
+    default = NONE if inspected.shown.checkpoint is not None and inspected.form.options.needs_strategy else None
     try:
         edits = typed_edits(src, dequantize=typed["dequantize"])
         with opened(src, typed["src_strategy"] or default, typed, report, edits=edits) as checkpoint:
@@ -145,11 +151,11 @@ def _statistics(src: str, typed: Mapping[str, Any], subject: Subject) -> Optiona
             check_crcs(checkpoint, checkpoint, typed, progress, report, copies=True)
             statistics = statistics_of(checkpoint, typed["max_memory"] // 2, progress, magnitudes=True, copies=True)
     except InputError as error:
-        subject.add(1, f"statistics were not computed: {error.message}", error.hint)
+        problems.append(Problem(1, f"statistics were not computed: {error.message}", error.hint and str(error.hint)))
         return None
     bad = [tensor.name for tensor in statistics if tensor.first_nonfinite is not None]
     if bad:
-        subject.add(0, f"{plural(len(bad), 'tensor')} with NaN or Inf: {listing(bad, 6)}")
+        problems.append(Problem(0, f"{plural(len(bad), 'tensor')} with NaN or Inf: {listing(bad, 6)}"))
     rows = []
     for tensor in statistics:
         row = statistics_json(tensor)

@@ -159,26 +159,8 @@ def conversion_findings(contents: InspectedContents) -> Iterator[Finding]:
         yield Finding("remove_redundancy", "de-duplicated (remove_redundancy True): each slice is on one rank only")
 
 
-@dataclass(frozen=True)
-class InspectedFile:
-    """A checkpoint file.
-
-    Attributes:
-        index: its header.
-        contents: its entries.
-        findings: how conversions treat them.
-    """
-
-    index: CheckpointIndex
-    contents: InspectedContents
-    findings: tuple[Finding, ...]
-
-
-def inspect_file(path: str) -> InspectedFile:
-    """Inspect a checkpoint file, from its headers.
-
-    Args:
-        path: the file.
+def inspect_file(path: str) -> CheckpointIndex:
+    """The header of a checkpoint file.
 
     Raises:
         InputError: it is damaged, or not a checkpoint; the message names its kind if that is recognised.
@@ -186,11 +168,9 @@ def inspect_file(path: str) -> InspectedFile:
     """
     with FileHandles() as handles:
         try:
-            index = read_index(handles, path)
+            return read_index(handles, path)
         except CheckpointError as error:
             raise error_by_name(path) or error from error
-    contents = contents_of({0: index})
-    return InspectedFile(index, contents, tuple(conversion_findings(contents)))
 
 
 def error_by_name(path: str) -> Optional[CheckpointError]:

@@ -7,20 +7,21 @@ a conversion asks for itself, in an error that names the option, is not computed
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError, ReshardError
 from reshard.forms.form import FormOptions, Names
 from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.ranks.tree import find_rank
-from reshard.forms.registry import form_of
-from reshard.inspection.subject import Subject, subject_of
+from reshard.inspection.checkpoint import Inspected, Problem, inspect, problems_of
 from reshard.names import Configuration, builtin_names, config_beside, rules_named
 from reshard.names.options import settle, side_of
 from reshard.plan.editing import edited, words_of_packing
@@ -32,10 +33,10 @@ from reshard.storage import absolute, exists, is_directory
 from reshard.strategies import NONE, Strategy, read_strategy
 from reshard.strategies.beside import equal_layouts, strategies_in
 from reshard.text.messages import Report, listing, plural, rank_ranges
-from reshard.text.names import WEIGHTS, is_weight, training_globs
+from reshard.text.names import WEIGHTS, is_weight, natural_order, training_globs
 
-SRC_STRATEGY, DST_STRATEGY, DEVICES, CONFIG = "SRC_STRATEGY", "DST_STRATEGY", "DEVICES", "CONFIG"
-"""Placeholders of strategies, of the number of devices, and of the model's config.json."""
+SRC_STRATEGY, DST_STRATEGY, DEVICES, TABLE, CONFIG = "SRC_STRATEGY", "DST_STRATEGY", "DEVICES", "TABLE", "CONFIG"
+"""Placeholders of strategies, of the number of devices, of a table of names, and of the model's config.json."""
 
 # Options that no record contains.
 _OF_RESUME = ("--endpoint-url",)
@@ -45,29 +46,18 @@ _HUGGINGFACE, _DCP, _RANKS = "huggingface", "dcp", "ranks"
 # A side of the built-in tables; the other is Hugging Face's.
 _MINDFORMERS = "mindformers"
 _DTYPE = "BFloat16"
+_NUMBER = re.compile(r"[0-9]+")
 
 
 class Missing(NamedTuple):
-    """A thing that only the user has.
-
-    Attributes:
-        placeholder: the word that stands for it in the command; None if the command runs without it.
-        text: what it is and where to get it, a sentence or two.
-    """
+    """A thing that only the user has: the word that stands for it, None if the command runs without it, and a text."""
 
     placeholder: Optional[str]
     text: str
 
 
 class Suggestion(NamedTuple):
-    """A command for an aim.
-
-    Attributes:
-        aim: one word for scripts.
-        title: the aim, for people.
-        command: its words.
-        missing: what has to be added before it runs, or before its result is used.
-    """
+    """A command for an aim, and what has to be added before it runs, or before its result is used."""
 
     aim: str
     title: str
@@ -76,13 +66,7 @@ class Suggestion(NamedTuple):
 
 
 class StrategyBeside(NamedTuple):
-    """A strategy near the checkpoint.
-
-    Attributes:
-        path: its file or directory.
-        devices: number of its ranks.
-        parameters: number of its parameters.
-    """
+    """A strategy near the checkpoint, with the numbers of its ranks and parameters."""
 
     path: str
     devices: int
@@ -114,7 +98,8 @@ class Suggestions:
     """All commands, and what they are based on.
 
     Attributes:
-        subject: the checkpoint.
+        inspected: the checkpoint.
+        problems: its problems, the most severe first.
         strategy: the path of the strategy that commands use; None if unknown or recorded in the checkpoint.
         fits_headers: it is the only one beside the checkpoint that fits the headers.
         recorded: the records of the conversion that wrote the checkpoint name it.
@@ -123,7 +108,8 @@ class Suggestions:
         items: the commands.
     """
 
-    subject: Subject
+    inspected: Inspected
+    problems: list[Problem]
     strategy: Optional[str] = None
     fits_headers: bool = False
     recorded: bool = False
@@ -140,10 +126,10 @@ def suggest(
     step: str = "latest",
     file_suffix: Optional[str] = None,
 ) -> Suggestions:
-    """The commands for a checkpoint.
+    """The commands for a checkpoint of any form.
 
     Args:
-        src: a checkpoint of any form.
+        src: the checkpoint.
         devices: of the next cluster; None if unknown.
         src_strategy: path of the strategy that it was saved with; None to look beside the checkpoint.
         options: options that every command gets, each followed by its value; they repeat the parameters below.
@@ -155,42 +141,42 @@ def suggest(
         InputError: there is no checkpoint, no such step, or the strategy does not fit.
         RetryableError: reading failed in a way that may pass.
     """
-
-    def inspected(strategy: Optional[Strategy]) -> Subject:
-        return subject_of(src, strategy, step, file_suffix)
-
     strategy = None if src_strategy is None else read_strategy(src_strategy)
-    subject = inspected(strategy)
+    inspected = inspect(src, strategy, step, file_suffix)
+    problems = problems_of(inspected)
     resumed = [*_resume(src, options)]
-    if resumed and subject.checkpoint is None:
-        return Suggestions(subject, items=resumed)
-    needs_strategy = subject.form.options.needs_strategy
-    if subject.problems and (subject.contents is None or (needs_strategy and strategy and subject.checkpoint is None)):
+    if resumed and inspected.shown.checkpoint is None:
+        return Suggestions(inspected, problems, items=resumed)
+    needs_strategy = inspected.form.options.needs_strategy
+    unreadable = inspected.shown.contents is None
+    if problems and (unreadable or (needs_strategy and strategy and inspected.shown.checkpoint is None)):
         # Without contents there is nothing to suggest, and every conversion with this strategy would fail.
-        raise CheckpointError(subject.problems[0].text, file=src, hint=subject.problems[0].hint)
+        raise CheckpointError(problems[0].text, file=src, hint=problems[0].hint)
     places = _places(src)
-    if strategy is None and subject.form.options.by_rank and find_rank(places[0]) is not None:
-        part = "directory" if subject.one_rank else "file"
+    if strategy is None and inspected.form.options.by_rank and find_rank(places[0]) is not None:
+        part = "directory" if inspected.one_rank else "file"
         hint = f"pass the directory of all ranks: reshard suggest {shlex.quote(os.path.dirname(absolute(places[0])))}"
         raise CheckpointError(f"{src}: is the {part} of one rank", file=src, hint=hint)
     beside = strategies_in(places)
     fitting: list[Strategy] = []
     recorded = recorded_strategy(src) if needs_strategy and strategy is None else None
     if recorded is not None:
-        strategy, subject = recorded.strategy, inspected(recorded.strategy)
+        strategy, inspected = recorded.strategy, inspect(src, recorded.strategy, step, file_suffix)
     elif needs_strategy and strategy is None:
         judged = []
-        for each in _possible(subject, beside):
+        for each in _possible(inspected, beside):
             with suppress(InputError):
-                judged.append((each, inspected(each)))
-        judged = [(each, by_it) for each, by_it in judged if by_it.checkpoint is not None]
+                judged.append((each, inspect(src, each, step, file_suffix)))
+        judged = [(each, by_it) for each, by_it in judged if by_it.shown.checkpoint is not None]
         fitting = [each for each, _ in judged]
         if len(judged) == 1:
-            ((strategy, subject),) = judged
-    model = _model(src, subject, places)._replace(packing=packing_of(src))
-    advisor = _Advisor(_argument(src), devices, strategy, tuple(options), subject, model, beside, fitting)
+            ((strategy, inspected),) = judged
+    problems = problems_of(inspected)
+    model = _model(src, inspected, places, problems)._replace(packing=packing_of(src))
+    advisor = _Advisor(_argument(src), devices, strategy, tuple(options), inspected, model, beside, fitting)
     return Suggestions(
-        subject,
+        inspected,
+        problems,
         None if strategy is None else strategy.path,
         bool(fitting),
         recorded is not None,
@@ -211,11 +197,6 @@ def _resume(src: str, options: Sequence[str]) -> Iterator[Suggestion]:
             yield Suggestion("resume", "Complete the conversion that writes this checkpoint", command)
 
 
-def _lost(subject: Subject) -> list[int]:
-    """Ranks without a readable file."""
-    return [file.number for file in subject.files if file.number is not None and file.state != "ok"]
-
-
 def _places(src: str) -> list[str]:
     """The directory of a checkpoint, and its parent."""
     place = fixed_directory(src) if RANK in src else src
@@ -230,11 +211,10 @@ def _places(src: str) -> list[str]:
     return [place, os.path.dirname(place)]
 
 
-def _possible(subject: Subject, candidates: Sequence[Strategy]) -> list[Strategy]:
+def _possible(inspected: Inspected, candidates: Sequence[Strategy]) -> list[Strategy]:
     """The strategies that list all weights, for the ranks with files; for more only where some are evidently lost."""
-    stored = () if subject.contents is None else subject.contents.stored
-    weights = {item.name for item in stored if item.kind == WEIGHTS}
-    present = {file.number for file in subject.files if file.number is not None and file.state != "missing"}
+    weights = _weights(inspected)
+    present = set(inspected.shown.ranks)
     if not weights or not present:
         return []
     evident = present != set(range(len(present)))
@@ -246,18 +226,24 @@ def _possible(subject: Subject, candidates: Sequence[Strategy]) -> list[Strategy
     ]
 
 
-def _model(src: str, subject: Subject, places: Sequence[str]) -> Model:
+def _weights(inspected: Inspected) -> frozenset[str]:
+    """Names of weights in the files."""
+    stored = () if inspected.shown.contents is None else inspected.shown.contents.stored
+    return frozenset(item.name for item in stored if item.kind == WEIGHTS)
+
+
+def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list[Problem]) -> Model:
     """The names of the tensors, and the table for them."""
     config = None
     for place in places:
         try:
             config = config or config_beside(place or os.curdir)
         except ReshardError as error:
-            subject.add(0, error.message, error.hint)
+            problems.insert(0, Problem(0, error.message, error.hint))
     value = None if config is None else config.get("model_type")
     type = value if isinstance(value, str) else None
     table = type if type in builtin_names() else None
-    shapes = _model_shapes(src, subject)
+    shapes = _model_shapes(src, inspected)
     sides: dict[str, list[str]] = {}
     for name in builtin_names() if table is None else [table]:
         rules = rules_named(name)
@@ -282,31 +268,40 @@ def _model(src: str, subject: Subject, places: Sequence[str]) -> Model:
     )
 
 
-def _model_shapes(src: str, subject: Subject) -> Mapping[str, tuple[int, ...]]:
-    """Shapes of tensors under a model's own names; of slices, if it is unknown how they are cut."""
-    if subject.checkpoint is not None:
+def _model_shapes(src: str, inspected: Inspected) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of tensors under a model's own names, of one tensor for all whose names differ in numbers only.
+
+    Of slices, if it is unknown how they are cut.
+    """
+    contents, checkpoint = inspected.shown.contents, inspected.shown.checkpoint
+    if checkpoint is not None:
+        examples: dict[str, str] = {}
+        for name in natural_order(checkpoint.tensors):
+            examples.setdefault(_NUMBER.sub("*", name), name)
+        part: Any = copy.copy(checkpoint)
+        part.tensors = {name: checkpoint.tensors[name] for name in examples.values()}
         with suppress(InputError):
-            return {name: tensor.shape for name, tensor in _written(src, subject).tensors.items()}
-    return {} if subject.contents is None else {item.name: item.shapes[0] for item in subject.contents.stored}
+            return {name: tensor.shape for name, tensor in _written(src, inspected, part).tensors.items()}
+    return {} if contents is None else {item.name: item.shapes[0] for item in contents.stored}
 
 
 def _written(
-    src: str, subject: Subject, table: Optional[str] = None, config: Optional[str] = None, to: str = _HUGGINGFACE
+    src: str,
+    inspected: Inspected,
+    checkpoint: Checkpoint,
+    table: Optional[str] = None,
+    config: Optional[str] = None,
+    to: str = _HUGGINGFACE,
 ) -> Checkpoint:
     """The checkpoint as a conversion names its tensors.
 
     Raises:
         InputError: the table does not fit.
     """
-    assert subject.checkpoint is not None
-    dequantize = _DTYPE if subject.quantised else None
+    dequantize = _DTYPE if inspected.quantised else None
     edits = typed_edits(src, names=table or NO_TABLE, config=config, dequantize=dequantize)
-    edits = between_forms(edits, src, form_of(src), to)
-    return edited(subject.checkpoint, edits, Report(), complete=bool(subject.complete))
-
-
-Words = tuple[tuple[str, ...], tuple[Missing, ...]]
-"""Words of a command, and what is missing for them."""
+    edits = between_forms(edits, src, inspected.form.name, to)
+    return edited(checkpoint, edits, Report(), complete=bool(inspected.shown.complete))
 
 
 @dataclass
@@ -317,244 +312,211 @@ class _Advisor:
     _devices: Optional[int]
     _strategy: Optional[Strategy]
     _options: tuple[str, ...]
-    _subject: Subject
+    _inspected: Inspected
     _model: Model
     _beside: Sequence[Strategy]
     _fitting: Sequence[Strategy]
     _outputs: set[str] = field(default_factory=set)
-    # By path of a strategy, parameters that the checkpoint lacks.
-    _unfit: dict[str, list[str]] = field(default_factory=dict)
+    # What each placeholder stands for.
+    _texts: dict[str, str] = field(default_factory=dict)
 
     @property
     def _form(self) -> FormOptions:
-        return self._subject.form.options
+        return self._inspected.form.options
 
     def all(self) -> Iterator[Suggestion]:
         """The commands, in the order of the work."""
+        shown, form = self._inspected.shown, self._form
         for strategy in self._fitting if self._strategy is None else [self._strategy]:
-            if self._form.needs_strategy and not strategy.is_none:
+            if form.needs_strategy and not strategy.is_none:
                 title = f"Check that this checkpoint was saved with {strategy.path}"
-                command = ("reshard", "strategy", "check", _argument(strategy.path), self._src, *self._options)
-                yield Suggestion("check-strategy", title, command)
-        if self._strategy is not None and self._form.needs_strategy and self._subject.checkpoint is None:
+                yield self._suggestion(
+                    "check-strategy", title, "strategy", "check", _argument(strategy.path), self._src
+                )
+        if self._strategy is not None and form.needs_strategy and shown.checkpoint is None:
             # The recorded strategy does not fit: problems list why, and every conversion would fail.
             return
-        yield from self._recover()
-        if self._subject.complete is False:
+        lost = sorted({*shown.absent, *shown.damaged})
+        if form.by_rank and lost and shown.complete is not False:
+            title = f"Restore {rank_ranges(lost)} from replicas" + ("" if shown.complete else ", if replicas exist")
+            source = self._source()[1]
+            yield self._suggestion("recover", title, "recover", self._src, self._out("recovered"), "--strategy", source)
+        if shown.complete is False:
             # No step can be converted: problems list what is missing.
             return
-        if self._form.shards:
-            yield self._cluster(self._devices, self._shards(self._subject.form.name))
-        if self._subject.undecoded:
+        if form.shards:
+            yield self._cluster(self._devices, "", *self._shards(self._inspected.form.name))
+        if self._inspected.undecoded:
             # Codes of an unknown scheme: other forms and programs have no use for them.
             return
         yield from self._for_strategies()
-        if self._subject.form.name != _HUGGINGFACE:
+        if self._inspected.form.name != _HUGGINGFACE:
             yield self._huggingface()
-        if self._form.names is Names.MODEL:
-            words, missing = _together(self._shards(_DCP), self._names(_MINDFORMERS))
-            yield self._convert("pytorch", "PyTorch, a distributed checkpoint (DCP)", _DCP, words, missing)
-        if self._subject.quantised:
-            same = ("--dst-strategy", "same") if self._form.cut else ()
-            words = (*self._same_form(), *same) if self._form.written else ("--to", _HUGGINGFACE)
-            yield self._convert("dequantize", f"Quantised weights as {_DTYPE}", _DTYPE.lower(), words)
-
-    def _recover(self) -> Iterator[Suggestion]:
-        """Lost ranks from replicas, where every slice is on some rank."""
-        lost = _lost(self._subject)
-        if not self._form.by_rank or not lost or self._subject.complete is False:
-            return
-        strategy, missing = self._source()
-        command = ("reshard", "recover", self._src, self._out("recovered"), "--strategy", strategy[1], *self._options)
-        condition = "" if self._subject.complete else ", if replicas exist"
-        yield Suggestion("recover", f"Restore {rank_ranges(lost)} from replicas{condition}", command, missing)
+        if form.names is Names.MODEL:
+            words = (*self._shards(_DCP), *self._names(_MINDFORMERS))
+            yield self._convert("pytorch", "PyTorch, a distributed checkpoint (DCP)", _DCP, *words)
+        if self._inspected.quantised:
+            same = ("--dst-strategy", "same") if form.cut else ()
+            words = (*self._same_form(), *same) if form.written else ("--to", _HUGGINGFACE)
+            yield self._convert("dequantize", f"Quantised weights as {_DTYPE}", _DTYPE.lower(), *words)
 
     def _for_strategies(self) -> Iterator[Suggestion]:
         """Rank files, or the same form, with the layouts of a strategy."""
         same_form = self._form.cut and not self._form.shards and self._form.written
-        to = self._same_form() if same_form else ()
-        names: Words = ((), ()) if same_form else self._names(_HUGGINGFACE)
-        targets = self._targets()
-        of: list[tuple[Optional[int], str, tuple[Missing, ...]]] = [
-            (each.device_count, _argument(each.path), ()) for each in targets[:_MAX_TARGETS]
-        ]
-        if not of and self._devices == 1:
-            of.append((1, NONE, ()))
-        elif not of:
-            of.append((self._devices, DST_STRATEGY, (Missing(DST_STRATEGY, self._dst_strategy_text()),)))
-        for count, strategy, missing in of:
+        targets, unfit = self._targets()
+        of = [(each.device_count, _argument(each.path)) for each in targets[:_MAX_TARGETS]]
+        if not of:
+            of = [(self._devices or 0, NONE if self._devices == 1 else DST_STRATEGY)]
+            cluster = "the new cluster" if self._devices is None else plural(self._devices, "device")
+            self._texts[DST_STRATEGY] = (
+                f"The strategy of {cluster}: a file or a directory. MindSpore writes it when it compiles the network "
+                "for them; `reshard strategy derive` and `make` compute it on any machine." + unfit
+            )
+        for count, strategy in of:
             laid_out = f", laid out as in {strategy}" if len(of) > 1 else ""
-            words, lacking = _together(((*to, "--dst-strategy", strategy), missing), names)
+            words = ("--dst-strategy", strategy)
             if same_form:
-                yield self._cluster(count, (words, lacking), laid_out)
+                yield self._cluster(count, laid_out, *self._same_form(), *words)
             else:
-                devices = "" if count is None else f": {plural(count, 'device')}"
-                title = f"MindSpore, a file for each rank{devices}{laid_out}"
-                yield self._convert("mindspore", title, "ranks", words, lacking)
+                title = "MindSpore, a file for each rank" + (f": {plural(count, 'device')}" if count else "") + laid_out
+                yield self._convert("mindspore", title, "ranks", *words, *self._names(_HUGGINGFACE))
 
     def _huggingface(self) -> Suggestion:
         """Whole weights for inference engines."""
-        words, missing = self._names(_MINDFORMERS)
+        words, notes = self._names(_MINDFORMERS), []
         excluded: list[str] = [] if words else self._training_globs()
         if self._model.side is None:
-            text = "Names stay unchanged, and engines expect those of Hugging Face: --names takes a table of your own."
-            missing = (*missing, Missing(None, text))
-        checkpoint = self._subject.checkpoint
+            notes.append("Names stay unchanged, and engines expect those of Hugging Face: --names takes another table.")
+        checkpoint = self._inspected.shown.checkpoint
         if checkpoint is None or not any(os.path.basename(name) == "config.json" for name in checkpoint.extra_files):
-            text = "Engines also need config.json and the tokenizer's files: add --config DIR of the base model."
-            if "--config" in words:
-                text = "Engines also need the tokenizer's files: --config with the base model's directory copies them."
-            missing = (*missing, Missing(None, text))
+            lacking = "the tokenizer's files" if "--config" in words else "config.json and the tokenizer's files"
+            notes.append(f"Engines also need {lacking}: --config with the directory of the base model copies them.")
         words = ("--to", _HUGGINGFACE, *words, *(word for glob in excluded for word in ("--exclude", glob)))
-        return self._convert("huggingface", "Hugging Face, for inference", _HUGGINGFACE, words, missing)
+        return self._convert("huggingface", "Hugging Face, for inference", _HUGGINGFACE, *words, notes=notes)
 
-    def _convert(
-        self, aim: str, title: str, suffix: str, words: tuple[str, ...], missing: Sequence[Missing] = ()
-    ) -> Suggestion:
+    def _cluster(self, count: Optional[int], more: str, *words: str) -> Suggestion:
+        """Another number of devices."""
+        title = f"Another cluster: {plural(count, 'device')}" if count else "Another cluster"
+        return self._convert("cluster", title + more, f"on-{count}" if count else "resharded", *words)
+
+    def _convert(self, aim: str, title: str, suffix: str, *words: str, notes: Sequence[str] = ()) -> Suggestion:
         """A conversion, proved at its end."""
-        source, lacking = self._source()
         # Other forms and programs have no use for codes and scales.
-        if self._subject.quantised and aim != "cluster":
+        if self._inspected.quantised and aim != "cluster":
             words += ("--dequantize", _DTYPE)
-        command = ("reshard", "convert", self._src, self._out(suffix), "--verify", *source, *words)
-        return Suggestion(aim, title, (*command, *self._options), (*lacking, *missing))
+        start = ("convert", self._src, self._out(suffix), "--verify", *self._source())
+        return self._suggestion(aim, title, *start, *words, notes=notes)
 
-    def _source(self) -> Words:
+    def _suggestion(self, aim: str, title: str, *words: str, notes: Sequence[str] = ()) -> Suggestion:
+        parts = {part for word in words for part in re.split("[,=]", word)}
+        missing = [Missing(placeholder, text) for placeholder, text in self._texts.items() if placeholder in parts]
+        missing += [Missing(None, note) for note in notes]
+        return Suggestion(aim, title, ("reshard", *words, *self._options), tuple(missing))
+
+    def _source(self) -> tuple[str, ...]:
         """The source's strategy."""
         if not self._form.needs_strategy:
-            return (), ()
+            return ()
         if self._strategy is not None:
-            return ("--src-strategy", _argument(self._strategy.path)), ()
+            return ("--src-strategy", _argument(self._strategy.path))
         text = "The strategy that this checkpoint was saved with: a file, a directory, or none if it is not sharded. "
         if self._fitting:
             text += f"The headers fit several: {', '.join(each.path for each in self._fitting)}."
         else:
             text += "Rank files do not record it, and no strategy beside them fits."
-        return ("--src-strategy", SRC_STRATEGY), (Missing(SRC_STRATEGY, text),)
+        self._texts[SRC_STRATEGY] = text
+        return ("--src-strategy", SRC_STRATEGY)
 
-    def _dst_strategy_text(self) -> str:
-        devices = "the new cluster" if self._devices is None else f"{plural(self._devices, 'device')}"
-        return (
-            f"The strategy of {devices}: a file or a directory. MindSpore writes it when it compiles the network "
-            "for them; `reshard strategy derive` and `make` compute it on any machine."
-            + "".join(
-                f" {path} does not suit: it lists {listing(names, 2)}, which this checkpoint lacks."
-                for path, names in self._unfit.items()
-            )
-        )
+    def _shards(self, form: str) -> tuple[str, ...]:
+        """A form of PyTorch, cut by rows."""
+        self._texts[DEVICES] = "The number of ranks of the new job."
+        return ("--to", form, "--shards", DEVICES if self._devices is None else str(self._devices))
 
-    def _targets(self) -> list[Strategy]:
-        """Strategies beside the checkpoint that list its weights and no others, and are not its own."""
-        if not self._beside:
-            return []
-        names = self._written_names()
-        weights = {name for name in names if is_weight(name, names)}
-        own = self._fitting if self._strategy is None else [self._strategy]
-        targets = []
-        for each in self._beside:
-            listed = frozenset(each.parameters)
-            if (
-                weights
-                and weights <= listed
-                and self._devices in (None, each.device_count)
-                and not any(equal_layouts(each, other) for other in own)
-            ):
-                missing = needed(sorted(listed - names), listed & names, each, listed | names)
-                if missing:
-                    self._unfit[each.path] = missing
-                else:
-                    targets.append(each)
-        return targets
+    def _same_form(self) -> tuple[str, ...]:
+        return () if self._form.by_rank else ("--to", self._inspected.form.name)
 
-    def _written_names(self) -> frozenset[str]:
-        """Names of tensors in rank files."""
-        model = self._model
-        table = None
-        if model.side == _HUGGINGFACE and model.type is not None and model.type in model.tables:
-            table = ",".join([model.type, *(f"{name}={values[0]}" for name, values, _ in model.undetermined)])
-        path = None if model.config is None else model.config.path
-        if self._subject.checkpoint is not None:
-            with suppress(InputError):
-                return frozenset(_written(self._src, self._subject, table, path if table else None, _RANKS).tensors)
-        stored = () if self._subject.contents is None else self._subject.contents.stored
-        return frozenset(item.name for item in stored if item.kind == WEIGHTS)
-
-    def _training_globs(self) -> list[str]:
-        """Patterns for optimizer state and values under the names that a conversion writes."""
-        stored = () if self._subject.contents is None else self._subject.contents.stored
-        names = [item.name for item in stored]
-        if self._subject.checkpoint is not None:
-            with suppress(InputError):
-                written = _written(self._src, self._subject)
-                names = [*written.tensors, *written.values()]
-        return training_globs(names, frozenset(names))
-
-    def _names(self, side: str) -> Words:
+    def _names(self, side: str) -> tuple[str, ...]:
         """The table for a target with the names of the other side."""
         model = self._model
         if model.side != side:
-            return (), ()
+            return ()
         if model.packing:
-            recorded = tuple(words_of_packing(model.packing))
-            if "--config" not in recorded or exists(recorded[-1]):
-                return recorded, ()
-            text = f"The model's config.json: {recorded[-1]}, which the records list, does not exist."
-            return (*recorded[:-1], CONFIG), (Missing(CONFIG, text),)
+            return tuple(words_of_packing(model.packing))
         if model.config is None or model.type is None or model.type not in model.tables:
-            tables = ", ".join(model.tables)
-            return ("--names", "TABLE", "--config", CONFIG), (
-                Missing(
-                    "TABLE",
-                    f"The table for the model; of the built-in ones, {tables} have such names. State its options that "
-                    "only change numbers, as in qwen3,gate_up=halves: `reshard names show TABLE`.",
-                ),
-                Missing(CONFIG, "The model's config.json."),
+            self._texts[TABLE] = (
+                f"The table for the model; of the built-in ones, {', '.join(model.tables)} have such names. State its "
+                "options that only change numbers, as in qwen3,gate_up=halves: `reshard names show TABLE`."
             )
+            self._texts[CONFIG] = "The model's config.json."
+            return ("--names", TABLE, "--config", CONFIG)
+        self._texts.update((name.upper(), text) for name, _, text in model.undetermined)
         stated = [f"{name}={name.upper()}" for name, _, _ in model.undetermined]
         words: tuple[str, ...] = ("--names", ",".join([model.type, *stated]))
-        if absolute(model.config.path) != absolute(os.path.join(self._subject.path, "config.json")):
+        if absolute(model.config.path) != absolute(os.path.join(self._inspected.path, "config.json")):
             words += ("--config", _argument(model.config.path))
-        return words, tuple(Missing(name.upper(), text) for name, _, text in model.undetermined)
+        return words
 
-    def _shards(self, form: str) -> Words:
-        """A form of PyTorch, cut by rows."""
-        if self._devices is not None:
-            return ("--to", form, "--shards", str(self._devices)), ()
-        return ("--to", form, "--shards", DEVICES), (Missing(DEVICES, "The number of ranks of the new job."),)
+    def _targets(self) -> tuple[list[Strategy], str]:
+        """Strategies beside the checkpoint that list its weights and no others, and are not its own; why not others."""
+        names = self._written_names() if self._beside else frozenset()
+        weights = {name for name in names if is_weight(name, names)}
+        own = self._fitting if self._strategy is None else [self._strategy]
+        targets, unfit = [], ""
+        for each in self._beside if weights else ():
+            listed = frozenset(each.parameters)
+            suits = weights <= listed and self._devices in (None, each.device_count)
+            if suits and not any(equal_layouts(each, other) for other in own):
+                missing = needed(sorted(listed - names), listed & names, each, listed | names)
+                if missing:
+                    unfit += f" {each.path} does not suit: it lists {listing(missing, 2)}, which this checkpoint lacks."
+                else:
+                    targets.append(each)
+        return targets, unfit
 
-    def _same_form(self) -> tuple[str, ...]:
-        return () if self._form.by_rank else ("--to", self._subject.form.name)
+    def _written_names(self) -> frozenset[str]:
+        """Names of tensors in rank files."""
+        model, checkpoint = self._model, self._inspected.shown.checkpoint
+        table = path = None
+        if model.side == _HUGGINGFACE and model.type is not None and model.type in model.tables:
+            table = ",".join([model.type, *(f"{name}={values[0]}" for name, values, _ in model.undetermined)])
+            path = None if model.config is None else model.config.path
+        if checkpoint is not None:
+            with suppress(InputError):
+                return frozenset(_written(self._src, self._inspected, checkpoint, table, path, _RANKS).tensors)
+        return _weights(self._inspected)
 
-    def _cluster(self, count: Optional[int], words: Words, more: str = "") -> Suggestion:
-        """Another number of devices."""
-        title = "Another cluster" if count is None else f"Another cluster: {plural(count, 'device')}"
-        return self._convert("cluster", title + more, "resharded" if count is None else f"on-{count}", *words)
+    def _training_globs(self) -> list[str]:
+        """Patterns for optimizer state and values under the names that a conversion writes."""
+        contents, checkpoint = self._inspected.shown.contents, self._inspected.shown.checkpoint
+        if contents is None or all(item.kind == WEIGHTS for item in contents.stored):
+            return []
+        names = [item.name for item in contents.stored]
+        if checkpoint is not None:
+            with suppress(InputError):
+                written = _written(self._src, self._inspected, checkpoint)
+                names = [*written.tensors, *written.values()]
+        return training_globs(names, frozenset(names))
 
     def _out(self, suffix: str) -> str:
         """A new directory: in this one, or for an object beside it."""
-        path = fixed_directory(self._src) if RANK in self._src else self._src
-        path = path.rstrip("/")
-        base, _, ending = os.path.basename(path).rpartition(".")
-        name = base if base and ending in ("ckpt", "safetensors") else os.path.basename(path)
+        path = (fixed_directory(self._src) if RANK in self._src else self._src).rstrip("/")
+        base, ending = os.path.splitext(os.path.basename(path))
+        name = base if ending in (".ckpt", ".safetensors") else os.path.basename(path)
         if name in ("", os.curdir, os.pardir):
             name = os.path.basename(absolute(path or os.curdir)) or "checkpoint"
-        out = f"{name}-{suffix}"
+        place, here = "", absolute(path or os.curdir)
         if "://" in path:
-            out = os.path.join(os.path.dirname(path), out)
-        elif (absolute(os.curdir) + os.sep).startswith(absolute(path or os.curdir) + os.sep):
+            place = os.path.dirname(path)
+        elif (absolute(os.curdir) + os.sep).startswith(here + os.sep):
             # A target cannot be in its source.
-            above = os.path.relpath(os.path.dirname(absolute(path or os.curdir)))
-            out = os.path.join(above, out)
-        free, number = _argument(out), 1
+            place = os.path.relpath(os.path.dirname(here))
+        out = _argument(os.path.join(place, f"{name}-{suffix}"))
+        free, number = out, 1
         while free in self._outputs or exists(free):
             number += 1
-            free = _argument(f"{out}-{number}")
+            free = f"{out}-{number}"
         self._outputs.add(free)
         return free
-
-
-def _together(*parts: Words) -> Words:
-    return tuple(word for words, _ in parts for word in words), tuple(each for _, missing in parts for each in missing)
 
 
 def _argument(path: str) -> str:

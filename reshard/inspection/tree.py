@@ -10,19 +10,20 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, InputError, ReshardError, UsageError
+from reshard.forms.form import Form
 from reshard.forms.ranks.checkpoint import RankCheckpoint
 from reshard.forms.ranks.naming import Step, saved_at_fault
-from reshard.forms.ranks.selection import Incomplete, LostParameter, StepSelector, check_ranks
+from reshard.forms.ranks.selection import Incomplete, StepSelector, check_ranks
 from reshard.forms.ranks.tree import SourceTree, find_checkpoints, find_rank, skipped_directories
-from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings, error_by_name
+from reshard.inspection.checkpoint import Inspected, InspectedFile, InspectedStep
+from reshard.inspection.contents import Finding, contents_of, conversion_findings, error_by_name
 from reshard.records.ledger import ledger_in
 from reshard.records.manifest import MANIFEST_NAME
 from reshard.records.status import status_of
@@ -37,106 +38,19 @@ from reshard.storage import (
 from reshard.strategies import Strategy
 from reshard.strategies.replicas import replicas_of_strategy
 from reshard.text.globs import Filters
-from reshard.text.messages import Report, listing, plural, rank_ranges, some_names
+from reshard.text.messages import Report, plural, rank_ranges, some_names
 from reshard.text.names import CURRENT_RANK
 
 # Maximum files to open in order to recognise a directory without checkpoints.
 _MAX_TRIED = 8
-# Maximum sets of names to compare with each other; a de-duplicated save has one per rank.
-_MAX_SETS = 64
 # Maximum names in a line.
 _MAX_PATTERNS = 6
 
 
-@dataclass
-class InspectedStep:
-    """One step of a tree.
-
-    Attributes:
-        step: as in the names; None for names without one.
-        files: path and size of every file, by rank and path.
-        absent: ranks of the tree, or of the strategy, without a file of it.
-        ambiguous: whether a rank has several files of it.
-        saved_at: ``"breakpoint"`` or ``"ttp"`` by the names, ``"end of life"`` by the headers.
-        one_per_group: with a strategy, whether only one rank of each replica group has a file.
-        damaged: the damage of files that count as absent, by rank, if headers were read.
-        contents: the entries of the files, if headers were read.
-        complete: whether a conversion would accept it; None if not checked.
-        missing: the reasons if it is incomplete, a line each.
-        lost: parameters with a slice in no file.
-        not_saved: parameters of the strategy in no file.
-        full_bytes: size of all parameters together, each whole and once; None if unknown.
-        checkpoint: the checkpoint, complete or not; None without a strategy that fits.
-    """
-
-    step: Optional[str]
-    files: list[tuple[int, str, int]]
-    absent: tuple[int, ...]
-    ambiguous: bool = False
-    saved_at: Optional[str] = None
-    one_per_group: Optional[bool] = None
-    damaged: dict[int, str] = field(default_factory=dict)
-    contents: Optional[InspectedContents] = None
-    complete: Optional[bool] = None
-    missing: Sequence[str] = ()
-    lost: Sequence[LostParameter] = ()
-    not_saved: Sequence[str] = ()
-    full_bytes: Optional[int] = None
-    checkpoint: Optional[RankCheckpoint] = None
-
-    @property
-    def ranks(self) -> list[int]:
-        """Ranks with a file of it, ascending."""
-        return sorted({rank for rank, _, _ in self.files})
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its files."""
-        return sum(size for _, _, size in self.files)
-
-
-@dataclass
-class InspectedTree:
-    """A rank tree.
-
-    Attributes:
-        path: as typed.
-        ranks: ranks that have a directory or a file, ascending.
-        steps: newest first; names without a step last.
-        findings: notes and problems.
-        one_rank: whether it is the directory of one rank.
-        strategy: the strategy's path, ``none``, or None if no strategy was named.
-        latest: the step that ``latest`` selects; None if a step was requested or none is complete.
-    """
-
-    path: str
-    ranks: tuple[int, ...]
-    steps: list[InspectedStep]
-    findings: list[Finding]
-    one_rank: bool = False
-    strategy: Optional[str] = None
-    latest: Optional[InspectedStep] = None
-
-
 def inspect_tree(
-    path: str,
-    step: str = "latest",
-    file_suffix: Optional[str] = None,
-    strategy: Optional[Strategy] = None,
-) -> InspectedTree:
-    """Inspect a rank tree, or the directory of one rank.
-
-    Args:
-        path: a directory of rank directories, or a path with ``{rank}`` and wildcards; or one rank directory.
-        step: step whose headers are read; ``"latest"`` for the newest.
-        file_suffix: inspect only files whose stem ends with it.
-        strategy: strategy of the tree; it decides which steps are complete.
-
-    Raises:
-        InputError: the path holds no checkpoint, or not this step.
-        UsageError: ``step`` is not a step, or a strategy was given for one rank directory.
-        RetryableError: listing or reading failed.
-    """
+    path: str, form: Form, step: str, file_suffix: Optional[str], strategy: Optional[Strategy]
+) -> Inspected:
+    """Inspect a rank tree, the directory of one rank, or one file; see `inspect`."""
     # Headers are read outside: files may vanish in the meantime.
     with listings_cached():
         one_rank = None
@@ -153,7 +67,7 @@ def inspect_tree(
                 hint=f"pass the directory of all ranks, {os.path.dirname(absolute(path))}",
             )
         requested = None if step == "latest" else tree.named(step)
-        inspection = _Inspection(tree, strategy, one_rank is not None)
+        inspection = _Inspection(Inspected(path, form, ranks=tree.ranks), tree, strategy, one_rank is not None)
     return inspection.run(requested)
 
 
@@ -185,9 +99,10 @@ def _converted(path: str) -> bool:
 class _Inspection:
     """Inspection of a tree."""
 
-    def __init__(self, tree: SourceTree, strategy: Optional[Strategy], one_rank: bool) -> None:
+    def __init__(self, inspected: Inspected, tree: SourceTree, strategy: Optional[Strategy], one_rank: bool) -> None:
+        self._inspected = inspected
+        inspected.one_rank = one_rank
         self._tree = tree
-        self._one_rank = one_rank
         self._strategy = strategy
         self._groups: list[tuple[int, ...]] = []
         # Without a strategy, the last rank is the highest one with a directory.
@@ -197,15 +112,14 @@ class _Inspection:
             self._groups = [group.ranks for group in replicas_of_strategy(strategy).groups]
             ranks = range(strategy.device_count)
         self._expected = ranks
-        self._findings: list[Finding] = []
         paths = [file.path for file in tree.files]
         # None for files that training removed after the listing.
         sizes = {path: status and status.size for path, status in zip(paths, status_of_each(paths))}
         self._steps = {number: self._by_names(number, sizes) for number in tree.steps}
+        inspected.steps = list(self._steps.values())
         self._find_in_names()
 
     def _find_conversion(self, name: str) -> None:
-        """Add whether a conversion to this tree is finished."""
         text = f"{self._tree.root}: was written by reshard"
         hint = f"`reshard status {name}` shows what is done and what is missing"
         with suppress(ReshardError):
@@ -216,10 +130,9 @@ class _Inspection:
                 hint = f"`reshard resume {name}` completes it" if status.resumable else hint
         self._note("conversion", text, hint=hint)
 
-    def run(self, requested: Optional[Step]) -> InspectedTree:
+    def run(self, requested: Optional[Step]) -> Inspected:
         """The inspection, with headers of the ``requested`` step, or of the newest."""
-        inspected = InspectedTree(self._tree.root, self._tree.ranks, list(self._steps.values()), self._findings)
-        inspected.one_rank = self._one_rank
+        inspected = self._inspected
         with FileHandles() as handles:
             if self._strategy is not None:
                 inspected.strategy = self._strategy.path
@@ -227,6 +140,11 @@ class _Inspection:
                 inspected.latest = latest if requested is None else None
             if all(step.contents is None for step in inspected.steps):
                 self._read_headers(requested or self._tree.steps[0], handles)
+        readable = [step for step in inspected.steps if step.contents is not None]
+        cut = [step for step in readable if step.checkpoint is not None]
+        inspected.shown = inspected.latest or next(iter([*cut, *readable]), inspected.shown)
+        shown = inspected.shown
+        shown.files = [file._replace(state="damaged") if file.number in shown.damaged else file for file in shown.files]
         return inspected
 
     def _note(self, kind: str, text: str, hint: Optional[str] = None, step: Optional[str] = None) -> None:
@@ -236,8 +154,8 @@ class _Inspection:
         self._add(Finding(kind, error.message, error.hint, _named(step), refuses=True))
 
     def _add(self, finding: Finding) -> None:
-        if all(finding.text != earlier.text for earlier in self._findings):
-            self._findings.append(finding)
+        if all(finding.text != earlier.text for earlier in self._inspected.findings):
+            self._inspected.findings.append(finding)
 
     def _by_names(self, number: Optional[Step], sizes: Mapping[str, Optional[int]]) -> InspectedStep:
         files = []
@@ -246,10 +164,11 @@ class _Inspection:
             if size is None:
                 self._note("vanished", f"{file.path}: vanished during the inspection", step=_named(number))
             else:
-                files.append((file.rank, file.path, size))
-        holders = {rank for rank, _, _ in files}
-        step = InspectedStep(_named(number), files, tuple(rank for rank in self._expected if rank not in holders))
-        marks = {saved_at_fault(path) for _, path, _ in files}
+                files.append(InspectedFile(file.rank, file.path, size))
+        step = InspectedStep(_named(number), files)
+        holders = set(step.ranks)
+        step.absent = tuple(rank for rank in self._expected if rank not in holders)
+        marks = {saved_at_fault(file.path) for file in self._tree.by_step[number]}
         step.saved_at = marks.pop() if len(marks) == 1 else None
         if self._strategy is not None and any(len(group) > 1 for group in self._groups):
             step.one_per_group = all(len(holders.intersection(group)) == 1 for group in self._groups)
@@ -279,7 +198,7 @@ class _Inspection:
         except CheckpointError as error:
             self._add_refusal("series", error)
         for number, step in self._steps.items():
-            nothing = [path for _, path, size in step.files if not size]
+            nothing = [file.path for file in step.files if file.path is not None and not file.nbytes]
             if nothing:
                 self._note(
                     "empty_file",
@@ -335,25 +254,9 @@ class _Inspection:
             self._note("damaged", text, step=step.step)
         for finding in conversion_findings(step.contents):
             self._add(finding._replace(step=step.step))
-        if self._strategy is None:
-            self._guess_lacking(step, step.contents)
         if any(item.name == CURRENT_RANK for item in step.contents.stored):
             step.saved_at = step.saved_at or "end of life"
         return step
-
-    def _guess_lacking(self, step: InspectedStep, contents: InspectedContents) -> None:
-        """Add findings on files whose names are a part of another file's."""
-        for ranks, names in contents.sets if len(contents.sets) <= _MAX_SETS else ():
-            for other_ranks, more in contents.sets:
-                if names < more:
-                    lacking = sorted(more - names)
-                    self._note(
-                        "lacking",
-                        f"{rank_ranges(ranks)} may lack {plural(len(lacking), 'name')} that {rank_ranges(other_ranks)} "
-                        "hold (a guess; --strategy checks it): " + listing(lacking, 3),
-                        step=step.step,
-                    )
-                    break
 
 
 def _note_verdict(step: InspectedStep, checkpoint: RankCheckpoint, missing: Optional[Incomplete]) -> None:

@@ -24,7 +24,7 @@ from reshard._version import __version__
 from reshard.checkpoints import files_alike
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, Sharding
 from reshard.forms.form import Form
-from reshard.inspection.subject import ShownFile, Subject
+from reshard.inspection.checkpoint import Inspected, InspectedFile, Problem
 from reshard.layout import Layout
 from reshard.numbers.widening import ONE
 from reshard.strategies import Strategy
@@ -59,25 +59,26 @@ class Table:
         return key in self._numbers
 
 
-def page_data(subject: Subject, strategy: Optional[Strategy] = None) -> dict[str, Any]:
+def page_data(inspected: Inspected, problems: Sequence[Problem], strategy: Optional[Strategy] = None) -> dict[str, Any]:
     """The page's data on a checkpoint, as JSON; the strategy describes layouts that its form does not record."""
-    parameters = _Parameters(subject, strategy)
-    paths, base = _paths(subject.files)
+    shown, files = inspected.shown, inspected.shown.with_missing()
+    parameters = _Parameters(inspected, files, strategy)
+    paths, base = _paths(files)
     return {
         "version": __version__,
-        "source": subject.path,
-        "form": subject.form.name,
-        "unit": subject.unit,
-        "step": subject.step,
-        "complete": subject.complete,
-        "problems": [problem._asdict() for problem in subject.problems],
-        "steps": [step._asdict() for step in subject.steps],
+        "source": inspected.path,
+        "form": inspected.form.name,
+        "unit": inspected.form.options.unit,
+        "step": shown.step,
+        "complete": shown.complete,
+        "problems": [each._asdict() for each in sorted(problems, key=lambda problem: problem.level)],
+        "steps": _steps(inspected),
         "files": {
             "base": base,
-            "number": [file.number for file in subject.files],
+            "number": [file.number for file in files],
             "path": paths,
-            "bytes": repeats(file.nbytes for file in subject.files),
-            "state": repeats(file.state for file in subject.files),
+            "bytes": repeats(file.nbytes for file in files),
+            "state": repeats(file.state for file in files),
             "same": repeats(parameters.replicas()),
             "aliases": list(parameters.aliases.items()),
         },
@@ -85,11 +86,32 @@ def page_data(subject: Subject, strategy: Optional[Strategy] = None) -> dict[str
         "types": parameters.types.values,
         "layouts": parameters.layouts.layouts.values,
         "parameters": parameters.columns,
-        "structures": _structures(subject.checkpoint, parameters.columns["name"]),
+        "structures": _structures(shown.checkpoint, parameters.columns["name"]),
     }
 
 
-def _paths(files: Sequence[ShownFile]) -> tuple[list[Optional[str]], str]:
+def _steps(inspected: Inspected) -> list[dict[str, Any]]:
+    """All steps, newest first; bytes are None where sizes were not read."""
+    if not inspected.form.options.by_rank:
+        states = {None: "unknown whether it is finished", False: "not finished", True: "finished"}
+        steps = [(str(each.number), None, states[each.finished]) for each in reversed(inspected.iterations)]
+        return [
+            {"step": step, "nbytes": nbytes, "state": state, "shown": step == inspected.shown.step}
+            for step, nbytes, state in steps
+        ]
+    states = {None: "not checked", False: "not complete", True: "complete"}
+    return [
+        {
+            "step": each.step,
+            "nbytes": each.nbytes,
+            "state": "ambiguous" if each.ambiguous else states[each.complete],
+            "shown": each is inspected.shown,
+        }
+        for each in inspected.steps
+    ]
+
+
+def _paths(files: Sequence[InspectedFile]) -> tuple[list[Optional[str]], str]:
     """Paths relative to the directory of all, and this directory with its separator."""
     directories = [f"{os.path.dirname(file.path)}/" for file in files if file.path is not None]
     # Not commonpath: paths may be addresses of objects.
@@ -98,13 +120,13 @@ def _paths(files: Sequence[ShownFile]) -> tuple[list[Optional[str]], str]:
     return [None if file.path is None else file.path[len(base) :] for file in files], base
 
 
-def _aliases(subject: Subject) -> dict[int, int]:
+def _aliases(checkpoint: Optional[Checkpoint], files: Sequence[InspectedFile]) -> dict[int, int]:
     """The number of the file by further holder numbers: a file with several chunks of a tensor has several."""
-    if subject.checkpoint is None:
+    if checkpoint is None:
         return {}
-    numbers = {file.path: file.number for file in subject.files if file.number is not None}
+    numbers = {file.path: file.number for file in files if file.number is not None}
     shown = set(numbers.values())
-    further = {number: index.path for number, index in subject.checkpoint.indexes.items() if number not in shown}
+    further = {number: index.path for number, index in checkpoint.indexes.items() if number not in shown}
     return {number: numbers[path] for number, path in further.items() if path in numbers}
 
 
@@ -114,15 +136,16 @@ class _Parameters:
     A type is the dtype, the shapes, bytes of the full tensor, bytes in files, number of files and kind.
     """
 
-    def __init__(self, subject: Subject, strategy: Optional[Strategy]) -> None:
-        self._files = subject.files
-        self.aliases = _aliases(subject)
+    def __init__(self, inspected: Inspected, files: Sequence[InspectedFile], strategy: Optional[Strategy]) -> None:
+        checkpoint, contents = inspected.shown.checkpoint, inspected.shown.contents
+        self._files = files
+        self.aliases = _aliases(checkpoint, files)
         self.types = Table()
-        self.layouts = _Layouts(subject.form, subject.checkpoint, strategy)
+        self.layouts = _Layouts(inspected.form, checkpoint, strategy)
         self.columns: dict[str, list[Any]] = {"name": [], "type": [], "layout": []}
-        self.full_bytes: Optional[int] = None if subject.checkpoint is None else 0
-        stored = {} if subject.contents is None else {item.name: item for item in subject.contents.stored}
-        tensors: Mapping[str, GlobalTensor] = {} if subject.checkpoint is None else subject.checkpoint.tensors
+        self.full_bytes: Optional[int] = None if checkpoint is None else 0
+        stored = {} if contents is None else {item.name: item for item in contents.stored}
+        tensors: Mapping[str, GlobalTensor] = {} if checkpoint is None else checkpoint.tensors
         for name in sorted({*stored, *tensors}):
             item, tensor = stored.get(name), tensors.get(name)
             in_files = (0, 0) if item is None else (item.nbytes, item.files)

@@ -120,14 +120,6 @@ def test_names_are_grouped_by_pipeline_stage(tmp_path: Path) -> None:
     assert [item["names"] for item in sets] == [["a", "global_step"], ["b", "global_step"]]
 
 
-def test_a_file_smaller_than_the_others_is_a_guess(plain: World) -> None:
-    plain.save(FULL)
-    write_checkpoint(plain.src / "rank_2" / "net-1_10.ckpt", {"w": value("w", (4, 6))})
-    problem = finding(inspected(plain.src), "lacking")["text"]
-    assert "rank 2 may lack 2 names" in problem and "'global_step', 'v'" in problem and "guess" in problem
-    assert "lacking" not in kinds(judged(plain))
-
-
 def test_empty_rank_directories_and_gaps_are_listed(plain: World) -> None:
     plain.save(FULL, ranks=[0, 3])
     (plain.src / "rank_1").mkdir()

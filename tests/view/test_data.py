@@ -20,7 +20,7 @@ from reshard.checkpoints.formats.tensors import Tensor
 from reshard.convert.transfers import Transfers
 from reshard.forms.ranks.checkpoint import StageSharding
 from reshard.forms.registry import form_named
-from reshard.inspection.subject import ShownFile, Subject
+from reshard.inspection.checkpoint import Inspected, InspectedFile, InspectedStep
 from reshard.layout import Layout
 from reshard.strategies import Stage
 from reshard.view.moves import pairs_data
@@ -325,7 +325,7 @@ class Wide:
         return (self.ranks,) * len(tensor.shardings)
 
 
-def wide(parameters: int, ranks: int) -> Subject:
+def wide(parameters: int, ranks: int) -> Inspected:
     stage = Stage(0, 0, ranks, {})
     cuts = [
         Layout((ranks // 64, 64), ((0,), ()), shard_size=shards) if across else Layout((ranks // 64, 64), ((), (0,)))
@@ -349,8 +349,8 @@ def wide(parameters: int, ranks: int) -> Subject:
         for rank in range(ranks)
     }
     checkpoint: Any = Wide(tensors, indexes, frozenset(range(ranks)) - {17})
-    files = [ShownFile(rank, index.path, end) for rank, index in indexes.items()]
-    return Subject("ckpt", form_named("ranks"), "3_10", True, checkpoint, None, files)
+    files = [InspectedFile(rank, index.path, end) for rank, index in indexes.items()]
+    return Inspected("ckpt", form_named("ranks"), shown=InspectedStep("3_10", files, None, checkpoint, True))
 
 
 def wide_page(parameters: int, ranks: int, targets: Optional[int] = None) -> bytes:
@@ -370,12 +370,12 @@ def wide_page(parameters: int, ranks: int, targets: Optional[int] = None) -> byt
     moves = {**about, **totals, **sizes, **pairs_data(moved, count)}
     rows: list[list[Any]] = []
     subject = wide(parameters, ranks)
-    assert subject.checkpoint is not None
-    for name in sorted(subject.checkpoint.tensors):
+    assert subject.shown.checkpoint is not None
+    for name in sorted(subject.shown.checkpoint.tensors):
         rows.append(
             [name, 1 << 24, 0, 0, 12, -0.12345678, 0.23456789, 1.234567e-05, 123.45678, None, [-30, "1122334567887651"]]
         )
-    return page({**page_data(subject), "moves": moves, "statistics": rows})
+    return page({**page_data(subject, []), "moves": moves, "statistics": rows})
 
 
 def test_ten_thousand_parameters_on_four_thousand_ranks_take_less_than_ten_megabytes() -> None:
