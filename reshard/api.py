@@ -155,12 +155,12 @@ class Conversion:
         check_verifiable(request, how)
         with prepare(request, how, report) as prepared:
             summary = prepared.carry_out()
-            # With the damaged files of the conversion, so that verification treats them as missing, too.
-            request = prepared.plan.request
+            # Verification treats the files that the conversion found damaged as missing, too.
+            damaged = prepared.plan.request.damaged
         if verify:
             from reshard.convert.verifying import verify_written
 
-            _refuse(verify_written(request, how, summary, Progress(), None), request.dst)
+            _refuse(verify_written(request, damaged, how, summary, Progress()), request.dst)
         return _in_python(summary)
 
     @errors_in_python()

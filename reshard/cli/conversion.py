@@ -20,7 +20,7 @@ from reshard.text.messages import Report, byte_size, listing, plural, rank_range
 from reshard.text.names import KINDS, kind_of
 
 if TYPE_CHECKING:
-    from reshard.verification.end_to_end import Adapter
+    from reshard.verification.end_to_end import MergedAdapter
 
 # Shorter phases, in seconds, are not shown.
 MIN_SHOWN = 0.1
@@ -85,7 +85,7 @@ def carry_out(
     how: Options,
     lines: Callable[[Summary, float], list[str]],
     elsewhere: Optional[WriteElsewhere] = None,
-    adapter: Optional[Adapter] = None,
+    adapter: Optional[MergedAdapter] = None,
 ) -> None:
     """Convert, or dry-run, and print the result.
 
@@ -115,13 +115,13 @@ def carry_out(
             if typed["as_json"] or not typed["quiet"]:
                 print_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"])
             return
-        # With the damaged files of the conversion, so that verification treats them as missing, too.
-        request = prepared.plan.request
+        # Verification treats the files that the conversion found damaged as missing, too.
+        planned = prepared.plan.request
     before = time.monotonic()
     if how.verify:
         from reshard.convert.verifying import verify_written
 
-        differences = verify_written(request, how, summary, progress, adapter)
+        differences = verify_written(request, planned.damaged, how, summary, progress, adapter)
     verifying = time.monotonic() - before
     if typed["as_json"]:
         rows = None if differences is None else [difference._asdict() for difference in differences]

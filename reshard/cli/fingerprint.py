@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import click
@@ -20,18 +20,20 @@ from reshard.convert.verifying import reading_sources
 from reshard.execute import ExecutionOptions
 from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader
-from reshard.forms.registry import form_named, form_of
-from reshard.opened.opening import source_strategy
+from reshard.forms.registry import form_named
+from reshard.opened.opening import reading_request
 from reshard.plan.editing import edited as make_edits
 from reshard.plan.edits import edits_of
+from reshard.plan.planner import read_source
 from reshard.records.commands import EDITS
 from reshard.storage import storage_of
 from reshard.text.globs import Filters, warn_of_unmatched
 from reshard.text.messages import Report, one_line, quoted
-from reshard.verification.edited import EditedSource
+from reshard.verification.edited import edited_source
 from reshard.verification.fingerprint import Fingerprints, fingerprints
 from reshard.verification.reading import Means
-from reshard.verification.sources import CheckpointPlace, read_sound, reader_of
+from reshard.verification.sources import read_sound
+from reshard.verification.stored import Source, stored_source
 
 
 @command(
@@ -61,22 +63,25 @@ def fingerprint(src: str, strategy: Optional[str], **typed: Any) -> None:
     """
     report = Report(listener())
     edited = any(typed[name] for name in EDITS)
-    edits = edits_of(src, typed)
-    form, suffix = form_of(src), typed["file_suffix"]
-    saved = source_strategy(src, form, strategy, suffix, report, "--strategy ")
-    place = CheckpointPlace(src, form, saved, typed["step"], suffix)
-    filters = Filters(typed["include"], typed["exclude"])
+    edits, filters = edits_of(src, typed), Filters(typed["include"], typed["exclude"])
+    request = reading_request(
+        src, strategy, None, None, typed["step"], typed["file_suffix"], filters, report, edits, "--strategy "
+    )
     progress = progress_of(typed["quiet"], typed["progress"])
     with reading_sources(options_of(typed), progress, report) as (means, crcs):
-        # Rules decide which source tensors are needed.
-        source = read_sound(reader_of(place, means.handles, report, filters=Filters() if edited else filters), crcs)
-        if not form_named(form).options.by_rank:
+
+        def read(damaged: Mapping[str, str]) -> Source:
+            checkpoint = read_source(request._replace(damaged=damaged), means.handles, report)
+            return stored_source(checkpoint, request.source)
+
+        source = read_sound(read, crcs, report)
+        if not form_named(request.form).options.by_rank:
             _check_equal(source.checkpoint, [name for name in source.tensors if filters.admit(name)], means)
-        target = source if edits.is_empty else EditedSource(source, edits, report)
+        target = source if edits.is_empty else edited_source(source, edits, report)
         if not edits.is_empty:
             converted = make_edits(source.checkpoint, edits, Report())
             _check_equal(converted, [name for name in target.names if filters.admit(name)], means)
-        warn_of_unmatched(filters, (() if edited else place.strategy.parameters, target.names), report)
+        warn_of_unmatched(filters, (() if edited else request.source.parameters, target.names), report)
         model_names = {} if edited else edits.model_names(source.checkpoint.tensors, source.checkpoint)
         if len({*model_names.values()}) < len(model_names):
             # Two tensors would have one name.

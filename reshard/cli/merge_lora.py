@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
@@ -20,15 +20,10 @@ from reshard.forms.ranks.tree import PEFT_ADAPTER
 from reshard.forms.registry import form_named, form_of
 from reshard.opened import open_requested, reading_request
 from reshard.plan.edits import TypedEdits, edits_to_model
-from reshard.plan.request import Request
 from reshard.storage import is_regular_file, real
 from reshard.strategies import NONE, SAME
 from reshard.text.globs import Filters
 from reshard.text.messages import Report, listing, plural
-
-if TYPE_CHECKING:
-    from reshard.lora import Scale
-    from reshard.verification.end_to_end import Adapter
 
 
 @command(
@@ -82,6 +77,7 @@ def merge_lora(
     """
     # Loaded only here: the others do without.
     from reshard.lora import MAX_ALPHA, MIN_ALPHA, Adapter, check_beside, scale_of
+    from reshard.verification.end_to_end import MergedAdapter
 
     if _is_peft(base) and not _is_peft(adapter):
         words = " ".join(map(shlex.quote, (adapter, base, out)))
@@ -128,7 +124,7 @@ def merge_lora(
                 check_beside(tensors, adapter, weights)
         how = options_of(typed)
         request = request._replace(edits=request.edits._replace(additions=additions, typed=None))
-        added = _to_verify(reading, scale) if how.verify else None
+        added = MergedAdapter(reading, scale)
         carry_out(request, report, typed, how, summary_lines(request, typed, how), adapter=added)
         tensors.check_unchanged()
     if infinite:
@@ -160,13 +156,3 @@ def _place_of(adapter: str, strategy: Optional[str]) -> tuple[str, Optional[str]
     """The place of an adapter's matrices, and their strategy: PEFT's directories have one whole file."""
     place = os.path.join(adapter, PEFT_ADAPTER) if _is_peft(adapter) else adapter
     return place, NONE if strategy is None and is_regular_file(place) else strategy
-
-
-def _to_verify(reading: Request, scale: Scale) -> Adapter:
-    """The adapter, as verification reads it."""
-    from reshard.verification.end_to_end import Adapter, recorded_step
-    from reshard.verification.sources import CheckpointPlace
-
-    assert isinstance(reading.src, str)
-    step = recorded_step(reading.src, reading.form, reading.step)
-    return Adapter(CheckpointPlace(reading.src, reading.form, reading.source, step, reading.file_suffix), scale)

@@ -15,18 +15,15 @@ from reshard.cli.output import alarming, echo_json, exit_different, is_verbose, 
 from reshard.cli.progress import progress_of
 from reshard.convert.ends import options_of
 from reshard.convert.recorded import command_with_source, merge_hint, recorded_source, was_merged
-from reshard.convert.verifying import against_manifest, of_ranks, reading_sources, verify_with_source
+from reshard.convert.verifying import against_manifest, compare_replicas, of_ranks, reading_sources, verify_with_source
 from reshard.errors import InputError, TargetError, UsageError
-from reshard.forms.registry import counted_as, form_named, form_of
-from reshard.opened.opening import source_strategy
+from reshard.forms.registry import counted_as, form_named
 from reshard.records import Manifest, RecordedCommand, read_manifest
 from reshard.records.commands import EDITS
 from reshard.records.status import status_of
 from reshard.text.globs import Filters
 from reshard.text.messages import MAX_LINES, Report, joined, listing, plural, printable, quoted, rank_ranges
 from reshard.verification.difference import Difference
-from reshard.verification.end_to_end import verify_replicas
-from reshard.verification.sources import CheckpointPlace
 
 
 @command(
@@ -81,8 +78,7 @@ def verify(
 
     With --src, every tensor is computed again from SRC by independent code and compared byte by byte.
     Strategies, step, names and casts come from the records in OUT; options override them.
-    Recorded rules are left out where SRC has OUT's names already. OUT and SRC may be of any form. An index or
-    other metadata in OUT must agree with its files.
+    OUT and SRC may be of any form. An index or other metadata in OUT must agree with its files.
 
     With --replicas, ranks of OUT that should hold the same slices are compared with each other.
     """
@@ -116,10 +112,9 @@ def verify(
     progress = progress_of(typed["quiet"], typed["progress"])
     with reading_sources(options_of(typed), progress, report) as (means, crcs):
         if replicas:
-            form, suffix = form_of(out), typed["file_suffix"]
-            saved = source_strategy(out, form, strategy, suffix, report, "--strategy ")
-            place = CheckpointPlace(out, form, saved, typed["step"], suffix)
-            differences, verdict = verify_replicas(place, filters, means, report, crcs)
+            differences, verdict = compare_replicas(
+                out, strategy, typed["step"], typed["file_suffix"], filters, means, report, crcs
+            )
         if src is not None:
             try:
                 differences += verify_with_source(

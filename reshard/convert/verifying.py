@@ -6,38 +6,35 @@ import contextlib
 import os
 import shlex
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.convert.ends import read_ends, with_recorded_target
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.convert.ends import read_ends
 from reshard.convert.options import Options
 from reshard.convert.recorded import edits_of_target, other_source, strategies_of_target
 from reshard.convert.summary import Summary
-from reshard.errors import CheckpointError, InputError, UsageError
+from reshard.errors import CheckpointError, InputError, TargetError, UsageError
 from reshard.execute import Progress
+from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import counted_as, form_named, form_of
+from reshard.opened.opening import reading_request
+from reshard.plan.planner import read_source
 from reshard.plan.request import Request
 from reshard.records import Identity, Manifest, read_manifest
+from reshard.records.ledger import ledger_in
 from reshard.records.status import status_of
 from reshard.source_replicas import hint_of_swap
-from reshard.storage import exists, real
-from reshard.strategies import SAME
+from reshard.storage import exists, is_regular_file, real
 from reshard.text.globs import Filters
-from reshard.text.messages import Report, are, joined, rank_ranges, some_names
+from reshard.text.messages import Report, are, joined, number_ranges, rank_ranges, some_names
 from reshard.verification.against_manifest import compare_with_manifest
 from reshard.verification.difference import Difference
-from reshard.verification.end_to_end import (
-    Adapter,
-    Converted,
-    ConvertedTarget,
-    converted_files,
-    recorded_plan,
-    recorded_step,
-    verify_conversion,
-    written_ranks,
-)
+from reshard.verification.end_to_end import MergedAdapter, Verified, between_forms, verify_conversion
 from reshard.verification.reading import Means
-from reshard.verification.sources import CheckpointPlace, RecordedCrcs
+from reshard.verification.replicas import verify_replicas
+from reshard.verification.sources import RecordedCrcs
 
 
 @contextlib.contextmanager
@@ -56,32 +53,34 @@ def reading_sources(
 
 
 def verify_written(
-    request: Request, how: Options, summary: Summary, progress: Progress, adapter: Optional[Adapter]
+    request: Request,
+    damaged: Mapping[str, str],
+    how: Options,
+    summary: Summary,
+    progress: Progress,
+    adapter: Optional[MergedAdapter] = None,
 ) -> list[Difference]:
-    """Compare all requested target files with the source: those of ranks one by one, other forms as a whole."""
+    """Compare all requested target files with the source: those of ranks one by one, other forms as a whole.
+
+    Args:
+        request: the conversion as requested, which is planned again.
+        damaged: source files that the conversion found damaged, with the reason, by path.
+        how: threads and memory.
+        summary: the step and the written files.
+        progress: counts bytes.
+        adapter: the adapter added to the weights, if any.
+    """
     assert isinstance(request.src, str)
     report = Report()
+    files = summary.target_files
+    if not form_named(request.to).options.by_rank:
+        files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
+    requested = tuple(files) if form_named(request.to).options.by_rank else None
+    step = recorded_step(request.src, request.form, summary.step)
+    request = request._replace(step=step, damaged=damaged, files=requested, edits=between_forms(request))
     with reading_sources(how, progress, report) as (means, crcs):
-        step = recorded_step(request.src, request.form, summary.step)
-        by_rank = form_named(request.to).options.by_rank
-        files = summary.target_files
-        if not by_rank:
-            files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
-        return verify_conversion(
-            Converted(
-                CheckpointPlace(
-                    request.src, request.form, request.source, step, request.file_suffix, request.without_ranks
-                ),
-                request.edits,
-                adapter=adapter,
-            ),
-            ConvertedTarget(request.dst, request.to, request.target, files, tuple(files) if by_rank else None),
-            filters=request.filters,
-            means=means,
-            report=report,
-            crcs=crcs,
-            damage_by_path=request.damaged,
-        )
+        conversion = Verified(request, files, partial(read_source, handles=means.handles, report=report), True, adapter)
+        return verify_conversion(conversion, means, report, crcs)
 
 
 def verify_with_source(
@@ -137,7 +136,6 @@ def verify_with_source(
                 step = recorded_step(src, ends.form, plan.step)
             if not (filters.include or filters.exclude):
                 filters = Filters(plan.include, plan.exclude)
-        ends = with_recorded_target(src, ends, step)
         if by_rank and ranks is None and manifest is None:
             ranks = written_ranks(out, report)
         if by_rank:
@@ -145,27 +143,58 @@ def verify_with_source(
             differences += unexpected
         else:
             files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
-        edits, recorded = edits_of_target(out, src, typed, plan, report)
+        edits, _ = edits_of_target(out, src, typed, plan, report)
+        request = Request(
+            src,
+            out,
+            ends.source,
+            ends.target,
+            ranks,
+            step=step,
+            file_suffix=typed["file_suffix"],
+            without_ranks=without,
+            filters=filters,
+            recover=plan is not None and plan.task == "recover",
+            form=ends.form,
+            to=to,
+            edits=edits,
+        )
+        if plan is not None:
+            request = request._replace(edits=between_forms(request))
         with contextlib.ExitStack() as stack:
             if by_rank and form_named(ends.form).options.by_rank and edits.is_empty:
                 stack.enter_context(
                     hint_of_swap(ends.source, ends.target, src, step, typed["file_suffix"], means.handles)
                 )
-            differing = verify_conversion(
-                Converted(
-                    CheckpointPlace(src, ends.form, ends.source, step, typed["file_suffix"], without), edits, recorded
-                ),
-                ConvertedTarget(out, to, ends.target, files, ranks, ends.target.path == SAME),
-                filters=filters,
-                means=means,
-                report=report,
-                crcs=crcs,
-                recovered=plan is not None and plan.task == "recover",
-            )
+            conversion = Verified(request, files, partial(read_source, handles=means.handles, report=report))
+            differing = verify_conversion(conversion, means, report, crcs)
     other = None if plan is None or not differing else other_source(out, src, plan)
     if other is not None:
         report.warn(other)
     return [*differences, *differing]
+
+
+def compare_replicas(
+    out: str,
+    strategy: Optional[str],
+    step: str,
+    file_suffix: Optional[str],
+    filters: Filters,
+    means: Means,
+    report: Report,
+    crcs: Optional[RecordedCrcs],
+) -> tuple[list[Difference], str]:
+    """Compare the copies of slices in a checkpoint; see `verify_replicas`.
+
+    Raises:
+        ReshardError: files are missing or cannot be read, or there is nothing to compare.
+    """
+    request = reading_request(out, strategy, None, None, step, file_suffix, filters, report, option="--strategy ")
+
+    def read(damaged: Mapping[str, str]) -> Checkpoint:
+        return read_source(request._replace(damaged=damaged), means.handles, report, required=lambda name: False)
+
+    return verify_replicas(request, read, means, report, crcs)
 
 
 @contextlib.contextmanager
@@ -227,3 +256,102 @@ def _manifest(out: str) -> Optional[Manifest]:
     except InputError:
         # A part of the ranks, or another program's output: only the source is compared.
         return None
+
+
+def recorded_step(src: str, form: str, step: Optional[str]) -> str:
+    """The step to read for a recorded conversion.
+
+    Args:
+        src: its source.
+        form: the source's form.
+        step: the recorded step; None without one.
+    """
+    source_form = form_named(form)
+    # The directory of a single iteration is read without a step: its name may lack the number.
+    several = source_form.options.steps and (source_form.options.by_rank or source_form.steps(src))
+    return step if step is not None and several else "latest"
+
+
+def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Optional[Identity]:
+    """The conversion of a directory, from its manifest or else from the records of unfinished runs.
+
+    Args:
+        out: the directory.
+        manifest: its manifest, if it has one.
+        report: gets warnings about unreadable records.
+
+    Returns:
+        None if the directory has no records.
+
+    Raises:
+        RetryableError: records cannot be read.
+    """
+    if manifest is not None:
+        return manifest.plan
+    try:
+        ledger = ledger_in(out)
+    except TargetError as error:
+        report.warn(f"{error.message}; it is ignored")
+        return None
+    return None if ledger is None else ledger.identity
+
+
+def written_ranks(out: str, report: Report) -> Optional[tuple[int, ...]]:
+    """The ranks to compare in a directory without a manifest, from its records.
+
+    A recovery of some ranks is whole without the others. A conversion is not: the runs of other machines are missing.
+
+    Args:
+        out: the directory.
+        report: gets a note about ranks that are not compared, or how to compare only the written ones.
+
+    Returns:
+        The ranks; None for all, or without records.
+    """
+    try:
+        status = status_of(out)
+    except TargetError:
+        return None
+    if status.lost_only:
+        report.note(f"compared: {rank_ranges(status.wanted)}, since only lost ranks were to be recovered")
+        return status.wanted
+    others = set(status.wanted).difference(status.requested or status.wanted)
+    if others and status.plan.task == "recover":
+        report.note(f"compared: {rank_ranges(status.requested or ())}; not requested: {rank_ranges(others)}")
+        return status.requested
+    if status.done and status.missing:
+        report.note(
+            f"not written yet: {rank_ranges(status.missing)}; to compare only {rank_ranges(status.done)}, add "
+            f"--ranks {number_ranges(status.done)}"
+        )
+    return None
+
+
+def converted_files(
+    out: str, manifest: Optional[Manifest], ranks: Optional[tuple[int, ...]]
+) -> tuple[dict[int, str], list[Difference]]:
+    """The files of a converted checkpoint by rank, and a difference for each file of another step.
+
+    Without a manifest, the newest step counts.
+
+    Args:
+        out: the directory.
+        manifest: its manifest, if it has one.
+        ranks: compared ranks; None for all.
+
+    Raises:
+        ReshardError: manifest and files are missing, or the newest step is ambiguous.
+    """
+    if manifest is not None:
+        paths = {file.rank: os.path.join(out, file.file) for file in manifest.files}
+        return {rank: path for rank, path in paths.items() if is_regular_file(path)}, []
+    tree = find_checkpoints(out)
+    newest = next(iter(tree.candidates()), None)
+    if newest is None:
+        raise CheckpointError(f"{out}: holds no checkpoints", file=out)
+    other_steps = [
+        Difference("file", None, (file.rank,), f"{file.path} is not of the newest step, which was compared")
+        for file in tree.files
+        if file.step != newest.step and (ranks is None or file.rank in ranks)
+    ]
+    return newest.files, other_steps

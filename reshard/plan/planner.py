@@ -31,7 +31,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         ReshardError: the request cannot be met; nothing has been written.
     """
     source = form_named(request.form)
-    checkpoint = base = source.read(_read_request(request, handles, report))
+    checkpoint = base = read_source(request, handles, report)
     shards = shards_of(request.target.path)
     if request.target.is_placeholder and shards is None:
         request = request._replace(target=source.strategy_of(base))
@@ -88,16 +88,28 @@ def _note_skipped_objects(checkpoint: Checkpoint, admit: Callable[[str], bool], 
         )
 
 
-def _read_request(request: Request, handles: FileHandles, report: Report) -> ReadRequest:
-    """The source of a request, to be read."""
+def read_source(
+    request: Request, handles: FileHandles, report: Report, required: Optional[Callable[[str], bool]] = None
+) -> Checkpoint:
+    """One step of the source of a request.
+
+    Args:
+        request: the request.
+        handles: open files.
+        report: gets notes on skipped parts.
+        required: whether a tensor has to be complete; by default what the request writes.
+
+    Raises:
+        ReshardError: the source is incomplete or damaged, or cannot be read.
+    """
     shards = shards_of(request.target.path) is not None
-    return ReadRequest(
+    reading = ReadRequest(
         request.src,
         handles,
         report,
         request.step,
         request.damaged,
-        _is_required(request),
+        required or _is_required(request),
         source=request.source,
         # Rows of everything are cut, whatever the source holds.
         target=Strategy.none() if shards else request.target,
@@ -108,6 +120,7 @@ def _read_request(request: Request, handles: FileHandles, report: Report) -> Rea
         without_ranks=request.without_ranks,
         edit=None if request.edits.is_empty else request.edits.step_editor(request.target),
     )
+    return form_named(request.form).read(reading)
 
 
 def _write_request(request: Request, handles: FileHandles, report: Report) -> WriteRequest:

@@ -19,10 +19,10 @@ from reshard.forms.registry import form_named
 from reshard.records import FinishingRecord, Manifest, ManifestFile
 from reshard.storage import is_directory, names_in, read_range, reading, status_at
 from reshard.threads import thread_pool
+from reshard.verification.converted import read_written
 from reshard.verification.difference import Difference
 from reshard.verification.library import library_differences
 from reshard.verification.reading import Means
-from reshard.verification.sources import read_written
 
 _BLOCK = 4 << 20
 _PROGRESS = threading.Lock()

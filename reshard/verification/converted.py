@@ -1,8 +1,8 @@
-"""Comparison of a converted checkpoint with its source.
+"""Comparison of converted checkpoints with their source.
 
-The box of each tensor in each rank's file follows from the source and the target's strategy alone. Other forms are
-read with their own reader, as by any loader: the target must have every tensor of the source, with its type and
-shape, each slice equal to the source, and the layout of the target's strategy. It must have no other tensors.
+Forms other than rank directories are read with their own reader, as by any loader: the target must have every tensor
+of the source, with its type and shape, each slice equal to the source, and the layout of the target's strategy. It must
+have no other tensors.
 """
 
 from __future__ import annotations
@@ -10,79 +10,33 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Callable, Optional, Union
+from typing import Callable, Optional
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold, files_alike, format_of
+from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold
 from reshard.checkpoints.formats.dtypes import INT4
-from reshard.checkpoints.formats.headers import read_headers
-from reshard.errors import DamagedCheckpointError, IncompleteSourceError, LayoutError
-from reshard.forms.form import Layouts
+from reshard.errors import IncompleteSourceError, InputError, LayoutError
+from reshard.forms.form import Layouts, ReadRequest
 from reshard.forms.registry import form_named
 from reshard.strategies import Stage, Strategy
-from reshard.text.messages import number_ranges, quoted, rank_ranges
-from reshard.verification.boxes import Box, LayoutValues, device_boxes, shape_of, target_boxes, volume_of, whole_box
+from reshard.text.messages import Report, number_ranges, quoted, rank_ranges
+from reshard.verification.boxes import Box, LayoutValues, device_boxes, target_boxes, whole_box
 from reshard.verification.difference import Difference, kind_of_tensor
-from reshard.verification.edited import EditedSource
 from reshard.verification.library import library_differences
 from reshard.verification.reading import Comparison, Means, compare
 from reshard.verification.stored import (
     Content,
     SliceSet,
-    StoredSource,
+    Source,
     StoredTensor,
-    by_box,
     recorded_layout,
+    stored_source,
     value_content,
 )
-from reshard.verification.values import ExpectedValues, RecoveryValues
-
-AnySource = Union[StoredSource, EditedSource]
-
-
-def compare_ranks(
-    source: AnySource,
-    files: Mapping[int, str],
-    target: Strategy,
-    means: Means,
-    *,
-    ranks: Optional[Iterable[int]] = None,
-    admit: Callable[[str], bool] = lambda name: True,
-    recovered: bool = False,
-) -> tuple[list[Difference], set[str]]:
-    """Compare rank directories with their source.
-
-    Args:
-        source: the converted step, with the names and types of the target.
-        files: all files of the converted checkpoint, by rank.
-        target: their strategy.
-        means: files, threads and memory.
-        ranks: target ranks to compare; None for all of the strategy: then other ranks are differences.
-        admit: whether a parameter was converted, by name.
-        recovered: the target was written by a recovery (see `RecoveryValues`).
-
-    Returns:
-        Every difference, whole files first, then by parameter; and the names in all compared files.
-
-    Raises:
-        InputError: the source lacks slices that the target ranks need, or does not fit its strategy.
-        RetryableError: reading failed.
-    """
-    compared = sorted(range(target.device_count) if ranks is None else set(ranks))
-    indexes, damaged = _read_files({rank: files[rank] for rank in compared if rank in files}, means.handles)
-    beyond = [rank for rank in sorted(files) if ranks is None and rank >= target.device_count]
-    differences = [Difference("file", None, (rank,), f"{files[rank]} is not of this conversion") for rank in beyond]
-    for rank in compared:
-        if rank not in indexes:
-            differences.append(Difference("file", None, (rank,), damaged.get(rank, "is missing")))
-    differences += _RankFiles(source, indexes, target, means, admit, recovered).run()
-    for rank, index in indexes.items():
-        differences += [Difference("file", None, (rank,), text) for text in library_differences(index)]
-    return differences, {name for ranks_alike in files_alike(indexes) for name in indexes[ranks_alike[0]].tensors}
 
 
 def compare_form(
-    source: AnySource,
-    target_files: StoredSource,
+    source: Source,
+    target_files: Source,
     strategy: Strategy,
     directory: str,
     means: Means,
@@ -108,24 +62,49 @@ def compare_form(
     return _Files(source, target_files, strategy, directory, means, admit).run()
 
 
-def _read_files(files: Mapping[int, str], handles: FileHandles) -> tuple[dict[int, CheckpointIndex], dict[int, str]]:
-    """The headers of readable files, and the damage of others, by rank.
+def read_written(
+    directory: str, form: str, handles: FileHandles, files: Optional[Collection[str]] = None
+) -> tuple[Optional[Source], list[Difference]]:
+    """Read a converted checkpoint of any form except rank directories.
+
+    Readers tolerate known defects of other writers. Files written here have none, so every tolerated defect is a
+    difference.
+
+    Args:
+        directory: its directory.
+        form: its form.
+        handles: open files.
+        files: its files, relative to the directory; None for all files in it.
+
+    Returns:
+        The checkpoint, or None if its reader refuses it; and the differences of whole files.
 
     Raises:
-        CheckpointError: a file is missing, unreadable or encrypted.
         RetryableError: reading failed.
     """
-    indexes: dict[int, CheckpointIndex] = {}
-    damaged: dict[int, str] = {}
-    for rank, header in read_headers(handles, dict(sorted(files.items()))):
-        if isinstance(header, DamagedCheckpointError):
-            damaged[rank] = header.message
-        else:
-            indexes[rank] = header
-    return indexes, damaged
+    try:
+        checkpoint = form_named(form).read(ReadRequest(directory, handles, Report()))
+        source = stored_source(checkpoint, Strategy.none())
+        problems = form_named(form).check_written(directory, checkpoint)
+        differences = [Difference("file", None, (), text, (name,)) for name, text in problems]
+    except InputError as error:
+        return None, [Difference("file", None, (), error.message)]
+    indexes = {os.path.relpath(index.path, directory): index for index in checkpoint.indexes.values()}
+    for name, index in indexes.items():
+        differences += [Difference("file", None, (), text, (name,)) for text in library_differences(index)]
+    read_paths = {os.path.relpath(path, directory) for path in checkpoint.files.values()}
+    if files is not None:
+        unread, foreign = sorted(set(files) - read_paths), sorted(read_paths.difference(files))
+        if unread:
+            differences.append(Difference("file", None, (), "the form's reader skips it", (*unread,)))
+        if foreign:
+            differences.append(
+                Difference("file", None, (), "is not of this conversion, but loaders read it", (*foreign,))
+            )
+    return source, differences
 
 
-def _layout_in(stage: Stage, content: Content, strategy: Strategy) -> LayoutValues:
+def layout_in(stage: Stage, content: Content, strategy: Strategy) -> LayoutValues:
     """The layout of a tensor in a target stage.
 
     Accumulated gradients have optimizer shards if the source's files have them. If the source's strategy records
@@ -137,7 +116,7 @@ def _layout_in(stage: Stage, content: Content, strategy: Strategy) -> LayoutValu
     if strategy.is_none:
         return LayoutValues((stage.device_count,), ((),) * len(content.shape))
     layout, shards = recorded_layout(stage.layouts[content.name]), content.shards
-    if shards.plain or (shards.unrecorded and len(strategy.stages) > 1):
+    if shards.plain or (shards.unsharded and len(strategy.stages) > 1):
         return layout.unsharded()
     if shards.undecided and layout.shards > 1:
         raise IncompleteSourceError(
@@ -149,7 +128,7 @@ def _layout_in(stage: Stage, content: Content, strategy: Strategy) -> LayoutValu
     return layout
 
 
-class _Comparison:
+class TargetComparison:
     """The comparison of numbered files with a source; in rank directories the number is the rank.
 
     Raises:
@@ -158,22 +137,21 @@ class _Comparison:
 
     def __init__(
         self,
-        source: AnySource,
+        source: Source,
         indexes: Mapping[int, CheckpointIndex],
         strategy: Strategy,
         means: Means,
         admit: Callable[[str], bool],
     ) -> None:
         self._source, self._indexes, self._new, self._means = source, indexes, strategy, means
-        not_in_target = set() if strategy.is_none else set(source.listed_names).difference(strategy.parameters)
+        listed = None if strategy.is_none else frozenset(strategy.parameters)
 
         def converted(name: str) -> bool:
-            return name not in not_in_target and admit(name)
+            return (listed is None or name in listed) and admit(name)
 
-        if isinstance(source, StoredSource):
-            source.check_read(converted)
+        source.check_read(converted)
         self._names = [*filter(converted, source.tensors)]
-        self._value_files = {name: files for name, files in source.values.items() if converted(name)}
+        self._value_files = {name: files for name, files in source.values.items() if admit(name)}
         self._differences: list[Difference] = []
 
     def run(self) -> list[Difference]:
@@ -220,7 +198,7 @@ class _Comparison:
             self._add("file", None, text, numbers)
 
     @property
-    def _source_metadata(self) -> set[tuple[str, str]]:
+    def source_metadata(self) -> set[tuple[str, str]]:
         return {item for index in self._source.indexes.values() for item in index.metadata.items()}
 
     def _value_origins(self) -> dict[tuple[str, int], list[int]]:
@@ -273,98 +251,11 @@ class _Comparison:
             self._add("content", name, "differs from the source", numbers)
 
 
-class _RankFiles(_Comparison):
+class _Files(TargetComparison):
     def __init__(
         self,
-        source: AnySource,
-        indexes: Mapping[int, CheckpointIndex],
-        strategy: Strategy,
-        means: Means,
-        admit: Callable[[str], bool],
-        recovered: bool,
-    ) -> None:
-        super().__init__(source, indexes, strategy, means, admit)
-        self._converted = frozenset(self._names)
-        kind = RecoveryValues if recovered else ExpectedValues
-        self._copied = kind(source.indexes, self._value_files, self._converted, strategy)
-        # Per stage, the compared ranks with readable files.
-        self._present = {
-            stage.number: [rank for rank in sorted(indexes) if rank in stage.ranks] for stage in strategy.stages
-        }
-        self._ways: dict[object, SliceSet] = {}
-        self._known_metadata = self._source_metadata
-
-    def _is_converted(self, name: str, stage: Stage) -> bool:
-        """Whether a stage's ranks must hold slices of a tensor."""
-        return name in self._converted and (self._new.is_none or name in stage.layouts)
-
-    def _check_names(self) -> None:
-        extra: dict[str, list[int]] = defaultdict(list)
-        for group in files_alike(self._indexes):
-            for stage in self._new.stages:
-                ranks = [rank for rank in group if rank in stage.ranks]
-                for name in self._indexes[group[0]].tensors if ranks else ():
-                    if not self._is_converted(name, stage):
-                        extra[name] += [rank for rank in ranks if not self._copied.origins(name, rank)]
-        for name, ranks in extra.items():
-            if ranks:
-                self._add("extra", name, "is not expected in this file by the source and the strategies", ranks)
-
-    def _strange_metadata(self, number: int, index: CheckpointIndex) -> Iterable[str]:
-        return _strange_metadata(index, self._known_metadata, self._copied.metadata(number))
-
-    def _slices(self, content: Content) -> Iterator[Comparison]:
-        for stage in self._new.stages:
-            if self._is_converted(content.name, stage) and self._present[stage.number]:
-                yield from self._slices_in(stage, content)
-
-    def _slices_in(self, stage: Stage, content: Content) -> Iterator[Comparison]:
-        name, present = content.name, self._present[stage.number]
-        try:
-            layout = _layout_in(stage, content, self._new)
-            boxes = target_boxes(layout, content.shape)
-        except LayoutError as error:
-            self._add("strategy", name, error.message, present)
-            return
-        wrong: dict[tuple[str, str], list[int]] = defaultdict(list)
-        right = []
-        for rank in present:
-            box, tensor = boxes[rank - stage.first_rank], self._indexes[rank].tensors.get(name)
-            if tensor is None:
-                # Sources and .ckpt files omit empty slices.
-                if volume_of(box) or not (self._copied.keeps_files or self._indexes[rank].format == "ckpt"):
-                    wrong["missing", "is not in the file"].append(rank)
-            elif tensor.dtype != content.dtype or (tensor.elements and tensor.item_size != content.item_size):
-                wrong["type", f"is {tensor.dtype}, but {content.dtype} {self._source.origin}"].append(rank)
-            elif tensor.shape != shape_of(box):
-                wrong["shape", f"has shape {list(tensor.shape)}, not {list(shape_of(box))}"].append(rank)
-            else:
-                right.append(rank)
-        for (kind, detail), ranks in wrong.items():
-            self._add(kind, name, detail, ranks)
-        key = (layout, content.shape, stage.number, tuple(right))
-        if key not in self._ways:
-            self._ways[key] = SliceSet(stage.number, by_box(boxes, stage.first_rank, right))
-        yield Comparison(content, self._ways[key], self._indexes, stage.number)
-
-    def _values(self) -> Iterator[tuple[str, int, Sequence[int]]]:
-        for name in self._copied.names:
-            for rank, index in self._indexes.items():
-                origins = self._copied.origins(name, rank)
-                if origins and name in index.tensors:
-                    yield name, rank, origins
-                elif origins and self._copied.is_needed(name, rank) and self._can_hold(index, name, origins[0]):
-                    self._add("missing", name, "is not in the file", [rank])
-
-    def _can_hold(self, index: CheckpointIndex, name: str, origin: int) -> bool:
-        return can_hold(format_of(index.path), self._source.value(name, origin).dtype)
-
-
-class _Files(_Comparison):
-    def __init__(
-        self,
-        source: AnySource,
-        target_files: StoredSource,
+        source: Source,
+        target_files: Source,
         strategy: Strategy,
         directory: str,
         means: Means,
@@ -380,7 +271,7 @@ class _Files(_Comparison):
         }
         # Each loader refuses a "format" other than its own.
         self._format = "ms" if self._form.options.mindspore else "pt"
-        self._known_metadata = {item for item in self._source_metadata if item[0] != "format"}
+        self._known_metadata = {item for item in self.source_metadata if item[0] != "format"}
 
     def _add(self, kind: str, name: Optional[str], detail: str, numbers: Iterable[int] = ()) -> None:
         paths = self._written.checkpoint.files
@@ -396,7 +287,7 @@ class _Files(_Comparison):
         if index.format != "safetensors":
             return
         allowed = {key: text for key, text in index.metadata.items() if key in self._form.options.metadata}
-        yield from _strange_metadata(index, self._known_metadata, allowed, self._format)
+        yield from strange_metadata(index, self._known_metadata, allowed, self._format)
         if "format" not in index.metadata:
             yield f"its metadata has no 'format', which should be {self._format!r}"
 
@@ -459,7 +350,7 @@ class _Files(_Comparison):
         """Differences of a recorded layout from the target strategy's."""
         stage = next(stage for stage in self._new.stages if self._new.is_none or content.name in stage.layouts)
         try:
-            boxes = target_boxes(_layout_in(stage, content, self._new), content.shape)
+            boxes = target_boxes(layout_in(stage, content, self._new), content.shape)
         except LayoutError as error:
             yield error.message
             return
@@ -476,7 +367,7 @@ class _Files(_Comparison):
                 yield "has its slices on other ranks than in the target's strategy"
 
 
-def _strange_metadata(
+def strange_metadata(
     index: CheckpointIndex, copied: Collection[tuple[str, str]], allowed: Mapping[str, str], format: str = "ms"
 ) -> Iterator[str]:
     """Metadata of a safetensors file that is neither expected nor copied from the source.

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
-from reshard.checkpoints import CheckpointIndex, Tensor
+from reshard.checkpoints.checkpoint import ShardReading
 from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.strategies import Strategy
@@ -19,7 +19,7 @@ from reshard.text.messages import Report, listing, quoted
 from reshard.text.names import is_weight, near_names
 from reshard.verification.boxes import Shape
 from reshard.verification.rules import DerivedTensor, lists_of, needed_sources
-from reshard.verification.stored import Content, Shards, StoredSource, StoredTensor
+from reshard.verification.stored import Content, Source, StoredTensor
 
 if TYPE_CHECKING:
     from reshard.names import Applied, SizedOperation
@@ -34,166 +34,95 @@ class _Recipe(NamedTuple):
     number: int = 0
 
 
-class EditedSource:
-    """A complete source with other names, packing and types; see `stored.StoredSource`.
+def edited_source(base: Source, edits: Edits, report: Report) -> Source:
+    """A complete source with other names, packing and types.
 
     Args:
         base: the source.
         edits: the names, packing and types.
         report: gets notes on entries that rules skip.
 
-    Attributes:
-        base: the source.
-        indexes: the headers of its files.
-        tensors: the edited tensors, by name.
-        values: the remaining values, with their files.
-        listed_names: names of the tensors.
-        tied: pairs of the source's tensors that should be equal, dequantised; only the first is used.
-        model_names: names in the model by name, where others are those of a trainer's state.
-
     Raises:
         InputError: the edits do not fit the source.
     """
+    # Imported only here: most checkpoints are compared without rules.
+    from reshard.names import apply_rules
 
-    origin = "by the rules and casts"
+    base.check_read(lambda name: True)
+    tied: list[tuple[Content, Content]] = []
+    originals: Mapping[str, Content] = base.tensors
+    kept_values = set(base.values)
+    if edits.quantisation is not None:
+        from reshard.verification.quantised import dequantised_tensors
 
-    def __init__(self, base: StoredSource, edits: Edits, report: Report) -> None:
-        # Imported only here: most checkpoints are compared without rules.
-        from reshard.names import apply_rules
+        originals, kept_values = dequantised_tensors(base, edits.quantisation)
 
-        base.check_read(lambda name: True)
-        self.base = base
-        self.checkpoint = base.checkpoint
-        self.indexes: Mapping[int, CheckpointIndex] = base.indexes
-        self.tied: tuple[tuple[Content, Content], ...] = ()
-        self._originals: Mapping[str, Content] = base.tensors
-        kept_values = set(base.values)
-        if edits.quantisation is not None:
-            from reshard.verification.quantised import dequantised_tensors
+    def shapes() -> dict[str, Shape]:
+        of_tensors = {name: _lists(recipe, originals)[-1][recipe.number] for name, recipe in recipes.items()}
+        return {**of_tensors, **{name: base.value(name, base.values[name][0]).shape for name in kept_values}}
 
-            self._originals, kept_values = dequantised_tensors(base, edits.quantisation)
-        recipes = {name: _Recipe((), (name,)) for name in self._originals}
-        # The conversion has noted which tensors it left out.
-        first = edits.first_names(self._originals, base.checkpoint, Report())
-        if first:
-            recipes = {new: recipes[old] for old, new in first.items() if new is not None}
-        edits = edits.for_experts(recipes)
-        if edits.table is not None:
-            applied = edits.apply_table(self._shapes(recipes, kept_values))
-            # Rules do not see the names in the files where an earlier renaming changed them.
-            contents = {name: self._originals[recipe.sources[0]] for name, recipe in recipes.items()}
-            pairs = (pair for pair in applied.tied if contents.keys() >= set(pair))
-            self.tied = tuple((contents[first], contents[second]) for first, second in pairs)
-            recipes, kept_values = _ruled(recipes, kept_values, applied)
-            for names, why in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, "optimizer state")):
-                if names:
-                    report.note(f"not compared, {why}: " + listing(sorted(names)))
-        if edits.renames is not None:
-            values = kept_values - set(base.checkpoint.without_layout())
-            applied = apply_rules(edits.renames, self._shapes(recipes, kept_values), optimizer=True, values=values)
-            recipes, kept_values = _ruled(recipes, kept_values, applied)
-        model_names = edits.model_names(recipes.keys(), base.checkpoint)
-        # New names by the ones before the last renaming.
-        self._last_names = edits.last_names(recipes.keys(), Report())
-        self.model_names = {self._last_names.get(name) or name: model_names[name] for name in recipes}
-        recipes = {self._last_names.get(name) or name: recipe for name, recipe in recipes.items()}
-        self.values = {name: files for name, files in base.values.items() if name in kept_values}
-        types = _types({*recipes, *kept_values}, recipes, edits.casts)
-        self.tensors: dict[str, Content] = {
-            name: self._content(name, recipe, types.get(name)) for name, recipe in recipes.items()
-        }
-        self.listed_names: Collection[str] = self.tensors.keys()
+    recipes = {name: _Recipe((), (name,)) for name in originals}
+    # The conversion has noted which tensors it left out.
+    first_names = edits.first_names(originals, base.checkpoint, Report())
+    if first_names:
+        recipes = {new: recipes[old] for old, new in first_names.items() if new is not None}
+    edits = edits.for_experts(recipes)
+    if edits.table is not None:
+        applied = edits.apply_table(shapes())
+        # Rules do not see the names in the files where an earlier renaming changed them.
+        contents = {name: originals[recipe.sources[0]] for name, recipe in recipes.items()}
+        tied = [(contents[one], contents[two]) for one, two in applied.tied if contents.keys() >= {one, two}]
+        recipes, kept_values = _ruled(recipes, kept_values, applied)
+        for names, why in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, "optimizer state")):
+            if names:
+                report.note(f"not compared, {why}: " + listing(sorted(names)))
+    if edits.renames is not None:
+        values = kept_values - set(base.checkpoint.without_layout())
+        applied = apply_rules(edits.renames, shapes(), optimizer=True, values=values)
+        recipes, kept_values = _ruled(recipes, kept_values, applied)
+    model_names = edits.model_names(recipes.keys(), base.checkpoint)
+    last_names = {name: new or name for name, new in edits.last_names(recipes.keys(), Report()).items()}
+    model_names = {last_names.get(name, name): model_names[name] for name in recipes}
+    recipes = {last_names.get(name, name): recipe for name, recipe in recipes.items()}
+    types = _types({*recipes, *kept_values}, recipes, edits.casts)
+    return replace(
+        base,
+        tensors={name: _content(name, recipe, originals, types.get(name)) for name, recipe in recipes.items()},
+        values={name: files for name, files in base.values.items() if name in kept_values},
+        origin="by the rules and casts",
+        model_names=model_names,
+        tied=tied,
+        last_names=last_names,
+    )
 
-    @property
-    def names(self) -> set[str]:
-        """The names of all tensors and values."""
-        return {*self.tensors, *self.values}
 
-    def value(self, name: str, file: int) -> Tensor:
-        """The header of a value in a file."""
-        return self.indexes[file].tensors[name]
+def stored_parts(source: Source) -> dict[str, StoredTensor]:
+    """The tensors in files that other tensors of a source are computed from, by name."""
+    computed = [tensor for tensor in source.tensors.values() if not isinstance(tensor, StoredTensor)]
+    parts = itertools.chain.from_iterable(getattr(each, "sources", [each]) for each in computed)
+    stored = itertools.chain.from_iterable(getattr(each, "sources", [each]) for each in parts)
+    return {each.name: each for each in stored if isinstance(each, StoredTensor)}
 
-    def used(self) -> dict[str, StoredTensor]:
-        """The source's tensors that edited tensors are computed from, by name."""
-        derived: list[Content] = [
-            source
-            for tensor in self.tensors.values()
-            if not isinstance(tensor, StoredTensor)
-            for source in (tensor.sources if isinstance(tensor, DerivedTensor) else [tensor])
-        ]
-        stored = itertools.chain.from_iterable(getattr(each, "sources", [each]) for each in derived)
-        return {each.name: each for each in stored if isinstance(each, StoredTensor)}
 
-    def same_layouts(self, strategy: Strategy) -> Strategy:
-        """The source's strategy with the new names.
+def same_layouts(source: Source, strategy: Strategy) -> Strategy:
+    """The strategy of a source before its edits, with the new names.
 
-        Raises:
-            CheckpointError: tensors are packed differently, so the strategy has no layouts for them.
-        """
-        packed = sorted(name for name, one in self.tensors.items() if isinstance(one, DerivedTensor) and one.operations)
-        if packed:
-            raise CheckpointError(
-                "the source's layouts do not fit tensors that are packed differently: " + listing(packed),
-                parameter=packed[0],
-                hint="add the target's strategy: --dst-strategy",
-            )
-        before = {name: name for name in self.values}
-        for name, tensor in self.tensors.items():
-            before[name] = tensor.sources[0].name if isinstance(tensor, DerivedTensor) else tensor.stored_name  # type: ignore[attr-defined]
-        return strategy.with_layouts(lambda old: {name: old[first] for name, first in before.items() if first in old})
-
-    def laid_out(self, strategy: Strategy) -> Strategy:
-        """A strategy of the target that lists names before the last renaming, with the names after it."""
-        unchanged = strategy.is_placeholder or strategy.is_none or not self._last_names
-        if unchanged or self.tensors.keys() <= set(strategy.parameters):
-            return strategy
-        return renamed(strategy, self._last_names)
-
-    def _shapes(self, recipes: Mapping[str, _Recipe], kept_values: Collection[str]) -> dict[str, Shape]:
-        """The shapes of tensors and values."""
-        shapes = {name: self._lists(recipe)[-1][recipe.number] for name, recipe in recipes.items()}
-        return {**shapes, **{name: self.value(name, self.base.values[name][0]).shape for name in kept_values}}
-
-    def _lists(self, recipe: _Recipe) -> list[list[Shape]]:
-        return lists_of(recipe.operations, [self._originals[source].shape for source in recipe.sources])
-
-    def _content(self, name: str, recipe: _Recipe, requested: Optional[str]) -> Content:
-        """An edited tensor.
-
-        Raises:
-            CheckpointError: its elements cannot be cast.
-        """
-        sources = [self._originals[source] for source in recipe.sources]
-        if requested is not None:
-            # Dequantised elements are rounded once, to the last type.
-            sources = [
-                source
-                if isinstance(source, StoredTensor)
-                else replace(source, dtype=requested, item_size=ITEM_SIZES[requested])
-                for source in sources
-            ]
-        lists = self._lists(recipe)
-        used = [sources[number] for number in sorted(needed_sources(recipe.operations, lists[0], recipe.number))]
-        types = {source.dtype: source for source in used}
-        cast = requested is not None and types.keys() != {requested} and any("Float" in dtype for dtype in types)
-        if not recipe.operations and not cast:
-            return replace(sources[0], name=name)
-        dtype, item_size = used[0].dtype, used[0].item_size
-        if cast:
-            assert requested is not None
-            for stored, source in types.items():
-                if stored != requested and stored not in CASTABLE:
-                    raise CheckpointError(
-                        f"{quoted(name)}: elements of type {stored} ({quoted(source.name)}) cannot be cast to "
-                        f"{requested}",
-                        parameter=name,
-                        hint="select tensors to cast with --cast 'GLOB=DTYPE'",
-                    )
-            dtype, item_size = requested, ITEM_SIZES[requested]
-        shape, shards = lists[-1][recipe.number], _of_all([source.shards for source in used])
-        return DerivedTensor(
-            name, dtype, item_size, shape, tuple(sources), recipe.operations, recipe.number, cast, shards
+    Raises:
+        CheckpointError: tensors are packed differently, so the strategy has no layouts for them.
+    """
+    packed = sorted(
+        name for name, each in source.tensors.items() if isinstance(each, DerivedTensor) and each.operations
+    )
+    if packed:
+        raise CheckpointError(
+            "the source's layouts do not fit tensors that are packed differently: " + listing(packed),
+            parameter=packed[0],
+            hint="add the target's strategy: --dst-strategy",
         )
+    before = {name: name for name in source.values}
+    for name, tensor in source.tensors.items():
+        before[name] = tensor.sources[0].name if isinstance(tensor, DerivedTensor) else tensor.stored_name  # type: ignore[attr-defined]
+    return strategy.with_layouts(lambda old: {name: old[first] for name, first in before.items() if first in old})
 
 
 def renamed(strategy: Strategy, names: Mapping[str, Optional[str]]) -> Strategy:
@@ -201,11 +130,42 @@ def renamed(strategy: Strategy, names: Mapping[str, Optional[str]]) -> Strategy:
     return strategy.with_layouts(lambda layouts: {names.get(name) or name: one for name, one in layouts.items()})
 
 
-def _of_all(readings: Sequence[Shards]) -> Shards:
-    """The `Shards` of a tensor from those of its sources; any source that shows them decides."""
-    decided = [each for each in readings if not each.unrecorded and not each.undecided]
-    undecided = () if decided else tuple(sorted({rank for each in readings for rank in each.undecided}))
-    return Shards(any(each.plain for each in decided), not decided and not undecided, undecided)
+def _lists(recipe: _Recipe, originals: Mapping[str, Content]) -> list[list[Shape]]:
+    return lists_of(recipe.operations, [originals[source].shape for source in recipe.sources])
+
+
+def _content(name: str, recipe: _Recipe, originals: Mapping[str, Content], requested: Optional[str]) -> Content:
+    """An edited tensor, cast to a requested type.
+
+    Raises:
+        CheckpointError: its elements cannot be cast.
+    """
+    sources = [originals[source] for source in recipe.sources]
+    if requested is not None:
+        # Dequantised elements are rounded once, to the last type.
+        sources = [
+            each if isinstance(each, StoredTensor) else replace(each, dtype=requested, item_size=ITEM_SIZES[requested])
+            for each in sources
+        ]
+    lists = _lists(recipe, originals)
+    used = [sources[number] for number in sorted(needed_sources(recipe.operations, lists[0], recipe.number))]
+    types = {source.dtype: source for source in used}
+    cast = requested is not None and types.keys() != {requested} and any("Float" in dtype for dtype in types)
+    if not recipe.operations and not cast:
+        return replace(sources[0], name=name)
+    dtype, item_size = used[0].dtype, used[0].item_size
+    if cast:
+        assert requested is not None
+        for stored, source in types.items():
+            if stored != requested and stored not in CASTABLE:
+                raise CheckpointError(
+                    f"{quoted(name)}: elements of type {stored} ({quoted(source.name)}) cannot be cast to {requested}",
+                    parameter=name,
+                    hint="select tensors to cast with --cast 'GLOB=DTYPE'",
+                )
+        dtype, item_size = requested, ITEM_SIZES[requested]
+    shape, shards = lists[-1][recipe.number], ShardReading.of_all([source.shards for source in used])
+    return DerivedTensor(name, dtype, item_size, shape, tuple(sources), recipe.operations, recipe.number, cast, shards)
 
 
 def _ruled(
@@ -244,12 +204,12 @@ def _ruled(
 def _types(
     all_names: Collection[str], names: Collection[str], casts: Sequence[tuple[Optional[str], str]]
 ) -> dict[str, str]:
-    """The requested types, by name.
+    """The requested types of tensors by name; the last match wins.
 
     Args:
         all_names: the names of all tensors and values.
         names: the names of the tensors.
-        casts: types, each with a pattern of names or, for all weights, None; the last match wins.
+        casts: types, each with a pattern of names or, for all weights, None.
 
     Raises:
         CheckpointError: a pattern matches no name.

@@ -13,9 +13,8 @@ from reshard.errors import CheckpointError
 from reshard.text.messages import number_ranges, quoted
 from reshard.text.names import belongs_to_rank
 from reshard.verification.boxes import Box, volume_of, whole_box
-from reshard.verification.converted import AnySource
 from reshard.verification.reading import Means, sums
-from reshard.verification.stored import Content, StoredTensor, value_content
+from reshard.verification.stored import Content, Source, StoredTensor, value_content
 from reshard.verification.sums import PRIME, VERSION, fingerprint
 
 
@@ -55,7 +54,7 @@ class Fingerprints(NamedTuple):
 
 
 def fingerprints(
-    source: AnySource,
+    source: Source,
     means: Means,
     admit: Callable[[str], bool] = lambda name: True,
     model_names: Optional[Mapping[str, str]] = None,

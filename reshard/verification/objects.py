@@ -14,7 +14,7 @@ from reshard.errors import DamagedCheckpointError
 from reshard.storage import read_range, reading
 from reshard.verification.boxes import whole_box
 from reshard.verification.difference import Difference
-from reshard.verification.stored import StoredSource, value_content
+from reshard.verification.stored import Source, value_content
 
 _BLOCK = 1 << 20
 
@@ -67,7 +67,7 @@ def _same(first: tuple[bytes, bytes, bool], second: tuple[bytes, bytes, bool]) -
     return first[0] == second[0] or (first[1] == second[1] and first[2] and second[2])
 
 
-def training_differences(source: Checkpoint, target: StoredSource, handles: FileHandles) -> Iterator[Difference]:
+def training_differences(source: Checkpoint, target: Source, handles: FileHandles) -> Iterator[Difference]:
     """Every number in the target's metadata of the training that is another one in the source's.
 
     A source without such metadata has values, which were compared with the target's.

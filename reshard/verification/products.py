@@ -7,23 +7,23 @@ rounding errors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles
+from reshard.checkpoints.checkpoint import AS_RECORDED, ShardReading
 from reshard.errors import CheckpointError
 from reshard.text.messages import listing
 from reshard.verification.boxes import Box
 from reshard.verification.rounding import decoded, half_unit, largest
-from reshard.verification.stored import AS_RECORDED, Content, Shards, StoredSource, Words
+from reshard.verification.stored import Content, Source, Words
 
 if TYPE_CHECKING:
     from reshard.lora import Scale
-    from reshard.verification.edited import EditedSource
 
 Numbers = npt.NDArray[np.float64]
 
@@ -56,7 +56,7 @@ class Sum(Content):
     scale: float
     transposed: bool
 
-    shards: Shards = AS_RECORDED
+    shards: ShardReading = AS_RECORDED
 
     def paths(self) -> Collection[str]:
         """The files that may be read."""
@@ -95,17 +95,15 @@ class Sum(Content):
 
 
 def sums_of(
-    tensors: dict[str, Content],
-    model_names: Mapping[str, str],
-    adapter: Union[StoredSource, EditedSource],
+    base: Source,
+    adapter: Source,
     place: str,
     scale: Scale,
 ) -> dict[str, Content]:
     """The weights plus an adapter, without matrices of adapters.
 
     Args:
-        tensors: the weights.
-        model_names: their names in the model.
+        base: the weights, with their names in the model.
         adapter: the matrices, complete.
         place: path of the matrices, for messages.
         scale: factors of the products, by module.
@@ -122,8 +120,8 @@ def sums_of(
         raise CheckpointError(
             f"{place}: the layout of these matrices is unknown: " + listing(loose), file=place, parameter=loose[0]
         )
-    sums = {name: tensor for name, tensor in tensors.items() if not is_matrix(name)}
-    written_names = {model_names[name]: name for name in sums}
+    sums = {name: tensor for name, tensor in base.tensors.items() if not is_matrix(name)}
+    written_names = {base.model_names[name]: name for name in sums}
     names = {pair.stem: written_names[weight_of(pair, written_names)] for pair in pairs}
     products = {pair.stem: adapter.tensors[pair.up].shape[:1] + adapter.tensors[pair.down].shape[1:] for pair in pairs}
     transposed = scale.transposed({stem: (product, sums[names[stem]].shape) for stem, product in products.items()})

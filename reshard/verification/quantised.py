@@ -20,7 +20,7 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.quantised import Quantisation, recognise, stored_tensors
 from reshard.verification.boxes import Box, Shape, shape_of, whole_box
 from reshard.verification.rounding import decoded, words_as
-from reshard.verification.stored import Content, SliceSet, StoredSource, StoredTensor, Words
+from reshard.verification.stored import Content, SliceSet, Source, StoredTensor, Words
 
 Numbers = npt.NDArray[np.float64]
 
@@ -135,7 +135,7 @@ class Dequantised(Content):
         return values[np.ix_(*places)]
 
 
-def dequantised_tensors(base: StoredSource, quantisation: Quantisation) -> tuple[dict[str, Content], set[str]]:
+def dequantised_tensors(base: Source, quantisation: Quantisation) -> tuple[dict[str, Content], set[str]]:
     """The dequantised tensors of a source, and the names of the values that remain.
 
     Raises:
@@ -164,7 +164,7 @@ def dequantised_tensors(base: StoredSource, quantisation: Quantisation) -> tuple
     return tensors, set(base.values) - dropped
 
 
-def _entry(base: StoredSource, name: str) -> Content:
+def _entry(base: Source, name: str) -> Content:
     """A tensor, or a value as one."""
     if name in base.tensors:
         return base.tensors[name]

@@ -15,12 +15,13 @@ from typing import Union
 import numpy as np
 
 from reshard.checkpoints import FileHandles
+from reshard.checkpoints.checkpoint import AS_RECORDED, ShardReading
 from reshard.errors import CheckpointError
 from reshard.names import SizedOperation
 from reshard.text.messages import quoted
 from reshard.verification.boxes import Box, Shape, shape_of, volume_of
 from reshard.verification.rounding import words_as
-from reshard.verification.stored import AS_RECORDED, Content, Shards, Words, words_of
+from reshard.verification.stored import Content, Words, words_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class DerivedTensor(Content):
     operations: tuple[SizedOperation, ...]
     number: int
     cast: bool
-    shards: Shards = AS_RECORDED
+    shards: ShardReading = AS_RECORDED
 
     def paths(self) -> Collection[str]:
         """The files that may be read."""

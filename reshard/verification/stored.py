@@ -12,13 +12,21 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, files_alike
-from reshard.checkpoints.checkpoint import ByName, Checkpoint, FileSharding, GlobalTensor, Sharding
+from reshard.checkpoints.checkpoint import (
+    AS_RECORDED,
+    ByName,
+    Checkpoint,
+    FileSharding,
+    GlobalTensor,
+    Sharding,
+    ShardReading,
+)
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.forms.recorded import ChunkedCheckpoint
@@ -69,24 +77,6 @@ class Buffers(threading.local):
 def new_buffer(name: str, shape: Shape, item_size: int) -> Words:
     """A new array."""
     return np.empty(shape, words_of(item_size))
-
-
-class Shards(NamedTuple):
-    """Whether the files of accumulated gradients have the recorded optimizer shards.
-
-    Attributes:
-        plain: shards are recorded, but files of a stage have none.
-        unrecorded: no shards are recorded.
-        undecided: the ranks whose missing files would show it, if no present file does.
-    """
-
-    plain: bool = False
-    unrecorded: bool = False
-    undecided: tuple[int, ...] = ()
-
-
-AS_RECORDED = Shards()
-"""For all tensors except accumulated gradients."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +172,7 @@ class StoredTensor(Content):
     stored_name: str
     slice_sets: tuple[SliceSet, ...]
     indexes: Mapping[int, CheckpointIndex] = field(repr=False, compare=False)
-    shards: Shards = AS_RECORDED
+    shards: ShardReading = AS_RECORDED
     cast: bool = False
 
     def whole_slice_sets(self) -> list[SliceSet]:
@@ -333,56 +323,53 @@ class _Runs:
         assert filled == len(out)
 
 
-class StoredSource:
-    """A checkpoint, its tensors placed by the loops of `boxes`.
-
-    Args:
-        checkpoint: the checkpoint.
-        strategy: the layouts of rank directories; other forms record their own.
-        chosen: numbers of the files to read; None for all.
+@dataclass
+class Source:
+    """A checkpoint whose tensors are placed by the loops of `boxes`.
 
     Attributes:
         checkpoint: the checkpoint.
-        indexes: the headers of the files, by number.
-        holders: per name its files, ascending.
-        tensors: the stored tensors with a layout, by name.
+        tensors: the tensors with a layout, by name.
         values: all other entries, with their files, ascending.
-        listed_names: names that the strategy or the metadata lists, in files or not.
+        holders: per name in the files its files, ascending.
         unread: names in the files that are neither tensors nor values.
+        origin: where types come from, for messages.
+        model_names: names in the model by name, where others are those of a trainer's state.
+        last_names: names by the names before the last renaming.
+        tied: pairs of tensors that should be equal; only the first is used.
     """
 
-    origin = "in the source"
+    checkpoint: Checkpoint
+    tensors: Mapping[str, Content]
+    values: Mapping[str, tuple[int, ...]]
+    holders: Mapping[str, tuple[int, ...]]
+    unread: frozenset[str] = frozenset()
+    origin: str = "in the source"
+    model_names: Mapping[str, str] = field(default_factory=dict)
+    last_names: Mapping[str, str] = field(default_factory=dict)
+    tied: Sequence[tuple[Content, Content]] = ()
 
-    def __init__(self, checkpoint: Checkpoint, strategy: Strategy, chosen: Optional[Collection[int]] = None) -> None:
-        self.checkpoint = checkpoint
-        self.indexes: Mapping[int, CheckpointIndex] = (
-            checkpoint.indexes
-            if chosen is None
-            else {number: index for number, index in checkpoint.indexes.items() if number in chosen}
-        )
-        self.holders = _holders(self.indexes)
-        self.tensors: Mapping[str, Content] = _StoredTensors(self, strategy)
-        if form_named(checkpoint.form).options.needs_strategy:
-            # Without a strategy, every tensor of several elements is whole.
-            self.listed_names = frozenset(self.tensors if strategy.is_none else strategy.parameters)
-            values = self.holders.keys() - self.listed_names
-            self.unread = frozenset(self.holders.keys() - self.tensors.keys() - values)
-        else:
-            self.listed_names = frozenset(self.tensors)
-            values = {*checkpoint.values(), *checkpoint.without_layout()} & self.holders.keys()
-            # The readers of these forms report skipped entries.
-            self.unread = frozenset()
-        self.values = {name: self.holders[name] for name in sorted(values)}
-        if form_named(checkpoint.form).options.shards:
-            self.values = {name: self.with_elements(name) for name in self.values}
+    @property
+    def indexes(self) -> Mapping[int, CheckpointIndex]:
+        """The headers of the files, by number."""
+        return self.checkpoint.indexes
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all entries."""
+        return {*self.tensors, *self.values, *self.unread}
+
+    def value(self, name: str, file: int) -> Tensor:
+        """The header of a value in a file."""
+        return self.indexes[file].tensors[name]
 
     def with_elements(self, name: str) -> tuple[int, ...]:
         """The files with elements of a value, ascending: a cut by rows leaves an empty entry to other ranks."""
         holders = self.holders[name]
-        return tuple(file for file in holders if self.indexes[file].tensors[name].elements) or holders
+        return tuple(file for file in holders if self.value(name, file).elements) or holders
 
     def check_read(self, is_requested: Callable[[str], bool]) -> None:
-        """Raise if an entry of the files is neither a tensor nor a value.
+        """Raise if a requested entry of the files is neither a tensor nor a value.
 
         Raises:
             CheckpointError: a requested entry is neither.
@@ -393,26 +380,35 @@ class StoredSource:
                 f"{self.checkpoint.place}: the files contain unread entries: " + listing(unread), parameter=unread[0]
             )
 
-    @property
-    def names(self) -> set[str]:
-        """The names of all entries of all files."""
-        return self.checkpoint.names()
 
-    def value(self, name: str, file: int) -> Tensor:
-        """The header of a value in a file."""
-        return self.indexes[file].tensors[name]
+def stored_source(checkpoint: Checkpoint, strategy: Strategy) -> Source:
+    """A checkpoint as it is stored; ``strategy`` has the layouts of rank directories, other forms record their own."""
+    holders, options = _holders(checkpoint.indexes), form_named(checkpoint.form).options
+    tensors = _StoredTensors(checkpoint, strategy, holders)
+    if options.needs_strategy:
+        # Without a strategy, every tensor of several elements is whole.
+        values = holders.keys() - (tensors if strategy.is_none else strategy.parameters)
+    else:
+        values = {*checkpoint.values(), *checkpoint.without_layout()} & holders.keys()
+    # The readers of other forms report skipped entries.
+    unread = holders.keys() - tensors.keys() - values if options.needs_strategy else ()
+    source = Source(checkpoint, tensors, {name: holders[name] for name in sorted(values)}, holders, frozenset(unread))
+    if options.shards:
+        source.values = {name: source.with_elements(name) for name in source.values}
+    return source
 
-    @property
-    def files_read(self) -> list[CheckpointIndex]:
-        """The files to read if any replica suffices."""
-        files = {numbers[0] for numbers in self.values.values()}
-        visited: set[int] = set()
-        for tensor in self.tensors.values():
-            assert isinstance(tensor, StoredTensor)
-            new = [slices for slices in tensor.slice_sets if id(slices) not in visited]
-            visited.update(map(id, new))
-            files.update(files_of_box[0] for slices in new for files_of_box in slices.files_of.values() if files_of_box)
-        return [self.indexes[file] for file in sorted(files)]
+
+def files_read(source: Source) -> list[CheckpointIndex]:
+    """The files of stored tensors to read if any replica suffices."""
+    files = {numbers[0] for numbers in source.values.values()}
+    slice_sets = {
+        id(slices): slices
+        for tensor in source.tensors.values()
+        if isinstance(tensor, StoredTensor)
+        for slices in tensor.slice_sets
+    }
+    files.update(numbers[0] for slices in slice_sets.values() for numbers in slices.files_of.values() if numbers)
+    return [source.indexes[file] for file in sorted(files)]
 
 
 def _holders(indexes: Mapping[int, CheckpointIndex]) -> dict[str, tuple[int, ...]]:
@@ -439,64 +435,48 @@ class _StoredTensors(ByName[Content]):
         CheckpointError: at its first use, a slice in a file does not fit the strategy or metadata.
     """
 
-    def __init__(self, source: StoredSource, strategy: Strategy) -> None:
-        checkpoint = source.checkpoint
-        self._checkpoint, self._strategy = checkpoint, strategy
-        self._form = form_named(checkpoint.form)
-        self._indexes, self._holders = source.indexes, source.holders
-        # Most tensors share cuts and files with others.
+    def __init__(self, checkpoint: Checkpoint, strategy: Strategy, holders: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__(checkpoint.tensors.keys())
+        self._checkpoint, self._strategy, self._holders = checkpoint, strategy, holders
+        self._form, self._indexes = form_named(checkpoint.form), checkpoint.indexes
+        # Most tensors share cuts and files with others. Keys have the identity of objects in `_referenced`.
         self._slice_sets: dict[object, SliceSet] = {}
-        self._referenced: dict[int, object] = {}
+        self._referenced: list[object] = []
         self._tensors: dict[str, StoredTensor] = {}
-        self._samples: dict[int, tuple[int, ...]] = {}
-        self._ranks: dict[tuple[int, int], frozenset[int]] = {}
-        everything = len(source.indexes) == len(checkpoint.indexes)
-        super().__init__([*checkpoint.tensors] if everything else [*filter(self._is_held, checkpoint.tensors)])
-        self._set = frozenset(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._set
-
-    def _is_held(self, name: str) -> bool:
-        return any(self._indexes.keys() & files for files in self._checkpoint.present(self._checkpoint.tensors[name]))
+        self._ranks: dict[tuple[int, int], tuple[frozenset[int], list[int]]] = {}
 
     def __getitem__(self, name: str) -> StoredTensor:
-        if name not in self._set:
-            raise KeyError(name)
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            tensor = self._tensors[name] = self._stored(name)
-        return tensor
+        if name not in self._tensors:
+            tensor, shards = self._checkpoint.tensors[name], AS_RECORDED
+            if self._form.options.needs_strategy:
+                slice_sets, shards = self._of_ranks(tensor)
+            else:
+                slice_sets = [self._of_sharding(tensor, at, sharding) for at, sharding in enumerate(tensor.shardings)]
+            self._tensors[name] = StoredTensor(
+                name, tensor.dtype, tensor.item_size, tensor.shape, name, tuple(slice_sets), self._indexes, shards
+            )
+        return self._tensors[name]
 
-    def _stored(self, name: str) -> StoredTensor:
-        tensor = self._checkpoint.tensors[name]
-        shards = AS_RECORDED
-        if self._form.options.needs_strategy:
-            slice_sets, shards = self._of_ranks(tensor)
-        else:
-            slice_sets = [self._of_sharding(tensor, at, sharding) for at, sharding in enumerate(tensor.shardings)]
-        return StoredTensor(
-            name, tensor.dtype, tensor.item_size, tensor.shape, name, tuple(slice_sets), self._indexes, shards
-        )
-
-    def _of_ranks(self, tensor: GlobalTensor) -> tuple[list[SliceSet], Shards]:
+    def _of_ranks(self, tensor: GlobalTensor) -> tuple[list[SliceSet], ShardReading]:
         """The slices of a tensor per stage, and whether the files have the recorded optimizer shards."""
         name, slice_sets, plain = tensor.name, [], set()
-        recorded = {
-            stage.number: LayoutValues((stage.device_count,), ((),) * len(tensor.shape))
-            if self._strategy.is_none
-            else recorded_layout(stage.layouts[name])
-            for stage in self._strategy.stages
-            if self._strategy.is_none or name in stage.layouts
-        }
         gradients = name.startswith(ACCUMULATED_GRADIENTS)
+        recording: list[Stage] = []
         for stage in self._strategy.stages:
-            ranks = self._ranks_with(name, stage) if stage.number in recorded else frozenset()
+            if not self._strategy.is_none and name not in stage.layouts:
+                continue
+            layout = LayoutValues((stage.device_count,), ((),) * len(tensor.shape))
+            if not self._strategy.is_none:
+                layout = recorded_layout(stage.layouts[name])
+            ranks, samples = self._ranks_with(name, stage)
+            if layout.shards > 1:
+                recording.append(stage)
             if not ranks:
                 continue
-            layout = recorded[stage.number]
             readings = [layout, layout.unsharded()] if gradients and layout.shards > 1 else [layout]
-            chosen = next((each for each in readings if self._fits(tensor, each, stage.first_rank, ranks)), None)
+            # Where all boxes have one shape, one file of each header is enough.
+            compared = samples if layout.uneven is None else ranks
+            chosen = next((each for each in readings if self._fits(tensor, each, stage.first_rank, compared)), None)
             if chosen is None:
                 rank = min(ranks)
                 index = self._indexes[rank]
@@ -516,60 +496,51 @@ class _StoredTensors(ByName[Content]):
             slice_sets.append(self._slice_sets[key])
         if not gradients:
             return slice_sets, AS_RECORDED
-        recording = [stage for stage in self._strategy.stages if recorded.get(stage.number, _WHOLE).shards > 1]
         undecided = () if plain else tuple(rank for stage in recording for rank in stage.ranks)
-        return slice_sets, Shards(True in plain, not recording, undecided)
+        return slice_sets, ShardReading(True in plain, not recording, undecided)
 
-    def _ranks_with(self, name: str, stage: Stage) -> frozenset[int]:
-        """The ranks of a stage whose file holds a name; names in the same files share one object."""
+    def _ranks_with(self, name: str, stage: Stage) -> tuple[frozenset[int], list[int]]:
+        """The ranks of a stage whose file holds a name, and one of each header; names in the same files share them."""
         files = self._holders.get(name, ())
         key = (stage.number, id(files))
         if key not in self._ranks:
-            self._ranks[key] = frozenset(rank for rank in files if rank in stage.ranks)
+            ranks = frozenset(rank for rank in files if rank in stage.ranks)
+            groups = files_alike({rank: self._indexes[rank] for rank in ranks})
+            self._ranks[key] = ranks, [group[0] for group in groups]
         return self._ranks[key]
 
-    def _fits(self, tensor: GlobalTensor, layout: LayoutValues, first: int, ranks: Collection[int]) -> bool:
+    def _fits(self, tensor: GlobalTensor, layout: LayoutValues, first: int, ranks: Iterable[int]) -> bool:
         """Whether the slices in the files have the shapes of a layout."""
         boxes = device_boxes(layout, tensor.shape)
-        if layout.uneven is None:
-            # All boxes have one shape: one file of each header is enough.
-            if id(ranks) not in self._samples:
-                groups = files_alike({rank: self._indexes[rank] for rank in ranks})
-                self._samples[id(ranks)] = tuple(group[0] for group in groups)
-            ranks = self._samples[id(ranks)]
         return boxes is not None and all(
             shape_of(boxes[rank - first]) == self._indexes[rank].tensors[tensor.name].shape for rank in ranks
         )
 
     def _of_sharding(self, tensor: GlobalTensor, number: int, sharding: Sharding) -> SliceSet:
         """The boxes of a tensor of another form, by its metadata."""
-        saved = self._form.saved_cut(self._checkpoint, tensor.name)
-        if saved is not None and saved.layout is not None:
-            key: object = (id(saved), number)
-            if key not in self._slice_sets:
-                boxes = device_boxes(recorded_layout(saved.layout), tensor.shape) or ()
-                place = {rank: at for at, rank in enumerate(saved.ranks)}
-                files_of: dict[Box, list[int]] = {box: [] for box in boxes}
-                for file, rank in sorted(saved.rank_of):
-                    if file in self._indexes:
-                        files_of[boxes[place[rank]]].append(file)
-                self._slice_sets[key] = SliceSet(number, {box: tuple(files) for box, files in files_of.items()})
-                self._referenced[id(saved)] = saved
-            return self._slice_sets[key]
         if isinstance(self._checkpoint, ChunkedCheckpoint):
             return self._of_chunks(tensor, self._checkpoint, number)
-        key = (id(sharding), number)
+        saved = self._form.saved_cut(self._checkpoint, tensor.name)
+        by_layout = saved is not None and saved.layout is not None
+        shared: object = saved if by_layout else sharding
+        key = (id(shared), number)
         if key not in self._slice_sets:
-            self._referenced[id(sharding)] = sharding
-            # Metadata lists the boxes in C order.
-            edges = [list(zip(each, each[1:])) for each in sharding.grid.edges]
-            stored = sharding.parts_of if isinstance(sharding, FileSharding) else None
+            self._referenced.append(shared)
+            files_of: dict[Box, list[int]] = {}
+            if saved is not None and saved.layout is not None:
+                boxes = device_boxes(recorded_layout(saved.layout), tensor.shape) or ()
+                files_of = {box: [] for box in boxes}
+                place = {rank: at for at, rank in enumerate(saved.ranks)}
+                for file, rank in sorted(saved.rank_of):
+                    files_of[boxes[place[rank]]].append(file)
+            else:
+                # Metadata lists the boxes in C order.
+                edges = [list(zip(each, each[1:])) for each in sharding.grid.edges]
+                stored = sharding.parts_of if isinstance(sharding, FileSharding) else None
+                for at, box in enumerate(itertools.product(*edges) if stored is None else stored):
+                    files_of[tuple(box)] = [*sharding.holders(at)]
             self._slice_sets[key] = SliceSet(
-                number,
-                {
-                    tuple(box): tuple(file for file in sharding.holders(at) if file in self._indexes)
-                    for at, box in enumerate(itertools.product(*edges) if stored is None else stored)
-                },
+                number, {box: tuple(file for file in files if file in self._indexes) for box, files in files_of.items()}
             )
         return self._slice_sets[key]
 
@@ -589,9 +560,6 @@ class _StoredTensors(ByName[Content]):
                 )
             files_of.setdefault(box, []).append(holder)
         return SliceSet(number, {box: tuple(sorted(files)) for box, files in files_of.items()})
-
-
-_WHOLE = LayoutValues((), ())
 
 
 def recorded_layout(layout: Any) -> LayoutValues:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -19,13 +20,12 @@ from reshard.checkpoints import FileHandles
 from reshard.convert.writing import Counted
 from reshard.lora import scale_of
 from reshard.lora.low_rank import LowRank, MatrixCache
-from reshard.plan.edits import Edits
+from reshard.plan.planner import read_source
+from reshard.plan.request import Request
 from reshard.strategies import Strategy
-from reshard.text.globs import Filters
 from reshard.text.messages import Report
-from reshard.verification.end_to_end import Adapter, Converted, ConvertedTarget, verify_conversion
+from reshard.verification.end_to_end import MergedAdapter, Verified, verify_conversion
 from reshard.verification.reading import Means
-from reshard.verification.sources import CheckpointPlace
 from tests.running import Argument, done, fails, warns
 from tests.trees import Value, cut_ranks, layout, read_tree, single, write_strategy, write_tree
 
@@ -439,19 +439,12 @@ def test_each_tile_of_the_product_is_computed_once(rows: int) -> None:
 def compared(src: Path, adapter: Path, out: Path, alpha: float = 16) -> list[tuple[str, Optional[str]]]:
     """Kind and parameter of every difference from base plus adapter, by `verify_conversion`."""
     with FileHandles() as handles:
-        matrices = CheckpointPlace(str(adapter / "adapter_model.safetensors"), "ranks", Strategy.none())
-        result = verify_conversion(
-            Converted(
-                CheckpointPlace(str(src), "huggingface", Strategy.none()),
-                Edits(),
-                adapter=Adapter(matrices, scale_of(str(adapter), alpha, Report())),
-            ),
-            ConvertedTarget(str(out), "huggingface", Strategy.none(), {}),
-            filters=Filters(),
-            means=Means(handles, 2, 1 << 20, execute.Progress()),
-            report=Report(),
-            crcs=None,
-        )
+        matrices = Request(str(adapter / "adapter_model.safetensors"), "", Strategy.none(), Strategy.none())
+        request = Request(str(src), str(out), Strategy.none(), Strategy.none(), form="huggingface", to="huggingface")
+        merged = MergedAdapter(matrices, scale_of(str(adapter), alpha, Report()))
+        read = partial(read_source, handles=handles, report=Report())
+        means = Means(handles, 2, 1 << 20, execute.Progress())
+        result = verify_conversion(Verified(request, {}, read, adapter=merged), means, Report(), None)
     return [(difference.kind, difference.parameter) for difference in result]
 
 

@@ -11,12 +11,11 @@ from reshard.forms.ranks.tree import StepFiles
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters
 from reshard.text.messages import Report
-from reshard.verification.converted import compare_ranks
-from reshard.verification.copies import compare_copies
 from reshard.verification.difference import Difference
+from reshard.verification.ranks import compare_ranks
 from reshard.verification.reading import Means
-from reshard.verification.sources import read_ranks
-from reshard.verification.stored import StoredSource
+from reshard.verification.replicas import compare_copies, read_ranks
+from reshard.verification.stored import Source, stored_source
 
 
 class Quiet:
@@ -45,11 +44,11 @@ def read_source(
     means: Means,
     target: Optional[Strategy] = None,
     ranks: Optional[Iterable[int]] = None,
-) -> StoredSource:
+) -> Source:
     chosen = None if ranks is None else sorted(ranks)
     target = Strategy.none() if target is None else target
     selector = StepSelector(strategy, target, chosen, Filters(), means.handles, Report())
-    return StoredSource(selector.select([StepFiles(None, dict(files))]), strategy)
+    return stored_source(selector.select([StepFiles(None, dict(files))]), strategy)
 
 
 def compare_trees(
@@ -71,5 +70,5 @@ def compare_trees(
 
 def compare_replicas(files: Mapping[int, str], strategy: Strategy, means: Means) -> list[Difference]:
     """Differing copies of slices in the files of ranks."""
-    source, problems = read_ranks(files, strategy, means.handles, Report(), None, lambda name: True)
+    source, problems = read_ranks(files, strategy, means.handles, None, lambda name: True)
     return compare_copies(source, means, problems=problems)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles, read_index
 from reshard.checkpoints.formats import headers
-from reshard.cli.plan import plan as plan_module
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.execute.filling import BlockFiller
 from reshard.layout import Overlap
+from reshard.plan import plan as plan_module
 from reshard.strategies import read_strategy
 from reshard.verification import reading
 from reshard.verification.boxes import LayoutValues, device_boxes

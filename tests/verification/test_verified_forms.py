@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 import pytest
 
-from reshard.cli.plan import plan as plan_module
+from reshard.plan import plan as plan_module
 from tests.corpus import CORPUS2
 from tests.corpus2 import needs_corpus2
 from tests.forms import FINISHED, FORMS, in_safetensors, to

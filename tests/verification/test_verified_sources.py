@@ -91,9 +91,11 @@ def test_verification_imports_no_layout_plan_or_execution() -> None:
         rooms = {name for name in imports_of(path.stem) if name.startswith("reshard.")}
         assert not [name for name in rooms if name.split(".")[1] in ("layout", "execute", "opened", "convert")]
         assert not [name for name in rooms if makes_targets.intersection(name.split("."))]
-        # Only as a type: the names and types that are asked for are data, and the choice of a step gets them.
+        # Only as a type: what is asked for is data.
         plan = {name.split(".")[2] for name in rooms if name.startswith("reshard.plan")}
-        assert plan <= ({"edits"} if path.stem in ("edited", "end_to_end", "sources") else set())
+        assert plan <= {"edited": {"edits"}, "end_to_end": {"edits", "request"}, "replicas": {"request"}}.get(
+            path.stem, set()
+        )
 
 
 def test_verification_loads_no_module_of_conversions() -> None:

@@ -1,0 +1,274 @@
+"""Comparison of converted rank directories with their source.
+
+The box of each tensor in each rank's file follows from the source and the target's strategy alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Callable, Optional
+
+from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold, files_alike, format_of
+from reshard.checkpoints.formats.headers import read_headers
+from reshard.errors import DamagedCheckpointError, LayoutError
+from reshard.strategies import Stage, Strategy
+from reshard.text.names import belongs_to_rank
+from reshard.threads import cached_property
+from reshard.verification.boxes import shape_of, target_boxes, volume_of
+from reshard.verification.converted import TargetComparison, layout_in, strange_metadata
+from reshard.verification.difference import Difference
+from reshard.verification.library import library_differences
+from reshard.verification.reading import Comparison, Means
+from reshard.verification.stored import Content, SliceSet, Source, by_box
+
+
+def compare_ranks(
+    source: Source,
+    files: Mapping[int, str],
+    target: Strategy,
+    means: Means,
+    *,
+    ranks: Optional[Iterable[int]] = None,
+    admit: Callable[[str], bool] = lambda name: True,
+    recovered: bool = False,
+) -> tuple[list[Difference], set[str]]:
+    """Compare rank directories with their source.
+
+    Args:
+        source: the converted step, with the names and types of the target.
+        files: all files of the converted checkpoint, by rank.
+        target: their strategy.
+        means: files, threads and memory.
+        ranks: target ranks to compare; None for all of the strategy: then other ranks are differences.
+        admit: whether a parameter was converted, by name.
+        recovered: the target was written by a recovery (see `RecoveryValues`).
+
+    Returns:
+        Every difference, whole files first, then by parameter; and the names in all compared files.
+
+    Raises:
+        InputError: the source lacks slices that the target ranks need, or does not fit its strategy.
+        RetryableError: reading failed.
+    """
+    compared = sorted(range(target.device_count) if ranks is None else set(ranks))
+    indexes, damaged = _read_files({rank: files[rank] for rank in compared if rank in files}, means.handles)
+    beyond = [rank for rank in sorted(files) if ranks is None and rank >= target.device_count]
+    differences = [Difference("file", None, (rank,), f"{files[rank]} is not of this conversion") for rank in beyond]
+    for rank in compared:
+        if rank not in indexes:
+            differences.append(Difference("file", None, (rank,), damaged.get(rank, "is missing")))
+    differences += _RankFiles(source, indexes, target, means, admit, recovered).run()
+    for rank, index in indexes.items():
+        differences += [Difference("file", None, (rank,), text) for text in library_differences(index)]
+    return differences, {name for ranks_alike in files_alike(indexes) for name in indexes[ranks_alike[0]].tensors}
+
+
+def _read_files(files: Mapping[int, str], handles: FileHandles) -> tuple[dict[int, CheckpointIndex], dict[int, str]]:
+    """The headers of readable files, and the damage of others, by rank.
+
+    Raises:
+        CheckpointError: a file is missing, unreadable or encrypted.
+        RetryableError: reading failed.
+    """
+    indexes: dict[int, CheckpointIndex] = {}
+    damaged: dict[int, str] = {}
+    for rank, header in read_headers(handles, dict(sorted(files.items()))):
+        if isinstance(header, DamagedCheckpointError):
+            damaged[rank] = header.message
+        else:
+            indexes[rank] = header
+    return indexes, damaged
+
+
+class _RankFiles(TargetComparison):
+    def __init__(
+        self,
+        source: Source,
+        indexes: Mapping[int, CheckpointIndex],
+        strategy: Strategy,
+        means: Means,
+        admit: Callable[[str], bool],
+        recovered: bool,
+    ) -> None:
+        super().__init__(source, indexes, strategy, means, admit)
+        self._converted = frozenset(self._names)
+        kind = RecoveryValues if recovered else ExpectedValues
+        self._copied = kind(source.indexes, self._value_files, self._converted, strategy)
+        # Per stage, the compared ranks with readable files.
+        self._present = {
+            stage.number: [rank for rank in sorted(indexes) if rank in stage.ranks] for stage in strategy.stages
+        }
+        self._ways: dict[object, SliceSet] = {}
+        self._known_metadata = self.source_metadata
+
+    def _is_converted(self, name: str, stage: Stage) -> bool:
+        """Whether a stage's ranks must hold slices of a tensor."""
+        return name in self._converted and (self._new.is_none or name in stage.layouts)
+
+    def _check_names(self) -> None:
+        extra: dict[str, list[int]] = defaultdict(list)
+        for group in files_alike(self._indexes):
+            for stage in self._new.stages:
+                ranks = [rank for rank in group if rank in stage.ranks]
+                for name in self._indexes[group[0]].tensors if ranks else ():
+                    if not self._is_converted(name, stage):
+                        extra[name] += [rank for rank in ranks if not self._copied.origins(name, rank)]
+        for name, ranks in extra.items():
+            if ranks:
+                self._add("extra", name, "is not expected in this file by the source and the strategies", ranks)
+
+    def _strange_metadata(self, number: int, index: CheckpointIndex) -> Iterable[str]:
+        return strange_metadata(index, self._known_metadata, self._copied.metadata(number))
+
+    def _slices(self, content: Content) -> Iterator[Comparison]:
+        for stage in self._new.stages:
+            if self._is_converted(content.name, stage) and self._present[stage.number]:
+                yield from self._slices_in(stage, content)
+
+    def _slices_in(self, stage: Stage, content: Content) -> Iterator[Comparison]:
+        name, present = content.name, self._present[stage.number]
+        try:
+            layout = layout_in(stage, content, self._new)
+            boxes = target_boxes(layout, content.shape)
+        except LayoutError as error:
+            self._add("strategy", name, error.message, present)
+            return
+        wrong: dict[tuple[str, str], list[int]] = defaultdict(list)
+        right = []
+        for rank in present:
+            box, tensor = boxes[rank - stage.first_rank], self._indexes[rank].tensors.get(name)
+            if tensor is None:
+                # Sources and .ckpt files omit empty slices.
+                if volume_of(box) or not (self._copied.keeps_files or self._indexes[rank].format == "ckpt"):
+                    wrong["missing", "is not in the file"].append(rank)
+            elif tensor.dtype != content.dtype or (tensor.elements and tensor.item_size != content.item_size):
+                wrong["type", f"is {tensor.dtype}, but {content.dtype} {self._source.origin}"].append(rank)
+            elif tensor.shape != shape_of(box):
+                wrong["shape", f"has shape {list(tensor.shape)}, not {list(shape_of(box))}"].append(rank)
+            else:
+                right.append(rank)
+        for (kind, detail), ranks in wrong.items():
+            self._add(kind, name, detail, ranks)
+        key = (layout, content.shape, stage.number, tuple(right))
+        if key not in self._ways:
+            self._ways[key] = SliceSet(stage.number, by_box(boxes, stage.first_rank, right))
+        yield Comparison(content, self._ways[key], self._indexes, stage.number)
+
+    def _values(self) -> Iterator[tuple[str, int, Sequence[int]]]:
+        for name in self._copied.names:
+            for rank, index in self._indexes.items():
+                origins = self._copied.origins(name, rank)
+                if origins and name in index.tensors:
+                    yield name, rank, origins
+                elif origins and self._copied.is_needed(name, rank) and self._can_hold(index, name, origins[0]):
+                    self._add("missing", name, "is not in the file", [rank])
+
+    def _can_hold(self, index: CheckpointIndex, name: str, origin: int) -> bool:
+        return can_hold(format_of(index.path), self._source.value(name, origin).dtype)
+
+
+class ExpectedValues:
+    """The values that a conversion copies: entries without a layout in the source.
+
+    Args:
+        indexes: the headers of the source's files.
+        files: the converted values, with their files, ascending.
+        tensors: names of the converted tensors.
+        target: the target's strategy.
+
+    Attributes:
+        keeps_files: a target file may be a copy of the source's, which may omit empty slices.
+    """
+
+    keeps_files = False
+
+    def __init__(
+        self,
+        indexes: Mapping[int, CheckpointIndex],
+        files: Mapping[str, tuple[int, ...]],
+        tensors: Collection[str],
+        target: Strategy,
+    ) -> None:
+        self._indexes, self._files, self._tensors, self._target = indexes, files, tensors, target
+        everywhere = frozenset(stage.number for stage in target.stages)
+        self._stages = {
+            name: frozenset(stage.number for stage in target.stages if name in stage.layouts) or everywhere
+            for name in files
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """All values."""
+        return list(self._files)
+
+    def origins(self, name: str, rank: int) -> tuple[int, ...]:
+        """The source ranks whose copy a target rank may hold; empty if it gets no copy."""
+        if self._target.stage_of(rank).number not in self._stages.get(name, ()):
+            return ()
+        if self._target.is_as_cut:
+            return (rank,) if rank in self._indexes and name in self._indexes[rank].tensors else ()
+        holders = self._files[name]
+        return (rank if belongs_to_rank(name) and rank in holders else holders[0],)
+
+    def is_needed(self, name: str, rank: int) -> bool:
+        """Whether a target rank that has origins for a value must hold it."""
+        return True
+
+    def metadata(self, rank: int) -> Mapping[str, str]:
+        """Metadata that a target rank's file may always have."""
+        return self._indexes[rank].metadata if self._target.is_as_cut and rank in self._indexes else {}
+
+
+class RecoveryValues(ExpectedValues):
+    """The entries that a recovery copies.
+
+    A complete file of the source is copied unchanged, even if its entries differ from other ranks'. The file of a lost
+    rank gets every value, and the entries of its stage's ranks that the strategy lists only for other stages. Any
+    copy of these may have been in the lost file.
+    """
+
+    keeps_files = True
+
+    @property
+    def names(self) -> list[str]:
+        """All values, and entries that the strategy lists only for other stages."""
+        return [*self._files, *sorted(set().union(*self._unlisted.values()))]
+
+    def origins(self, name: str, rank: int) -> tuple[int, ...]:
+        """See `ExpectedValues`."""
+        has_copy = self._holds(rank, name)
+        stage = self._target.stage_of(rank)
+        if name in self._files:
+            return (rank,) if has_copy else super().origins(name, rank)
+        if name not in self._unlisted[stage.number]:
+            return ()
+        return (rank,) if has_copy else tuple(candidate for candidate in stage.ranks if self._holds(candidate, name))
+
+    def is_needed(self, name: str, rank: int) -> bool:
+        """See `ExpectedValues`."""
+        if rank in self._indexes:
+            return self._holds(rank, name)
+        ranks = self._target.stage_of(rank).ranks
+        return name in self._files or all(
+            self._holds(candidate, name) for candidate in ranks if candidate in self._indexes
+        )
+
+    def metadata(self, rank: int) -> Mapping[str, str]:
+        """See `ExpectedValues`."""
+        return self._indexes[rank].metadata if rank in self._indexes else {}
+
+    def _holds(self, rank: int, name: str) -> bool:
+        return rank in self._indexes and name in self._indexes[rank].tensors
+
+    @cached_property
+    def _unlisted(self) -> dict[int, set[str]]:
+        """Per stage the entries in files of its ranks that the strategy lists only for other stages."""
+        entries: dict[int, set[str]] = {stage.number: set() for stage in self._target.stages}
+        if self._target.is_none:
+            return entries
+        for ranks in files_alike(self._indexes):
+            names = self._indexes[ranks[0]].tensors.keys()
+            for stage in {stage.number: stage for stage in map(self._target.stage_of, ranks)}.values():
+                entries[stage.number] |= (names - stage.layouts.keys()).intersection(self._tensors)
+        return entries
