@@ -11,7 +11,7 @@ from benchmarks.measure import MIB, Section, memory_backed, remove, reshard, run
 from benchmarks.object_store import DELAYS, MEMORY, MODEL, PAIRS, served, told
 from benchmarks.synthetic import wrong_slices
 from benchmarks.throughput import COLUMNS_CUT, SHARDS, Claim, prepare
-from reshard.storage.s3.new_object import MIN_PART_BYTES
+from reshard.storage.s3.objects import MIN_PART_BYTES
 
 # Bytes a second of the link.
 RATE = 200e6

@@ -118,7 +118,7 @@ def load() -> None:
 
     for module in pkgutil.iter_modules(reshard.cli.__path__, "reshard.cli."):
         importlib.import_module(module.name)
-    for name in ("google.protobuf.message_factory", "boto3", "reshard.storage.s3"):
+    for name in ("google.protobuf.message_factory", "boto3", "reshard.storage.s3.store"):
         importlib.import_module(name)
 
 

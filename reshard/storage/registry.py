@@ -54,7 +54,7 @@ def _local(path: str) -> Store:
 
 def _s3(path: str) -> Store:
     # Imported on demand: it takes half a second.
-    from reshard.storage.s3 import s3_store
+    from reshard.storage.s3.store import s3_store
 
     return s3_store(path)
 

@@ -55,12 +55,8 @@ def gets(edit: Edit) -> Callable[[str, str, Answer], Answer]:
     return of_object
 
 
-def puts(edit: Edit) -> Callable[[str, str, Answer], Answer]:
-    return lambda method, path, answer: edit(answer) if method == "PUT" else answer
-
-
 # What is changed, and whether a source is read all the same.
-STRANGE: dict[str, tuple[Callable[[str, str, Answer], Answer], Optional[bool]]] = {
+STRANGE: dict[str, tuple[Callable[[str, str, Answer], Answer], bool]] = {
     "a list that is truncated without a token": (
         lists(content(TRUNCATED, b"<IsTruncated>true</IsTruncated>")),
         False,
@@ -71,42 +67,25 @@ STRANGE: dict[str, tuple[Callable[[str, str, Answer], Answer], Optional[bool]]] 
         ),
         False,
     ),
-    "a list without a count": (lists(content(rb"<KeyCount>.*?</KeyCount>", b"")), True),
-    "entries without a time": (lists(content(rb"<LastModified>.*?</LastModified>", b"")), False),
-    "entries with a time that is none": (
-        lists(content(rb"<LastModified>.*?</LastModified>", b"<LastModified>soon</LastModified>")),
-        False,
-    ),
-    "entries without a size": (lists(content(rb"<Size>.*?</Size>", b"")), False),
-    "entries of elsewhere": (lists(content(rb"<Key>[^<]*</Key>", b"<Key>../../etc/passwd</Key>")), False),
-    "a page to log in": (lists(lambda answer: answer._replace(content=b"<html><body>login</body></html>")), False),
     "no XML": (lists(lambda answer: answer._replace(content=b"{}")), False),
-    "objects without a time": (gets(header("last-modified", None)), False),
     "objects with a time that is none": (gets(header("last-modified", "soon")), False),
-    "objects of the year 9999999": (gets(header("last-modified", "Mon, 01 Jan 9999999 00:00:00 GMT")), False),
     "another range than was asked for": (gets(header("content-range", "bytes 0-0/1")), False),
     "a range that is none": (gets(header("content-range", "some bytes")), False),
     "a date that is none": (lambda method, path, answer: header("date", "garbage")(answer), True),
-    "a date without a zone": (
-        lambda method, path, answer: header("date", "Mon, 01 Jan 2024 00:00:00 -0000")(answer),
-        True,
-    ),
-    "a put without an ETag": (puts(header("etag", None)), None),
 }
 
 
-@pytest.mark.parametrize("name", some_of(STRANGE, 8))
+@pytest.mark.parametrize("name", STRANGE)
 def test_an_impossible_response_is_an_error_in_one_line(name: str, objects: Objects, tmp_path: Path) -> None:
     edit, read = STRANGE[name]
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
-    if read is not None:
-        objects.faults.edit = edit
-        result = reshard("convert", source, tmp_path / "out", *CUTS)
-        assert (result.status == 0) == read, result.err
-        assert len(result.err.strip().splitlines()) < 8 and "internal error" not in result.err
-        if read:
-            done("convert", DEMO / "src_checkpoints", tmp_path / "plain", *CUTS)
-            assert tree(tmp_path / "out") == tree(tmp_path / "plain")
+    objects.faults.edit = edit
+    result = reshard("convert", source, tmp_path / "out", *CUTS)
+    assert (result.status == 0) == read, result.err
+    assert len(result.err.strip().splitlines()) < 8 and "internal error" not in result.err
+    if read:
+        done("convert", DEMO / "src_checkpoints", tmp_path / "plain", *CUTS)
+        assert tree(tmp_path / "out") == tree(tmp_path / "plain")
     objects.faults.edit = edit
     result = reshard("convert", DEMO / "src_checkpoints", objects.path("out"), *CUTS)
     assert "internal error" not in result.err and "Traceback" not in result.err

@@ -23,8 +23,8 @@ from reshard.storage import (
     store_of,
     write_whole,
 )
-from reshard.storage.s3.new_object import MIN_PART_BYTES as PART
-from reshard.storage.s3.new_object import part_bytes
+from reshard.storage.s3.objects import MIN_PART_BYTES as PART
+from reshard.storage.s3.objects import part_bytes
 from reshard.storage.s3.service import service
 from tests.object_store import KEY, SECRET, Objects
 from tests.storage.places import Place, content, failing

@@ -1,21 +1,28 @@
-"""Objects that are read: by ranges of the opened version."""
+"""Objects that are read, by ranges of the opened version, or written, in parts and in any order.
+
+A new object is invisible until all parts are stored: one part is written with one request, more of them by a multipart
+upload. A process that is killed leaves its upload in the service, which a rule of the bucket ends (docs/stores.md).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import itertools
+import mmap
 import re
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple, Optional
 
+import numpy as np
+
 from reshard.storage.costs import Measured
-from reshard.storage.s3.address import Address, modified_at, number_of
-from reshard.storage.s3.service import CHANGED, Service, StrangeAnswer, field
-from reshard.storage.store import FileStatus
+from reshard.storage.s3.service import CHANGED, Address, Service, number_of, unexpected
+from reshard.storage.store import FileStatus, NewFile, Sending
 from reshard.threads import ThreadLock, thread_pool
 
 # Bytes read when an object is opened, in the request that returns its size: most files' headers fit.
@@ -38,41 +45,50 @@ _CHUNK = 256 << 10
 HELD = 2 * _CHUNK
 """Bytes held during a request, in addition to the buffer that it fills."""
 
+# Services accept no smaller parts, except the last, and no more parts.
+MIN_PART_BYTES = 5 << 20
+_MAX_PARTS = 10_000
+
 _RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
+# Metadata with the time of writing in seconds; other programs use this key, too.
+_MODIFIED = "mtime"
+_SECONDS = re.compile(r"([0-9]{1,10})(?:\.([0-9]{1,18}))?")
+_SECOND = 1_000_000_000
+
+
+def metadata_of(modified: int) -> dict[str, str]:
+    """Metadata for an object that is written at a time in nanoseconds."""
+    return {_MODIFIED: f"{modified // _SECOND}.{modified % _SECOND:09d}"}
 
 
 class Version(NamedTuple):
     """An object at the time of its opening.
 
     Attributes:
-        address: its address.
-        path: its name, for messages.
+        path: its name.
         size: bytes.
         etag: the service's identifier of its version.
-        modified: time of writing from its metadata, or else of its upload, in nanoseconds.
+        modified: time of writing from its metadata, or else the rounded time of its upload, in nanoseconds.
     """
 
-    address: Address
     path: str
     size: int
     etag: str
     modified: int
 
     @classmethod
-    def of(cls, answer: Any, size: Optional[int], path: str) -> Version:
-        """The version in an answer.
-
-        Raises:
-            StrangeAnswer: it has no size or time.
-        """
-        if size is None or size < 0:
-            raise StrangeAnswer(path, f"a size of {size}")
-        modified = modified_at(field(answer, "LastModified", datetime, path), answer.get("Metadata", {}))
-        return cls(Address.parse(path), path, size, answer.get("ETag") or "", modified)
+    def of(cls, answer: Any, size: int, path: str) -> Version:
+        """The version in an answer."""
+        seconds = _SECONDS.fullmatch(answer.get("Metadata", {}).get(_MODIFIED, ""))
+        if seconds is None:
+            modified = round(answer["LastModified"].timestamp()) * _SECOND
+        else:
+            modified = int(seconds[1]) * _SECOND + int((seconds[2] or "")[:9].ljust(9, "0"))
+        return cls(path, size, answer.get("ETag") or "", modified)
 
     def status(self, service_name: str) -> FileStatus:
         """Its status as of any file."""
-        bucket, key = self.address
+        bucket, key = Address.parse(self.path)
         return FileStatus(
             regular=True,
             directory=False,
@@ -85,12 +101,7 @@ class Version(NamedTuple):
 
 
 class ObjectReader:
-    """Reads ranges of objects, and measures the cost of requests; for any number of threads.
-
-    Attributes:
-        service: the service.
-        measured: cost of requests.
-    """
+    """Reads ranges of objects, and measures the cost of requests; for any number of threads."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -101,32 +112,22 @@ class ObjectReader:
         self._lock = ThreadLock()
 
     def first(self, path: str) -> Version:
-        """The object at a path; its first bytes are in a window then.
-
-        Raises:
-            OSError: it is missing, may not be read, or the service does not answer.
-        """
+        """The object at a path; its first bytes are in a window then."""
         data = bytearray(_HEAD)
         try:
-            version, count = self._get(path, 0, memoryview(data))
+            version, count = self.read_into(path, 0, memoryview(data))
         except OSError as error:
             if error.errno != errno.ERANGE:
                 raise
             # An empty object has no range.
             head = self.service.request(path, "head_object")
-            return Version.of(head, head.get("ContentLength"), path)
+            return Version.of(head, head["ContentLength"], path)
         self.keep(version, 0, bytes(data[:count]))
         return version
 
-    def read_into(self, version: Version, offset: int, out: memoryview) -> None:
-        """Fill ``out`` with the bytes of an object from an offset on; all of them must exist.
-
-        Raises:
-            OSError: it was replaced, or the service does not answer.
-        """
-        self._get(version.path, offset, out, version)
-
-    def _get(self, path: str, offset: int, out: memoryview, version: Optional[Version] = None) -> tuple[Version, int]:
+    def read_into(
+        self, path: str, offset: int, out: memoryview, version: Optional[Version] = None
+    ) -> tuple[Version, int]:
         """Read a range, again if its content is cut off: the object's version, and the number of bytes read.
 
         Args:
@@ -147,7 +148,7 @@ class ObjectReader:
             with contextlib.closing(answer["Body"]) as body:
                 match = _RANGE.fullmatch(answer.get("ContentRange") or "")
                 if match is None:
-                    raise StrangeAnswer(path, f"the range {answer.get('ContentRange')!r}")
+                    raise unexpected(path, f"the range {answer.get('ContentRange')!r}")
                 start, last, size = map(int, match.groups())
                 current = Version.of(answer, size, path)
                 # Some services ignore the condition.
@@ -155,7 +156,7 @@ class ObjectReader:
                     raise OSError(errno.ESTALE, CHANGED, path)
                 count = min(offset + len(out), size) - offset
                 if start != offset or last + 1 != offset + count:
-                    raise StrangeAnswer(path, f"bytes {start} to {last} where {wanted} of {size} were requested")
+                    raise unexpected(path, f"bytes {start} to {last} where {wanted} of {size} were requested")
                 self.measured.request(time.perf_counter() - begun)
                 try:
                     with self.service.errors_as_of_files(path):
@@ -187,7 +188,21 @@ class ObjectReader:
                 self._bytes -= len(dropped)
 
 
-class Jumps:
+def _fill(out: memoryview, body: Any) -> None:
+    """Read the whole content of an answer, which has this size.
+
+    Raises:
+        ValueError: it has another size.
+    """
+    received = 0
+    for data in body.iter_chunks(_CHUNK):
+        out[received : received + len(data)] = data
+        received += len(data)
+    if received != len(out):
+        raise ValueError(f"{received} of {len(out)} bytes arrived")
+
+
+class _Jumps:
     """Predicts offsets of small requests to an object.
 
     A record of a ``.ckpt`` points to the next one only, so each takes a round trip. But layers of a model are alike:
@@ -229,80 +244,52 @@ class Jumps:
         return sum(1 for _ in itertools.takewhile(lambda pair: abs(pair[0] - pair[1]) <= _ALIKE, pairs))
 
 
-def _fill(out: memoryview, body: Any) -> None:
-    """Read the whole content of an answer, which has this size.
-
-    Raises:
-        ValueError: it has another size.
-    """
-    received = 0
-    for data in body.iter_chunks(_CHUNK):
-        out[received : received + len(data)] = data
-        received += len(data)
-    if received != len(out):
-        raise ValueError(f"{received} of {len(out)} bytes arrived")
-
-
 class ObjectFile:
-    """An object that is open for reading.
-
-    Args:
-        reader: reads its ranges.
-        version: its version.
-    """
+    """An object that is open for reading. It never changes: it can only be replaced."""
 
     descriptor: Optional[int] = None
     pinned = True
 
-    def __init__(self, reader: ObjectReader, version: Version) -> None:
+    def __init__(self, reader: ObjectReader, path: str) -> None:
+        self.path = path
         self._reader = reader
-        self._version = version
+        self._version = reader.first(path)
         # Where the last window ended, and its size.
         self._end = self._size = 0
-        self._jumps = Jumps()
-
-    @property
-    def path(self) -> str:
-        """Its name, for messages."""
-        return self._version.path
+        self._jumps = _Jumps()
 
     def size(self) -> int:
-        """Its size when it was opened: objects never change, they are replaced."""
         return self._version.size
 
     def status(self) -> FileStatus:
-        """Its status in the store."""
         return self._version.status(self._reader.service.name)
 
     def read(self, offset: int, count: int) -> bytes:
-        """Bytes from an offset on; fewer at the end."""
         count = max(0, min(count, self._version.size - offset))
-        if count <= _SMALL:
-            return self._small(offset, count)
-        out = bytearray(count)
-        self._reader.read_into(self._version, offset, memoryview(out))
-        return bytes(out)
+        return self._small(offset, count) if count <= _SMALL else self._requested(offset, count)
 
     def read_into(self, offset: int, out: memoryview) -> int:
-        """Likewise into ``out``, from its beginning; the number of bytes read."""
         count = max(0, min(len(out), self._version.size - offset))
         if count <= _HEAD:
             out[:count] = self._small(offset, count)
         else:
-            self._reader.read_into(self._version, offset, out[:count])
+            self._reader.read_into(self.path, offset, out[:count], self._version)
         return count
 
     def read_each(self, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
         """The bytes of several (offset, bytes) ranges inside the object, in order, read concurrently."""
-        with thread_pool(min(_AT_A_TIME, max(1, len(ranges)))) as pool:
-            yield from pool.map(lambda place: self._exactly(*place), ranges)
 
-    def _exactly(self, offset: int, count: int) -> bytes:
-        data = self._reader.find(self._version, offset, count)
-        if data is not None or not count:
-            return data or b""
+        def read(place: tuple[int, int]) -> bytes:
+            cached = self._reader.find(self._version, *place)
+            return self._requested(*place) if cached is None else cached
+
+        with thread_pool(min(_AT_A_TIME, max(1, len(ranges)))) as pool:
+            yield from pool.map(read, ranges)
+
+    def _requested(self, offset: int, count: int) -> bytes:
         out = bytearray(count)
-        self._reader.read_into(self._version, offset, memoryview(out))
+        if count:
+            self._reader.read_into(self.path, offset, memoryview(out), self._version)
         return bytes(out)
 
     def _small(self, offset: int, count: int) -> bytes:
@@ -330,3 +317,159 @@ class ObjectFile:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+def part_bytes(size: int) -> int:
+    """Bytes of each part of an object of a size, except the last."""
+    needed = -(-size // _MAX_PARTS)
+    return max(MIN_PART_BYTES, -(-needed // (1 << 20)) << 20)
+
+
+class _Part:
+    """A part while it is filled; it is sent only when every byte was written."""
+
+    def __init__(self, size: int, sending: Optional[Sending]) -> None:
+        # Mapped memory is released once the part is sent; the heap would keep the memory of many threads.
+        self.data = mmap.mmap(-1, max(1, size)) if sending is None else sending.buffer(size)
+        self.size = self.left = size
+
+
+class NewObject(NewFile):
+    """An object that is being written. Creating one makes no request.
+
+    Args:
+        service: the service.
+        path: path of the object.
+        size: its final size in bytes.
+        sending: sends full parts; None to send each in the thread that filled it.
+    """
+
+    def __init__(self, service: Service, path: str, size: int, sending: Optional[Sending] = None) -> None:
+        self._service = service
+        self._path = path
+        self._size = size
+        self._sending = sending
+        self._part_bytes = part_bytes(size)
+        self._in_parts = size > self._part_bytes
+        self._modified = time.time_ns()
+        self._lock = threading.Lock()
+        self._filling: dict[int, _Part] = {} if self._in_parts else {0: _Part(size, None)}
+        self._sent: list[Future[None]] = []
+        # ETags and sizes of the stored parts, by number from 1 on.
+        self._stored: dict[int, tuple[str, int]] = {}
+        self._begin_lock = threading.Lock()
+        self._upload: Optional[str] = None
+        self._discarded = False
+
+    def write(self, offset: int, data: memoryview) -> None:
+        if offset + len(data) > self._size:
+            raise OSError(errno.EINVAL, f"bytes beyond its size of {self._size}", self._path)
+        written_bytes = 0
+        while written_bytes < len(data):
+            number, start = divmod(offset + written_bytes, self._part_bytes)
+            with self._lock:
+                part = self._filling.get(number)
+                if part is None:
+                    size = min(self._part_bytes, self._size - number * self._part_bytes)
+                    part = self._filling[number] = _Part(size, self._sending)
+            count = min(len(data) - written_bytes, part.size - start)
+            # NumPy copies without holding the GIL.
+            np.frombuffer(part.data, np.uint8)[start : start + count] = np.frombuffer(
+                data[written_bytes : written_bytes + count], np.uint8
+            )
+            written_bytes += count
+            with self._lock:
+                part.left -= count
+                full = part.left == 0 and self._in_parts
+                if full:
+                    del self._filling[number]
+            if full and self._sending is None:
+                self._put_part(number, part)
+            elif full and self._sending is not None:
+                sent = self._sending.submit(lambda number=number, part=part: self._put_part(number, part))  # type: ignore[misc]
+                with self._lock:
+                    completed = [future for future in self._sent if future.done()]
+                    self._sent = [future for future in self._sent if future not in completed] + [sent]
+                for future in completed:
+                    future.result()
+
+    def _put_part(self, number: int, part: _Part) -> None:
+        with self._begin_lock:
+            self._check_kept()
+            if self._upload is None:
+                # In another thread: a signal, which interrupts the main one, must not lose the upload's number.
+                with thread_pool(1) as pool:
+                    pool.submit(self._begin).result()
+        body = _Body(memoryview(part.data)[: part.size])
+        answer = self._request(
+            "upload_part", UploadId=self._upload, PartNumber=number + 1, Body=body, ContentLength=part.size
+        )
+        with self._lock:
+            self._stored[number + 1] = answer["ETag"], part.size
+        if self._sending is not None:
+            self._sending.give_back(part.data)
+
+    def _begin(self) -> None:
+        self._upload = self._request("create_multipart_upload", Metadata=metadata_of(self._modified))["UploadId"]
+
+    def _check_kept(self) -> None:
+        if self._discarded:
+            raise OSError(errno.ECANCELED, "was given up", self._path)
+
+    def _request(self, operation: str, **arguments: Any) -> Any:
+        return self._service.request(self._path, operation, **arguments)
+
+    def finish(self) -> FileStatus:
+        for sent in self._sent:
+            sent.result()
+        # Missing bytes show in the size, which the caller compares.
+        size = sum(size for _, size in self._stored.values()) if self._in_parts else self._size - self._filling[0].left
+        return Version(self._path, size, "", self._modified).status(self._service.name)
+
+    def publish(self) -> None:
+        self._check_kept()
+        if not self._in_parts:
+            body = bytes(memoryview(self._filling[0].data)[: self._size])
+            self._request("put_object", Body=body, Metadata=metadata_of(self._modified))
+            return
+        parts = [{"PartNumber": number, "ETag": etag} for number, (etag, _) in sorted(self._stored.items())]
+        self._request("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": parts})
+        self._upload = None
+
+    def discard(self) -> None:
+        with self._begin_lock:
+            self._discarded = True
+        if self._upload is not None:
+            with contextlib.suppress(OSError):
+                self._request("abort_multipart_upload", UploadId=self._upload)
+
+    def close(self) -> None:
+        wait(self._sent)
+        # Again: parts that arrived after the upload was aborted would stay.
+        self.discard()
+        self._filling.clear()
+
+
+class _Body:
+    """Bytes as a file that is sent in blocks, which are not copied; boto3 goes back in it to send them again."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._position = 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read(self, count: int = -1) -> memoryview:
+        """The next bytes: more than requested if that is little."""
+        end = len(self._data) if count < 0 else self._position + max(count, 128 << 10)
+        block = self._data[self._position : end]
+        self._position += len(block)
+        return block
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, len(self._data))[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position

@@ -1,4 +1,4 @@
-"""The service of objects: address, credentials, client, and its errors as `OSError`.
+"""The service of objects: paths, ``s3://bucket/key``, the client, and its errors as `OSError`.
 
 Credentials come from boto3's usual sources: environment, profile, role of the machine or container. boto3 retries
 requests that fail.
@@ -9,16 +9,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import hashlib
 import os
-from collections.abc import Collection, Iterator
-from typing import Any, Optional, TypeVar
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Optional
 from urllib.parse import urlsplit
 
-from reshard.errors import InputError
+from reshard.errors import InputError, UsageError
 from reshard.storage.registry import endpoint
-from reshard.storage.s3.address import Address
 
-T = TypeVar("T")
+_SCHEME = "s3://"
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+# Other programs may resolve these names, which no object store does.
+_NO_NAMES = ("", ".", "..")
+_MAX_KEY_LENGTH = 1024
 
 CHANGED = "it was replaced or changed while it was read"
 # Connections for reading and for sending threads.
@@ -32,23 +37,53 @@ _MAX_TEXT = 200
 _REJECTED = ("ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "TokenRefreshRequired")
 
 
-class StrangeAnswer(OSError):
-    """A well-formed answer of the service with impossible content."""
+class Address(NamedTuple):
+    """The place of an object, or of a directory of objects.
 
-    def __init__(self, path: str, problem: str) -> None:
-        super().__init__(errno.EPROTO, f"the object store's answer is invalid: {problem}", path)
-
-
-def field(answer: Any, name: str, kind: type[T], path: str) -> T:
-    """A required field of an answer.
-
-    Raises:
-        StrangeAnswer: it is missing.
+    Attributes:
+        bucket: name of the bucket.
+        key: key of the object, or the common beginning of a directory's keys, without a trailing slash; empty for all.
     """
-    value = answer.get(name)
-    if not isinstance(value, kind):
-        raise StrangeAnswer(path, f"{name} is missing" if value is None else f"{name} is {str(value)[:80]!r}")
-    return value
+
+    bucket: str
+    key: str
+
+    @classmethod
+    def parse(cls, path: str) -> Address:
+        """The address of a path.
+
+        Raises:
+            UsageError: no object can have this path.
+        """
+        bucket, _, key = path[len(_SCHEME) :].partition("/")
+        key = key.rstrip("/")
+        if not _BUCKET.fullmatch(bucket):
+            raise UsageError(
+                f"{path}: {f'{bucket!r} is no name of a bucket' if bucket else 'names no bucket'}",
+                file=path,
+                hint="an object's path is s3://bucket/prefix; a bucket's name has two letters or more",
+            )
+        names = key.split("/") if key else []
+        if any(name in _NO_NAMES or "\0" in name for name in names):
+            raise UsageError(
+                f"{path}: holds an empty name, '.' or '..'",
+                file=path,
+                hint="write the key as it is: s3://bucket/prefix/name",
+            )
+        if len(key.encode(errors="surrogateescape")) > _MAX_KEY_LENGTH:
+            raise UsageError(f"{path[:300]}...: is too long for a key", file=path, hint="give a shorter one")
+        return cls(bucket, key)
+
+    @property
+    def prefix(self) -> str:
+        """The common beginning of all keys in this directory."""
+        return f"{self.key}/" if self.key else ""
+
+
+def number_of(*parts: str) -> int:
+    """A number below 2**63 that identifies texts."""
+    digest = hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def service(path: str) -> Service:
@@ -77,19 +112,9 @@ def service(path: str) -> Service:
         ) from None
 
 
-def _without_expect(params: dict[str, Any], **_: Any) -> None:
-    params["headers"].pop("Expect", None)
-
-
 @functools.cache
 def _service(url: Optional[str]) -> Service:
     return Service(url)
-
-
-def _without_user(url: str) -> str:
-    """A URL without user and password: requests do not use them, messages would show them."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 class Service:
@@ -111,8 +136,8 @@ class Service:
     def __init__(self, url: Optional[str] = None) -> None:
         self._url = url
         self.tries = _TRIES
-        # By process: two readers of a connection get parts of each other's bytes. A parent's client is kept, because
-        # closing its connections in a forked child would disturb the parent.
+        # Clients and credentials by process: two readers of a connection get parts of each other's bytes. A parent's
+        # client is kept, because closing its connections in a forked child would disturb the parent.
         self._clients: dict[int, tuple[Any, Any]] = {}
         self.name: str = self.client.meta.endpoint_url
 
@@ -125,7 +150,6 @@ class Service:
         return self._clients[process][0]
 
     def _connect(self) -> tuple[Any, Any]:
-        """A client and its credentials."""
         import boto3
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
@@ -152,17 +176,7 @@ class Service:
             client.meta.events.register_last("before-call.s3", _without_expect)
             return client, session.get_credentials()
         except BotoCoreError as error:
-            raise _error_of(error, "", ()) from None
-
-    @property
-    def _secrets(self) -> list[str]:
-        """Credentials that messages must not contain."""
-        try:
-            credentials = self._clients[os.getpid()][1].get_frozen_credentials()
-        except Exception:
-            # The request that needs them reports this.
-            return []
-        return [text for text in (credentials.access_key, credentials.secret_key, credentials.token) if text]
+            raise self._error_of(error, "") from None
 
     def request(self, path: str, operation: str, **arguments: Any) -> Any:
         """The service's answer to a request about an object.
@@ -190,20 +204,16 @@ class Service:
         while True:
             with self.errors_as_of_files(path):
                 page = next(pages, None)
-            if page is None:
-                return
-            if page.get("IsTruncated"):
-                # Without it, boto3 takes the list for complete.
-                field(page, "NextContinuationToken", str, path)
+                if page is None:
+                    return
+                if page.get("IsTruncated"):
+                    # Without it, boto3 takes the list for complete.
+                    page["NextContinuationToken"]
             yield page
 
     @contextlib.contextmanager
     def errors_as_of_files(self, path: str) -> Iterator[None]:
-        """Raise errors of boto3 in a block as those of a file: `OSError`, or `InputError` for a missing bucket.
-
-        Args:
-            path: path that the requests are about, for messages.
-        """
+        """Raise errors of boto3 in a block as those of a file: `OSError`, or `InputError` for a missing bucket."""
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
         from urllib3.exceptions import HTTPError
@@ -211,58 +221,74 @@ class Service:
         try:
             yield
         except (BotoCoreError, ClientError, ResponseParserError, HTTPError, ValueError, LookupError) as error:
-            raise _error_of(error, path, self._secrets) from None
+            raise self._error_of(error, path) from None
+
+    def _error_of(self, error: Exception, path: str) -> Exception:
+        from botocore.exceptions import ClientError, CredentialRetrievalError, NoCredentialsError, ProfileNotFound
+        from botocore.exceptions import PartialCredentialsError as PartialError
+
+        if isinstance(error, (NoCredentialsError, PartialError)):
+            return PermissionError(
+                errno.EACCES,
+                "credentials are missing: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the "
+                "machine a role",
+                path,
+            )
+        if isinstance(error, (CredentialRetrievalError, ProfileNotFound)):
+            return PermissionError(errno.EACCES, self._without_secrets(str(error)), path)
+        if not isinstance(error, ClientError):
+            return unexpected(path, self._without_secrets(str(error)))
+        answer = error.response.get("Error", {})
+        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        code, message = str(answer.get("Code", "")), str(answer.get("Message", ""))
+        text = self._without_secrets(f"{code}: {message}" if message and not code.isdigit() else message or code)
+        if code == "NoSuchBucket":
+            return InputError(
+                f"{path}: this object store has no bucket {path.split('/')[2]!r}",
+                file=path,
+                hint="check the name, --endpoint-url or AWS_ENDPOINT_URL, and the profile; or create the bucket",
+            )
+        if status == 404:
+            return FileNotFoundError(errno.ENOENT, text, path)
+        if status in (401, 403) or code in _REJECTED:
+            return PermissionError(errno.EACCES, text, path)
+        if 300 <= status < 400:
+            text = f"the object store redirects to another address ({text}); check --endpoint-url and the region"
+            return OSError(errno.EIO, text, path)
+        if status == 416:
+            return OSError(errno.ERANGE, text, path)
+        if status == 501:
+            return OSError(errno.ENOTSUP, text, path)
+        if status in (409, 412):
+            return OSError(errno.ESTALE, CHANGED, path)
+        return unexpected(path, text or f"status {status}")
+
+    def _without_secrets(self, text: str) -> str:
+        # The request that needs credentials reports errors of them.
+        with contextlib.suppress(Exception):
+            credentials = self._clients[os.getpid()][1].get_frozen_credentials()
+            for secret in (credentials.access_key, credentials.secret_key, credentials.token):
+                text = text.replace(secret, "...") if secret else text
+        return _one_line(text)
 
 
-def _error_of(error: Exception, path: str, secrets: Collection[str]) -> Exception:
-    """The error to raise for an error of boto3: an `OSError`, or an `InputError` for a missing bucket."""
-    from botocore.exceptions import ClientError, CredentialRetrievalError, NoCredentialsError, ProfileNotFound
-    from botocore.exceptions import PartialCredentialsError as PartialError
-
-    if isinstance(error, (NoCredentialsError, PartialError)):
-        return PermissionError(
-            errno.EACCES,
-            "credentials are missing: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the "
-            "machine a role",
-            path,
-        )
-    text = _one_line(str(error), secrets)
-    if isinstance(error, (CredentialRetrievalError, ProfileNotFound)):
-        return PermissionError(errno.EACCES, text, path)
-    if not isinstance(error, ClientError):
-        return OSError(errno.EIO, f"the object store returned an unexpected answer: {text}", path)
-    answer = error.response.get("Error", {})
-    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    code, message = str(answer.get("Code", "")), str(answer.get("Message", ""))
-    text = _one_line(f"{code}: {message}" if message and not code.isdigit() else message or code, secrets)
-    if code == "NoSuchBucket":
-        return InputError(
-            f"{path}: this object store has no bucket {path.split('/')[2]!r}",
-            file=path,
-            hint="check the name, --endpoint-url or AWS_ENDPOINT_URL, and the profile; or create the bucket",
-        )
-    if status == 404:
-        return FileNotFoundError(errno.ENOENT, text, path)
-    if status in (401, 403) or code in _REJECTED:
-        return PermissionError(errno.EACCES, text, path)
-    if 300 <= status < 400:
-        text = f"the object store redirects to another address ({text}); check --endpoint-url and the region"
-        return OSError(errno.EIO, text, path)
-    if status == 416:
-        return OSError(errno.ERANGE, text, path)
-    if status == 501:
-        return OSError(errno.ENOTSUP, text, path)
-    if status in (409, 412):
-        return OSError(errno.ESTALE, CHANGED, path)
-    return OSError(errno.EIO, f"the object store returned an unexpected answer: {text or f'status {status}'}", path)
+def unexpected(path: str, problem: str) -> OSError:
+    """The error for an answer that no working service gives."""
+    return OSError(errno.EIO, f"the object store returned an unexpected answer: {problem}", path)
 
 
-def _one_line(text: str, secrets: Collection[str] = ()) -> str:
-    """The beginning of a text, in one line, without credentials."""
-    text = " ".join(text.split())
-    if "@" in text:
-        # A password may contain any characters, and text of boto3 contains URLs.
-        text = " ".join(word if "@" not in word else f"...@{word.rpartition('@')[2]}" for word in text.split(" "))
-    for secret in secrets:
-        text = text.replace(secret, "...")
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+def _without_expect(params: dict[str, Any], **_: Any) -> None:
+    params["headers"].pop("Expect", None)
+
+
+def _without_user(url: str) -> str:
+    """A URL without user and password: requests do not use them, messages would show them."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _one_line(text: str) -> str:
+    """The beginning of a text, in one line, without passwords in URLs, which may contain any characters."""
+    words = [f"...@{word.rpartition('@')[2]}" if "@" in word else word for word in text.split()]
+    line = " ".join(words)
+    return line if len(line) <= _MAX_TEXT else f"{line[:_MAX_TEXT]}..."

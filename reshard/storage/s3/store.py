@@ -12,39 +12,26 @@ from typing import Any, NamedTuple, Optional
 
 from reshard.errors import InputError
 from reshard.storage.costs import Storage
-from reshard.storage.s3.address import Address, metadata_of, number_of
-from reshard.storage.s3.new_object import NewObject, part_bytes
-from reshard.storage.s3.objects import HELD, ObjectFile, ObjectReader, Version
-from reshard.storage.s3.service import Service, field, service
+from reshard.storage.s3.objects import HELD, NewObject, ObjectFile, ObjectReader, Version, metadata_of, part_bytes
+from reshard.storage.s3.service import Address, Service, number_of, service
 from reshard.storage.store import DirectoryEntry, FileStatus, Sending, Store
 
 
 class ObjectEntry(NamedTuple):
-    """A name below a key: of an object, or of several keys with a common beginning.
-
-    Attributes:
-        name: the name.
-        directory: whether several keys begin with it.
-    """
+    """A name below a key: of an object, or of a directory, the common beginning of several keys."""
 
     name: str
     directory: bool
 
     def is_dir(self) -> bool:
-        """Whether it is a directory."""
         return self.directory
 
     def is_file(self) -> bool:
-        """Whether it is an object."""
         return not self.directory
 
 
 class S3Store(Store):
-    """The objects of one service.
-
-    Args:
-        service: the service.
-    """
+    """The objects of one service."""
 
     at_a_time = 32
 
@@ -58,7 +45,7 @@ class S3Store(Store):
         try:
             if address.key:
                 head = self._service.request(path, "head_object")
-                return Version.of(head, head.get("ContentLength"), path).status(self._service.name)
+                return Version.of(head, head["ContentLength"], path).status(self._service.name)
         except FileNotFoundError:
             pass
         except OSError:
@@ -72,7 +59,6 @@ class S3Store(Store):
         raise FileNotFoundError(errno.ENOENT, "no object has this name", path)
 
     def entries(self, directory: str) -> list[DirectoryEntry]:
-        """The entries of a directory."""
         address = Address.parse(directory)
         prefix = address.prefix
         entries: dict[str, DirectoryEntry] = {}
@@ -80,12 +66,12 @@ class S3Store(Store):
         exists = not address.key
         for page in self._service.pages(directory, prefix, Delimiter="/"):
             for entry in page.get("Contents", ()):
-                name = field(entry, "Key", str, directory)[len(prefix) :]
+                name = entry["Key"][len(prefix) :]
                 exists = True
                 if name:
                     entries[name] = ObjectEntry(name, directory=False)
             for common in page.get("CommonPrefixes", ()):
-                name = field(common, "Prefix", str, directory)[len(prefix) : -1]
+                name = common["Prefix"][len(prefix) : -1]
                 exists = True
                 if name:
                     entries.setdefault(name, ObjectEntry(name, directory=True))
@@ -94,32 +80,27 @@ class S3Store(Store):
         return list(entries.values())
 
     def open(self, path: str, through_links: bool = True) -> ObjectFile:
-        """Open an object for reading."""
         address = Address.parse(path)
         try:
             if not address.key:
                 raise FileNotFoundError(errno.ENOENT, "no object has this name", path)
-            return ObjectFile(self._reader, self._reader.first(path))
+            return ObjectFile(self._reader, path)
         except FileNotFoundError:
             if self._any_below(address, path):
                 raise IsADirectoryError(errno.EISDIR, "is a directory", path) from None
             raise
 
     def costs(self, path: str) -> Storage:
-        """Costs of requests, from the measurements so far."""
         return self._reader.measured.storage(HELD)
 
     def new_file(self, path: str, size: int, sending: Optional[Sending] = None) -> NewObject:
-        """Begin to write an object."""
         Address.parse(path)
         return NewObject(self._service, path, size, sending)
 
     def part_bytes(self, size: int) -> int:
-        """Bytes of a part of an upload."""
         return min(size, part_bytes(size))
 
     def write_whole(self, path: str, data: bytes) -> None:
-        """Put an object."""
         self._put(path, data)
 
     def create(self, path: str, data: bytes) -> bool:
@@ -157,7 +138,6 @@ class S3Store(Store):
         self._service.request(path, "put_object", Body=data, Metadata=metadata_of(time.time_ns()), **condition)
 
     def remove(self, path: str) -> None:
-        """Delete an object."""
         self._service.request(path, "delete_object")
 
     def _any_below(self, address: Address, path: str) -> bool:
@@ -168,12 +148,6 @@ class S3Store(Store):
 
 
 def s3_store(path: str) -> S3Store:
-    """The store of a path.
-
-    Raises:
-        UsageError: the path is invalid.
-        InputError: a package is missing, or the settings are wrong.
-    """
     Address.parse(path)
     return _store(service(path))
 
