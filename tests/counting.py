@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from reshard.checkpoints import FileHandles
-from reshard.execute import reading
+from reshard.execute import reader
 from reshard.storage import LocalFile, OpenFile, fill
 
 
@@ -45,5 +45,5 @@ def reads_into_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(out))
         fill(file, offset, out, rank)
 
-    monkeypatch.setattr(reading, "fill", counting)
+    monkeypatch.setattr(reader, "fill", counting)
     return counts

@@ -16,7 +16,7 @@ from reshard.convert import Options, Prepared, Summary, WriteElsewhere, prepare
 from reshard.errors import ReshardError
 from reshard.forms.registry import counted_as
 from reshard.plan.request import Request
-from reshard.text.messages import Report, byte_size, listing, plural, rank_ranges
+from reshard.text.messages import Report, listing, plural, rank_ranges
 from reshard.text.names import KINDS, kind_of
 
 if TYPE_CHECKING:
@@ -59,9 +59,6 @@ def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> 
     lines = [", ".join(shown)] if len(shown) > 1 else []
     lines.append(f"headers read: source {rank_ranges(summary.source_ranks, counted_as(request.form))}")
     lines.append(f"{plural(summary.parameters, 'parameter')} resharded")
-    if summary.bytes_copied:
-        copied, all_bytes = byte_size(summary.bytes_copied), byte_size(summary.bytes_written)
-        lines.append(f"{copied} of {all_bytes} copied by the file system, the rest through memory")
     for names, fate in (
         (summary.copied, "copied unchanged"),
         (summary.excluded, "left out by --include and --exclude"),

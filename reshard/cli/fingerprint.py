@@ -17,7 +17,7 @@ from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.convert.ends import options_of
 from reshard.convert.verifying import reading_sources
-from reshard.execute import ExecutionOptions
+from reshard.execute import Budget
 from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader
 from reshard.forms.registry import form_named
@@ -100,8 +100,8 @@ def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> 
     equals = equal_of(checkpoint, names)
     if equals:
         storage = storage_of(next(iter(checkpoint.files.values())))
-        options = ExecutionOptions(means.jobs, means.max_memory, storage=storage)
-        with contextlib.closing(BoxReader(means.handles, options)) as reader:
+        budget = Budget.of(means.jobs, means.max_memory, storage)
+        with contextlib.closing(BoxReader(means.handles, budget)) as reader:
             check_equal(checkpoint, equals, reader)
 
 

@@ -84,8 +84,7 @@ def check_crcs(
     targets = (contents.target(name, copy) for name in names for copy in range(contents.copies(name) if copies else 1))
     whole, partly = contents.plan.files_of(targets)
     files = whole if typed.get("include") or typed.get("exclude") else [*whole, *partly]
-    options = checkpoint.reader.options
-    damaged = damaged_files(files, options, checkpoint.handles, report, progress) if files else {}
+    damaged = damaged_files(files, checkpoint.reader.budget, checkpoint.handles, report, progress) if files else {}
     if damaged:
         problems = [damaged[path] for path in sorted(damaged)]
         error = one_error(problems, f"{len(problems)} files are damaged")

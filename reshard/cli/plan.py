@@ -15,7 +15,7 @@ from reshard.cli.tables import table
 from reshard.convert import Prepared, Summary, prepare
 from reshard.convert.ends import options_of, request_between
 from reshard.convert.transfers import Transfers, transfers_of
-from reshard.execute import ExecutionOptions
+from reshard.execute import Budget
 from reshard.execute.destination import Space
 from reshard.forms.registry import counted_as, form_named
 from reshard.processes import anonymous_bytes, private_bytes
@@ -97,7 +97,7 @@ def print_plan(
 
 def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, Any]:
     plan, state = prepared.plan, prepared.state
-    execution = state.execution.shared(private_bytes())
+    execution = state.execution
     uploads, part_bytes = state.execution.uploads, state.execution.part_bytes
     sources = _source_bytes(moved)
     return {
@@ -124,7 +124,7 @@ def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, A
             "expected": _expected_memory(execution),
         },
         "threads": execution.threads,
-        "io": state.execution.chosen_io._asdict(),
+        "io": dict(zip(("way", "why"), execution.io)),
         "requests": _requests_json(state.execution),
         "uploads": {"at_a_time": uploads, "part_bytes": part_bytes} if part_bytes else None,
         "space": [
@@ -144,7 +144,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
     if summary.ranks:
         spaces = state.space
         write_size, read_size = byte_size(summary.bytes_written), byte_size(sum(moved.read.values()))
-        execution = state.execution.shared(private_bytes())
+        execution = state.execution
         memory, buffers = byte_size(_expected_memory(execution)), byte_size(execution.buffer_bytes)
         parts = f"{state.execution.uploads} parts at a time, of up to {byte_size(state.execution.part_bytes)}"
         uploads = [f"  uploads  {parts}"] if state.execution.part_bytes else []
@@ -156,7 +156,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
             f"  memory   about {memory}, {buffers} of it buffers of {who}",
             *_requests(state.execution),
             *uploads,
-            "  io       {}, {}".format(*state.execution.chosen_io),
+            "  io       {}, {}".format(*execution.io),
             *(_room(space, several=len(spaces) > 1) for space in spaces),
         ]
     else:
@@ -229,33 +229,33 @@ def _room(space: Space, several: bool) -> str:
     return f"  space    {byte_size(space.needed)} needed, {free}" + (f", below {space.place}" if several else "")
 
 
-def _requests_json(execution: ExecutionOptions) -> Optional[dict[str, Any]]:
-    storage = execution.storage
+def _requests_json(budget: Budget) -> Optional[dict[str, Any]]:
+    storage = budget.storage
     if not storage.remote:
         return None
     return {
-        "at_a_time": execution.threads,
-        "most_bytes": execution.block_bytes,
+        "at_a_time": budget.threads,
+        "most_bytes": budget.block_bytes,
         "found": "usual" if storage.round_trip is None else "measured",
         "round_trip": storage.round_trip,
     }
 
 
-def _requests(execution: ExecutionOptions) -> list[str]:
+def _requests(budget: Budget) -> list[str]:
     """A line about requests to a store with round trips; none for local files."""
-    storage = execution.storage
+    storage = budget.storage
     if not storage.remote:
         return []
-    line = f"  requests {execution.threads} at a time, of up to {byte_size(execution.block_bytes)}"
+    line = f"  requests {budget.threads} at a time, of up to {byte_size(budget.block_bytes)}"
     if storage.round_trip is None:
         return [f"{line}, by default: no round trip measured yet"]
     return [f"{line}, of which one took {1000 * storage.round_trip:.1f} ms so far"]
 
 
-def _expected_memory(execution: ExecutionOptions) -> int:
+def _expected_memory(budget: Budget) -> int:
     """Anonymous memory of the conversion in bytes: this process as it is now, its workers, and the buffers."""
-    workers = execution.processes * private_bytes() if execution.processes > 1 else 0
-    return anonymous_bytes() + workers + execution.buffer_bytes
+    workers = budget.processes * private_bytes() if budget.processes > 1 else 0
+    return anonymous_bytes() + workers + budget.buffer_bytes
 
 
 def _draw(prepared: Prepared, moved: Transfers, path: str) -> None:

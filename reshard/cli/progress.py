@@ -9,7 +9,8 @@ import time
 from typing import TYPE_CHECKING, NoReturn, Optional
 
 from reshard.cli.output import say
-from reshard.execute import OWN_THREAD, Progress
+from reshard.execute import Progress
+from reshard.processes import OWN_THREAD
 from reshard.text.messages import byte_size
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from reshard.cli.output import echo_json, exit_different, listener, say
 from reshard.cli.progress import progress_of
 from reshard.cli.strategy_show import strategy_words
 from reshard.convert import usable_cpus
-from reshard.execute import ExecutionOptions
+from reshard.execute import Budget
 from reshard.source_replicas import Differing
 from reshard.source_replicas.strategy_check import StrategyCheck, check_strategy
 from reshard.storage import storage_of
@@ -51,10 +51,10 @@ def strategy_check(strategy: str, path: str, verbose: bool, **typed: Any) -> Non
     opened = typed_strategy(strategy, report)
     filters = Filters(typed["include"], typed["exclude"])
     with FileHandles() as handles:
-        execution = ExecutionOptions(typed["jobs"] or usable_cpus(), typed["max_memory"], storage=storage_of(path))
+        budget = Budget.of(typed["jobs"] or usable_cpus(), typed["max_memory"], storage_of(path))
         progress = progress_of(typed["quiet"], typed["progress"])
         result = check_strategy(
-            opened, path, typed["step"], typed["file_suffix"], filters, handles, execution, progress, report
+            opened, path, typed["step"], typed["file_suffix"], filters, handles, budget, progress, report
         )
     if typed["as_json"]:
         echo_json(_json(result, strategy, path))

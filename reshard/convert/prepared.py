@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
@@ -17,7 +17,8 @@ from reshard.convert.summary import Phases, Summary, totals_of
 from reshard.convert.target_directory import TargetDirectory
 from reshard.convert.writing import State, WriteElsewhere, Writing
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError, UsageError
-from reshard.execute import ExecutionOptions, Progress
+from reshard.execute import Progress
+from reshard.execute.budget import reading_budget, writing_budget
 from reshard.execute.destination import check_apart, check_bucket, check_disjoint, check_space
 from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import CHUNK_BYTES, BoxReader
@@ -25,7 +26,7 @@ from reshard.execute.runs import largest_transposed
 from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of, stage_shardings
 from reshard.forms.ranks.naming import check_prefix
 from reshard.forms.registry import counted_as, form_named
-from reshard.plan.groups import MAX_GROUP, in_flight_files, share_of
+from reshard.plan.groups import share_of
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
@@ -38,12 +39,7 @@ from reshard.source_replicas import (
     compare_replicas,
     hint_of_swap,
 )
-from reshard.storage import storage_of, store_of
-from reshard.storage.costs import LOCAL
 from reshard.text.messages import Report, are, plural, rank_ranges
-
-# Groups of target files written at a time where the store's upload buffers limit memory.
-_GROUPS = 8
 
 
 def transform(
@@ -160,7 +156,9 @@ class Prepared:
                 break
         work = requested if directory is None else tuple(directory.survey())
         sizes = plan.file_bytes(work)
-        return State(plan, self._writing(plan, sizes), requested, sizes, directory)
+        transposed, max_open = largest_transposed(plan.checkpoint), self._handles.limit
+        budget = writing_budget(plan, sizes, max_open, options.jobs, options.max_memory, options.io, transposed)
+        return State(plan, budget, requested, sizes, directory, options.checksum == "crc32")
 
     def _made_plan(self) -> Plan:
         """The plan; a recovery uses only files whose CRC is right, where they record one."""
@@ -189,52 +187,10 @@ class Prepared:
             files = share_of(plan.data_bytes(files), *options.share)
         return files
 
-    def _execution(self, plan: Plan) -> ExecutionOptions:
-        """Options of the byte transfer."""
-        options = self._options
-        example = next(iter(plan.checkpoint.files.values()), None)
-        storage = storage_of(example) if example is not None else LOCAL
-        return ExecutionOptions(
-            options.jobs,
-            options.max_memory,
-            options.io,
-            storage,
-            options.checksum == "crc32",
-            decoded=plan.request.edits.quantisation is not None,
-            transposed=largest_transposed(plan.checkpoint),
-        )
-
-    def _writing(self, plan: Plan, sizes: Mapping[int, int]) -> ExecutionOptions:
-        """Options of the byte transfer for target files of these bytes."""
-        store = store_of(plan.request.dst)
-        execution = self._execution(plan)._replace(target=store.costs(plan.request.dst))
-        part = max(map(store.part_bytes, sizes.values()), default=0)
-        in_flight = in_flight_files(len(sizes), sum(sizes.values()), execution.cpus, execution.threads)
-        if part:
-            together = max(1, min(MAX_GROUP, execution.max_memory // (_GROUPS * 2 * part)))
-        else:
-            # Each thread may open a whole group of targets and its sources: keep below the limit of open files.
-            limit = self._handles.limit // 4
-            together = MAX_GROUP if len(sizes) <= limit else limit // execution.threads
-            together = max(1, min(MAX_GROUP, together))
-        execution = execution._replace(
-            together=together, in_flight=in_flight, part_bytes=part, files=len(sizes), nbytes=sum(sizes.values())
-        )
-        together = max(map(len, plan.reading_groups([*sizes], execution.group_limits)), default=1)
-        execution = execution._replace(together=together)
-        if part and execution.max_memory < execution.least_memory:
-            needed = -(-execution.least_memory // (1 << 20))
-            raise UsageError(
-                f"--max-memory {execution.max_memory:,} bytes: too small for the object store's parts of {part:,} "
-                "bytes, which stay in memory until uploaded",
-                hint=f"pass at least --max-memory {needed}M; some hundred MB are faster",
-            )
-        return execution
-
     def _check_of(self, plan: Plan) -> Check:
         """The function that checks CRCs."""
-        execution = self._execution(plan)
-        return lambda files: damaged_files(files, execution, self._handles, self._report, self._progress)
+        budget = reading_budget(plan, self._options.jobs, self._options.max_memory)
+        return lambda files: damaged_files(files, budget, self._handles, self._report, self._progress)
 
     def carry_out(self, elsewhere: Optional[WriteElsewhere] = None) -> Summary:
         """Write the remaining files, unless it is a dry run.
@@ -255,16 +211,15 @@ class Prepared:
         replicas = self._check_replicas()
         self._check_equal()
         checked = time.monotonic()
-        nbytes, copied, manifest, work = sum(self.state.sizes.values()), 0, None, self.state.work
+        nbytes, manifest, work = sum(self.state.sizes.values()), None, self.state.work
         if not self._options.dry_run:
             writing = Writing(self.state, self._handles, self._report, self._progress, elsewhere)
             nbytes = writing.write()
-            copied, manifest, work = writing.bytes_copied, writing.manifest, writing.work
+            manifest, work = writing.manifest, writing.work
         ended = time.monotonic()
         summary = self._summary(work)
         summary.manifest = manifest
         summary.bytes_written = nbytes
-        summary.bytes_copied = copied
         summary.replicas = replicas
         summary.phases = Phases(self._planned - self._started, checked - self._planned, ended - checked)
         summary.seconds = ended - self._started

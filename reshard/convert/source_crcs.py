@@ -8,7 +8,7 @@ from typing import Callable
 from reshard.checkpoints import CheckpointIndex, FileHandles, unchecked
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import DamagedCheckpointError
-from reshard.execute import ExecutionOptions, Progress
+from reshard.execute import Budget, Progress
 from reshard.forms.registry import counted_as
 from reshard.records import SourceFile, SourceSampler
 from reshard.text.messages import Report, plural, some_names
@@ -68,7 +68,7 @@ class SourceCrcs:
 
 def damaged_files(
     indexes: Sequence[CheckpointIndex],
-    execution: ExecutionOptions,
+    budget: Budget,
     handles: FileHandles,
     report: Report,
     progress: Progress,
@@ -79,7 +79,7 @@ def damaged_files(
 
     progress.begin(sum(index.check_bytes for index in indexes), "checking CRCs")
     try:
-        checks = check_crcs(handles, indexes, execution.threads, execution.block_bytes, progress.wrote)
+        checks = check_crcs(handles, indexes, budget.threads, budget.block_bytes, progress.wrote)
     finally:
         progress.end()
     for note in checks.notes():

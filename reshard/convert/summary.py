@@ -58,7 +58,6 @@ class Summary:
         phases: where the time went.
         seconds: time it took.
         dry_run: nothing was written.
-        bytes_copied: bytes of tensors that the file system copied by itself.
     """
 
     def __init__(self, step: Optional[str]) -> None:
@@ -86,7 +85,6 @@ class Summary:
         self.phases = Phases()
         self.seconds = 0.0
         self.dry_run = False
-        self.bytes_copied = 0
 
     def __repr__(self) -> str:
         """The attributes without lists of names."""

@@ -17,7 +17,7 @@ from typing import Optional
 from reshard.checkpoints.edited import EditedCheckpoint
 from reshard.convert.options import Options
 from reshard.errors import InputError, RetryableError
-from reshard.execute import Destination
+from reshard.execute.destination import Destination
 from reshard.forms.registry import counted_as, form_named, forms_among
 from reshard.forms.target import UNFINISHED, UNFINISHED_CONTENT, FinishingFile, TargetForm
 from reshard.plan.pieces import TargetFile

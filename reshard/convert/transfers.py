@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from reshard.checkpoints import Data
-from reshard.execute import ExecutionOptions
+from reshard.execute import Budget
 from reshard.execute.parts import SharedRows, parts_of
 from reshard.execute.runs import byte_strides, loops_in_source, runs, span_of
 from reshard.layout import intersection, shape_of, volume_of
@@ -49,7 +49,7 @@ class Transfers:
         return sum(self.read.values()) / needed - 1 if needed else 0.0
 
 
-def transfers_of(plan: Plan, work: Sequence[int], execution: ExecutionOptions) -> Transfers:
+def transfers_of(plan: Plan, work: Sequence[int], budget: Budget) -> Transfers:
     """The bytes that a conversion moves for some target files, ascending."""
     transfers = Transfers()
     resharded = []
@@ -69,10 +69,10 @@ def transfers_of(plan: Plan, work: Sequence[int], execution: ExecutionOptions) -
         in_this = in_section(section, together)
         if in_this:
             alike = {kind.tensors[0].name: len(kind.tensors) for kind in plan.kinds_of(section)}
-            for group in plan.groups(in_this, execution.group_limits, alike.keys()):
-                _add_group(transfers, group, alike, execution)
-    for group in plan.groups(alone, execution.group_limits, plan.checkpoint.tensors.keys()):
-        _add_group(transfers, group, dict.fromkeys(plan.checkpoint.tensors, 1), execution)
+            for group in plan.groups(in_this, budget.limits, alike.keys()):
+                _add_group(transfers, group, alike, budget)
+    for group in plan.groups(alone, budget.limits, plan.checkpoint.tensors.keys()):
+        _add_group(transfers, group, dict.fromkeys(plan.checkpoint.tensors, 1), budget)
     for file in resharded:
         for value in plan.values_of(file):
             transfers.taken[value.holder, file] += value.tensor.nbytes
@@ -88,9 +88,7 @@ def _stored_bytes(source: StoredSlice, nbytes: int, item_size: int) -> int:
     return nbytes if source.decoding is None else source.decoding.stored_bytes(nbytes // item_size)
 
 
-def _add_group(
-    transfers: Transfers, group: Sequence[TargetFile], alike: dict[str, int], execution: ExecutionOptions
-) -> None:
+def _add_group(transfers: Transfers, group: Sequence[TargetFile], alike: dict[str, int], budget: Budget) -> None:
     for target in group:
         for tensor in target.tensors:
             for piece in tensor.pieces:
@@ -98,21 +96,21 @@ def _add_group(
                 count = _stored_bytes(piece.source, piece.volume * stored, stored)
                 pair = piece.source.rank, target.rank
                 transfers.taken[pair] += count * alike[tensor.name]
-                transfers.requests[pair] += _covered(piece, tensor, execution).ranges * alike[tensor.name]
-    for part in parts_of(group, execution.threads):
+                transfers.requests[pair] += _covered(piece, tensor, budget).ranges * alike[tensor.name]
+    for part in parts_of(group, budget.threads):
         # A tensor in several shares is counted once, as a whole.
-        for stretch in (share._replace(shares=1).stretch() for share in part if share.number == 0):
-            if stretch.shared is not None:
-                _add_shared(transfers, stretch.shared, alike[stretch.shared.tensors[0].name])
+        for of_members, shared in (share._replace(shares=1).cut() for share in part if share.number == 0):
+            if shared is not None:
+                _add_shared(transfers, shared, alike[shared.tensors[0].name])
                 continue
-            for target, segments in zip(group, stretch.segments):
+            for target, segments in zip(group, of_members):
                 for segment in segments:
                     if isinstance(segment, Data) and segment.start == 0:
                         tensor = target.tensors[segment.tensor]
                         for piece in tensor.pieces:
                             covered = _stored_bytes(
                                 piece.source,
-                                _covered(piece, tensor, execution).nbytes,
+                                _covered(piece, tensor, budget).nbytes,
                                 piece.stored_size(tensor.item_size),
                             )
                             transfers.read[piece.source.rank] += covered * alike[tensor.name]
@@ -137,7 +135,7 @@ class _Covered(NamedTuple):
     ranges: int
 
 
-def _covered(piece: Piece, tensor: TargetTensor, execution: ExecutionOptions) -> _Covered:
+def _covered(piece: Piece, tensor: TargetTensor, budget: Budget) -> _Covered:
     """The ranges of the source that are read for a piece."""
     item_size = piece.stored_size(tensor.item_size)
     counts: Sequence[int] = shape_of(piece.box)
@@ -150,8 +148,8 @@ def _covered(piece: Piece, tensor: TargetTensor, execution: ExecutionOptions) ->
         return _Covered(needed, 1 if needed else 0)
     span = span_of(counts, strides, item_size)
     gap = (span - needed) // (number - 1)
-    if gap <= (_PAGE if execution.mapped else execution.storage.worth_skipping):
+    if gap <= (_PAGE if budget.mapped else budget.storage.worth_skipping):
         return _Covered(span, 1)
-    if not execution.mapped:
+    if not budget.mapped:
         return _Covered(needed, number)
     return _Covered(min(span, number * (-(-needed // number // _PAGE) + 1) * _PAGE), number)

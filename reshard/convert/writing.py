@@ -10,8 +10,9 @@ from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.convert.target_directory import TargetDirectory
-from reshard.execute import ExecutionOptions, Progress, convert
+from reshard.execute import Budget, Progress, convert
 from reshard.execute.destination import Space, space_for
+from reshard.execute.writing import Finish
 from reshard.forms.registry import counted_as
 from reshard.plan.pieces import TargetFile
 from reshard.plan.plan import Plan
@@ -29,17 +30,19 @@ class State(NamedTuple):
 
     Attributes:
         plan: the plan.
-        execution: options of the byte transfer.
+        execution: threads, processes and memory.
         requested: this run's share of the requested target files, ascending.
         sizes: bytes of each file that is not written yet, ascending.
         directory: the records of targets; None without records.
+        checksum: whether a CRC-32 of every target file is computed, and those that files hold.
     """
 
     plan: Plan
-    execution: ExecutionOptions
+    execution: Budget
     requested: tuple[int, ...]
     sizes: Mapping[int, int]
     directory: Optional[TargetDirectory]
+    checksum: bool
 
     @property
     def work(self) -> tuple[int, ...]:
@@ -67,7 +70,6 @@ class Writing:
 
     Attributes:
         manifest: the manifest, if it was written.
-        bytes_copied: bytes of tensors that the file system copied by itself.
         work: target files to write; afterwards those that this run wrote, as another run may have written some.
     """
 
@@ -80,10 +82,10 @@ class Writing:
         elsewhere: Optional[WriteElsewhere] = None,
     ) -> None:
         self.manifest: Optional[str] = None
-        self.bytes_copied = 0
         self.work = state.work
         self._plan = state.plan
         self._execution = state.execution
+        self._checksum = state.checksum
         self._directory = state.directory
         self._handles = handles
         self._report = report
@@ -115,15 +117,14 @@ class Writing:
             self._directory.end()
 
     def _write_here(self, progress: Progress) -> None:
-        groups: Iterable[Sequence[TargetFile]] = self._plan.groups(self.work, self._execution.group_limits)
-        execution, target_of = self._execution, self._plan.target_file
+        groups: Iterable[Sequence[TargetFile]] = self._plan.groups(self.work, self._execution.limits)
+        target_of = self._plan.target_file
         # Files of a later pipeline stage, or of another part of the model, may need NumPy where the first do not.
         samples = {self.work[len(self.work) // 2], self.work[-1]}
-        if self._directory is None:
-            convert(groups, self._handles, execution, progress, target_of=target_of, samples=samples)
-        else:
-            groups, directory = self._directory.missing(groups), self._directory
-            convert(groups, self._handles, execution, progress, directory.finished, target_of, samples)
+        finish: Optional[Finish] = None
+        if self._directory is not None:
+            groups, finish = self._directory.missing(groups), self._directory.finished
+        convert(groups, self._handles, self._execution, progress, finish, self._checksum, target_of, samples)
 
     def _write_elsewhere(self, progress: Progress) -> None:
         directory = self._directory
@@ -148,7 +149,6 @@ class Writing:
             raise
         finally:
             self._progress.end()
-            self.bytes_copied = counted.bytes_copied
             if counted.overflows:
                 count = plural(sum(counted.overflows.values()), "element")
                 self._report.warn(
@@ -163,7 +163,6 @@ class Counted(Progress):
 
     def __init__(self, listener: Progress) -> None:
         self.file_bytes = 0
-        self.bytes_copied = 0
         self.files: set[int] = set()
         self.overflows: Counter[str] = Counter()
         self._listener = listener
@@ -171,11 +170,6 @@ class Counted(Progress):
     def wrote(self, count: int) -> None:
         """Pass on."""
         self._listener.wrote(count)
-
-    def copied(self, count: int) -> None:
-        """Count and pass on."""
-        self.bytes_copied += count
-        self._listener.copied(count)
 
     def committed(self, rank: int, size: int) -> None:
         """Count and pass on."""

@@ -4,9 +4,7 @@ Its input is target files with their pieces. It writes each file once, in order,
 boxes and byte ranges, not layouts.
 """
 
-from reshard.execute.destination import Destination
-from reshard.execute.options import ExecutionOptions, Progress
+from reshard.execute.budget import Budget, Progress
 from reshard.execute.run import convert
-from reshard.processes import OWN_THREAD
 
-__all__ = ["OWN_THREAD", "Destination", "ExecutionOptions", "Progress", "convert"]
+__all__ = ["Budget", "Progress", "convert"]

@@ -15,11 +15,10 @@ from typing import Callable, Optional, Union
 import numpy as np
 
 from reshard.checkpoints.formats.elements import Words
-from reshard.execute.casts import Cast, Overflowed
+from reshard.execute.casts import TILE, Bytes, Cast, Overflowed, as_words, put, word_of
 from reshard.execute.parts import SharedRows
-from reshard.execute.reading import ByteReader
+from reshard.execute.reader import FileReader
 from reshard.execute.runs import byte_strides, is_transposed, loops_in_source, runs, span_of
-from reshard.execute.tiles import TILE, Bytes, as_words, put, word_of
 from reshard.layout import Box, boxes_of_range, inside, intersection, placed, shape_of, volume_of
 from reshard.layout.views import Region
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
@@ -57,7 +56,10 @@ class BlockFiller:
     """
 
     def __init__(
-        self, reader: ByteReader, scratch: memoryview, overflowed: Overflowed = lambda name, count: None
+        self,
+        reader: Union[FileReader, _StageReader],
+        scratch: memoryview,
+        overflowed: Overflowed = lambda name, count: None,
     ) -> None:
         self._reader = reader
         self._overflowed = overflowed
@@ -245,11 +247,12 @@ class BlockFiller:
             if stored is None:
                 continue
             data = self._rows(source, (*stored, *source.box[axis:]), shared.stored_size)
-            for use in uses:
-                common = intersection(use.outer, stored)
+            for member, box in uses:
+                common = intersection(box[:axis], stored)
                 if common is not None:
-                    out = views[use.member][(*inside(common, outer), *use.columns)]
-                    put(data[(*inside(common, stored), *use.stored_columns)], out, cast)
+                    taken = (*common, *box[axis:])
+                    out = views[member][inside(taken, (*outer, *shared.tensors[member].box[axis:]))]
+                    put(data[inside(taken, (*stored, *source.box[axis:]))], out, cast)
         for tensor, view in zip(shared.tensors, views):
             if tensor.added is not None:
                 tensor.added.add((*outer, *tensor.box[axis:]), view)

@@ -6,50 +6,26 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Callable, NamedTuple, Optional
+from typing import Any, Callable, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.files import FileVersion
 from reshard.errors import RetryableError
-from reshard.execute.options import ExecutionOptions
-from reshard.execute.part_writing import PartWriter
-from reshard.execute.parts import Parts
+from reshard.execute.budget import Budget
+from reshard.execute.parts import Parts, PartWriter
 from reshard.execute.reader import BoxReader, Worker
-from reshard.execute.writing import PartDone, TargetWriter
+from reshard.execute.writing import TargetWriter
 from reshard.layout import whole_box
 from reshard.plan.pieces import TargetFile
 from reshard.processes import Crew, Notify
 from reshard.storage.local import WrittenFile
 
-# Bytes that a worker writes before it reports them.
-_REPORTED_BYTES = 8 << 20
-
 TargetOf = Callable[[int], TargetFile]
 """Plans a target file, given its number."""
 
-
-class Member(NamedTuple):
-    """A file of a group, as a request describes it.
-
-    Attributes:
-        rank: its number.
-        open: whether the request has a descriptor of it; a file without one is not written.
-        mapped: whether it is written through maps.
-        copies: whether its file system copies ranges of files.
-    """
-
-    rank: int
-    open: bool
-    mapped: bool
-    copies: bool
-
-
-class PartRequest(NamedTuple):
-    """A part to write: some files, the number of the part, and whether to compute checksums."""
-
-    members: Sequence[Member]
-    number: int
-    checksum: bool
+PartRequest = tuple[Sequence[tuple[int, bool, bool]], int, bool]
+"""Per file its number, whether the request has a descriptor of it, and whether it is written through maps; the number
+of the part, and whether to compute checksums. A file without a descriptor is not written."""
 
 
 class PartProcesses:
@@ -58,17 +34,17 @@ class PartProcesses:
     Args:
         target_of: plans the files.
         handles: open source files.
-        options: options for all processes together.
+        budget: for all processes together.
         sampled: files like those to write.
     """
 
     def __init__(
-        self, target_of: TargetOf, handles: FileHandles, options: ExecutionOptions, sampled: Iterable[TargetFile]
+        self, target_of: TargetOf, handles: FileHandles, budget: Budget, sampled: Iterable[TargetFile]
     ) -> None:
-        serve = PartServer(target_of, handles, options)
+        serve = PartServer(target_of, handles, budget)
         serve.load_for(sampled)
         self._handles = handles
-        self._crew = Crew(options.processes, options.threads // options.processes, serve)
+        self._crew = Crew(budget.processes, budget.threads // budget.processes, serve)
 
     def __enter__(self) -> PartProcesses:
         self._crew.__enter__()
@@ -97,14 +73,14 @@ class PartProcesses:
         with contextlib.ExitStack() as stack:
             descriptors = [stack.enter_context(writer.handed_out()) for writer in writers]
             members = [
-                Member(writer.target.rank, descriptor is not None, writer.mapped, writer.copies)
+                (writer.target.rank, descriptor is not None, writer.mapped)
                 for writer, descriptor in zip(writers, descriptors)
             ]
-            request = PartRequest(members, number, writers[0].checksums is not None)
+            request: PartRequest = (members, number, writers[0].checksums is not None)
             files = [descriptor for descriptor in descriptors if descriptor is not None]
             results, versions = self._crew.call(request, files, notify)
         for writer, result in zip(writers, results):
-            writer.adopt(result)
+            writer.adopt(*result)
         self._handles.see(versions)
 
 
@@ -122,26 +98,26 @@ class _ServingThread(threading.local):
 class PartServer:
     """Writes parts in worker processes.
 
-    It sends these messages before an answer: ``("wrote", bytes)``, ``("copied", bytes)``,
-    ``("overflowed", name, count)``, and ``("last",)`` when no part follows the requested one.
+    It sends these messages before an answer: ``("wrote", bytes)``, ``("overflowed", name, count)``, and ``("last",)``
+    when no part follows the requested one.
 
     Args:
         target_of: plans the files.
         handles: open source files.
-        options: options for all processes together.
+        budget: for all processes together.
     """
 
-    def __init__(self, target_of: TargetOf, handles: FileHandles, options: ExecutionOptions) -> None:
+    def __init__(self, target_of: TargetOf, handles: FileHandles, budget: Budget) -> None:
         self._target_of = target_of
         self._handles = handles
-        self._options = options
+        self._budget = budget
         self._thread = _ServingThread()
-        self._reader = BoxReader(handles, options, lambda *count: self._thread.notify(("overflowed", *count)))
+        self._reader = BoxReader(handles, budget, lambda *count: self._thread.notify(("overflowed", *count)))
 
     def load_for(self, files: Iterable[TargetFile]) -> None:
         """Load NumPy, and ml_dtypes, if files like these need them: else each worker would, and take more memory."""
         worker = self._reader.new_worker()
-        kept = not self._options.through_maps
+        kept = not self._budget.through_maps
         for tensor in itertools.chain.from_iterable(file.tensors for file in files):
             if tensor.nbytes and worker.runs(tensor, whole_box(tensor.shape), kept) is None:
                 _ = worker.filler
@@ -151,15 +127,16 @@ class PartServer:
 
     def __call__(
         self, request: PartRequest, descriptors: Sequence[int], notify: Notify
-    ) -> tuple[list[PartDone], dict[str, FileVersion]]:
+    ) -> tuple[list[Any], dict[str, FileVersion]]:
         """Write a part.
 
         Returns:
-            The results per file, and the versions of source files that were first opened here.
+            The `TargetWriter.result` of each file, and the versions of source files that were first opened here.
         """
+        members, number, checksum = request
         remaining = iter(descriptors)
         with contextlib.ExitStack() as stack:
-            files = [WrittenFile(next(remaining)) if member.open else None for member in request.members]
+            files = [WrittenFile(next(remaining)) if is_open else None for _, is_open, _ in members]
             for file in files:
                 if file is not None:
                     stack.callback(file.close)
@@ -167,63 +144,30 @@ class PartServer:
             thread.notify = notify
             if thread.worker is None:
                 thread.worker = self._reader.new_worker()
-            parts = self._parts([member.rank for member in request.members], request.number)
+            parts = self._parts([rank for rank, _, _ in members], number)
             known_sources = self._handles.seen
-            part, last = parts.take(request.number)
+            part, last = parts.take(number)
             if last:
                 notify(("last",))
             writers = [
-                TargetWriter(target, _finished, request.checksum, file=file, mapped=member.mapped, copies=member.copies)
-                for target, file, member in zip(parts.files, files, request.members)
+                TargetWriter(target, None, checksum, file=file, mapped=mapped)
+                for target, file, (_, _, mapped) in zip(parts.files, files, members)
             ]
             for writer, file in zip(writers, files):
                 if file is None:
                     writer.fail(RetryableError(f"{writer.target.path}: was given up", file=writer.target.path))
             if part is not None:
-                with _WrittenBytes(notify) as counter:
-                    PartWriter(
-                        thread.worker,
-                        self._handles,
-                        lambda: False,
-                        counter.add,
-                        lambda count: notify(("copied", count)),
-                    ).write(part, writers)
-            return [writer.done for writer in writers], self._handles.seen_after(known_sources)
+                counts: list[int] = []
+                PartWriter(thread.worker, lambda: False, counts.append).write(part, writers)
+                # Once per part: a message for each write would take a tenth of its time.
+                notify(("wrote", sum(counts)))
+            return [writer.result for writer in writers], self._handles.seen_after(known_sources)
 
     def _parts(self, ranks: list[int], number: int) -> Parts:
         """The parts of files, from part ``number`` on; parts are cut in order."""
         thread = self._thread
         if thread.parts is None or thread.number >= number or [file.rank for file in thread.parts.files] != ranks:
             files = [self._target_of(rank) for rank in ranks]
-            thread.parts = Parts(files, self._options.threads, alone=False)
+            thread.parts = Parts(files, self._budget.threads, alone=False)
         thread.number = number
         return thread.parts
-
-
-class _WrittenBytes:
-    """Reports written bytes, many at a time."""
-
-    def __init__(self, notify: Notify) -> None:
-        self._notify = notify
-        self._count = 0
-
-    def add(self, count: int) -> None:
-        """``count`` more bytes are written."""
-        self._count += count
-        if self._count >= _REPORTED_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._count:
-            self._notify(("wrote", self._count))
-            self._count = 0
-
-    def __enter__(self) -> _WrittenBytes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._flush()
-
-
-def _finished(*_: object) -> None:
-    """Does nothing: the process that made the files finishes and records them."""

@@ -1,4 +1,4 @@
-"""Cutting the files of a group into parts for threads.
+"""Cutting the files of a group into parts for threads, and writing a part through a buffer per file.
 
 A part is a range of every file of a group, some tens of MiB together, tensor by tensor in file order. Where members
 of the group hold different columns of the same rows, the tensor is marked as shared: its rows are read once for all.
@@ -6,19 +6,24 @@ of the group hold different columns of the same rows, the tensor is marked as sh
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Optional, Union
+from typing import Callable, NamedTuple, Optional, Union
 
 from reshard.checkpoints import Data, Literal
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
-from reshard.layout import Box, inside, shape_of, volume_of
+from reshard.execute.reader import Worker
+from reshard.execute.runs import is_transposed
+from reshard.execute.writing import PartBuffer, TargetWriter
+from reshard.layout import Box, boxes_of_range, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetFile, TargetTensor
-from reshard.threads import cached_property
 
 Segment = Union[Literal, Data]
+Segments = tuple[Sequence[Segment], ...]
+"""Per member of a group the segments of a tensor to write, in file order."""
 
 # Bytes of a part: large enough that threads seldom wait for each other, small enough to divide one file among them.
 MAX_PART_BYTES = 64 << 20
@@ -27,25 +32,13 @@ _PARTS_PER_THREAD = 4
 # A part ends at this fraction of its bytes: shares are equal and seldom fill it exactly.
 _FULL = 0.75
 # Tensors of all files of a part together: each is an object until the part is written.
-MAX_STRETCHES = 4096
+MAX_TENSORS = 4096
 # Shared rows are read whole: members together must take at least this share of them.
 _MIN_SHARE = 0.5
-
-
-class Use(NamedTuple):
-    """Columns of a stored slice that a member takes.
-
-    Attributes:
-        member: its number.
-        outer: the box of the outer dimensions.
-        stored_columns: the columns, as an index into rows of the slice.
-        columns: likewise, of the member.
-    """
-
-    member: int
-    outer: Box
-    stored_columns: tuple[slice, ...]
-    columns: tuple[slice, ...]
+# Minimum bytes that are read to several places in one request: each request costs some microseconds of Python.
+_MIN_SCATTERED = 256 << 10
+# Maximum bytes of decoded or cast elements that are written at a time: they are still in the cache then.
+_MAX_COMPUTED = 2 << 20
 
 
 class SharedRows(NamedTuple):
@@ -59,7 +52,7 @@ class SharedRows(NamedTuple):
         first: first row.
         last: one past the last row.
         row_bytes: bytes of a row, per member.
-        uses: per stored slice, what members take from it.
+        uses: per stored slice, the members that take a box of it.
         dtype: type of the stored elements, if they are cast.
     """
 
@@ -68,7 +61,7 @@ class SharedRows(NamedTuple):
     first: int
     last: int
     row_bytes: tuple[int, ...]
-    uses: tuple[tuple[StoredSlice, tuple[Use, ...]], ...]
+    uses: tuple[tuple[StoredSlice, tuple[tuple[int, Box], ...]], ...]
     dtype: Optional[str] = None
 
     @property
@@ -76,66 +69,35 @@ class SharedRows(NamedTuple):
         """Bytes of an element in the source."""
         return self.tensors[0].item_size if self.dtype is None else ITEM_SIZES[self.dtype]
 
-    @property
-    def outer_shape(self) -> tuple[int, ...]:
-        """Elements per outer dimension."""
-        return shape_of(self.outer)
 
-
-class Stretch(NamedTuple):
-    """A tensor in every file of the group, or a share of it.
-
-    Attributes:
-        segments: per member, the segments to write, in file order.
-        shared: rows to read once for all members, instead of the data in ``segments``.
-    """
-
-    segments: tuple[Sequence[Segment], ...]
-    shared: Optional[SharedRows] = None
-
-
-class CutTensor:
-    """A tensor in every file of a group; what its shares have in common is looked up once, at the first use.
+class TensorShare(NamedTuple):
+    """One of several equal shares of a tensor in every file of a group; small tensors have one.
 
     Attributes:
         group: the files.
-        segments: per member, the segments of the tensor, in file order.
-    """
-
-    def __init__(self, group: Sequence[TargetFile], segments: tuple[Sequence[Segment], ...]) -> None:
-        self.group = group
-        self.segments = segments
-
-    @cached_property
-    def shared(self) -> Optional[SharedRows]:
-        """Its rows that members share."""
-        return _shared_rows(self.group, self.segments)
-
-
-class TensorShare(NamedTuple):
-    """One of several equal shares of a tensor; small tensors have one.
-
-    Attributes:
-        tensor: the tensor.
+        segments: of the whole tensor.
+        find_shared: returns the rows of the whole tensor that members share; None where they share none.
         number: of the share.
         shares: number of shares.
     """
 
-    tensor: CutTensor
+    group: Sequence[TargetFile]
+    segments: Segments
+    find_shared: Callable[[], Optional[SharedRows]]
     number: int
     shares: int
 
-    def stretch(self) -> Stretch:
-        """The elements of the share, and where they come from."""
-        group, segments, shared = self.tensor.group, self.tensor.segments, self.tensor.shared
+    def cut(self) -> tuple[Segments, Optional[SharedRows]]:
+        """The segments of the share, and rows to read once for all members instead of the data in the segments."""
+        shared = self.find_shared()
         if self.shares == 1:
-            return Stretch(segments, shared)
+            return self.segments, shared
         if shared is None:
-            units = tuple(map(_unit_of, group, segments, itertools.repeat(self.shares)))
+            units = tuple(map(_unit_of, self.group, self.segments, itertools.repeat(self.shares)))
         else:
             first, last = self._part_of(shared.last)
             shared, units = shared._replace(first=first, last=last), shared.row_bytes
-        return Stretch(tuple(map(self._cut, segments, units)), shared)
+        return tuple(map(self._cut, self.segments, units)), shared
 
     def _part_of(self, count: int) -> tuple[int, int]:
         """The first of ``count`` units that are in this share, and the one behind the last."""
@@ -176,11 +138,11 @@ def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[list[TensorS
     any_part = False
     for segments, nbytes in _tensors_of(group):
         count = max(1, round(nbytes / part_bytes))
-        tensor = CutTensor(group, segments)
+        find_shared = functools.cache(functools.partial(_shared_rows, group, segments))
         for number in range(count):
-            part.append(TensorShare(tensor, number, count))
+            part.append(TensorShare(group, segments, find_shared, number, count))
             size += nbytes // count
-            if size >= _FULL * part_bytes or len(part) * len(group) >= MAX_STRETCHES:
+            if size >= _FULL * part_bytes or len(part) * len(group) >= MAX_TENSORS:
                 yield part
                 part, size, any_part = [], 0, True
     if part or not any_part:
@@ -281,21 +243,7 @@ def _shared_rows(group: Sequence[TargetFile], segments: Sequence[Sequence[Segmen
     outer = first.box[:axis]
     rows = volume_of(outer)
     row_bytes = tuple(tensor.nbytes // rows for tensor in tensors)
-    uses_of_sources = tuple(
-        (
-            source,
-            tuple(
-                Use(
-                    member,
-                    box[:axis],
-                    inside(box[axis:], source.box[axis:]),
-                    inside(box[axis:], tensors[member].box[axis:]),
-                )
-                for member, box in boxes
-            ),
-        )
-        for source, boxes in uses.items()
-    )
+    uses_of_sources = tuple((source, tuple(boxes)) for source, boxes in uses.items())
     return SharedRows(tensors, outer, 0, rows, row_bytes, uses_of_sources, types.pop())
 
 
@@ -312,9 +260,9 @@ class Parts:
         self.files = files
         self._alone = alone
         self._lock = threading.Lock()
-        self._remaining = parts_of(files, threads)
-        self._next: Optional[list[TensorShare]] = next(self._remaining)
-        self._number = 0
+        self._remaining = enumerate(parts_of(files, threads))
+        # Before the first: nothing is cut where worker processes do it.
+        self._next: Optional[tuple[int, list[TensorShare]]] = (-1, [])
         self._skipped: dict[int, list[TensorShare]] = {}
 
     def take(self, number: int) -> tuple[Optional[list[TensorShare]], bool]:
@@ -323,10 +271,121 @@ class Parts:
             if number in self._skipped:
                 return self._skipped.pop(number), False
             while self._next is not None:
-                part, self._next = self._next, next(self._remaining, None)
-                self._number += 1
-                if self._number > number:
+                (place, part), self._next = self._next, next(self._remaining, None)
+                if place == number:
                     return part, self._next is None
                 if self._alone:
-                    self._skipped[self._number - 1] = part
+                    self._skipped[place] = part
             return None, True
+
+
+class PartWriter:
+    """Writes parts.
+
+    Args:
+        worker: reads the tensors.
+        stopped: returns whether to stop in the middle of a part, which is then incomplete.
+        wrote: counts bytes of tensors that are done.
+    """
+
+    def __init__(self, worker: Worker, stopped: Callable[[], bool], wrote: Callable[[int], None]) -> None:
+        self._worker = worker
+        self._stopped = stopped
+        self._wrote = wrote
+
+    def write(self, part: Sequence[TensorShare], writers: Sequence[TargetWriter]) -> None:
+        """Write a part, given a writer per file.
+
+        Raises:
+            UnwritableError: a file cannot be written, and no other could.
+            ReshardError: a source file cannot be read.
+        """
+        block = self._worker.block
+        size = len(block) // len(writers)
+        buffers = [
+            PartBuffer(block[number * size : (number + 1) * size], writer) for number, writer in enumerate(writers)
+        ]
+        for share in part:
+            of_members, shared = share.cut()
+            if shared is None:
+                for buffer, writer, segments in zip(buffers, writers, of_members):
+                    self._write_alone(segments, writer.target.tensors, buffer)
+            else:
+                for buffer, segments in zip(buffers, of_members):
+                    for segment in segments:
+                        buffer.expect(segment.offset)
+                        if isinstance(segment, Literal):
+                            buffer.put(segment.data)
+                self._write_shared(shared, buffers)
+            if self._stopped():
+                return
+        for buffer in buffers:
+            buffer.flush()
+
+    def _write_alone(self, segments: Sequence[Segment], tensors: Sequence[TargetTensor], buffer: PartBuffer) -> None:
+        for segment in segments:
+            buffer.expect(segment.offset)
+            if isinstance(segment, Literal):
+                buffer.put(segment.data)
+                continue
+            tensor = tensors[segment.tensor]
+            first, last = segment.start // tensor.item_size, segment.stop // tensor.item_size
+            if is_transposed(tensor):
+                self._write_transposed(tensor, first, last, buffer)
+                continue
+            computed = all(
+                piece.region is None and (piece.source.decoding is not None or piece.dtype is not None)
+                for piece in tensor.pieces
+            )
+            step = min(buffer.size, _MAX_COMPUTED if computed else self._most_at_a_time(tensor, first, last))
+            most = max(1, step // tensor.item_size)
+            for box in boxes_of_range(tensor.shape, first, last, most):
+                if self._stopped():
+                    return
+                count = volume_of(box) * tensor.item_size
+                self._worker.fill(tensor, box, buffer.reserve(count))
+                if computed or buffer.pending >= step:
+                    buffer.flush()
+                self._wrote(count)
+
+    def _most_at_a_time(self, tensor: TargetTensor, first: int, last: int) -> int:
+        """Maximum bytes of elements to read before they are written: runs are still in the cache then."""
+        most = self._worker.copied_bytes
+        for box in boxes_of_range(tensor.shape, first, last, last - first):
+            runs = self._worker.runs(tensor, box)
+            if runs is None:
+                return len(self._worker.block)
+            most = max(most, _MIN_SCATTERED * sum(run.number > 1 for run in runs))
+        return most
+
+    def _write_transposed(self, tensor: TargetTensor, first: int, last: int, buffer: PartBuffer) -> None:
+        """Write elements while they are in the cache."""
+        for box in boxes_of_range(tensor.shape, first, last, last - first):
+            for part, fill in self._worker.filler.steps(tensor, box, buffer.size):
+                if self._stopped():
+                    return
+                count = volume_of(part) * tensor.item_size
+                fill(buffer.reserve(count))
+                buffer.flush()
+                self._wrote(count)
+
+    def _write_shared(self, shared: SharedRows, buffers: Sequence[PartBuffer]) -> None:
+        if shared.first == shared.last:
+            return
+        most = min(
+            self._worker.filler.most_shared_rows(shared),
+            *(buffer.size // row for buffer, row in zip(buffers, shared.row_bytes)),
+        )
+        if most < 1:
+            # A row of all members does not fit the buffers: write each member alone.
+            for tensor, row, buffer in zip(shared.tensors, shared.row_bytes, buffers):
+                data = Data(buffer.position, 0, shared.first * row, shared.last * row)
+                self._write_alone([data], (tensor,), buffer)
+            return
+        for rows in boxes_of_range(shape_of(shared.outer), shared.first, shared.last, most):
+            if self._stopped():
+                return
+            count = volume_of(rows)
+            rooms = [buffer.reserve(count * row) for buffer, row in zip(buffers, shared.row_bytes)]
+            self._worker.filler.fill_shared(shared, rows, rooms)
+            self._wrote(sum(len(room) for room in rooms))

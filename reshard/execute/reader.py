@@ -2,23 +2,31 @@
 
 Executor, opened checkpoints, statistics and comparisons of replicas read through a `BoxReader`, and through `in_order`
 where threads read ahead. Only verification has its own reader.
+
+Explicit reads are the default: a file that shrinks while it is read is an error, while a process that has it mapped is
+killed; and no page fault costs a round trip. Memory maps are for files that no process writes to.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 from reshard.checkpoints import FileHandles
-from reshard.execute.options import ExecutionOptions
-from reshard.execute.reading import FileReader, make_reader, new_buffer
-from reshard.execute.runs import Run, runs_of_box
+from reshard.checkpoints.formats.tensors import file_ranges
+from reshard.errors import ReshardError, RetryableError, is_read_only
+from reshard.execute.budget import MIN_DECODING_BYTES, MIN_PIECE, Budget
+from reshard.execute.runs import NEVER, Run, runs_of_box
 from reshard.layout import Box, boxes_of_range, placed, shape_of, volume_of
-from reshard.plan.pieces import TargetTensor
+from reshard.plan.pieces import StoredSlice, TargetTensor
+from reshard.storage import between, cut_short, fill, reading_error, scatter
+from reshard.storage.costs import LOCAL, Storage
 from reshard.threads import cached_property, renew_in_children, thread_pool, wait_for
 
 if TYPE_CHECKING:
@@ -38,14 +46,220 @@ _MIN_CHUNK_BYTES = 1 << 20
 _CACHED_BYTES = 1 << 20
 # Pieces whose places are used once must be longer by this factor: a place costs 0.1 microseconds.
 _NEW_PLACES = 4
+# Bytes read through maps of all threads before their pages are released, so that resident memory stays flat.
+_RELEASE_AFTER = 64 << 20
+_MIN_RELEASED = 4 << 20
+# Bytes that a page fault brings in around the bytes that are read.
+_AROUND = 64 << 10
+_MAX_MAPS = 64
+_MAX_WINDOWS = 32
+_MAX_REMOTE_WINDOWS = 256
+# Minimum size of windows where many threads share little memory.
+_MIN_WINDOW = 256 << 10
+# Minimum size of windows on remote storage where many files are read in turns, as when they are joined.
+_MIN_REMOTE_WINDOW = 4 << 10
+
+
+def new_buffer(nbytes: int) -> memoryview:
+    """A buffer that is filled from files and written to files.
+
+    It begins with a page: the kernel copies up to three times slower where the target begins a few bytes behind the
+    source, counted within a page. NumPy's memory begins 16 bytes behind a page, bytes of files often at one.
+    """
+    # Private: a process that forks must not share it with its child.
+    return memoryview(mmap.mmap(-1, max(1, nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:nbytes]
+
+
+class FileReader:
+    """Reads elements of stored slices, counted in bytes from the slice's first; those of quantised tensors are decoded.
+
+    For one thread. Each read is a request. Small tensors are close together in files, and a request costs as much as
+    copying many of them: small reads are copied from cached windows of the file. Where more files are read in turns
+    than windows fit the memory, windows are smaller.
+
+    Args:
+        handles: open source files.
+        storage: storage of the files.
+        window_bytes: memory for windows; one window is always cached.
+        max_maps: maximum number of mapped files, each with a descriptor; without maps, NumPy gathers strided elements
+            from buffers, into which the gaps are read, too.
+        release_after: bytes read through maps before their pages are released.
+        decoding_bytes: memory for decoding, at least `MIN_DECODING_BYTES`.
+        overflowed: counts elements that became infinite where they are decoded.
+
+    Attributes:
+        worth_skipping: bytes whose reading costs as much as a request; longer gaps are skipped.
+    """
+
+    def __init__(
+        self,
+        handles: FileHandles,
+        storage: Storage = LOCAL,
+        window_bytes: int = 1 << 20,
+        max_maps: int = 0,
+        release_after: int = _RELEASE_AFTER,
+        decoding_bytes: int = 0,
+        overflowed: Overflowed = lambda name, count: None,
+    ) -> None:
+        self.worth_skipping = storage.worth_skipping
+        self._min_piece = NEVER if storage.remote or max_maps else MIN_PIECE
+        self._handles = handles
+        self._window_size = min(storage.window, max(_MIN_WINDOW, window_bytes))
+        self._small = min(storage.small, self._window_size)
+        self._smallest = _MIN_REMOTE_WINDOW if storage.remote else self._window_size
+        self._window_bytes = window_bytes
+        # By file, size of windows, and number of the window in the file.
+        self._windows: OrderedDict[tuple[str, int, int], bytes] = OrderedDict()
+        self._cached_bytes = 0
+        # Files of the last small reads: a window of each should be cached.
+        self._max_windows = _MAX_REMOTE_WINDOWS if storage.remote else _MAX_WINDOWS
+        self._files: deque[str] = deque(maxlen=self._max_windows)
+        # Least recently used first.
+        self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
+        self._max_maps = min(_MAX_MAPS, max_maps)
+        self._release_after = release_after
+        self._mapped_bytes = 0
+        # Takes no memory until it is used. The rest is for scales.
+        self._decoding_memory = new_buffer(max(decoding_bytes, MIN_DECODING_BYTES) // 3 * 2)
+        self._overflowed = overflowed
+
+    def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes of elements from ``start`` on.
+
+        Raises:
+            RetryableError: the file vanished, shrank or cannot be read.
+        """
+        decoding = source.decoding
+        if decoding is None:
+            self.scatter(source, start, [out], len(out))
+            return
+        overflowed = decoding.read_into(self._read_stored, source, start, out, self._decoding_memory)
+        if overflowed:
+            self._overflowed(decoding.name, overflowed)
+
+    def _read_stored(self, source: StoredSlice, start: int, out: memoryview) -> None:
+        self.scatter(source, start, [out], len(out))
+
+    def min_piece(self, source: StoredSlice) -> int:
+        """The minimum bytes of a place for which `scatter` is fast: only local files have it."""
+        as_stored = source.decoding is None and self._handles.as_stored(source.path)
+        return self._min_piece if as_stored else NEVER
+
+    def scatter(self, source: StoredSlice, start: int, outs: Sequence[memoryview], nbytes: int) -> None:
+        """As `read_into`, several buffers one after the other, of ``nbytes`` together; nothing is decoded."""
+        first = 0
+        for offset, length in file_ranges(source.extents, start, nbytes):
+            parts = outs if length == nbytes else between(outs, first, first + length)
+            if length > self._small or not self._read_small(source, offset, parts, length):
+                self._read(source, offset, parts, length)
+            first += length
+
+    def _read_small(self, source: StoredSlice, offset: int, outs: Sequence[memoryview], nbytes: int) -> bool:
+        """Fill buffers from a window; False if the bytes are not in one window."""
+        self._files.append(source.path)
+        size = self._size_of_windows(nbytes)
+        number, inside = divmod(offset, size)
+        if inside + nbytes > size:
+            return False
+        key = (source.path, size, number)
+        window = self._windows.get(key)
+        if window is None:
+            try:
+                with self._handles.borrow(source.path) as file:
+                    window = file.read(number * size, size)
+            except OSError as error:
+                raise unreadable(source, error) from error
+            self._windows[key] = window
+            self._cached_bytes += len(window)
+            while len(self._windows) > 1 and (
+                self._cached_bytes > self._window_bytes or len(self._windows) > self._max_windows
+            ):
+                _, dropped = self._windows.popitem(last=False)
+                self._cached_bytes -= len(dropped)
+        if inside + nbytes > len(window):
+            return False
+        for out in outs:
+            out[:] = window[inside : inside + len(out)]
+            inside += len(out)
+        return True
+
+    def _size_of_windows(self, min_size: int) -> int:
+        """Bytes of a window: where files are read in turns, a window of each must fit the memory to be reused."""
+        size = self._window_size
+        files = len(set(self._files))
+        while files * size > self._window_bytes and size // 2 >= max(min_size, self._smallest):
+            size //= 2
+        return size
+
+    def _read(self, source: StoredSlice, offset: int, outs: Sequence[memoryview], nbytes: int) -> None:
+        try:
+            with self._handles.borrow(source.path) as file:
+                if len(outs) == 1:
+                    fill(file, offset, outs[0], source.rank)
+                else:
+                    scatter(file, offset, outs, nbytes, source.rank)
+        except OSError as error:
+            raise unreadable(source, error) from error
+
+    def view(self, source: StoredSlice, start: int, length: int) -> Optional[memoryview]:
+        """The bytes in a memory map, or None where they have to be read.
+
+        A contiguous run is never viewed: it is copied once in both ways, and a read avoids page faults.
+        """
+        if not self._max_maps or source.decoding is not None:
+            return None
+        ranges = list(file_ranges(source.extents, start, length))
+        mapped = self._map_of(source) if len(ranges) == 1 else None
+        if mapped is None:
+            return None
+        offset = ranges[0][0]
+        if offset + length > len(mapped):
+            raise cut_short(source.path, source.rank)
+        self._mapped_bytes += length + _AROUND
+        if self._mapped_bytes >= self._release_after:
+            for each in self._maps.values():
+                each.madvise(mmap.MADV_DONTNEED)
+            self._mapped_bytes = 0
+        return memoryview(mapped)[offset : offset + length]
+
+    def _map_of(self, source: StoredSlice) -> Optional[mmap.mmap]:
+        """The map of a file, or None if it cannot be mapped."""
+        mapped = self._maps.get(source.path)
+        if mapped is not None:
+            self._maps.move_to_end(source.path)
+            return mapped
+        try:
+            with self._handles.borrow(source.path) as file:
+                if file.descriptor is None:
+                    return None
+                mapped = mmap.mmap(file.descriptor, 0, prot=mmap.PROT_READ)
+        except OSError as error:
+            # Too many descriptors or maps, or a file system without maps: the file can still be read.
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENODEV):
+                return None
+            raise unreadable(source, error) from error
+        except ValueError as error:
+            raise cut_short(source.path, source.rank) from error
+        self._maps[source.path] = mapped
+        if len(self._maps) > self._max_maps:
+            # Unmapped when its last array is deleted.
+            self._maps.popitem(last=False)
+        return mapped
+
+
+def unreadable(source: StoredSlice, error: Exception) -> ReshardError:
+    """The error for a file that can no longer be read."""
+    if isinstance(error, OSError) and is_read_only(error):
+        return reading_error(source.path, error)
+    return RetryableError(f"{source.path}: cannot be read: {error}", file=source.path, rank=source.rank)
 
 
 class Worker:
-    """Reads, for one thread at a time.
+    """Reads boxes, in one thread.
 
     Args:
-        reader: reads stored bytes.
-        options: memory and storage.
+        reader: reads stored elements.
+        budget: memory and storage.
         overflowed: counts elements that a cast made infinite.
 
     Attributes:
@@ -54,11 +268,10 @@ class Worker:
             are still in the cache when they are written.
     """
 
-    def __init__(self, reader: FileReader, options: ExecutionOptions, overflowed: Overflowed) -> None:
+    def __init__(self, reader: FileReader, budget: Budget, overflowed: Overflowed) -> None:
         # Unused parts of these buffers are never touched, so they take no memory.
-        self._scratch, self.block = map(new_buffer, (options.scratch_bytes, options.block_bytes))
-        local = not (options.storage.remote or options.target.remote)
-        self.copied_bytes = min(options.block_bytes, _CACHED_BYTES) if local else options.block_bytes
+        self._scratch, self.block = map(new_buffer, (budget.scratch_bytes, budget.block_bytes))
+        self.copied_bytes = budget.block_bytes if budget.remote else min(budget.block_bytes, _CACHED_BYTES)
         self._reader = reader
         self._overflowed = overflowed
         # Places of the last runs in the block.
@@ -111,25 +324,20 @@ class BoxReader:
 
     Args:
         handles: open source files.
-        options: CPUs, memory and storage.
+        budget: memory and storage.
         overflowed: counts elements that a cast made infinite; called by several threads.
-        threads: maximum number of threads that read at a time; by default that of the options.
-
-    Attributes:
-        threads: maximum number of threads that read at a time.
-        options: the options.
-        overflowed: counts elements that a cast made infinite.
+        threads: maximum number of threads that read at a time; by default that of the budget.
     """
 
     def __init__(
         self,
         handles: FileHandles,
-        options: ExecutionOptions,
+        budget: Budget,
         overflowed: Overflowed = lambda name, count: None,
         threads: Optional[int] = None,
     ) -> None:
-        self.threads = threads or options.threads
-        self.options = options
+        self.threads = threads or budget.threads
+        self.budget = budget
         self._handles = handles
         self.overflowed = overflowed
         self.renew()
@@ -172,26 +380,20 @@ class BoxReader:
 
     def new_worker(self) -> Worker:
         """A worker for the caller alone."""
-        options = self.options
-        maps = max(1, self._handles.limit // (4 * options.threads))
-        reader = make_reader(
-            options.storage,
-            options.mapped,
+        budget = self.budget
+        reader = FileReader(
             self._handles,
-            options.window_bytes,
-            maps,
-            options.threads,
+            budget.storage,
+            budget.window_bytes,
+            max(1, self._handles.limit // (4 * budget.threads)) if budget.mapped else 0,
+            max(_MIN_RELEASED, _RELEASE_AFTER // budget.threads),
+            budget.decoding_bytes,
             self._count_overflow,
-            options.decoding_bytes,
         )
-        return Worker(reader, options, self._count_overflow)
+        return Worker(reader, budget, self._count_overflow)
 
     def _count_overflow(self, name: str, count: int) -> None:
         self.overflowed(name, count)
-
-    def share(self, processes: int) -> None:
-        """Divide the memory among copies of this reader in several processes."""
-        self.options = self.options._replace(jobs=processes, processes=processes)
 
     def read(self, tensor: TargetTensor, box: Box, out: memoryview) -> None:
         """Fill ``out`` with the bytes of a box, in C order; by several threads where it is large.

@@ -2,7 +2,7 @@
 
 Target files are planned a group at a time and cut into parts of some tens of MiB. Threads take the parts from a
 `Schedule`. Each thread writes its parts itself, or has a worker process write them where several cores share the work
-(`processes`, `part_server`). Workers are copies of this process: they plan and cut the same files again, and receive
+(`part_server`). Workers are copies of this process: they plan and cut the same files again, and receive
 only numbers and descriptors. This process creates, flushes, records and renames the files; the thread that finishes
 the last part of a file commits it.
 
@@ -22,21 +22,19 @@ from typing import TYPE_CHECKING, Callable, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import ReshardError, RetryableError, TargetError, UnwritableError
-from reshard.execute.options import ExecutionOptions, Progress
-from reshard.execute.part_writing import PartWriter
+from reshard.execute.budget import Budget, Progress
+from reshard.execute.part_server import PartProcesses, TargetOf
+from reshard.execute.parts import Parts, PartWriter
 from reshard.execute.reader import BoxReader
-from reshard.execute.schedule import Schedule, Task
 from reshard.execute.writing import Finish, TargetWriter
 from reshard.plan.pieces import TargetFile
-from reshard.processes import LostWorkerError, may_fork, private_bytes
+from reshard.processes import LostWorkerError, may_fork
 from reshard.storage import Sending
 from reshard.text.messages import plural
 from reshard.threads import wait_for
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
-
-    from reshard.execute.part_server import PartProcesses, TargetOf
 
 # The run ends at this number of failed files: their common cause will fail the others, too.
 _MAX_FAILURES = 8
@@ -45,9 +43,10 @@ _MAX_FAILURES = 8
 def convert(
     groups: Iterable[Sequence[TargetFile]],
     handles: FileHandles,
-    options: ExecutionOptions,
+    budget: Budget,
     progress: Progress,
-    finish: Finish = lambda target, status, crc: None,
+    finish: Optional[Finish] = None,
+    checksum: bool = False,
     target_of: Optional[TargetOf] = None,
     samples: Iterable[int] = (),
 ) -> None:
@@ -58,9 +57,10 @@ def convert(
     Args:
         groups: target files; those of a group read the same rows. Taken lazily.
         handles: open source files.
-        options: CPUs, memory and storage.
+        budget: threads, processes and memory.
         progress: counts bytes written and files committed.
         finish: called for a file whose bytes are on disk, before it gets its name.
+        checksum: compute a CRC-32 of every target file, and those that files hold.
         target_of: plans the same files again, in worker processes; without it there are none.
         samples: numbers of files that may need other modules than the first group; workers share what they need.
 
@@ -74,16 +74,113 @@ def convert(
     groups = itertools.chain(first, groups)
     with contextlib.ExitStack() as stack:
         processes = None
-        if target_of is not None and may_fork():
-            options = options.shared(private_bytes())
-            if options.processes > 1:
-                # Imported late: a small rank is written by this process alone.
-                from reshard.execute.part_server import PartProcesses
+        if target_of is not None and budget.processes > 1 and may_fork():
+            others = set(samples).difference(target.rank for target in itertools.chain(*first))
+            sampled = itertools.chain(*first, map(target_of, others))
+            processes = stack.enter_context(PartProcesses(target_of, handles, budget, sampled))
+        _Execution(groups, handles, budget, progress, finish, checksum, processes).run()
 
-                others = set(samples).difference(target.rank for target in itertools.chain(*first))
-                sampled = itertools.chain(*first, map(target_of, others))
-                processes = stack.enter_context(PartProcesses(target_of, handles, options, sampled))
-        _Execution(groups, handles, options, progress, finish, processes).run()
+
+class FileGroup:
+    """Target files that are written together, and their parts.
+
+    Attributes:
+        writers: of the files.
+        parts: of the files.
+        begun: number of parts that threads have begun.
+        done: number of parts that are done.
+        complete: whether no more parts are begun.
+        threads: number of threads that write parts.
+    """
+
+    def __init__(self, files: Sequence[TargetFile], threads: int, writers: Sequence[TargetWriter]):
+        self.writers = writers
+        self.parts = Parts(files, threads, alone=True)
+        self.begun = self.done = self.threads = 0
+        self.complete = False
+
+
+class Schedule:
+    """The parts of all groups, for all threads.
+
+    Each thread begins a group of its own while there are enough: the kernel locks a file during each write, so two
+    threads that write to one file wait for each other. Later threads join the open group with the fewest threads.
+
+    Args:
+        groups: groups of target files, planned one by one as they are begun.
+        threads: number of threads; the last file is cut so that all of them can help.
+        beside: number of files that may be in writing when a thread begins another group, instead of joining one.
+        writer_of: makes the writer of a file.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Sequence[TargetFile]],
+        threads: int,
+        beside: int,
+        writer_of: Callable[[TargetFile], TargetWriter],
+    ) -> None:
+        self._beside = beside
+        self._threads = threads
+        self._writer_of = writer_of
+        self._groups = iter(groups)
+        self._lock = threading.Lock()
+        self._open: list[FileGroup] = []
+        self._group_of: dict[int, FileGroup] = {}
+        self._uncommitted: set[TargetWriter] = set()
+
+    def next(self) -> Optional[tuple[FileGroup, int]]:
+        """The group and number of the calling thread's next part, which may not exist; None when all are begun.
+
+        Raises:
+            ReshardError: planning the next group failed.
+        """
+        thread = threading.get_ident()
+        with self._lock:
+            group = self._group_of.get(thread)
+            if group is None or group not in self._open:
+                group = self._begin() or min(self._open, key=lambda candidate: candidate.threads, default=None)
+                if group is None:
+                    return None
+                group.threads += 1
+                self._group_of[thread] = group
+            group.begun += 1
+            return group, group.begun - 1
+
+    def close(self, group: FileGroup) -> None:
+        """Begin no more parts of a group: there are no more, or its files cannot be finished."""
+        with self._lock:
+            group.complete = True
+            if group in self._open:
+                self._open.remove(group)
+
+    def part_done(self, group: FileGroup) -> bool:
+        """A part of a group is done; returns whether it was the last."""
+        with self._lock:
+            group.done += 1
+            return group.complete and group.done == group.begun
+
+    def committed(self, writer: TargetWriter) -> None:
+        """A file has its final name."""
+        with self._lock:
+            self._uncommitted.discard(writer)
+
+    def unfinished(self) -> list[TargetWriter]:
+        """Writers of files that were begun and not committed."""
+        with self._lock:
+            return list(self._uncommitted)
+
+    def _begin(self) -> Optional[FileGroup]:
+        if self._open and len(self._uncommitted) > self._beside:
+            # A kill loses the files that are being written.
+            return None
+        files = next(self._groups, None)
+        if files is None:
+            return None
+        group = FileGroup(files, self._threads, [self._writer_of(target) for target in files])
+        self._open.append(group)
+        self._uncommitted.update(group.writers)
+        return group
 
 
 class _Execution:
@@ -91,21 +188,22 @@ class _Execution:
         self,
         groups: Iterable[Sequence[TargetFile]],
         handles: FileHandles,
-        options: ExecutionOptions,
+        budget: Budget,
         progress: Progress,
-        finish: Finish,
+        finish: Optional[Finish],
+        checksum: bool,
         processes: Optional[PartProcesses],
     ) -> None:
         self._finish = finish
+        self._checksum = checksum
         self._processes = processes
-        self._sending = Sending(options.uploads) if options.uploads else None
+        self._sending = Sending(budget.uploads) if budget.uploads else None
         self._commits: list[Future[None]] = []
-        self._schedule = Schedule(
-            groups, options.threads, max(0, options.in_flight - options.together), self._writer_of
-        )
+        limits = budget.limits
+        self._schedule = Schedule(groups, budget.threads, max(0, limits.in_flight - limits.most), self._writer_of)
         self._handles = handles
-        self._options = options
-        self._reader = BoxReader(handles, options, self._overflowed)
+        self._budget = budget
+        self._reader = BoxReader(handles, budget, self._overflowed)
         self._progress = progress
         # When set, no more parts are begun and no more files committed.
         self._stop = threading.Event()
@@ -121,7 +219,7 @@ class _Execution:
         """Start the threads and wait until all files are written, or the run failed."""
         threads = [
             threading.Thread(target=self._work, name=f"reshard-{number}", daemon=True)
-            for number in range(self._options.threads)
+            for number in range(self._budget.threads)
         ]
         try:
             for thread in threads:
@@ -156,10 +254,7 @@ class _Execution:
                 write = self._write_in_worker
                 if self._processes is None:
                     worker = stack.enter_context(self._reader.worker())
-                    write = partial(
-                        self._write_here,
-                        PartWriter(worker, self._handles, self._stop.is_set, self._wrote, self._copied),
-                    )
+                    write = partial(self._write_here, PartWriter(worker, self._stop.is_set, self._wrote))
                 self._write_parts(write)
         except BaseException as error:
             self._fail(error)
@@ -177,36 +272,37 @@ class _Execution:
             with contextlib.suppress(queue.Empty):
                 self._wake.get(timeout=0.2)
 
-    def _write_parts(self, write: Callable[[Task], None]) -> None:
+    def _write_parts(self, write: Callable[[FileGroup, int], None]) -> None:
         while not self._stop.is_set():
-            task = self._schedule.next()
-            if task is None:
+            following = self._schedule.next()
+            if following is None:
                 break
-            writers = task.group.writers
+            group, number = following
             try:
-                write(task)
+                write(group, number)
             except UnwritableError:
                 raise
             except RetryableError as error:
                 # A source file cannot be read: files that do not need it can still be finished.
-                self._schedule.close(task.group)
-                for writer in writers:
+                self._schedule.close(group)
+                for writer in group.writers:
                     writer.fail(error)
-            for writer in writers:
-                if writer.part_done() or writer.error is not None:
+            last = self._schedule.part_done(group)
+            for writer in group.writers:
+                if last or writer.error is not None:
                     self._commit_soon(writer)
         wait_for(self._commits)
 
-    def _write_here(self, parts: PartWriter, task: Task) -> None:
-        part, last = task.group.parts.take(task.number)
+    def _write_here(self, parts: PartWriter, group: FileGroup, number: int) -> None:
+        part, last = group.parts.take(number)
         if last:
-            self._schedule.close(task.group)
+            self._schedule.close(group)
         if part is not None:
-            for writer in task.group.writers:
+            for writer in group.writers:
                 writer.begin()
-            parts.write(part, task.group.writers)
+            parts.write(part, group.writers)
 
-    def _write_in_worker(self, task: Task) -> None:
+    def _write_in_worker(self, group: FileGroup, number: int) -> None:
         """Have a worker process write a part.
 
         Raises:
@@ -216,25 +312,20 @@ class _Execution:
         assert self._processes is not None
         receivers: dict[str, Callable[..., None]] = {
             "wrote": self._wrote,
-            "copied": self._copied,
             "overflowed": self._overflowed,
-            "last": partial(self._schedule.close, task.group),
+            "last": partial(self._schedule.close, group),
         }
         try:
-            self._processes.write(task.group.writers, task.number, lambda message: receivers[message[0]](*message[1:]))
+            self._processes.write(group.writers, number, lambda message: receivers[message[0]](*message[1:]))
         except LostWorkerError as error:
             if self._stop.is_set():
                 return
             targets = [writer.target for writer in self._schedule.unfinished()]
-            raise _lost(error, targets, task.group.writers[0].target) from error
+            raise _lost(error, targets, group.writers[0].target) from error
 
     def _wrote(self, count: int) -> None:
         with self._lock:
             self._progress.wrote(count)
-
-    def _copied(self, count: int) -> None:
-        with self._lock:
-            self._progress.copied(count)
 
     def _overflowed(self, name: str, count: int) -> None:
         with self._lock:
@@ -277,8 +368,8 @@ class _Execution:
             self._stop.set()
 
     def _writer_of(self, target: TargetFile) -> TargetWriter:
-        checksum, allocated = self._options.checksum, self._options.through_maps
-        return TargetWriter(target, self._finish, checksum, self._sending, allocated=allocated)
+        allocated = self._budget.through_maps
+        return TargetWriter(target, self._finish, self._checksum, self._sending, allocated=allocated)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

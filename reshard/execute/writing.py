@@ -10,7 +10,7 @@ import zlib
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, Optional
 
 from reshard.errors import ReshardError, RetryableError, UnwritableError, UsageError
 from reshard.plan.pieces import TargetFile
@@ -30,20 +30,6 @@ Finish = Callable[[TargetFile, FileStatus, Optional[int]], None]
 """Receives a target whose bytes are on disk, its status and CRC-32, before it gets its final name."""
 
 
-class PartDone(NamedTuple):
-    """The result of writing a part of a file.
-
-    Attributes:
-        nbytes: bytes written.
-        checksums: of these bytes; None if they are not computed.
-        error: the error after which the file is not finished.
-    """
-
-    nbytes: int
-    checksums: Optional[list[Checksum]]
-    error: Optional[ReshardError]
-
-
 class TargetWriter:
     """One target file while it is being written; several threads may write parts of it.
 
@@ -55,26 +41,23 @@ class TargetWriter:
         file: the open file, if another process has created it.
         allocated: allocate its space first if possible, so that it is `mapped`.
         mapped: whether another process has allocated its space.
-        copies: whether its file system copies ranges of files, as another process has found out.
 
     Attributes:
         error: the error after which the file is not finished; other files can still be.
         checksums: offset, bytes and CRC-32 of each write; None if they are not computed.
         written: bytes written.
         mapped: whether the file has all of its space on disk, so that it is written through maps.
-        copies: whether its file system copies ranges of files; False where checksums are computed on the way.
     """
 
     def __init__(
         self,
         target: TargetFile,
-        finish: Finish,
+        finish: Optional[Finish],
         checksum: bool = False,
         sending: Optional[Sending] = None,
         file: Optional[NewFile] = None,
         allocated: bool = False,
         mapped: bool = False,
-        copies: bool = False,
     ) -> None:
         self.target = target
         self._finish = finish
@@ -86,32 +69,13 @@ class TargetWriter:
         self._ends = array("Q", (end for entry in entries for end in (entry.start, entry.stop)))
         self.written = 0
         self.mapped = mapped
-        self.copies = copies
         self._file = file
         self._lock = threading.Lock()
-        self._open_parts = 0
-        self._sealed = False
         self._closed = False
         # Threads that are writing: the file is closed after the last, because the system could give the number of its
         # descriptor to another file while they write.
         self._users = 0
         self.error: Optional[ReshardError] = None
-
-    def add_part(self) -> None:
-        """A part will be written."""
-        with self._lock:
-            self._open_parts += 1
-
-    def seal(self) -> None:
-        """No more parts will be added."""
-        with self._lock:
-            self._sealed = True
-
-    def part_done(self) -> bool:
-        """A part is written; returns whether it was the last."""
-        with self._lock:
-            self._open_parts -= 1
-            return self._sealed and self._open_parts == 0
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes at an offset of the file; nothing once `error` is set.
@@ -143,20 +107,6 @@ class TargetWriter:
         first, last = bisect_right(ends, offset), bisect_left(ends, offset + len(data))
         bounds = [0, *(end - offset for end in ends[first:last]), len(data)]
         return [(offset + start, stop - start, zlib.crc32(data[start:stop])) for start, stop in zip(bounds, bounds[1:])]
-
-    def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
-        """Have the file system copy a range of another file to an offset; returns whether it can.
-
-        Raises:
-            OSError: the copy failed.
-        """
-        with self._used() as file:
-            return file.copy(descriptor, start, offset, count)
-
-    def copied(self, count: int) -> None:
-        """Count bytes that the file system has copied to the file."""
-        with self._lock:
-            self.written += count
 
     def window(self, offset: int, count: int) -> memoryview:
         """A writable map of a range of the file, which is `mapped`.
@@ -193,19 +143,19 @@ class TargetWriter:
         with self.handed_out():
             pass
 
-    def adopt(self, result: PartDone) -> None:
-        """Add the result of a part that a worker has written."""
-        if result.error is not None:
-            self.fail(result.error)
+    def adopt(self, nbytes: int, checksums: Optional[list[Checksum]], error: Optional[ReshardError]) -> None:
+        """Add the `result` of a worker that has written a part."""
+        if error is not None:
+            self.fail(error)
         with self._lock:
-            self.written += result.nbytes
+            self.written += nbytes
             if self.checksums is not None:
-                self.checksums += result.checksums or ()
+                self.checksums += checksums or ()
 
     @property
-    def done(self) -> PartDone:
-        """The result of all parts that this writer has written."""
-        return PartDone(self.written, self.checksums, self.error)
+    def result(self) -> tuple[int, Optional[list[Checksum]], Optional[ReshardError]]:
+        """Bytes written, their checksums, and the error after which the file is not finished."""
+        return self.written, self.checksums, self.error
 
     def commit(self) -> None:
         """Flush the file to disk and give it its final name, unless `error` is set or is set by it.
@@ -236,7 +186,8 @@ class TargetWriter:
                 file=self.target.path,
                 rank=self.target.rank,
             )
-        self._finish(self.target, status, crc)
+        if self._finish is not None:
+            self._finish(self.target, status, crc)
         file.publish()
 
     def _crc(self, file: NewFile, pieces: Sequence[Checksum]) -> int:
@@ -281,7 +232,6 @@ class TargetWriter:
                 size = self.target.layout.size
                 self._file = new_file(self.target.path, size, self._sending)
                 self.mapped = self._allocated and self._file.allocate(size)
-                self.copies = self.checksums is None and self._file.copies
             file = self._file
             self._users += 1
         try:
@@ -357,11 +307,6 @@ class PartBuffer:
     def pending(self) -> int:
         """Bytes that are collected and not yet written."""
         return self._used
-
-    def skip(self, count: int) -> None:
-        """Skip ``count`` bytes that the file system has copied; call `flush` before."""
-        self.writer.copied(count)
-        self._offset += count
 
     def expect(self, offset: int) -> None:
         """Begin at this offset of the file, or check that the next byte belongs there.

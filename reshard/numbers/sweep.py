@@ -180,10 +180,10 @@ def sweep(
 
 def _processes(checkpoints: Sequence[OpenedCheckpoint], nbytes: int, max_memory: int) -> int:
     """The number of worker processes that read; less than 2 if this process reads."""
-    options = [checkpoint.reader.options for checkpoint in checkpoints]
-    if not may_fork() or not all(one.storage.mappable for one in options):
+    budgets = [checkpoint.reader.budget for checkpoint in checkpoints]
+    if not may_fork() or not all(each.storage.mappable for each in budgets):
         return 1
-    return process_count(min(one.cpus for one in options), nbytes, max_memory, private_bytes())
+    return process_count(min(each.cpus for each in budgets), nbytes, max_memory, private_bytes())
 
 
 @contextlib.contextmanager
@@ -217,7 +217,7 @@ def _elsewhere(
         return result
 
     for checkpoint in checkpoints:
-        checkpoint.reader.share(processes)
+        checkpoint.share(processes)
     with Crew(processes, 1, serve) as crew:
         yield call
 

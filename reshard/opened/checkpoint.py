@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Callable, Optional
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.errors import CheckpointError
-from reshard.execute import ExecutionOptions
+from reshard.execute import Budget
 from reshard.execute.casts import Overflowed
 from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader, in_order
@@ -133,15 +133,21 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                 storage = LOCAL if example is None else storage_of(example)
                 effort = self._effort
                 # The other half is for tensors that are read ahead.
-                options = ExecutionOptions(
+                budget = Budget.of(
                     effort.jobs,
                     effort.max_memory // 2,
-                    effort.io,
                     _for_single_elements(storage),
+                    io=effort.io,
                     decoded=self._request.edits.quantisation is not None,
                 )
-                self._reader = BoxReader(self._handles, options, _warning(self._report))
+                self._reader = BoxReader(self._handles, budget, _warning(self._report))
             return self._reader
+
+    def share(self, processes: int) -> None:
+        """Divide jobs and memory among copies of this checkpoint in several processes."""
+        with self._lock:
+            self._effort = replace(self._effort, jobs=1, max_memory=self._effort.max_memory // processes)
+            self._reader = None
 
     def target(self, name: str, copy: int = 0) -> TargetTensor:
         """The stored pieces of a tensor, as in `OpenedContents.target`; tied tensors are compared at the first use.

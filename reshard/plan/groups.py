@@ -17,9 +17,6 @@ from reshard.layout import Overlap
 
 # Every file of a group is open and has a share of the buffers.
 MAX_GROUP = 16
-_MIN_IN_FLIGHT = 2
-_MAX_IN_FLIGHT = 0.1
-_SMALL = 32 << 20
 # Bytes that are read again for smaller groups, of all bytes that are moved.
 _MAX_READ_AGAIN = 0.2
 
@@ -50,17 +47,8 @@ class GroupLimits(NamedTuple):
         return min(self.most, max(self.in_flight, -(-files // passes)))
 
 
-def in_flight_files(files: int, nbytes: int, cpus: int, threads: int) -> int:
-    """The number of files that may be written at a time: two, one for each CPU, or a tenth of all.
-
-    Args:
-        files: number of all files.
-        nbytes: their bytes.
-        cpus: CPUs to keep busy.
-        threads: number of threads, which is larger where requests take a round trip; for small files.
-    """
-    small = nbytes < _SMALL * files
-    return max(_MIN_IN_FLIGHT, threads if small else cpus, int(_MAX_IN_FLIGHT * files))
+ALL_LINKED = GroupLimits()
+ONE_FILE = GroupLimits(1, 1)
 
 
 def linked_files(files: Sequence[int], section: Section, cuts: Iterable[Cut]) -> list[list[int]]:

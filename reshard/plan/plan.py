@@ -18,7 +18,7 @@ from reshard.errors import IncompleteSourceError
 from reshard.forms.registry import counted_as
 from reshard.forms.target import Cut, Cuts, Section, TargetForm
 from reshard.layout import Box, shape_of, volume_of
-from reshard.plan.groups import GroupLimits, linked_files, splits_rows
+from reshard.plan.groups import ALL_LINKED, GroupLimits, linked_files, splits_rows
 from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.replicas import ReplicaChoice, choose
 from reshard.plan.request import Request
@@ -53,9 +53,6 @@ class ValuesOfFiles(Protocol):
 
     def of(self, file: int) -> list[CopiedValue]:
         """The values of one target file."""
-
-
-_ALL_LINKED = GroupLimits()
 
 
 class Plan:
@@ -114,7 +111,7 @@ class Plan:
         return frozenset(self.checkpoint.names()).union(self.request.target.parameters)
 
     def groups(
-        self, files: Sequence[int], limits: GroupLimits = _ALL_LINKED, names: Optional[Collection[str]] = None
+        self, files: Sequence[int], limits: GroupLimits = ALL_LINKED, names: Optional[Collection[str]] = None
     ) -> Iterator[list[TargetFile]]:
         """The parts of some target files, a group at a time; a group's files are written together.
 
@@ -130,7 +127,7 @@ class Plan:
             for file in sorted(set(files).difference(converted)):
                 yield [self.target_file(file)]
 
-    def reading_groups(self, files: Sequence[int], limits: GroupLimits = _ALL_LINKED) -> Iterator[tuple[int, ...]]:
+    def reading_groups(self, files: Sequence[int], limits: GroupLimits = ALL_LINKED) -> Iterator[tuple[int, ...]]:
         """Some of the target files, ascending, in groups that read the same rows."""
         for section in self.sections:
             cuts = {kind.cut.number: kind.cut for kind in self.kinds_of(section)}.values()

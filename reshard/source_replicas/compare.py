@@ -20,7 +20,7 @@ from typing import NamedTuple, Optional, Union
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, FileSharding, GlobalTensor
 from reshard.errors import DamagedCheckpointError, RetryableError
-from reshard.execute import ExecutionOptions, Progress
+from reshard.execute import Budget, Progress
 from reshard.execute.reader import BoxReader, in_order
 from reshard.layout import Box, Grid, boxes_of_range, placed, shape_of, volume_of
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
@@ -65,14 +65,15 @@ class ReplicaFiles:
         self,
         source: Checkpoint,
         handles: FileHandles,
-        execution: ExecutionOptions,
+        budget: Budget,
         seconds: float = 60.0,
     ) -> None:
         self._source = source
-        self._remote = execution.storage.remote
+        self._remote = budget.storage.remote
         # No read-ahead: samples are small.
-        options = execution._replace(io="pread", storage=execution.storage._replace(small=0))
-        self._reader = BoxReader(handles, options, threads=max(execution.threads, _IN_FLIGHT))
+        # Without windows: samples lie far apart.
+        alone = budget._replace(io=("pread", ""), storage=budget.storage._replace(small=0))
+        self._reader = BoxReader(handles, alone, threads=max(budget.threads, _IN_FLIGHT))
         self._deadline = time.monotonic() + seconds
         self.requests = 0
         """Samples that were requested."""
@@ -142,7 +143,7 @@ def compare_replicas(
     parameters: Iterable[GlobalTensor],
     source: Checkpoint,
     handles: FileHandles,
-    execution: ExecutionOptions,
+    budget: Budget,
     progress: Progress,
     effort: str,
     ranks: Optional[frozenset[int]] = None,
@@ -153,7 +154,7 @@ def compare_replicas(
         parameters: the parameters, as read from the files.
         source: the files.
         handles: open files.
-        execution: storage, threads and memory.
+        budget: storage, threads and memory.
         progress: counts bytes of full comparisons.
         effort: ``auto``, some KiB of some parameters; ``more``, samples of every parameter; ``all``, everything.
         ranks: with ``all``, compare only slices that one of these ranks should hold; None for all.
@@ -166,9 +167,9 @@ def compare_replicas(
     groups = group_parameters([one for one in parameters if everything or not is_gradient(one.name)], source)
     comparison = ReplicaComparison(groups, source, "everything" if everything else "samples")
     limits = _EFFORTS["more" if everything else effort]
-    with contextlib.closing(ReplicaFiles(source, handles, execution, limits.seconds)) as files:
+    with contextlib.closing(ReplicaFiles(source, handles, budget, limits.seconds)) as files:
         if everything:
-            _compare_everything(groups, ranks, files, execution, progress, comparison)
+            _compare_everything(groups, ranks, files, budget, progress, comparison)
         else:
             _compare_samples(groups, files, limits, comparison)
     if comparison.differing:
@@ -193,7 +194,7 @@ def entries_as_tensors(names: Iterable[str], source: Checkpoint) -> tuple[list[G
 
 
 def check_copies(
-    checkpoint: Checkpoint, names: Iterable[str], handles: FileHandles, execution: ExecutionOptions, effort: str
+    checkpoint: Checkpoint, names: Iterable[str], handles: FileHandles, budget: Budget, effort: str
 ) -> None:
     """Compare slices that several files hold by the checkpoint's own metadata; see `compare_replicas`.
 
@@ -203,7 +204,7 @@ def check_copies(
         CheckpointError: copies differ.
     """
     parameters = [checkpoint.tensors[name] for name in names]
-    comparison = compare_replicas(parameters, checkpoint, handles, execution, Progress(), effort)
+    comparison = compare_replicas(parameters, checkpoint, handles, budget, Progress(), effort)
     if comparison.differing:
         raise comparison.error_of_copies(checkpoint.place)
 
@@ -300,7 +301,7 @@ def _compare_everything(
     groups: Sequence[ParameterGroup],
     ranks: Optional[frozenset[int]],
     files: ReplicaFiles,
-    execution: ExecutionOptions,
+    budget: Budget,
     progress: Progress,
     comparison: ReplicaComparison,
 ) -> None:
@@ -318,7 +319,7 @@ def _compare_everything(
         parameter, (first, *others) = part.parameter, part.holders
         hashes: dict[int, hashlib.blake2b] = defaultdict(hashlib.blake2b)
         varied = False
-        for number, box in enumerate(part.piece.runs(max(1, execution.block_bytes // parameter.item_size))):
+        for number, box in enumerate(part.piece.runs(max(1, budget.block_bytes // parameter.item_size))):
             if stop.is_set():
                 break
             first_bytes = bytearray(volume_of(box) * parameter.item_size)
@@ -338,9 +339,9 @@ def _compare_everything(
     ]
     progress.begin(sum(itertools.starmap(_nbytes, chosen)), "comparing replicas")
     try:
-        with ThreadPoolExecutor(execution.threads) as pool:
+        with ThreadPoolExecutor(budget.threads) as pool:
             parts = itertools.chain.from_iterable(itertools.starmap(_parts, chosen))
-            ahead = _AHEAD * execution.threads
+            ahead = _AHEAD * budget.threads
             results = in_order(pool, parts, lambda part: [partial(compare, part)], ahead, stop=stop)
             for box, of_box in itertools.groupby(results, lambda result: result[0].box):
                 others: dict[str, dict[int, list[tuple[Box, bytes]]]] = defaultdict(lambda: defaultdict(list))

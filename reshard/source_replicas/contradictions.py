@@ -17,7 +17,7 @@ from typing import NamedTuple, Optional, Union
 from reshard.checkpoints import FileHandles, files_alike
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError, ReshardError
-from reshard.execute import ExecutionOptions
+from reshard.execute import Budget
 from reshard.forms.ranks.checkpoint import RankCheckpoint, listed_by_source, read_parameters, stage_shardings
 from reshard.forms.ranks.selection import lost_slices
 from reshard.forms.ranks.tree import StepFiles, find_checkpoints
@@ -47,7 +47,7 @@ class SameSlices(NamedTuple):
 
 
 def same_slices(
-    parameters: Iterable[GlobalTensor], step: RankCheckpoint, handles: FileHandles, execution: ExecutionOptions
+    parameters: Iterable[GlobalTensor], step: RankCheckpoint, handles: FileHandles, budget: Budget
 ) -> tuple[list[SameSlices], int]:
     """Compare slices that should differ, of one parameter of each layout; unreadable slices are skipped.
 
@@ -58,7 +58,7 @@ def same_slices(
     """
     same: list[SameSlices] = []
     compared, certain = 0, False
-    with contextlib.closing(ReplicaFiles(step, handles, execution, _SECONDS)) as files:
+    with contextlib.closing(ReplicaFiles(step, handles, budget, _SECONDS)) as files:
         for group in group_parameters(list(parameters), step):
             holders = _holders(group.parameters[0], step) if group.is_cut else []
             for parameter, place in itertools.product(group.parameters[:_MOST_TRIED], range(MOST_PLACES)):
@@ -83,14 +83,14 @@ def check_slices(
     parameters: Iterable[GlobalTensor],
     step: RankCheckpoint,
     handles: FileHandles,
-    execution: ExecutionOptions,
+    budget: Budget,
 ) -> None:
     """Compare slices that should differ.
 
     Raises:
         CheckpointError: ranks hold equal bytes where the strategy has different slices.
     """
-    same, compared = same_slices(parameters, step, handles, execution)
+    same, compared = same_slices(parameters, step, handles, budget)
     if same:
         name, (first, second) = same[0]
         raise CheckpointError(
@@ -135,14 +135,14 @@ def _holders(parameter: GlobalTensor, step: RankCheckpoint) -> list[Holder]:
 
 
 def ranks_by_content(
-    parameter: GlobalTensor, step: RankCheckpoint, handles: FileHandles, execution: ExecutionOptions
+    parameter: GlobalTensor, step: RankCheckpoint, handles: FileHandles, budget: Budget
 ) -> list[list[int]]:
     """Ranks of a parameter's first stage, or the first of many, in groups with equal samples."""
     sharding = stage_shardings(parameter)[0]
     ranks = sorted(step.ranks_with(parameter.name, sharding.stage))[:_MOST_GROUPED]
     holders = [Holder(rank, sharding.grid.slice_box(sharding.slice_of(rank))) for rank in ranks]
     found: Contents = {}
-    with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
+    with contextlib.closing(ReplicaFiles(step, handles, budget)) as files:
         for place in range(MOST_PLACES):
             (found,) = files.contents([_own_sample(parameter, holders, place)])
             if len(found) > 1:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import CheckpointError
-from reshard.execute import ExecutionOptions, Progress
+from reshard.execute import Budget, Progress
 from reshard.forms.ranks.checkpoint import RankCheckpoint, contradictions, listed_by_source, read_parameters
 from reshard.forms.ranks.tree import SourceTree, StepFiles, find_checkpoints
 from reshard.source_replicas.compare import compare_replicas, entries_as_tensors
@@ -89,7 +89,7 @@ def check_strategy(
     file_suffix: Optional[str],
     filters: Filters,
     handles: FileHandles,
-    execution: ExecutionOptions,
+    budget: Budget,
     progress: Progress,
     report: Report,
 ) -> StrategyCheck:
@@ -110,9 +110,9 @@ def check_strategy(
             hint="check --include and --exclude",
         )
     parameters = read_parameters(strategy, source, laid_out, set())
-    comparison = compare_replicas(parameters.values(), source, handles, execution, progress, "all")
-    not_described = _not_described(sorted(stored - laid_out), source, handles, execution)
-    same, _ = same_slices(parameters.values(), source, handles, execution)
+    comparison = compare_replicas(parameters.values(), source, handles, budget, progress, "all")
+    not_described = _not_described(sorted(stored - laid_out), source, handles, budget)
+    same, _ = same_slices(parameters.values(), source, handles, budget)
     wrong = [*(item.parameter for item in comparison.differing), *(item.parameter for item in same)]
     return StrategyCheck(
         step=source.step,
@@ -129,7 +129,7 @@ def check_strategy(
         misplaced=[] if comparison.check.tested else misplaced(strategy, source),
         alike=None
         if not wrong
-        else EqualRanks(wrong[0], ranks_by_content(parameters[wrong[0]], source, handles, execution)),
+        else EqualRanks(wrong[0], ranks_by_content(parameters[wrong[0]], source, handles, budget)),
     )
 
 
@@ -154,9 +154,7 @@ def _misfits(names: Sequence[str], strategy: Strategy, step: RankCheckpoint) -> 
     return list(alike.values())
 
 
-def _not_described(
-    names: Iterable[str], step: RankCheckpoint, handles: FileHandles, execution: ExecutionOptions
-) -> list[str]:
+def _not_described(names: Iterable[str], step: RankCheckpoint, handles: FileHandles, budget: Budget) -> list[str]:
     """Unlisted tensors of several elements that differ between ranks."""
     large = [
         name
@@ -165,5 +163,5 @@ def _not_described(
         and all(step.indexes[rank].tensors[name].elements > 1 for rank in step.holders(name))
     ]
     comparable, different = entries_as_tensors(large, step)
-    comparison = compare_replicas(comparable, step, handles, execution, Progress(), "all")
+    comparison = compare_replicas(comparable, step, handles, budget, Progress(), "all")
     return sorted([*different, *(differing.parameter for differing in comparison.differing)])

@@ -22,7 +22,6 @@ from reshard.storage import temporary
 from reshard.storage.costs import FileSystems, Measured, Storage, file_system_of
 from reshard.storage.registry import absolute
 from reshard.storage.store import DirectoryEntry, FileStatus, NewFile, Notify, OpenFile, Sending, Store
-from reshard.threads import cached_property
 
 # Larger reads take the time of their bytes.
 _SMALL = 64 << 10
@@ -30,8 +29,6 @@ _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.E
 _TIMES = 4
 # File systems that guarantee allocated space, and allocate it without writing.
 _ALLOCATING = frozenset(["ext4", "xfs", "tmpfs"])
-# File systems whose server copies a range of a file, or that share it; on others the kernel reads and writes it.
-_COPYING = frozenset(["btrfs", "xfs", "bcachefs", "ocfs2", "nfs4", "ceph", "cifs", "smb3"])
 
 
 class LocalFile:
@@ -102,17 +99,6 @@ class WrittenFile(NewFile):
         # Writing to disk starts now, not at the flush; see docs/benchmarks.md.
         os.posix_fadvise(self._fd, offset, written_bytes, os.POSIX_FADV_DONTNEED)
 
-    def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
-        copied_bytes = 0
-        while copied_bytes < count:
-            copied = os.copy_file_range(
-                descriptor, self._fd, count - copied_bytes, start + copied_bytes, offset + copied_bytes
-            )
-            if not copied:
-                return False
-            copied_bytes += copied
-        return True
-
     def window(self, offset: int, count: int) -> memoryview:
         first = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         mapped = mmap.mmap(self._fd, offset + count - first, offset=first)
@@ -156,16 +142,8 @@ class NewLocalFile(WrittenFile):
                     raise
         super().__init__(fd)
 
-    @cached_property
-    def _file_system(self) -> str:
-        return file_system_of(self._directory or os.curdir)
-
-    @property
-    def copies(self) -> bool:
-        return self._file_system in _COPYING and hasattr(os, "copy_file_range")
-
     def allocate(self, size: int) -> bool:
-        if not size or self._file_system not in _ALLOCATING:
+        if not size or file_system_of(self._directory or os.curdir) not in _ALLOCATING:
             return False
         os.posix_fallocate(self._fd, 0, size)
         return True

@@ -122,17 +122,8 @@ class NewFile(Protocol):
         return None
 
     @property
-    def copies(self) -> bool:
-        """Whether the file system copies ranges of files by itself."""
-        return False
-
-    @property
     def rewritable(self) -> bool:
         """Whether written bytes may be written again until `finish`."""
-        return False
-
-    def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
-        """Copy a range of another file, open as ``descriptor``, to an offset in the file system; whether it did."""
         return False
 
     def allocate(self, size: int) -> bool:

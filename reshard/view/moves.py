@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.convert.transfers import Transfers, transfers_of
-from reshard.execute import ExecutionOptions
+from reshard.execute import Budget
 from reshard.forms.registry import counted_as, form_named
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
@@ -36,7 +36,7 @@ def moves_data(request: Request, jobs: int, max_memory: int, report: Report) -> 
         plan = make_plan(request, handles, report)
         example = next(iter(plan.checkpoint.files.values()), None)
         storage = LOCAL if example is None else storage_of(example)
-        moved = transfers_of(plan, plan.requested, ExecutionOptions(jobs, max_memory, "auto", storage))
+        moved = transfers_of(plan, plan.requested, Budget.of(jobs, max_memory, storage))
         sizes = plan.file_bytes(plan.requested)
     by_rank = form_named(request.form).options.by_rank
     sources = request.source.device_count if by_rank else max(plan.checkpoint.files, default=-1) + 1

@@ -11,7 +11,7 @@ import pytest
 
 from reshard.checkpoints.formats import headers as opening
 from reshard.checkpoints.formats import safetensors_index
-from reshard.execute import options, reading
+from reshard.execute import budget, reader
 from reshard.storage import ReadableFile, fill
 from reshard.storage import costs as storage_costs
 from tests.counting import count_opened
@@ -64,7 +64,7 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Costs:
         fill(file, offset, out, *rank)
 
     monkeypatch.setattr(opening.KnownStructures, "find", counting_find)
-    monkeypatch.setattr(reading, "fill", counting_fill)
+    monkeypatch.setattr(reader, "fill", counting_fill)
     for module, name in ((opening, "read_ckpt_index"), (safetensors_index, "read_safetensors_index")):
         parse = getattr(module, name)
 
@@ -210,7 +210,7 @@ def test_the_number_of_requests_is_linear_in_the_bytes(
     layers: int, tmp_path: Path, costs: Costs, no_windows: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors larger than the buffers: the requests are as large as these allow."""
-    monkeypatch.setattr(options, "MAX_BLOCK_BYTES", 16 << 10)
+    monkeypatch.setattr(budget, "MAX_BLOCK_BYTES", 16 << 10)
     full = {f"w{number}": value(f"w{number}", (64, 1024)) for number in range(layers)}
     old, new = (single({name: layout([n], [0, -1]) for name in full}) for n in (4, 2))
     write_tree(tmp_path / "src", cut_ranks(old, full))

@@ -12,8 +12,7 @@ import pytest
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import ReshardError
-from reshard.execute import ExecutionOptions, Progress, convert, part_writing
-from reshard.execute.writing import TargetWriter
+from reshard.execute import Budget, Progress, convert, parts, run
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
 from reshard.strategies import read_strategy
@@ -181,21 +180,21 @@ def test_a_dead_thread_is_an_error(world: World, jobs: int, monkeypatch: pytest.
         def __init__(self, *_: object) -> None:
             raise MemoryError
 
-    monkeypatch.setattr(part_writing, "PartBuffer", NoMemory)
+    monkeypatch.setattr(parts, "PartBuffer", NoMemory)
     with FileHandles() as handles, pytest.raises(MemoryError):
         plan = make_plan(requests(world), handles, Report())
         targets = plan.groups(plan.requested)
-        convert(targets, handles, ExecutionOptions(jobs), Progress())
+        convert(targets, handles, Budget.of(jobs), Progress())
     assert not list(world.dst.glob("rank_*/*"))
 
 
 def test_a_skipped_part_of_a_file_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
-    monkeypatch.setattr(TargetWriter, "part_done", lambda self: False)
+    monkeypatch.setattr(run.Schedule, "part_done", lambda self, group: False)
     with FileHandles() as handles, pytest.raises(ReshardError, match="not finished"):
         plan = make_plan(requests(world), handles, Report())
         targets = plan.groups(plan.requested)
-        convert(targets, handles, ExecutionOptions(1), Progress())
+        convert(targets, handles, Budget.of(1), Progress())
     assert not [path for path in world.dst.rglob("*") if path.is_file()]
 
 

@@ -12,7 +12,7 @@ from hypothesis import assume, given, note
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
-from reshard.execute import options as execution
+from reshard.execute import budget as execution
 from reshard.plan.groups import GroupLimits
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
-from reshard.execute.reading import ExplicitReader
+from reshard.execute.reader import FileReader
 from reshard.plan.pieces import StoredSlice
 from reshard.storage.costs import REMOTE
 from tests.counting import reads_of_local_files
@@ -33,7 +33,7 @@ def contents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return actual
 
 
-def read(reader: ExplicitReader, path: str, start: int, count: int) -> bytes:
+def read(reader: FileReader, path: str, start: int, count: int) -> bytes:
     out = bytearray(count)
     reader.read_into(StoredSlice(path, 0, ((0, SIZE),), ((0, SIZE),)), start, memoryview(out))
     return bytes(out)
@@ -45,7 +45,7 @@ def test_alternating_reads_of_files_read_each_byte_about_once(
 ) -> None:
     requests = reads_of_local_files(monkeypatch)
     with FileHandles() as handles:
-        reader = ExplicitReader(handles, STORAGE, window_bytes=1 << 20)
+        reader = FileReader(handles, STORAGE, window_bytes=1 << 20)
         for start in range(0, SIZE, SMALL):
             for path in [*contents][:files]:
                 assert read(reader, path, start, SMALL) == contents[path][start : start + SMALL]
@@ -60,7 +60,7 @@ def test_reads_through_windows_equal_the_file(contents: dict[str, bytes], data: 
     requests = st.tuples(st.sampled_from([*contents]), st.integers(0, SIZE - 1), st.integers(1, 128 << 10))
     with FileHandles() as handles:
         window_bytes = data.draw(st.sampled_from([1, 64 << 10, 1 << 20, 8 << 20]))
-        reader = ExplicitReader(handles, STORAGE, window_bytes)
+        reader = FileReader(handles, STORAGE, window_bytes)
         for path, start, count in data.draw(st.lists(requests, max_size=60)):
             count = min(count, SIZE - start)
             assert read(reader, path, start, count) == contents[path][start : start + count]

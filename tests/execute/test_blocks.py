@@ -17,10 +17,10 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.elements import cast_words
 from reshard.errors import RetryableError
+from reshard.execute.casts import put
 from reshard.execute.filling import BlockFiller
-from reshard.execute.reading import ByteReader, make_reader
+from reshard.execute.reader import FileReader
 from reshard.execute.runs import Run, runs_of_box
-from reshard.execute.tiles import put
 from reshard.layout import Box, boxes_of_range, intersection
 from reshard.layout.views import ZEROS, View
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
@@ -139,8 +139,8 @@ def test_only_runs_of_equal_bytes_are_copied() -> None:
         assert runs_of_box(changed, ((1, 3), (0, 8))) is None
 
 
-def reader(storage: Storage, mapped: bool, handles: FileHandles) -> ByteReader:
-    return make_reader(storage, mapped, handles, window_bytes=1 << 20, most_maps=4)
+def reader(storage: Storage, mapped: bool, handles: FileHandles) -> FileReader:
+    return FileReader(handles, storage, max_maps=4 if mapped else 0)
 
 
 @READERS

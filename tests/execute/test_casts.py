@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE
 from reshard.checkpoints.formats.elements import cast_words
-from reshard.execute.casts import Cast
-from reshard.execute.tiles import put
+from reshard.execute.casts import Cast, put
 
 Words = npt.NDArray[Any]
 

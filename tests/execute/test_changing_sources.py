@@ -102,14 +102,14 @@ def test_a_source_truncated_during_the_run_is_an_error(world: World, at_first_wr
 SHORTENED_WHILE_MAPPED = """
 import os, sys
 from pathlib import Path
-from reshard.execute import reading
+from reshard.execute.reader import FileReader
 from reshard.entry import main
-plain = reading.MappedReader.view
+plain = FileReader.view
 def view(self, source, start, length):
     found = plain(self, source, start, length)
     os.truncate(source.path, 0)
     return found
-reading.MappedReader.view = view
+FileReader.view = view
 main()
 """
 

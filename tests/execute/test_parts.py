@@ -74,15 +74,13 @@ def test_every_byte_of_every_file_is_in_one_part(part_bytes: int, monkeypatch: p
         written: list[list[tuple[int, object]]] = [[] for _ in group]
         for part in parts_of(group, threads):
             for share in part:
-                stretch = share.stretch()
-                for of_member, segments in zip(written, stretch.segments):
+                of_members, shared = share.cut()
+                for of_member, segments in zip(written, of_members):
                     of_member += bytes_of(segments)
-                if stretch.shared is not None:
-                    rows = stretch.shared.last - stretch.shared.first
-                    sizes = [
-                        sum(s.stop - s.start for s in segments if isinstance(s, Data)) for segments in stretch.segments
-                    ]
-                    assert sizes == [rows * row for row in stretch.shared.row_bytes]
+                if shared is not None:
+                    rows = shared.last - shared.first
+                    sizes = [sum(s.stop - s.start for s in segments if isinstance(s, Data)) for segments in of_members]
+                    assert sizes == [rows * row for row in shared.row_bytes]
         for file, of_member in zip(group, written):
             assert of_member == list(bytes_of(list(file.layout.segments())))
 
@@ -93,10 +91,10 @@ def test_columns_of_the_same_rows_are_cut_between_rows(monkeypatch: pytest.Monke
     monkeypatch.setattr(parts, "MIN_PART_BYTES", 1000)
     whole = ((0, 100), (0, 20))
     group = [target(n, [(((0, 100), (n * 10, n * 10 + 10)), whole)], "safetensors", 1 << 20) for n in range(2)]
-    stretches = [share.stretch() for part in parts_of(group, 2) for share in part]
-    assert len(stretches) > 4
-    assert [stretch.shared.first for stretch in stretches if stretch.shared is not None] == [
-        100 * number // len(stretches) for number in range(len(stretches))
+    shares = [share.cut()[1] for part in parts_of(group, 2) for share in part]
+    assert len(shares) > 4
+    assert [shared.first for shared in shares if shared is not None] == [
+        100 * number // len(shares) for number in range(len(shares))
     ]
 
 

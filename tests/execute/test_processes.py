@@ -14,14 +14,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
 from reshard import processes
 from reshard.errors import CheckpointError, RetryableError
-from reshard.execute import options, part_server, part_writing, parts, run
+from reshard.execute import budget, part_server, parts
 from reshard.numbers import sweep
 from reshard.processes import OWN_THREAD, Crew, LostWorkerError, Notify, may_fork
 from reshard.storage import costs
@@ -45,8 +45,8 @@ import os, signal, sys, time
 from reshard import defaults
 defaults.usable_cpus = lambda: 64
 from reshard import processes
-from reshard.execute import options, parts, run
-options.MIN_WRITERS_FOR_MAPS = 0
+from reshard.execute import budget, parts, run
+budget.MIN_WRITERS_FOR_MAPS = 0
 processes.MIN_BYTES_PER_PROCESS = 1
 parts.MIN_PART_BYTES = parts.MAX_PART_BYTES = 20000
 from reshard.storage.local import WrittenFile
@@ -92,14 +92,14 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             created.append(count)
             super().__init__(count, *others)
 
-    for module in (options, costs):
+    for module in (budget, costs):
         monkeypatch.setattr(module, "usable_cpus", lambda: 64)
     for module in (part_server, reading, sweep):
         monkeypatch.setattr(module, "Crew", Counted)
-    for module in (run, reading, sweep):
+    for module in (budget, reading, sweep):
         monkeypatch.setattr(module, "private_bytes", lambda: 1 << 20)
     monkeypatch.setattr(processes, "MIN_BYTES_PER_PROCESS", 1)
-    monkeypatch.setattr(options, "MIN_WRITERS_FOR_MAPS", 0)
+    monkeypatch.setattr(budget, "MIN_WRITERS_FOR_MAPS", 0)
     return created
 
 
@@ -214,7 +214,7 @@ def test_threads_and_processes_write_the_same_files(
 def test_few_jobs_write_one_file_by_threads(
     jobs: int, made: list[int], tmp_path: Path, crews: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(options, "MIN_WRITERS_FOR_MAPS", 4)
+    monkeypatch.setattr(budget, "MIN_WRITERS_FOR_MAPS", 4)
     done(*prepared(tmp_path, "one file"), "--jobs", jobs)
     assert crews == made
 
@@ -314,29 +314,6 @@ def test_a_file_with_several_writers_is_written_through_maps(
     done("verify", words[2], "--src", words[1], *words[3:])
 
 
-@pytest.mark.parametrize("jobs", [1, 3])
-@pytest.mark.parametrize(("checksum", "fails_at"), [("none", None), ("none", 0), ("none", 40), ("crc32", None)])
-def test_long_runs_are_copied_by_the_file_system_where_possible(
-    jobs: int, checksum: str, fails_at: Optional[int], tmp_path: Path, crews: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = prepared(tmp_path, "rows")
-    monkeypatch.setattr("reshard.storage.local.file_system_of", lambda path: "xfs")
-    monkeypatch.setattr(part_writing, "_MIN_COPIED_RUN", 1000)
-    copy, calls = os.copy_file_range, 0
-
-    def copied(source: int, target: int, count: int, *places: int) -> int:
-        nonlocal calls
-        calls += 1
-        if fails_at is not None and calls > fails_at:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        return copy(source, target, min(count, 700), *places)
-
-    monkeypatch.setattr(os, "copy_file_range", copied)
-    output = done(*words, "--jobs", jobs, "--checksum", checksum, "-v").err
-    assert ("copied by the file system" in output) == (checksum == "none" and fails_at != 0), output
-    done("verify", words[2], "--src", words[1], *words[3:], "--jobs", 1)
-
-
 def test_insufficient_space_for_a_mapped_file_is_an_error_before_writing(
     tmp_path: Path, crews: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,7 +340,7 @@ def test_sources_modified_while_workers_read_are_an_error(world: World, crews: l
         write(self, offset, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "MIN_WRITERS_FOR_MAPS", 4)
+        patch.setattr(budget, "MIN_WRITERS_FOR_MAPS", 4)
         patch.setattr(WrittenFile, "write", changing)
         fails(1, *world.words("--jobs", "2"), texts=[path])
     assert crews and not list(world.dst.glob("rank_*/*"))
@@ -376,7 +353,7 @@ def test_a_failed_write_in_a_worker_names_the_file(world: World, crews: list[int
         raise OSError(5, os.strerror(5))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "MIN_WRITERS_FOR_MAPS", 4)
+        patch.setattr(budget, "MIN_WRITERS_FOR_MAPS", 4)
         patch.setattr(WrittenFile, "write", failing)
         fails(1, *world.words("--jobs", "2"), texts=[world.dst / "rank_0" / "checkpoint_0.ckpt", "1 more file"])
     assert crews and not temporary_files(world.root)

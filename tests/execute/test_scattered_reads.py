@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
-from reshard.execute import reading
-from reshard.execute.options import ExecutionOptions
+from reshard.execute import Budget, reader
 from reshard.execute.reader import BoxReader
 from reshard.execute.runs import runs_of_box
 from reshard.layout import Box, boxes_of_range, inside, intersection, volume_of
@@ -133,8 +132,8 @@ def test_a_tensor_is_the_same_through_scattered_and_short_reads(
 ) -> None:
     """One worker fills equal rooms of its block, so places of one box must not be used for another."""
     reads = Reads(monkeypatch)
-    monkeypatch.setattr(reading, "MIN_PIECE", 1)
-    options = ExecutionOptions(jobs=1, storage=LOCAL._replace(small=window))
+    monkeypatch.setattr(reader, "MIN_PIECE", 1)
+    options = Budget.of(jobs=1, storage=LOCAL._replace(small=window))
 
     @examples(150)
     @given(st.data())
@@ -161,7 +160,7 @@ def test_a_tensor_is_the_same_through_scattered_and_short_reads(
 
 @pytest.mark.parametrize("memory", [2 << 20, 8 << 20, 18 << 20])
 def test_places_of_a_block_count_as_memory(memory: int, tmp_path: Path) -> None:
-    options = ExecutionOptions(jobs=1, max_memory=memory)
+    options = Budget.of(jobs=1, max_memory=memory)
     rows = options.block_bytes >> 11
     pieces = []
     for first in (0, 1024):
@@ -186,7 +185,7 @@ def test_places_of_a_block_count_as_memory(memory: int, tmp_path: Path) -> None:
 
 def test_more_buffers_than_a_read_may_have_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = Reads(monkeypatch)
-    monkeypatch.setattr(reading, "MIN_PIECE", 1)
+    monkeypatch.setattr(reader, "MIN_PIECE", 1)
     full = np.random.default_rng(1).integers(0, 256, (5000, 8), dtype=np.uint8)
     pieces = []
     for first in (0, 4):
@@ -197,7 +196,7 @@ def test_more_buffers_than_a_read_may_have_are_filled(tmp_path: Path, monkeypatc
     out = bytearray(40_000)
     with FileHandles() as handles:
         tensor = TargetTensor("w", 1, ((0, 5000), (0, 8)), tuple(pieces))
-        BoxReader(handles, ExecutionOptions(jobs=1)).read(tensor, ((0, 5000), (0, 8)), memoryview(out))
+        BoxReader(handles, Budget.of(jobs=1)).read(tensor, ((0, 5000), (0, 8)), memoryview(out))
     assert out == full.tobytes()
     assert max(reads.scattered) == 1024
 

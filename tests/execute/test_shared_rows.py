@@ -8,7 +8,7 @@ from typing import Optional
 
 import pytest
 
-from reshard.execute import parts, reading, writing
+from reshard.execute import parts, reader, writing
 from reshard.forms.target import Cut, Section
 from reshard.layout import Layout, Overlap
 from reshard.plan.groups import GroupLimits, linked_files
@@ -36,7 +36,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counted.append(len(out))
         fill(file, offset, out, *rank)
 
-    monkeypatch.setattr(reading, "fill", counting)
+    monkeypatch.setattr(reader, "fill", counting)
     return counted
 
 

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from reshard.execute import ExecutionOptions
+from reshard.execute import Budget
+from reshard.execute.budget import least_memory
+from reshard.storage.costs import LOCAL
 from tests.counting import reads_into_buffers
 from tests.running import Argument, done
 from tests.trees import layout, single, write_strategy
@@ -82,6 +84,6 @@ def test_transposed_matrices_are_read_few_times_by_many_jobs(
 @pytest.mark.parametrize("memory", [1 << 16, 1 << 20, 1 << 24, 1 << 26])
 def test_threads_have_memory_for_fair_blocks_or_there_is_one(memory: int, transposed: int) -> None:
     for jobs in (1, 2, 4, 16, 64, 192):
-        options = ExecutionOptions(jobs, memory, transposed=transposed)
+        options = Budget.of(jobs, memory, transposed=transposed)
         assert options.threads == 1 or memory // options.threads >= max(2 << 20, transposed // 4)
-        assert options.buffer_bytes <= max(memory, options.least_memory)
+        assert options.buffer_bytes <= max(memory, least_memory(LOCAL))

@@ -34,7 +34,7 @@ MODULES = (
     *(f"reshard.layout.{name}" for name in ("layout", "grid", "overlap", "views")),
     "reshard.checkpoints.formats.elements",
     *(f"reshard.quantised.{name}" for name in ("values", "decoding")),
-    *(f"reshard.execute.{name}" for name in ("filling", "tiles", "parts", "reader", "reading", "run", "runs", "casts")),
+    *(f"reshard.execute.{name}" for name in ("filling", "parts", "reader", "run", "runs", "casts")),
 )
 REFUSED, SAME, FOUND, CERTIFIED, ENDLESS = "refused", "same", "found", "certified", "endless"
 _WORST = (SAME, REFUSED, ENDLESS, FOUND, CERTIFIED)

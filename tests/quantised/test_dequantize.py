@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard as package
-from reshard.execute import ExecutionOptions
+from reshard.execute import Budget
 from reshard.quantised import decoding, values
 from tests.checkpoint_writing import write_safetensors
 from tests.layouts import examples, strategies
@@ -72,7 +72,7 @@ def test_little_memory_gives_the_same_elements(tmp_path: Path, scheme: str) -> N
 
 @given(jobs=st.integers(1, 64), memory=st.integers(1 << 20, 1 << 30))
 def test_memory_for_decoding_is_part_of_the_limit(jobs: int, memory: int) -> None:
-    options = ExecutionOptions(jobs, memory, decoded=True)
+    options = Budget.of(jobs, memory, decoded=True)
     assert options.decoding_bytes
     assert options.buffer_bytes <= memory
 

@@ -19,7 +19,7 @@ import reshard as library
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError
-from reshard.execute import ExecutionOptions, Progress, reading
+from reshard.execute import Budget, Progress, reader
 from reshard.forms.ranks.checkpoint import RankCheckpoint
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.layout import Box, Layout
@@ -264,7 +264,7 @@ def test_a_full_comparison_groups_ranks_by_content(tree: Tree, monkeypatch: pyte
     with FileHandles() as handles:
         step = RankCheckpoint(next(iter(find_checkpoints(str(tree.src), None).candidates("latest"))), handles, Report())
         tensors, different = entries_as_tensors(["blocks.3.norm", "blocks.2.norm"], step)
-        execution = ExecutionOptions(2, 1 << 30, storage=storage_of(str(tree.src)))
+        execution = Budget.of(2, 1 << 30, storage=storage_of(str(tree.src)))
         comparison = compare_replicas(tensors, step, handles, execution, Progress(), "all")
     (difference,) = comparison.differences
     assert not different and difference.parameter == "blocks.3.norm"
@@ -474,7 +474,7 @@ def test_an_unreadable_sample_does_not_end_a_conversion(tree: Tree, monkeypatch:
     def failing(self: ReplicaFiles, parameter: GlobalTensor, holder: Holder, box: Box, out: memoryview) -> None:
         if holder.rank == 5:
             source = StoredSlice(self._source.indexes[5].path, 5, (), box)
-            raise reading.unreadable(source, OSError(5, "Input/output error"))
+            raise reader.unreadable(source, OSError(5, "Input/output error"))
         read(self, parameter, holder, box, out)
 
     monkeypatch.setattr(ReplicaFiles, "read", failing)

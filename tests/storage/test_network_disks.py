@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
 from reshard.convert import Options, prepare
-from reshard.execute import ExecutionOptions
-from reshard.execute.reading import choose_io, make_reader
+from reshard.execute import Budget
+from reshard.execute.budget import choose_io
+from reshard.execute.reader import FileReader
 from reshard.plan.pieces import StoredSlice
 from reshard.plan.request import Request
 from reshard.storage.costs import LOCAL, OBJECTS, REMOTE, Measured, Storage, round_trip_of, storage_with
@@ -100,7 +101,7 @@ def test_without_a_measured_round_trip_the_defaults_apply() -> None:
 @given(st.integers(1, 128), st.integers(1, 1 << 32), ROUND_TRIPS)
 def test_only_large_requests_exceed_the_default_concurrency(jobs: int, max_memory: int, round_trip: float) -> None:
     usual, measured = (
-        ExecutionOptions(jobs, max_memory, storage=storage) for storage in (REMOTE, storage_with(round_trip, 0, REMOTE))
+        Budget.of(jobs, max_memory, storage) for storage in (REMOTE, storage_with(round_trip, 0, REMOTE))
     )
     assert usual.threads <= measured.threads <= max(jobs, 64)
     if measured.threads > usual.threads:
@@ -195,8 +196,8 @@ def test_a_slow_disk_does_not_change_the_output(tmp_path: Path) -> None:
     ],
 )
 def test_io_mmap_uses_maps_where_possible(io: str, storage: Storage, way: str) -> None:
-    assert choose_io(io, storage).way == way
-    assert ExecutionOptions(1, io=io, storage=storage).mapped == (way == "mmap")
+    assert choose_io(io, storage)[0] == way
+    assert Budget.of(1, storage=storage, io=io).mapped == (way == "mmap")
 
 
 def test_plan_describes_io_mmap(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_small_pieces_of_many_files_are_read_in_few_requests(
 
     monkeypatch.setattr(os, "pread", counting)
     with FileHandles() as handles:
-        reader = make_reader(REMOTE, False, handles, window_bytes, 8)
+        reader = FileReader(handles, REMOTE, window_bytes)
         for start in range(0, piece * count, piece):
             for number, content in enumerate(contents):
                 source = StoredSlice(str(tmp_path / str(number)), number, ((0, len(content)),), ((0, len(content)),))
@@ -249,5 +250,5 @@ def test_threads_waiting_for_targets_stay_within_the_limit_of_open_files(
         execution, work = prepared.state.execution, prepared.state.work
         assert len(work) == ranks and execution.threads == 32
         # Each has a descriptor of its own, and one of its directory.
-        open_together = execution.threads * max(map(len, prepared.plan.groups(work, execution.group_limits)))
+        open_together = execution.threads * max(map(len, prepared.plan.groups(work, execution.limits)))
         assert 2 * open_together <= 256 // 2

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from reshard.checkpoints import FileHandles, read_index
-from reshard.execute import filling, part_writing, reader
+from reshard.execute import filling, parts, reader
 from reshard.forms.target import Cut
 from reshard.layout import boxes_of_range
 from reshard.plan import plan
@@ -357,7 +357,7 @@ def rows_swapped(patch: pytest.MonkeyPatch) -> None:
             actual[0], actual[1] = actual[1], actual[0]
         return iter(actual)
 
-    patch.setattr(part_writing, "boxes_of_range", boxes)
+    patch.setattr(parts, "boxes_of_range", boxes)
     patch.setattr(filling.BlockFiller, "most_shared_rows", lambda self, shared: 0)
 
 
