@@ -10,9 +10,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.opened import (
     check_crcs,
-    location_json,
     location_words,
-    number_json,
     number_words,
     opened,
     shape_words,
@@ -81,7 +79,9 @@ def diff(
         result = differences(opened_a, opened_b, typed["max_memory"] // 3, progress)
         sides = {"a": _side(a, opened_a), "b": _side(b, opened_b)}
     if typed["as_json"]:
-        echo_json(_json(result, sides))
+        differing, identical = result.differing, len(result.pairs) - len(result.differing)
+        only = {"only_a": result.only_a, "only_b": result.only_b, "shapes": result.shapes}
+        echo_json({**sides, "equal": result.equal, **only, "identical": identical, "differing": differing})
     else:
         _print(result, typed["verbose"])
     if not result.pairs and not result.shapes:
@@ -155,40 +155,8 @@ def _cells(pair: TensorPair) -> list[str]:
     return [pair.name, dtypes, shape_words(pair.shape), *numbers, "" if pair.at is None else shape_words(pair.at)]
 
 
-def _json(result: Differences, sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {
-        **sides,
-        "equal": result.equal,
-        "only_a": result.only_a,
-        "only_b": result.only_b,
-        "shapes": [
-            {"name": name, "a": list(shape_a), "b": list(shape_b)} for name, (shape_a, shape_b) in result.shapes.items()
-        ],
-        "identical": len(result.pairs) - len(result.differing),
-        "differing": [_row(pair) for pair in result.differing],
-    }
-
-
 def _side(path: str, checkpoint: OpenedCheckpoint) -> dict[str, Any]:
     return {"path": path, "form": checkpoint.form, "step": checkpoint.step}
-
-
-def _row(pair: TensorPair) -> dict[str, Any]:
-    return {
-        "name": pair.name,
-        "dtypes": list(pair.dtypes),
-        "shape": list(pair.shape),
-        "differing": pair.differing,
-        "nan": sum(pair.nan),
-        "nan_a": pair.nan[0],
-        "nan_b": pair.nan[1],
-        "max_abs": number_json(pair.max_abs),
-        "max_rel": number_json(pair.max_rel),
-        "at": None if pair.at is None else list(pair.at),
-        "first_nonfinite": None
-        if pair.first_nonfinite is None
-        else dict(zip("ab", map(location_json, pair.first_nonfinite))),
-    }
 
 
 def _opened(

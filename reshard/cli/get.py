@@ -20,7 +20,7 @@ from reshard.checkpoints.formats.output import Literal, OutputTensor, lay_out_sa
 from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.opened import number_json, opened, shape_words
+from reshard.cli.opened import opened, shape_words
 from reshard.cli.output import echo_json, is_quiet, is_verbose, listener, say
 from reshard.errors import CheckpointError, UsageError
 from reshard.opened import LazyTensor, OpenedCheckpoint
@@ -291,16 +291,5 @@ def _row(tensor: LazyTensor, array: Array) -> dict[str, Any]:
         "dtype": tensor.dtype_name,
         "shape": list(tensor.shape),
         "sliced_shape": list(array.shape),
-        "values": _plain(array.tolist()),
+        "values": array.tolist(),
     }
-
-
-def _plain(values: Any) -> Union[list[Any], int, float, str, bool, None]:
-    """Elements as JSON has them; a complex number as its two parts."""
-    if isinstance(values, list):
-        return [_plain(value) for value in values]
-    if isinstance(values, complex):
-        return [number_json(values.real), number_json(values.imag)]
-    if isinstance(values, bytes):
-        return values.hex()
-    return values if isinstance(values, (bool, str)) else number_json(values)

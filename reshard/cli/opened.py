@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Optional, Union
 
@@ -98,23 +97,11 @@ def effort_of(typed: Mapping[str, Any], share: int = 1) -> ReadingEffort:
     return ReadingEffort(typed["jobs"] or usable_cpus(), typed["max_memory"] // share)
 
 
-def number_json(number: Optional[Union[int, float]]) -> Optional[Union[int, float, str]]:
-    """A number for JSON; ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` as text."""
-    if number is None or isinstance(number, int) or math.isfinite(number):
-        return number
-    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
-
-
 def number_words(number: Optional[Union[int, float]]) -> str:
     """A number in a table; ``-`` without one."""
     if number is None:
         return "-"
     return str(number) if isinstance(number, int) else f"{number:.4g}"
-
-
-def location_json(location: Optional[Location]) -> Optional[dict[str, Any]]:
-    """Where an element is, as JSON has it."""
-    return None if location is None else {"index": list(location.index), "rank": location.rank, "file": location.file}
 
 
 def location_words(location: Location) -> str:

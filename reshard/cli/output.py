@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, Callable, NoReturn
 
 import click
@@ -32,13 +33,22 @@ def echo_json(value: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value of JSON's types: records as objects, sets ascending, texts in full, numbers that JSON lacks as texts."""
+    """A value of JSON's types: records as objects, sets ascending, texts in full.
+
+    Numbers that JSON lacks become texts such as ``"NaN"``, complex ones their two parts, and bytes hexadecimal.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
     if isinstance(value, str):
         return full_text(value)
-    if hasattr(value, "_asdict"):
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, complex):
+        value = value.real, value.imag
+    elif hasattr(value, "_asdict"):
         value = value._asdict()
+    elif is_dataclass(value):
+        value = vars(value)
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple, range)):

@@ -11,9 +11,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.opened import (
     check_crcs,
-    location_json,
     location_words,
-    number_json,
     number_words,
     opened,
     shape_words,
@@ -81,7 +79,8 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], **typed: 
             report.note(f"copies on {files} were not read; to read every copy: --fail-on nan,inf")
         step, form = checkpoint.step, checkpoint.form
     if typed["as_json"]:
-        echo_json({"form": form, "step": step, "tensors": [statistics_json(tensor) for tensor in statistics]})
+        rows = [{key: value for key, value in vars(tensor).items() if key != "magnitudes"} for tensor in statistics]
+        echo_json({"form": form, "step": step, "tensors": rows})
     else:
         ordered = sorted(statistics, key=lambda tensor: tensor.first_nonfinite is None)
         bad = [tensor for tensor in ordered if tensor.first_nonfinite is not None]
@@ -126,18 +125,3 @@ def _failure_lines(kind: str, statistics: Sequence[TensorStatistics], verbose: b
         return []
     text = listing(names)
     return [f"reshard: {_KINDS[kind]} in {plural(len(names), 'tensor')}: {full_text(text) if verbose else text}"]
-
-
-def statistics_json(tensor: TensorStatistics) -> dict[str, Any]:
-    """Statistics as `--json` prints them."""
-    return {
-        "name": tensor.name,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "count": tensor.count,
-        "nan": tensor.nan,
-        "inf": tensor.inf,
-        "zeros": tensor.zeros,
-        "first_nonfinite": location_json(tensor.first_nonfinite),
-        **{key: number_json(getattr(tensor, key)) for key in ("min", "max", "mean", "norm")},
-    }

@@ -15,7 +15,6 @@ from reshard.cli.progress import progress_of
 from reshard.cli.strategy_show import strategy_words
 from reshard.convert import usable_cpus
 from reshard.execute import Budget
-from reshard.source_replicas import Differing
 from reshard.source_replicas.strategy_check import StrategyCheck, check_strategy
 from reshard.storage import storage_of
 from reshard.strategies import Strategy, typed_strategy
@@ -56,8 +55,11 @@ def strategy_check(strategy: str, path: str, verbose: bool, **typed: Any) -> Non
         result = check_strategy(
             opened, path, typed["step"], typed["file_suffix"], filters, handles, budget, progress, report
         )
+    comparison = result.comparison
     if typed["as_json"]:
-        echo_json(_json(result, strategy, path))
+        compared = {"replicas": comparison.check, "differing": comparison.differing, "gradients": comparison.gradients}
+        rows = {key: value for key, value in vars(result).items() if key != "comparison"}
+        echo_json({"strategy": strategy, "checkpoint": path, "fits": result.fits, **rows, **compared})
     elif not (typed["quiet"] and result.fits):
         say("\n".join(_lines(result, opened, path, verbose)))
     if not result.fits:
@@ -149,31 +151,3 @@ def _verdict(result: StrategyCheck) -> str:
     if not result.comparison.check.tested:
         return "fits by shapes; no replicas were compared"
     return "fits"
-
-
-def _json(result: StrategyCheck, strategy: str, path: str) -> dict[str, Any]:
-    comparison = result.comparison
-    return {
-        "strategy": strategy,
-        "checkpoint": path,
-        "step": result.step,
-        "fits": result.fits,
-        "ranks": result.ranks,
-        "absent_ranks": result.absent_ranks,
-        "beyond_ranks": result.beyond_ranks,
-        "parameters": result.parameters,
-        "misfits": [misfit._asdict() for misfit in result.misfits],
-        "not_held": result.not_held,
-        "not_listed": result.not_listed,
-        "not_described": result.not_described,
-        "replicas": comparison.check._asdict(),
-        "differing": [_differing_row(differing) for differing in comparison.differing],
-        "gradients": [_differing_row(differing) for differing in comparison.gradients],
-        "same_slices": [{"parameter": item.parameter, "ranks": list(item.ranks)} for item in result.same_slices],
-        "misplaced": result.misplaced,
-        "alike": None if result.alike is None else result.alike._asdict(),
-    }
-
-
-def _differing_row(differing: Differing) -> dict[str, Any]:
-    return {"parameter": differing.parameter, "ranks": list(differing.ranks), "files": list(differing.files)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.output import is_quiet, listener, write_file
+from reshard.cli.output import is_quiet, listener, plain, write_file
 from reshard.errors import InputError, UsageError
 from reshard.text.messages import Report, listing, plural
 
@@ -134,7 +134,6 @@ def _statistics(
     """Statistics of every tensor; None if tensors cannot be read, which the page lists as a problem."""
     from reshard.cli.opened import check_crcs, opened
     from reshard.cli.progress import progress_of
-    from reshard.cli.stats import statistics_json
     from reshard.inspection.checkpoint import Problem
     from reshard.numbers.statistics import statistics_of
     from reshard.plan.edits import typed_edits
@@ -156,8 +155,4 @@ def _statistics(
     bad = [tensor.name for tensor in statistics if tensor.first_nonfinite is not None]
     if bad:
         problems.append(Problem(0, f"{plural(len(bad), 'tensor')} with NaN or Inf: {listing(bad, 6)}"))
-    rows = []
-    for tensor in statistics:
-        row = statistics_json(tensor)
-        rows.append([*(row[key] for key in _STATISTICS), levels(tensor.magnitudes)])
-    return rows
+    return [[*(plain(getattr(tensor, key)) for key in _STATISTICS), levels(tensor.magnitudes)] for tensor in statistics]

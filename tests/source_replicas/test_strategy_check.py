@@ -75,7 +75,7 @@ def test_a_diverged_replica_is_a_difference(tree: Tree) -> None:
     tree.change(5, "blocks.3.w1")
     result = found(tree.true, tree.src, status=4)
     (differing,) = result["differing"]
-    assert differing["parameter"] == "blocks.3.w1" and differing["ranks"] == [1, 5]
+    assert differing["parameter"] == "blocks.3.w1" and [group[0] for group in differing["groups"]] == [1, 5]
     assert differing["files"] == [str(tree.src / f"rank_{rank}" / "net-1_10.ckpt") for rank in (1, 5)]
     output = check(tree.true, tree.src, status=4).out
     assert output.splitlines()[-1] == "does not fit: another strategy was used, or replicas have diverged"
