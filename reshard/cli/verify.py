@@ -15,9 +15,11 @@ from reshard.cli.output import alarming, echo_json, exit_different, is_verbose, 
 from reshard.cli.progress import progress_of
 from reshard.convert.ends import options_of
 from reshard.convert.recorded import command_with_source, merge_hint, recorded_source, was_merged
-from reshard.convert.verifying import against_manifest, compare_replicas, of_ranks, reading_sources, verify_with_source
+from reshard.convert.replicas import verify_replicas
+from reshard.convert.verifying import against_manifest, of_ranks, reading_sources, verify_with_source
 from reshard.errors import InputError, TargetError, UsageError
 from reshard.forms.registry import counted_as, form_named
+from reshard.opened.opening import reading_request
 from reshard.records import Manifest, RecordedCommand, read_manifest
 from reshard.records.commands import EDITS
 from reshard.records.status import status_of
@@ -112,9 +114,10 @@ def verify(
     progress = progress_of(typed["quiet"], typed["progress"])
     with reading_sources(options_of(typed), progress, report) as (means, crcs):
         if replicas:
-            differences, verdict = compare_replicas(
-                out, strategy, typed["step"], typed["file_suffix"], filters, means, report, crcs
+            request = reading_request(
+                out, strategy, None, None, typed["step"], typed["file_suffix"], filters, report, option="--strategy "
             )
+            differences, verdict = verify_replicas(request, options_of(typed), means.handles, progress, report)
         if src is not None:
             try:
                 differences += verify_with_source(

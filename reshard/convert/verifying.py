@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.convert.ends import read_ends
 from reshard.convert.options import Options
 from reshard.convert.recorded import edits_of_target, other_source, strategies_of_target
@@ -19,7 +18,6 @@ from reshard.errors import CheckpointError, InputError, TargetError, UsageError
 from reshard.execute import Progress
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import counted_as, form_named, form_of
-from reshard.opened.opening import reading_request
 from reshard.plan.planner import read_source
 from reshard.plan.request import Request
 from reshard.records import Identity, Manifest, read_manifest
@@ -33,7 +31,6 @@ from reshard.verification.against_manifest import compare_with_manifest
 from reshard.verification.difference import Difference
 from reshard.verification.end_to_end import MergedAdapter, Verified, between_forms, verify_conversion
 from reshard.verification.reading import Means
-from reshard.verification.replicas import verify_replicas
 from reshard.verification.sources import RecordedCrcs
 
 
@@ -172,29 +169,6 @@ def verify_with_source(
     if other is not None:
         report.warn(other)
     return [*differences, *differing]
-
-
-def compare_replicas(
-    out: str,
-    strategy: Optional[str],
-    step: str,
-    file_suffix: Optional[str],
-    filters: Filters,
-    means: Means,
-    report: Report,
-    crcs: Optional[RecordedCrcs],
-) -> tuple[list[Difference], str]:
-    """Compare the copies of slices in a checkpoint; see `verify_replicas`.
-
-    Raises:
-        ReshardError: files are missing or cannot be read, or there is nothing to compare.
-    """
-    request = reading_request(out, strategy, None, None, step, file_suffix, filters, report, option="--strategy ")
-
-    def read(damaged: Mapping[str, str]) -> Checkpoint:
-        return read_source(request._replace(damaged=damaged), means.handles, report, required=lambda name: False)
-
-    return verify_replicas(request, read, means, report, crcs)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, FileSharding, GlobalTensor
+from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.execute import Budget, Progress
 from reshard.execute.reader import BoxReader, in_order
@@ -188,8 +189,10 @@ def entries_as_tensors(names: Iterable[str], source: Checkpoint) -> tuple[list[G
         if any((other.dtype, other.shape, other.nbytes) != kind for other in others):
             different.append(name)
             continue
-        sharding = FileSharding(Grid.whole(first.shape), (tuple(files),))
-        tensors.append(GlobalTensor(name, first.dtype, first.item_size, first.shape, (sharding,)))
+        # Text has no elements: its bytes are compared.
+        shape, item_size = ((first.nbytes,), 1) if first.dtype in NO_ARRAYS else (first.shape, first.item_size)
+        sharding = FileSharding(Grid.whole(shape), (tuple(files),))
+        tensors.append(GlobalTensor(name, first.dtype, item_size, shape, (sharding,)))
     return tensors, different
 
 

@@ -107,6 +107,11 @@ class ReplicaComparison:
         )
 
     @property
+    def alone(self) -> int:
+        """The number of parameters of which no two files hold the same slice."""
+        return sum(len(group.parameters) for group in self._groups if not len(group))
+
+    @property
     def differing(self) -> list[Differing]:
         """The first difference of each parameter, weights first; without gradients."""
         names = {parameter.name for group in self._groups for parameter in group.parameters}

@@ -54,7 +54,6 @@ def read_sound(
     crcs: Optional[RecordedCrcs],
     report: Report,
     damage: Mapping[str, str] = MappingProxyType({}),
-    all_files: bool = False,
 ) -> Source:
     """Read a step without the files that do not match their recorded CRC.
 
@@ -66,7 +65,6 @@ def read_sound(
         crcs: checks CRCs; None for no check.
         report: gets warnings about damaged files.
         damage: damage that is already known, by path.
-        all_files: the contents of all files will be read.
 
     Raises:
         ReshardError: as `read`, or a file cannot be read.
@@ -78,7 +76,7 @@ def read_sound(
         for rank, path in checkpoint.files.items() if form_named(checkpoint.form).options.by_rank else ():
             if path in damaged:
                 report.warn(f"{damaged[path]}; rank {rank} counts as absent at {checkpoint.label}")
-        new_damage = {} if crcs is None else crcs.damaged(source.indexes.values() if all_files else files_read(source))
+        new_damage = {} if crcs is None else crcs.damaged(files_read(source))
         if not new_damage:
             return source
         damaged.update(new_damage)

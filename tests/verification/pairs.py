@@ -6,15 +6,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Callable, Optional
 
+from reshard.convert.replicas import differing_copies
+from reshard.execute import Budget, Progress
+from reshard.forms.ranks.checkpoint import read_some_ranks
 from reshard.forms.ranks.selection import StepSelector
 from reshard.forms.ranks.tree import StepFiles
+from reshard.storage.costs import LOCAL
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters
 from reshard.text.messages import Report
 from reshard.verification.difference import Difference
 from reshard.verification.ranks import compare_ranks
 from reshard.verification.reading import Means
-from reshard.verification.replicas import compare_copies, read_ranks
 from reshard.verification.stored import Source, stored_source
 
 
@@ -70,5 +73,7 @@ def compare_trees(
 
 def compare_replicas(files: Mapping[int, str], strategy: Strategy, means: Means) -> list[Difference]:
     """Differing copies of slices in the files of ranks."""
-    source, problems = read_ranks(files, strategy, means.handles, None, lambda name: True)
-    return compare_copies(source, means, problems=problems)
+    step_files, budget = StepFiles(None, dict(files)), Budget.of(2, means.max_memory, LOCAL)
+    checkpoint, problems = read_some_ranks(step_files, strategy, means.handles, Report(), lambda name: True)
+    differences, _ = differing_copies(checkpoint, problems, Filters(), budget, means.handles, Progress())
+    return differences

@@ -553,7 +553,7 @@ def test_stages_that_share_a_parameter_are_compared(tmp_path: Path) -> None:
     assert pair.replicas() == []
     ranks[1]["w"] = flipped(ranks[1]["w"])
     pair.write(ranks, {})
-    assert brief(pair.replicas()) == [("stages", "w", ())]
+    assert brief(pair.replicas()) == [("replicas", "w", (1, 2))]
 
 
 def test_remaining_replicas_of_a_damaged_tree_are_compared(tmp_path: Path) -> None:
