@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,8 @@ from reshard.numbers.widening import (
     EXPONENTS,
     FLOATS,
     INTEGERS,
-    Magnitudes,
     Widener,
+    exponents,
     is_number,
     table,
 )
@@ -35,10 +35,6 @@ Number = Union[int, float]
 
 # Maximum numbers per call of BLAS: for more, it starts threads.
 _DOT = 1 << 12
-# Exponents of Float64 whose squares, and their sums, do not overflow or underflow.
-_LARGE_SQUARE = 400
-_LARGE_SUM = 900
-_SUM_SCALE = 200
 
 
 @dataclass(frozen=True)
@@ -77,37 +73,21 @@ class TensorStatistics:
     magnitudes: Optional[Counts] = field(default=None, compare=False)
 
 
-class _Scaled(NamedTuple):
-    """The number ``value * 2 ** exponent``, which may exceed the range of Float64."""
-
-    value: Number
-    exponent: int = 0
-
-
 class _PartialStatistics:
-    """Sums over some elements of a tensor.
+    """Sums over some elements of a tensor: lists of numbers, until all are added.
 
-    Args:
-        magnitudes: counts the elements by their exponents.
-
-    Attributes:
-        nan: as in `TensorStatistics`, like the next ones.
-        finite: elements that are neither NaN nor infinite.
-        totals: numbers whose sum is the elements' sum.
-        squares: numbers whose sum is the sum of the elements' squares.
-        first_nonfinite: number of the first element that is not finite, in C order.
-        exponents: numbers of elements by exponent, after the end.
+    Extended precision holds the sums of all Float64 numbers and of their squares.
     """
 
-    def __init__(self, magnitudes: Optional[Magnitudes]) -> None:
+    def __init__(self, magnitudes: bool) -> None:
         self.nan = self.inf = self.zeros = self.finite = 0
         self.low: Optional[Number] = None
         self.high: Optional[Number] = None
-        self.totals: list[_Scaled] = []
-        self.squares: list[_Scaled] = []
+        self.totals: list[Any] = []
+        self.squares: list[Any] = []
+        # The number of the first element that is not finite, in C order.
         self.first_nonfinite: Optional[int] = None
-        self.magnitudes = magnitudes
-        self.exponents: Optional[Counts] = None
+        self.exponents = np.zeros(EXPONENTS, np.int64) if magnitudes else None
 
     def bad(self, place: int) -> None:
         """Record an element that is not finite."""
@@ -120,11 +100,14 @@ class _PartialStatistics:
         self.low = least if self.low is None else min(self.low, least)
         self.high = most if self.high is None else max(self.high, most)
 
+    def count_exponents(self, doubles: npt.NDArray[np.float64]) -> None:
+        """Count finite numbers except zeros."""
+        if self.exponents is not None:
+            self.exponents += np.bincount(exponents(doubles[doubles != 0]), minlength=EXPONENTS)
+
     def finished(self) -> _PartialStatistics:
         """Itself, with one number for each sum, since there may be very many parts."""
         self.totals, self.squares = [_sum(self.totals)], [_sum(self.squares)]
-        if self.magnitudes is not None:
-            self.exponents, self.magnitudes = self.magnitudes.taken(), None
         return self
 
 
@@ -174,7 +157,7 @@ def _together(
     first = next((part.first_nonfinite for part in parts if part.first_nonfinite is not None), None)
     finite = sum(part.finite for part in parts)
     nan, inf = sum(part.nan for part in parts), sum(part.inf for part in parts)
-    exponents = [part.exponents for part in parts if part.exponents is not None]
+    counts = [part.exponents for part in parts if part.exponents is not None]
     plain = tensor.dtype_name not in COMPLEX
     total, squares = _sum([part.totals[0] for part in parts]), _sum([part.squares[0] for part in parts])
     return TensorStatistics(
@@ -187,24 +170,19 @@ def _together(
         zeros=sum(part.zeros for part in parts),
         min=min((part.low for part in parts if part.low is not None), default=None),
         max=max((part.high for part in parts if part.high is not None), default=None),
-        mean=_float(total.value / finite, total.exponent) if finite and plain else None,
-        norm=_float(math.sqrt(squares.value), squares.exponent // 2),
+        mean=float(total / finite) if finite and plain else None,
+        norm=float(np.sqrt(squares)),
         first_nonfinite=None if first is None else location_of(checkpoint.target(tensor.name, item.copy), first),
-        magnitudes=np.sum([np.zeros(EXPONENTS, np.int64), *exponents], axis=0) if magnitudes else None,
+        magnitudes=np.sum([np.zeros(EXPONENTS, np.int64), *counts], axis=0) if magnitudes else None,
     )
 
 
 class _StatisticsComputer:
-    """Computes partial statistics; for one thread.
-
-    Args:
-        dtypes: per item its type.
-        magnitudes: whether exponents are counted.
-    """
+    """Computes partial statistics of items of these types; for one thread."""
 
     def __init__(self, dtypes: Sequence[str], magnitudes: bool) -> None:
         self._dtypes = dtypes
-        self._magnitudes = Magnitudes() if magnitudes else None
+        self._magnitudes = magnitudes
         self._widener = Widener()
         self._mask = np.empty(AT_ONCE, np.bool_)
 
@@ -250,11 +228,11 @@ class _StatisticsComputer:
             if present.any():
                 sums.widen(values[present].min(), values[present].max(), integers=not dtype.startswith("Float"))
             weighted = values[present] * counts[present]
-            sums.totals += map(_Scaled, weighted.tolist())
-            sums.squares += map(_Scaled, (weighted * values[present]).tolist())
-            if sums.magnitudes is not None:
+            sums.totals += weighted.tolist()
+            sums.squares += (weighted * values[present]).tolist()
+            if sums.exponents is not None:
                 nonzero = present & (values != 0)
-                sums.magnitudes.weigh(values[nonzero], counts[nonzero])
+                np.add.at(sums.exponents, exponents(values[nonzero]), counts[nonzero])
         return sums.finished()
 
     def _add_floats(self, sums: _PartialStatistics, numbers: Array, place: int) -> None:
@@ -278,21 +256,12 @@ class _StatisticsComputer:
         integers = numbers.dtype.kind in "iu"
         sums.widen(numbers.min() if low is None else low, numbers.max() if high is None else high, integers)
         doubles = self._widener.double(numbers)
-        if sums.magnitudes is None:
-            sums.zeros += int(np.count_nonzero(np.equal(numbers, 0, out=self._mask[:count])))
-        else:
-            # Numbers in the range of Float32 are counted faster.
-            narrow = numbers.dtype == np.float32 or numbers.dtype.itemsize == 2
-            sums.zeros += sums.magnitudes.add(numbers if narrow else doubles)
+        sums.zeros += int(np.count_nonzero(np.equal(numbers, 0, out=self._mask[:count])))
+        sums.count_exponents(doubles)
         sums.finite += count
-        exponent = 0 if integers else _exponent(doubles if low is None else np.array([low, high], np.float64))
-        sums.totals += [_Scaled(_integer_sum(numbers))] if integers else _totals(numbers, doubles, exponent)
-        sums.squares.append(_squares(doubles, exponent))
-
-
-def _exponent(doubles: npt.NDArray[np.float64]) -> int:
-    """The binary exponent of the largest of some finite numbers, in absolute values."""
-    return math.frexp(max(abs(float(doubles.min())), abs(float(doubles.max()))))[1]
+        wide = numbers.astype(np.longdouble) if numbers.dtype == np.float64 else doubles
+        sums.totals.append(_integer_sum(numbers) if integers else wide.sum())
+        sums.squares.append(_squares(wide))
 
 
 def _integer_sum(numbers: Array) -> int:
@@ -303,52 +272,22 @@ def _integer_sum(numbers: Array) -> int:
     return (int((numbers >> 32).sum()) << 32) + int((numbers & 0xFFFFFFFF).sum())
 
 
-def _totals(numbers: Array, doubles: npt.NDArray[np.float64], exponent: int) -> list[_Scaled]:
-    """Numbers whose sum is the elements' sum; for Float64, exact to twice its digits."""
-    if numbers.dtype != np.float64:
-        return [_Scaled(float(doubles.sum()))]
-    scale = _SUM_SCALE if exponent > _LARGE_SUM else 0
-    sums = np.ldexp(doubles, -scale)
-    errors = 0.0
-    while len(sums) > 1:
-        half = len(sums) // 2
-        a, b = sums[:half], sums[half : 2 * half]
-        total = a + b
-        part = total - a
-        # The rounding errors of the sums.
-        errors += float(((a - (total - part)) + (b - part)).sum())
-        sums = np.append(total, sums[2 * half :])
-    return [_Scaled(float(sums[0]), scale), _Scaled(errors, scale)]
-
-
-def _squares(doubles: npt.NDArray[np.float64], exponent: int) -> _Scaled:
-    """The sum of squares of numbers with this largest exponent.
-
-    For many numbers, BLAS would start threads, and the result would depend on their number.
-    """
-    if abs(exponent) > _LARGE_SQUARE:
-        return _Scaled(_squares(np.ldexp(doubles, -exponent), 0).value, 2 * exponent)
-    even = len(doubles) - len(doubles) % _DOT
-    rows = doubles[:even].reshape(-1, _DOT)
-    tail = doubles[even:]
+def _squares(numbers: Array) -> Any:
+    """The sum of squares; for many numbers, BLAS would start threads, and the result would depend on their number."""
+    if numbers.dtype == np.longdouble:
+        return (numbers * numbers).sum()
+    even = len(numbers) - len(numbers) % _DOT
+    rows = numbers[:even].reshape(-1, _DOT)
+    tail = numbers[even:]
     products = np.matmul(rows[:, np.newaxis, :], rows[:, :, np.newaxis]).reshape(-1)
-    return _Scaled(math.fsum([*products, np.dot(tail, tail)]))
+    return math.fsum([*products, np.dot(tail, tail)])
 
 
-def _sum(numbers: Sequence[_Scaled]) -> _Scaled:
-    """The exact sum; for floating point, rounded once."""
-    if all(isinstance(number.value, int) for number in numbers):
-        return _Scaled(sum(number.value for number in numbers))
-    exponent = max((number.exponent for number in numbers if number.value), default=0)
-    return _Scaled(math.fsum(math.ldexp(value, each - exponent) for value, each in numbers), exponent)
-
-
-def _float(value: float, exponent: int) -> float:
-    """A scaled number as Float64; infinite if too large."""
-    try:
-        return math.ldexp(value, exponent)
-    except OverflowError:
-        return math.inf
+def _sum(numbers: Sequence[Any]) -> Any:
+    """The sum, exact for integers."""
+    return (
+        sum(numbers) if all(isinstance(number, int) for number in numbers) else np.array(numbers, np.longdouble).sum()
+    )
 
 
 def _add_complex(sums: _PartialStatistics, numbers: Array, place: int) -> None:
@@ -362,10 +301,8 @@ def _add_complex(sums: _PartialStatistics, numbers: Array, place: int) -> None:
     sums.finite += int(np.count_nonzero(finite))
     finite_numbers = numbers[finite].astype(np.complex128)
     if len(finite_numbers):
-        parts = finite_numbers.view(np.float64)
-        sums.squares.append(_squares(parts, _exponent(parts)))
-    if sums.magnitudes is not None:
-        sums.magnitudes.add(np.abs(finite_numbers))
+        sums.squares.append(_squares(finite_numbers.view(np.float64).astype(np.longdouble)))
+    sums.count_exponents(np.abs(finite_numbers))
 
 
 def _slices(block: SweepBlock, width: int) -> Iterator[tuple[int, Bytes]]:

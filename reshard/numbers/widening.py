@@ -1,4 +1,4 @@
-"""Stored elements as numbers, block by block, and counts of their binary exponents.
+"""Stored elements as numbers, block by block, and their binary exponents.
 
 Float64 holds all floats exactly, and all integers up to 32 bits.
 """
@@ -39,14 +39,6 @@ EXPONENTS = 2048
 ONE = 1023
 """The exponent of 1.0 in the bits of a Float64."""
 _SHIFT = 52
-
-_SINGLE_SHIFT = 23
-_SINGLE_ONE = 127
-# The least exponent of a Float32 is of zeros and subnormal numbers, the largest is of no finite number.
-_SINGLES = slice(1, 255)
-# Exponents that wait to be counted: each count processes a table of 64 Ki pairs.
-_TOGETHER = 4 * AT_ONCE
-_PAIRS = 1 << 16
 
 
 def is_number(dtype: str) -> bool:
@@ -118,74 +110,6 @@ class Widener:
         doubles = self._double[: len(numbers)]
         np.copyto(doubles, numbers, casting="unsafe")
         return doubles
-
-
-class Magnitudes:
-    """Counts finite numbers except zeros by binary exponent; for one thread.
-
-    Exponents of Float32, and so of all narrower floats and integers, are single bytes. Counting has a fixed cost per
-    item, so two of them are counted together, as one number of 16 bits.
-    """
-
-    def __init__(self) -> None:
-        self._counts = np.zeros(EXPONENTS, np.int64)
-        # Bytes with the waiting exponents of Float32, without sign.
-        self._waiting = np.empty(_TOGETHER, np.uint8)
-        self._filled = 0
-        self._words = np.empty(AT_ONCE, np.uint32)
-
-    def add(self, numbers: Array) -> int:
-        """Count some numbers.
-
-        Args:
-            numbers: at most `AT_ONCE`, all finite, in one dimension; Float32, integers of 16 bits, or Float64.
-
-        Returns:
-            The number of zeros.
-        """
-        if numbers.dtype.itemsize <= 4:
-            return self._add_singles(np.ascontiguousarray(numbers, np.float32))
-        zeros = len(numbers) - int(np.count_nonzero(numbers))
-        self._counts += np.bincount(exponents(numbers), minlength=EXPONENTS)
-        self._counts[0] -= zeros
-        return zeros
-
-    def weigh(self, doubles: npt.NDArray[np.float64], counts: Counts) -> None:
-        """Count every number so many times; none may be zero."""
-        np.add.at(self._counts, exponents(doubles), counts)
-
-    def taken(self) -> Counts:
-        """The counts so far, by exponent of a Float64; counting restarts at zero."""
-        self._count_waiting()
-        counts, self._counts = self._counts, np.zeros(EXPONENTS, np.int64)
-        return counts
-
-    def _add_singles(self, singles: npt.NDArray[np.float32]) -> int:
-        count = len(singles)
-        if self._filled + count > _TOGETHER:
-            self._count_waiting()
-        bits = np.right_shift(singles.view(np.uint32), _SINGLE_SHIFT, out=self._words[:count])
-        waiting = self._waiting[self._filled : self._filled + count]
-        # The cast drops the sign, above the byte.
-        np.copyto(waiting, bits, casting="unsafe")
-        self._filled += count
-        if np.count_nonzero(waiting) == count:
-            return 0
-        least = singles[waiting == 0]
-        # Float64 distinguishes the exponents of the remaining numbers.
-        small = least[least != 0]
-        if len(small):
-            self._counts += np.bincount(exponents(small), minlength=EXPONENTS)
-        return len(least) - len(small)
-
-    def _count_waiting(self) -> None:
-        waiting = self._waiting[: self._filled]
-        even = len(waiting) & ~1
-        pairs = np.bincount(waiting[:even].view(np.uint16), minlength=_PAIRS).reshape(256, 256)
-        singles = pairs.sum(axis=0) + pairs.sum(axis=1) + np.bincount(waiting[even:], minlength=256)
-        first = ONE - _SINGLE_ONE
-        self._counts[first + _SINGLES.start : first + _SINGLES.stop] += singles[_SINGLES]
-        self._filled = 0
 
 
 def exponents(numbers: Array) -> Counts:

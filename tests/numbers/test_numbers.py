@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import reshard
 from reshard.checkpoints.formats.elements import widen
 from reshard.execute import Progress
-from reshard.numbers import statistics, sweep, widening
+from reshard.numbers import statistics, sweep
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.numbers.statistics import TensorStatistics, statistics_of
 from reshard.numbers.widening import BYTES, ONE, Widener, table
@@ -282,7 +282,6 @@ def test_magnitude_counts_equal_those_number_by_number(data: st.DataObject) -> N
         # Tensors of several parts and blocks, which are computed with by the same threads one after the other.
         patch.setattr(sweep, "CHUNK_ELEMENTS", data.draw(st.sampled_from([100, 1 << 23])))
         patch.setattr(statistics, "AT_ONCE", data.draw(st.sampled_from([1, 7, 1 << 16])))
-        patch.setattr(widening, "_TOGETHER", data.draw(st.sampled_from([1 << 16, 1 << 18])))
         path = Path(directory) / "all.safetensors"
         write_checkpoint(path, {"a": value, "b": value})
         with reshard.open(path, src_strategy="none", jobs=2) as opened:
