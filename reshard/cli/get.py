@@ -24,7 +24,7 @@ from reshard.cli.opened import opened, shape_words
 from reshard.cli.output import echo_json, is_quiet, is_verbose, listener, say
 from reshard.errors import CheckpointError, UsageError
 from reshard.opened import LazyTensor, OpenedCheckpoint
-from reshard.opened.indexing import select
+from reshard.opened.tensor import select
 from reshard.plan.edits import edits_of
 from reshard.storage import store_of, write_parts, writing_error
 from reshard.text.globs import Glob

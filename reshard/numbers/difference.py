@@ -17,7 +17,7 @@ from reshard.execute import Progress
 from reshard.numbers.sweep import Location, SweepBlock, SweepItem, location_of, sweep
 from reshard.numbers.widening import AT_ONCE, INTEGERS, Widener, is_number
 from reshard.opened import LazyTensor, OpenedCheckpoint
-from reshard.opened.contents import in_file_order
+from reshard.opened.checkpoint import in_file_order
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]

@@ -26,7 +26,7 @@ from reshard.numbers.widening import (
     table,
 )
 from reshard.opened import OpenedCheckpoint
-from reshard.opened.contents import in_file_order
+from reshard.opened.checkpoint import in_file_order
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]

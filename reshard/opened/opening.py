@@ -179,13 +179,7 @@ def reading_request(
 
 
 def open_requested(request: Request, effort: ReadingEffort, report: Optional[Report] = None) -> OpenedCheckpoint:
-    """Open the target of a request.
-
-    Args:
-        request: its target is `ranks`, its format `MEMORY`; its one file is opened.
-        effort: threads and memory.
-        report: gets warnings and notes.
-    """
+    """Open the one file of a request whose target is `ranks` and whose format is `MEMORY`."""
     return OpenedCheckpoint(request, FileHandles(), effort, report or Report())
 
 
