@@ -346,6 +346,14 @@ class Checkpoint(Protocol):
     def objects(self) -> Mapping[str, StoredObject]:
         """Objects other than tensors, by name."""
 
+    @property
+    def nested(self) -> Mapping[str, tuple[Any, ...]]:
+        """Keys of the nested dictionaries that names were made of, where that is recorded."""
+
+    @property
+    def packing(self) -> tuple[str, ...]:
+        """The table of names that gave the names and the packing; empty if none did."""
+
     def order(self) -> list[str]:
         """Names of all tensors, in the order of the files."""
 

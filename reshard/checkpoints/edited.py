@@ -114,7 +114,7 @@ class EditedCheckpoint:
         self.recipes = recipes
         self.tensors: Mapping[str, GlobalTensor] = EditedTensors(base.tensors, recipes)
         self.unseen = unseen
-        self.nested: Mapping[str, tuple[Any, ...]] = getattr(base, "nested", {}) if nested is None else nested
+        self.nested: Mapping[str, tuple[Any, ...]] = base.nested if nested is None else nested
         self._kept_values = frozenset(kept_values)
         self._tied = tuple(tied)
 

@@ -43,7 +43,7 @@ def command_of(plan: Plan, options: Options) -> Optional[RecordedCommand]:
         # The working directory is gone.
         return None
     # A table leaves other packing than the source's, or none.
-    packing = packing_of(src) if request.edits.table is None else getattr(plan.checkpoint, "packing", ())
+    packing = packing_of(src) if request.edits.table is None else plan.checkpoint.packing
     return RecordedCommand(
         task="recover" if request.recover else "convert",
         src=src,

@@ -44,6 +44,8 @@ class RecordedCheckpoint:
     training: Mapping[str, Any] = field(default_factory=dict)
     faults: Mapping[str, InputError] = field(default_factory=dict)
     objects: Mapping[str, StoredObject] = field(default_factory=dict)
+    nested: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    packing: tuple[str, ...] = ()
 
     @property
     def laid_out(self) -> Collection[str]:
@@ -130,13 +132,11 @@ class ChunkedCheckpoint(RecordedCheckpoint):
         file_count: files; several holder numbers may be of one file.
         chunks: tensors as metadata describes them, by name.
         chunk_holders: per tensor the holder number of each chunk; None for chunks without elements of others.
-        nested: keys of the nested dictionaries that names were made of, where that is recorded.
     """
 
     file_count: int = 0
     chunks: Mapping[str, ChunkedTensor] = field(default_factory=dict)
     chunk_holders: Mapping[str, Sequence[Optional[int]]] = field(default_factory=dict)
-    nested: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def holders(self, name: str) -> list[int]:
         """The files that hold an entry of this name, ascending; empty entries of values do not count.

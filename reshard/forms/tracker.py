@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
-from typing import Optional
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Optional
 
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.forms.form import SavedStep
-from reshard.storage import UnfitError, read_small, reading_error
+from reshard.storage import UnfitError, absolute, read_small, reading_error
 from reshard.text.messages import Report, some_names
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -24,6 +24,87 @@ HOW_TO_CHOOSE = "name one with --step, or give its directory"
 
 _LONGEST_TRACKER = 256
 _NUMBER = re.compile(r"[0-9]{1,18}")
+
+
+class Iteration(NamedTuple):
+    """The directory of one iteration; its number is None if the directory's name does not contain it."""
+
+    number: Optional[int]
+    path: str
+
+    @property
+    def label(self) -> str:
+        return "the checkpoint" if self.number is None else f"iteration {self.number}"
+
+
+class IterationNames(NamedTuple):
+    """Names of directories: a prefix, and the number in at least so many digits."""
+
+    prefix: str
+    digits: int
+
+    def of(self, number: int) -> str:
+        return f"{self.prefix}{number:0{self.digits}d}"
+
+    def number(self, name: str) -> Optional[int]:
+        """The number in a name; None for a name that trainers do not find."""
+        digits = name[len(self.prefix) :]
+        return int(digits) if _NUMBER.fullmatch(digits) and self.of(int(digits)) == name else None
+
+    def in_root(self, root: str, names: Iterable[str]) -> list[Iteration]:
+        """The iterations among the names in a root, oldest first."""
+        numbers = ((self.number(name), os.path.join(root, name)) for name in names)
+        return sorted(Iteration(number, path) for number, path in numbers if number is not None)
+
+    def of_directory(self, path: str, step: str, report: Report) -> Iteration:
+        """The iteration of a source that is the directory of one.
+
+        Raises:
+            UsageError: ``step`` is not ``latest`` and not its number.
+        """
+        requested = parse_iteration_number(step)
+        number = self.number(os.path.basename(absolute(path)))
+        if requested is not None and requested != number:
+            raise UsageError(
+                f"--step {requested}: {path} is the directory of one checkpoint, and not named {self.of(requested)}",
+                hint="leave out --step, or give the directory above",
+            )
+        iteration = Iteration(number, path)
+        if number is not None:
+            _warn_of_unfinished(iteration, read_tracker(os.path.dirname(absolute(path))), report)
+        return iteration
+
+    def choose(self, root: str, iterations: Sequence[Iteration], step: str, report: Report) -> list[Iteration]:
+        """The iteration that ``step`` requests; for ``latest`` that of the tracker, and all, newest first, without one.
+
+        Raises:
+            UsageError: ``step`` is not a number.
+            CheckpointError: the iteration does not exist.
+        """
+        requested, tracked = parse_iteration_number(step), read_tracker(root)
+        number = tracked if requested is None else requested
+        if number is None:
+            return [*reversed(iterations)]
+        chosen = [iteration for iteration in iterations if iteration.number == number]
+        if not chosen:
+            tracker = os.path.join(root, TRACKER)
+            request = f"{tracker} names iteration {number}, but" if requested is None else f"--step {step}:"
+            existing = some_names([str(iteration.number) for iteration in reversed(iterations)])
+            raise CheckpointError(
+                f"{request} {root} holds no {self.of(number)}",
+                file=root,
+                hint=f"{HOW_TO_CHOOSE}; its iterations: {existing}",
+            )
+        if requested is not None:
+            _warn_of_unfinished(chosen[0], tracked, report)
+        newer = [str(iteration.number) for iteration in iterations if (iteration.number or 0) > number]
+        if requested is None and newer:
+            noun = "iteration" if len(newer) == 1 else "iterations"
+            report.warn(
+                f"{root}: skipped {noun} {some_names(newer)}: newer than the last finished iteration, {number} "
+                f"({TRACKER})"
+            )
+        return chosen
 
 
 def parse_iteration_number(step: str) -> Optional[int]:
@@ -54,8 +135,16 @@ def read_tracker(root: str) -> Optional[int]:
     return int(text)
 
 
-def saved_steps(root: str, iterations: Iterable[tuple[int, str]]) -> list[SavedStep]:
-    """The iterations of a root, as its tracker describes them."""
+def _warn_of_unfinished(chosen: Iteration, tracked: Optional[int], report: Report) -> None:
+    if tracked is not None and chosen.number is not None and chosen.number > tracked:
+        report.warn(
+            f"{chosen.path}: {TRACKER} beside it names iteration {tracked} as the last finished one: this one may have "
+            "been cut short while it was saved"
+        )
+
+
+def saved_steps(root: str, iterations: Iterable[Iteration]) -> list[SavedStep]:
+    """The iterations of a root, oldest first, as its tracker describes them."""
     try:
         tracked = read_tracker(root)
     except InputError:
@@ -64,14 +153,5 @@ def saved_steps(root: str, iterations: Iterable[tuple[int, str]]) -> list[SavedS
     return [
         SavedStep(number, path, None if tracked is None else number <= tracked, number == tracked)
         for number, path in iterations
+        if number is not None
     ]
-
-
-def warn_of_newer(root: str, numbers: Iterable[int], tracked: int, report: Report) -> None:
-    """Warn of iterations that are not read because they are newer than the tracker's."""
-    newer = [str(number) for number in numbers if number > tracked]
-    if newer:
-        noun = "iteration" if len(newer) == 1 else "iterations"
-        report.warn(
-            f"{root}: skipped {noun} {some_names(newer)}: newer than the last finished iteration, {tracked} ({TRACKER})"
-        )

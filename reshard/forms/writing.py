@@ -43,33 +43,9 @@ def selected(checkpoint: Checkpoint, request: WriteRequest) -> Selected:
     return Selected(TensorsInOrder(checkpoint.tensors, layers_in_order(names)), values, names)
 
 
-class SharedOut(NamedTuple):
-    """Slices of some tensors, each in the file of one device of a stage.
-
-    Attributes:
-        layouts: by name.
-        names: per device with a file, ascending, the names of its tensors; equal sets are one object.
-    """
-
-    layouts: dict[str, Layout]
-    names: dict[int, frozenset[str]]
-
-    def section(self, number: int, first: int, stage: Section) -> Section:
-        """The files as a section.
-
-        Args:
-            number: of the section.
-            first: number of its first file.
-            stage: the stage's section of all devices.
-        """
-        recorded = {name: stage.layouts[name] for name in sorted(self.layouts)}
-        files = range(first, first + len(self.names))
-        return Section(number, files, recorded, stage.in_pipeline, stage.label, tuple(self.names))
-
-
 def share_out(
     tensors: Sequence[GlobalTensor], section: Section, devices: int, empty: bool = True, first: bool = False
-) -> SharedOut:
+) -> tuple[dict[str, Layout], dict[int, frozenset[str]]]:
     """Share out tensors among the devices of a stage: each slice once, to the replica with the fewest bytes so far.
 
     Args:
@@ -78,6 +54,9 @@ def share_out(
         devices: devices of the stage.
         empty: slices without elements are written, too.
         first: the first device has a file even without slices.
+
+    Returns:
+        Layouts by name; per device with a file, ascending, the names of its tensors, equal sets as one object.
     """
     loads = np.zeros(devices, dtype=np.int64)
     layouts: dict[str, Layout] = {}
@@ -107,7 +86,7 @@ def share_out(
     # Files of the same names share them.
     shared: dict[frozenset[str], frozenset[str]] = {}
     sets = ((device, frozenset(names[device])) for device in sorted(names))
-    return SharedOut(layouts, {device: shared.setdefault(file_names, file_names) for device, file_names in sets})
+    return layouts, {device: shared.setdefault(file_names, file_names) for device, file_names in sets}
 
 
 class SharedFile(NamedTuple):
@@ -142,13 +121,17 @@ class SharedFiles(TargetForm):
     ) -> None:
         """Add the files of a stage for its tensors among these that no earlier file holds; see `share_out`."""
         chosen = [self.tensors[name] for name in names if name in section.layouts and name not in self._layouts]
-        shared = share_out(chosen, section, stage.device_count, empty, first)
+        layouts, held = share_out(chosen, section, stage.device_count, empty, first)
         number = len(self.sections)
-        self._layouts.update((name, (number, layout)) for name, layout in shared.layouts.items())
-        if shared.names:
-            self.sections.append(shared.section(number, len(self._files), section))
-        self._files += (SharedFile(stage, device, held) for device, held in shared.names.items())
-        self._section_numbers += [number] * len(shared.names)
+        self._layouts.update((name, (number, layout)) for name, layout in layouts.items())
+        if held:
+            recorded = {name: section.layouts[name] for name in sorted(layouts)}
+            files = range(len(self._files), len(self._files) + len(held))
+            self.sections.append(
+                Section(number, files, recorded, section.in_pipeline, section.label, devices=tuple(held))
+            )
+        self._files += (SharedFile(stage, device, names_of_file) for device, names_of_file in held.items())
+        self._section_numbers += [number] * len(held)
 
     @property
     def count(self) -> int:
@@ -177,18 +160,6 @@ def _sizes_of_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, 
         if tensor.dtype not in NO_ARRAYS:
             sizes[name] = tensor.nbytes
     return sizes
-
-
-class WrittenChunk(NamedTuple):
-    """A chunk of a target file.
-
-    Attributes:
-        file: number of the file.
-        box: which elements of the tensor it is; without any where a rank has no rows.
-    """
-
-    file: int
-    box: Box
 
 
 class ChunkFiles(SharedFiles):
@@ -229,10 +200,10 @@ class ChunkFiles(SharedFiles):
     def file_name(self, file: int) -> str:
         return f"{self.names.of(file)}.{self.format}"
 
-    def chunks(self) -> Iterator[tuple[GlobalTensor, list[WrittenChunk]]]:
-        """Every tensor and its chunks, the values apart."""
+    def chunks(self) -> Iterator[tuple[GlobalTensor, list[tuple[int, Box]]]]:
+        """Every tensor, the values apart, and the file and the box of each of its chunks."""
         for name, (number, layout) in self._layouts.items():
             tensor, section = self.tensors[name], self.sections[number]
             files = [file for file in section.files if name in self._files[file].names]
             slices = [int(layout.slice_of_rank[section.position(file)]) for file in files]
-            yield tensor, [WrittenChunk(file, layout.slice_box(tensor.shape, at)) for file, at in zip(files, slices)]
+            yield tensor, [(file, layout.slice_box(tensor.shape, at)) for file, at in zip(files, slices)]

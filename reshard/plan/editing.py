@@ -74,7 +74,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     if "" in editing.recipes:
         name = editing.recipes[""].sources[0]
         raise CheckpointError(f"{quoted(name)}: its new name would be empty", parameter=name)
-    nested = edits.nested(editing.recipes, getattr(checkpoint, "nested", {}))
+    nested = edits.nested(editing.recipes, checkpoint.nested)
     return EditedCheckpoint(
         checkpoint,
         editing.recipes,

@@ -191,7 +191,7 @@ class Edits(NamedTuple):
             return {}
         from reshard.names import plain_names
 
-        keys = getattr(checkpoint, "nested", {})
+        keys = checkpoint.nested
         renamed = plain_names(names, checkpoint.objects, keys, self.plain != PLAIN_WEIGHTS)
         if renamed.prefix:
             report.note(f"names: the trainer's prefix {quoted(renamed.prefix)} is removed")
@@ -260,7 +260,7 @@ class Edits(NamedTuple):
             return {name: name for name in names}
         from reshard.names import plain_names
 
-        renamed = plain_names(names, checkpoint.objects, getattr(checkpoint, "nested", {}), True)
+        renamed = plain_names(names, checkpoint.objects, checkpoint.nested, True)
         return {name: new or name for name, new in renamed.names.items()}
 
     def nested(self, names: Collection[str], recorded: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]]:

@@ -10,11 +10,12 @@ from typing import Callable, Optional
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, TiedTensors
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.forms.checkpoint2.contents import LostTensor, laid_out_contents, whole_contents
-from reshard.forms.checkpoint2.form import ADAPTER, Iteration, choose, read_common
+from reshard.forms.checkpoint2.form import ADAPTER, choose, read_common
 from reshard.forms.checkpoint2.metadata import read_metadata
 from reshard.forms.checkpoint2.placing import IterationFiles, RankList, TensorPlacement, disjoint
 from reshard.forms.form import ReadRequest
 from reshard.forms.recorded import RecordedCheckpoint
+from reshard.forms.tracker import Iteration
 from reshard.layout import Grid, Layout
 from reshard.storage import exists
 from reshard.strategies import SAME, Stage, Strategy
@@ -129,16 +130,16 @@ def read_checkpoint2(request: ReadRequest) -> Checkpoint2:
         InputError: the iteration is missing, or its metadata is damaged or contradicts the files.
         RetryableError: reading failed in a way that may pass.
     """
-    choice = choose(request.path, request.step, request.report)
+    candidates = choose(request.path, request.step, request.report)
     if not request.complete:
-        return _read_iteration(choice.iterations[0], request)
+        return _read_iteration(candidates[0], request)
     refused: Optional[InputError] = None
-    for iteration in choice.iterations:
+    for iteration in candidates:
         try:
             checkpoint = _read_iteration(iteration, request)
             checkpoint.check(request.required)
         except InputError as error:
-            if choice.settled:
+            if len(candidates) == 1:
                 raise
             refused = refused or error
             request.report.warn(f"{iteration.label} is not complete and is skipped: {error.message}")

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.errors import CheckpointError, InputError, UsageError
+from reshard.errors import CheckpointError, InputError
 from reshard.forms.form import Description, Form, FormOptions, Layouts, ReadRequest, SavedCut, SavedStep, WriteRequest
 from reshard.forms.ranks.tree import checkpoint_of_other_tool, hint_of_checkpoints_below
-from reshard.forms.tracker import (
-    HOW_TO_CHOOSE,
-    TRACKER,
-    parse_iteration_number,
-    read_tracker,
-    saved_steps,
-    warn_of_newer,
-)
+from reshard.forms.tracker import TRACKER, Iteration, IterationNames, read_tracker, saved_steps
 from reshard.storage import (
     UnfitError,
-    absolute,
     caches_listings,
     is_directory,
     is_regular_file,
@@ -75,7 +69,7 @@ class Checkpoint2Form(Form):
 
     def check_written(self, directory: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         place = os.path.relpath(checkpoint.place, directory)
-        number = parse_iteration(place)
+        number = ITERATIONS.number(place)
         tracked = read_tracker(directory)
         if tracked is None:
             yield TRACKER, "is missing: it marks the iteration as complete"
@@ -97,7 +91,7 @@ class Checkpoint2Form(Form):
             choose(src, step, Report())
 
     def steps(self, src: str) -> list[SavedStep]:
-        return saved_steps(src, ((number, path) for number, path in find_iterations(src) if number is not None))
+        return saved_steps(src, find_iterations(src))
 
     def describe(self, checkpoint: Checkpoint) -> Description:
         saved = cast("Checkpoint2", checkpoint)
@@ -123,49 +117,21 @@ _LARGEST_COMMON = 1 << 20
 _SECTION = re.compile(rb'\s*\{\s*"(state_dict_metadata|storage_data)"')
 
 
-class Iteration(NamedTuple):
-    """The directory of one iteration.
-
-    Attributes:
-        number: of the iteration; None if the directory's name does not contain it.
-        path: the directory.
-    """
-
-    number: Optional[int]
-    path: str
-
-    @property
-    def label(self) -> str:
-        return "the checkpoint" if self.number is None else f"iteration {self.number}"
-
-
-class IterationChoice(NamedTuple):
-    """Candidate iterations.
-
-    Attributes:
-        iterations: in order of preference; the first complete one is read.
-        settled: only the first may be read.
-    """
-
-    iterations: list[Iteration]
-    settled: bool
-
-
 def recognise(path: str, names: Optional[Sequence[str]] = None) -> bool:
     """Whether a directory is a root of Checkpoint 2.0 or holds one iteration."""
     if not is_directory(path):
         return False
     names = names_in(path) if names is None else names
-    return TRACKER in names or _is_iteration(path, names) or any(_iterations_in(path, names))
+    return TRACKER in names or _is_iteration(path, names) or bool(_iterations_in(path, names))
 
 
 def find_iterations(root: str) -> list[Iteration]:
     """The iterations of a root, oldest first."""
-    return sorted(_iterations_in(root, names_in(root)))
+    return _iterations_in(root, names_in(root))
 
 
-def choose(path: str, step: str, report: Report) -> IterationChoice:
-    """The candidate iterations for a step.
+def choose(path: str, step: str, report: Report) -> list[Iteration]:
+    """The candidate iterations for a step, in order of preference; the first complete one is read.
 
     Args:
         path: a root, or the directory of an iteration.
@@ -175,34 +141,24 @@ def choose(path: str, step: str, report: Report) -> IterationChoice:
     Raises:
         UsageError: ``step`` is not a number, or another number than the directory's.
         CheckpointError: the iteration does not exist.
-        RetryableError: reading failed in a way that may pass.
     """
-    requested = parse_iteration_number(step)
     names = names_in(path)
     if _is_iteration(path, names):
-        return IterationChoice([_from_directory(path, requested, report)], True)
-    iterations = find_iterations(path)
+        return [ITERATIONS.of_directory(path, step, report)]
+    iterations = _iterations_in(path, names)
     if not iterations:
         raise checkpoint_of_other_tool(path) or CheckpointError(
-            f"{path}: holds no {iteration_name(0)[:-8]}* directory",
+            f"{path}: holds no {ITERATIONS.prefix}* directory",
             file=path,
             hint=hint_of_checkpoints_below(path) or "a root of Checkpoint 2.0 has one for each saved iteration",
         )
-    tracked = read_tracker(path)
-    if requested is not None:
-        chosen = _numbered(iterations, requested, f"--step {requested}: {path} holds no {iteration_name(requested)}")
-        _warn_of_unfinished(chosen, tracked, report)
-        return IterationChoice([chosen], True)
-    if tracked is None:
+    chosen = ITERATIONS.choose(path, iterations, step, report)
+    if len(chosen) > 1:
         report.warn(
             f"{os.path.join(path, TRACKER)} is missing, so it is unknown which iterations are finished: "
             "the newest complete one is read"
         )
-        return IterationChoice(iterations[::-1], False)
-    message = f"{os.path.join(path, TRACKER)} names iteration {tracked}, but {path} holds no {iteration_name(tracked)}"
-    chosen = _numbered(iterations, tracked, message)
-    warn_of_newer(path, [iteration.number or 0 for iteration in iterations], tracked, report)
-    return IterationChoice([chosen], True)
+    return chosen
 
 
 def read_common(directory: str) -> dict[str, Any]:
@@ -212,12 +168,8 @@ def read_common(directory: str) -> dict[str, Any]:
     return read_json(path, _LARGEST_COMMON, hint=hint) or {}
 
 
-def _iterations_in(root: str, names: Sequence[str]) -> Iterator[Iteration]:
-    for name in names:
-        number = parse_iteration(name)
-        path = os.path.join(root, name)
-        if number is not None and is_directory(path):
-            yield Iteration(number, path)
+def _iterations_in(root: str, names: Sequence[str]) -> list[Iteration]:
+    return [iteration for iteration in ITERATIONS.in_root(root, names) if is_directory(iteration.path)]
 
 
 def _is_iteration(path: str, names: Sequence[str]) -> bool:
@@ -234,49 +186,16 @@ def _begins_as_metadata(path: str) -> bool:
     return False
 
 
-def _numbered(iterations: list[Iteration], number: int, message: str) -> Iteration:
-    for iteration in iterations:
-        if iteration.number == number:
-            return iteration
-    existing = some_names([str(iteration.number) for iteration in reversed(iterations)])
-    raise CheckpointError(message, hint=f"{HOW_TO_CHOOSE}; its iterations: {existing}")
-
-
-def _from_directory(path: str, requested: Optional[int], report: Report) -> Iteration:
-    directory = absolute(path)
-    number = parse_iteration(os.path.basename(directory))
-    if requested is not None and requested != number:
-        raise UsageError(
-            f"--step {requested}: {path} is the directory of one checkpoint, and not named {iteration_name(requested)}",
-            hint="leave out --step, or give the directory above",
-        )
-    iteration = Iteration(number, path)
-    if number is not None:
-        _warn_of_unfinished(iteration, read_tracker(os.path.dirname(directory)), report)
-    return iteration
-
-
-def _warn_of_unfinished(chosen: Iteration, tracked: Optional[int], report: Report) -> None:
-    if tracked is not None and chosen.number is not None and chosen.number > tracked:
-        report.warn(
-            f"{chosen.path}: {TRACKER} beside it names iteration {tracked} as the last finished one: this one may have "
-            "been cut short while it was saved"
-        )
-
-
 METADATA = "metadata.json"
 COMMON = "common.json"
 ADAPTER = "mindformers_adapter_config.json"
 
 MODEL, OPTIMIZER = "model", "opt"
 
-_ITERATION = re.compile(r"iteration_([0-9]{8,18})")
+ITERATIONS = IterationNames("iteration_", 8)
 _FILE = re.compile(r"(?:(.+)-)?(model|opt)-([0-9]{7})-([0-9]{7})\.safetensors", re.DOTALL)
 # Python's repr of a tuple of a name and a tuple of one number.
 _KEY = re.compile(r"""\((?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"), \((0|[1-9][0-9]{0,17}),\)\)""", re.DOTALL)
-_ESCAPE = re.compile(r"\\(?:([\\'\"nrt])|x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|.)", re.DOTALL)
-_SINGLE = {"\\": "\\", "'": "'", '"': '"', "n": "\n", "r": "\r", "t": "\t"}
-_LARGEST_CHARACTER = 0x10FFFF
 
 
 class FileName(NamedTuple):
@@ -312,52 +231,20 @@ def file_order(name: str) -> tuple[bool, str]:
     return parsed is not None and parsed.kind == OPTIMIZER, name
 
 
-def iteration_name(number: int) -> str:
-    return f"iteration_{number:08d}"
-
-
-def parse_iteration(name: str) -> Optional[int]:
-    """The number of an iteration's directory; None for a name that MindFormers does not find."""
-    match = _ITERATION.fullmatch(name)
-    if match is None or iteration_name(int(match[1])) != name:
-        return None
-    return int(match[1])
-
-
 def parse_key(key: str) -> Optional[tuple[str, int]]:
-    """Name and slice number of a key such as ``('layers.0.weight', (1,))``.
-
-    The text is parsed, never evaluated; None if it is not the repr of such a tuple.
-    """
+    """Name and slice number of a key such as ``('layers.0.weight', (1,))``; None if it is no repr of such a tuple."""
     match = _KEY.fullmatch(key)
     if match is None:
         return None
     name = match[1] if match[1] is not None else match[2]
     if "\\" in name:
-        unescaped = _unescaped(name)
-        if unescaped is None:
+        try:
+            with warnings.catch_warnings():
+                # Of an escape that is none.
+                warnings.simplefilter("error")
+                name, _ = ast.literal_eval(key)
+            name.encode()
+        except (SyntaxError, ValueError):
+            # Half of a surrogate pair cannot be encoded.
             return None
-        name = unescaped
     return name, int(match[3])
-
-
-def _unescaped(body: str) -> Optional[str]:
-    pieces = []
-    position = 0
-    for match in _ESCAPE.finditer(body):
-        digits = match[2] or match[3] or match[4]
-        if match[1] is not None:
-            character = _SINGLE[match[1]]
-        elif digits is not None and int(digits, 16) <= _LARGEST_CHARACTER:
-            character = chr(int(digits, 16))
-        else:
-            return None
-        pieces += [body[position : match.start()], character]
-        position = match.end()
-    name = "".join([*pieces, body[position:]])
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        # Half of a surrogate pair.
-        return None
-    return name

@@ -25,7 +25,7 @@ from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.formats.output import MINDSPORE_METADATA
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, LayoutError
-from reshard.forms.checkpoint2.form import COMMON, METADATA, MODEL, OPTIMIZER, iteration_name
+from reshard.forms.checkpoint2.form import COMMON, ITERATIONS, METADATA, MODEL, OPTIMIZER
 from reshard.forms.form import WriteRequest
 from reshard.forms.ranks.form import stage_sections
 from reshard.forms.ranks.naming import FileNames
@@ -79,7 +79,7 @@ class Checkpoint2Files(SharedFiles):
             for stage, section in zip(strategy.stages, stage_sections(strategy, tensors)):
                 self._add_files(stage, section, of_kind)
             count = len(self._files) - before
-            names += (f"{iteration_name(iteration)}/{prefix}{kind}-{at:07d}-{count:07d}" for at in range(count))
+            names += (f"{ITERATIONS.of(iteration)}/{prefix}{kind}-{at:07d}-{count:07d}" for at in range(count))
         self.names = FileNames("file{rank}", dict(enumerate(names)))
         self._values = frozenset(values)
         # The first file of optimizer state, if any.
@@ -94,7 +94,7 @@ class Checkpoint2Files(SharedFiles):
 
     def finishing(self) -> Sequence[FinishingFile]:
         """metadata.json and common.json, then the tracker, which marks the iteration as complete."""
-        directory = iteration_name(self._iteration)
+        directory = ITERATIONS.of(self._iteration)
         return [
             FinishingFile(f"{directory}/{METADATA}", self._metadata),
             FinishingFile(f"{directory}/{self._common.name}", self._common.make),

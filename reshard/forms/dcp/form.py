@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.forms.form import ChunkedForm, FormOptions, Layouts, Names, ReadRequest, SavedStep, WriteRequest
-from reshard.forms.tracker import saved_steps
+from reshard.forms.tracker import Iteration, IterationNames, saved_steps
 from reshard.storage import caches_listings, is_directory, names_in
-from reshard.text.messages import Report, step_words
+from reshard.text.messages import Report
 
 if TYPE_CHECKING:
     from reshard.forms.target import TargetForm
@@ -25,29 +24,11 @@ ENDING = f".{ARCHIVES}"
 DCP, HYPER_PARALLEL = "dcp", "hyper-parallel"
 """The names of the forms."""
 
-ITERATION = re.compile(r"iter_([0-9]{7,18})")
+ITERATIONS = IterationNames("iter_", 7)
 # Metadata of one rank: torch's, and hyper-parallel's of two generations.
 OF_RANK = re.compile(r"__([0-9]{1,7})\.metadata")
 OF_HYPER_RANK = re.compile(r"\.rank([0-9]{1,7})_metadata|([0-9]{1,7})\.metadata")
 _OF_HYPER = re.compile(r"_rank[0-9]{1,7}_\.(safetensors|bytes)|.*_rank[0-9]{1,7}\.bytes")
-
-
-class Place(NamedTuple):
-    """A directory of one checkpoint.
-
-    Attributes:
-        path: the directory.
-        step: its iteration, where a root of several holds it.
-        names: its files and directories.
-    """
-
-    path: str
-    step: Optional[int] = None
-    names: Sequence[str] = ()
-
-    @property
-    def label(self) -> str:
-        return step_words(None) if self.step is None else f"iteration {self.step}"
 
 
 def kind_of_directory(names: Sequence[str]) -> Optional[str]:
@@ -59,14 +40,10 @@ def kind_of_directory(names: Sequence[str]) -> Optional[str]:
     return None
 
 
-def iterations(directory: str, names: Sequence[str]) -> Iterator[Place]:
+def iterations(directory: str, names: Sequence[str]) -> list[Iteration]:
     """The iterations that a root of Megatron holds, oldest first."""
-    numbered = [(int(match[1]), name) for name in names for match in [ITERATION.fullmatch(name)] if match]
-    for number, name in sorted(numbered):
-        path = os.path.join(directory, name)
-        files = names_in(path)
-        if kind_of_directory(files) == DCP:
-            yield Place(path, number, files)
+    found = ITERATIONS.in_root(directory, names)
+    return [iteration for iteration in found if kind_of_directory(names_in(iteration.path)) == DCP]
 
 
 class _DistributedForm(ChunkedForm):
@@ -88,7 +65,7 @@ class _DistributedForm(ChunkedForm):
             choose(src, step, Report())
 
     def steps(self, src: str) -> list[SavedStep]:
-        return saved_steps(src, ((place.step or 0, place.path) for place in iterations(src, names_in(src))))
+        return saved_steps(src, iterations(src, names_in(src)))
 
 
 class DcpForm(_DistributedForm):
@@ -110,7 +87,7 @@ class DcpForm(_DistributedForm):
         if not is_directory(src):
             return False
         names = names_in(src) if names is None else names
-        return kind_of_directory(names) == DCP or any(iterations(src, names))
+        return kind_of_directory(names) == DCP or bool(iterations(src, names))
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         from reshard.forms.dcp.written import DcpFiles

@@ -11,22 +11,21 @@ from reshard.checkpoints.checkpoint import StoredObject
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
 from reshard.checkpoints.placed import Placement, Stored
-from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, UsageError, one_error
+from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.dcp.form import (
     DCP,
     ENDING,
-    ITERATION,
+    ITERATIONS,
     METADATA,
     OF_HYPER_RANK,
     OF_RANK,
-    Place,
     iterations,
     kind_of_directory,
 )
 from reshard.forms.dcp.metadata import ReadMetadata, Record, read_metadata
 from reshard.forms.form import ReadRequest
 from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
-from reshard.forms.tracker import HOW_TO_CHOOSE, TRACKER, parse_iteration_number, read_tracker, warn_of_newer
+from reshard.forms.tracker import HOW_TO_CHOOSE, TRACKER, Iteration
 from reshard.storage import names_in, status_of_each
 from reshard.text.messages import Report, plural, quoted, some_names
 from reshard.text.names import natural_order
@@ -40,7 +39,7 @@ BACKEND = "metadata.json"
 _HINT = "copy the checkpoint again, or take another step"
 
 
-def choose(src: str, step: str, report: Report) -> Place:
+def choose(src: str, step: str, report: Report) -> Iteration:
     """The directory of the requested step.
 
     Args:
@@ -49,43 +48,24 @@ def choose(src: str, step: str, report: Report) -> Place:
         report: gets a warning about skipped iterations.
 
     Raises:
-        UsageError: the directory has no steps, or ``step`` is no number.
+        UsageError: ``step`` is no number, or not that of the directory.
         CheckpointError: there is no such iteration, or nothing records which is the last.
     """
     names = names_in(src)
     if kind_of_directory(names) is not None:
-        number = ITERATION.fullmatch(os.path.basename(os.path.normpath(src)))
-        if step not in ("latest", str(int(number[1])) if number else "latest"):
-            raise UsageError(f"{src}: is one checkpoint, and holds no steps", hint="leave out --step")
-        return Place(src, int(number[1]) if number else None, names)
-    requested = parse_iteration_number(step)
-    places = {place.step: place for place in iterations(src, names)}
-    tracked = read_tracker(src)
-    chosen = tracked if requested is None else requested
-    if chosen is None:
-        if len(places) == 1:
-            return next(iter(places.values()))
+        return ITERATIONS.of_directory(src, step, report)
+    chosen = ITERATIONS.choose(src, iterations(src, names), step, report)
+    if len(chosen) != 1:
         raise CheckpointError(
-            f"{src}: {TRACKER} names no iteration, and there are {len(places)}",
-            file=src,
-            hint=HOW_TO_CHOOSE,
+            f"{src}: {TRACKER} names no iteration, and there are {len(chosen)}", file=src, hint=HOW_TO_CHOOSE
         )
-    if chosen not in places:
-        request = f"{TRACKER} names iteration {tracked}, and" if requested is None else f"--step {step}:"
-        raise CheckpointError(
-            f"{src}: {request} there is no checkpoint in iter_{chosen:07d}",
-            file=src,
-            hint="it has: " + (some_names([str(number) for number in places]) or "none"),
-        )
-    if requested is None:
-        warn_of_newer(src, [number or 0 for number in places], chosen, report)
-    return places[chosen]
+    return chosen[0]
 
 
 def read_distributed(form: str, reading: ReadRequest) -> ChunkedCheckpoint:
-    place = choose(reading.path, reading.step, reading.report)
-    directory = place.path
-    names = place.names
+    iteration = choose(reading.path, reading.step, reading.report)
+    directory = iteration.path
+    names = names_in(directory)
     metadata = read_metadata(_metadata_of(form, directory, names))
     files = _Files(directory, metadata, reading)
     checkpoint = chunked_checkpoint(
@@ -93,8 +73,8 @@ def read_distributed(form: str, reading: ReadRequest) -> ChunkedCheckpoint:
     )
     checkpoint.objects = {**files.objects(), **_common(directory, names)}
     checkpoint.nested = metadata.nested
-    checkpoint.step = None if place.step is None else str(place.step)
-    checkpoint.label = place.label
+    checkpoint.step = None if iteration.number is None else str(iteration.number)
+    checkpoint.label = iteration.label
     if reading.complete:
         checkpoint.check(reading.required)
     return checkpoint

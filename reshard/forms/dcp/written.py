@@ -19,7 +19,8 @@ from reshard.errors import CheckpointError
 from reshard.forms.dcp.form import DCP, HYPER_PARALLEL, METADATA
 from reshard.forms.dcp.metadata import HYPER, TORCH, DescribedChunk, DescribedTensor, Record
 from reshard.forms.dcp.read import BACKEND, COMMON
-from reshard.forms.form import WriteRequest
+from reshard.forms.form import Names, WriteRequest
+from reshard.forms.registry import form_named
 from reshard.forms.target import FinishingFile
 from reshard.forms.writing import ChunkFiles, Selected
 from reshard.layout import Box, shape_of, volume_of
@@ -63,7 +64,10 @@ class _DistributedFiles(ChunkFiles):
 
     def __init__(self, checkpoint: Checkpoint, chosen: Selected, request: WriteRequest, name_of: Any) -> None:
         super().__init__(request.target, chosen, name_of)
-        self._nested: Mapping[str, tuple[Any, ...]] = getattr(checkpoint, "nested", {}) or _keys_of_names(checkpoint)
+        self._nested = checkpoint.nested
+        # Names of a trainer's state without recorded keys get none: the metadata must not record that the state has no
+        # key "model".
+        self._named = bool(self._nested) or form_named(checkpoint.form).options.names is Names.MODEL
         self._objects = {name: stored for name, stored in checkpoint.objects.items() if request.admit(name)}
         self._handles = request.handles
 
@@ -80,7 +84,7 @@ class _DistributedFiles(ChunkFiles):
                 DescribedChunk(tuple(start for start, _ in box), shape_of(box), self._record(file, tensor.name, places))
                 for file, box in chunks
             ]
-            if not volume_of(chunks[0].box):
+            if not volume_of(chunks[0][1]):
                 # Without elements, metadata lists the full shape as one chunk.
                 described = [described[0]._replace(offsets=(0,) * len(tensor.shape), sizes=tensor.shape)]
             yield tensor.name, DescribedTensor(tensor.dtype, tensor.shape, described)
@@ -233,7 +237,7 @@ class DcpFiles(_DistributedFiles):
         return _instance(f"{TORCH}filesystem._StorageInfo", relative_path=file, offset=offset, length=length)
 
     def _keys(self, names: Sequence[str]) -> Optional[Mapping[str, tuple[Any, ...]]]:
-        return {name: keys for name in names if (keys := self._nested.get(name, (name,)))}
+        return {name: keys for name in names if (keys := self._nested.get(name, (name,) if self._named else ()))}
 
 
 class HyperParallelFiles(_DistributedFiles):
@@ -288,22 +292,6 @@ class HyperParallelFiles(_DistributedFiles):
 
     def _keys(self, names: Sequence[str]) -> Optional[Mapping[str, tuple[Any, ...]]]:
         return {name: self._nested[name] for name in names if self._nested.get(name)} or None
-
-
-def _keys_of_names(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
-    """The keys of the model's tensors in a trainer's state that records none, as sharded safetensors do.
-
-    Names whose keys are undecided have none: the metadata must not record that the state has no key "model".
-    """
-    # Imported only here: most checkpoints record their keys, or get them with their names.
-    from reshard.names import plain_names, trainer_keys
-
-    names = [*checkpoint.tensors]
-    plain = plain_names(names, checkpoint.objects, {}, True)
-    if not plain.prefix and not plain.undecided:
-        return {}
-    keys = {name: trainer_keys(name) for name in names}
-    return {name: () if plain.undecided else own for name, own in keys.items() if own[0] == "model"}
 
 
 class _LayoutWithTensors(OutputLayout):

@@ -83,6 +83,8 @@ class RankCheckpoint:
     training: Mapping[str, Any] = {}
     extra_files: Sequence[str] = ()
     objects: Mapping[str, StoredObject] = {}
+    nested: Mapping[str, tuple[Any, ...]] = {}
+    packing: tuple[str, ...] = ()
     tensors: Mapping[str, GlobalTensor] = {}
     laid_out: frozenset[str] = frozenset()
     unseen: frozenset[str] = frozenset()
