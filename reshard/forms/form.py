@@ -91,13 +91,7 @@ class FormOptions(NamedTuple):
 
 
 class EditedStep(NamedTuple):
-    """A step with the edits of a conversion.
-
-    Attributes:
-        tensors: by target name.
-        target: their strategy.
-        unseen: per parameter that the strategy lists and no file holds, its target name; None if unknown.
-    """
+    """A step with the edits of a conversion; ``unseen``: the target name, if known, of each parameter in no file."""
 
     tensors: Mapping[str, GlobalTensor]
     target: Strategy
@@ -190,8 +184,6 @@ class SavedStep(NamedTuple):
     """A step of a source that holds several.
 
     Attributes:
-        number: its number.
-        path: its directory.
         finished: whether it is at most as new as the last finished step; None if unknown.
         latest: whether it is the last finished step.
     """
@@ -227,7 +219,7 @@ class SavedCut(Protocol):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks of the layout, in its order; without a layout, all ranks that hold the tensor."""
+        """The ranks of the layout, in its order; without one, all ranks that hold the tensor."""
 
     @property
     def rank_of(self) -> Sequence[tuple[int, int]]:
@@ -246,14 +238,9 @@ class Form(Protocol):
     options: FormOptions
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
-        """Whether a source is of this form, by names alone.
+        """Whether a source is of this form, by names alone: of the directory all, or only these.
 
-        Args:
-            src: a directory, a file, or a path with ``{rank}`` in it.
-            names: the relevant names of the directory; by default all.
-
-        Raises:
-            ReshardError: the path cannot be listed.
+        The source is a directory, a file, or a path with ``{rank}`` in it.
         """
 
     def read(self, request: ReadRequest) -> Checkpoint:
@@ -281,38 +268,22 @@ class Form(Protocol):
         """The target files for a checkpoint of any form; a ReshardError if the form cannot hold it."""
 
     def marks(self, files: Sequence[str]) -> list[str]:
-        """Small files that mark a complete directory, in the order of writing.
-
-        Args:
-            files: names of its files of tensors, relative to the directory.
-        """
+        """Small files that mark a complete directory of these files of tensors, in the order of writing."""
         return []
 
     def check_written(self, directory: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-        """Defects of a written directory that the reader of the form tolerates.
-
-        Yields:
-            The name of a file relative to the directory, and the defect.
-        """
+        """Defects of a written directory that the reader of the form tolerates, each with a relative file."""
         return iter(())
 
     def check_beside(
         self, directory: str, target: Checkpoint, source: Checkpoint, cast: bool, report: Report
     ) -> Iterator[tuple[str, str]]:
-        """Compare files beside the weights, such as configurations, of source and target.
+        """Compare files beside the weights, such as configurations, of source and target; warn of differences.
 
-        Args:
-            directory: the target directory.
-            target: the checkpoint in it.
-            source: the converted checkpoint.
-            cast: whether weights were cast; the configuration may then name another type.
-            report: warned of files that differ.
+        Where weights were cast, the configuration may name another type.
 
         Yields:
             The name of a file that is missing, relative to the directory, and where the source has it.
-
-        Raises:
-            ReshardError: a file cannot be read.
         """
         return iter(())
 
@@ -336,7 +307,7 @@ def check_latest(form: Form, request: ReadRequest) -> None:
 
 
 class ChunkedForm(Form):
-    """The common part of PyTorch's forms, whose checkpoints are `chunks.ChunkedCheckpoint`."""
+    """The common part of PyTorch's forms, whose checkpoints are `recorded.ChunkedCheckpoint`."""
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
         from reshard.forms.recorded import ChunkedCheckpoint, strategy_of

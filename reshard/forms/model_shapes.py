@@ -34,11 +34,8 @@ def read_shapes(path: str, strategy: Optional[Strategy], handles: FileHandles, r
         path: an unsharded checkpoint; a checkpoint of another form than rank directories, or the index of one; a JSON
             strategy; or rank directories.
         strategy: the strategy that rank directories were saved with.
-        handles: where files are borrowed from.
+        handles: open files.
         report: gets notes on skipped parts.
-
-    Raises:
-        ReshardError: the path is missing, or contains no full shapes.
     """
     form = form_of(path)
     if not form_named(form).options.needs_strategy:

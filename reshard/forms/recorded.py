@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Callable, NamedTuple, Optional
@@ -12,13 +13,43 @@ import numpy as np
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, StoredObject, TiedTensors, order_in_files
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
-from reshard.errors import CheckpointError, InputError, LayoutError, one_error
+from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, LayoutError, one_error
 from reshard.forms.form import Description
 from reshard.layout import Grid, Layout
 from reshard.layout.boxes import Covering, covering
+from reshard.storage import status_of_each
 from reshard.strategies import SAME, Stage, Strategy, rows_over
-from reshard.text.messages import as_pattern, listing, plural, quoted, step_words
+from reshard.text.messages import as_pattern, listing, one_line, plural, quoted, some_names, step_words
 from reshard.text.names import is_value
+
+
+def tensor_fault(path: str, name: str, problem: str, cure: str = "") -> CheckpointError:
+    """The error of one tensor, which can be left out."""
+    leave_out = f"leave it out with --exclude {as_pattern(name)}"
+    return CheckpointError(
+        f"{path}: {quoted(name)} {problem}",
+        file=path,
+        parameter=name,
+        hint=f"{cure}, or {leave_out}" if cure else leave_out,
+    )
+
+
+def sizes_of_files(
+    directory: str, names: Sequence[str], damaged: Mapping[str, str], hint: str
+) -> tuple[dict[str, int], list[InputError]]:
+    """Bytes of files by path, and the problems of those that are missing or count as damaged."""
+    paths = [os.path.join(directory, name) for name in names]
+    statuses = dict(zip(paths, status_of_each(paths)))
+    sizes = {path: status.size for path, status in statuses.items() if status is not None and status.regular}
+    missing = [name for name, path in zip(names, paths) if path not in sizes]
+    problems: list[InputError] = []
+    if missing:
+        text = f"{plural(len(missing), 'file')} of {len(paths)} missing: {some_names([*map(one_line, missing)])}"
+        problems.append(CheckpointError(f"{directory}: {text}", file=os.path.join(directory, missing[0]), hint=hint))
+    for path in sizes.keys() & damaged.keys():
+        problems.append(DamagedCheckpointError(damaged[path], file=path, hint=hint))
+        del sizes[path]
+    return sizes, problems
 
 
 @dataclass
@@ -109,14 +140,7 @@ class Chunk(NamedTuple):
 
 
 class ChunkedTensor(NamedTuple):
-    """A tensor as metadata describes it.
-
-    Attributes:
-        name: its name.
-        dtype: MindSpore's name of its element type.
-        shape: of the full tensor.
-        chunks: its stored boxes; equal ones are replicas.
-    """
+    """A tensor as metadata describes it: its full shape and its stored boxes; equal ones are replicas."""
 
     name: str
     dtype: str
@@ -159,7 +183,7 @@ def chunked_checkpoint(
     """The checkpoint that chunks make. Coverage is exact: a tensor whose chunks are not all of it is a fault.
 
     Args:
-        form: the name of the form.
+        form: its name.
         place: the directory.
         files: indexes of the files, by number; without tensors if all entries come with the chunks.
         tensors: tensors as metadata describes them, each name once.
@@ -242,12 +266,7 @@ def _layout_of(grid: Grid, count: int) -> Optional[Layout]:
 
 
 class _Builder:
-    """Lays chunks out, once for tensors that are cut and stored alike.
-
-    Attributes:
-        indexes: the contents of files, by holder number.
-        holders: per tensor the holder number of each chunk; None for a chunk that is never read.
-    """
+    """Lays chunks out, once for tensors that are cut and stored alike."""
 
     def __init__(self, place: str, files: Sequence[CheckpointIndex], hint: str) -> None:
         self.indexes: dict[int, CheckpointIndex] = dict(enumerate(files))
@@ -336,9 +355,4 @@ class _Builder:
         return number
 
     def _fault(self, name: str, problem: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self._place}: {quoted(name)} {problem}",
-            file=self._place,
-            parameter=name,
-            hint=f"{self._hint}, or leave it out with --exclude {as_pattern(name)}",
-        )
+        return tensor_fault(self._place, name, problem, self._hint)

@@ -89,11 +89,7 @@ class TargetForm(Protocol):
     boxed: bool = False
 
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
-        """The places of a file's bytes.
-
-        Args:
-            tensors: its tensors, in order.
-            boxes: the box of each in the full tensor.
+        """The places of a file's bytes, from its tensors, in order, and the box of each in the full tensor.
 
         Raises:
             CheckpointError: the format cannot hold a tensor.
@@ -133,12 +129,7 @@ class TargetForm(Protocol):
 
 
 class WholeLayouts(ByName[Layout]):
-    """Layouts of tensors that one device holds whole.
-
-    Args:
-        tensors: by name.
-        names: a selection; None for all.
-    """
+    """Layouts of tensors that one device holds whole, all or some by name."""
 
     def __init__(self, tensors: Mapping[str, GlobalTensor], names: Optional[Collection[str]] = None) -> None:
         super().__init__(tensors.keys() if names is None else names)
@@ -155,11 +146,6 @@ def layout_in(tensor: GlobalTensor, recorded: Layout, in_pipeline: bool) -> Layo
 
     Accumulated gradients keep the optimizer shards of the source's files. Where the source records no
     shard, a target with a pipeline gets none: MindSpore's compiler records one there, but writes none.
-
-    Args:
-        tensor: the tensor.
-        recorded: the layout in the target's strategy.
-        in_pipeline: the target has several pipeline stages.
 
     Raises:
         LayoutError: the recorded layout does not fit the tensor.

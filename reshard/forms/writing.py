@@ -98,12 +98,7 @@ class SharedFile(NamedTuple):
 
 
 class SharedFiles(TargetForm):
-    """Files of the ranks that write a slice, each slice once; the common part of several forms, see `TargetForm`.
-
-    Args:
-        strategy: the layouts of the tensors.
-        tensors: the written tensors, by name.
-    """
+    """Files of the ranks that write a slice, each slice once; the common part of several forms, see `TargetForm`."""
 
     by_rank = False
 
@@ -163,13 +158,7 @@ def _sizes_of_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, 
 
 
 class ChunkFiles(SharedFiles):
-    """A file for every rank that writes a chunk; see `TargetForm`.
-
-    Args:
-        strategy: how tensors are laid out.
-        chosen: the selected part of the checkpoint.
-        name_of: the name of the file of a rank, without its ending.
-    """
+    """A file for every rank that writes a chunk; see `TargetForm`."""
 
     boxed = True
     holds_empty = True

@@ -122,14 +122,7 @@ def _stages(placements: Iterable[TensorPlacement]) -> list[RankList]:
 
 
 def read_checkpoint2(request: ReadRequest) -> Checkpoint2:
-    """Read the requested iteration, by default the last finished one.
-
-    Raises:
-        UsageError: the step is not an iteration's number.
-        IncompleteSourceError: a needed tensor has a slice in no readable file.
-        InputError: the iteration is missing, or its metadata is damaged or contradicts the files.
-        RetryableError: reading failed in a way that may pass.
-    """
+    """Read the requested iteration, by default the last finished one."""
     candidates = choose(request.path, request.step, request.report)
     if not request.complete:
         return _read_iteration(candidates[0], request)

@@ -26,8 +26,9 @@ from reshard.forms.checkpoint2.placing import (
     rank_lists,
     ranks_of_files,
 )
+from reshard.forms.recorded import tensor_fault
 from reshard.storage import read_range, reading
-from reshard.text.messages import Report, as_pattern, listing, plural, quoted, some_names
+from reshard.text.messages import Report, listing, plural, some_names
 from reshard.text.names import ACCUMULATED_GRADIENTS, is_value, is_weight, state_prefix
 from reshard.threads import cached_property
 
@@ -48,13 +49,7 @@ class Remark(Enum):
 
 
 class LostTensor(NamedTuple):
-    """A tensor with a slice in no readable file.
-
-    Attributes:
-        name: of the tensor.
-        slices: how many are lost.
-        files: recorded files of lost slices, sorted; empty without any.
-    """
+    """A tensor with a slice in no readable file: how many are lost, and the recorded files of these, sorted."""
 
     name: str
     slices: int
@@ -95,12 +90,8 @@ def whole_contents(files: IterationFiles) -> IterationContents:
         for name, tensor in index.tensors.items():
             if name in contents.placements:
                 first_path = files.paths[contents.placements[name].readable[0][0]]
-                contents.faults[name] = CheckpointError(
-                    f"{quoted(name)} is in two files, and it is unknown which is right: {first_path}, {index.path}",
-                    file=index.path,
-                    parameter=name,
-                    hint=f"leave it out with --exclude {as_pattern(name)}",
-                )
+                problem = f"is in {first_path}, too, and it is unknown which is right"
+                contents.faults[name] = tensor_fault(index.path, name, problem)
                 continue
             contents.add(name, tensor, TensorPlacement.whole(tensor.shape, [number], [0]))
     for name in contents.faults:
@@ -168,14 +159,9 @@ class _Reading:
             self._contents.add(name, tensor, placement)
 
     def _missing_in_files(self, name: str, lacking: Sequence[int]) -> CheckpointError:
-        paths = [self._files.paths[file] for file in lacking]
-        return CheckpointError(
-            f"{some_names(paths, 2)}: {self._metadata.path} lists {quoted(name)} for this file, which lacks it",
-            file=paths[0],
-            parameter=name,
-            hint="the files are not of one save, or were changed; take another iteration, or leave it out with "
-            f"--exclude {as_pattern(name)}",
-        )
+        files = some_names([self._files.names[file] for file in lacking], 2)
+        problem = f"is not in {files}, for which metadata.json lists it"
+        return tensor_fault(self._files.paths[lacking[0]], name, problem, "take the files of one save")
 
     def _replaced(
         self, name: str, placement: TensorPlacement, tensor: Optional[Tensor]
@@ -260,13 +246,7 @@ class _Reading:
 
 
 class Elsewhere:
-    """Finds slices in unlisted files.
-
-    Args:
-        metadata: metadata of all tensors.
-        files: the files, their headers read.
-        placer: places tensors.
-    """
+    """Finds slices in unlisted files."""
 
     def __init__(self, metadata: Metadata, files: IterationFiles, placer: Placer) -> None:
         self._metadata = metadata
@@ -343,12 +323,7 @@ _PIECES = 16
 
 
 class UnlistedVerdict(NamedTuple):
-    """Whether an unlisted tensor is whole.
-
-    Attributes:
-        is_whole: it is whole in every file.
-        why: else, the reason why its layout is unknown.
-    """
+    """Whether an unlisted tensor is whole in every file; else, why its layout is unknown."""
 
     is_whole: bool
     why: str = ""
@@ -367,13 +342,10 @@ def judge(
     Args:
         name: of the tensor.
         holders: the files that hold it.
-        files: all files, their headers read.
+        files: all files.
         rank_of: the rank of each file, where known.
         stages: the ranks of every pipeline stage, in the order of the device matrices.
-        handles: where to borrow files from.
-
-    Raises:
-        ReshardError: reading failed.
+        handles: open files.
     """
     tensors = [files.indexes[file].tensors[name] for file in holders]
     if len({(tensor.dtype, tensor.shape) for tensor in tensors}) > 1:

@@ -218,12 +218,7 @@ class TensorRecord(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The slices of a tensor; parameters with equal cuts share one object.
-
-    Attributes:
-        numbers: their numbers.
-        shapes: their shapes, each once.
-    """
+    """Numbers and shapes, each shape once, of a tensor's slices; parameters with equal cuts share one object."""
 
     numbers: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -271,15 +266,7 @@ class SliceRecords:
 
 @dataclass
 class Metadata:
-    """The content of a metadata.json.
-
-    Attributes:
-        path: the file.
-        tensors: metadata of every tensor, by name, in file order.
-        stored: the places of every tensor's slices, by name.
-        files: names of all listed files, each once.
-        places: the places in `stored`.
-    """
+    """The content of a metadata.json."""
 
     path: str
     tensors: dict[str, TensorRecord] = field(default_factory=dict)

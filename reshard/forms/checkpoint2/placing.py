@@ -20,6 +20,7 @@ from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError, LayoutError
 from reshard.forms.checkpoint2.form import METADATA, file_order, parse_file_name
 from reshard.forms.checkpoint2.metadata import LayoutRecord, Metadata, SliceRecords, TensorRecord
+from reshard.forms.recorded import tensor_fault
 from reshard.layout import Grid, Layout, shape_of, volume_of
 from reshard.storage import leads_to, reading, store_of
 from reshard.text.messages import Report, as_pattern, plural, quoted, some_names, some_numbers
@@ -34,7 +35,7 @@ class IterationFiles:
     Args:
         directory: of the iteration.
         metadata_files: names of the files in metadata.json; None without it.
-        handles: where to borrow the files from.
+        handles: open files.
         report: gets notes on skipped files.
         damaged: per path of a file that counts as absent, the reason.
 
@@ -44,10 +45,6 @@ class IterationFiles:
         paths: of the files that can be read, by holder number.
         indexes: their headers.
         absent: the reason why each other file cannot be read, by name; names the path.
-
-    Raises:
-        CheckpointError: without metadata.json, the files are of several ranks or saves; or a file cannot be read.
-        RetryableError: reading failed in a way that may pass.
     """
 
     def __init__(
@@ -216,12 +213,7 @@ class _LaidOut(NamedTuple):
 
 
 class Placer:
-    """Places the tensors of one iteration.
-
-    Args:
-        metadata: their metadata.
-        files: the files, their headers read.
-    """
+    """Places the tensors of one iteration."""
 
     def __init__(self, metadata: Metadata, files: IterationFiles) -> None:
         self._metadata = metadata
@@ -245,13 +237,7 @@ class Placer:
     def place_by_rank(self, name: str, record: TensorRecord, rank_of: Mapping[int, int]) -> TensorPlacement:
         """The places of a tensor's slices, by the ranks of its files instead of metadata.
 
-        Args:
-            name: of the tensor.
-            record: its recorded layout.
-            rank_of: per file that holds a slice, by holder number, its rank.
-
-        Raises:
-            LayoutError: the layout does not fit the ranks, or the shape.
+        ``rank_of`` has the rank of each file that holds a slice.
         """
         with self._naming(name):
             return self._place(record, ((None, file, rank) for file, rank in rank_of.items()))
@@ -364,13 +350,7 @@ class Placer:
             elif not tensor.same_type(first):
                 problem = f"is {tensor.dtype}, but {first.dtype} in other files"
             if problem is not None:
-                raise CheckpointError(
-                    f"{index.path}: {quoted(name)} {problem}",
-                    file=index.path,
-                    parameter=name,
-                    hint="the files are not of one save, or were changed; leave it out with --exclude "
-                    + as_pattern(name),
-                )
+                raise tensor_fault(index.path, name, problem, "take the files of one save")
         return first
 
 

@@ -42,17 +42,7 @@ _INTEGERS = {"Int32": "<i", "Int64": "<q", "UInt32": "<I", "UInt64": "<Q"}
 
 
 class Checkpoint2Files(SharedFiles):
-    """The files of one iteration; see `TargetForm`.
-
-    Args:
-        strategy: how tensors are laid out.
-        tensors: the written tensors of the source.
-        parameters: names of all parameters of the source and of the strategy.
-        values: names of the values beside them.
-        iteration: number of the iteration.
-        prefix: the beginning of the files' names.
-        common: makes the content of common.json.
-    """
+    """The files of one iteration; see `TargetForm`."""
 
     name = "checkpoint2"
     format = "safetensors"
@@ -133,14 +123,7 @@ class Described(NamedTuple):
 
 
 def metadata_json(tensors: Callable[[], Iterable[Described]]) -> Iterator[bytes]:
-    """The content of metadata.json, in parts of at most one tensor.
-
-    Args:
-        tensors: iterates over the tensors; called twice.
-
-    Raises:
-        CheckpointError: it cannot record a tensor's layout.
-    """
+    """The content of metadata.json, in parts of at most one tensor; ``tensors`` is called twice."""
     yield b'{"state_dict_metadata":{'
     yield from _members((tensor.tensor.name, _described(tensor)) for tensor in tensors())
     yield b'},"storage_data":{'

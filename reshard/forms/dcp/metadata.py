@@ -18,8 +18,9 @@ from reshard.checkpoints.formats.pickles import (
     sizes_of,
 )
 from reshard.errors import CheckpointError, InputError
+from reshard.forms.recorded import tensor_fault
 from reshard.storage import read_small, reading
-from reshard.text.messages import as_pattern, quoted
+from reshard.text.messages import quoted
 
 _MAX_NAMED = 8
 
@@ -107,14 +108,7 @@ class DescribedTensor(NamedTuple):
 
 
 class ReadMetadata(NamedTuple):
-    """The contents of metadata.
-
-    Attributes:
-        tensors: by name.
-        objects: the place of every object, by name.
-        nested: per name the keys of nested dictionaries that it was made of, where that is recorded.
-        faults: tensors that cannot be read, and why, by name.
-    """
+    """The contents of metadata."""
 
     tensors: dict[str, DescribedTensor]
     objects: dict[str, Record]
@@ -250,15 +244,7 @@ class _Reader:
         raise CheckpointError(f"{self._path}: {problem}", file=self._path, hint=_HINT)
 
     def _fault(self, name: str, problem: str) -> None:
-        self._metadata.faults.setdefault(
-            name,
-            CheckpointError(
-                f"{self._path}: {quoted(name)} {problem}",
-                file=self._path,
-                parameter=name,
-                hint=f"leave it out with --exclude {as_pattern(name)}",
-            ),
-        )
+        self._metadata.faults.setdefault(name, tensor_fault(self._path, name, problem))
 
 
 def _named(where: Mapping[str, Any]) -> str:

@@ -24,10 +24,10 @@ from reshard.forms.dcp.form import (
 )
 from reshard.forms.dcp.metadata import ReadMetadata, Record, read_metadata
 from reshard.forms.form import ReadRequest
-from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
+from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, sizes_of_files
 from reshard.forms.tracker import HOW_TO_CHOOSE, TRACKER, Iteration
 from reshard.storage import names_in, status_of_each
-from reshard.text.messages import Report, plural, quoted, some_names
+from reshard.text.messages import Report, quoted, some_names
 from reshard.text.names import natural_order
 
 COMMON = "common.pt"
@@ -40,17 +40,7 @@ _HINT = "copy the checkpoint again, or take another step"
 
 
 def choose(src: str, step: str, report: Report) -> Iteration:
-    """The directory of the requested step.
-
-    Args:
-        src: that directory, or a root with an iteration in each of several.
-        step: ``latest``, or the number of an iteration.
-        report: gets a warning about skipped iterations.
-
-    Raises:
-        UsageError: ``step`` is no number, or not that of the directory.
-        CheckpointError: there is no such iteration, or nothing records which is the last.
-    """
+    """The directory of the requested step: the source, or one of its iterations."""
     names = names_in(src)
     if kind_of_directory(names) is not None:
         return ITERATIONS.of_directory(src, step, report)
@@ -137,14 +127,15 @@ class _Files:
                 stored = Stored(name, tensor.dtype, sizes, record.offset, record.length, record.key)
                 chunks_of_file.setdefault(record.file, []).append((record, stored, offsets))
         self._names = natural_order(chunks_of_file)
+        alone = {record.file for record in described.objects.values()}.difference(self._names)
+        self._sizes, problems = sizes_of_files(directory, [*self._names, *sorted(alone)], reading.damaged, _HINT)
+        if problems:
+            raise one_error(problems, f"{directory} is not complete")
         paths = [os.path.join(directory, name) for name in self._names]
-        alone = {os.path.join(directory, record.file) for record in described.objects.values()}.difference(paths)
-        self._sizes = self._sizes_of(directory, [*paths, *sorted(alone)], reading)
         self._directory = directory
         self._numbers = {name: number for number, name in enumerate(self._names)}
         self.indexes = [CheckpointIndex(path, ARCHIVES, self._sizes[path], {}, archived=True) for path in paths]
         self._tensors: dict[tuple[str, tuple[int, ...], str], Tensor] = {}
-        problems: list[InputError] = []
         for name, path in zip(self._names, paths):
             problem = self._place(path, chunks_of_file[name], reading)
             if problem is not None:
@@ -154,30 +145,6 @@ class _Files:
                 problems.append(self._short(os.path.join(directory, record.file), record))
         if problems:
             raise one_error(problems, f"{directory} is not complete")
-
-    @staticmethod
-    def _sizes_of(directory: str, paths: Sequence[str], reading: ReadRequest) -> dict[str, int]:
-        sizes: dict[str, int] = {}
-        problems: list[InputError] = []
-        missing: list[str] = []
-        for path, status in zip(paths, status_of_each(paths)):
-            if status is None or not status.regular:
-                missing.append(os.path.relpath(path, directory))
-            elif path in reading.damaged:
-                problems.append(DamagedCheckpointError(reading.damaged[path], file=path, hint=_HINT))
-            else:
-                sizes[path] = status.size
-        if missing:
-            problems.append(
-                CheckpointError(
-                    f"{directory}: {plural(len(missing), 'file')} of {len(paths)} missing: {some_names(missing)}",
-                    file=os.path.join(directory, missing[0]),
-                    hint=_HINT,
-                )
-            )
-        if problems:
-            raise one_error(problems, f"{directory} is not complete")
-        return sizes
 
     def _place(
         self, path: str, chunks: Sequence[tuple[Record, Stored, tuple[int, ...]]], reading: ReadRequest

@@ -20,12 +20,12 @@ from reshard.forms.dcp.form import DCP, HYPER_PARALLEL, METADATA
 from reshard.forms.dcp.metadata import HYPER, TORCH, DescribedChunk, DescribedTensor, Record
 from reshard.forms.dcp.read import BACKEND, COMMON
 from reshard.forms.form import Names, WriteRequest
+from reshard.forms.recorded import tensor_fault
 from reshard.forms.registry import form_named
 from reshard.forms.target import FinishingFile
 from reshard.forms.writing import ChunkFiles, Selected
 from reshard.layout import Box, shape_of, volume_of
 from reshard.storage import read_range, reading, reading_error, status_at
-from reshard.text.messages import as_pattern, quoted
 from reshard.threads import cached_property
 
 _BLOCK = 1 << 16
@@ -44,12 +44,6 @@ def _instance(kind: str, **fields: Any) -> PickledInstance:
 
 class _DistributedFiles(ChunkFiles):
     """The files of both forms.
-
-    Args:
-        checkpoint: the checkpoint to write.
-        chosen: the selected part of it.
-        request: the request.
-        name_of: the name of the file of a rank, without its ending.
 
     Attributes:
         objects_file: the file of objects.
@@ -267,11 +261,8 @@ class HyperParallelFiles(_DistributedFiles):
             with contextlib.closing(self._handles.open_file(stored.path)) as file:
                 archive = Archive(file, stored.offset, stored.length)
                 if "data/0" in archive:
-                    raise CheckpointError(
-                        f"{stored.path}: the object {quoted(name)} holds tensors, which {HYPER_PARALLEL} cannot hold",
-                        file=stored.path,
-                        parameter=name,
-                        hint=f"leave it out with --exclude {as_pattern(name)}",
+                    raise tensor_fault(
+                        stored.path, name, f"is an object with tensors, which {HYPER_PARALLEL} cannot hold"
                     )
                 return archive.pickle()
         except OSError as error:

@@ -47,13 +47,7 @@ def files_beside(
 ) -> list[FinishingFile]:
     """Further files of a Hugging Face directory: copies from the source, and in their place those of --config.
 
-    Args:
-        checkpoint: the checkpoint to write.
-        tensors: its selected tensors.
-        request: the request. The files become sources: changes are detected from now on.
-
-    Raises:
-        ReshardError: a file cannot be read.
+    The files become sources: changes are detected from now on.
     """
     handles, report = request.handles, request.report
     paths = {os.path.basename(name): os.path.join(checkpoint.place, name) for name in checkpoint.extra_files}
@@ -100,33 +94,26 @@ def _of_other_types(
     except CheckpointError as error:
         report.warn(f"{error.message}; it is copied unchanged: check that it names the type of the weights")
         return None
-    content = None
-    if request.dequantised and not all(map(QUANTISATION.isdisjoint, _levels(config))):
-        config = _rewritten(config, QUANTISATION)
-        content = (json.dumps(config, indent=2) + "\n").encode()
     types = _types_of_weights(tensors)
     recorded = [(key, level[key]) for level in _levels(config) for key in TYPE_KEYS if key in level]
-    other = [(key, value) for key, value in recorded if types != [value]]
-    if not types or not other:
-        return content
-    key, value = other[0]
+    key, value = next(((key, value) for key, value in recorded if types != [value]), ("", None))
     if not request.cast and not request.dequantised:
-        if value not in types:
+        if types and key and value not in types:
             report.note(
                 f"{path} has {key} {quoted(str(value))}, and the weights are {' and '.join(types)}: loaders cast them; "
                 f"--cast DTYPE writes them in another type and corrects {CONFIG}"
             )
         return None
-    if len(types) > 1 and value in types and not request.cast:
-        return content
-    if len(types) > 1:
+    if key and len(types) == 1:
+        report.note(f"{CONFIG}: {key} changed from {quoted(str(value))} to {types[0]}, the type of the weights")
+    elif key and types and (request.cast or value not in types):
         report.warn(
             f"{CONFIG} keeps {key} {quoted(str(value))}, because the weights have several types "
             f"({', '.join(types)}): check that it is the type to load them in"
         )
-        return content
-    report.note(f"{CONFIG}: {key} changed from {quoted(str(value))} to {types[0]}, the type of the weights")
-    return (json.dumps(_rewritten(config, dtype=types[0]), indent=2) + "\n").encode()
+    dropped = QUANTISATION if request.dequantised else frozenset()
+    rewritten = _rewritten(config, dropped, types[0] if len(types) == 1 else None)
+    return None if rewritten == config else (json.dumps(rewritten, indent=2) + "\n").encode()
 
 
 def _levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -32,9 +32,9 @@ from reshard.forms.full.form import (
     report_unread,
 )
 from reshard.forms.hf_sharded.form import INFO
-from reshard.forms.recorded import RecordedCheckpoint
+from reshard.forms.recorded import RecordedCheckpoint, sizes_of_files
 from reshard.layout import Grid
-from reshard.storage import is_directory, is_regular_file, names_in
+from reshard.storage import is_directory, names_in
 from reshard.text.messages import Report, listing, one_line, plural, quoted, some_names
 from reshard.text.names import layers_in_order, natural_order, trained
 
@@ -42,12 +42,7 @@ _ONE_SAVE = "the files and this list are not of one save: copy or download the d
 
 
 class Contents:
-    """Files of a directory and their contents.
-
-    Attributes:
-        paths: every file, by number.
-        indexes: their headers.
-    """
+    """Files of a directory and their contents."""
 
     def __init__(self, directory: str, files: Sequence[str], indexes: Mapping[int, CheckpointIndex]) -> None:
         self.paths = {number: os.path.join(directory, name) for number, name in enumerate(files)}
@@ -57,24 +52,9 @@ class Contents:
     @classmethod
     def read(cls, directory: str, files: Sequence[str], handles: FileHandles, damaged: Mapping[str, str]) -> Contents:
         """Read the headers of all files; a CheckpointError names all that are missing or damaged."""
-        paths = {number: os.path.join(directory, name) for number, name in enumerate(files)}
-        existing = {number: path for number, path in paths.items() if is_regular_file(path)}
-        problems: list[InputError] = []
-        missing = [name for number, name in enumerate(files) if number not in existing]
-        if missing:
-            problems.append(
-                CheckpointError(
-                    f"{directory}: {plural(len(missing), 'file')} of {len(files)} missing: {file_names(missing)}",
-                    file=paths[files.index(missing[0])],
-                    hint=ONE_COPY,
-                )
-            )
-        sound = {number: path for number, path in existing.items() if path not in damaged}
-        problems += [
-            DamagedCheckpointError(damaged[path], file=path, hint=ONE_COPY)
-            for number, path in existing.items()
-            if number not in sound
-        ]
+        sizes, problems = sizes_of_files(directory, files, damaged, ONE_COPY)
+        paths = enumerate(os.path.join(directory, name) for name in files)
+        sound = {number: path for number, path in paths if path in sizes}
         indexes: dict[int, CheckpointIndex] = {}
         for number, header in read_headers(handles, sound, "file"):
             if isinstance(header, DamagedCheckpointError):
@@ -93,17 +73,14 @@ class Contents:
         scalars: Mapping[str, int],
         report: Report,
     ) -> None:
-        """Compare the map with the files.
+        """Refuse a tensor in several files or none, or not in the file of the map; warn of tensors outside the map.
 
         Args:
             place: the map, or the directory, for messages.
             weight_map: the map; None without one.
             count: the number of files in the map, which come first.
             scalars: entries of the other files, each with its file.
-            report: gets notes on tensors outside the map.
-
-        Raises:
-            CheckpointError: a tensor is in several files or none, or not in the file of the map.
+            report: gets the warning.
         """
         file_of, twice = self._located(count, scalars)
         unlisted = [name for name in file_of if weight_map is not None and name not in weight_map]
@@ -192,12 +169,7 @@ class Contents:
 
 
 class WholeTensors(ByName[GlobalTensor]):
-    """Tensors by name, each whole in one file; a `GlobalTensor` is made on demand.
-
-    Args:
-        indexes: headers of the files, by number.
-        holders: the file of every tensor.
-    """
+    """Tensors by name, each whole in one file; a `GlobalTensor` is made on demand."""
 
     def __init__(self, indexes: Mapping[int, CheckpointIndex], holders: Mapping[str, int]) -> None:
         super().__init__(holders)

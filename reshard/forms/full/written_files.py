@@ -38,12 +38,7 @@ Sizes = Sequence[tuple[str, int]]
 
 
 class FullFile(NamedTuple):
-    """A file of full weights.
-
-    Attributes:
-        name: relative to the directory.
-        tensors: the names of its tensors, in file order.
-    """
+    """A file of full weights."""
 
     name: str
     tensors: list[str]
@@ -66,10 +61,6 @@ def split_for_huggingface(sizes: Sizes, max_shard_size: int = MAX_SHARD_SIZE) ->
 
     A new file begins where the next tensor would pass the limit. A tensor larger than the limit gets a file of its
     own, before the file being filled.
-
-    Args:
-        sizes: the tensors.
-        max_shard_size: bytes of tensors per file.
     """
     files: list[list[str]] = []
     filling: list[str] = []
@@ -91,10 +82,6 @@ def split_for_unified(sizes: Sizes, max_shard_size: Optional[int] = None) -> lis
 
     The largest first, each into the file with the fewest bytes so far. The number of files is the total by
     3 GiB, so a file may be a little larger. A file passes an explicit limit only if it holds one tensor.
-
-    Args:
-        sizes: the tensors.
-        max_shard_size: bytes of tensors per file; by default MindSpore's.
     """
     total = sum(nbytes for _, nbytes in sizes)
     count = min(-(-total // (max_shard_size or UNIFIED_SIZE)), len(sizes))
@@ -156,7 +143,7 @@ class FullDirectory(TargetForm):
 
     Args:
         name: ``unified`` or ``huggingface``.
-        tensors: the tensors in file order.
+        tensors: in file order.
         values: bytes of every value beside them, by name.
         max_shard_size: bytes of tensors in a file; by default that of the form's own writer.
         extra_files: configuration and tokenizer of a Hugging Face model.

@@ -15,14 +15,14 @@ from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import Contents
 from reshard.forms.full.form import extra_files_in, report_unread
 from reshard.forms.hf_sharded.form import INFO, SHARD, VERSION_KEY, shards_in
-from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
+from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, tensor_fault
 from reshard.forms.target import FinishingFile
 from reshard.forms.writing import ChunkFiles, Selected
 from reshard.layout import Box
 from reshard.storage import is_directory, names_in
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.strategies import Strategy
-from reshard.text.messages import Report, as_pattern, listing, number_ranges, plural, quoted
+from reshard.text.messages import Report, listing, number_ranges, plural, quoted
 from reshard.text.names import layers_in_order, natural_order
 
 OFFSETS, FULL_SHAPE = "saved_offsets", "global_shape"
@@ -166,12 +166,7 @@ def read_shards(form: str, reading: ReadRequest) -> ChunkedCheckpoint:
 
 
 class _Shards:
-    """The files and their headers.
-
-    Attributes:
-        indexes: per file its entries; none where these have names of their own.
-        hint: the cure for missing chunks.
-    """
+    """The files and their headers; the index of a file whose entries have names of their own has no entries."""
 
     def __init__(self, directory: str, files: Sequence[str], indexes: list[CheckpointIndex]) -> None:
         self.indexes = indexes
@@ -217,12 +212,8 @@ class _Shards:
                     alternatives = " and ".join(
                         str(list(each) if isinstance(each, tuple) else each) for each in sorted(values)
                     )
-                    faults[name] = CheckpointError(
-                        f"{self._directory}: {quoted(name)} has different {property_name} in its files: {alternatives}",
-                        file=self._directory,
-                        parameter=name,
-                        hint=f"take the files of one save, or leave it out with --exclude {as_pattern(name)}",
-                    )
+                    problem = f"has different {property_name} in its files: {alternatives}"
+                    faults[name] = tensor_fault(self._directory, name, problem, "take the files of one save")
             if name in faults:
                 continue
             shape = next(iter(shapes[name]), None)
@@ -272,14 +263,11 @@ class _Shards:
                 continue
             first_cut = len(numbers) > 1 and numbers == [*range(1, len(numbers) + 1)]
             if everywhere and first_cut and lacking == [*range(len(numbers) + 1, shards + 1)]:
-                faults[name] = CheckpointError(
-                    f"{self._directory}: {quoted(name)} has chunks in shards 1 to {numbers[-1]}, other tensors in "
-                    f"{shards}, and of shard {number_ranges(lacking)} file {number_ranges(sorted(file_numbers))} is "
-                    "missing",
-                    file=self._directory,
-                    parameter=name,
-                    hint=f"bring the missing files, or leave it out with --exclude {as_pattern(name)}",
+                problem = (
+                    f"has chunks in shards 1 to {numbers[-1]}, other tensors in {shards}, and of shard "
+                    f"{number_ranges(lacking)} file {number_ranges(sorted(file_numbers))} is missing"
                 )
+                faults[name] = tensor_fault(self._directory, name, problem, "bring the missing files")
             else:
                 doubtful.append(name)
         if doubtful:

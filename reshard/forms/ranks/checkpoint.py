@@ -31,13 +31,7 @@ from reshard.text.names import ACCUMULATED_GRADIENTS, trained
 
 
 class StageSharding(NamedTuple):
-    """One stage that holds a tensor of a known shape; see `checkpoint.Sharding`.
-
-    Attributes:
-        stage: the stage.
-        layout: the real layout there.
-        grid: the boxes of its slices.
-    """
+    """One stage that holds a tensor of a known shape, with its real layout there; see `checkpoint.Sharding`."""
 
     stage: Stage
     layout: Layout
@@ -66,8 +60,6 @@ class RankCheckpoint:
 
     Attributes:
         step_files: the files by name alone.
-        files: path per rank that has a file of this step.
-        indexes: headers of the readable files, by rank.
         damaged: by rank, the reason why its file counts as absent.
         tensors: the strategy's parameters in the files, by name, once they were read with a strategy.
         laid_out: names that the strategy lists.
@@ -226,10 +218,7 @@ def read_parameters(
         source: strategy of the files.
         step: the files.
         laid_out: parameters that the strategy lists.
-        required: parameters whose contradictions are errors; others are skipped.
-
-    Raises:
-        InputError: files and strategy contradict each other; lists all these parameters.
+        required: parameters whose contradictions are errors, all in one; others are skipped.
     """
     tensors: dict[str, GlobalTensor] = {}
     shared = _Shared()
@@ -262,13 +251,7 @@ class _Stored(NamedTuple):
 
 
 class _Shared:
-    """Equal objects of thousands of parameters, kept once.
-
-    Attributes:
-        shapes: full shapes.
-        shardings: stages and layouts of tensors of a shape.
-        shards: of accumulated gradients.
-    """
+    """Equal objects of thousands of parameters, kept once."""
 
     def __init__(self) -> None:
         self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -331,13 +314,7 @@ def _read_parameter(
 
 
 class _Reading(NamedTuple):
-    """One reading of the stages' slices.
-
-    Attributes:
-        shape: full shape.
-        layouts: per stage.
-        plain: without the recorded optimizer shards.
-    """
+    """One reading of the stages' slices: full shape, layouts per stage; plain: without the recorded shards."""
 
     shape: tuple[int, ...]
     layouts: list[Layout]
@@ -477,17 +454,10 @@ def _odd_one_out(stored: Sequence[_Stored]) -> int:
 def read_some_ranks(
     step_files: StepFiles, source: Strategy, handles: FileHandles, report: Report, admit: Callable[[str], bool]
 ) -> tuple[RankCheckpoint, dict[str, InputError]]:
-    """Read the existing files of one step, complete or not.
-
-    Args:
-        step_files: the files.
-        source: their strategy.
-        handles: open files.
-        report: warned of damaged files.
-        admit: whether contradictions of a parameter count, by name.
+    """Read the existing files of one step, complete or not; warn of damaged files.
 
     Returns:
-        The checkpoint, and by name the errors of parameters that contradict the strategy.
+        The checkpoint, and by name the errors of admitted parameters that contradict the strategy.
     """
     for rank, reason in step_files.damaged.items():
         report.warn(f"{reason}; rank {rank} counts as absent")

@@ -121,11 +121,11 @@ def _candidates(request: ReadRequest) -> tuple[Iterable[StepFiles], Sequence[Opt
 def _with_damage(candidates: Iterable[StepFiles], request: ReadRequest) -> Iterator[StepFiles]:
     """Candidates, with the files marked that count as absent."""
     for candidate in candidates:
-        left_out = [rank for rank in request.without_ranks if rank in candidate.files]
-        reasons = {rank: f"rank {rank} counts as lost (--without-ranks)" for rank in left_out}
+        left_out = candidate.files.keys() & set(request.without_ranks)
+        reasons = {rank: f"rank {rank} counts as lost (--without-ranks)" for rank in sorted(left_out)}
         damaged = request.damaged
         reasons.update((rank, damaged[path]) for rank, path in candidate.files.items() if path in damaged)
-        yield candidate._replace(damaged=reasons, left_out=frozenset(left_out))
+        yield candidate._replace(damaged=reasons)
 
 
 def rank_names(prefix: Optional[str], checkpoint: Checkpoint) -> FileNames:
@@ -165,15 +165,7 @@ STRATEGY_FILE = "reshard-strategy.json"
 
 
 class RankFiles(TargetForm):
-    """The files of all ranks of a strategy; see `TargetForm`.
-
-    Args:
-        strategy: of the target; `none` writes every tensor of the source whole.
-        tensors: of the source.
-        format: of the files.
-        names: of the files.
-        with_strategy: the strategy is written beside the ranks, because no file has it.
-    """
+    """The files of all ranks of a strategy; `none` writes every tensor of the source whole."""
 
     name = "ranks"
     by_rank = True

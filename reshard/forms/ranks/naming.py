@@ -251,7 +251,7 @@ class FileNames(NamedTuple):
             step: the converted step, if known.
 
         Raises:
-            UsageError: the names are impossible, or `find_checkpoints` would read them otherwise.
+            UsageError: see `check_prefix`.
             CheckpointError: the step is unknown.
         """
         fields = check_prefix(prefix)

@@ -235,14 +235,7 @@ class Scope(Enum):
 
 
 class Incomplete(NamedTuple):
-    """The missing parts of a step.
-
-    Attributes:
-        label: the step.
-        place: the common directory of its files.
-        causes: missing files and stages.
-        lost: parameters with a missing slice.
-    """
+    """The missing parts of a step: files and stages, and parameters with a missing slice."""
 
     label: str
     place: str
@@ -269,7 +262,7 @@ class _Choice(NamedTuple):
 
 
 class StepSelector:
-    """Finds the step to convert.
+    """Finds the step to convert; arguments as in `ReadRequest`.
 
     Args:
         source: strategy of the source.
@@ -279,7 +272,7 @@ class StepSelector:
         filters: the selection of names.
         handles: open source files.
         report: gets notes on skipped steps and damaged files.
-        written: edits a checkpoint; None without edits.
+        edit: edits a checkpoint; None without edits.
     """
 
     def __init__(
@@ -308,11 +301,7 @@ class StepSelector:
             self._scopes.append(Scope.REQUESTED)
 
     def select(self, candidates: Iterable[StepFiles], steps: Sequence[Optional[Step]] = ()) -> RankCheckpoint:
-        """Choose the newest complete candidate.
-
-        Args:
-            candidates: newest first; only one if the user named a step.
-            steps: all steps, for ``latest``.
+        """Choose the newest complete one of candidates, newest first; ``steps`` are all steps, for ``latest``.
 
         Raises:
             IncompleteSourceError: no candidate is complete.
@@ -548,11 +537,12 @@ class StepSelector:
             )
         elif choice.scope is Scope.REQUESTED:
             self._report.note(
-                f"{step.label} {_lack(step, absent, ' here')}; the requested target ranks need none of it, and "
-                " values outside the strategies come from the existing files"
+                f"{step.label} has no file of {rank_ranges(absent)} here; the requested target ranks need none of it, "
+                "and values outside the strategies come from the existing files"
             )
         elif absent:
-            self._report.note(f"{step.label} {_lack(step, absent)}; replicas on {rank_ranges(step.readable)} are used")
+            replicas = f"replicas on {rank_ranges(step.readable)} are used"
+            self._report.note(f"{step.label} has no file of {rank_ranges(absent)}; {replicas}")
         elif skipped:
             self._report.note(f"{step.label} is used")
         # Other runs write the other ranks, and could choose another step.
@@ -580,24 +570,5 @@ class StepSelector:
                 log(
                     f"{plural(len(unseen), 'parameter')} of stage {stage.number} in no file of {step.label} count as "
                     "not saved: " + listing(unseen, 3) + f"; if only {rank_ranges(away)} saved them (a de-duplicated "
-                    f"save), {_return_of(step, away)}"
+                    "save), bring these ranks back"
                 )
-
-
-def _lack(step: RankCheckpoint, absent: Sequence[int], where: str = "") -> str:
-    """Which ranks a step lacks, and which --without-ranks leaves out."""
-    left_out = step.step_files.left_out
-    missing = [rank for rank in absent if rank not in left_out]
-    words = [f"has no file of {rank_ranges(missing)}{where}"] if missing else []
-    if left_out:
-        counts = "counts" if len(left_out) == 1 else "count"
-        words.append(f"is read without {rank_ranges(left_out)}, which {counts} as lost (--without-ranks)")
-    return " and ".join(words)
-
-
-def _return_of(step: RankCheckpoint, absent: Sequence[int]) -> str:
-    left_out = step.step_files.left_out.intersection(absent)
-    ways = ["bring these ranks back"] if len(left_out) < len(absent) else []
-    if left_out:
-        ways.append(f"take {rank_ranges(left_out)} out of --without-ranks")
-    return ", and ".join(ways)

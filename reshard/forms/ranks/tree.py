@@ -61,9 +61,7 @@ class RankFile(NamedTuple):
     """One checkpoint file of one rank.
 
     Attributes:
-        rank: global rank.
-        path: the file.
-        step: the step in its name, or None.
+        step: in its name, or None.
         naming: the name of its directory relative to the source, in pieces, with None for the rank's number.
         family: its name up to the step, as a pattern; equal in one series of saves.
         tail: the rest of its name, without the ending.
@@ -103,7 +101,6 @@ class StepFiles(NamedTuple):
         root: the directory that names are relative to.
         parsed: the same files with their parsed names; empty if the user passed the files.
         damaged: the reason why a rank's file counts as absent, if known without reading it.
-        left_out: those of these ranks that --without-ranks names.
     """
 
     step: Optional[Step]
@@ -112,7 +109,6 @@ class StepFiles(NamedTuple):
     root: str = ""
     parsed: tuple[RankFile, ...] = ()
     damaged: Mapping[int, str] = {}
-    left_out: frozenset[int] = frozenset()
 
     @property
     def names(self) -> Optional[FileNames]:
@@ -233,10 +229,6 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
     Args:
         src: a directory of rank directories, one file, or a path with ``{rank}`` and wildcards.
         file_suffix: only files whose stem, the name without its ending, ends so.
-
-    Raises:
-        CheckpointError: the source is missing, unreadable, or of an unsupported form.
-        RetryableError: listing failed in a way that may pass.
     """
     if "\0" in src:
         raise CheckpointError(f"{src!r} is no path: it holds a NUL", file=src)
@@ -293,7 +285,7 @@ def holds_ranks_only(directory: str) -> bool:
 
 
 class _FileEntry(NamedTuple):
-    """A checkpoint file; attributes as in `RankFile`, the name as in `steps.PathMatch`."""
+    """A checkpoint file; attributes as in `RankFile`, the name as in `naming.PathMatch`."""
 
     rank: int
     naming: Pattern

@@ -18,10 +18,10 @@ from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.form import ReadRequest
 from reshard.forms.full.form import extra_files_in, file_names
-from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
+from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, tensor_fault
 from reshard.forms.verl.form import MODEL
 from reshard.storage import for_each, is_directory, names_in, reading
-from reshard.text.messages import Report, as_pattern, listing, number_ranges, plural, quoted
+from reshard.text.messages import Report, listing, number_ranges, plural
 from reshard.text.names import layers_in_order
 
 _REBUILD_TYPE, _WRAPPER = "torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_wrapper_subclass"
@@ -67,8 +67,7 @@ def part_of(archive: Archive, value: Any) -> Optional[RankPart]:
 
     Raises:
         PlacementError: nothing records which part it is, or in a way that is not read.
-        CheckpointError: the archive is damaged.
-        OSError: reading failed.
+        DamagedCheckpointError: the archive is damaged.
     """
     if not isinstance(value, PickledInstance):
         return None
@@ -329,12 +328,7 @@ def _tensors(
             part = file.parts.get(name)
             problem = _problem(part, parts[0] if parts else None, by_offsets, world, len(files) < world)
             if problem is not None or not isinstance(part, RankPart):
-                faults[name] = CheckpointError(
-                    f"{file.header.path}: {quoted(name)} {problem}",
-                    file=file.header.path,
-                    parameter=name,
-                    hint=f"take the files of one save, or leave it out with --exclude {as_pattern(name)}",
-                )
+                faults[name] = tensor_fault(file.header.path, name, problem or "", "take the files of one save")
                 break
             parts.append(part)
             by_offsets.setdefault(part.offsets, part)
@@ -359,10 +353,10 @@ def _problem(
 
     Args:
         part: the part.
-        first: of the same tensor in the file of another rank, if any.
-        by_offsets: such parts by their offsets.
+        first: a part of the same tensor in the file of another rank, if any.
+        by_offsets: all such parts.
         world: the number of ranks that saved.
-        missing: whether the file of one is not read.
+        missing: the file of one of them is not read.
     """
     if isinstance(part, PlacementError):
         return str(part)
