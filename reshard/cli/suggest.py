@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional
@@ -13,7 +12,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, fill, say
 from reshard.defaults import MAX_DEVICES
-from reshard.text.messages import byte_size, full_text, one_line, plural, step_words
+from reshard.text.messages import byte_size, one_line, plural, step_words
 
 if TYPE_CHECKING:
     from reshard.inspection.suggestions import Suggestions
@@ -77,16 +76,11 @@ def _json(suggestions: Suggestions) -> dict[str, object]:
         "files": len(inspected.shown.files),
         "complete": inspected.shown.complete,
         "strategy": suggestions.strategy,
-        "strategies": [strategy._asdict() for strategy in suggestions.beside],
+        "strategies": suggestions.beside,
         "model": None if model.config is None else {"config": model.config.path, "type": model.type},
         "names": model.side,
-        "problems": [
-            {"text": full_text(each.text), "hint": each.hint} for each in suggestions.problems if not each.level
-        ],
-        "suggestions": [
-            {**item._asdict(), "command": list(item.command), "missing": [each._asdict() for each in item.missing]}
-            for item in suggestions.items
-        ],
+        "problems": [{"text": each.text, "hint": each.hint} for each in suggestions.problems if not each.level],
+        "suggestions": suggestions.items,
     }
 
 
@@ -121,7 +115,7 @@ def _show(suggestions: Suggestions) -> None:
                 _comment(f"  {each.text}")
             else:
                 placeholders.setdefault(each.placeholder, each.text)
-        click.echo(shell_command(item.command))
+        say(_shell_command(item.command))
     if placeholders:
         say("\n# Replace:")
         for placeholder, text in placeholders.items():
@@ -136,32 +130,13 @@ def _comment(text: str) -> None:
         say("\n".join(fill(indent + one_line(line.strip()), _MAX_COLUMNS, indent + "  ")))
 
 
-def shell_command(words: Sequence[str]) -> str:
-    """A command for pasting, on several lines if it is long."""
-    quoted = [_quoted(word) for word in words]
-    line = " ".join(quoted)
-    if len(line) <= _MAX_COLUMNS:
-        return line
-    # An option and its value stay together.
-    parts: list[str] = []
-    for place, word in enumerate(quoted):
-        if place and quoted[place - 1].startswith("--") and not word.startswith("--"):
-            parts[-1] += f" {word}"
-        else:
-            parts.append(word)
-    lines = [parts[0]]
-    for part in parts[1:]:
-        # The end of a line takes two columns.
-        if len(f"{lines[-1]} {part}") > _MAX_COLUMNS - 2:
-            lines.append(f"    {part}")
-        else:
-            lines[-1] += f" {part}"
-    return " \\\n".join(lines)
-
-
-def _quoted(word: str) -> str:
-    """A word for bash and zsh; what a terminal cannot show is escaped."""
-    if word.isprintable():
-        return shlex.quote(word)
-    escaped = (chr(byte) if 32 <= byte < 127 and byte not in b"\\'" else f"\\x{byte:02x}" for byte in os.fsencode(word))
-    return f"$'{''.join(escaped)}'"
+def _shell_command(words: Sequence[str]) -> str:
+    """A command for pasting; a long one has each option on a line."""
+    if len(shlex.join(words)) <= _MAX_COLUMNS:
+        return shlex.join(words)
+    lines: list[list[str]] = [[]]
+    for word in words:
+        if word.startswith("--"):
+            lines.append([])
+        lines[-1].append(word)
+    return " \\\n    ".join(map(shlex.join, lines))
