@@ -16,8 +16,8 @@ import numpy.typing as npt
 from benchmarks.against_mindformers import ENVIRONMENT, MINDFORMERS, WITH_JOB
 from benchmarks.against_mindspore import CONTEST, OUR_RUNS, contest
 from benchmarks.measure import Run, Section, memory_backed, remove, reshard, run
+from reshard.strategies.formats import protobuf_bytes
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
-from reshard.strategies.protobuf_file import serialize_strategy
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
@@ -225,7 +225,7 @@ def prepare(place: Path, kind: Kind) -> list[object]:
     tensor_map = (0, -1) if kind.cut == 0 else (-1, 0)
     layout = RecordedLayout(device_matrix=(RANKS,), tensor_maps=(tensor_map,), shard_step=0, shard_size=0)
     item = StrategyItem("MatMul-0", 0, ())
-    strategy = serialize_strategy(StrategyFile("", "protobuf", (item,), dict.fromkeys(names, layout)))
+    strategy = protobuf_bytes(StrategyFile("", "protobuf", (item,), dict.fromkeys(names, layout)))
     (place / "new.ckpt").write_bytes(strategy)
     return reshard("convert", *words, "--dst-strategy", place / "new.ckpt", "--quiet")
 

@@ -11,8 +11,8 @@ from benchmarks.measure import MIB, Section, memory_backed, reshard, run, times
 from benchmarks.synthetic import Model, Scheme, write_strategy
 from reshard.plan.replicas import ReplicaChoice
 from reshard.strategies import read_strategy
+from reshard.strategies.formats import parse_protobuf, protobuf_bytes
 from reshard.strategies.model import RecordedLayout
-from reshard.strategies.protobuf_file import parse_strategy, serialize_strategy
 from tests.corpus import CORPUS
 
 MODEL = Model(layers=48, matrices=42, rows=4096, columns=4096)
@@ -60,7 +60,7 @@ def resized(place: Path, devices: int) -> Optional[Path]:
     """The PanGu-alpha strategy for another number of devices: none for one, half the model parallelism for 512."""
     if devices == 1:
         return None
-    file = parse_strategy(PANGU_ALPHA.read_bytes(), str(PANGU_ALPHA))
+    file = parse_protobuf(PANGU_ALPHA.read_bytes(), str(PANGU_ALPHA))
     assert file is not None
     model = 8 if devices != 512 else 4
 
@@ -71,7 +71,7 @@ def resized(place: Path, devices: int) -> Optional[Path]:
 
     layouts = {name: relaid(layout) for name, layout in file.layouts.items()}
     path = place / f"pangu_alpha_{devices}.ckpt"
-    path.write_bytes(serialize_strategy(file._replace(layouts=layouts)))
+    path.write_bytes(protobuf_bytes(file._replace(layouts=layouts)))
     return path
 
 

@@ -25,8 +25,8 @@ from reshard.checkpoints import (
 )
 from reshard.layout import Layout
 from reshard.storage import read_range
+from reshard.strategies.formats import protobuf_bytes
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
-from reshard.strategies.protobuf_file import serialize_strategy
 
 Words = npt.NDArray[np.uint32]
 
@@ -112,7 +112,7 @@ def strategy_bytes(names: list[str], scheme: Scheme, stage: int) -> bytes:
         shard_size=layout.shard_size,
     )
     item = StrategyItem(f"MatMul-{stage}", stage, ())
-    return serialize_strategy(StrategyFile("", "protobuf", (item,), dict.fromkeys(names, recorded)))
+    return protobuf_bytes(StrategyFile("", "protobuf", (item,), dict.fromkeys(names, recorded)))
 
 
 def write_checkpoint(directory: Path, model: Model, scheme: Scheme, ending: str = "ckpt") -> None:

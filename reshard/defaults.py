@@ -9,10 +9,6 @@ import os
 # Devices of all stages: more than any cluster has, and few enough for arrays.
 MAX_DEVICES = 1 << 20
 
-# Devices times different layouts of all stages: limits arrays with a number per device and layout to some hundred MB,
-# and commands that only read strategies to some seconds. MindSpore compiles tens of different layouts.
-MAX_SLICE_NUMBERS = 1 << 22
-
 # Pipeline stages.
 MAX_STAGES = 1 << 10
 

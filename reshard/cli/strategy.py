@@ -9,7 +9,7 @@ import click
 from reshard.cli import completion, options
 from reshard.cli.command import Group, LazyGroup, argument, command, option
 from reshard.cli.output import echo_json, is_quiet, say, show_notes
-from reshard.errors import UsageError
+from reshard.errors import NamesError, UsageError
 from reshard.text.messages import one_line, plural
 
 
@@ -211,7 +211,7 @@ def names_show(rules: str, as_json: bool) -> None:
     With --json, the rules as data.
     """
     from reshard.names import rules_named
-    from reshard.names.toml_file import content_of
+    from reshard.storage.toml_tables import TomlFile
 
     table = rules_named(rules)
     if not as_json:
@@ -233,6 +233,6 @@ def names_show(rules: str, as_json: bool) -> None:
                 }
                 for option in table.options
             ],
-            "content": content_of(table),
+            "content": TomlFile(table.path, NamesError).parse(table.text),
         }
     )

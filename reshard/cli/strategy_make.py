@@ -22,7 +22,7 @@ from reshard.text.messages import plural, rank_ranges
 
 if TYPE_CHECKING:
     from reshard.strategies.rules import AxisSizes, LayoutRules, MadeStage, ModelTensors, TargetRun
-    from reshard.strategies.rules.shown import SourceRun
+    from reshard.strategies.rules.derive import SourceRun
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -163,13 +163,12 @@ def strategy_make(
     """Make the strategy of a cluster from rules, without the cluster.
 
     RULES is a TOML file or the name of built-in rules: how parameters are cut, in named axes. OUT is what
-    a compile on that cluster would write: a file, .ckpt or .json, of all stages, a path with {rank} in
-    it, or a directory for a file per stage. If RULES are incomplete, an error prints the missing lines.
-    OUT.made records how OUT was made.
+    a compile on that cluster would write: a file, .ckpt or .json, of all stages, or a directory for a
+    file per stage. If RULES are incomplete, an error prints the missing lines. OUT.made records how OUT
+    was made.
     """
     from reshard.strategies import read_strategy
-    from reshard.strategies.rules import make_strategy
-    from reshard.strategies.rules.toml_file import is_builtin, rules_named
+    from reshard.strategies.rules import is_builtin, make_strategy, rules_named
 
     switches = dict(_switch(text) for text in stated)
     model_rules = rules_named(rules, switches)
@@ -261,9 +260,8 @@ def strategy_derive(
     """
     from reshard.forms.model_shapes import strategy_shapes
     from reshard.strategies.rules import make_strategy, read_rules
-    from reshard.strategies.rules.learn import check_explained, learn, uneven_source
-    from reshard.strategies.rules.pipeline import layer_numbers
-    from reshard.strategies.rules.shown import model_of
+    from reshard.strategies.rules.derive import check_explained, learn, model_of, uneven_source
+    from reshard.strategies.rules.make import layer_numbers
 
     if len(also) != len(also_sizes):
         raise UsageError(
@@ -310,7 +308,7 @@ def strategy_derive(
 
 def _source(path: str, sizes: AxisSizes) -> SourceRun:
     from reshard.strategies.read import read_recorded
-    from reshard.strategies.rules.shown import SourceRun
+    from reshard.strategies.rules.derive import SourceRun
 
     strategy, recorded = read_recorded(path)
     show_notes(strategy.notes)
@@ -319,17 +317,15 @@ def _source(path: str, sizes: AxisSizes) -> SourceRun:
 
 def _merged(user_rules: LayoutRules, derived: LayoutRules) -> LayoutRules:
     """Rules of --rules, which replace derived rules per weight, and the derived ones."""
-    pipeline, last = user_rules.pipeline, derived.pipeline
+    pipeline, shown = user_rules.pipeline, derived.pipeline
     stated = Globs((*pipeline.first, *pipeline.last))
     return replace(
         derived,
         rules=(*user_rules.rules, *derived.rules),
-        pipeline=replace(
-            pipeline,
-            first=(*pipeline.first, *(name for name in last.first if not stated.match(name))),
-            last=(*pipeline.last, *(name for name in last.last if not stated.match(name))),
+        pipeline=pipeline._replace(
+            first=(*pipeline.first, *(name for name in shown.first if not stated.match(name))),
+            last=(*pipeline.last, *(name for name in shown.last if not stated.match(name))),
         ),
-        dtype=user_rules.dtype,
         optimizer_states=user_rules.optimizer_states,
         text=user_rules.text,
     )
@@ -346,12 +342,14 @@ reshard strategy rules llama > model.toml
 @options.common
 def strategy_rules(name: Optional[str]) -> None:
     """Print the built-in rules NAME, to start from, or list all of them."""
-    from reshard.strategies.rules.toml_file import builtin_names, builtin_title, rules_named
+    from reshard.strategies.rules import builtin_names, rules_named
 
     names = builtin_names()
     if name is None:
         width = max(map(len, names))
-        say("\n".join(f"{each:{width}}  {builtin_title(each)}" for each in names))
+        # The first line of each is a comment with the models that it is for.
+        titles = {each: rules_named(each).text.partition("\n")[0].lstrip("# ") for each in names}
+        say("\n".join(f"{each:{width}}  {title}" for each, title in titles.items()))
     elif name in names:
         click.echo(rules_named(name).text, nl=False)
     else:
@@ -424,8 +422,7 @@ def _write(
     overwrite: bool,
 ) -> None:
     """Write a strategy and its record, and print what it is; refuses to overwrite its own input."""
-    from reshard.strategies.one_file import record_path
-    from reshard.strategies.rules import write_strategy
+    from reshard.strategies.written import record_path, write_strategy
 
     sizes, (shards, threshold) = target.sizes, target.shards
     record = {

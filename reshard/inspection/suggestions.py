@@ -31,7 +31,7 @@ from reshard.records.ledger import packing_of, recorded_strategy
 from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory
 from reshard.strategies import NONE, Strategy, read_strategy
-from reshard.strategies.beside import equal_layouts, strategies_in
+from reshard.strategies.read import equal_layouts, strategies_in
 from reshard.text.messages import Report, listing, plural, rank_ranges
 from reshard.text.names import WEIGHTS, is_weight, natural_order, training_globs
 

@@ -7,7 +7,7 @@ from typing import Any, Callable, Optional
 
 from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Transpose
 from reshard.names.sizes import product
-from reshard.storage.toml_tables import TomlFile, TomlKey, did_you_mean
+from reshard.storage.toml_tables import TomlFile, did_you_mean
 from reshard.text.messages import quoted
 from reshard.text.names import near_names
 from reshard.text.products import Product
@@ -85,7 +85,7 @@ class OperationReader:
             raise self._wrong(f"do: there is no operation {quoted(str(next(iter(table))))}{suggestion}")
         kind = kinds[0]
         read, keys = _OPERATIONS[kind]
-        self._file.values(table, dict.fromkeys((kind, *keys), TomlKey("any")), f"{self._where}: do")
+        self._file.values(table, dict.fromkeys((kind, *keys), ("any", None)), f"{self._where}: do")
         operation = read(self, kind, table[kind], table)
         return operation.inverse() if kind in _INVERSES else operation
 

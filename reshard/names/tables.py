@@ -78,10 +78,7 @@ def experts_table(fused: str, config: Optional[Mapping[str, object]]) -> NameRul
 
 
 def _table(name: str) -> NameRules:
-    if _BUILTIN.has(name):
-        return replace(read_rules(_BUILTIN.path(name)), path=name)
-    _BUILTIN.check_exists(name)
-    return read_rules(name)
+    return replace(read_rules(_BUILTIN.path(name) or name), path=name)
 
 
 def parse_renames(renames: Sequence[str]) -> NameRules:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.errors import NamesError
 from reshard.names.model import EITHER, FORWARD, NameRule, NameRules, Number, OptionCondition, TableOption
@@ -12,55 +12,43 @@ from reshard.names.operations import Stack
 from reshard.names.operations_text import OperationReader, RuleFile
 from reshard.names.pattern import pattern
 from reshard.names.sizes import ModelSize
-from reshard.storage.toml_tables import TomlKey
+from reshard.storage.toml_tables import Schema
 from reshard.text.messages import quoted
 
-LARGEST = 1 << 20
-_MOST_RULES = 10000
-_EXAMPLES = "for an example: reshard names show qwen3"
 _KEEP = "keep"
 _DROP = "drop"
 # The operation of a rule without operations.
 _RENAME = "rename"
-_TABLE = TomlKey("table", {})
-_TOP = {
-    "title": TomlKey("text", ""),
-    "sides": TomlKey("texts", ("left", "right")),
-    "direction": TomlKey("any", EITHER, allowed=(EITHER, FORWARD)),
-    "others": TomlKey("any", "error", allowed=("error", _KEEP)),
+_TABLE: tuple[str, dict[str, Any]] = ("table", {})
+_TOP: Schema = {
+    "title": ("text", ""),
+    "sides": ("texts", ("left", "right")),
+    "direction": ("text", EITHER),
+    "others": ("text", "error"),
     "sizes": _TABLE,
     "numbers": _TABLE,
     "options": _TABLE,
     "blocks": _TABLE,
-    "rule": TomlKey("tables", (), description="written [[rule]]"),
+    "rule": ("tables", ()),
 }
-_NUMBER = {"count": TomlKey("any"), "at_most": TomlKey("any")}
-_OPTION = {
-    "values": TomlKey("texts", ()),
-    "default": TomlKey("any"),
-    "config": TomlKey("text"),
+_OPTION: Schema = {
+    "values": ("texts", ()),
+    "default": ("any", None),
+    "config": ("text", None),
     "config_values": _TABLE,
     "name_values": _TABLE,
-    "about": TomlKey("text", ""),
+    "about": ("text", ""),
 }
-_BLOCK = {"from": TomlKey("text", ""), "to": TomlKey("text", ""), "when": TomlKey("texts", ())}
-_RULE = {
-    "from": TomlKey("texts", ()),
-    "to": TomlKey("texts", ()),
-    "do": TomlKey("any", ()),
-    "when": TomlKey("texts", ()),
-    "optional": TomlKey("flag", False),
-    "choice": TomlKey("text"),
-    "case": TomlKey("text"),
+_BLOCK: Schema = {"from": ("text", ""), "to": ("text", ""), "when": ("texts", ())}
+_RULE: Schema = {
+    "from": ("texts", ()),
+    "to": ("texts", ()),
+    "do": ("any", ()),
+    "when": ("texts", ()),
+    "optional": ("flag", False),
+    "choice": ("text", None),
+    "case": ("text", None),
 }
-
-
-class _NameBlock(NamedTuple):
-    """One substitution of a block: the text on the left, the text on the right, and its conditions."""
-
-    left: str
-    right: str
-    when: tuple[str, ...]
 
 
 def read_rules(path: str) -> NameRules:
@@ -70,7 +58,7 @@ def read_rules(path: str) -> NameRules:
         NamesError: the file is missing, not TOML, or not a table of rules.
         RetryableError: reading failed.
     """
-    return parse_rules(RuleFile(path, NamesError, _EXAMPLES).read(LARGEST), path)
+    return parse_rules(RuleFile(path, NamesError).read(), path)
 
 
 def parse_rules(text: str, path: str) -> NameRules:
@@ -79,7 +67,7 @@ def parse_rules(text: str, path: str) -> NameRules:
     Raises:
         NamesError: the text is not TOML, or not a table of rules.
     """
-    file = RuleFile(path, NamesError, _EXAMPLES)
+    file = RuleFile(path, NamesError)
     top = file.values(file.parse(text), _TOP, "rules")
     sizes = tuple(
         ModelSize(file.word(name, "sizes"), file.products(content, f"sizes.{name}"))
@@ -96,11 +84,12 @@ def parse_rules(text: str, path: str) -> NameRules:
         for number, table in enumerate(top["rule"], 1)
         for rule in _rules(file, table, number, blocks, usable_sizes, options)
     ]
-    if len(rules) > _MOST_RULES:
-        raise file.wrong("rules", f"are more than {_MOST_RULES}")
     sides = top["sides"]
     if len(sides) != 2 or sides[0] == sides[1]:
         raise file.wrong("sides", "must be two different names")
+    for key, words in (("direction", (EITHER, FORWARD)), ("others", ("error", _KEEP))):
+        if top[key] not in words:
+            raise file.wrong(key, f"must be {' or '.join(words)}")
     return NameRules(
         path,
         top["title"],
@@ -115,20 +104,10 @@ def parse_rules(text: str, path: str) -> NameRules:
     )
 
 
-def content_of(rules: NameRules) -> dict[str, Any]:
-    """The tables of a file of rules, unchanged."""
-    return RuleFile(rules.path, NamesError, _EXAMPLES).parse(rules.text)
-
-
 def _number(file: RuleFile, name: str, content: Any, sizes: Collection[str]) -> Number:
     where = f"numbers.{file.word(name, 'numbers')}"
-    key, count = "count", content
-    if isinstance(content, dict):
-        file.values(content, _NUMBER, where)
-        if len(content) != 1:
-            raise file.wrong(where, 'must have either count = "SIZE" or at_most = "SIZE"')
-        key, count = next(iter(content.items()))
-    number = Number(name, file.product(count, where), key == "at_most")
+    at_most = content.get("at_most") if isinstance(content, dict) and len(content) == 1 else None
+    number = Number(name, file.product(content if at_most is None else at_most, where), at_most is not None)
     for size in number.count.names if number.count is not None else ():
         if size not in sizes:
             raise file.wrong(where, f"{size} is not a size; known: {', '.join(sizes)}")
@@ -163,22 +142,22 @@ def _option(file: RuleFile, name: str, content: Any, sizes: Collection[str]) -> 
     )
 
 
-def _block(file: RuleFile, name: str, content: Any) -> list[_NameBlock]:
-    """The substitutions of a block."""
+def _block(file: RuleFile, name: str, content: Any) -> list[dict[str, Any]]:
+    """The substitutions of a block: texts on the left and on the right, with their conditions."""
     where = f"blocks.{file.word(name, 'blocks')}"
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise file.wrong(where, "must be a list of tables with from and to")
     tables = [file.values(block, _BLOCK, where) for block in content]
     if not all(table["from"] and table["to"] for table in tables):
         raise file.wrong(where, "lacks from or to")
-    return [_NameBlock(table["from"], table["to"], table["when"]) for table in tables]
+    return tables
 
 
 def _rules(
     file: RuleFile,
     content: Mapping[str, Any],
     number: int,
-    blocks: Mapping[str, list[_NameBlock]],
+    blocks: Mapping[str, list[dict[str, Any]]],
     sizes: set[str],
     options: Sequence[TableOption],
 ) -> list[NameRule]:
@@ -200,11 +179,11 @@ def _rules(
             file,
             {
                 **table,
-                "from": [text.replace(mark, block.left) for text in left],
-                "to": [text.replace(mark, block.right) for text in right],
-                "when": (*table["when"], *block.when),
+                "from": [text.replace(mark, block["from"]) for text in left],
+                "to": [text.replace(mark, block["to"]) for text in right],
+                "when": (*table["when"], *block["when"]),
             },
-            f"{where} in {block.left}",
+            f"{where} in {block['from']}",
             sizes,
             options,
         )

@@ -5,6 +5,7 @@ list of stages, each with one layout per parameter. Every fault of a file is ref
 trust their input. This room does not use checkpoints.
 """
 
+from reshard.strategies.files import GroupInfo, read_group_info, read_strategy_file
 from reshard.strategies.model import (
     AS_CUT,
     NONE,
@@ -22,7 +23,6 @@ from reshard.strategies.model import (
     target_named,
     target_words,
 )
-from reshard.strategies.one_file import GroupInfo, read_group_info, read_strategy_file
 from reshard.strategies.read import read_strategy, required_strategies, typed_strategy
 
 __all__ = [

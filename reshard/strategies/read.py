@@ -1,37 +1,55 @@
 """Reading a strategy as a user names it: a file, a merged file, a directory, or none.
 
-Every rank may have written its own file to a directory: contents are compared first, so that identical copies
-are parsed once. Files that are not strategies are skipped, with a note. A merged file is used only without files of
-single stages; if these are complete, it is skipped. If the directory itself holds no strategies, those in its
-``rank_0/``, ``rank_1/`` ... are used.
+1. A file is merged if every parameter is named ``<number>-<name>`` and these numbers are the stages of its strategy
+   items; otherwise it is the file of one stage, which its items give. Names and items that contradict each other are
+   an error.
+2. In a directory, every rank may have written its own file: contents are compared first, so that identical copies are
+   parsed once. Files that are not strategies are skipped, with a note. If the directory itself holds no strategies,
+   those in its ``rank_0/``, ``rank_1/`` ... are used.
+3. All records of a stage, in files of any form, merged or not, must agree on every parameter. Values that only one
+   form records come from the record that has them.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple, Optional, Union
 
-from reshard.errors import StrategyError, UsageError
+from reshard.defaults import MAX_DEVICES, MAX_STAGES
+from reshard.errors import LayoutError, ReshardError, StrategyError, UsageError
+from reshard.layout import Layout
 from reshard.storage import is_directory, names_in, real
-from reshard.strategies.model import NONE, RecordedLayout, Stage, Strategy, StrategyFile
-from reshard.strategies.one_file import RECORD, OtherFile, parse, read_bytes, read_strategy_file
-from reshard.strategies.stages import (
-    FileRecord,
-    StageRecord,
-    agreed_stages,
-    missing_stages,
-    missing_text,
-    preferred,
-    records_of,
-    same_content,
-    stage_list,
-)
-from reshard.text.messages import Report, some_names
+from reshard.strategies.files import ENDINGS, RECORD, OtherFile, parse, read_content, read_strategy_file
+from reshard.strategies.model import NONE, RecordedLayout, Stage, Strategy, StrategyFile, StrategyItem
+from reshard.text.messages import Report, joined, listing, plural, quoted, some_names
 from reshard.text.names import natural_order
 
-_RANK_DIRECTORY = "(rank_|rank|)[0-9]+"
+_RANK_DIRECTORY = re.compile("(rank_|rank|)[0-9]+")
+_PREFIXED = re.compile(r"(0|[1-9][0-9]{0,9})-(.+)", re.DOTALL)
+
+
+class StageRecord(NamedTuple):
+    """One stage in one file.
+
+    Attributes:
+        number: the stage; None for a file without strategy items.
+        file: the file; ``paths`` also names its identical copies.
+        items: the stage's operators.
+        recorded: layouts as in the file, by name without stage prefix.
+        layouts: the same in normal form.
+    """
+
+    number: Optional[int]
+    file: StrategyFile
+    paths: tuple[str, ...]
+    items: tuple[StrategyItem, ...]
+    recorded: Mapping[str, RecordedLayout]
+    layouts: Mapping[str, Layout]
 
 
 def read_strategy(path: Optional[str]) -> Strategy:
@@ -47,9 +65,7 @@ def read_strategy(path: Optional[str]) -> Strategy:
             names file, stage and parameter.
         RetryableError: reading failed.
     """
-    if path is None or path in (NONE, "None"):
-        return Strategy.none()
-    return read_recorded(path)[0]
+    return Strategy.none() if path is None or path in (NONE, "None") else read_records(path)[0]
 
 
 def read_recorded(path: str) -> tuple[Strategy, dict[int, Mapping[str, RecordedLayout]]]:
@@ -58,18 +74,20 @@ def read_recorded(path: str) -> tuple[Strategy, dict[int, Mapping[str, RecordedL
     Raises:
         StrategyError, RetryableError: as `read_strategy`.
     """
-    if not path:
-        raise StrategyError("the strategy's path is empty", hint="pass none for an unsharded checkpoint")
-    if is_directory(path):
-        from_directory = find_stages(path)
-        recorded = {
-            number: preferred(records, "protobuf").recorded for number, records in from_directory.records.items()
-        }
-        return Strategy(from_directory.stages, path, from_directory.notes), recorded
-    record = records_of(read_strategy_file(path))
-    check_gaps(record)
-    stages = agreed_stages({stage.number or 0: [stage] for stage in record.stages})
-    return Strategy(stages, path), {stage.number or 0: stage.recorded for stage in record.stages}
+    strategy, records = read_records(path)
+    return strategy, {number: preferred(of_stage, "protobuf").recorded for number, of_stage in records.items()}
+
+
+def typed_strategy(path: str, report: Report) -> Strategy:
+    """The strategy at a path; its notes go to the report.
+
+    Raises:
+        ReshardError: it cannot be read.
+    """
+    strategy = read_strategy(path)
+    for note in strategy.notes:
+        report.note(note)
+    return strategy
 
 
 def required_strategies(source: Optional[str], target: Optional[str]) -> tuple[str, str]:
@@ -82,42 +100,59 @@ def required_strategies(source: Optional[str], target: Optional[str]) -> tuple[s
         return source, target
     options = {"--src-strategy": source, "--dst-strategy": target}
     missing = [option for option, value in options.items() if value is None]
+    why = "rank files do not record how they are cut: add --src-strategy FILE or DIR"
+    if source is not None:
+        why = "add --dst-strategy FILE or DIR for the layout of the target, same for that of a sharded source"
     raise UsageError(
         f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-        hint=f"{_why_missing(missing[0])}, or pass none for an unsharded checkpoint",
+        hint=f"{why}, or pass none for an unsharded checkpoint",
     )
 
 
-def _why_missing(option: str) -> str:
-    if option == "--dst-strategy":
-        return "add --dst-strategy FILE or DIR for the layout of the target, same for that of a sharded source"
-    return f"rank files do not record how they are cut: add {option} FILE or DIR"
-
-
-class FoundStages(NamedTuple):
-    """The stages of a directory.
-
-    Attributes:
-        stages: in order, without a gap.
-        records: per stage the content of each file, to write it again.
-        notes: the skipped files.
-    """
-
-    stages: tuple[Stage, ...]
-    records: dict[int, list[StageRecord]]
-    notes: tuple[str, ...]
-
-
-def find_stages(directory: str, leave_out: Optional[str] = None) -> FoundStages:
-    """Find and check the stages of a directory.
+def read_records(path: str, leave_out: Optional[str] = None) -> tuple[Strategy, dict[int, list[StageRecord]]]:
+    """A strategy, and per stage its records in all files.
 
     Args:
-        directory: its files are read; those of the rank directories in it only if none of them is a strategy.
-        leave_out: a file to skip.
+        path: a file, or a directory; files of the rank directories in it are read only if it has no strategies.
+        leave_out: a file of the directory to skip.
 
     Raises:
-        StrategyError: no stage, stages missing, copies that disagree, damaged files.
+        StrategyError, RetryableError: as `read_strategy`.
     """
+    if not path:
+        raise StrategyError("the strategy's path is empty", hint="pass none for an unsharded checkpoint")
+    notes: list[str] = []
+    if is_directory(path):
+        found, notes = _records_in(path, leave_out)
+    else:
+        found = list(stage_records(read_strategy_file(path)))
+    unnumbered = [record for record in found if record.number is None]
+    if unnumbered and len(unnumbered) < len(found):
+        raise StrategyError(
+            f"{path}: {_names(unnumbered)} has no strategy items that give its stage, and the directory also "
+            f"contains {_names([record for record in found if record.number is not None])}",
+            file=unnumbered[0].file.path,
+            hint="pass one file instead of the directory",
+        )
+    records: dict[int, list[StageRecord]] = {}
+    for record in found:
+        records.setdefault(record.number or 0, []).append(record)
+    missing = _missing_stages(records)
+    if missing:
+        raise StrategyError(
+            f"{path} has {_stage_list(sorted(records))} only ({_names(found)}); {_missing_text(missing)}",
+            file=path,
+            hint="pass a merged file, or the directory with the files of all stages",
+        )
+    return Strategy(_agreed_stages(records), path, tuple(notes)), records
+
+
+def preferred(records: Sequence[StageRecord], form: str) -> StageRecord:
+    """The record in a file of a form among several of a stage, or else the first."""
+    return next((record for record in records if record.file.form == form), records[0])
+
+
+def _records_in(directory: str, leave_out: Optional[str]) -> tuple[list[StageRecord], list[str]]:
     names = _names_in(directory, leave_out)
     files, notes = _read_files(directory, names)
     of_ranks = [] if files else [name for name in names if _is_of_rank(os.path.join(directory, name))]
@@ -135,102 +170,25 @@ def find_stages(directory: str, leave_out: Optional[str] = None) -> FoundStages:
             file=directory,
             hint="pass a strategy file, the directory that holds such files, or none for an unsharded checkpoint",
         )
-    merged = [file for file in files if file.merged]
-    unnumbered = [file for file in files if not file.numbers]
-    single = [file for file in files if file.numbers and not file.merged]
-    if unnumbered and (merged or single):
-        raise StrategyError(
-            f"{directory}: {_names(unnumbered)} has no strategy items that give its stage, and the directory also "
-            f"contains {_names([*single, *merged])}",
-            file=unnumbered[0].file.path,
-            hint="pass one file instead of the directory",
-        )
-    if single:
-        records = _of_single(directory, single, merged)
-    elif merged:
-        records = _of_merged(directory, merged)
-    else:
-        records = {0: [file.stages[0] for file in unnumbered]}
-    stages = agreed_stages(records)
-    notes += [_skipped_merged(file, stages) for file in merged if single]
-    return FoundStages(stages, records, tuple(notes))
-
-
-def _of_single(
-    directory: str, single: Sequence[FileRecord], merged: Sequence[FileRecord]
-) -> dict[int, list[StageRecord]]:
-    records: dict[int, list[StageRecord]] = {}
-    for file in single:
-        records.setdefault(file.numbers[0], []).append(file.stages[0])
-    missing = missing_stages(records)
-    beyond = [file for file in merged if not set(file.numbers) <= records.keys()]
-    if merged and (missing or beyond):
-        has_more = (beyond or merged)[0]
-        lacking = missing or sorted(set(has_more.numbers) - records.keys())
-        raise StrategyError(
-            f"{directory}: {missing_text(lacking)} with {_names(single)}, and {has_more.file.path} is a "
-            f"merged file of {stage_list(has_more.numbers)}",
-            file=has_more.file.path,
-            hint=f"pass the merged file itself: {has_more.file.path}",
-        )
-    if missing:
-        raise StrategyError(
-            f"{directory}: {missing_text(missing)}; the directory contains only "
-            f"{stage_list(sorted(records))} ({_names(single)})",
-            file=directory,
-            hint="add the missing stages' files, or run the command that writes them again",
-        )
-    return records
-
-
-def _of_merged(directory: str, merged: Sequence[FileRecord]) -> dict[int, list[StageRecord]]:
-    first = merged[0]
-    check_gaps(first)
-    for file in merged[1:]:
-        if file.numbers != first.numbers:
-            raise StrategyError(
-                f"{directory} holds merged files of different stages: {first.file.path} has "
-                f"{stage_list(first.numbers)}, {file.file.path} has {stage_list(file.numbers)}",
-                file=file.file.path,
-                hint="pass one file instead of the directory",
-            )
-    records: dict[int, list[StageRecord]] = {}
-    for file in merged:
-        for number, stage in zip(file.numbers, file.stages):
-            records.setdefault(number, []).append(stage)
-    return records
-
-
-def check_gaps(file: FileRecord) -> None:
-    """Refuse a file, merged or not, that lacks stages.
-
-    Raises:
-        StrategyError: names the missing stages.
-    """
-    missing = missing_stages(file.numbers)
-    if missing:
-        raise StrategyError(
-            f"{file.file.path} has {stage_list(file.numbers)} only; {missing_text(missing)}",
-            file=file.file.path,
-            hint="pass a merged file, or the directory with the files of all stages",
-        )
+    # Merged JSON may lack items of the stages, so their own files are the first.
+    files.sort(key=lambda file: is_merged(file[0]))
+    return [record for file, paths in files for record in stage_records(file, paths)], notes
 
 
 def _names_in(directory: str, leave_out: Optional[str]) -> list[str]:
-    names = names_in(directory)
     left_out = real(leave_out) if leave_out is not None else None
     # Records of made strategies are skipped without a note.
-    names = [name for name in names if not name.endswith(RECORD)]
-    remaining = [name for name in names if left_out != real(os.path.join(directory, name))]
+    names = [name for name in names_in(directory) if not name.endswith(RECORD)]
     # rank_2 before rank_10.
-    return natural_order(remaining)
+    return natural_order([name for name in names if left_out != real(os.path.join(directory, name))])
 
 
 def _is_of_rank(path: str) -> bool:
-    return re.fullmatch(_RANK_DIRECTORY, os.path.basename(path)) is not None and is_directory(path)
+    return _RANK_DIRECTORY.fullmatch(os.path.basename(path)) is not None and is_directory(path)
 
 
-def _read_files(directory: str, names: Iterable[str]) -> tuple[list[FileRecord], list[str]]:
+def _read_files(directory: str, names: Iterable[str]) -> tuple[list[tuple[StrategyFile, list[str]]], list[str]]:
+    """The strategies among files, each with the paths of its identical copies; notes about the skipped files."""
     # Loaded only here: a single file needs no digest.
     from hashlib import sha256
 
@@ -241,7 +199,7 @@ def _read_files(directory: str, names: Iterable[str]) -> tuple[list[FileRecord],
     for name in names:
         path = os.path.join(directory, name)
         # Editors, file systems and unfinished writes leave hidden files.
-        data = OtherFile(path, "hidden") if os.path.basename(name).startswith(".") else read_bytes(path)
+        data = OtherFile("hidden") if os.path.basename(name).startswith(".") else read_content(path)
         if isinstance(data, OtherFile):
             file: Union[StrategyFile, OtherFile] = data
         else:
@@ -250,34 +208,252 @@ def _read_files(directory: str, names: Iterable[str]) -> tuple[list[FileRecord],
             copies.setdefault(key, []).append(path)
         if isinstance(file, OtherFile):
             skipped.setdefault(file.kind or "not a strategy", []).append(name)
-    files = [records_of(file, copies[key]) for key, file in parsed.items() if isinstance(file, StrategyFile)]
+    files = [(file, copies[key]) for key, file in parsed.items() if isinstance(file, StrategyFile)]
     return files, [f"{directory}: skipped {some_names(names)} ({kind})" for kind, names in skipped.items()]
 
 
-def _skipped_merged(file: FileRecord, stages: Iterable[Stage]) -> str:
-    name = os.path.basename(file.file.path)
-    differs = "" if same_content(file, stages) else ", from which it differs"
-    return f"{os.path.dirname(file.file.path)}: skipped {name} (a merged file next to its stages{differs})"
-
-
-def _names(files: Sequence[FileRecord]) -> str:
-    return some_names([_name(path) for file in files for path in file.paths])
+def _names(records: Sequence[StageRecord]) -> str:
+    return some_names([_name(path) for path in dict.fromkeys(path for record in records for path in record.paths)])
 
 
 def _name(path: str) -> str:
     """A file's name, with its rank directory if it is in one: files of ranks share one name."""
     directory, name = os.path.split(path)
     rank = os.path.basename(directory)
-    return os.path.join(rank, name) if re.fullmatch(_RANK_DIRECTORY, rank) else name
+    return os.path.join(rank, name) if _RANK_DIRECTORY.fullmatch(rank) else name
 
 
-def typed_strategy(path: str, report: Report) -> Strategy:
-    """The strategy at a path; its notes go to the report.
+def is_merged(file: StrategyFile) -> bool:
+    """Whether the names of all parameters carry a stage."""
+    return all(map(_PREFIXED.fullmatch, file.layouts))
+
+
+def stage_records(file: StrategyFile, paths: Sequence[str] = ()) -> Iterator[StageRecord]:
+    """Separate the stages of a file and check their layouts.
+
+    Args:
+        file: the file.
+        paths: the file and its identical copies; empty for the file alone.
 
     Raises:
-        ReshardError: it cannot be read.
+        StrategyError: names and items contradict each other, or a layout or device count does.
     """
-    strategy = read_strategy(path)
-    for note in strategy.notes:
-        report.note(note)
-    return strategy
+    paths = tuple(paths) or (file.path,)
+    if not file.layouts:
+        raise StrategyError(
+            f"{file.path} lists no parameter layouts",
+            file=file.path,
+            hint="pass the file that MindSpore wrote when the network was compiled",
+        )
+    of_items = sorted({item.stage for item in file.items})
+    if not is_merged(file):
+        if len(of_items) > 1:
+            unprefixed = [name for name in file.layouts if not _PREFIXED.fullmatch(name)]
+            raise StrategyError(
+                f"{file.path} has strategy items of {_stage_list(of_items)}, as a merged file has, but not "
+                "every parameter is named <stage>-<name>: " + listing(unprefixed),
+                file=file.path,
+                parameter=unprefixed[0],
+                hint="merge the stages' own files again with reshard merge-pipeline",
+            )
+        yield _stage_record(of_items[0] if of_items else None, file, paths, file.items, file.layouts)
+        return
+    of_stage: dict[int, dict[str, RecordedLayout]] = {}
+    for name, recorded in file.layouts.items():
+        number, _, parameter = name.partition("-")
+        of_stage.setdefault(int(number), {})[parameter] = recorded
+    _check_prefixes(file, of_items, sorted(of_stage))
+    for stage, layouts in sorted(of_stage.items()):
+        yield _stage_record(stage, file, paths, tuple(item for item in file.items if item.stage == stage), layouts)
+
+
+def _check_prefixes(file: StrategyFile, of_items: list[int], of_names: list[int]) -> None:
+    # Items of JSON are keyed by node name, so a later stage's may have overwritten an earlier one's.
+    fits = set(of_items) <= set(of_names) if file.form == "json" else of_items == of_names
+    if not (fits if of_items else not _missing_stages(of_names)):
+        items = f"its strategy items are of {_stage_list(of_items)}" if of_items else "it has no strategy items"
+        raise StrategyError(
+            f"{file.path} names its parameters <stage>-<name> with {_stage_list(of_names)}, but {items}",
+            file=file.path,
+            hint="merge the stages' own files again with reshard merge-pipeline",
+        )
+
+
+def _stage_record(
+    number: Optional[int],
+    file: StrategyFile,
+    paths: tuple[str, ...],
+    items: tuple[StrategyItem, ...],
+    recorded: Mapping[str, RecordedLayout],
+) -> StageRecord:
+    where = file.path if number is None else f"{file.path}: stage {number}"
+    layouts: dict[str, Layout] = {}
+    counts: dict[int, list[str]] = {}
+    for name, record in recorded.items():
+        try:
+            layouts[name] = _normal_form(record)
+        except LayoutError as error:
+            problem = f"{where}: parameter {quoted(name)}: {error.message}"
+            raise StrategyError(problem, file=file.path, parameter=name) from error
+        counts.setdefault(layouts[name].device_count, []).append(name)
+    if len(counts) > 1:
+        detail = joined("; ", [f"{count}: " + listing(names, 3) for count, names in sorted(counts.items())])
+        raise StrategyError(
+            f"{where}: device matrices contradict each other in the number of devices (" + detail + ")",
+            file=file.path,
+            parameter=min(counts.values(), key=len)[0],
+        )
+    return StageRecord(number, file, paths, items, recorded, layouts)
+
+
+@lru_cache(maxsize=4096)
+def _normal_form(record: RecordedLayout) -> Layout:
+    # Thousands of parameters share tens of layouts: one object each, computed once.
+    return record.layout()
+
+
+def _agreed_stages(records: Mapping[int, Sequence[StageRecord]]) -> tuple[Stage, ...]:
+    """One stage of each number, with ranks counted through all stages.
+
+    Raises:
+        StrategyError: records of a stage disagree, or there are more stages or devices than any cluster has.
+    """
+    stages: list[Stage] = []
+    first_rank = 0
+    for number, copies in sorted(records.items()):
+        layouts = dict(copies[0].layouts)
+        for place, record in enumerate(copies[1:], 1):
+            differing = sorted(layouts.keys() ^ record.layouts.keys())
+            for name in () if differing else layouts:
+                agreed = _agreed(layouts[name], record.layouts[name])
+                if agreed is None:
+                    differing.append(name)
+                else:
+                    layouts[name] = agreed
+            if differing:
+                raise _disagreement(number, differing, copies[: place + 1])
+        count = next(iter(layouts.values())).device_count
+        paths = tuple(dict.fromkeys(path for record in copies for path in record.paths))
+        stages.append(Stage(number, first_rank, count, layouts, paths))
+        first_rank += count
+        if first_rank > MAX_DEVICES or len(stages) > MAX_STAGES:
+            raise StrategyError(
+                f"{paths[0]}: no cluster has as many as {first_rank} devices in {plural(len(stages), 'stage')}",
+                file=paths[0],
+            )
+    return tuple(stages)
+
+
+def _disagreement(number: int, names: Sequence[str], records: Sequence[StageRecord]) -> StrategyError:
+    hint = "keep the files of one run in the directory"
+    if records[0].number is None:
+        # Usually written by hand: MindSpore's own have items.
+        hint += "; files of different pipeline stages record their stage in parallel_strategy_item, which these lack"
+    paths = " and ".join(record.file.path for record in records)
+    return StrategyError(
+        f"stage {number}: {paths} disagree on the layout of " + listing(names),
+        file=records[-1].file.path,
+        parameter=names[0],
+        hint=hint,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _agreed(first: Layout, second: Layout) -> Optional[Layout]:
+    """The layout that both describe, with the details of either; None if they differ."""
+    expandable = first.expandable and second.expandable
+    # An expanded map and the tensor's own: the latter groups the former.
+    first, second = _grouped_like(first, second), _grouped_like(second, first)
+    shapes = {layout.recorded_shape for layout in (first, second) if layout.recorded_shape is not None}
+    plain, other_plain = (replace(layout, recorded_shape=None, expandable=False) for layout in (first, second))
+    if plain != other_plain or len(shapes) > 1:
+        return None
+    return replace(plain, recorded_shape=shapes.pop() if shapes else None, expandable=expandable)
+
+
+def _grouped_like(layout: Layout, pattern: Layout) -> Layout:
+    if layout.expandable and layout.tensor_map != pattern.tensor_map:
+        for candidate in layout.without_shards().regroupings():
+            if candidate.tensor_map == pattern.tensor_map:
+                return replace(candidate, shard_size=layout.shard_size, shard_step=layout.shard_step)
+    return layout
+
+
+def _missing_stages(numbers: Iterable[int]) -> list[int]:
+    """Stages that are missing before the last of ``numbers``; at most the first ten."""
+    missing: list[int] = []
+    expected = 0
+    for number in sorted(numbers):
+        missing.extend(range(expected, min(number, expected + 10)))
+        expected = number + 1
+    return missing[:10]
+
+
+def _stage_list(numbers: Sequence[int]) -> str:
+    """``stage 1``, ``stages 0, 1 and 3``."""
+    words = [str(number) for number in numbers]
+    return f"stage {words[0]}" if len(words) == 1 else f"stages {', '.join(words[:-1])} and {words[-1]}"
+
+
+def _missing_text(numbers: Sequence[int]) -> str:
+    """``stage 1 is missing``, ``stages 0 and 3 are missing``."""
+    return f"{_stage_list(numbers)} {'is' if len(numbers) == 1 else 'are'} missing"
+
+
+# Files to open in a directory; those with "strateg" in their names are the first.
+_MAX_FILES = 64
+_WORD = "strateg"
+
+
+def strategies_in(directories: Sequence[str]) -> list[Strategy]:
+    """The strategies in some directories, each content once.
+
+    Files and directories of stages are read whose names do not rule that out; directories in them only if their names
+    contain "strateg". What cannot be read is skipped.
+    """
+    strategies: list[Strategy] = []
+    for directory in directories:
+        for strategy in _strategies_in(directory):
+            if not any(equal_layouts(strategy, other) for other in strategies):
+                strategies.append(strategy)
+    return strategies
+
+
+def equal_layouts(strategy: Strategy, other: Strategy) -> bool:
+    """Whether two strategies have the same layouts. Recorded shapes do not count: only JSON has them."""
+    return len(strategy.stages) == len(other.stages) and all(
+        stage.ranks == its.ranks
+        and stage.layouts.keys() == its.layouts.keys()
+        and all(
+            replace(layout, recorded_shape=None) == replace(its.layouts[name], recorded_shape=None)
+            for name, layout in stage.layouts.items()
+        )
+        for stage, its in zip(strategy.stages, other.stages)
+    )
+
+
+def _strategies_in(directory: str, nested: bool = False) -> Iterator[Strategy]:
+    """The strategies in a directory of any kind; in a nested one, those of its subdirectories of any name."""
+    names: list[str] = []
+    with suppress(ReshardError):
+        names = sorted(names_in(directory or os.curdir), key=lambda name: _WORD not in name.lower())
+    for path in [os.path.join(directory, name) for name in names if nested or _WORD in name.lower()]:
+        if path.endswith(ENDINGS) or not is_directory(path):
+            continue
+        try:
+            yield read_strategy(path)
+        except ReshardError:
+            if not nested:
+                yield from _strategies_in(path, nested=True)
+    stages = False
+    files = [name for name in names if name.endswith(ENDINGS) and not name.startswith(".")]
+    for path in [os.path.join(directory, name) for name in files[:_MAX_FILES]]:
+        try:
+            yield read_strategy(path)
+        except ReshardError:
+            with suppress(ReshardError):
+                read_strategy_file(path)
+                stages = True
+    if stages:
+        with suppress(ReshardError):
+            yield read_strategy(directory or os.curdir)

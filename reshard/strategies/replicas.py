@@ -20,8 +20,8 @@ from reshard.defaults import MAX_DEVICES
 from reshard.errors import StrategyError
 from reshard.layout import Layout
 from reshard.storage import absolute
+from reshard.strategies.files import GroupInfo
 from reshard.strategies.model import Stage, Strategy
-from reshard.strategies.one_file import GroupInfo
 from reshard.text.messages import listing, number_ranges, rank_ranges
 from reshard.text.names import ACCUMULATED_GRADIENTS
 

@@ -21,7 +21,7 @@ SIZES = '[sizes]\nheads = "h"\ngroups = "g"\nhead_dim = "d"\n'
     [
         ("[", "is not TOML"),
         ("rulez = 1", "'rulez' is unknown. Did you mean rule?"),
-        ("rule = 1", "must be written [[rule]]"),
+        ("rule = 1", "rule must be a list of tables"),
         ("[[rule]]", "has neither from nor to"),
         ('[[rule]]\nfrom = "a"', 'to skip such names, add do = "drop"'),
         ('[[rule]]\nfrom = "a"\nto = "b"\ndo = "drop"', "needs from or to alone"),
@@ -69,7 +69,7 @@ SIZES = '[sizes]\nheads = "h"\ngroups = "g"\nhead_dim = "d"\n'
         ('[sizes]\nx = "x"\n[options.x]\ndefault = 1', "is the name of a size, too"),
         ('[[blocks.b]]\nfrom = "x"', "lacks from or to"),
         ('sides = ["a"]', "must be two different names"),
-        ('direction = "back"', "direction must be either or forward"),
+        ('direction = "back"', "direction: must be either or forward"),
     ],
 )
 def test_invalid_rules_are_an_error(text: str, texts: str) -> None:

@@ -17,13 +17,14 @@ from reshard.strategies.rules import (
     FullTensor,
     ShardSetting,
     TargetRun,
+    builtin_names,
     make_strategy,
     model_tensors,
     parse_rules,
     parse_sizes,
+    rules_named,
 )
 from reshard.strategies.rules.candidates import slices_by_device
-from reshard.strategies.rules.toml_file import builtin_names, rules_named
 from tests import made_cases
 from tests.running import done, fails
 from tests.strategies.test_made_strategies import CASES, PANGU, as_recorded, pangu_shape

@@ -21,11 +21,10 @@ from reshard.strategies.rules import (
     make_strategy,
     parse_rules,
     parse_sizes,
-    write_strategy,
 )
 from reshard.strategies.rules.candidates import Candidate, slices_by_device
-from reshard.strategies.rules.learn import learn
-from reshard.strategies.rules.shown import SourceRun, model_of
+from reshard.strategies.rules.derive import SourceRun, learn, model_of
+from reshard.strategies.written import write_strategy
 from tests.layouts import examples
 from tests.made_cases import rule
 
@@ -92,8 +91,8 @@ def test_rules_learned_from_a_made_strategy_make_it_again(
         strategy = make_strategy(rules, model, target, "rules")
     except ReshardError:
         reject()
-    written = write_strategy(str(directory / f"made.{ending}"), strategy, {}, overwrite=True)
-    source = SourceRun(*read_recorded(written.files[0]), target.sizes)
+    files, _ = write_strategy(str(directory / f"made.{ending}"), strategy, {}, overwrite=True)
+    source = SourceRun(*read_recorded(files[0]), target.sizes)
     try:
         learned = learn([source], model_of(source, model))
     except StrategyError as error:
@@ -115,7 +114,7 @@ def test_rules_learned_from_a_made_strategy_make_it_again(
                 if each.matches(name)
                 for cuts in itertools.product(*(entry or () for entry in each.entries or ()))
             ]
-            actual = learned.weights[name].candidates
+            actual = learned.candidates[name]
             assert true.slices(tensors[name].shape, other) in [
                 candidate.slices(tensors[name].shape, other) for candidate in actual
             ], (name, other.text)

@@ -31,9 +31,8 @@ from reshard.strategies.rules import (
     parse_rules,
     parse_sizes,
 )
-from reshard.strategies.rules import write_strategy as write_rules_strategy
-from reshard.strategies.rules.learn import check_explained, learn
-from reshard.strategies.rules.shown import SourceRun, model_of
+from reshard.strategies.rules.derive import SourceRun, check_explained, learn, model_of
+from reshard.strategies.written import write_strategy as write_rules_strategy
 from tests import made_cases
 from tests.conftest import LONG
 from tests.made_cases import MadeCase
@@ -189,7 +188,7 @@ def test_no_device_order_gives_a_slice_to_a_wrong_rank(matrix: list[str], entrie
             strategy = make_strategy(parse_rules(text, "rules"), model, target, "rules")
         except ReshardError:
             continue
-        (path,) = write_rules_strategy(str(tmp_path / f"{number}.ckpt"), strategy, {}, overwrite=False).files
+        (path,), _ = write_rules_strategy(str(tmp_path / f"{number}.ckpt"), strategy, {}, overwrite=False)
         runs.append((SourceRun(*read_recorded(path), target.sizes), target, strategy[0].layouts))
     derived = 0
     for one, of_one, _ in sampled(runs, 3):

@@ -135,9 +135,3 @@ def test_errors_suggest_tables_of_names_and_switches(tmp_path: Path) -> None:
         fails(2, *words, "--set", wrong, texts=[texts])
     done(*words)
     assert json.loads((tmp_path / "d.ckpt.made").read_text())["set"] == {"vocab_emb_dp": "true"}
-
-
-@pytest.mark.parametrize("size", ["vpp=2", "pp_interleave_num=2", "offset=1"])
-def test_settings_of_layers_are_not_sizes(size: str, tmp_path: Path) -> None:
-    words: list[Argument] = ["strategy", "make", "mcore", tmp_path / "d.ckpt", "--shapes", tmp_path]
-    fails(2, *words, "--sizes", f"mp=2,{size}", texts=[size.partition("=")[0], "--layers-per-stage"])

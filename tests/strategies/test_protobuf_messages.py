@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from google.protobuf.internal import api_implementation
 
+from reshard.strategies.formats import parse_protobuf
 from reshard.strategies.model import RecordedLayout, StrategyItem
-from reshard.strategies.protobuf_file import parse_strategy
 from tests.strategy_writing import numbers
 from tests.wire import field, varint
 
@@ -57,7 +57,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize(("added", "changes"), LAYOUTS.values(), ids=LAYOUTS)
 def test_numbers_and_fields_are_read_in_every_encoding(added: bytes, changes: dict[str, Any]) -> None:
-    file = parse_strategy(strategy(layouts=added), "path")
+    file = parse_protobuf(strategy(layouts=added), "path")
     assert file is not None and file.layouts == {"w": RECORDED._replace(**changes)}
 
 
@@ -66,21 +66,21 @@ def test_numbers_and_fields_are_read_in_every_encoding(added: bytes, changes: di
 def test_damage_at_any_depth_is_no_strategy(added: bytes) -> None:
     deepest = strategy(layouts=field(2, added))
     for data in (strategy() + added, strategy(added), strategy(field(2, added)), strategy(layouts=added), deepest):
-        assert parse_strategy(data, "path") is None
+        assert parse_protobuf(data, "path") is None
 
 
 @pytest.mark.parametrize("numbers", [b"\x80", b"\x80" * 10 + b"\x00", b"\x01\xff"])
 def test_damaged_packed_numbers_are_no_strategy(numbers: bytes) -> None:
     data = strategy(layouts=field(2, field(1, numbers)))
-    assert parse_strategy(data, "path") is None
+    assert parse_protobuf(data, "path") is None
 
 
 def test_occurrences_of_a_message_are_merged() -> None:
     more = field(2, field(1, 7) + field(2, numbers([4, 1]))) + field(2, field(2, numbers([2, 2])))
-    file = parse_strategy(strategy(item=more), "path")
+    file = parse_protobuf(strategy(item=more), "path")
     assert file is not None and file.items == (StrategyItem("MatMul-0", 7, ((4, 1), (2, 2))),)
     # An unfinished occurrence is damage, even if the next one would finish it.
-    assert parse_strategy(strategy(item=field(2, b"\x12\x02\x08") + field(2, b"\x04")), "path") is None
+    assert parse_protobuf(strategy(item=field(2, b"\x12\x02\x08") + field(2, b"\x04")), "path") is None
 
 
 @pytest.mark.parametrize("lacking", ["node_name", "stage", "current_stage", "field"])
@@ -92,5 +92,5 @@ def test_a_strategy_without_a_required_field_is_none(lacking: str) -> None:
         item = field(2, kept["node_name"] + field(2, kept["stage"]))
         return kept["current_stage"] + item + field(3, field(1, "w") + field(2, layouts))
 
-    assert parse_strategy(data(**whole), "path") is not None
-    assert parse_strategy(data(**{**whole, lacking: b""}), "path") is None
+    assert parse_protobuf(data(**whole), "path") is not None
+    assert parse_protobuf(data(**{**whole, lacking: b""}), "path") is None

@@ -11,7 +11,7 @@ import pytest
 
 from reshard.errors import StrategyError
 from reshard.layout import Layout
-from reshard.strategies import Strategy, protobuf_file, read_strategy
+from reshard.strategies import Strategy, files, formats, read_strategy
 from tests.running import done, fails
 from tests.strategy_writing import group_info, json_content, layout, protobuf, write_merged, write_strategy
 from tests.trees import value, write_checkpoint
@@ -62,13 +62,13 @@ def test_identical_copies_are_parsed_once(tmp_path: Path, monkeypatch: pytest.Mo
     for rank in range(100):
         write_strategy(tmp_path / f"rank_{rank}.ckpt", rank // 50, (FIRST, SECOND)[rank // 50])
     parsed = []
-    parse = protobuf_file.parse_strategy
+    parse = formats.parse_protobuf
 
     def counting(data: bytes, path: str) -> Any:
         parsed.append(path)
         return parse(data, path)
 
-    monkeypatch.setattr(protobuf_file, "parse_strategy", counting)
+    monkeypatch.setattr(files, "parse_protobuf", counting)
     strategy = read(tmp_path)
     assert len(parsed) == 2
     # In the order of ranks, not of characters.
@@ -172,20 +172,16 @@ def test_a_missing_first_stage_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a_merged.ckpt", "merged_ckpt_strategy.json"])
-def test_a_merged_file_beside_its_stages_is_skipped(tmp_path: Path, name: str) -> None:
+def test_a_merged_file_agrees_with_its_stages(tmp_path: Path, name: str) -> None:
     write_merged(two_stages(tmp_path) / name, {0: FIRST, 1: SECOND})
     strategy = read(tmp_path)
-    (note,) = strategy.notes
-    assert name in note
-    assert "differs" not in note
-    assert not any(path.endswith(name) for stage in strategy.stages for path in stage.files)
+    assert strategy.notes == ()
+    assert [path.rpartition("/")[2] for path in strategy.stages[0].files] == ["ckpt_strategy_rank_0.ckpt", name]
 
 
-def test_a_merged_file_of_another_run_is_skipped_with_a_warning(tmp_path: Path) -> None:
+def test_a_merged_file_of_another_run_is_refused(tmp_path: Path) -> None:
     write_merged(two_stages(tmp_path) / "merged.ckpt", {0: {"w": layout([8], [0])}})
-    strategy = read(tmp_path)
-    assert strategy.device_count == 8
-    assert "differs" in strategy.notes[0]
+    refused(tmp_path, "rank_0.ckpt", "merged.ckpt", "disagree", "'w'")
 
 
 def test_a_merged_file_alone_is_used(tmp_path: Path) -> None:
@@ -197,17 +193,19 @@ def test_a_merged_file_in_both_formats_is_used_where_they_agree(tmp_path: Path) 
     write_merged(tmp_path / "merged.ckpt", {0: FIRST, 1: SECOND})
     write_merged(tmp_path / "merged.json", {1: SECOND, 0: FIRST})
     assert read(tmp_path).device_count == 8
-    write_merged(tmp_path / "merged.json", {0: FIRST})
-    refused(tmp_path, "merged.ckpt", "merged.json", "stages 0 and 1", "stage 0")
     write_merged(tmp_path / "merged.json", {0: FIRST, 1: {**SECOND, "head": layout([4], [-1, 0])}})
     refused(tmp_path, "merged.ckpt", "merged.json", "stage 1", "head")
 
 
-@pytest.mark.parametrize(("stage", "missing"), [(0, 1), (1, 0)])
-def test_a_merged_file_does_not_replace_a_missing_stage(tmp_path: Path, stage: int, missing: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_merged_file_has_the_stages_that_have_no_file(tmp_path: Path, stage: int) -> None:
     write_strategy(tmp_path / "rank_0.ckpt", stage, (FIRST, SECOND)[stage])
     path = write_merged(tmp_path / "merged.ckpt", {0: FIRST, 1: SECOND})
-    refused(tmp_path, f"stage {missing} is missing", "rank_0.ckpt", f"pass the merged file itself: {path}")
+    assert [each.layouts for each in read(tmp_path).stages] == [
+        each.layouts for each in read_strategy(str(path)).stages
+    ]
+    write_strategy(tmp_path / "rank_0.ckpt", stage, (SECOND, FIRST)[stage])
+    refused(tmp_path, "rank_0.ckpt", "merged.ckpt", f"stage {stage}")
 
 
 def test_a_merged_file_with_a_gap_is_refused(tmp_path: Path) -> None:

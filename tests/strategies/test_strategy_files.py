@@ -22,9 +22,8 @@ from reshard.strategies import (
     Strategy,
     StrategyFile,
     StrategyItem,
-    json_file,
-    one_file,
-    protobuf_file,
+    files,
+    formats,
     read_strategy,
     read_strategy_file,
 )
@@ -110,13 +109,15 @@ def test_every_written_layout_is_read_with_the_same_slices(data: st.DataObject) 
     # Slices of one row, beside another dimension that is cut: there JSON can be read in several ways.
     shape = tuple(data.draw(st.lists(st.sampled_from([4, 8, 2, 6, 1]), max_size=4)))
     layout_record = data.draw(layouts(data.draw(st.sampled_from([16, 8, 12, 1])), shape))
-    expected = protobuf_file.parse_strategy(
+    expected = formats.parse_protobuf(
         strategy_bytes([{"devices": 1, "layouts": {"w": layout_record}}], [0]), "said.ckpt"
     )
     assert expected is not None
     stage = Stage(0, 0, math.prod(layout_record["dev_matrix"]), {"w": expected.layouts["w"].layout()}, ("said.ckpt",))
-    as_ckpt = protobuf_file.parse_strategy(protobuf_file.serialize_strategy(expected), "again.ckpt")
-    as_json = json_file.parse_strategy(merged_json(Strategy((stage,), "said"), {"w": shape}, "made", ""), "again.json")
+    as_ckpt = formats.parse_protobuf(formats.protobuf_bytes(expected), "again.ckpt")
+    as_json = formats.parse_json_strategy(
+        merged_json(Strategy((stage,), "said"), {"w": shape}, "made", ""), "again.json"
+    )
     assert as_ckpt is not None and as_json is not None
     for record in (as_ckpt.layouts["w"], as_json.layouts["0-w"]):
         fitting = [each for each in record.layout().regroupings() if len(each.cuts) == len(shape)]
@@ -547,7 +548,7 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
 
 def test_a_strategy_file_over_the_size_limit_is_refused_unread(tmp_path: Path) -> None:
     path = write_strategy(tmp_path / "s.ckpt", 0, {"w": layout([2], [0])})
-    os.truncate(path, one_file.MAX_STRATEGY + 1)
+    os.truncate(path, files.MAX_STRATEGY + 1)
     refused(path, "larger than any strategy file")
 
 
@@ -583,9 +584,12 @@ items = st.builds(StrategyItem, names, numbers, st.lists(dims, max_size=3).map(t
 def test_written_strategies_are_read_again(
     items: list[StrategyItem], layouts: dict[str, RecordedLayout], current: int
 ) -> None:
-    for form, room in (("protobuf", protobuf_file), ("json", json_file)):
+    for form, parse, write in (
+        ("protobuf", formats.parse_protobuf, formats.protobuf_bytes),
+        ("json", formats.parse_json_strategy, formats.json_bytes),
+    ):
         file = StrategyFile("path", form, tuple(items), layouts, current)
-        again = room.parse_strategy(room.serialize_strategy(file), "path")
+        again = parse(write(file), "path")
         assert again == file
         assert again is not None
         assert list(again.layouts) == list(file.layouts)
@@ -594,7 +598,7 @@ def test_written_strategies_are_read_again(
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_written_protobuf_equals_mindspores_byte_for_byte(name: str) -> None:
     for path in (case_directory(name) / "strategy").glob("*.ckpt"):
-        assert protobuf_file.serialize_strategy(read_strategy_file(str(path))) == path.read_bytes()
+        assert formats.protobuf_bytes(read_strategy_file(str(path))) == path.read_bytes()
 
 
 THEIRS = """

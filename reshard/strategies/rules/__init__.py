@@ -1,18 +1,15 @@
 """Strategies without a compile: made from rules and shapes, or derived from other strategies.
 
 A rule stands for one or several candidates, a grid of named axes with the axes that cut each dimension
-(`candidates`). `toml_file` reads rules, `make` turns them into a strategy, `shown` and `learn` find them in strategies,
-`write` writes the result. Every undecided value is an error with the lines that would settle it. This room does not use
-checkpoints.
+(`candidates`). `rules` reads rules from TOML, `make` turns them into a strategy, `derive` finds them in strategies.
+Every undecided value is an error with the lines that would settle it. This room does not use checkpoints.
 """
 
+from reshard.strategies.rules.candidates import AxisSizes, parse_sizes
 from reshard.strategies.rules.make import MadeStage, TargetRun, make_strategy
-from reshard.strategies.rules.model import LayoutRules
 from reshard.strategies.rules.optimizer_shards import DEFAULT_THRESHOLD, ShardSetting
-from reshard.strategies.rules.sizes import AxisSizes, parse_sizes
+from reshard.strategies.rules.rules import LayoutRules, builtin_names, is_builtin, parse_rules, read_rules, rules_named
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors, model_tensors
-from reshard.strategies.rules.toml_file import parse_rules, read_rules
-from reshard.strategies.rules.write import write_strategy
 
 __all__ = [
     "DEFAULT_THRESHOLD",
@@ -23,10 +20,12 @@ __all__ = [
     "ModelTensors",
     "ShardSetting",
     "TargetRun",
+    "builtin_names",
+    "is_builtin",
     "make_strategy",
     "model_tensors",
     "parse_rules",
     "parse_sizes",
     "read_rules",
-    "write_strategy",
+    "rules_named",
 ]

@@ -1,4 +1,4 @@
-"""Candidate layouts of a weight: a grid of named axes, and the axes that cut each dimension.
+"""Sizes of a run, and candidate layouts of a weight: a grid of named axes, and the axes that cut each dimension.
 
 Candidates are read both ways. With sizes, `Candidate.layout` gives the device matrix and tensor map of a compile. From
 slices that strategies record, `candidates_showing` finds the candidates that give them at the sizes of those runs.
@@ -12,15 +12,127 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple, Optional
 
+from reshard.defaults import MAX_DEVICES, MAX_STAGES
+from reshard.errors import UsageError
 from reshard.layout import Layout
-from reshard.strategies.model import RecordedLayout
-from reshard.strategies.rules.sizes import AxisProduct, AxisSizes, NoCandidateError, product
-from reshard.text.products import ExpressionError
+from reshard.text.products import ExpressionError, Product, read_product
 from reshard.threads import cached_property
+
+STAGES = "pp"
+EXPERTS = "ep"
+NAMES = ("dp", "mp", "pp", "cp", "ep")
+"""Data, model (tensor), pipeline, context and expert parallel: 1 by default."""
+
+_WRITTEN = ("dp", "cp", "mp", "ep", "pp")
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+# Megatron's names, which would be taken for a model's own axes.
+_ELSEWHERE = {"tp": "mp", "sp": "cp"}
+
+
+class NoCandidateError(ExpressionError):
+    """Cuts that are impossible for a matrix at any sizes."""
+
+
+@dataclass(frozen=True)
+class AxisSizes:
+    """Devices per kind of parallelism.
+
+    Attributes:
+        stated: the stated sizes, by name; axes of a model's own may have any other name.
+    """
+
+    stated: tuple[tuple[str, int], ...]
+
+    @cached_property
+    def named(self) -> Mapping[str, int]:
+        """All sizes."""
+        return {**dict.fromkeys(NAMES, 1), **dict(self.stated)}
+
+    def __getitem__(self, name: str) -> int:
+        """The size of an axis.
+
+        Raises:
+            ExpressionError: no axis has this name.
+        """
+        if name not in self.named:
+            hint = f"write {_ELSEWHERE[name]}" if name in _ELSEWHERE else f"add --sizes {name}=N"
+            raise ExpressionError(f"{name} has no size; {hint}")
+        return self.named[name]
+
+    @cached_property
+    def stage_devices(self) -> int:
+        """Devices of one pipeline stage; expert parallelism uses the devices of other kinds."""
+        return math.prod(size for name, size in self.named.items() if name not in (STAGES, EXPERTS))
+
+    @property
+    def stages(self) -> int:
+        return self[STAGES]
+
+    @property
+    def text(self) -> str:
+        """``dp=2,mp=4``, as typed."""
+        return ",".join(f"{name}={size}" for name, size in self.stated)
+
+
+def parse_sizes(text: str) -> AxisSizes:
+    """Sizes as typed: ``dp=2,mp=4``.
+
+    Raises:
+        UsageError: the text is invalid.
+    """
+    sizes_by_name: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = (word.strip() for word in part.partition("="))
+        if not _NAME.fullmatch(name) or not re.fullmatch(r"[0-9]{1,9}", number):
+            raise UsageError(f"{text!r} is not a list of sizes such as dp=2,mp=4")
+        if name in _ELSEWHERE:
+            raise UsageError(f"{text!r}: write {_ELSEWHERE[name]} for {name}")
+        if name in sizes_by_name:
+            raise UsageError(f"{text!r}: {name} is given twice")
+        sizes_by_name[name] = int(number)
+        if not 1 <= sizes_by_name[name] <= (MAX_STAGES if name == STAGES else MAX_DEVICES):
+            raise UsageError(f"{text!r}: {name}={number} is not a number of devices")
+    sizes = AxisSizes(tuple(sizes_by_name.items()))
+    if sizes.stage_devices * sizes.stages > MAX_DEVICES:
+        raise UsageError(f"{text!r} is more than {MAX_DEVICES} devices")
+    return sizes
+
+
+def _order(power: tuple[str, int]) -> tuple[int, str]:
+    """Usual order of sizes, then others by name."""
+    name = power[0]
+    return _WRITTEN.index(name) if name in _WRITTEN else len(_WRITTEN), name
+
+
+class AxisProduct(Product):
+    """A product of sizes and numbers, with divisors: ``dp*cp/ep``; equal products have one order of sizes."""
+
+    def __mul__(self, other: Product) -> AxisProduct:
+        powers = dict(self.powers)
+        for name, power in other.powers:
+            powers[name] = powers.get(name, 0) + power
+        return AxisProduct(
+            self.number * other.number, tuple(sorted(((n, power) for n, power in powers.items() if power), key=_order))
+        )
+
+
+@lru_cache(maxsize=1024)
+def product(text: str) -> AxisProduct:
+    """Read a product.
+
+    Raises:
+        ExpressionError: the text is invalid.
+    """
+    return AxisProduct(Fraction(1), ()) * read_product(text, _NAME, _NUMBER, "dp*cp/ep")
+
 
 Matrix = tuple[AxisProduct, ...]
 """The axes of a device matrix, slowest first."""
@@ -112,52 +224,6 @@ class AxisCut:
 WHOLE = AxisCut()
 
 
-class Axis(NamedTuple):
-    """One axis of a device matrix: its name in words, and its size."""
-
-    name: str
-    size: int
-
-
-@dataclass(frozen=True)
-class NamedLayout:
-    """A layout over the devices of a stage, before optimizer sharding, with names of the axes.
-
-    Attributes:
-        axes: the device matrix, slowest axis first.
-        tensor_map: per dimension the axes it is split over, counted from the right, most significant first.
-        nested: whether the file has a map per dimension.
-        split_sizes: sizes of dimension 0's slices where it is split by hand.
-    """
-
-    axes: tuple[Axis, ...]
-    tensor_map: tuple[tuple[int, ...], ...]
-    nested: bool = False
-    split_sizes: tuple[int, ...] = ()
-
-    @classmethod
-    def unnamed(cls, recorded: RecordedLayout) -> NamedLayout:
-        """A record with numbered axes, from the right."""
-        matrix = recorded.device_matrix
-        axes = tuple(Axis(f"axis {len(matrix) - 1 - place}", size) for place, size in enumerate(matrix))
-        split = recorded.split_sizes if recorded.split_offsets else ()
-        return cls(axes, recorded.dimensions, recorded.nested, split)
-
-    @property
-    def device_matrix(self) -> tuple[int, ...]:
-        """Sizes of the axes."""
-        return tuple(axis.size for axis in self.axes)
-
-    @cached_property
-    def layout(self) -> Layout:
-        """The same without names."""
-        return Layout(self.device_matrix, self.tensor_map, uneven=self.split_sizes or None)
-
-    def recorded(self, shard_step: int = 0, shard_size: int = 0) -> RecordedLayout:
-        """The record of a strategy file."""
-        return RecordedLayout.of(self.layout, self.nested)._replace(shard_step=shard_step, shard_size=shard_size)
-
-
 class Candidate(NamedTuple):
     """One way in which a tensor may be cut.
 
@@ -201,20 +267,19 @@ class Candidate(NamedTuple):
                 strides.append(math.prod(self.matrix[stop:], start=product("1")))
         return tuple(strides)
 
-    def slices(self, shape: Sequence[int], sizes: AxisSizes, split_sizes: tuple[int, ...] = ()) -> object:
+    def slices(self, shape: Sequence[int], sizes: AxisSizes) -> object:
         """The comparable slices of every device; None if the tensor cannot be cut this way."""
         try:
-            return slices_by_device(self.layout(shape, sizes, split_sizes).layout)
+            return slices_by_device(self.layout(shape, sizes))
         except ExpressionError:
             return None
 
-    def layout(self, shape: Sequence[int], sizes: AxisSizes, split_sizes: tuple[int, ...] = ()) -> NamedLayout:
-        """The layout that a compile records.
+    def layout(self, shape: Sequence[int], sizes: AxisSizes) -> Layout:
+        """The layout that a compile records, before optimizer sharding.
 
         Args:
             shape: full shape of the tensor.
             sizes: sizes of the axes.
-            split_sizes: sizes of dimension 0's slices where it is split by hand.
 
         Raises:
             ExpressionError: the matrix is not the stage's devices, a cut is over no axes of it, two are over the
@@ -226,7 +291,7 @@ class Candidate(NamedTuple):
             raise ExpressionError(f"matrix {names} is not the {sizes.stage_devices} devices of a stage")
         runs: dict[int, _Run] = {}
         for dimension, cut in enumerate(self.cuts):
-            slices = self._slices_of(dimension, shape[dimension], sizes, split_sizes)
+            slices = self._slices_of(dimension, shape[dimension], sizes)
             for factor in cut.factors if slices else ():
                 run = _run_of(self.matrix, factor)
                 if any(run.start < earlier.stop and start < run.stop for start, earlier in runs.items()):
@@ -234,13 +299,13 @@ class Candidate(NamedTuple):
                 runs[run.start] = _Run(run.stop, dimension, min(factor.whole(sizes), cut.most or slices))
         axes, places = self._merged_axes(counts, runs)
         if not axes:
-            return NamedLayout((Axis("dp", 1),), ((),) * len(shape), self.nested, split_sizes)
+            return Layout((1,), ((),) * len(shape))
         maps: list[list[int]] = [[] for _ in shape]
         for start, cutting in runs.items():
             maps[cutting.dimension] += [len(axes) - 1 - place for place in places[start]]
-        return NamedLayout(tuple(axes), tuple(map(tuple, maps)), self.nested, split_sizes)
+        return Layout(tuple(axes), tuple(map(tuple, maps)))
 
-    def _slices_of(self, dimension: int, size: int, sizes: AxisSizes, split_sizes: Sequence[int]) -> int:
+    def _slices_of(self, dimension: int, size: int, sizes: AxisSizes) -> int:
         """The number of slices of a dimension; 0 if the layout does not name its cut.
 
         Raises:
@@ -250,10 +315,7 @@ class Candidate(NamedTuple):
         slices = cut.slices(sizes)
         if slices == 1 and not self.nested:
             return 0
-        if split_sizes and dimension == 0:
-            if len(split_sizes) != slices or sum(split_sizes) != size:
-                raise ExpressionError(f"split_sizes are not {slices} slices that add up to {size}, dimension 0")
-        elif size % slices:
+        if size % slices:
             if cut.where_divides:
                 return 0
             raise ExpressionError(f"dimension {dimension} of size {size} does not divide by {cut.text} = {slices}")
@@ -264,45 +326,39 @@ class Candidate(NamedTuple):
             )
         return slices
 
-    def _merged_axes(self, counts: Sequence[int], runs: Mapping[int, _Run]) -> tuple[list[Axis], dict[int, list[int]]]:
-        """The axes as a compile writes them, and per run the positions of the cutting ones."""
-        axes: list[Axis] = []
+    def _merged_axes(self, counts: Sequence[int], runs: Mapping[int, _Run]) -> tuple[list[int], dict[int, list[int]]]:
+        """The sizes of the axes as a compile writes them, and per run the positions of the cutting ones."""
+        axes: list[int] = []
         places: dict[int, list[int]] = {}
         joins = False
         position = 0
         while position < len(self.matrix):
             run = runs.get(position)
             if run is not None:
-                places[position] = self._add_run(axes, counts, position, run)
+                places[position] = self._add_run(axes, counts[position : run.stop], run.slices)
                 position, joins = run.stop, False
                 continue
-            axis, count = self.matrix[position], counts[position]
+            names, count = self.matrix[position].names, counts[position]
             position += 1
             if count == 1 and not self.nested:
                 continue
-            samples = bool(axis.names) and _SAMPLES.issuperset(axis.names)
+            samples = bool(names) and _SAMPLES.issuperset(names)
             if joins and samples and not self.nested:
-                axes[-1] = Axis(f"{axes[-1].name}*{axis.text}", axes[-1].size * count)
+                axes[-1] *= count
             else:
-                axes.append(Axis(axis.text, count))
+                axes.append(count)
             joins = samples
         return axes, places
 
-    def _add_run(self, axes: list[Axis], counts: Sequence[int], start: int, run: _Run) -> list[int]:
-        names = [axis.text for axis in self.matrix[start : run.stop]]
-        name, count = "*".join(names), math.prod(counts[start : run.stop])
-        if run.slices < count:
+    def _add_run(self, axes: list[int], counts: Sequence[int], slices: int) -> list[int]:
+        count = math.prod(counts)
+        if slices < count:
             # The repeats of a capped cut are innermost.
-            axes += [
-                Axis(f"min({name},{run.slices})", run.slices),
-                Axis(f"{name}/{run.slices}", count // run.slices),
-            ]
+            axes += [slices, count // slices]
             return [len(axes) - 2]
-        if not self.nested:
-            axes.append(Axis(name, count))
-            return [len(axes) - 1]
-        axes += map(Axis, names, counts[start : run.stop])
-        return list(range(len(axes) - len(names), len(axes)))
+        added = counts if self.nested else [count]
+        axes += added
+        return list(range(len(axes) - len(added), len(axes)))
 
 
 class _Run(NamedTuple):

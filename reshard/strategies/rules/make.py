@@ -10,22 +10,23 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
-from reshard.errors import StrategyError
+from reshard.errors import StrategyError, UsageError
 from reshard.layout import Layout
-from reshard.storage.toml_tables import one_or_list, quoted_list
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.candidates import (
     DEFAULT_MATRIX,
     WHOLE,
+    AxisSizes,
     Candidate,
-    NamedLayout,
+    NoCandidateError,
     slices_by_device,
 )
-from reshard.strategies.rules.model import LayoutRule, LayoutRules
 from reshard.strategies.rules.optimizer_shards import (
     NO_SHARDS,
     SERVER,
@@ -35,14 +36,14 @@ from reshard.strategies.rules.optimizer_shards import (
     forbidden_group,
     shard_record,
 )
-from reshard.strategies.rules.pipeline import stages_of
-from reshard.strategies.rules.sizes import AxisSizes, NoCandidateError
+from reshard.strategies.rules.rules import LAYER, LayoutRule, LayoutRules, Pipeline
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors, patterns_for
-from reshard.text.messages import Message, joined, listing, plural, rank_ranges
+from reshard.text.globs import Glob, Globs
+from reshard.text.messages import block, listing, plural, quoted, rank_ranges
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.products import ExpressionError
 
-_MAX_GROUPS = 8
+_LAYER_NUMBER = re.compile(r"(?:^|(?<=\.))(0|[1-9][0-9]{0,5})(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -96,21 +97,26 @@ class Unsettled(NamedTuple):
 
 
 class UnsettledError(Exception):
-    """Rules leave a value of one parameter open.
+    """Rules leave a value of one parameter open; its arguments are those of `Unsettled`."""
 
-    Attributes:
-        unsettled: the open value.
-    """
-
-    def __init__(self, *unsettled: object) -> None:
-        super().__init__(*unsettled)
-        self.unsettled = Unsettled(*unsettled)  # type: ignore[arg-type]
+    @property
+    def unsettled(self) -> Unsettled:
+        return Unsettled(*self.args)
 
 
 class _Placed(NamedTuple):
-    """A weight's layout, its rule, the sizes that cut it, and whether the optimizer may shard it, None if unknown."""
+    """A weight's layout and its record, without optimizer shards.
 
-    layout: NamedLayout
+    Attributes:
+        layout: the layout.
+        nested: whether the record has a map per dimension.
+        rule: the rule.
+        cut_by: the sizes that cut the weight.
+        may_shard: whether the optimizer may shard it, None if unknown.
+    """
+
+    layout: Layout
+    nested: bool
     rule: LayoutRule
     cut_by: frozenset[str]
     may_shard: Optional[bool]
@@ -155,7 +161,7 @@ def make_strategy(rules: LayoutRules, tensors: ModelTensors, target: TargetRun, 
     for name, each in placed.items():
         stage, tensor = stages[stage_of[name]], tensors.weights[name]
         try:
-            record = _with_shards(each, rules.dtype, tensors, tensor, stage.first_rank, target)
+            record = _with_shards(each, tensors, tensor, stage.first_rank, target)
         except UnsettledError as problem:
             unsettled.setdefault(problem.unsettled, []).append(name)
             continue
@@ -215,9 +221,9 @@ def _placed(rule: LayoutRule, shape: tuple[int, ...], sizes: AxisSizes, shown: M
         UnsettledError: the rule has candidates with different slices, or none, or strategies do not show them so far.
     """
     if rule.recorded is not None:
-        layout = NamedLayout.unnamed(rule.recorded)
-        return _Placed(layout, rule, frozenset(sizes.named), _may_shard(rule, rule.candidates, sizes))
-    layouts: dict[object, tuple[Candidate, NamedLayout]] = {}
+        may_shard = _may_shard(rule, rule.candidates, sizes)
+        return _Placed(rule.recorded.layout(), rule.recorded.nested, rule, frozenset(sizes.named), may_shard)
+    layouts: dict[object, tuple[Candidate, Layout]] = {}
     refused: dict[str, None] = {}
     impossible: dict[str, None] = {}
     candidates = list(_candidates(rule, shape))
@@ -227,13 +233,13 @@ def _placed(rule: LayoutRule, shape: tuple[int, ...], sizes: AxisSizes, shown: M
         raise UnsettledError(problem, tuple(_lines_of(candidates)), "where these cuts grow with their axes")
     for candidate in candidates:
         try:
-            layout = candidate.layout(shape, sizes, rule.split_sizes)
+            layout = candidate.layout(shape, sizes)
         except NoCandidateError as error:
             impossible[str(error)] = None
         except ExpressionError as error:
             refused[str(error)] = None
         else:
-            layouts.setdefault(slices_by_device(layout.layout), (candidate, layout))
+            layouts.setdefault(slices_by_device(layout), (candidate, layout))
     ways = tuple(_lines_of([candidate for candidate, _ in layouts.values()]))
     if refused or not layouts:
         # One of the refused candidates may be the correct one.
@@ -241,9 +247,9 @@ def _placed(rule: LayoutRule, shape: tuple[int, ...], sizes: AxisSizes, shown: M
     if len(layouts) > 1:
         raise UnsettledError(f"{rule.where} can mean {len(layouts)} layouts", ways, "either", rule.switches)
     ((candidate, layout),) = layouts.values()
-    cutting = [cut for cut, slices in zip(candidate.cuts, layout.layout.tensor_cuts) if slices > 1]
+    cutting = [cut for cut, slices in zip(candidate.cuts, layout.tensor_cuts) if slices > 1]
     cut_by = frozenset(name for cut in cutting for factor in cut.factors for name in factor.names)
-    return _Placed(layout, rule, cut_by, _may_shard(rule, candidates, sizes))
+    return _Placed(layout, candidate.nested, rule, cut_by, _may_shard(rule, candidates, sizes))
 
 
 def _may_shard(rule: LayoutRule, candidates: Sequence[Candidate], sizes: AxisSizes) -> Optional[bool]:
@@ -257,7 +263,7 @@ def _candidates(rule: LayoutRule, shape: tuple[int, ...]) -> Iterable[Candidate]
     if rule.candidates:
         return rule.candidates
     if not rule.has_cuts:
-        uncut = quoted_list(["None"] * len(shape))
+        uncut = _toml(["None"] * len(shape))
         raise UnsettledError(
             f"no rule fits (shape {list(shape)})",
             ((f"map = {uncut}",),),
@@ -277,44 +283,39 @@ def _lines_of(candidates: Sequence[Candidate]) -> Iterator[tuple[str, ...]]:
     """Per candidate, the lines of its rule."""
     several = len({candidate.matrix for candidate in candidates}) > 1
     for matrix, cuts, nested in candidates:
-        lines = [f"map = {quoted_list([cut.text for cut in cuts])}"]
+        lines = [f"map = {_toml([cut.text for cut in cuts])}"]
         if several or matrix != DEFAULT_MATRIX:
-            lines.insert(0, f"matrix = {quoted_list([axis.text for axis in matrix])}")
+            lines.insert(0, f"matrix = {_toml([axis.text for axis in matrix])}")
         yield (*lines, "nested = true") if nested else tuple(lines)
 
 
 def _with_shards(
-    placed: _Placed,
-    default_dtype: Optional[str],
-    tensors: ModelTensors,
-    tensor: FullTensor,
-    first_rank: int,
-    target: TargetRun,
+    placed: _Placed, tensors: ModelTensors, tensor: FullTensor, first_rank: int, target: TargetRun
 ) -> RecordedLayout:
     """The record, with the optimizer's shards.
 
     Raises:
         UnsettledError: it is unknown whether the weight is sharded.
     """
-    layout = placed.layout
+    unsharded = RecordedLayout.of(placed.layout, placed.nested)
     if placed.may_shard is False:
-        return layout.recorded()
-    dtype = placed.rule.dtype or tensor.dtype or default_dtype
+        return unsharded
+    dtype = placed.rule.dtype or tensor.dtype
     item_size = tensors.item_sizes.get(dtype) if dtype is not None else None
     if dtype is not None and item_size is None:
         raise UnsettledError(f"{dtype} is not an element type of MindSpore")
     try:
-        record = shard_record(layout.layout, first_rank, tensor.shape, item_size, target.shards)
+        step, size = shard_record(placed.layout, first_rank, tensor.shape, item_size, target.shards)
     except UndecidedError as error:
         settled_by = () if item_size is not None else (('dtype = "Float32"',),)
         raise UnsettledError(str(error), settled_by, "its element type in training") from error
-    if record != NO_SHARDS and placed.may_shard is None:
+    if (step, size) != NO_SHARDS and placed.may_shard is None:
         raise UnsettledError(
             "whether the optimizer may shard them is unknown",
             (("optimizer_shard = false",), ("optimizer_shard = true",)),
             "either",
         )
-    return layout.recorded(*record)
+    return unsharded._replace(shard_step=step, shard_size=size)
 
 
 def _check_cutting(rules: LayoutRules, sizes: AxisSizes, cut_by: set[str], where: str) -> None:
@@ -327,11 +328,11 @@ def _check_cutting(rules: LayoutRules, sizes: AxisSizes, cut_by: set[str], where
             )
 
 
-def _check_groups(placed: Mapping[str, tuple[NamedLayout, int]]) -> None:
+def _check_groups(placed: Mapping[str, tuple[Layout, int]]) -> None:
     """Refuse layouts, given with the first rank of their stage, whose groups the compiler refuses."""
     checked: set[tuple[Layout, int]] = set()
-    for name, (named_layout, first_rank) in placed.items():
-        layout, offset = named_layout.layout, first_rank % SERVER
+    for name, (layout, first_rank) in placed.items():
+        offset = first_rank % SERVER
         if (layout, offset) in checked:
             continue
         checked.add((layout, offset))
@@ -363,34 +364,145 @@ def _check_settled(
     if not unsettled_groups:
         return
     count = sum(map(len, unsettled_groups.values()))
-    texts: list[str] = [f"{path} does not settle {plural(count, 'parameter')}:"]
-    for unsettled, names in unsettled_groups.items():
-        lines = "".join(f"\n    {line}" for line in _lines(unsettled, names, all_names))
-        texts.append(f"{unsettled.problem}: {plural(len(names), 'parameter')}: " + listing(names) + lines)
-    more = len(unsettled_groups) - _MAX_GROUPS
-    shown = joined("\n", texts[: _MAX_GROUPS + 1])
-    if more > 0:
-        shown += f"\nand {plural(more, 'more group')} of parameters"
+    groups = []
     hints = []
     options = dict.fromkeys(option for unsettled in unsettled_groups for option in unsettled.options)
     if options:
         hints.append(f"add the option that is correct for the run: {' or '.join(options)}")
+    for unsettled, names in unsettled_groups.items():
+        lines = ""
+        if not unsettled.options:
+            patterns = patterns_for(names, all_names)
+            match = f"match = {_toml(patterns[0] if len(patterns) == 1 else patterns)}"
+            for number, way in enumerate(unsettled.settled_by):
+                comment = f"# {'or' if number else unsettled.comment}"
+                lines += "".join(f"\n    {line}" for line in (comment, "[[parameter]]", match, *way))
+        groups.append(f"{unsettled.problem}: {plural(len(names), 'parameter')}: " + listing(names) + lines)
     if any(one.settled_by and not one.options for one in unsettled_groups):
         hints.append(f"put the correct lines into {where}, before other [[parameter]] tables")
     raise StrategyError(
-        Message(shown, joined("\n", texts).full, shown.shortened or more > 0),
+        block(f"{path} does not settle {plural(count, 'parameter')}:", groups),
         file=path,
         parameter=next(iter(unsettled_groups.values()))[0],
         hint="\n".join(hints) or None,
     )
 
 
-def _lines(unsettled: Unsettled, names: Sequence[str], all_names: Sequence[str]) -> Iterator[str]:
-    """The rules that settle a value, with a comment above each."""
-    if unsettled.options:
-        return
-    match = f"match = {one_or_list(patterns_for(names, all_names))}"
-    for number, way in enumerate(unsettled.settled_by):
-        comment = unsettled.comment if number == 0 else "or"
-        yield from (f"# {comment}",) if comment else ()
-        yield from ("[[parameter]]", match, *way)
+def _toml(value: Union[str, Sequence[str]]) -> str:
+    """A text or a list of texts in TOML, which writes them as JSON does."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def stages_of(
+    names: Sequence[str], pipeline: Pipeline, stages: int, chunks: Optional[Sequence[int]], path: str, where: str
+) -> dict[str, int]:
+    """The stage of every parameter.
+
+    Args:
+        names: the weights, without optimizer state.
+        pipeline: the patterns of the first and last stage and of layers.
+        stages: number of stages.
+        chunks: layers per stage; several rounds of the stages if the pipeline is interleaved.
+        path: the rules, for messages.
+        where: the file that gets missing rules, for messages.
+
+    Raises:
+        StrategyError: some parameter's stage is undecided.
+        UsageError: the layers cannot be divided in this way.
+    """
+    if chunks is not None and (len(chunks) % stages or not chunks):
+        raise UsageError(
+            f"--layers-per-stage has {plural(len(chunks), 'number')}, and there are {stages} stages: give a number "
+            "for each, or several rounds of them where they are interleaved (vpp, pp_interleave_num)"
+        )
+    if stages == 1:
+        return dict.fromkeys(names, 0)
+    first, last = Globs(pipeline.first), Globs(pipeline.last)
+    of_layers = _layers(names, pipeline, first, last, path, where)
+    layers = sorted(set(of_layers.values()))
+    stage_of_layer = _stage_of_layer(layers, stages, chunks)
+    stage_by_name: dict[str, int] = {}
+    unsettled: list[str] = []
+    for name in names:
+        on_first, on_last = first.match(name), last.match(name)
+        if on_first and on_last:
+            raise StrategyError(
+                f"{path}: [pipeline]: {quoted(name)} is on the first stage and on the last", file=path, parameter=name
+            )
+        if on_first or on_last:
+            stage_by_name[name] = 0 if on_first else stages - 1
+        elif name in of_layers:
+            stage_by_name[name] = stage_of_layer[of_layers[name]]
+        else:
+            unsettled.append(name)
+    if unsettled:
+        patterns = _toml(patterns_for(unsettled, names))
+        raise StrategyError(
+            f"{path}: the stage of {plural(len(unsettled), 'parameter')} outside the layers is missing: "
+            + listing(unsettled),
+            file=path,
+            parameter=unsettled[0],
+            hint=f"add each to one of these, in {where}:\n[pipeline]\nfirst = {patterns}\nlast = {patterns}",
+        )
+    empty = sorted(set(range(stages)) - set(stage_by_name.values()))
+    if empty:
+        raise UsageError(f"{plural(len(layers), 'layer')} in {stages} stages: stage {empty[0]} has no parameter")
+    return stage_by_name
+
+
+def is_numbered(name: str) -> bool:
+    """Whether a part of a name is a number, as in names of layers."""
+    return _LAYER_NUMBER.search(name) is not None
+
+
+def layer_numbers(names: Iterable[str], pipeline: Pipeline, path: str, where: str) -> dict[str, int]:
+    """The layer of every parameter of a layer."""
+    return _layers(list(names), pipeline, Globs(pipeline.first), Globs(pipeline.last), path, where)
+
+
+def _layers(
+    names: Sequence[str], pipeline: Pipeline, first: Globs, last: Globs, path: str, where: str
+) -> dict[str, int]:
+    inside = [name for name in names if not first.match(name) and not last.match(name)]
+    if pipeline.layers:
+        globs = [Glob(pattern, LAYER) for pattern in pipeline.layers]
+        numbers = {}
+        for name in inside:
+            spans = next((spans for glob in globs for spans in [glob.numbers(name)] if spans), None)
+            if spans:
+                numbers[name] = int(name[slice(*spans[0])])
+        return numbers
+    numbers = {}
+    before: dict[str, str] = {}
+    for name in inside:
+        number = _LAYER_NUMBER.search(name)
+        if number is not None:
+            numbers[name] = int(number[1])
+            before.setdefault(name[: number.start()], name)
+    if len(before) > 1:
+        patterns = _toml([f"{prefix}{LAYER}.*" for prefix in before])
+        raise StrategyError(
+            f"{path}: names have numbers in several places; the place of the layer number is missing: "
+            + listing(list(before.values())),
+            file=path,
+            hint=f"keep the patterns of layers, in {where}:\n[pipeline]\nlayers = {patterns}",
+        )
+    return numbers
+
+
+def _stage_of_layer(layers: Sequence[int], stages: int, chunks: Optional[Sequence[int]]) -> dict[int, int]:
+    if layers and layers[-1] - layers[0] + 1 != len(layers):
+        missing = sorted(set(range(layers[0], layers[-1])) - set(layers))
+        raise StrategyError(f"layers are numbered {layers[0]} to {layers[-1]}, but layer {missing[0]} is missing")
+    if chunks is None:
+        if len(layers) % stages:
+            raise UsageError(
+                f"{len(layers)} layers do not divide evenly into {stages} stages",
+                hint="give the layers of each stage, like MindFormers' offset or num_layer_list: --layers-per-stage "
+                + ",".join(str(len(layers) // stages + (stage < len(layers) % stages)) for stage in range(stages)),
+            )
+        chunks = [len(layers) // stages] * stages
+    if sum(chunks) != len(layers):
+        raise UsageError(f"--layers-per-stage has {sum(chunks)} layers in total, and the model has {len(layers)}")
+    of_chunks = [chunk % stages for chunk, count in enumerate(chunks) for _ in range(count)]
+    return dict(zip(layers, of_chunks))

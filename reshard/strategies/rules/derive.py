@@ -1,24 +1,33 @@
-"""Weights in strategies: their candidates that agree with all strategies, and their optimizer shards.
+"""Rules from strategies: the candidates that agree with them.
 
 A strategy records in numbers which devices hold which slices. The parallelism behind a cut follows from the sizes of
 the run, often not uniquely: data parallel 1 does not show the order of devices, model parallel 1 none of its
-cuts. So all candidates are kept that give these slices at the sizes of every strategy.
+cuts. So all candidates are kept that give these slices at the sizes of every strategy. Nothing is assumed beyond the
+strategies: a cut may not grow with its axis, since code may cap it, and the order of devices may be unusual.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.errors import StrategyError
 from reshard.layout import Layout
 from reshard.strategies.model import RecordedLayout, Stage, Strategy
-from reshard.strategies.rules.candidates import SIZED, Candidate, Observation, candidates_showing, slices_by_device
-from reshard.strategies.rules.model import MayShard
+from reshard.strategies.rules.candidates import (
+    NAMES,
+    SIZED,
+    AxisSizes,
+    Candidate,
+    Observation,
+    candidates_showing,
+    slices_by_device,
+)
+from reshard.strategies.rules.make import is_numbered
 from reshard.strategies.rules.optimizer_shards import NO_SHARDS, UndecidedError, possible_record
-from reshard.strategies.rules.sizes import AxisSizes
+from reshard.strategies.rules.rules import LayoutRule, LayoutRules, MayShard, Pipeline
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors, belonging_to_weights, states_by_weight
 from reshard.text.messages import listing, plural, quoted
 from reshard.text.names import ACCUMULATED_GRADIENTS
@@ -67,19 +76,6 @@ class SourceRun:
         return [(stage, stage.layouts[name]) for stage in self.strategy.stages if name in stage.layouts]
 
 
-@dataclass(frozen=True)
-class ShownWeight:
-    """One weight in the sources.
-
-    Attributes:
-        tensor: the weight.
-        candidates: all candidates that agree with the sources, the likeliest first; empty if none does.
-    """
-
-    tensor: FullTensor
-    candidates: tuple[Candidate, ...]
-
-
 def model_of(source: SourceRun, shapes: Optional[ModelTensors]) -> ModelTensors:
     """The weights that a strategy lists, with their shapes and their optimizer state.
 
@@ -118,35 +114,21 @@ def model_of(source: SourceRun, shapes: Optional[ModelTensors]) -> ModelTensors:
     return ModelTensors(shapes.path, weights, states, shapes.item_sizes, shapes.other_shapes)
 
 
-def shown_weights(sources: Sequence[SourceRun], model: ModelTensors) -> dict[str, ShownWeight]:
-    """The candidates of every weight.
+def _candidates_of(sources: Sequence[SourceRun], model: ModelTensors) -> dict[str, tuple[Candidate, ...]]:
+    """Per weight all candidates that agree with the sources, the likeliest first; none if no size explains its cut.
 
     Raises:
         StrategyError: a layout does not fit the weight's shape, or sources contradict each other.
     """
     cache: dict[object, tuple[Candidate, ...]] = {}
-    weights = {}
+    candidates = {}
     for name, tensor in model.weights.items():
         observed = _observed(sources, tensor)
         key = (tensor.shape, tuple(observed))
         if key not in cache:
             cache[key] = candidates_showing(tensor.shape, observed)
-        weights[name] = ShownWeight(tensor, cache[key])
-    return weights
-
-
-def unshown_sizes(sources: Sequence[SourceRun], shown: Iterable[ShownWeight]) -> dict[SourceRun, list[str]]:
-    """Sizes of a source's run that cut none of its weights with certainty.
-
-    Context parallelism that cuts nothing cannot be distinguished from data parallelism; it must be counted as such.
-    """
-    uncut = {source: [name for name in SIZED if source.sizes[name] > 1] for source in sources}
-    for weight in shown:
-        certain = [set(candidate.cut_by) for candidate in weight.candidates]
-        for source, names in uncut.items():
-            if names and certain and source.holding(weight.tensor.name):
-                uncut[source] = [name for name in names if not all(name in cut_by for cut_by in certain)]
-    return {source: names for source, names in uncut.items() if names}
+        candidates[name] = cache[key]
+    return candidates
 
 
 def _observed(sources: Sequence[SourceRun], tensor: FullTensor) -> list[Observation]:
@@ -154,14 +136,14 @@ def _observed(sources: Sequence[SourceRun], tensor: FullTensor) -> list[Observat
     observed: dict[Observation, None] = {}
     for source in sources:
         for stage, layout in source.holding(tensor.name):
-            reading = layout_for(layout, tensor, source.strategy.path)
+            reading = _layout_for(layout, tensor, source.strategy.path)
             recorded = source.recorded[stage.number][tensor.name]
             nested = None if recorded.tensor_shape is not None and not recorded.nested else recorded.nested
             observed[Observation(source.sizes, slices_by_device(reading), reading.device_matrix, nested)] = None
     return list(observed)
 
 
-def layout_for(layout: Layout, tensor: FullTensor, path: str) -> Layout:
+def _layout_for(layout: Layout, tensor: FullTensor, path: str) -> Layout:
     """The layout, optimizer shards aside, with an entry per dimension of the tensor.
 
     Raises:
@@ -179,8 +161,8 @@ def layout_for(layout: Layout, tensor: FullTensor, path: str) -> Layout:
     )
 
 
-def shown_shards(
-    sources: Sequence[SourceRun], model: ModelTensors, weights: Mapping[str, ShownWeight]
+def _shown_shards(
+    sources: Sequence[SourceRun], model: ModelTensors, candidates: Mapping[str, Sequence[Candidate]]
 ) -> dict[str, MayShard]:
     """Per weight, the optimizer shards that sources show.
 
@@ -189,13 +171,13 @@ def shown_shards(
     """
     evidence = [(source, _ShardingRun(source, model)) for source in sources if source.has_shards]
     shards: dict[str, MayShard] = {}
-    for name, weight in weights.items():
+    for name, of_weight in candidates.items():
         # Code may opt a weight out where its cut is capped.
         observed: dict[bool, set[bool]] = {False: set(), True: set()}
         for source, run in evidence:
-            capped = any(candidate.is_capped(source.sizes) for candidate in weight.candidates)
+            capped = any(candidate.is_capped(source.sizes) for candidate in of_weight)
             for stage, layout in source.holding(name):
-                shown = run.may_shard(weight.tensor, stage, layout)
+                shown = run.may_shard(model.weights[name], stage, layout)
                 if shown is not None:
                     observed[capped].add(shown)
         below, beyond = (next(iter(shown)) if len(shown) == 1 else None for shown in observed.values())
@@ -242,3 +224,134 @@ class _ShardingRun:
         except UndecidedError:
             return None
         return None if record == NO_SHARDS else False
+
+
+class Learned(NamedTuple):
+    """The candidates that agree with the sources.
+
+    Attributes:
+        candidates: per weight.
+        rules: a rule per weight with its candidates; none for weights without.
+        unexplained: weights with cuts that no size explains.
+    """
+
+    candidates: Mapping[str, tuple[Candidate, ...]]
+    rules: LayoutRules
+    unexplained: tuple[str, ...]
+
+
+def learn(sources: Sequence[SourceRun], model: ModelTensors, target: Optional[AxisSizes] = None) -> Learned:
+    """Read rules out of strategies.
+
+    Args:
+        sources: strategies with the sizes of their runs, at least one.
+        model: the weights of the first, with their shapes.
+        target: if equal to a source's sizes, its layouts are copied.
+
+    Raises:
+        StrategyError: a size of a source cuts nothing, or a layout does not fit its tensor.
+    """
+    candidates = _candidates_of(sources, model)
+    alike = next((source for source in sources if target is not None and _same(source.sizes, target)), None)
+    # The cuts of a model's own axes are unknown; layouts with them can only be copied.
+    own_axes = any(name not in NAMES for source in sources for name in source.sizes.named)
+    # `check_explained` reports weights without candidates.
+    if not own_axes and all(candidates.values()):
+        for source in sources:
+            _check_sizes_cut(source, candidates)
+    shards = _shown_shards(sources, model, candidates)
+    rules = []
+    unexplained = []
+    for name, of_weight in candidates.items():
+        recorded = _recorded(alike, model.weights[name]) if alike is not None else None
+        if not of_weight and (recorded is None or not own_axes):
+            unexplained.append(name)
+            continue
+        where = "what the strategies show"
+        rules.append(LayoutRule((name,), where, candidates=of_weight, recorded=recorded, optimizer_shard=shards[name]))
+    path = sources[0].strategy.path
+    shown = LayoutRules(path, tuple(rules), _pipeline(sources, model), shown=_shown(sources))
+    return Learned(candidates, shown, tuple(unexplained))
+
+
+def _same(first: AxisSizes, second: AxisSizes) -> bool:
+    names = {*first.named, *second.named} - {"pp"}
+    return all(first.named.get(name) == second.named.get(name) for name in names)
+
+
+def _check_sizes_cut(source: SourceRun, candidates: Mapping[str, Sequence[Candidate]]) -> None:
+    """Refuse sizes of a source's run that cut none of its weights with certainty.
+
+    Context parallelism that cuts nothing cannot be distinguished from data parallelism; it must be counted as such.
+    """
+    of_source = [of_weight for name, of_weight in candidates.items() if source.holding(name)]
+    for name in SIZED:
+        if source.sizes[name] == 1 or any(all(name in each.cut_by for each in of_weight) for of_weight in of_source):
+            continue
+        where = f"{source.strategy.path}: {name}={source.sizes[name]}"
+        hint = "give the sizes of this run"
+        if name == "cp":
+            hint = "count context parallelism that cuts nothing as data parallelism: in dp, without cp"
+        raise StrategyError(f"{where} cuts no parameter with certainty", file=source.strategy.path, hint=hint)
+
+
+def _recorded(source: SourceRun, tensor: FullTensor) -> Optional[RecordedLayout]:
+    """A weight's record in a source, without optimizer shards, one entry per dimension; None if it is not listed."""
+    holding = source.holding(tensor.name)
+    if not holding:
+        return None
+    stage, layout = holding[0]
+    reading = _layout_for(layout, tensor, source.strategy.path)
+    return RecordedLayout.of(reading, source.recorded[stage.number][tensor.name].nested or None)
+
+
+def _shown(sources: Sequence[SourceRun]) -> dict[str, int]:
+    """The sizes beyond which cuts are unknown: code caps those by mp, for example at the key and value heads.
+
+    No known code caps others, but a size of 1 does not show what it cuts.
+    """
+    largest = {name: max(source.sizes[name] for source in sources) for name in SIZED}
+    return {name: size for name, size in largest.items() if name == "mp" or size == 1}
+
+
+def _pipeline(sources: Sequence[SourceRun], model: ModelTensors) -> Pipeline:
+    """The weights outside the layers on the first stage and on the last."""
+    first, last = [], []
+    for name in model.weights:
+        if is_numbered(name):
+            continue
+        of_pipelines = [source for source in sources if source.sizes.stages > 1 and source.holding(name)]
+        places = [([stage.number for stage, _ in source.holding(name)], source) for source in of_pipelines]
+        if places and all(numbers == [0] for numbers, _ in places):
+            first.append(name)
+        elif places and all(numbers == [source.sizes.stages - 1] for numbers, source in places):
+            last.append(name)
+    return Pipeline(tuple(first), tuple(last))
+
+
+def uneven_source(sources: Sequence[SourceRun], layers: Mapping[str, int]) -> Optional[str]:
+    """A message about a source with uneven layers per stage; None if all are even."""
+    for source in sources:
+        counts = [len({layers[name] for name in stage.layouts if name in layers}) for stage in source.strategy.stages]
+        if len(set(counts)) > 1:
+            return f"{source.strategy.path} has {', '.join(map(str, counts))} layers per stage"
+    return None
+
+
+def check_explained(learned: Learned, stated: Sequence[LayoutRule], sources: Sequence[SourceRun]) -> None:
+    """Refuse weights whose cuts no size explains, unless a stated rule gives them.
+
+    Raises:
+        StrategyError: names them.
+    """
+    missing = [name for name in learned.unexplained if not any(rule.matches(name) and rule.has_cuts for rule in stated)]
+    if missing:
+        layout = next(layout for source in sources for _, layout in source.holding(missing[0]))
+        raise StrategyError(
+            f"{sources[0].strategy.path}: no size explains device matrix {list(layout.device_matrix)}, tensor map "
+            f"{layout.map_text}: " + listing(missing),
+            file=sources[0].strategy.path,
+            parameter=missing[0],
+            hint="check the sizes. A model with a device grid of its own has names of its own for its "
+            "axes, as in x=2,y=4, and is derived for the same sizes alone",
+        )
