@@ -3,6 +3,9 @@
 The files of a checkpoint are numbered; the number is the file's *holder number*. In a tree of rank directories it is
 the rank. One or several grids (of stages that share a tensor) cut a tensor, and any number of files, replicas, hold
 each box of a grid.
+
+An edited checkpoint has other names, packing and types than its base. It is not stored: plans and checks use its
+tensors, which will be written; only readers of bytes use the tensors in the files.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Protocol, TypeVar
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
@@ -29,8 +33,7 @@ class Sharding(Protocol):
     """A grid over a tensor, and the files of each of its boxes."""
 
     @property
-    def grid(self) -> Grid:
-        """The grid."""
+    def grid(self) -> Grid: ...
 
     def holders(self, slice_number: int) -> Sequence[int]:
         """The recorded files of a box of the grid, ascending."""
@@ -55,11 +58,9 @@ class FileSharding:
     parts_of: Optional[tuple[Box, ...]] = None
 
     def holders(self, slice_number: int) -> Sequence[int]:
-        """The files that hold a box of the grid, ascending."""
         return self.files_of[slice_number]
 
     def stored_box(self, slice_number: int) -> Box:
-        """The box that these files store."""
         return self.grid.slice_box(slice_number) if self.parts_of is None else self.parts_of[slice_number]
 
     @cached_property
@@ -210,7 +211,6 @@ class GlobalTensor(NamedTuple):
 
     @property
     def sources(self) -> tuple[GlobalTensor, ...]:
-        """The tensors in the files: its sources, or itself."""
         return self.stored or (self,)
 
     @property
@@ -307,8 +307,7 @@ class Checkpoint(Protocol):
         """The step in the notation of its form, such as ``3_10`` or ``20``; None if unknown."""
 
     @property
-    def label(self) -> str:
-        """The step's name in messages."""
+    def label(self) -> str: ...
 
     @property
     def place(self) -> str:
@@ -354,8 +353,7 @@ class Checkpoint(Protocol):
     def packing(self) -> tuple[str, ...]:
         """The table of names that gave the names and the packing; empty if none did."""
 
-    def order(self) -> list[str]:
-        """Names of all tensors, in the order of the files."""
+    def order(self) -> list[str]: ...
 
     def tied_tensors(self) -> Sequence[TiedTensors]:
         """Tied tensors, which should be equal; headers cannot show it."""
@@ -385,3 +383,141 @@ def order_in_files(checkpoint: Checkpoint) -> list[str]:
     for first, *_ in files_alike(checkpoint.indexes):
         names.update(dict.fromkeys(checkpoint.indexes[first].tensors))
     return [name for name in names if name in checkpoint.tensors]
+
+
+class Recipe(NamedTuple):
+    """The sources of an edited tensor.
+
+    Attributes:
+        sources: names of tensors of the base, numbered as in the view.
+        view: its elements of the sources; None for a single unchanged source.
+        dtype: its element type; None for that of its sources.
+        added: the addition to its elements; None without one.
+    """
+
+    sources: tuple[str, ...]
+    view: Optional[View] = None
+    dtype: Optional[str] = None
+    added: Optional[Addition] = None
+
+
+class EditedTensors(ByName[GlobalTensor]):
+    """Edited tensors by name, created on demand.
+
+    Args:
+        base: the tensors of the base.
+        recipes: by name, in order.
+    """
+
+    def __init__(self, base: Mapping[str, GlobalTensor], recipes: Mapping[str, Recipe]) -> None:
+        super().__init__(recipes.keys())
+        self._base = base
+        self._recipes = recipes
+        self._tensors: dict[str, GlobalTensor] = {}
+
+    def __getitem__(self, name: str) -> GlobalTensor:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            recipe = self._recipes[name]
+            stored = tuple(self._base[source] for source in recipe.sources)
+            if recipe.dtype is not None:
+                # A cast would round quantised tensors a second time.
+                stored = tuple(source.decoded_to(recipe.dtype) for source in stored)
+            first = stored[0]
+            dtype = first.dtype if recipe.dtype is None else recipe.dtype
+            tensor = self._tensors[name] = GlobalTensor(
+                name,
+                dtype,
+                first.item_size if dtype == first.dtype else ITEM_SIZES[dtype],
+                first.shape if recipe.view is None else recipe.view.shape,
+                tuple(chain.from_iterable(source.shardings for source in stored)),
+                ShardReading.of_all([source.shards for source in stored]),
+                stored,
+                recipe.view,
+                recipe.added,
+            )
+        return tensor
+
+
+class EditedCheckpoint:
+    """A checkpoint with edits; see `checkpoint.Checkpoint`. Files are the base's.
+
+    Args:
+        base: the unedited checkpoint.
+        recipes: of its tensors, by name, in order.
+        kept_values: names of the base's values that it keeps.
+        identity: a text; equal edits have equal texts.
+        tied: further tied tensors of the base.
+        nested: per name the keys of nested dictionaries in a trainer's state; None for those of the base.
+        unseen: per parameter that the base's strategy lists and no file holds, its new name; None if only shapes
+            could determine it.
+        packing: the table of names that was applied, its options and sizes, for records; `plan.edits` makes it.
+    """
+
+    def __init__(
+        self,
+        base: Checkpoint,
+        recipes: Mapping[str, Recipe],
+        kept_values: Collection[str],
+        identity: str,
+        tied: Sequence[TiedTensors] = (),
+        unseen: Mapping[str, Optional[str]] = MappingProxyType({}),
+        nested: Optional[Mapping[str, tuple[Any, ...]]] = None,
+        packing: Sequence[str] = (),
+    ) -> None:
+        self.identity = identity
+        self.packing = tuple(packing)
+        self.base = base
+        self.form, self.step = base.form, base.step
+        self.files, self.indexes = base.files, base.indexes
+        self.training, self.extra_files, self.objects = base.training, base.extra_files, base.objects
+        self.recipes = recipes
+        self.tensors: Mapping[str, GlobalTensor] = EditedTensors(base.tensors, recipes)
+        self.unseen = unseen
+        self.nested: Mapping[str, tuple[Any, ...]] = base.nested if nested is None else nested
+        self._kept_values = frozenset(kept_values)
+        self._tied = tuple(tied)
+
+    @property
+    def label(self) -> str:
+        return self.base.label
+
+    @property
+    def place(self) -> str:
+        return self.base.place
+
+    @property
+    def laid_out(self) -> Collection[str]:
+        return self.tensors.keys()
+
+    def order(self) -> list[str]:
+        """The order of each tensor's first source in the base."""
+        places = {name: place for place, name in enumerate(self.base.order())}
+        return sorted(self.recipes, key=lambda name: places[self.recipes[name].sources[0]])
+
+    def tied_tensors(self) -> Sequence[TiedTensors]:
+        return (*self.base.tied_tensors(), *self._tied)
+
+    def names(self) -> set[str]:
+        return {*self.recipes, *self._kept_values}
+
+    def values(self) -> Sequence[str]:
+        return [name for name in self.base.values() if name in self._kept_values]
+
+    def without_layout(self) -> Sequence[str]:
+        return [name for name in self.base.without_layout() if name in self._kept_values]
+
+    def holders(self, name: str) -> list[int]:
+        if name in self._kept_values:
+            return self.base.holders(name)
+        return sorted(frozenset().union(*self.present(self.tensors[name])))
+
+    def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
+        return tuple(chain.from_iterable(map(self.base.present, tensor.stored)))
+
+
+def stored_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint in the files."""
+    while isinstance(checkpoint, EditedCheckpoint):
+        checkpoint = checkpoint.base
+    return checkpoint

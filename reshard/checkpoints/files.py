@@ -8,7 +8,7 @@ import itertools
 import resource
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, Optional
 
 from reshard.storage import FileStatus, OpenFile, ReadableFile, changed_meanwhile, store_of
 from reshard.threads import ThreadLock
@@ -21,31 +21,6 @@ _SHARE_OF_LIMIT = 2
 _MOST_HANDLES = 1024
 
 _CHANGED = "it was replaced or changed while it was read"
-
-
-class FileVersion(NamedTuple):
-    """The identity of a file's version, which differs after a replacement or a write.
-
-    A writer can set the time of last modification, but not the time of last change.
-
-    Attributes:
-        device: the device's number on this machine.
-        inode: its number on the device.
-        size: bytes.
-        modified: time of last modification, in nanoseconds.
-        changed: differs after every change, see `FileStatus`.
-    """
-
-    device: int
-    inode: int
-    size: int
-    modified: int
-    changed: int
-
-    @classmethod
-    def of(cls, status: FileStatus) -> FileVersion:
-        """The version of a file with this status."""
-        return cls(status.device, status.inode, status.size, status.modified, status.changed)
 
 
 class _Handle:
@@ -68,18 +43,14 @@ class FileHandles:
     """
 
     def __init__(self, limit: Optional[int] = None) -> None:
-        """Prepare.
-
-        Args:
-            limit: maximum of open files; by default a share of the process's limit.
-        """
         self.limit = default_limit() if limit is None else max(1, limit)
         self.opened = 0
         self._lock = ThreadLock()
         self._handles: OrderedDict[str, _Handle] = OrderedDict()
         self._placements: dict[str, Placement] = {}
-        # The version of every file at its first open.
-        self._first_seen: dict[str, FileVersion] = {}
+        # The status of every file at its first open, which differs after a replacement or a write: a writer can set the
+        # time of last modification, but not the time of last change.
+        self._first_seen: dict[str, FileStatus] = {}
         # Files whose reads all check the opened version.
         self._pinned: set[str] = set()
 
@@ -162,11 +133,9 @@ class FileHandles:
         return file
 
     def _check_unchanged(self, path: str, status: FileStatus) -> None:
-        """Refuse a file that changed since its first open."""
-        version = FileVersion.of(status)
         with self._lock:
-            first_seen = self._first_seen.setdefault(path, version)
-        if version != first_seen:
+            first_seen = self._first_seen.setdefault(path, status)
+        if status != first_seen:
             raise OSError(errno.ESTALE, _CHANGED, path)
 
     @property
@@ -174,12 +143,12 @@ class FileHandles:
         """The number of distinct files opened so far; see `seen_after`."""
         return len(self._first_seen)
 
-    def seen_after(self, count: int) -> dict[str, FileVersion]:
+    def seen_after(self, count: int) -> dict[str, FileStatus]:
         """The versions of files first opened after the first ``count`` files."""
         with self._lock:
             return dict(itertools.islice(self._first_seen.items(), count, None))
 
-    def see(self, versions: Mapping[str, FileVersion]) -> None:
+    def see(self, versions: Mapping[str, FileStatus]) -> None:
         """Add the versions of files that a worker process opened.
 
         Raises:
@@ -208,20 +177,19 @@ class FileHandles:
                 # NFS caches attributes for up to a minute, but an open fetches them from the server.
                 file = self._open_again(path)
                 try:
-                    versions = [FileVersion.of(file.status())]
+                    versions = [file.status()]
                 finally:
                     file.close()
                 with self._lock:
                     handle = self._handles.get(path)
                     if handle is not None and handle.opened is not None:
-                        versions.append(FileVersion.of(handle.opened.status()))
+                        versions.append(handle.opened.status())
             except OSError as error:
                 raise changed_meanwhile(path, f"cannot be opened any more: {error.strerror or error}") from error
             if any(version != first_seen for version in versions):
                 raise changed_meanwhile(path, _CHANGED)
 
     def _close_idle(self, keep: int) -> None:
-        """Close the longest unused idle files, down to ``keep`` files."""
         surplus = len(self._handles) - keep
         if surplus <= 0:
             return
@@ -233,7 +201,6 @@ class FileHandles:
 
 
 def default_limit() -> int:
-    """The default limit of open files: a share of the process's limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MOST_HANDLES

@@ -60,7 +60,6 @@ class Stored(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
         return math.prod(self.shape) * ITEM_SIZES[self.dtype]
 
 
@@ -93,11 +92,9 @@ class Placement:
         return Placement, (self._path, self._tensors, self._given)
 
     def placed(self, file: ReadableFile) -> PlacedFile:
-        """The open file, read by these places."""
         return PlacedFile(file, self)
 
     def tensors(self) -> Iterator[Tensor]:
-        """The tensors with their places, in order."""
         for stored, start in zip(self._tensors, self._starts):
             nbytes = stored.nbytes
             extents = ((start, nbytes),) if nbytes else ()
@@ -116,15 +113,10 @@ class Placement:
         return None if begin.length < 0 else (begin.offset, end.offset + end.length)
 
     def locate(self, file: ReadableFile, number: int) -> Elements:
-        """Where the elements of a tensor are.
-
-        Args:
-            file: the file, or a part of it that was read already.
-            number: counts the tensors.
+        """Where the elements of a tensor are, by its number, in the file or in a part of it that was read already.
 
         Raises:
             CheckpointError: nothing there is such a tensor.
-            OSError: reading failed.
         """
         elements = self._located.get(number)
         if elements is None:
@@ -189,7 +181,6 @@ class Placement:
 
         Raises:
             DamagedCheckpointError: a CRC differs; or what `locate` raises.
-            OSError: reading failed.
         """
         numbers = sorted(bisect_right(self._starts, tensor.extents[0][0]) - 1 for tensor in tensors if tensor.nbytes)
         buffer = memoryview(bytearray(block_bytes))
@@ -233,21 +224,17 @@ class PlacedFile:
         self._placement = placement
 
     def size(self) -> int:
-        """The end of the last place."""
         return self._placement.size
 
     def status(self) -> FileStatus:
-        """The status of the file in its store."""
         return self._file.status()
 
     def read(self, offset: int, count: int) -> bytes:
-        """Bytes from a place on; fewer at the end."""
         out = memoryview(bytearray(max(0, min(count, self._placement.size - offset))))
         self.read_into(offset, out)
         return bytes(out)
 
     def read_into(self, offset: int, out: memoryview) -> int:
-        """Likewise into ``out``, from its beginning; how many."""
         stop = min(offset + len(out), self._placement.size)
         parts = list(self._placement.within(offset, stop))
         file = self._near(parts, stop - offset) if len(parts) > 1 else self._file
@@ -283,12 +270,10 @@ class PlacedFile:
         out[:] = data[inside - first * item : inside - first * item + len(out)]
 
     def locate_all(self) -> None:
-        """Find the elements of every tensor; see `Placement.locate`."""
         for number, _, _ in self._placement.within(0, self._placement.size + 1):
             self._placement.locate(self._file, number)
 
     def check(self, tensors: Iterable[Tensor], block_bytes: int, on_block: Callable[[int], None]) -> None:
-        """Compare the bytes of tensors with the CRCs beside them; see `Placement.check`."""
         self._placement.check(self._file, tensors, block_bytes, on_block)
 
 

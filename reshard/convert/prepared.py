@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
-from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.checkpoints.edited import stored_checkpoint
+from reshard.checkpoints.checkpoint import GlobalTensor, stored_checkpoint
 from reshard.convert.options import Options
 from reshard.convert.recorded import command_of
 from reshard.convert.source_crcs import Check, SourceCrcs, damaged_files

@@ -14,7 +14,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Optional
 
-from reshard.checkpoints.edited import EditedCheckpoint
+from reshard.checkpoints.checkpoint import EditedCheckpoint
 from reshard.convert.options import Options
 from reshard.errors import InputError, RetryableError
 from reshard.execute.destination import Destination

@@ -6,8 +6,7 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Optional
 
-from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TiedTensors
-from reshard.checkpoints.edited import stored_checkpoint
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TiedTensors, stored_checkpoint
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.execute import Progress
 from reshard.execute.reader import CHUNK_BYTES, BoxReader

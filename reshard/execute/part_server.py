@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Callable, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.files import FileVersion
 from reshard.errors import RetryableError
 from reshard.execute.budget import Budget
 from reshard.execute.parts import Parts, PartWriter
@@ -18,6 +17,7 @@ from reshard.execute.writing import TargetWriter
 from reshard.layout import whole_box
 from reshard.plan.pieces import TargetFile
 from reshard.processes import Crew, Notify
+from reshard.storage import FileStatus
 from reshard.storage.local import WrittenFile
 
 TargetOf = Callable[[int], TargetFile]
@@ -127,7 +127,7 @@ class PartServer:
 
     def __call__(
         self, request: PartRequest, descriptors: Sequence[int], notify: Notify
-    ) -> tuple[list[Any], dict[str, FileVersion]]:
+    ) -> tuple[list[Any], dict[str, FileStatus]]:
         """Write a part.
 
         Returns:

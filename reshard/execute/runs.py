@@ -10,8 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
-from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.edited import EditedCheckpoint
+from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint
 from reshard.layout import Box, intersection, placed
 from reshard.plan.pieces import StoredSlice, TargetTensor
 

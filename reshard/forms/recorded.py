@@ -12,7 +12,7 @@ import numpy as np
 
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, StoredObject, TiedTensors, order_in_files
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
-from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
+from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, LayoutError, one_error
 from reshard.forms.form import Description
 from reshard.layout import Grid, Layout
@@ -283,7 +283,6 @@ class _Builder:
 
     def tensor(self, tensor: ChunkedTensor) -> GlobalTensor:
         name, dtype, shape, chunks = tensor
-        check_shape(self._place, name, shape)
         boxes = [(len(chunk.offsets), len(chunk.sizes)) for chunk in chunks]
         if any(lengths != (len(shape), len(shape)) for lengths in boxes):
             raise self._fault(name, f"has {len(shape)} dimensions, and chunks of other numbers of dimensions")

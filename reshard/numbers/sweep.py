@@ -17,13 +17,13 @@ from typing import Callable, NamedTuple, Optional, Protocol, TypeVar, Union
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints.files import FileVersion
 from reshard.execute import Progress
 from reshard.execute.reader import in_order
 from reshard.layout import boxes_of_range, intersection, volume_of
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.plan.pieces import TargetTensor
 from reshard.processes import Crew, Notify, may_fork, private_bytes, process_count
+from reshard.storage import FileStatus
 from reshard.threads import thread_pool
 
 Bytes = npt.NDArray[np.uint8]
@@ -195,7 +195,7 @@ def _elsewhere(
 ) -> Iterator[Callable[[_Chunk], _P]]:
     """Worker processes that compute chunks while the block runs."""
 
-    def serve(chunk: _Chunk, _: Sequence[int], notify: Notify) -> tuple[_P, list[dict[str, FileVersion]]]:
+    def serve(chunk: _Chunk, _: Sequence[int], notify: Notify) -> tuple[_P, list[dict[str, FileStatus]]]:
         for number, checkpoint in enumerate(checkpoints):
             checkpoint.reader.overflowed = lambda *overflow, number=number: notify((number, *overflow))
         seen_before = [checkpoint.handles.seen for checkpoint in checkpoints]

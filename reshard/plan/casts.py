@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.edited import Recipe
+from reshard.checkpoints.checkpoint import Checkpoint, Recipe
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE, dtype_named
 from reshard.errors import CheckpointError, UsageError
 from reshard.text.globs import Glob, advice_on_unmatched

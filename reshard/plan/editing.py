@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Optional
 
 from reshard.checkpoints import Tensor
-from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TiedTensors
-from reshard.checkpoints.edited import EditedCheckpoint, Recipe
+from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, GlobalTensor, Recipe, TiedTensors
 from reshard.checkpoints.formats.dtypes import INT4, TEXT
 from reshard.errors import CheckpointError, NamesError, UsageError
 from reshard.layout.views import View

@@ -21,12 +21,13 @@ import numpy as np
 from reshard.checkpoints.checkpoint import (
     ByName,
     Checkpoint,
+    EditedCheckpoint,
     GlobalTensor,
     ReadBytes,
+    Recipe,
     Sharding,
     StoredSlice,
 )
-from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.layout import Box, Grid, boxes_of_range, inside, intersection, placed, shape_of, volume_of, whole_box

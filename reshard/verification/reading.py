@@ -15,9 +15,8 @@ from typing import Any, Callable, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
-from reshard.checkpoints.files import FileVersion
 from reshard.processes import MIN_BYTES_PER_PROCESS, Crew, Notify, may_fork, private_bytes, process_count
-from reshard.storage import storage_of
+from reshard.storage import FileStatus, storage_of
 from reshard.storage.costs import busy_cpus
 from reshard.verification.boxes import Box, shape_of, volume_of, whole_box, within
 from reshard.verification.products import Sum
@@ -353,7 +352,7 @@ def _run_tasks(tasks: Iterator[_Task], means: Means, results: _Results, least: i
         return
     worker_tasks, turn = tasks, itertools.count()
 
-    def serve(batch_number: int, _: Sequence[int], notify: Notify) -> tuple[Any, dict[str, FileVersion]]:
+    def serve(batch_number: int, _: Sequence[int], notify: Notify) -> tuple[Any, dict[str, FileStatus]]:
         versions = means.handles.seen
         batch = next(batch for batch in iter(lambda: [*_next_tasks(worker_tasks)], None) if next(turn) == batch_number)
         for task in batch:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Optional
 
 import numpy as np
 import pytest
 
 from reshard.checkpoints import FileHandles, read_index
-from reshard.checkpoints.formats.crc import CrcCheck, check_crc
+from reshard.checkpoints.formats.crc import check_crc
 from reshard.errors import DamagedCheckpointError, RetryableError
 from tests.checkpoint_writing import (
     Source,
@@ -28,7 +29,7 @@ from tests.corpus import FIXTURES
 FILES = FIXTURES / "ckpt_files"
 
 
-def check(path: Path, block_bytes: int = 64) -> CrcCheck:
+def check(path: Path, block_bytes: int = 64) -> Optional[str]:
     with FileHandles() as handles:
         return check_crc(handles, read_index(handles, str(path)), block_bytes)
 
@@ -48,13 +49,13 @@ def mindspores_crc(tensors: Mapping[str, Source]) -> str:
 )
 @pytest.mark.parametrize("block_bytes", [1, 17, 1 << 20])
 def test_files_of_mindspore_match_their_crc(name: str, block_bytes: int) -> None:
-    assert check(FILES / name, block_bytes) == CrcCheck(True)
+    assert check(FILES / name, block_bytes) is None
 
 
 @pytest.mark.parametrize("name", ["all_dtypes.ckpt", "plain.safetensors"])
 def test_a_file_without_a_crc_is_not_checked(name: str) -> None:
     outcome = check(FILES / name)
-    assert not outcome.checked and "no CRC" in outcome.reason
+    assert outcome is not None and "no CRC" in outcome
 
 
 def test_any_changed_bit_of_content_is_a_mismatch(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_any_changed_bit_of_content_is_a_mismatch(tmp_path: Path) -> None:
         write_ckpt(tmp_path / "x.ckpt", tensors, crc=True),
         write_safetensors(tmp_path / "x.safetensors", tensors, {"crc_num": mindspores_crc(tensors)}),
     ):
-        assert check(path).checked
+        assert check(path) is None
         data = bytearray(path.read_bytes())
         with FileHandles() as handles:
             (offset, _) = read_index(handles, str(path)).tensors["b"].extents[0]
@@ -87,7 +88,7 @@ def test_the_crc_of_a_file_with_map_tensors_is_not_checked(tmp_path: Path) -> No
     data += map_record("table", [np.arange(3, dtype="int32")] * 3) + trailer(data)
     (tmp_path / "x.ckpt").write_bytes(data)
     outcome = check(tmp_path / "x.ckpt")
-    assert not outcome.checked and "map tensors" in outcome.reason
+    assert outcome is not None and "map tensors" in outcome
 
 
 # safetensors: MindSpore takes `bytes(array)`, which for a 0-d integer is that many zero bytes.
@@ -106,7 +107,7 @@ def test_scalars_of_every_dtype_match_their_crc(tmp_path: Path) -> None:
         "B": np.zeros((0, 2), "int32"),
     }
     path = write_safetensors(tmp_path / "x.safetensors", tensors, {"crc_num": mindspores_crc(tensors)})
-    assert check(path).checked
+    assert check(path) is None
     by_content = 0
     for name in sorted(tensors):
         by_content = zlib.crc32(parts(tensors[name])[2], zlib.crc32(name.encode(), by_content))
@@ -118,7 +119,7 @@ def test_scalars_of_every_dtype_match_their_crc(tmp_path: Path) -> None:
 def test_a_0d_int4_counts_as_an_integer(tmp_path: Path) -> None:
     crc = zlib.crc32(bytes(9), zlib.crc32(b"x"))
     path = write_safetensors(tmp_path / "x.safetensors", {"x": ("Int4", (), b"\x09")}, {"crc_num": str(crc)})
-    assert check(path).checked
+    assert check(path) is None
 
 
 @pytest.mark.parametrize("value", [-1, 2**62])
@@ -126,7 +127,7 @@ def test_integers_outside_mindspores_crc_are_not_checked(value: int, tmp_path: P
     tensors: dict[str, Source] = {"a": np.arange(3), "seed": np.array(value)}
     path = write_safetensors(tmp_path / "x.safetensors", tensors, {"crc_num": "1"})
     outcome = check(path)
-    assert not outcome.checked and "seed" in outcome.reason
+    assert outcome is not None and "seed" in outcome
 
 
 # Reading.

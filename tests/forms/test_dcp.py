@@ -21,8 +21,7 @@ import numpy.typing as npt
 import pytest
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.formats.archive_output import archive_of_pickle, lay_out_archives
-from reshard.checkpoints.formats.archives import Archive, archived_tensor
+from reshard.checkpoints.formats.archives import Archive, archive_of_pickle, archived_tensor, lay_out_archives
 from reshard.checkpoints.formats.output import Literal, OutputTensor
 from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_class, pickled, plain, read_pickle
 from reshard.checkpoints.placed import PlacedFile, Placement, Stored

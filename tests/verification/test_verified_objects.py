@@ -9,7 +9,7 @@ from typing import Any, Callable
 
 import pytest
 
-from reshard.checkpoints.formats.archive_output import archive_of_pickle
+from reshard.checkpoints.formats.archives import archive_of_pickle
 from reshard.checkpoints.formats.pickles import inert, pickled, read_pickle
 from tests.corpus_dcp import fixtures
 from tests.forms import to

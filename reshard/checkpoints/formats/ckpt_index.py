@@ -22,7 +22,6 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES, MAP_TENSOR, TEXT
 from reshard.checkpoints.formats.tensors import (
     CheckpointIndex,
     TensorTable,
-    check_shape,
     content_size,
     logical_shape,
 )
@@ -54,11 +53,7 @@ _LONGEST_VARINT = 10
 
 
 def read_ckpt_index(file: ReadableFile, size: int) -> CheckpointIndex:
-    """Read the structure of a `.ckpt` file.
-
-    Args:
-        file: the file.
-        size: its bytes.
+    """Read the structure of a `.ckpt` file of ``size`` bytes.
 
     Returns:
         Every tensor with its extents; none for an empty file, which MindSpore writes for a rank without slices.
@@ -67,7 +62,6 @@ def read_ckpt_index(file: ReadableFile, size: int) -> CheckpointIndex:
         EncryptedCheckpointError: the file is encrypted.
         DamagedCheckpointError: the file is truncated, or its structure is broken.
         CheckpointError: the file is a strategy file.
-        OSError: reading failed.
     """
     path = file.path
     walk = _Walk(file, size)
@@ -191,7 +185,6 @@ class _Parameters:
         self._pieces: list[_Record] = []
 
     def add(self, record: _Record) -> None:
-        """Add the next record of the file."""
         pieces = self._pieces
         if pieces and pieces[0].name == record.name:
             if pieces[0].dtype != record.dtype or pieces[0].dims != record.dims:
@@ -204,7 +197,6 @@ class _Parameters:
         pieces.append(record)
 
     def finish(self) -> TensorTable:
-        """All tensors, in file order."""
         self._join()
         return self._tensors
 
@@ -218,7 +210,6 @@ class _Parameters:
         nbytes = sum(length for _, length in extents)
         self._check_size(first, nbytes)
         shape = logical_shape(first.dtype, first.dims, nbytes)
-        check_shape(self._path, first.name, shape)
         self._tensors.add(first.name, first.dtype, shape, first.dims, extents)
 
     def _check_size(self, first: _Record, nbytes: int) -> None:
@@ -278,7 +269,6 @@ class _Walk:
         return self._window[offset : offset + count]
 
     def take(self, count: int) -> bytes:
-        """The next ``count`` bytes."""
         data = self.peek(count)
         self.position += count
         return data
@@ -307,7 +297,6 @@ class _Walk:
         raise self.damaged("a number has no end")
 
     def key(self) -> int:
-        """The key of the next field: number and wire type."""
         start = self.position
         key = self.varint()
         if key < 8:
@@ -329,12 +318,10 @@ class _Walk:
         return stop
 
     def leave(self, end: int) -> None:
-        """Check the length of a message."""
         if self.position != end:
             raise self.damaged(f"a message should end at byte {end}")
 
     def name(self, end: int) -> str:
-        """The next field as text."""
         start = self.position
         length = self.enter(end) - self.position
         if length > _LONGEST_NAME:
@@ -346,7 +333,6 @@ class _Walk:
             raise self.damaged("a name is not UTF-8", start) from error
 
     def skip(self, key: int, end: int) -> None:
-        """Skip the value of an unknown field."""
         start = self.position
         wire_type = key & 7
         if wire_type == _VARINT:

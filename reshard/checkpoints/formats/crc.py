@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Callable, NamedTuple
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.ckpt_index import TRAILER_SIZE
@@ -27,24 +27,12 @@ _IN_CACHE = 256 << 10
 _PART_BYTES = 64 << 20
 
 
-class CrcCheck(NamedTuple):
-    """The result of a check without a fault.
-
-    Attributes:
-        checked: whether the bytes agree with a CRC.
-        reason: the reason why no check was possible, else empty.
-    """
-
-    checked: bool
-    reason: str = ""
-
-
 def check_crc(
     handles: FileHandles,
     index: CheckpointIndex,
     block_bytes: int = 8 << 20,
     on_block: Callable[[int], None] = lambda count: None,
-) -> CrcCheck:
+) -> Optional[str]:
     """Read a whole checkpoint file, or tensors of archives, and compare them with their CRCs.
 
     Args:
@@ -53,13 +41,16 @@ def check_crc(
         block_bytes: bytes to read at a time, and memory of the check.
         on_block: called after every block with its number of bytes; its exceptions end the check.
 
+    Returns:
+        The reason why no check is possible; None if the bytes agree with a CRC.
+
     Raises:
         DamagedCheckpointError: the CRC is wrong.
         CheckpointError: the file may not be read.
         RetryableError: reading failed in a way that may pass, or the file changed meanwhile.
     """
     if not index.checkable and not index.archived:
-        return CrcCheck(False, "no CRC is recorded")
+        return "no CRC is recorded"
     with reading(index.path), handles.borrow(index.path) as file:
         if index.archived:
             from reshard.checkpoints.placed import PlacedFile
@@ -69,15 +60,15 @@ def check_crc(
             block_bytes = max(1, block_bytes // 2)
             remote = storage_of(index.path).remote
             file.check(index.tensors.values(), block_bytes if remote else min(block_bytes, _IN_CACHE), on_block)
-            return CrcCheck(True)
+            return None
         stream = _Stream(file, block_bytes, on_block)
-        outcome = _check_ckpt(stream, index) if index.format == "ckpt" else _check_safetensors(stream, index)
-    if outcome.checked and stream.crc != index.crc:
+        obstacle = _add_ckpt(stream, index) if index.format == "ckpt" else _add_safetensors(stream, index)
+    if obstacle is None and stream.crc != index.crc:
         raise DamagedCheckpointError(
             f"{index.path}: is damaged: its CRC is {stream.crc:08x}, but {index.crc:08x} is recorded",
             file=index.path,
         )
-    return outcome
+    return obstacle
 
 
 class CrcChecks(NamedTuple):
@@ -136,14 +127,14 @@ def check_crcs(
     def check(index: CheckpointIndex) -> None:
         try:
             report_progress(0)
-            outcome = check_crc(handles, index, block_bytes, report_progress)
+            obstacle = check_crc(handles, index, block_bytes, report_progress)
         except _Cancelled:
             return
         except DamagedCheckpointError as error:
             checks.damaged[index.path] = error
             return
-        if not outcome.checked:
-            checks.unchecked[index.path] = outcome.reason
+        if obstacle is not None:
+            checks.unchecked[index.path] = obstacle
 
     with thread_pool(threads) as pool:
         try:
@@ -175,38 +166,27 @@ def _parts(index: CheckpointIndex) -> Iterator[CheckpointIndex]:
 
 
 def crc_of_file(path: str, block_bytes: int = 4 << 20, on_block: Callable[[int], None] = lambda count: None) -> int:
-    """The CRC-32 of a whole file.
-
-    Args:
-        path: the file.
-        block_bytes: limit of its memory.
-        on_block: called with the bytes read since the last call.
-
-    Raises:
-        ReshardError: it cannot be read.
-    """
+    """The CRC-32 of a whole file, read in blocks."""
     with reading(path), opened_regular(path) as file:
         stream = _Stream(file, block_bytes, on_block)
         stream.add_range(0, file.size())
     return stream.crc
 
 
-def _check_ckpt(stream: _Stream, index: CheckpointIndex) -> CrcCheck:
+def _add_ckpt(stream: _Stream, index: CheckpointIndex) -> Optional[str]:
     if any(tensor.dtype == MAP_TENSOR for tensor in index.tensors.values()):
-        return CrcCheck(False, "its CRC does not cover map tensors")
+        return "its CRC does not cover map tensors"
     stream.add_range(0, index.size - TRAILER_SIZE)
-    return CrcCheck(True)
+    return None
 
 
-def _check_safetensors(stream: _Stream, index: CheckpointIndex) -> CrcCheck:
+def _add_safetensors(stream: _Stream, index: CheckpointIndex) -> Optional[str]:
     zeros = {}
     for name, tensor in index.tensors.items():
         if tensor.shape == () and tensor.dtype in INTEGERS:
             zeros[name] = stream.integer(tensor)
             if not 0 <= zeros[name] <= _MOST_ZEROS:
-                return CrcCheck(
-                    False, f"its CRC counts {quoted(name)} as {zeros[name]} zero bytes, which cannot be checked"
-                )
+                return f"its CRC counts {quoted(name)} as {zeros[name]} zero bytes, which cannot be checked"
     for name in sorted(index.tensors):
         stream.add(name.encode())
         if name in zeros:
@@ -214,7 +194,7 @@ def _check_safetensors(stream: _Stream, index: CheckpointIndex) -> CrcCheck:
         else:
             for offset, size in index.tensors[name].extents:
                 stream.add_range(offset, size)
-    return CrcCheck(True)
+    return None
 
 
 class _Stream:

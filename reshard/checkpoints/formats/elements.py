@@ -22,11 +22,7 @@ _BFLOAT16 = "BFloat16"
 
 @functools.cache
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """The dtype of a type of fixed size, NumPy's or that of ml_dtypes.
-
-    Args:
-        dtype: MindSpore's name, in `DTYPES`.
-    """
+    """The dtype of a type in `DTYPES`, NumPy's or that of ml_dtypes."""
     row = DTYPES[dtype]
     if row.numpy is not None:
         return np.dtype(row.numpy)

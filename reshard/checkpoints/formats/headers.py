@@ -95,11 +95,7 @@ ALL_FORMATS = (*FORMATS.values(), ARCHIVES)
 
 
 def format_of(path: str) -> str:
-    """``"ckpt"`` or ``"safetensors"``, by the file's ending.
-
-    Raises:
-        CheckpointError: the ending is neither.
-    """
+    """``"ckpt"`` or ``"safetensors"``, by the file's ending; an error for others."""
     directory, name = os.path.split(path)
     format = FORMATS.get(os.path.splitext(name)[1])
     if format is None:
@@ -125,12 +121,7 @@ def _not_ours(kind: str) -> str:
 
 
 def read_index(handles: FileHandles, path: str, structures: Optional[KnownStructures] = None) -> CheckpointIndex:
-    """Read the headers of a checkpoint file.
-
-    Args:
-        handles: where to borrow the file from.
-        path: the file.
-        structures: structures of files read before; this file's is added.
+    """Read the headers of a checkpoint file; its structure is added to ``structures``.
 
     Raises:
         DamagedCheckpointError: the file is truncated or broken.
@@ -191,7 +182,6 @@ class _Read(NamedTuple):
     digest: bytes
 
     def matches(self, data: bytes) -> bool:
-        """Whether the bytes have all parts in their places."""
         return _digest(data, self.starts, self.sizes) == self.digest
 
 
@@ -210,11 +200,6 @@ class _Structure:
         self._reads: Optional[list[_Read]] = None
 
     def reads(self, handles: FileHandles) -> list[_Read]:
-        """The reads of a file for a comparison.
-
-        Raises:
-            OSError: the example cannot be read any more, or was replaced.
-        """
         with self._lock:
             if self._reads is None:
                 reads = []
@@ -243,11 +228,7 @@ class KnownStructures:
         self._known: OrderedDict[tuple[str, int], list[_Structure]] = OrderedDict()
 
     def find(self, file: ReadableFile, format: str, size: int) -> Optional[CheckpointIndex]:
-        """The index of a file with a known structure, or None.
-
-        Raises:
-            OSError: reading failed.
-        """
+        """The index of a file with a known structure, or None."""
         with self._lock:
             structures = tuple(self._known.get((format, size), ()))
         for structure in structures:
@@ -269,11 +250,6 @@ class KnownStructures:
         return None
 
     def add(self, file: ReadableFile, index: CheckpointIndex) -> None:
-        """Add the structure of a file.
-
-        Raises:
-            OSError: its status cannot be read.
-        """
         status = file.status()
         with self._lock:
             structures = self._known.setdefault((index.format, index.size), [])

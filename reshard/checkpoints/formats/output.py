@@ -138,7 +138,6 @@ class OutputLayout:
 
     @property
     def ends_in_literal(self) -> bool:
-        """Whether the file ends with literal bytes."""
         return bool(self._pieces) and not self._pieces[-1]
 
     def order(self) -> Iterator[int]:
@@ -155,11 +154,7 @@ def lay_out_ckpt(tensors: Iterable[OutputTensor], record_limit: int = RECORD_LIM
 
     Args:
         tensors: the tensors in file order; names must differ.
-        record_limit: maximum bytes of content per record; text is never divided, because MindSpore
-            cannot join it.
-
-    Raises:
-        CheckpointError: a tensor's type does not exist in `.ckpt` files.
+        record_limit: maximum bytes of content per record; text is never divided, because MindSpore cannot join it.
     """
     layout = OutputLayout()
     for index, tensor in enumerate(_checked(tensors, "ckpt")):
@@ -244,7 +239,6 @@ def _whole_elements(tensor: OutputTensor, limit: int) -> int:
 
 
 def _checked(tensors: Iterable[OutputTensor], format: str) -> Iterator[OutputTensor]:
-    """The tensors, each after a check that the format can hold it."""
     names = set()
     for tensor in tensors:
         if not can_hold(format, tensor.dtype):

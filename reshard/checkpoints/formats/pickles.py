@@ -87,7 +87,6 @@ def named(state: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1024)
 def inert_class(name: str) -> type[PickledInstance]:
-    """The inert class of this name."""
 
     class Inert(PickledInstance):
         __slots__ = ()
@@ -97,7 +96,6 @@ def inert_class(name: str) -> type[PickledInstance]:
 
 
 def inert(name: str, *args: Any, state: Any = None) -> PickledInstance:
-    """An instance of the inert class of this name."""
     instance = inert_class(name)(*args)
     instance.state = state
     return instance

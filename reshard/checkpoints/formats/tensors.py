@@ -12,14 +12,7 @@ from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS, TEXT
-from reshard.errors import CheckpointError
-from reshard.text.messages import quoted
 from reshard.text.names import is_value
-
-MAX_DIMENSIONS = 30
-"""NumPy 1 has arrays of up to 32 dimensions; the rest is for the parts of an element."""
-MAX_ELEMENTS = 1 << 40
-"""Elements of a tensor; sizes of 0 count as 1, as in NumPy's limits."""
 
 METADATA = "__metadata__"
 """The name of the metadata in the header of a safetensors file."""
@@ -27,26 +20,6 @@ LENGTH_SIZE = 8
 """Bytes of the length before this header."""
 LONGEST_HEADER = 100_000_000
 """Maximum bytes of this header, as in the library."""
-
-
-def check_shape(path: str, name: str, shape: Sequence[int]) -> None:
-    """Refuse a shape beyond computable sizes.
-
-    Raises:
-        CheckpointError: it has too many dimensions or elements.
-    """
-    if len(shape) > MAX_DIMENSIONS:
-        problem = f"{len(shape)} dimensions, and reshard supports {MAX_DIMENSIONS}"
-    elif math.prod(size or 1 for size in shape) > MAX_ELEMENTS:
-        problem = f"the shape {list(shape)}, and reshard supports {MAX_ELEMENTS:,} elements"
-    else:
-        return
-    raise CheckpointError(
-        f"{path}: {quoted(name)} has {problem}",
-        file=path,
-        parameter=name,
-        hint="save the checkpoint without this tensor, or with it reshaped",
-    )
 
 
 class Tensor(NamedTuple):
@@ -148,11 +121,7 @@ def unchecked(indexes: Iterable[CheckpointIndex], checked: set[object]) -> list[
 def logical_shape(dtype: str, dims: Sequence[int], nbytes: int) -> tuple[int, ...]:
     """The shape for recorded dimensions.
 
-    Args:
-        dtype: element type; text is always a scalar.
-        dims: recorded dimensions. [0] with content is a scalar, without content a tensor of
-            shape (0,).
-        nbytes: size of the content.
+    [0] is a scalar with content, and a tensor of shape (0,) without; text is always a scalar.
     """
     if dtype == TEXT or (tuple(dims) == (0,) and nbytes):
         return ()
@@ -160,13 +129,7 @@ def logical_shape(dtype: str, dims: Sequence[int], nbytes: int) -> tuple[int, ..
 
 
 def content_size(dtype: str, dims: Sequence[int], nbytes: int) -> Optional[int]:
-    """Bytes of a tensor by type and dimensions; None if unknown.
-
-    Args:
-        dtype: element type, known or not.
-        dims: recorded dimensions.
-        nbytes: size of the content; decides whether [0] is a scalar.
-    """
+    """Bytes of a tensor by type and dimensions; None for an unknown type. ``nbytes`` tells whether [0] is a scalar."""
     item_size = ITEM_SIZES.get(dtype)
     if item_size is None:
         return None
@@ -204,11 +167,7 @@ _Kind = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def tensors_named(name: str, indexes: Iterable[CheckpointIndex]) -> list[Tensor]:
-    """The tensor of a name in each of some files; one object for files of equal structure.
-
-    Raises:
-        KeyError: a file lacks it.
-    """
+    """The tensor of a name in each of some files; one object for files of equal structure."""
     tensor_of: dict[int, Tensor] = {}
     tensors = []
     for index in indexes:
@@ -273,5 +232,4 @@ class TensorTable(Mapping[str, Tensor]):
         return len(self._places)
 
     def keys(self) -> KeysView[str]:
-        """The names."""
         return self._places.keys()

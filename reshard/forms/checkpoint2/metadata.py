@@ -7,14 +7,12 @@ So equal lists of ranks are kept once while it is parsed, then layouts and group
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
-from reshard.checkpoints.formats.tensors import MAX_DIMENSIONS, MAX_ELEMENTS
 from reshard.defaults import MAX_DEVICES
 from reshard.forms.checkpoint2.form import METADATA, parse_key
 from reshard.storage import read_small, reading
@@ -171,12 +169,7 @@ class _Reader:
 
 
 def _sizes(record: Fields, key: str) -> tuple[int, ...]:
-    sizes = record.integers(key, 0, _INT64)
-    if len(sizes) > MAX_DIMENSIONS:
-        raise JsonError(f"{key} has more than {MAX_DIMENSIONS} dimensions")
-    if math.prod(size or 1 for size in sizes) > MAX_ELEMENTS:
-        raise JsonError(f"{key} has more than {MAX_ELEMENTS:,} elements")
-    return sizes
+    return record.integers(key, 0, _INT64)
 
 
 Entries = tuple[tuple[int, int], ...]

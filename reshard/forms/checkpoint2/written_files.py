@@ -20,8 +20,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
-from reshard.checkpoints.edited import stored_checkpoint
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
 from reshard.checkpoints.formats.output import MINDSPORE_METADATA
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, LayoutError

@@ -9,7 +9,7 @@ from typing import Optional
 
 from reshard.checkpoints.checkpoint import StoredObject
 from reshard.checkpoints.formats.dtypes import ARCHIVES
-from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
+from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.dcp.form import (
@@ -116,12 +116,6 @@ class _Files:
         chunks_of_file: dict[str, list[tuple[Record, Stored, tuple[int, ...]]]] = {}
         for name, tensor in described.tensors.items():
             if name in described.faults:
-                continue
-            try:
-                for chunk in tensor.chunks:
-                    check_shape(directory, name, chunk.sizes)
-            except InputError as error:
-                self.faults[name] = error
                 continue
             for offsets, sizes, record in tensor.chunks:
                 stored = Stored(name, tensor.dtype, sizes, record.offset, record.length, record.key)

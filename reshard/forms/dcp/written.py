@@ -10,8 +10,7 @@ from types import MappingProxyType
 from typing import Any, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
-from reshard.checkpoints.formats.archive_output import ArchiveLayout, archive_of_pickle, lay_out_archives
-from reshard.checkpoints.formats.archives import Archive
+from reshard.checkpoints.formats.archives import Archive, ArchiveLayout, archive_of_pickle, lay_out_archives
 from reshard.checkpoints.formats.dtypes import ARCHIVES, TORCH_NAMES
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_safetensors
 from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_class, pickled

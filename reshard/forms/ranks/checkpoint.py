@@ -16,8 +16,8 @@ from reshard.checkpoints.checkpoint import (
     StoredObject,
     TiedTensors,
     order_in_files,
+    stored_checkpoint,
 )
-from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS, TEXT
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.output import DEDUPLICATED

@@ -13,7 +13,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archives import TENSOR_NAMES, Archive, Elements
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.pickles import MAX_SIZES, PickledInstance, among, named, sizes_of
-from reshard.checkpoints.formats.tensors import CheckpointIndex, check_shape
+from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.form import ReadRequest
@@ -283,9 +283,7 @@ def _read_rank(path: str, handles: FileHandles) -> Union[_RankFile, DamagedCheck
                 return DamagedCheckpointError(f"{path}: has a tensor whose name is no text", file=path, hint=_HINT)
             for name, value in state.items():
                 try:
-                    parts[name] = part = part_of(archive, value)
-                    if part is not None:
-                        check_shape(path, name, part.shape)
+                    parts[name] = part_of(archive, value)
                 except PlacementError as error:
                     parts[name] = error
         except DamagedCheckpointError as error:
