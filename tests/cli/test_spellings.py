@@ -149,5 +149,5 @@ def test_step_accepts_the_number_of_an_iteration(step: Union[str, int], plain: W
 
 def test_an_unknown_step_of_a_rank_tree_is_an_error_with_a_hint(plain: World) -> None:
     plain.save(tensors())
-    with pytest.raises(reshard.errors.UsageError, match=r"is not a step\ndid you mean step='1_10'\?"):
+    with pytest.raises(reshard.errors.UsageError, match=r"is not a step(.|\n)*1_10"):
         len(reshard.open(plain.src, src_strategy=plain.old, step=10))

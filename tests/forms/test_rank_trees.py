@@ -100,15 +100,6 @@ def test_step_selects_files(tmp_path: Path) -> None:
             list(tree.candidates(wrong))
 
 
-def test_errors_of_unknown_steps_list_the_nearest_ones(tmp_path: Path) -> None:
-    tree = find_checkpoints(str(plant(tmp_path, [f"rank_0/a-1_{step}.ckpt" for step in range(0, 1000, 10)])))
-    for wrong, near in (("1_503", "1_510 and --step 1_500"), ("0_1", "1_0"), ("2_1", "1_990")):
-        with pytest.raises(CheckpointError, match=f"1_990, 1_980.* and 80 more\nthe nearest: --step {near}$"):
-            list(tree.candidates(wrong))
-    with pytest.raises(UsageError, match=r"did you mean --step 1_500\?"):
-        list(tree.candidates("500"))
-
-
 @pytest.mark.parametrize(
     ("stem", "prefix", "step"),
     [

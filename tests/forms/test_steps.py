@@ -27,20 +27,6 @@ from tests.trees import (
 OLD, NEW = tensors("old "), tensors("new ")
 
 
-def test_steps_compare_as_numbers(world: World) -> None:
-    world.save_step("1_9", OLD)
-    world.save_step("1_10", NEW)
-    world.convert()
-    assert_same(world, NEW)
-
-
-def test_epochs_are_compared_before_steps(world: World) -> None:
-    world.save_step("9_300", OLD)
-    world.save_step("10_8", NEW)
-    world.convert()
-    assert_same(world, NEW)
-
-
 def test_file_times_do_not_affect_the_step(world: World) -> None:
     world.save_step("1_10", NEW)
     world.save_step("1_9", OLD)
@@ -55,12 +41,6 @@ def test_step_selects_a_step(world: World) -> None:
     world.save_step("1_10", NEW)
     world.convert("--step", "1_9")
     assert_same(world, OLD)
-
-
-def test_step_accepts_latest(world: World) -> None:
-    world.save(NEW)
-    world.convert("--step", "latest")
-    assert_same(world, NEW)
 
 
 def test_a_missing_step_is_an_error(world: World) -> None:
@@ -156,18 +136,6 @@ def test_files_of_different_steps_are_never_mixed(plain: World) -> None:
     plain.save_step("1_9", OLD, ranks=[0, 2])
     plain.save_step("1_10", NEW, ranks=[1, 3])
     plain.refuses(3)
-
-
-def test_names_without_a_step_are_accepted(world: World) -> None:
-    world.save(NEW, "rank_{rank}/checkpoint_{rank}.ckpt")
-    world.convert()
-    assert_same(world, NEW)
-
-
-def test_two_names_without_a_step_are_an_error_that_lists_both(world: World) -> None:
-    world.save(NEW, "rank_{rank}/alpha.ckpt")
-    world.save(OLD, "rank_{rank}/beta.ckpt")
-    world.refuses(3, "alpha", "beta", "--file-suffix")
 
 
 def test_unsaved_parameters_do_not_affect_completeness(plain: World) -> None:
@@ -475,24 +443,6 @@ def test_a_rank_path_accepts_wildcards(world: World) -> None:
     assert_same(world, NEW)
 
 
-def test_two_formats_of_one_step_are_an_error_that_lists_both(world: World) -> None:
-    world.save_step("1_10", NEW)
-    world.save(NEW, "rank_{rank}/net-1_10.safetensors")
-    world.refuses(3, "net-1_10.ckpt", "net-1_10.safetensors", "--")
-
-
-def test_two_namings_of_one_rank_are_an_error_that_lists_both(world: World) -> None:
-    world.save_step("1_10", NEW)
-    world.save(NEW, "{rank}/net-1_10.ckpt", ranks=[1])
-    world.refuses(3, "rank_1", "/1")
-
-
-def test_two_prefixes_of_one_step_are_an_error_that_lists_both(world: World) -> None:
-    world.save_step("1_10", NEW)
-    world.save(OLD, "rank_{rank}/net_1-1_10.ckpt")
-    world.refuses(3, "net-1_10", "net_1-1_10", "--file-suffix")
-
-
 def test_two_prefixes_of_different_steps_cannot_be_compared(world: World) -> None:
     """A second run starts to count again, under the prefix net_1."""
     world.save_step("9_10", OLD)
@@ -510,23 +460,12 @@ def test_a_suffix_selects_one_of_two_namings(world: World) -> None:
     assert_same(world, NEW)
 
 
-def test_a_suffix_without_a_match_is_an_error(world: World) -> None:
-    world.save(NEW)
-    world.refuses(3, "_breakpoint", options=("--file-suffix", "_breakpoint"))
-
-
 def test_unfinished_directories_are_never_read(world: World) -> None:
     world.save(NEW)
     world.save(OLD, "rank_{rank}_tmp/net-1_12.ckpt")
     world.save(OLD, "tft_saved_checkpoints-step_12_tmp/rank_{rank}/ttp_rank_{rank}-1_12.ckpt")
     world.convert()
     assert_same(world, NEW)
-
-
-def test_an_unfinished_source_is_refused(world: World) -> None:
-    world.src = world.root / "ttp_saved_checkpoints-step_12_tmp"
-    world.save(NEW)
-    world.refuses(3, "_tmp")
 
 
 def test_ranks_over_the_device_count_are_an_error(world: World) -> None:

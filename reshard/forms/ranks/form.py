@@ -37,7 +37,7 @@ class RanksForm(Form):
 
         Other forms are recognised by names that no rank directory has, so they need not be loaded.
         """
-        return names is None and ("\0" in src or RANK in src or holds_ranks_only(src))
+        return names is None and (RANK in src or holds_ranks_only(src))
 
     def read(self, request: ReadRequest) -> Checkpoint:
         # Imported late: `rank-list` in a loop reads only strategies.

@@ -52,7 +52,6 @@ _UNFINISHED = "_tmp"
 _MOST_LISTED = 8
 _PYTORCH_ENDINGS = (".bin", ".pt", ".pth")
 _MOST_STEPS = 20
-_MOST_NEAR = 3
 _NAMED_RANK = re.compile(r"rank_?([0-9]{1,9})(?![0-9])")
 _CHOOSE = "choose with --file-suffix TEXT (only files whose stem ends so) or --step"
 
@@ -156,22 +155,13 @@ class SourceTree:
     def named(self, text: str) -> Step:
         names = ["none in the name" if saved is None else str(saved) for saved in self.steps]
         saved_steps = f"its steps: {some_names(names, _MOST_STEPS)}"
-        numbered = [saved for saved in self.steps if saved is not None]
         try:
             step = Step.parse(text)
         except UsageError as error:
-            same = [f"--step {saved}" for saved in numbered if str(saved.step) == text]
-            meant = f"did you mean {' or '.join(same[:_MOST_NEAR])}? " if same else ""
-            error.hint = f"{meant}{error.hint}; {saved_steps}"
+            error.hint = f"{error.hint}; {saved_steps}"
             raise
         if step not in self.by_step:
-            older = sum(saved > step for saved in numbered)
-            near = [f"--step {saved}" for saved in numbered[max(older - 1, 0) : older + 1]]
-            raise CheckpointError(
-                f"{self.root}: has no files of step {step}; {saved_steps}",
-                file=self.root,
-                hint=f"the nearest: {' and '.join(near)}" if len(numbered) > _MOST_STEPS else None,
-            )
+            raise CheckpointError(f"{self.root}: has no files of step {step}; {saved_steps}", file=self.root)
         return step
 
     def of_step(self, step: Optional[Step]) -> StepFiles:
@@ -230,8 +220,6 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
         src: a directory of rank directories, one file, or a path with ``{rank}`` and wildcards.
         file_suffix: only files whose stem, the name without its ending, ends so.
     """
-    if "\0" in src:
-        raise CheckpointError(f"{src!r} is no path: it holds a NUL", file=src)
     try:
         if _is_pattern(src):
             _refuse_unfinished(fixed_directory(src))
