@@ -1,23 +1,35 @@
-"""An adapter for the plan: its additions to weights, and a comparison of other tensors with the base."""
+"""An adapter for the plan: its additions to weights, tile by tile, and a comparison of other tensors with the base.
+
+The blocks of a weight depend on threads and memory. Tiles do not: they begin at multiples of their size and are
+computed completely, so every run gives the same bytes.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from typing import Any, Callable, Optional
 
 import numpy as np
+import numpy.typing as npt
 
 from reshard.checkpoints.checkpoint import Addition, GlobalTensor
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE
+from reshard.checkpoints.formats.elements import widen
 from reshard.errors import CheckpointError
-from reshard.execute.casts import Overflowed
-from reshard.lora.low_rank import LARGEST_SIDE, LowRank, Matrix, MatrixCache, Span
+from reshard.execute.casts import Cast, Overflowed
+from reshard.layout import Box, inside, intersection
 from reshard.lora.pairs import Pair, is_matrix, module_of, name_beside, pairs_of, weight_of, whole_weights
 from reshard.lora.scale import Scale
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.text.messages import listing, quoted
 from reshard.text.names import is_weight
+from reshard.threads import ThreadLock
+
+Matrix = npt.NDArray[np.float32]
+Span = tuple[int, int]
+"""First row or column, and one past the last."""
 
 # Size of the cache of matrices, and of one block of a matrix, in bytes.
 _CACHE_BYTES = 32 << 20
@@ -26,6 +38,104 @@ MAX_RANK = 4096
 """Largest rank of an adapter: the parts of the two matrices for one tile then take 17 MiB."""
 # Size of the cache of partly used product tiles, in bytes.
 _TILE_BYTES = 16 << 20
+_ROWS, _COLUMNS = 64, 1024
+# Rows or columns of the largest tile; tiles begin at multiples of a number that divides it.
+_LARGEST_SIDE = 1024
+
+
+class MatrixCache:
+    """The most recently used matrices, up to a size in bytes; for any number of threads."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._matrices: OrderedDict[Hashable, Matrix] = OrderedDict()
+        self._nbytes = 0
+        self._lock = ThreadLock()
+
+    def find(self, key: Hashable) -> Optional[Matrix]:
+        with self._lock:
+            matrix = self._matrices.get(key)
+            if matrix is not None:
+                self._matrices.move_to_end(key)
+            return matrix
+
+    def add(self, key: Hashable, matrix: Matrix) -> None:
+        """Cache a matrix and drop the least recently used ones."""
+        with self._lock:
+            if key not in self._matrices:
+                self._matrices[key] = matrix
+                self._nbytes += matrix.nbytes
+            while self._nbytes > self._most:
+                self._nbytes -= self._matrices.popitem(last=False)[1].nbytes
+
+
+class LowRank:
+    """``scale * up @ down``, added in Float32 to a weight of any floating type.
+
+    Args:
+        name: of the weight.
+        shape: rows and columns of the weight.
+        dtype: its type.
+        matrices: reads rows of ``up`` and columns of ``down``.
+        scale: factor of the product.
+        overflowed: called with the number of elements that become infinite.
+        products: cache of partly used tiles: small neighbouring blocks need the same tile.
+        paths: files of the matrices.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        dtype: str,
+        matrices: Callable[[Span, Span], tuple[Matrix, Matrix]],
+        scale: float,
+        overflowed: Callable[[str, int], None],
+        products: MatrixCache,
+        paths: frozenset[str] = frozenset(),
+    ) -> None:
+        self.paths = paths
+        self._name = name
+        self._products = products
+        self._shape = shape
+        self._dtype = dtype
+        self._matrices = matrices
+        self._scale = np.float32(scale)
+        self._cast = Cast("Float32", dtype, name, overflowed)
+
+    def add(self, box: Box, words: npt.NDArray[Any]) -> None:
+        """Add to the elements of a box in place; see `checkpoint.Addition`."""
+        (first_row, last_row), (first_column, last_column) = box
+        for row in range(first_row - first_row % _ROWS, last_row, _ROWS):
+            for column in range(first_column - first_column % _COLUMNS, last_column, _COLUMNS):
+                tile = (
+                    (row, min(row + _ROWS, self._shape[0])),
+                    (column, min(column + _COLUMNS, self._shape[1])),
+                )
+                common = intersection(tile, box)
+                if common is None:
+                    continue
+                product = self._product(tile, common == tile)
+                target = words[inside(common, box)]
+                if self._dtype == "Float32":
+                    values = target.view("f4")[..., 0]
+                    values += product[inside(common, tile)]
+                    continue
+                wide = widen(target, self._dtype).astype("f4")
+                wide[..., 0] += product[inside(common, tile)]
+                self._cast.put(wide.view("u4"), target)
+
+    def _product(self, tile: Box, complete: bool) -> Matrix:
+        """A tile of the addition; cached unless one block uses all of it."""
+        product = self._products.find((self._name, tile))
+        if product is None:
+            rows, columns = tile
+            up, down = self._matrices(rows, columns)
+            product = up @ down
+            product *= self._scale
+            if not complete:
+                self._products.add((self._name, tile), product)
+        return product
 
 
 class Adapter:
@@ -66,10 +176,7 @@ class Adapter:
         self.paths = frozenset().union(*map(self._paths, pairs))
 
     def fit(self, tensors: Mapping[str, GlobalTensor]) -> dict[str, Addition]:
-        """The addition to each weight.
-
-        Args:
-            tensors: of the base.
+        """The addition to each weight of the base.
 
         Raises:
             CheckpointError: a pair fits no weight, or several pairs fit one.
@@ -129,7 +236,6 @@ class Adapter:
         return down.shape[0]
 
     def _paths(self, pair: Pair) -> frozenset[str]:
-        """The files that hold a pair."""
         tensors = (self._tensors[name].target for name in (pair.down, pair.up))
         return frozenset(piece.source.path for tensor in tensors for piece in tensor.pieces)
 
@@ -162,7 +268,7 @@ class Adapter:
         tensor = self._tensors[name]
         length, rank = tensor.shape[dimension], tensor.shape[1 - dimension]
         # A multiple of the tile size: no tile may cross a block.
-        block = max(1, _BLOCK_BYTES // (4 * rank * LARGEST_SIDE)) * LARGEST_SIDE
+        block = max(1, _BLOCK_BYTES // (4 * rank * _LARGEST_SIDE)) * _LARGEST_SIDE
         number = span[0] // block
         block_matrix = self._blocks.find((name, number))
         if block_matrix is None:
@@ -174,7 +280,6 @@ class Adapter:
 
     @staticmethod
     def _read(tensor: LazyTensor, index: Any) -> Matrix:
-        """Elements in Float32."""
         with np.errstate(over="ignore", invalid="ignore"):
             return np.ascontiguousarray(tensor[index], np.float32)
 

@@ -28,13 +28,7 @@ _WEIGHTS = ("{stem}.weight", "{stem}.base_layer.weight", "{stem}.layer.weight", 
 
 
 class Pair(NamedTuple):
-    """Two matrices of an adapter.
-
-    Attributes:
-        stem: prefix of their names: the module.
-        down: name of A, with as many rows as the rank.
-        up: name of B, with as many columns as the rank.
-    """
+    """The module of two matrices of an adapter, and their names: A has as many rows as the rank, B as many columns."""
 
     stem: str
     down: str

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from reshard.errors import CheckpointError
-from reshard.lora.module_patterns import KeyPatternError, KeyPatterns
 from reshard.lora.pairs import module_of
 from reshard.storage import exists, is_directory, is_regular_file, read_json
 from reshard.text.messages import Report, quoted
@@ -38,6 +38,52 @@ _SUPPORTED_KEYS = frozenset(
 # Modules of GPT-2 and its kin that are transformers' Conv1D, whose weights have a row for each input.
 _CONV1D = frozenset(("c_attn", "c_fc", "c_proj", "q_attn"))
 _UNSUPPORTED = frozenset(("use_dora", "use_qalora", "lora_bias", "layer_replication", "alora_invocation_tokens"))
+
+
+class KeyPatternError(ValueError):
+    """A key is not a regular expression."""
+
+
+class KeyPatterns:
+    r"""The values of alpha_pattern or rank_pattern by key, in the order of the file, matched like PEFT.
+
+    PEFT uses the first key for which ``re.match(rf"(.*\.)?({key})$", module)`` succeeds.
+    """
+
+    def __init__(self, values: Optional[Mapping[str, float]] = None) -> None:
+        self._values = dict(values or {})
+        self._values_of_modules: dict[str, Optional[float]] = {}
+
+    def match(self, modules: Sequence[str]) -> list[str]:
+        """Match all keys with modules, so that `value` returns theirs; returns the keys without a matching module.
+
+        Raises:
+            KeyPatternError: a key is not a regular expression.
+        """
+        if not self._values:
+            return []
+        matches: dict[str, float] = {}
+        unused = []
+        for key, value in self._values.items():
+            try:
+                expression = re.compile(rf"(.*\.)?({key})$")
+            except (re.error, RecursionError, OverflowError) as error:
+                raise KeyPatternError(
+                    f"{quoted(key)} cannot be matched: it is not a regular expression: {error}"
+                ) from error
+            matching = list(filter(expression.match, modules))
+            if not matching:
+                unused.append(key)
+            for module in matching:
+                matches.setdefault(module, value)
+        # If no expression matches, PEFT looks up the name itself.
+        others = {module: self._values.get(module) for module in modules if module not in matches}
+        self._values_of_modules = {**others, **matches}
+        return [key for key in unused if key not in others]
+
+    def value(self, module: str) -> Optional[float]:
+        """The value of the first key that matches a module of `match`; None without a match."""
+        return self._values_of_modules[module] if self._values else None
 
 
 @dataclass(frozen=True)
@@ -112,10 +158,7 @@ class Scale:
         return transposed
 
     def check(self, ranks: Mapping[str, int]) -> None:
-        """Refuse a configuration that does not fit the matrices.
-
-        Args:
-            ranks: of all pairs, by stem.
+        """Refuse a configuration that does not fit the ranks of all pairs, by stem.
 
         Raises:
             CheckpointError: a key matches no module, or a rank differs.
@@ -146,12 +189,7 @@ class Scale:
 
 
 def scale_of(adapter: str, alpha: Optional[float], report: Report) -> Scale:
-    """The scale from --alpha or from the configuration beside an adapter.
-
-    Args:
-        adapter: its directory or file.
-        alpha: the value of --alpha.
-        report: gets a warning if the adapter needs another base.
+    """The scale from --alpha or else from the configuration beside an adapter; warns if it needs another base.
 
     Raises:
         CheckpointError: the configuration is missing or unsupported.
@@ -225,11 +263,6 @@ def _check_supported(path: str, config: Mapping[str, Any]) -> None:
 
 
 def _patterns(path: str, name: str, config: Mapping[str, Any]) -> KeyPatterns:
-    """The values of a pattern by module.
-
-    Raises:
-        CheckpointError: the values are invalid.
-    """
     values = config.get(name) or {}
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{path}: {name} is not a JSON object", file=path)

@@ -19,7 +19,7 @@ from reshard import execute
 from reshard.checkpoints import FileHandles
 from reshard.convert.writing import Counted
 from reshard.lora import scale_of
-from reshard.lora.low_rank import LowRank, MatrixCache
+from reshard.lora.adapter import LowRank, MatrixCache
 from reshard.plan.planner import read_source
 from reshard.plan.request import Request
 from reshard.strategies import Strategy

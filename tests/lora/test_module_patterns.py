@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from reshard.lora.module_patterns import KeyPatternError, KeyPatterns
+from reshard.lora.scale import KeyPatternError, KeyPatterns
 
 MODULES = ["layers.1.q", "layers.10.q", "layers.7.v", "a.layers.7.v", "layers.1.xq", "q\n", "", "名.q", "\udcff.q"]
 KEYS = [
