@@ -98,14 +98,10 @@ class Suggestions:
     """All commands, and what they are based on.
 
     Attributes:
-        inspected: the checkpoint.
-        problems: its problems, the most severe first.
         strategy: the path of the strategy that commands use; None if unknown or recorded in the checkpoint.
         fits_headers: it is the only one beside the checkpoint that fits the headers.
         recorded: the records of the conversion that wrote the checkpoint name it.
         beside: other strategies near it.
-        model: its names.
-        items: the commands.
     """
 
     inspected: Inspected

@@ -59,14 +59,7 @@ class TensorPair:
 
 @dataclass(frozen=True)
 class Differences:
-    """The differences of two checkpoints.
-
-    Attributes:
-        only_a: names that only A has, sorted.
-        only_b: names that only B has, sorted.
-        shapes: names of tensors of different shapes, with both shapes.
-        pairs: all other tensors, by name.
-    """
+    """Names that only A or B has, sorted; tensors of different shapes, with both; and all others, by name."""
 
     only_a: list[str]
     only_b: list[str]
@@ -75,12 +68,10 @@ class Differences:
 
     @property
     def differing(self) -> list[TensorPair]:
-        """Pairs with different bytes."""
         return [pair for pair in self.pairs if not pair.identical]
 
     @property
     def equal(self) -> bool:
-        """Whether both have equal bytes."""
         return not (self.only_a or self.only_b or self.shapes or self.differing)
 
 
@@ -99,17 +90,7 @@ class _PartialDifference:
 
 
 def differences(a: OpenedCheckpoint, b: OpenedCheckpoint, max_memory: int, progress: Progress) -> Differences:
-    """Compare two checkpoints, of any forms, layouts and steps.
-
-    Args:
-        a: one checkpoint; every element is read once.
-        b: the other.
-        max_memory: bytes for buffers, in addition to those of the checkpoints.
-        progress: counts the bytes that are read.
-
-    Raises:
-        ReshardError: a file cannot be read, or was modified.
-    """
+    """Compare two checkpoints, of any forms, layouts and steps; every element is read once."""
     common = [name for name in a if name in b]
     shapes = {name: (a[name].shape, b[name].shape) for name in common if a[name].shape != b[name].shape}
     alike = [name for name in common if name not in shapes]
@@ -165,11 +146,7 @@ def _together(item: SweepItem, parts: Sequence[_PartialDifference]) -> TensorPai
 
 
 class _DifferenceComputer:
-    """Compares parts of pairs; for one thread.
-
-    Args:
-        items: the pairs.
-    """
+    """Compares parts of pairs; for one thread."""
 
     def __init__(self, items: Sequence[SweepItem]) -> None:
         self._items = items
@@ -178,7 +155,6 @@ class _DifferenceComputer:
         self._distance, self._scale, self._other = (np.empty(2 * _AT_ONCE, np.float64) for _ in range(3))
 
     def compute(self, number: int, blocks: Iterator[SweepBlock]) -> _PartialDifference:
-        """The differences of some blocks of a pair."""
         a, b = self._items[number].tensors
         same_type = a.dtype_name == b.dtype_name
         partial = _PartialDifference()
@@ -197,7 +173,6 @@ class _DifferenceComputer:
     def _compare(
         self, partial: _PartialDifference, first: int, a_raw: tuple[Bytes, str], b_raw: tuple[Bytes, str]
     ) -> None:
-        """Subtract some elements."""
         a, b = (widener.doubles(*raw) for widener, raw in zip(self._wideners, (a_raw, b_raw)))
         count = len(a)
         distance = self._distance[:count]

@@ -187,7 +187,6 @@ class _StatisticsComputer:
         self._mask = np.empty(AT_ONCE, np.bool_)
 
     def compute(self, number: int, blocks: Iterator[SweepBlock]) -> _PartialStatistics:
-        """The sums over some blocks of an item."""
         dtype = self._dtypes[number]
         if dtype in BYTES:
             counts = np.zeros(256, np.int64)
@@ -251,7 +250,7 @@ class _StatisticsComputer:
             self._add(sums, finite_numbers)
 
     def _add(self, sums: _PartialStatistics, numbers: Array, low: Any = None, high: Any = None) -> None:
-        """Add finite numbers."""
+        """Add finite numbers, whose range may be known."""
         count = len(numbers)
         integers = numbers.dtype.kind in "iu"
         sums.widen(numbers.min() if low is None else low, numbers.max() if high is None else high, integers)

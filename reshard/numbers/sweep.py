@@ -44,12 +44,7 @@ _AHEAD = 4
 
 
 class SweepBlock(NamedTuple):
-    """The same elements of every tensor of an item.
-
-    Attributes:
-        first: the number of the first element, in C order.
-        raws: their bytes, per tensor; overwritten by the next block.
-    """
+    """The same elements of every tensor: the number of the first in C order, and bytes, until the next block."""
 
     first: int
     raws: list[Bytes]
@@ -78,12 +73,7 @@ class Computer(Protocol[_P]):
 
 
 class SweepItem(NamedTuple):
-    """Tensors of one shape that are read together, one per checkpoint.
-
-    Attributes:
-        tensors: the tensors.
-        copy: which of their copies are read; see `OpenedContents.target`.
-    """
+    """Tensors of one shape that are read together, one per checkpoint; and which copy, see `OpenedContents.target`."""
 
     tensors: tuple[LazyTensor, ...]
     copy: int = 0
@@ -95,7 +85,6 @@ class SweepItem(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
@@ -128,10 +117,10 @@ def sweep(
     max_memory: int,
     progress: Progress,
 ) -> list[list[_P]]:
-    """Read all items once.
+    """Read all items once, each with one tensor of every checkpoint.
 
     Args:
-        items: the items; each has one tensor of every checkpoint.
+        items: the items.
         checkpoints: the checkpoints.
         make: makes a computer for a thread.
         max_memory: maximum bytes of buffers, in addition to those of the checkpoints.
@@ -139,9 +128,6 @@ def sweep(
 
     Returns:
         Per item the results of its parts, in order; none for an item without elements.
-
-    Raises:
-        ReshardError: a file cannot be read.
     """
     most = max(1, (max_memory + _SPARE) // _THREAD_BYTES)
     nbytes = sum(item.nbytes for item in items)

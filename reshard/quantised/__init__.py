@@ -1,8 +1,4 @@
-"""Quantised weights: how they are recognised, and what their codes and scales stand for.
-
-The room knows checkpoints and the algebra of boxes, nothing of targets. `dequantised` gives a checkpoint of numbers;
-whoever reads bytes finds in it how they are decoded.
-"""
+"""Quantised weights: how they are recognised, and what their codes and scales stand for."""
 
 from reshard.quantised.decoding import Quantisation, dequantised, quantisation_of, stored_tensors
 from reshard.quantised.schemes import describe, looks_quantised, recognise

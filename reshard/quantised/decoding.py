@@ -86,11 +86,7 @@ class _Scales:
     copies: tuple[StoredSlice, ...] = ()
 
     def read(self, read: ReadBytes, box: Box) -> Words:
-        """The scales of a box, as words.
-
-        Raises:
-            ReshardError: they cannot be read.
-        """
+        """The scales of a box, as words."""
         item_size = ITEM_SIZES[self.dtype]
         words = np.empty(shape_of(box), f"u{item_size}")
         for source in self.slices:
@@ -108,12 +104,7 @@ class _Scales:
         return words
 
     def check_copies(self, read: ReadBytes) -> None:
-        """Compare all copies.
-
-        Raises:
-            CheckpointError: a copy differs, so each file has scales of its own.
-            ReshardError: they cannot be read.
-        """
+        """Refuse copies that differ: each file has scales of its own."""
         nbytes = math.prod(self.shape) * ITEM_SIZES[self.dtype]
         expected, actual = (np.empty(min(nbytes, _COMPARED), "u1") for _ in range(2))
         for start in range(0, nbytes if self.copies else 0, _COMPARED):
@@ -173,11 +164,9 @@ class ScaledCodes:
         self._exponents = tables and scales.dtype in EXPONENTS and offsets is None
 
     def stored_bytes(self, elements: int) -> int:
-        """Bytes of this many elements in the files."""
         return -(-elements // self._per_byte)
 
     def to(self, dtype: str) -> ScaledCodes:
-        """Decodes the tensor to another type."""
         return ScaledCodes(self._tensor, dtype, self._scales, self._offsets)
 
     def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, memory: memoryview) -> int:
@@ -251,18 +240,7 @@ class ScaledCodes:
         return overflowed
 
     def _scaled(self, read: ReadBytes, box: Box, around: Box, most: int) -> _Scaled:
-        """At least the scales of a box.
-
-        Args:
-            read: reads stored bytes.
-            box: which scales.
-            around: the elements of the slice.
-            most: maximum number of scales that are read ahead.
-
-        Raises:
-            CheckpointError: a scale is no positive number.
-            ReshardError: the scales cannot be read.
-        """
+        """At least the scales of a box; ahead of it in the slice ``around``, at most so many."""
         recent: Optional[_Scaled] = getattr(_RECENT, "scaled", None)
         if recent is not None and recent.owner is self:
             if intersection(recent.box, box) == box:
@@ -281,7 +259,6 @@ class ScaledCodes:
         return recent
 
     def _read_scaled(self, read: ReadBytes, box: Box) -> _Scaled:
-        """The scales of a box."""
         words = self._scales.read(read, box)
         scales: Words = words
         offsets = factors = None
@@ -298,11 +275,7 @@ class ScaledCodes:
         return _Scaled(self, box, scales, offsets, factors)
 
     def _checked(self, scales: Floats, box: Box) -> Floats:
-        """The scales, which must be positive numbers.
-
-        Raises:
-            CheckpointError: one is not.
-        """
+        """The scales; refuses those that are not positive numbers."""
         if not (scales.min() > 0 and scales.max() < np.inf):
             valid = (scales > 0) & (scales < np.inf)
             first = tuple(np.argwhere(~valid)[0].tolist())
@@ -321,13 +294,7 @@ class ScaledCodes:
 
 
 class DequantisedCheckpoint(EditedCheckpoint):
-    """A checkpoint whose quantised tensors have the type and shape of their dequantised elements.
-
-    Args:
-        base: the stored checkpoint.
-        recognised: its quantised tensors.
-        dtype: the dequantised type, one of `dtypes.CAST_TO`.
-    """
+    """A checkpoint whose quantised tensors have the type, one of `dtypes.CAST_TO`, and shape of numbers."""
 
     def __init__(self, base: Checkpoint, recognised: Recognised, dtype: str) -> None:
         dropped = {source for each in recognised.tensors.values() for source in each.sources}
@@ -387,20 +354,14 @@ class _Unpacked:
     base: Sharding
 
     def holders(self, slice_number: int) -> Sequence[int]:
-        """The files that are recorded to hold a box of the grid, ascending."""
         return self.base.holders(slice_number)
 
     def stored_box(self, slice_number: int) -> Box:
-        """The box that these files hold."""
         return self.grid.slice_box(slice_number)
 
 
 def _unpacked(sharding: Sharding, tensor: Quantised, codes: GlobalTensor) -> Sharding:
-    """A sharding of codes, in elements.
-
-    Raises:
-        CheckpointError: it cuts groups of codes that have a dimension of their own.
-    """
+    """A sharding of codes, in elements; it must not cut groups of codes that have a dimension of their own."""
     if tensor.shape == codes.shape:
         return sharding
     edges = sharding.grid.edges
@@ -414,11 +375,6 @@ def _unpacked(sharding: Sharding, tensor: Quantised, codes: GlobalTensor) -> Sha
 
 
 def _scales(base: Checkpoint, name: str, tensor: Quantised) -> _Scales:
-    """The slices of scales in the files.
-
-    Raises:
-        CheckpointError: a slice is in no readable file.
-    """
     shape = tensor.scale_shape or (1,)
     stored = base.tensors.get(name)
     if stored is None:
@@ -459,13 +415,9 @@ def _lengthened(box: Box, shape: Sequence[int]) -> Box:
 
 
 class Quantisation(NamedTuple):
-    """Settings by which quantised tensors are recognised, and the type that they get.
+    """The type that quantised tensors get, one of `dtypes.CAST_TO`, and the settings by which they are recognised.
 
-    Attributes:
-        dtype: one of `dtypes.CAST_TO`.
-        config: config.json of the model; None without one.
-        description: quant_model_description.json of msmodelslim; None without one.
-        place: the file of ``config``, for messages.
+    The settings are config.json of the model and quant_model_description.json of msmodelslim, where they exist.
     """
 
     dtype: str
@@ -481,16 +433,10 @@ class Quantisation(NamedTuple):
 
 
 def quantisation_of(directory: str, dtype: str, config: Optional[Mapping[str, Any]] = None) -> Quantisation:
-    """The settings of quantised tensors, from the files of a directory.
-
-    Args:
-        directory: the checkpoint.
-        dtype: the dequantised type, one of `dtypes.CAST_TO`.
-        config: replaces config.json of the directory.
+    """The settings of quantised tensors, from the files of a directory; ``config`` replaces its config.json.
 
     Raises:
-        CheckpointError: a file is not a JSON object.
-        ReshardError: a file cannot be read.
+        ReshardError: a file is not a JSON object, or cannot be read.
     """
     place = getattr(config, "path", os.path.join(directory, _CONFIG))
     if config is None:

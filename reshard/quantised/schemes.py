@@ -103,14 +103,12 @@ class Quantised:
     """A quantised tensor.
 
     Attributes:
-        name: name of the dequantised tensor.
-        codes: the stored tensor of the elements.
+        codes: the stored tensor of the elements; `name` is that of the dequantised tensor.
         code: the type of its bytes, one of `values.CODES`.
         scales: the stored tensor of the scales.
         offsets: the stored tensor of the zero points; None without them.
         shape: shape of the dequantised tensor.
         block: elements per scale, per dimension.
-        scheme: name of the scheme.
         swapped: whether the last two dimensions of the stored tensor are swapped in the model.
     """
 
@@ -136,12 +134,7 @@ class Quantised:
 
 
 class Recognised(NamedTuple):
-    """The quantised tensors of a checkpoint.
-
-    Attributes:
-        tensors: the quantised tensors, by dequantised name.
-        left_out: stored tensors that a dequantised model does not use: scales of activations.
-    """
+    """The quantised tensors by dequantised name; and scales of activations, which a dequantised model does not use."""
 
     tensors: Mapping[str, Quantised]
     left_out: Sequence[str]
@@ -162,8 +155,7 @@ def recognise(
         place: the file of ``config``, for messages.
 
     Raises:
-        CheckpointError: a tensor is quantised in an unknown way, a scale is missing or has no weight, or its shape
-            does not fit.
+        CheckpointError: the scheme is unknown, a scale is missing or has no weight, or its shape does not fit.
     """
     settings = _settings(config, place, description)
     quantised: dict[str, Quantised] = {}
@@ -216,10 +208,9 @@ def _object(value: object) -> Mapping[str, Any]:
 def _settings(
     config: Optional[Mapping[str, Any]], place: str, description: Optional[Mapping[str, Any]]
 ) -> Optional[Mapping[str, Any]]:
-    """`quantization_config`, checked; None where only msmodelslim's description lists schemes.
+    """`quantization_config`; None where only msmodelslim's description lists schemes.
 
-    Raises:
-        CheckpointError: the method or a key is not supported, or there are different ones.
+    Refuses methods and keys that are not supported, and different ones.
     """
     if description is not None and description.get("optional"):
         raise CheckpointError(
@@ -300,11 +291,7 @@ def _quantised(
     settings: Mapping[str, Any],
     description: Optional[Mapping[str, Any]],
 ) -> Quantised:
-    """The quantised tensor of some codes and scales.
-
-    Raises:
-        CheckpointError: the scheme is unknown, or the scales do not fit.
-    """
+    """The quantised tensor of some codes and scales; refuses an unknown scheme, and scales that do not fit."""
     scale = stored[scales]
     if scale.dtype not in SCALE_TYPES:
         raise _unknown(name, scales, f"scales of type {scale.dtype}")
@@ -410,11 +397,7 @@ def _blocks(
 
 
 def _in_blocks(name: str, sizes: object, rank: int, key: str) -> tuple[str, Shape]:
-    """Blocks of the last two dimensions.
-
-    Raises:
-        CheckpointError: the configuration does not give two sizes.
-    """
+    """Blocks of the last two dimensions."""
     if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
         raise CheckpointError(f"config.json: quantization_config: {key} is {sizes!r}, not two sizes", parameter=name)
     if rank < 2:
@@ -431,11 +414,7 @@ def _check_unused(
     settings: Optional[Mapping[str, Any]],
     description: Optional[Mapping[str, Any]],
 ) -> None:
-    """Refuse tensors that look quantised and were not recognised.
-
-    Raises:
-        CheckpointError: there is one.
-    """
+    """Refuse tensors that look quantised and were not recognised."""
     for name, tensor in stored.items():
         if name in used:
             continue

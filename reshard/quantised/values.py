@@ -86,22 +86,12 @@ _LARGEST = {"Float8E4M3FN": np.float32(448), "Float8E5M2": np.float32(57344), "I
 
 
 def decode_scales(words: Words, dtype: str) -> Floats:
-    """Scales, or zero points, as Float32; exact.
-
-    Args:
-        words: unsigned words of the size of their type, in any shape.
-        dtype: one of `SCALE_TYPES` or `OFFSET_TYPES`.
-    """
+    """Words of one of the `SCALE_TYPES` or `OFFSET_TYPES`, in any shape, as Float32; exact."""
     return widen(words, EXPONENTS[0] if dtype in EXPONENTS else dtype).astype("f4")
 
 
 def scale_box(box: Box, block: Sequence[int]) -> Box:
-    """The scales that some elements need.
-
-    Args:
-        box: the elements.
-        block: elements per scale, per dimension.
-    """
+    """The scales that a box of elements needs, with ``block`` elements per scale."""
     return tuple((low // size, -(-high // size)) for (low, high), size in zip(box, block))
 
 
@@ -150,13 +140,7 @@ def tables_of_exponents(code: str, dtype: str) -> Tables:
 
 
 def factors_of(code: str, scales: Floats, dtype: str) -> Optional[Floats]:
-    """Factors of codes for some scales; None where vector arithmetic does not give the exact results.
-
-    Args:
-        code: of the elements.
-        scales: positive numbers, in any shape.
-        dtype: type of the elements.
-    """
+    """Factors of codes for some positive scales; None where vector arithmetic does not give the exact results."""
     if code not in _LARGEST or dtype not in ("Float32", "BFloat16"):
         return None
     bits = FLOAT8.get(code)
