@@ -14,8 +14,9 @@ import click
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints.formats.dtypes import INT4
+from reshard.checkpoints.formats.dtypes import INT4, can_hold
 from reshard.checkpoints.formats.elements import widen
+from reshard.checkpoints.formats.output import Literal, OutputTensor, lay_out_safetensors
 from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
@@ -37,6 +38,7 @@ _MAX_PRINTED = 1 << 20
 # Beyond these NumPy shows the ends only.
 _MAX_SHOWN = 1000
 _STANDARD_OUTPUT = "-"
+_SAFETENSORS = ".safetensors"
 
 
 @command(
@@ -59,9 +61,9 @@ reshard get iterations/ lm_head.weight -o head.npy
     "--output",
     "-o",
     metavar="FILE|-",
-    callback=options.path_to_write("--output", ".npy", standard_output=True),
+    callback=options.path_to_write("--output", ".npy", _SAFETENSORS, standard_output=True),
     shell_complete=completion.paths,
-    help="Write a .npy file for numpy.load; - is standard output.",
+    help="Write a .npy file for numpy.load, or a .safetensors file; - is a .npy file to standard output.",
 )
 @options.edits
 @options.effort
@@ -81,7 +83,7 @@ def get(
 
     The tensor is printed whole, however the checkpoint is sharded; --slice reads a part. NAME may be a pattern
     such as '*.norm.weight'. All matches are printed; --output needs exactly one. A .npy file has no BFloat16 and
-    no 8-bit floats: they are written as Float32, which is exact (convert --include NAME keeps the type).
+    no 8-bit floats: they are written as Float32, which is exact. A .safetensors file keeps the type.
     Int4 tensors are printed as packed bytes. Objects of PyTorch's checkpoints, such as a learning rate,
     are printed as JSON.
     """
@@ -224,14 +226,22 @@ def _write(
     """Write a file atomically, from one version of the source."""
     tensor = checkpoint[name]
     shape = _shape(tensor, chosen, text)
-    dtype = widen(tensor.empty((0,)), tensor.dtype_name).dtype
-    header = _npy_header(dtype, shape)
-    if dtype.itemsize != tensor.itemsize:
-        report.note(f"{quoted(name)} is {tensor.dtype_name}, which .npy files cannot hold, and is written as Float32")
+    if path.lower().endswith(_SAFETENSORS):
+        item_size, written = tensor.itemsize, tensor.dtype_name
+        header, blocks = _safetensors_header(tensor, shape), tensor.blocks(chosen)
+    else:
+        dtype = widen(tensor.empty((0,)), tensor.dtype_name).dtype
+        item_size, written = dtype.itemsize, str(dtype)
+        header, blocks = _npy_header(dtype, shape), _blocks(tensor, chosen)
+        if item_size != tensor.itemsize:
+            report.note(
+                f"{quoted(name)} is {tensor.dtype_name}, which .npy files cannot hold, and is written as Float32; "
+                f"a file {_SAFETENSORS} keeps the type"
+            )
 
     def parts() -> Iterator[Union[bytes, memoryview]]:
         yield header
-        for block in _blocks(tensor, chosen):
+        for block in blocks:
             yield block.view(np.uint8).data
         checkpoint.check_unchanged()
 
@@ -242,10 +252,10 @@ def _write(
             sys.stdout.buffer.flush()
             return
         store_of(path).remove_dead(os.path.dirname(path))
-        write_parts(path, len(header) + math.prod(shape) * dtype.itemsize, parts())
+        write_parts(path, len(header) + math.prod(shape) * item_size, parts())
     except OSError as error:
         raise writing_error(path, error) from error
-    report.note(f"wrote {path}: {dtype} {shape_words(shape)}")
+    report.note(f"wrote {path}: {written} {shape_words(shape)}")
 
 
 def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
@@ -254,6 +264,16 @@ def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
         header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     )
     return header.getvalue()
+
+
+def _safetensors_header(tensor: LazyTensor, shape: tuple[int, ...]) -> bytes:
+    if not can_hold("safetensors", tensor.dtype_name):
+        raise UsageError(
+            f"{quoted(tensor.name)} is {tensor.dtype_name}, which {_SAFETENSORS} files cannot hold",
+            hint="write a .npy file",
+        )
+    output = OutputTensor(tensor.name, tensor.dtype_name, shape, math.prod(shape) * tensor.itemsize)
+    return b"".join(part.data for part in lay_out_safetensors([output]).segments() if isinstance(part, Literal))
 
 
 def _print(array: Array) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.corpus import FIXTURES
 from tests.running import LAUNCHER, Argument, done, fails
 from tests.small import World, tensors
-from tests.trees import Value, scalar, text, write_checkpoint
+from tests.trees import Value, read_checkpoint, scalar, text, write_checkpoint
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_get_with_a_pattern_prints_every_match(saved: World) -> None:
     fails(3, *words(saved, "W"), texts=["no tensor 'W'", "did you mean 'w'"])
 
 
-def test_npy_files_get_float32_for_dtypes_that_numpy_lacks(tmp_path: Path) -> None:
+def test_npy_files_get_float32_for_dtypes_that_numpy_lacks_and_safetensors_files_get_the_dtype(tmp_path: Path) -> None:
     bits = np.array([0x3F80, 0xC000, 0x7FC0, 0x0001], "<u2")
     checkpoint = {
         "b": Value("BFloat16", bits),
@@ -90,15 +90,30 @@ def test_npy_files_get_float32_for_dtypes_that_numpy_lacks(tmp_path: Path) -> No
         "s": Value("Float32", np.array(0x3F800000, "<u4")),
     }
     path = write_checkpoint(tmp_path / "all.safetensors", checkpoint)
-    out = tmp_path / "out.npy"
+    out, typed = tmp_path / "out.npy", tmp_path / "out.safetensors"
     result = done("get", path, "b", "--strategy", "none", "-o", out)
     actual = np.load(out)
     assert actual.dtype == np.float32 and actual.view("<u4").tolist() == [int(bit) << 16 for bit in bits]
     assert "note: 'b' is BFloat16" in result.err and "Float32" in result.err
     done("get", path, "f", "--strategy", "none", "-o", out)
     assert np.load(out).tolist() == [1.0, -np.inf, 2.0**-16]
+    for name, stored in checkpoint.items():
+        result = done("get", path, name, "--strategy", "none", "-o", typed)
+        assert "Float32" not in result.err or name == "s"
+        assert read_checkpoint(typed).keys() == {name}
+        written = read_checkpoint(typed)[name]
+        assert written.dtype == stored.dtype and written.array.tobytes() == stored.array.tobytes()
+        assert written.array.shape == stored.array.shape
+    done("get", path, "b", "--strategy", "none", "-o", typed, "--slice", "1:3")
+    assert read_checkpoint(typed)["b"].array.tolist() == [0xC000, 0x7FC0]
     assert done("get", path, "b", "--strategy", "none", "--json").json[0]["values"] == [1.0, -2.0, "NaN", 2.0**-133]
     assert "two values a byte" in done("get", path, "i", "--strategy", "none").out
+
+
+def test_a_text_is_not_written_as_safetensors(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "all.ckpt", {"says": text("grün")})
+    fails(2, "get", path, "says", "--strategy", "none", "-o", tmp_path / "says.safetensors", texts=["'says'", ".npy"])
+    assert not (tmp_path / "says.safetensors").exists()
 
 
 def test_text_and_scalars_are_printed(tmp_path: Path) -> None:
@@ -136,7 +151,7 @@ def test_memory_of_get_does_not_grow_with_the_tensor(tmp_path: Path, monkeypatch
         (["--slice", "::0"], "slice step cannot be zero"),
         (["--slice", "0,0,0"], "has the shape [8,6]"),
         (["--slice", "8"], "out of bounds"),
-        (["-o", "w.ckpt"], "has to end in .npy"),
+        (["-o", "w.ckpt"], "has to end in .npy or .safetensors"),
         (["-o", "w.npy", "--json"], "do not go together"),
     ],
 )
