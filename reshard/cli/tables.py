@@ -16,6 +16,8 @@ from reshard.text.messages import one_line, plural, printable
 _MAX_DRAWN = 1000
 # A name is folded to no fewer columns while another column can be left out.
 _MIN_NAME = 24
+# Longer texts shift their own row alone; MindSpore's longest names have about 120 characters.
+_MAX_ALIGNED = 160
 _GAP = 2
 _MAX_ALARMING = 20
 _NUMBER = re.compile(r"-?|[-+]?(\d[\d,]*\.?\d*(e[-+]?\d+)?|inf|nan)( ?([KMGTPE]i?)?B)?")
@@ -86,7 +88,7 @@ def _drawn(columns: Sequence[str], rows: _Rows, coloured: Collection[int]) -> st
 
 def _aligned(columns: Sequence[str], rows: _Rows, coloured: Collection[int]) -> Iterator[str]:
     numbers = _numeric(columns, rows)
-    widths = list(map(_widest, zip(columns, *rows)))
+    widths = [min(_MAX_ALIGNED, _widest(column)) for column in zip(columns, *rows)]
     for place, row in enumerate((columns, *rows), -1):
         spaces = [" " * (width - _width(cell)) for cell, width in zip(row, widths)]
         cells = (space + cell if number else cell + space for cell, space, number in zip(row, spaces, numbers))
