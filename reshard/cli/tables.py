@@ -17,7 +17,7 @@ _MAX_DRAWN = 1000
 # A name is folded to no fewer columns while another column can be left out.
 _MIN_NAME = 24
 # Longer texts shift their own row alone; MindSpore's longest names have about 120 characters.
-_MAX_ALIGNED = 160
+_MAX_ALIGNED = 120
 _GAP = 2
 _MAX_ALARMING = 20
 _NUMBER = re.compile(r"-?|[-+]?(\d[\d,]*\.?\d*(e[-+]?\d+)?|inf|nan)( ?([KMGTPE]i?)?B)?")
