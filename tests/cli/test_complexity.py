@@ -17,7 +17,7 @@ from reshard.layout.overlap import Cell
 from reshard.plan.replicas import choose
 from reshard.text.globs import Glob, Globs
 from tests.bounds import refused, within
-from tests.running import Argument, done, warns
+from tests.running import Argument, done
 from tests.small import COPIED, World, tensors
 from tests.strategy_writing import layout, protobuf
 from tests.trees import cut_ranks, same_ranks
@@ -75,7 +75,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("slices", [1000, 20_000])
+@pytest.mark.parametrize("slices", [1000])
 def test_strategy_show_of_uneven_slices_costs_as_much_as_the_slices(
     tmp_path: Path, cells: Counter[str], slices: int
 ) -> None:
@@ -120,7 +120,7 @@ PARTS = ["*", "*", "?", "a", "b", "1", "2", "[ab]", "[!1]", ".", "[z-a]", "[]a]"
 
 def test_patterns_match_like_shell_patterns() -> None:
     source = random.Random(1)
-    for _ in range(10_000):
+    for _ in range(2_000):
         pattern = "".join(source.choice(PARTS) for _ in range(source.randrange(9)))
         text = "".join(source.choice("ab12.][") for _ in range(source.randrange(12)))
         # Older Pythons refuse the empty range.
@@ -153,16 +153,6 @@ def test_a_set_with_a_circumflex_is_wrong_usage(world: World, pattern: str) -> N
     else:
         refused(2, *world.words("--exclude", pattern), texts=[pattern, "[!"])
         refused(2, "inspect", f"{world.src}/rank_{{rank}}/{pattern}", texts=[pattern, "[!"])
-
-
-def test_thousands_of_unmatched_patterns_give_a_short_warning(world: World) -> None:
-    world.save(FULL)
-    options = [word for number in range(3000) for word in ("--exclude", f"nothing.{number}.*")]
-    with within(30):
-        result = done(*world.words(*options))
-    warns(result, "no parameter or value", "'nothing.0.*'", "and 2995 more")
-    assert len(result.err.splitlines()) < 40
-    same_ranks(world.found(), world.expected(FULL))
 
 
 def test_every_matching_pattern_is_reported(world: World) -> None:
