@@ -73,11 +73,7 @@ class _Block(NamedTuple):
 
 
 def read_key(key_file: str) -> bytes:
-    """The key in a file that contains nothing else, but perhaps the end of a line; ``-`` is standard input.
-
-    Raises:
-        InputError: there is none.
-    """
+    """The key in a file that contains nothing else, but perhaps the end of a line; ``-`` is standard input."""
     # Messages omit the option's value: a user may have passed the key itself.
     try:
         with contextlib.ExitStack() as stack:
@@ -103,12 +99,6 @@ def decrypt(src: str, dst: str, key: bytes, report: Report) -> tuple[int, int]:
 
     A written file has its source's time of modification, in seconds: by it, another run finds it finished.
 
-    Args:
-        src: a file, or a directory with files or directories of files.
-        dst: a directory on a file system.
-        key: of encrypted files.
-        report: gets a note of every written file, and warnings of damaged ones.
-
     Returns:
         The numbers of written files and of finished ones from earlier runs.
 
@@ -116,7 +106,6 @@ def decrypt(src: str, dst: str, key: bytes, report: Report) -> tuple[int, int]:
         UsageError: SRC and DST overlap, or DST is no directory on a file system.
         CheckpointError: no file is encrypted, a file is damaged, or the key is wrong.
         TargetError: a target exists and was not made of its source.
-        RetryableError: reading or writing failed.
     """
     if dst.endswith(_CKPT) or not store_of(dst).special_files:
         raise UsageError(f"DST {dst} is not a directory on a file system", file=dst, hint="decrypted files keep names")
@@ -148,7 +137,6 @@ def decrypt(src: str, dst: str, key: bytes, report: Report) -> tuple[int, int]:
 
 
 def _names(src: str) -> Sequence[str]:
-    """The names of the files to write: those in SRC and in its directories."""
     if is_regular_file(src):
         return [os.path.basename(src)]
     if not is_directory(src):
@@ -200,7 +188,6 @@ def _write_plain(path: str, target: str, key: bytes, handles: FileHandles) -> bo
 
 
 def _read(file: ReadableFile, offset: int, size: int) -> Iterator[bytes]:
-    """The bytes of a range, some at a time."""
     with reading(file.path):
         for position in range(offset, offset + size, _CHUNK):
             yield read_range(file, position, min(_CHUNK, offset + size - position))
@@ -240,11 +227,9 @@ def _decrypted(file: ReadableFile, mode: str, blocks: Sequence[_Block], key: byt
             # With a wrong key it is noise.
             if not begun and not is_ckpt(plain[:_UNIT]):
                 raise EncryptedCheckpointError(
-                    f"{file.path}: cannot be decrypted with {mode}: the result is not a checkpoint; "
-                    "the key is wrong, or the file is damaged",
+                    f"{file.path}: cannot be decrypted with {mode}: the key is wrong, or the file is damaged",
                     file=file.path,
-                    hint=f"check the file of {_OPTION}; if the key is right, restore the checkpoint from a copy, or "
-                    "move it away",
+                    hint=f"check the file of {_OPTION}",
                 )
             begun = True
             yield plain if unpadder is None else unpadder.update(plain)

@@ -10,19 +10,18 @@ import contextlib
 import gc
 import itertools
 import os
+import pickle
 import queue
 import signal
+import socket
 import struct
 import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional, Union
+from typing import Any, Callable, NoReturn, Optional
 
 from reshard.errors import RetryableError
-
-if TYPE_CHECKING:
-    import socket
 
 Notify = Callable[[Any], None]
 """Receives a message that a worker sends before its answer."""
@@ -76,7 +75,6 @@ def may_fork() -> bool:
 
 
 def anonymous_bytes() -> int:
-    """Bytes of anonymous memory of this process."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         fields = dict(line.split(":", 1) for line in status)
     return int(fields["RssAnon"].split()[0]) << 10
@@ -115,12 +113,9 @@ class Crew:
     """
 
     def __init__(self, processes: int, threads: int, serve: Serve) -> None:
-        # Slow imports.
+        # A slow import.
         import ctypes
-        import socket
 
-        # Before the fork: else each worker loads pickle.
-        _pickled(None)
         self._idle: queue.SimpleQueue[Seat] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
         self._ends: list[socket.socket] = []
@@ -173,9 +168,6 @@ class Crew:
             descriptors: open files that are sent to the worker.
             notify: called in this thread with the messages that the worker sends before its answer.
 
-        Returns:
-            The answer.
-
         Raises:
             LostWorkerError: the worker died.
             BaseException: raised in the worker.
@@ -198,7 +190,6 @@ class Crew:
             worker.kill()
 
     def close(self) -> None:
-        """Kill all workers and wait for their end."""
         self.kill()
         for worker in self._workers:
             worker.end()
@@ -221,7 +212,6 @@ class _Worker:
         self._status: Optional[int] = None
 
     def kill(self) -> None:
-        """Kill it."""
         with self._lock:
             if self._status is None:
                 os.kill(self._pid, signal.SIGKILL)
@@ -255,7 +245,7 @@ class Seat:
         try:
             if self._interrupted:
                 raise EOFError
-            _send(self._end, _pickled(request), descriptors)
+            _send(self._end, _packed(request), descriptors)
             kind, value = _receive(self._end)[0]
             while kind == _MESSAGE:
                 notify(value)
@@ -305,14 +295,13 @@ def _work(
 
 
 def _answer(end: socket.socket, serve: Serve) -> None:
-    """Answer the requests of one end."""
 
     def notify(message: Any) -> None:
         _send(end, _packed(_MESSAGE, message))
 
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            request, descriptors = _receive(end)
+            (request,), descriptors = _receive(end)
             try:
                 answer = _packed(_ANSWER, serve(request, descriptors, notify))
             except BaseException as error:
@@ -320,20 +309,8 @@ def _answer(end: socket.socket, serve: Serve) -> None:
             _send(end, answer)
 
 
-def _packed(kind: int, value: object) -> bytes:
-    return _pickled((kind, value))
-
-
-def _pickled(value: object) -> bytes:
-    import pickle
-
-    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-
-
-def _unpickled(packed: Union[bytes, bytearray]) -> Any:
-    import pickle
-
-    return pickle.loads(packed)
+def _packed(*message: object) -> bytes:
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
 def _packed_error(error: BaseException) -> bytes:
@@ -342,18 +319,14 @@ def _packed_error(error: BaseException) -> bytes:
     trace = traceback.format_exc()
     try:
         packed = _packed(_ERROR, (error, trace))
-        _unpickled(packed)
+        pickle.loads(packed)
     except Exception:
         return _packed(_ERROR, (RuntimeError(str(error)), trace))
     return packed
 
 
 def _send(end: socket.socket, packed: bytes, descriptors: Sequence[int] = ()) -> None:
-    import socket
-    from array import array
-
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
-    end.sendmsg([_LENGTH.pack(len(packed))], rights)
+    socket.send_fds(end, [_LENGTH.pack(len(packed))], list(descriptors))
     end.sendall(packed)
 
 
@@ -363,26 +336,14 @@ def _receive(end: socket.socket) -> tuple[Any, list[int]]:
     Raises:
         EOFError: the other end is closed.
     """
-    import socket
-    from array import array
-
-    descriptors = array("i")
-    data, rights, _, _ = end.recvmsg(_LENGTH.size, socket.CMSG_SPACE(_MAX_DESCRIPTORS * descriptors.itemsize))
-    for _, _, numbers in rights:
-        descriptors.frombytes(numbers[: len(numbers) // descriptors.itemsize * descriptors.itemsize])
-    while 0 < len(data) < _LENGTH.size:
-        data += _received(end, _LENGTH.size - len(data))
-    if not data:
+    length, descriptors, _, _ = socket.recv_fds(end, _LENGTH.size, _MAX_DESCRIPTORS, socket.MSG_WAITALL)
+    if len(length) < _LENGTH.size:
         raise EOFError
-    (length,) = _LENGTH.unpack(data)
-    packed = bytearray()
-    while len(packed) < length:
-        packed += _received(end, min(length - len(packed), 1 << 20))
-    return _unpickled(packed), list(descriptors)
-
-
-def _received(end: socket.socket, most: int) -> bytes:
-    data = end.recv(most)
-    if not data:
-        raise EOFError
-    return data
+    packed = memoryview(bytearray(*_LENGTH.unpack(length)))
+    position = 0
+    while position < len(packed):
+        count = end.recv_into(packed[position:])
+        if not count:
+            raise EOFError
+        position += count
+    return pickle.loads(packed), list(descriptors)

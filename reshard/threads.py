@@ -56,7 +56,6 @@ class ThreadLock:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Release it in a child."""
         self._lock = threading.Lock()
 
     def __enter__(self) -> None:
@@ -67,14 +66,12 @@ class ThreadLock:
 
 
 def thread_pool(threads: int, name: str = "reshard") -> ThreadPoolExecutor:
-    """A pool of at most this number of threads, whose names begin with ``name``."""
     from concurrent.futures import ThreadPoolExecutor
 
     return ThreadPoolExecutor(threads, name)
 
 
 def wait_for(futures: Sequence[Future[Any]]) -> None:
-    """Wait until all have ended in any way."""
     if futures:
         from concurrent.futures import wait
 

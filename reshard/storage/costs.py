@@ -77,7 +77,7 @@ _ONE_OF = 4
 
 
 def storage_with(round_trip: float, buffered: int = 0, least: Storage = OBJECTS) -> Storage:
-    """Storage with a round trip of ``round_trip`` seconds.
+    """Storage with a round trip of ``round_trip`` seconds until the first byte.
 
     Args:
         round_trip: seconds until the first byte comes.
@@ -127,12 +127,10 @@ class Measured:
         self._lock = ThreadLock()
 
     def request(self, seconds: float) -> None:
-        """Record a request's seconds until the first byte."""
         with self._lock:
             self._seconds.append(seconds)
 
     def storage(self, buffered: int = 0) -> Storage:
-        """The storage that follows from the measurements."""
         with self._lock:
             round_trip = round_trip_of(self._seconds)
         if round_trip is None:
@@ -170,12 +168,7 @@ class FileSystems:
         self._measured: dict[int, Optional[Measured]] = {}
 
     def measured(self, device: int, path: str) -> Optional[Measured]:
-        """The measurements of a file's device; None on a local file system.
-
-        Args:
-            device: device number of the file.
-            path: the file.
-        """
+        """The measurements of the device of a file; None on a local file system."""
         try:
             return self._measured[device]
         except KeyError:
@@ -183,7 +176,6 @@ class FileSystems:
             return self._measured.setdefault(device, measured)
 
     def costs(self, path: str) -> Storage:
-        """Costs of requests to a path, from the measurements so far."""
         try:
             device = os.stat(path).st_dev
         except OSError:

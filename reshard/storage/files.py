@@ -318,7 +318,6 @@ def read_small(path: str, most: int, through_links: bool = True) -> bytes:
     Raises:
         UnfitError: it is not a regular file, or larger.
         RetryableError: reads end before its size.
-        OSError: it is missing, or cannot be read.
     """
     with opened_regular(path, through_links) as file:
         size = file.size()
@@ -344,9 +343,6 @@ def read_json(
         hint: for such an error.
         through_links: follow symbolic links.
         file_names: accept bytes that are not UTF-8, as Python represents them in names of files.
-
-    Raises:
-        ReshardError: as `reading`.
     """
     # Imported here: it slows the start of a command.
     from reshard.storage.json_text import JsonError, parse_json
@@ -362,16 +358,10 @@ def read_json(
 
 
 def read_range(file: ReadableFile, offset: int, least: int, most: Optional[int] = None) -> bytes:
-    """Bytes of an open file from an offset on.
+    """Bytes of an open file from an offset on: at least the ``least`` that it had there when it was opened.
 
     A read may return fewer bytes than requested, above all on network file systems. That is no sign of damage:
     reading continues, and bytes that stay missing are an error that a retry may cure.
-
-    Args:
-        file: the open file.
-        offset: first byte.
-        least: bytes from there to the end of the file when it was opened; all of them are read.
-        most: maximum bytes to read.
 
     Raises:
         RetryableError: the file became shorter, or reads end before its size.
@@ -399,9 +389,6 @@ def read_each(file: ReadableFile, ranges: Sequence[tuple[int, int]]) -> Iterator
     """Several (offset, bytes) ranges of an open file, all of which it has, in their order.
 
     Concurrently where every read takes a round trip, else one by one, on demand.
-
-    Raises:
-        ReshardError, OSError: as `read_range`.
     """
     many = getattr(file, "read_each", None)
     if many is not None and len(ranges) > 1:
@@ -455,7 +442,6 @@ def between(outs: Sequence[memoryview], start: int, stop: int) -> list[memoryvie
 
 
 def new_file(path: str, size: int, sending: Optional[Sending] = None) -> NewFile:
-    """See `Store.new_file`."""
     return store_of(path).new_file(path, size, sending)
 
 
@@ -497,11 +483,7 @@ def _gathered(parts: Iterable[Union[bytes, memoryview]]) -> Iterator[memoryview]
 
 
 def write_whole(path: str, data: bytes) -> None:
-    """Write a small file atomically and durably. Its directory has to exist.
-
-    Raises:
-        OSError: it cannot be written; no partial file remains.
-    """
+    """Write a small file atomically and durably, in an existing directory; no partial file remains."""
     store_of(path).write_whole(path, data)
 
 

@@ -9,11 +9,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Callable, NoReturn, Optional
+from typing import Any, Callable, NoReturn, Optional, TypeVar
 
 from reshard.storage.files import UnfitError
 from reshard.text.messages import quoted
 
+_T = TypeVar("_T")
 # The only spelling of half of a surrogate pair.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -96,47 +97,31 @@ class Fields:
         return _whole(self._of(key), self._label(key), low, end)
 
     def text(self, key: str) -> str:
-        """A text."""
-        value = self._of(key)
-        if not isinstance(value, str):
-            raise JsonError(f"{self._label(key)} is not a text")
-        return value
+        return self._typed(key, str, "is not a text")
 
     def flag(self, key: str) -> bool:
-        """True or false."""
-        value = self._of(key)
-        if not isinstance(value, bool):
-            raise JsonError(f"{self._label(key)} is neither true nor false")
-        return value
+        return self._typed(key, bool, "is neither true nor false")
 
     def is_null(self, key: str) -> bool:
-        """Whether a member exists and is null."""
         return self._content.get(key, "") is None
 
     def optional_text(self, key: str) -> Optional[str]:
-        """A text or null."""
         return None if self.is_null(key) else self.text(key)
 
     def entries(self, key: str) -> list[Any]:
-        """A list of anything."""
-        value = self._of(key)
-        if not isinstance(value, list):
-            raise JsonError(f"{self._label(key)} is not a list")
-        return value
+        return self._typed(key, list, "is not a list")
 
     def integers(self, key: str, low: int, end: int) -> tuple[int, ...]:
         """A list of whole numbers from ``low`` to before ``end``."""
         return integers(self.entries(key), self._label(key), low, end)
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of texts."""
         entries = self.entries(key)
         if not all(isinstance(entry, str) for entry in entries):
             raise JsonError(f"{self._label(key)} holds something that is not a text")
         return tuple(entries)
 
     def fields(self, key: str) -> Fields:
-        """An object."""
         return Fields(self._of(key), self._label(key))
 
     def members(self, key: str) -> Iterator[tuple[str, Fields]]:
@@ -145,6 +130,12 @@ class Fields:
             if not name:
                 raise JsonError(f"{self._label(key)} holds an empty name")
             yield name, Fields(item, f"{key}, {quoted(name)}")
+
+    def _typed(self, key: str, kind: type[_T], otherwise: str) -> _T:
+        value = self._of(key)
+        if not isinstance(value, kind):
+            raise JsonError(f"{self._label(key)} {otherwise}")
+        return value
 
     def _of(self, key: str) -> Any:
         if key not in self._content:
@@ -156,11 +147,7 @@ class Fields:
 
 
 def integers(value: Any, label: str, low: int, end: int) -> tuple[int, ...]:
-    """A list of whole numbers from ``low`` to before ``end``.
-
-    Raises:
-        JsonError: it is something else.
-    """
+    """A list of whole numbers from ``low`` to before ``end``; anything else is a `JsonError`."""
     if not isinstance(value, list):
         raise JsonError(f"{label} is not a list of numbers")
     return tuple(_whole(entry, label, low, end) for entry in value)

@@ -45,7 +45,6 @@ class _ListingCache:
         self._named: dict[str, dict[str, DirectoryEntry]] = {}
 
     def named(self, directory: str) -> dict[str, DirectoryEntry]:
-        """The entries of a directory, by name; empty if it was not listed."""
         entries = self.entries.get(directory)
         if not isinstance(entries, list):
             return {}
@@ -100,19 +99,13 @@ def with_cache(store: Store) -> Store:
 
 
 class _CachedStore:
-    """A store with cached statuses and listings.
-
-    Args:
-        store: the store.
-        cache: the results so far.
-    """
+    """A store with cached statuses and listings."""
 
     def __init__(self, store: Store, cache: _ListingCache) -> None:
         self._store = store
         self._cache = cache
 
     def status(self, path: str, through_links: bool = True) -> FileStatus:
-        """The status of a path; object stores have no links."""
         if not self._cache.valid:
             return self._store.status(path, through_links)
         key = path.rstrip("/")
@@ -124,7 +117,6 @@ class _CachedStore:
         return status
 
     def entries(self, directory: str) -> list[DirectoryEntry]:
-        """The entries of a directory."""
         if not self._cache.valid:
             return self._store.entries(directory)
         entries = self._cache.entries.get(directory.rstrip("/"))

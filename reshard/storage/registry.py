@@ -36,7 +36,6 @@ _endpoint: Optional[str] = None
 
 
 def use_endpoint(url: Optional[str]) -> None:
-    """Set the URL of the service for objects; None for the setting in environment or profile."""
     global _endpoint
     _endpoint = url
 
@@ -86,11 +85,7 @@ def store_of(path: str) -> Store:
 
 
 def check_scheme(path: str) -> None:
-    """Refuse a URL of an unsupported scheme, which is also a valid name of a directory.
-
-    Raises:
-        UsageError: the scheme is unsupported.
-    """
+    """Refuse a URL of an unsupported scheme, which is also a valid name of a directory."""
     almost = _ONE_SLASH.match(path)
     if almost is not None and almost[1] in STORES:
         # A joined or mistyped path with one slash.
@@ -109,17 +104,11 @@ def check_scheme(path: str) -> None:
 
 
 def same_store(first: str, second: str) -> bool:
-    """Whether two paths are in one store."""
     return scheme_of(first) == scheme_of(second)
 
 
 def storage_of(path: str) -> Storage:
-    """Costs of requests to a path, from the measurements so far.
-
-    Raises:
-        UsageError: the store allows no such path.
-        InputError: a package is missing.
-    """
+    """Costs of requests to a path, from the measurements so far."""
     return store_of(path).costs(path)
 
 
@@ -146,7 +135,6 @@ def absolute(path: str) -> str:
 
 
 def is_absolute(path: str) -> bool:
-    """Whether a path is absolute."""
     return bool(scheme_of(path)) or os.path.isabs(path)
 
 

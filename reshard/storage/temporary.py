@@ -43,17 +43,7 @@ _unfinished: set[tuple[int, str]] = set()
 
 
 def create(directory: str) -> tuple[int, str]:
-    """Create and lock a temporary file.
-
-    Args:
-        directory: its directory.
-
-    Returns:
-        Its descriptor, open for reading and writing, and its path.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """Create and lock a temporary file: its descriptor, open for reading and writing, and its path."""
     for times in range(_TIMES + 1):
         path = os.path.join(directory, f".reshard-tmp-{machine()}-{os.urandom(6).hex()}")
         _unfinished.add((os.getpid(), path))
@@ -81,22 +71,13 @@ def try_lock(fd: int) -> bool:
 
 
 def rename(path: str, final: str) -> None:
-    """Give a temporary file its final name, in its own directory, and flush that to disk.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Give a temporary file its final name, in its own directory, and flush that to disk."""
     os.rename(path, final)
     _unfinished.discard((os.getpid(), path))
     sync_directory(os.path.dirname(final))
 
 
 def remove(path: str) -> None:
-    """Remove a temporary file of this process.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
     os.unlink(path)
     _unfinished.discard((os.getpid(), path))
 
@@ -112,11 +93,7 @@ signals.at_end.append(_remove_unfinished)
 
 
 def write_whole(path: str, data: bytes) -> None:
-    """Write a small file atomically; flush it and its name to disk.
-
-    Raises:
-        OSError: it cannot be written; no partial file remains.
-    """
+    """Write a small file atomically; flush it and its name to disk. No partial file remains."""
     fd, unnamed = create(os.path.dirname(path))
     try:
         fill(fd, data)
@@ -177,11 +154,7 @@ def machine() -> str:
 
 
 def make_directory(path: str) -> bool:
-    """Make a directory and its missing parents; whether it was missing.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Make a directory and its missing parents; whether it was missing."""
     if os.path.isdir(path):
         return False
     try:
@@ -192,11 +165,7 @@ def make_directory(path: str) -> bool:
 
 
 def sync_directory(path: str) -> None:
-    """Make creations and renames in a directory survive a crash.
-
-    Raises:
-        OSError: it cannot be flushed.
-    """
+    """Make creations and renames in a directory survive a crash."""
     fd = os.open(path or os.curdir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

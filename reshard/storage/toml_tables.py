@@ -44,12 +44,6 @@ class TomlFile:
         self._error = error
 
     def read(self) -> str:
-        """The content.
-
-        Raises:
-            InputError: the file is missing, too large, or not UTF-8.
-            RetryableError: reading failed.
-        """
         with reading(self.path, self._error, "pass a file of rules"):
             try:
                 return read_small(self.path, _LARGEST).decode("utf-8-sig")
@@ -60,11 +54,6 @@ class TomlFile:
                 raise self._error(problem, file=self.path, hint=similar_path_hint(self.path)) from error
 
     def parse(self, text: str) -> dict[str, Any]:
-        """The tables in a text.
-
-        Raises:
-            InputError: the text is not TOML.
-        """
         import sys
 
         # Imported here: most commands read no rules.
@@ -105,18 +94,12 @@ class TomlFile:
         return values
 
     def parsed(self, parse: Callable[[str], Parsed], texts: Iterable[str], where: str) -> tuple[Parsed, ...]:
-        """The values of texts.
-
-        Raises:
-            InputError: a text is invalid.
-        """
         try:
             return tuple(map(parse, texts))
         except ExpressionError as error:
             raise self.wrong(where, str(error)) from error
 
     def wrong(self, where: str, problem: str) -> InputError:
-        """The error about a place in the file."""
         return self._error(f"{self.path}: {where}: {problem}", file=self.path)
 
 
@@ -137,7 +120,6 @@ class BuiltinFiles:
         self._listed_by = listed_by
 
     def names(self) -> list[str]:
-        """All names, sorted."""
         return sorted(name[: -len(_ENDING)] for name in os.listdir(self._directory) if name.endswith(_ENDING))
 
     def path(self, text: str) -> Optional[str]:
