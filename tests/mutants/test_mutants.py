@@ -44,7 +44,7 @@ def test_a_sample_of_mutants_is_refused_or_found() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(4))
-def test_mutants_of_layouts_views_engine_and_casts_are_refused_or_found(first: int) -> None:
+def test_mutants_are_refused_or_found(first: int) -> None:
     results = outcomes("--every", "12", "--first", str(3 * first))
     assert not certified(results)
     assert results["run"] >= 100 and results["outcomes"]["found"] >= 5
