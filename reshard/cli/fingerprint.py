@@ -30,9 +30,9 @@ from reshard.storage import storage_of
 from reshard.text.globs import Filters, warn_of_unmatched
 from reshard.text.messages import Report, one_line, quoted
 from reshard.verification.edited import edited_source
+from reshard.verification.files import read_sound
 from reshard.verification.fingerprint import Fingerprints, fingerprints
 from reshard.verification.reading import Means
-from reshard.verification.sources import read_sound
 from reshard.verification.stored import Source, stored_source
 
 

@@ -25,7 +25,7 @@ from reshard.records.commands import EDITS
 from reshard.records.status import status_of
 from reshard.text.globs import Filters
 from reshard.text.messages import MAX_LINES, Report, joined, listing, plural, printable, quoted, rank_ranges
-from reshard.verification.difference import Difference
+from reshard.verification.reading import Difference
 
 
 @command(

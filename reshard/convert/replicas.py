@@ -24,7 +24,7 @@ from reshard.strategies import Strategy
 from reshard.text.globs import Filters, warn_of_unmatched
 from reshard.text.messages import Message, Report, joined, listing, plural, rank_ranges
 from reshard.text.names import belongs_to_rank
-from reshard.verification.difference import Difference, kind_of_tensor
+from reshard.verification.reading import Difference, kind_of_tensor
 
 _MAX_SHOWN = 3
 

@@ -27,11 +27,9 @@ from reshard.source_replicas import hint_of_swap
 from reshard.storage import exists, is_regular_file, real
 from reshard.text.globs import Filters
 from reshard.text.messages import Report, are, joined, number_ranges, rank_ranges, some_names
-from reshard.verification.against_manifest import compare_with_manifest
-from reshard.verification.difference import Difference
 from reshard.verification.end_to_end import MergedAdapter, Verified, between_forms, verify_conversion
-from reshard.verification.reading import Means
-from reshard.verification.sources import RecordedCrcs
+from reshard.verification.files import RecordedCrcs, compare_with_manifest
+from reshard.verification.reading import Difference, Means
 
 
 @contextlib.contextmanager

@@ -7,29 +7,30 @@ have no other tensors.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Callable, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold
+from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
+from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import INT4
-from reshard.errors import IncompleteSourceError, InputError, LayoutError
-from reshard.forms.form import Layouts, ReadRequest
+from reshard.errors import DamagedCheckpointError, IncompleteSourceError, LayoutError
+from reshard.forms.form import Layouts
 from reshard.forms.registry import form_named
+from reshard.storage import read_range, reading
 from reshard.strategies import Stage, Strategy
-from reshard.text.messages import Report, number_ranges, quoted, rank_ranges
+from reshard.text.messages import number_ranges, quoted, rank_ranges
 from reshard.verification.boxes import Box, LayoutValues, device_boxes, target_boxes, whole_box
-from reshard.verification.difference import Difference, kind_of_tensor
-from reshard.verification.library import library_differences
-from reshard.verification.reading import Comparison, Means, compare
+from reshard.verification.reading import Comparison, Difference, Means, compare, kind_of_tensor
 from reshard.verification.stored import (
     Content,
     SliceSet,
     Source,
     StoredTensor,
     recorded_layout,
-    stored_source,
     value_content,
 )
 
@@ -60,48 +61,6 @@ def compare_form(
         RetryableError: reading failed.
     """
     return _Files(source, target_files, strategy, directory, means, admit).run()
-
-
-def read_written(
-    directory: str, form: str, handles: FileHandles, files: Optional[Collection[str]] = None
-) -> tuple[Optional[Source], list[Difference]]:
-    """Read a converted checkpoint of any form except rank directories.
-
-    Readers tolerate known defects of other writers. Files written here have none, so every tolerated defect is a
-    difference.
-
-    Args:
-        directory: its directory.
-        form: its form.
-        handles: open files.
-        files: its files, relative to the directory; None for all files in it.
-
-    Returns:
-        The checkpoint, or None if its reader refuses it; and the differences of whole files.
-
-    Raises:
-        RetryableError: reading failed.
-    """
-    try:
-        checkpoint = form_named(form).read(ReadRequest(directory, handles, Report()))
-        source = stored_source(checkpoint, Strategy.none())
-        problems = form_named(form).check_written(directory, checkpoint)
-        differences = [Difference("file", None, (), text, (name,)) for name, text in problems]
-    except InputError as error:
-        return None, [Difference("file", None, (), error.message)]
-    indexes = {os.path.relpath(index.path, directory): index for index in checkpoint.indexes.values()}
-    for name, index in indexes.items():
-        differences += [Difference("file", None, (), text, (name,)) for text in library_differences(index)]
-    read_paths = {os.path.relpath(path, directory) for path in checkpoint.files.values()}
-    if files is not None:
-        unread, foreign = sorted(set(files) - read_paths), sorted(read_paths.difference(files))
-        if unread:
-            differences.append(Difference("file", None, (), "the form's reader skips it", (*unread,)))
-        if foreign:
-            differences.append(
-                Difference("file", None, (), "is not of this conversion, but loaders read it", (*foreign,))
-            )
-    return source, differences
 
 
 def layout_in(stage: Stage, content: Content, strategy: Strategy) -> LayoutValues:
@@ -393,3 +352,71 @@ def strange_metadata(
 def _cuts(boxes: Sequence[Box]) -> list[int]:
     """The number of slices per dimension."""
     return [len(set(intervals)) for intervals in zip(*boxes)]
+
+
+_BLOCK = 1 << 20
+
+
+def object_differences(
+    source: Checkpoint, target: Checkpoint, admit: Callable[[str], bool], handles: FileHandles
+) -> Iterator[Difference]:
+    """Every object that differs, or that only one of two checkpoints has.
+
+    Args:
+        source: the converted checkpoint.
+        target: the written one, of a form that holds objects.
+        admit: whether an object was converted, by name.
+        handles: open files.
+
+    Raises:
+        ReshardError: an object cannot be read, or the source's is damaged.
+    """
+    expected = {name: stored for name, stored in source.objects.items() if admit(name)}
+    for name in sorted({*expected, *target.objects}):
+        written = target.objects.get(name)
+        files = () if written is None else (os.path.relpath(written.path, target.place),)
+        if written is None:
+            yield Difference("missing", name, (), "is an object of the source, and in no file")
+        elif name not in expected:
+            yield Difference("extra", name, (), "is an object that the source lacks", files)
+        else:
+            original = _read(expected[name], handles)
+            try:
+                same = _same(original, _read(written, handles))
+            except DamagedCheckpointError as error:
+                yield Difference("file", None, (), error.message, files)
+                continue
+            if not same:
+                yield Difference("content", name, (), "differs from the source", files)
+
+
+def _read(stored: StoredObject, handles: FileHandles) -> tuple[bytes, bytes, bool]:
+    """The bytes of an object, those of its pickle, and whether it holds nothing else, such as tensors."""
+    with reading(stored.path), contextlib.closing(handles.open_file(stored.path)) as file:
+        data = read_range(file, stored.offset, stored.length)
+        if not stored.archived:
+            return data, data, True
+        archive = Archive(file, stored.offset, stored.length)
+        archive.check(memoryview(bytearray(_BLOCK)))
+        return data, archive.pickle(), "data/0" not in archive
+
+
+def _same(first: tuple[bytes, bytes, bool], second: tuple[bytes, bytes, bool]) -> bool:
+    return first[0] == second[0] or (first[1] == second[1] and first[2] and second[2])
+
+
+def training_differences(source: Checkpoint, target: Source, handles: FileHandles) -> Iterator[Difference]:
+    """Every number in the target's metadata of the training that is another one in the source's.
+
+    A source without such metadata has values, which were compared with the target's.
+    """
+    for name, recorded in target.checkpoint.training.items():
+        expected = source.training.get(name)
+        if not source.training and name in target.values:
+            value = value_content(target.indexes, name, target.values[name][0])
+            if value.dtype.startswith(("Int", "UInt")):
+                data = value.read(whole_box(value.shape), handles).tobytes()
+                expected = int.from_bytes(data, "little", signed=value.dtype.startswith("Int"))
+        if None not in (recorded, expected) and recorded != expected:
+            detail = f"is {recorded!r} in the metadata of the training, and {expected!r} {target.origin}"
+            yield Difference("content", name, (), detail)

@@ -18,7 +18,7 @@ from reshard.text.globs import Glob
 from reshard.text.messages import Report, listing, quoted
 from reshard.text.names import is_weight, near_names
 from reshard.verification.boxes import Shape
-from reshard.verification.rules import DerivedTensor, lists_of, needed_sources
+from reshard.verification.operations import DerivedTensor, lists_of, needed_sources
 from reshard.verification.stored import Content, Source, StoredTensor
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def edited_source(base: Source, edits: Edits, report: Report) -> Source:
     originals: Mapping[str, Content] = base.tensors
     kept_values = set(base.values)
     if edits.quantisation is not None:
-        from reshard.verification.quantised import dequantised_tensors
+        from reshard.verification.computed import dequantised_tensors
 
         originals, kept_values = dequantised_tensors(base, edits.quantisation)
 

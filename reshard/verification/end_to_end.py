@@ -14,14 +14,13 @@ from reshard.text.globs import warn_of_unmatched
 from reshard.text.messages import Report, listing, plural, quoted
 from reshard.text.names import TRAINER_OPTIMIZERS
 from reshard.verification.boxes import whole_box
-from reshard.verification.converted import compare_form, read_written
-from reshard.verification.difference import Difference
+from reshard.verification.computed import sums_of
+from reshard.verification.converted import compare_form, object_differences, training_differences
 from reshard.verification.edited import edited_source, renamed, same_layouts, stored_parts
-from reshard.verification.objects import object_differences, training_differences
-from reshard.verification.products import sums_of
+from reshard.verification.files import RecordedCrcs, read_sound, read_written
+from reshard.verification.fingerprint import sums
 from reshard.verification.ranks import compare_ranks
-from reshard.verification.reading import Comparison, Means, compare, sums
-from reshard.verification.sources import RecordedCrcs, read_sound
+from reshard.verification.reading import Comparison, Difference, Means, compare
 from reshard.verification.stored import Source, files_read, stored_source
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from reshard.text.names import belongs_to_rank
 from reshard.threads import cached_property
 from reshard.verification.boxes import shape_of, target_boxes, volume_of
 from reshard.verification.converted import TargetComparison, layout_in, strange_metadata
-from reshard.verification.difference import Difference
-from reshard.verification.library import library_differences
-from reshard.verification.reading import Comparison, Means
+from reshard.verification.files import library_differences
+from reshard.verification.reading import Comparison, Difference, Means
 from reshard.verification.stored import Content, SliceSet, Source, by_box
 
 

@@ -1,4 +1,4 @@
-"""Comparing and summing tensors, block by block, in several threads or processes and bounded memory."""
+"""Comparing tensors, block by block, in several threads or processes and bounded memory."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Callable, NamedTuple, Protocol, TypeVar
+from typing import Any, Callable, NamedTuple, Optional, Protocol
 
 import numpy as np
 
-from reshard.checkpoints import CheckpointIndex, FileHandles
+from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor
 from reshard.processes import MIN_BYTES_PER_PROCESS, Crew, Notify, may_fork, private_bytes, process_count
 from reshard.storage import FileStatus, storage_of
 from reshard.storage.costs import busy_cpus
+from reshard.text.messages import one_line, quoted, rank_ranges, some_names
 from reshard.verification.boxes import Box, shape_of, volume_of, whole_box, within
-from reshard.verification.products import Sum
-from reshard.verification.rounding import same_nans
-from reshard.verification.rules import DerivedTensor
+from reshard.verification.computed import Sum
+from reshard.verification.operations import DerivedTensor, same_nans
 from reshard.verification.stored import Buffers, Content, SliceSet, StoredTensor, Words, read_box
-from reshard.verification.sums import PRIME, Workspace
 
 # Small blocks stay in the cache; large ones have longer runs where dimensions are transposed.
 _MIN_BLOCK, _MAX_BLOCK, _MAX_BLOCK_DERIVED = 256 << 10, 1 << 20, 4 << 20
@@ -31,13 +30,46 @@ _MIN_BLOCK, _MAX_BLOCK, _MAX_BLOCK_DERIVED = 256 << 10, 1 << 20, 4 << 20
 _COPIES, _COPIES_DERIVED = 4, 12
 # Limits of a batch for a thread.
 _MAX_TASKS, _MAX_TASK_BYTES = 64, 1 << 20
-_K = TypeVar("_K")
 # If the first blocks are this small, one thread is faster than several, except on a network.
 _PEEKED, _TINY = 64, 8 << 10
 
 
-MAX_SLICES = 1 << 14
-"""Slices in memory at a time: some MB."""
+class Difference(NamedTuple):
+    """One difference.
+
+    Attributes:
+        kind: ``file`` (missing or damaged), ``missing``, ``extra``, ``type``, ``shape``, ``content``,
+            ``replica`` (a minority of copies differs), ``replicas`` (copies differ without a majority), ``stages``
+            (pipeline stages disagree) or ``strategy`` (files do not fit it).
+        parameter: the parameter, or None for a whole file.
+        ranks: the wrong ranks, ascending; all candidates if unknown. Empty for forms without ranks.
+        detail: the problem; printed after the parameter's name, ranks and files.
+        files: for forms without ranks, the wrong files, relative to the directory.
+    """
+
+    kind: str
+    parameter: Optional[str]
+    ranks: tuple[int, ...]
+    detail: str
+    files: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """A line: parameter, ranks, problem."""
+        return self.of("" if self.parameter is None else quoted(self.parameter))
+
+    def of(self, names: str) -> str:
+        """The line for several parameters with the same difference."""
+        where = f" on {rank_ranges(self.ranks)}" if self.ranks else ""
+        if self.files:
+            files = some_names([one_line(name) for name in self.files], 3)
+            where = f" in {files}" if names else files
+        subject = f"{names}{where}".lstrip()
+        return f"{subject}: {self.detail}" if subject else self.detail
+
+
+def kind_of_tensor(tensor: Tensor) -> tuple[str, tuple[int, ...], int]:
+    """Type, shape and size, which must agree before contents are compared."""
+    return tensor.dtype, tensor.shape, tensor.nbytes
 
 
 class Progress(Protocol):
@@ -118,7 +150,7 @@ class Comparison(NamedTuple):
         return self.content.item_size * (sum(map(volume_of, self.regions)) + copies)
 
 
-class Mismatches:
+class Mismatches(NamedTuple):
     """The differences of comparisons.
 
     Attributes:
@@ -126,42 +158,8 @@ class Mismatches:
         stages: names of tensors with different values in the source's pipeline stages.
     """
 
-    def __init__(self) -> None:
-        self.files: dict[tuple[object, str], set[int]] = defaultdict(set)
-        self.stages: set[str] = set()
-        self._lock = threading.Lock()
-
-    def add_file(self, place: object, name: str, file: int) -> None:
-        """Add a wrong copy."""
-        with self._lock:
-            self.files[place, name].add(file)
-
-    def add_stages(self, name: str) -> None:
-        """Add a tensor with different values in stages."""
-        with self._lock:
-            self.stages.add(name)
-
-    def drain(self) -> tuple[dict[tuple[object, str], set[int]], set[str]]:
-        """Remove and return all differences."""
-        drained = dict(self.files), set(self.stages)
-        self.files.clear()
-        self.stages.clear()
-        return drained
-
-    def add(self, drained: tuple[dict[tuple[object, str], set[int]], set[str]]) -> None:
-        """Add the drained differences of another process."""
-        files, stages = drained
-        with self._lock:
-            for place, wrong in files.items():
-                self.files[place] |= wrong
-            self.stages |= stages
-
-
-class _Task(NamedTuple):
-    """Work for one thread, and the bytes that it reads."""
-
-    nbytes: int
-    run: Callable[[], None]
+    files: dict[tuple[object, str], set[int]]
+    stages: set[str]
 
 
 def compare(comparisons: Iterable[Comparison], means: Means, counted: bool = True) -> Mismatches:
@@ -175,24 +173,31 @@ def compare(comparisons: Iterable[Comparison], means: Means, counted: bool = Tru
     Raises:
         ReshardError: a file cannot be read, or was cut short meanwhile.
     """
-    mismatches, buffers = Mismatches(), Buffers()
+    mismatches, buffers = Mismatches(defaultdict(set), set()), Buffers()
 
-    def tasks() -> Iterator[_Task]:
+    def tasks() -> Iterator[Task]:
         for one in comparisons:
             means.read.update(one.content.paths())
             means.read.update(one.indexes[file].path for files in one.copies.files_of.values() for file in files)
             for region in one.regions:
-                for block in _blocks(one.content, region, means):
-                    yield _task(one, block, means, buffers, mismatches)
+                for block in blocks(one.content, region, means):
+                    meeting = [*one.copies.overlapping(block)]
+                    count = volume_of(block) + sum(volume_of(both) * len(files) for _, both, files in meeting)
+                    yield Task(one.content.item_size * count, _compare_block, (one, block, meeting, means, buffers))
 
-    _run_tasks(tasks(), means, mismatches, counted=counted)
+    def add(wrong: list[_Wrong]) -> None:
+        for place, name, file in wrong:
+            if file is None:
+                mismatches.stages.add(name)
+            else:
+                mismatches.files[place, name].add(file)
+
+    run_tasks(tasks(), means, add, counted=counted)
     return mismatches
 
 
-def _task(one: Comparison, block: Box, means: Means, buffers: Buffers, mismatches: Mismatches) -> _Task:
-    meeting = [*one.copies.overlapping(block)]
-    count = volume_of(block) + sum(volume_of(both) * len(files) for _, both, files in meeting)
-    return _Task(one.content.item_size * count, lambda: _compare_block(one, block, meeting, means, buffers, mismatches))
+_Wrong = tuple[object, str, Optional[int]]
+"""The place and name of a tensor, and a file with a wrong copy; None where pipeline stages differ."""
 
 
 def _compare_block(
@@ -201,14 +206,14 @@ def _compare_block(
     meeting: Sequence[tuple[Box, Box, tuple[int, ...]]],
     means: Means,
     buffers: Buffers,
-    mismatches: Mismatches,
-) -> None:
+) -> list[_Wrong]:
     content, name, handles = one.content, one.content.name, means.handles
+    wrong: list[_Wrong] = []
     if isinstance(content, StoredTensor):
         expected = content.read(block, handles, buffers.buffer)
         for slices in content.whole_slice_sets()[1:]:
             if not _same(expected, content.read_slice_sets([slices], block, handles)):
-                mismatches.add_stages(name)
+                wrong.append((one.place, name, None))
     else:
         expected = content.read(block, handles)
     if content.cast:
@@ -225,7 +230,8 @@ def _compare_block(
                     same_nans(copy, content.dtype)
                 right = _same(part, copy)
             if not right:
-                mismatches.add_file(one.place, name, file)
+                wrong.append((one.place, name, file))
+    return wrong
 
 
 def _same(first: Words, second: Words) -> bool:
@@ -242,91 +248,26 @@ def _same(first: Words, second: Words) -> bool:
     return np.array_equal(first, second)
 
 
-def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means, counted: bool = True) -> Iterator[tuple[_K, int]]:
-    """Sum boxes of tensors (see `sums`), several at a time.
+class Task(NamedTuple):
+    """Work for one thread, which reads ``nbytes``: a function and its arguments."""
 
-    Args:
-        parts: per part a key, the tensor and the box; consumed lazily.
-        means: files, threads and memory; the caller begins and ends the progress.
-        counted: whether to count bytes in the progress.
+    nbytes: int
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
 
-    Yields:
-        The key of each part, and its sum, in order.
-
-    Raises:
-        ReshardError: a file cannot be read, or was cut short meanwhile.
-    """
-    parts = iter(parts)
-    while some := [*itertools.islice(parts, MAX_SLICES)]:
-        yield from zip((key for key, _, _ in some), _sums([(content, box) for _, content, box in some], means, counted))
+    def run(self) -> Any:
+        return self.function(*self.arguments)
 
 
-def _sums(parts: Sequence[tuple[Content, Box]], means: Means, counted: bool) -> list[int]:
-    totals, buffers = _Totals(), threading.local()
-
-    def add(number: int, content: Content, block: Box) -> None:
-        if not hasattr(buffers, "space"):
-            buffers.space = Workspace()
-        words = content.read(block, means.handles)
-        if content.cast:
-            same_nans(words, content.dtype)
-        content_bytes = words.reshape(-1).view(np.uint8)
-        totals.add({number: buffers.space.sum(content.shape, content.item_size, block, content_bytes)})
-
-    def tasks() -> Iterator[_Task]:
-        for number, (content, box) in enumerate(parts):
-            means.read.update(content.paths())
-            for block in _blocks(content, box, means) if volume_of(box) else ():
-                nbytes = volume_of(block) * content.item_size
-                yield _Task(nbytes, lambda number=number, content=content, block=block: add(number, content, block))  # type: ignore[misc]
-
-    _run_tasks(tasks(), means, totals, Workspace.LEAST_MEMORY, counted)
-    return [totals.sums[number] for number in range(len(parts))]
-
-
-def _threads(means: Means) -> int:
-    """Number of threads that may read at a time."""
-    storage = storage_of(next(iter(means.read), "."))
-    cpus = busy_cpus(means.jobs, storage)
-    return max(1, min(cpus * storage.in_flight, means.max_memory // (_MIN_BLOCK * _COPIES)))
-
-
-class _Totals:
-    """Sums of parts by their numbers, modulo `PRIME`."""
-
-    def __init__(self) -> None:
-        self.sums: dict[int, int] = defaultdict(int)
-        self._lock = threading.Lock()
-
-    def drain(self) -> dict[int, int]:
-        """Remove and return all sums."""
-        drained, self.sums = self.sums, defaultdict(int)
-        return dict(drained)
-
-    def add(self, sums: dict[int, int]) -> None:
-        """Add the drained sums of another process."""
-        with self._lock:
-            for number, total in sums.items():
-                self.sums[number] = (self.sums[number] + total) % PRIME
-
-
-class _Results(Protocol):
-    """Results of tasks, in this process and in its workers."""
-
-    def drain(self) -> Any:
-        """Remove and return all results."""
-
-    def add(self, drained: Any) -> None:
-        """Add the drained results of another process."""
-
-
-def _run_tasks(tasks: Iterator[_Task], means: Means, results: _Results, least: int = 1, counted: bool = True) -> None:
+def run_tasks(
+    tasks: Iterator[Task], means: Means, add: Callable[[Any], None], least: int = 1, counted: bool = True
+) -> None:
     """Run tasks in threads, or in forked worker processes, each with its own copy of the iterator of tasks.
 
     Args:
         tasks: the tasks.
         means: files, CPUs and memory.
-        results: the results of the tasks.
+        add: gets the result of each task, one at a time.
         least: smallest memory of a task in bytes.
         counted: whether to count bytes in the progress.
     """
@@ -348,64 +289,58 @@ def _run_tasks(tasks: Iterator[_Task], means: Means, results: _Results, least: i
         processes = min(threads, process_count(means.jobs, nbytes, means.max_memory, private_bytes()))
     if processes < 2:
         in_process = contextlib.nullcontext(lambda number, batch: [task.run() for task in batch])
-        _run_in_threads(tasks, means, threads, lambda: in_process, counted)
+        _run_in_threads(tasks, means, threads, lambda: in_process, add, counted)
         return
     worker_tasks, turn = tasks, itertools.count()
 
-    def serve(batch_number: int, _: Sequence[int], notify: Notify) -> tuple[Any, dict[str, FileStatus]]:
+    def serve(batch_number: int, _: Sequence[int], notify: Notify) -> tuple[list[Any], dict[str, FileStatus]]:
         versions = means.handles.seen
         batch = next(batch for batch in iter(lambda: [*_next_tasks(worker_tasks)], None) if next(turn) == batch_number)
-        for task in batch:
-            task.run()
-        return results.drain(), means.handles.seen_after(versions)
+        return [task.run() for task in batch], means.handles.seen_after(versions)
 
     @contextlib.contextmanager
     def in_worker() -> Iterator[_RunTasks]:
         # One worker per thread: a worker cannot return to earlier tasks, and the numbers of one thread ascend.
         with crew.seat() as seat:
 
-            def call(number: int, batch: Sequence[_Task]) -> None:
-                drained, new_versions = seat.call(number)
-                results.add(drained)
+            def call(number: int, batch: Sequence[Task]) -> list[Any]:
+                results: list[Any]
+                results, new_versions = seat.call(number)
                 means.handles.see(new_versions)
+                return results
 
             yield call
 
     with Crew(processes, 1, serve) as crew:
-        _run_in_threads(tasks, means, processes, in_worker, counted)
+        _run_in_threads(tasks, means, processes, in_worker, add, counted)
 
 
-_RunTasks = Callable[[int, Sequence[_Task]], object]
+_RunTasks = Callable[[int, Sequence[Task]], list[Any]]
+"""Runs a numbered batch of tasks; returns their results."""
 
 
 def _run_in_threads(
-    tasks: Iterator[_Task],
+    tasks: Iterator[Task],
     means: Means,
     threads: int,
     new_runner: Callable[[], AbstractContextManager[_RunTasks]],
+    add: Callable[[Any], None],
     counted: bool,
 ) -> None:
-    """Run numbered batches of tasks in threads.
-
-    Args:
-        tasks: the tasks.
-        means: gets the progress.
-        threads: number of threads.
-        new_runner: returns a context of a thread, with a function that runs a batch.
-        counted: whether to count bytes in the progress.
-    """
     lock, stop, turn = threading.Lock(), threading.Event(), itertools.count()
 
     def work() -> None:
-        with new_runner() as run_tasks:
+        with new_runner() as run_batch:
             while not stop.is_set():
                 with lock:
                     number, batch = next(turn), [*_next_tasks(tasks)]
                 if not batch:
                     return
-                run_tasks(number, batch)
-                if counted:
-                    with lock:
+                results = run_batch(number, batch)
+                with lock:
+                    for result in results:
+                        add(result)
+                    if counted:
                         means.progress.wrote(sum(task.nbytes for task in batch))
 
     with ThreadPoolExecutor(threads) as pool:
@@ -418,7 +353,14 @@ def _run_in_threads(
             raise
 
 
-def _next_tasks(tasks: Iterator[_Task]) -> Iterator[_Task]:
+def _threads(means: Means) -> int:
+    """Number of threads that may read at a time."""
+    storage = storage_of(next(iter(means.read), "."))
+    cpus = busy_cpus(means.jobs, storage)
+    return max(1, min(cpus * storage.in_flight, means.max_memory // (_MIN_BLOCK * _COPIES)))
+
+
+def _next_tasks(tasks: Iterator[Task]) -> Iterator[Task]:
     """The next batch of tasks; empty at the end."""
     nbytes = 0
     for task in itertools.islice(tasks, _MAX_TASKS):
@@ -428,7 +370,7 @@ def _next_tasks(tasks: Iterator[_Task]) -> Iterator[_Task]:
             return
 
 
-def _blocks(content: Content, box: Box, means: Means) -> Iterator[Box]:
+def blocks(content: Content, box: Box, means: Means) -> Iterator[Box]:
     """The blocks of a box, small enough for the memory of a thread."""
     copies, largest = (
         (_COPIES_DERIVED, _MAX_BLOCK_DERIVED) if isinstance(content, DerivedTensor) else (_COPIES, _MAX_BLOCK)

@@ -15,9 +15,8 @@ from reshard.storage.costs import LOCAL
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters
 from reshard.text.messages import Report
-from reshard.verification.difference import Difference
 from reshard.verification.ranks import compare_ranks
-from reshard.verification.reading import Means
+from reshard.verification.reading import Difference, Means
 from reshard.verification.stored import Source, stored_source
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoints.formats.dtypes import CAST_TO
-from reshard.verification.rounding import same_nans, words_as
+from reshard.verification.operations import same_nans, words_as
 from tests.execute.test_casts import FIELDS, PAIRS, WORDS, nearest, value_of
 
 

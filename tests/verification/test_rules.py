@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from reshard.names import Applied, apply_rules, parse_rules
 from reshard.verification.boxes import Box, Shape
-from reshard.verification.rules import DerivedTensor, lists_of, needed_sources
+from reshard.verification.operations import DerivedTensor, lists_of, needed_sources
 from reshard.verification.stored import SliceSet, StoredTensor
 from tests.layouts import examples
 from tests.names.naive import redone

@@ -20,11 +20,11 @@ from reshard.execute.filling import BlockFiller
 from reshard.layout import Overlap
 from reshard.plan import plan as plan_module
 from reshard.strategies import read_strategy
+from reshard.verification import fingerprint as summing
 from reshard.verification import reading
 from reshard.verification.boxes import LayoutValues, device_boxes
-from reshard.verification.difference import Difference
 from reshard.verification.fingerprint import fingerprints
-from reshard.verification.reading import Means
+from reshard.verification.reading import Difference, Means
 from tests import cases
 from tests.conftest import LONG
 from tests.layouts import examples, strategies, tensors
@@ -376,7 +376,7 @@ def many(root: Path, ranks: int, parameters: int) -> Pair:
 def test_differences_do_not_depend_on_batches_and_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(reading, "MAX_SLICES", most)
+    monkeypatch.setattr(summing, "MAX_SLICES", most)
     monkeypatch.setattr(reading, "_MIN_BLOCK", most)
     monkeypatch.setattr(reading, "_MAX_BLOCK", most)
     pair = many(tmp_path, 8, 6)
@@ -393,7 +393,7 @@ def test_differences_do_not_depend_on_batches_and_blocks(
 
 
 def test_headers_are_read_once_with_any_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MAX_SLICES", 1)
+    monkeypatch.setattr(summing, "MAX_SLICES", 1)
     pair = many(tmp_path, 8, 6)
     read: list[str] = []
 
@@ -414,7 +414,7 @@ def test_headers_are_read_once_with_any_batches(tmp_path: Path, monkeypatch: pyt
 def test_memory_of_verify_does_not_grow_with_parameters_times_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(reading, "MAX_SLICES", 128)
+    monkeypatch.setattr(summing, "MAX_SLICES", 128)
     ranks, few, more = 64, 4, 24
     peaks: list[int] = []
     # The first run loads what all need; two threads meet differently in each, so that the least of two counts.

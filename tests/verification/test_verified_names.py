@@ -20,7 +20,7 @@ from reshard.checkpoints.formats.elements import Words
 from reshard.execute import casts
 from reshard.layout.views import ZEROS, View
 from reshard.names.operations import Chain, apply_all
-from reshard.verification import reading, rules
+from reshard.verification import operations, reading
 from tests.convert.test_edits import values
 from tests.execute.test_memory import peaks
 from tests.layouts import examples, strategies
@@ -332,7 +332,7 @@ def test_names_without_a_source_are_wrong_usage(models: Models) -> None:
 def test_tensors_that_are_only_renamed_are_compared(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     target = single({name.replace("model.", "net."): made_ for name, made_ in SOURCE[0]["layouts"].items()})
     models.new = write_strategy(models.root / "strategies" / "renamed", target)
-    monkeypatch.setattr(rules.DerivedTensor, "read", None)
+    monkeypatch.setattr(operations.DerivedTensor, "read", None)
     models.convert("--rename", "model.*=net.*", "--verify")
     done(*models.verify("--rename", "model.*=net.*"))
     fails(4, *models.verify("--rename", "model.*=nut.*"))
