@@ -2,9 +2,9 @@
 
 FORM_CLASSES = {
     "ranks": "reshard.forms.ranks.form:RanksForm",
-    "hyper-parallel": "reshard.forms.dcp.form:HyperParallelForm",
-    "dcp": "reshard.forms.dcp.form:DcpForm",
-    "hf-sharded": "reshard.forms.hf_sharded.form:HfShardedForm",
+    "hyper-parallel": "reshard.forms.pytorch.form:HyperParallelForm",
+    "dcp": "reshard.forms.pytorch.form:DcpForm",
+    "hf-sharded": "reshard.forms.pytorch.form:HfShardedForm",
     "checkpoint2": "reshard.forms.checkpoint2.form:Checkpoint2Form",
     "unified": "reshard.forms.full.form:UnifiedForm",
     "huggingface": "reshard.forms.full.form:HuggingFaceForm",
@@ -14,7 +14,7 @@ FORM_CLASSES = {
 The first form that recognises a source reads it; later ones are not loaded.
 """
 
-READ_ONLY_CLASSES = {"verl": "reshard.forms.verl.form:VerlForm"}
+READ_ONLY_CLASSES = {"verl": "reshard.forms.pytorch.form:VerlForm"}
 """Likewise of forms that are only read; they come last."""
 
 DEFAULT_FORM = next(iter(FORM_CLASSES))

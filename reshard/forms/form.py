@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol, Union, cast
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol, Union
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
@@ -304,17 +304,3 @@ def check_latest(form: Form, request: ReadRequest) -> None:
     """Refuse a step of a form without steps."""
     if request.step != "latest":
         raise UsageError(f"{request.src}: is of the form {form.name}, which has no steps", hint="leave out --step")
-
-
-class ChunkedForm(Form):
-    """The common part of PyTorch's forms, whose checkpoints are `recorded.ChunkedCheckpoint`."""
-
-    def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
-        from reshard.forms.recorded import ChunkedCheckpoint, strategy_of
-
-        return strategy_of(cast(ChunkedCheckpoint, checkpoint))
-
-    def describe(self, checkpoint: Checkpoint) -> Description:
-        from reshard.forms.recorded import ChunkedCheckpoint, described
-
-        return described(cast(ChunkedCheckpoint, checkpoint))

@@ -61,7 +61,7 @@ _ROOMS = {
 _PARTS = {
     *("checkpoints.placed", "checkpoints.formats.archives", "checkpoints.formats.pickles"),
     *("execute.casts", "execute.filling"),
-    *("forms.recorded", "forms.dcp.read", "forms.full.contents", "forms.hf_sharded.shards", "forms.verl.reading"),
+    *("forms.recorded", "forms.pytorch.dcp", "forms.full.contents", "forms.pytorch.shards", "forms.pytorch.verl"),
     *("forms.checkpoint2.metadata", "forms.writing", "layout.boxes", "plan.recovery", "storage.s3"),
     "strategies.rules",
 }

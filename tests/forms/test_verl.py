@@ -16,8 +16,8 @@ import pytest
 
 from reshard.checkpoints.formats.archives import ArchiveEntry, Elements
 from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_class, pickled, read_pickle
+from reshard.forms.pytorch.verl import PlacementError, part_of
 from reshard.forms.registry import form_of
-from reshard.forms.verl.reading import PlacementError, part_of
 from tests.corpus import FIXTURES
 from tests.corpus_dcp import fixtures, held_in
 from tests.forms import FORMS

@@ -1,4 +1,9 @@
-"""Reading a directory of sharded safetensors, from headers alone."""
+"""PyTorch's sharded safetensors: files of chunks, whose headers record where these begin.
+
+``HuggingFaceStorageWriter`` of torch.distributed.checkpoint writes one file for each rank, or several, and no index.
+``DCP_SHARDING_INFO`` in a header has the offsets of every tensor of the file. Newer versions also record the shape of
+the full tensor; without it, a tensor whose last rows no file holds looks like a smaller one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
 from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import Contents
 from reshard.forms.full.form import extra_files_in, report_unread
-from reshard.forms.hf_sharded.form import INFO, SHARD, VERSION_KEY, shards_in
+from reshard.forms.pytorch.form import INFO, SHARD, VERSION_KEY, shards_in
 from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, tensor_fault
 from reshard.forms.target import FinishingFile
 from reshard.forms.writing import ChunkFiles, Selected

@@ -1,4 +1,8 @@
-"""Reading verl's rank files."""
+"""Rank files that verl and SkyRL write with ``torch.save``: the model's state dictionary of each rank of FSDP.
+
+A file is one archive, whose pickle lists the rank's tensors. A DTensor in it has the shape of the full tensor, and the
+place of the rank in a mesh with a placement for each of its dimensions: these give the box of the rank's part.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,8 @@ from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.form import ReadRequest
 from reshard.forms.full.form import extra_files_in, file_names
+from reshard.forms.pytorch.form import VERL_FILE
 from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, tensor_fault
-from reshard.forms.verl.form import MODEL
 from reshard.storage import for_each, is_directory, names_in, reading
 from reshard.text.messages import Report, listing, number_ranges, plural
 from reshard.text.names import layers_in_order
@@ -234,7 +238,7 @@ def _files_of_ranks(
     directory: str, names: Sequence[str], damaged: Mapping[str, str]
 ) -> tuple[int, list[str], list[InputError]]:
     """The number of ranks that saved, their files, and why others are not read."""
-    matches = [match for match in map(MODEL.fullmatch, names) if match]
+    matches = [match for match in map(VERL_FILE.fullmatch, names) if match]
     worlds = sorted({int(match[1]) for match in matches})
     paths = {int(match[2]): os.path.join(directory, match[0]) for match in matches}
     world, last = worlds[0], max(paths)

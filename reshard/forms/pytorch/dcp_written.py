@@ -1,4 +1,4 @@
-"""Distributed checkpoints of PyTorch to be written: a file for each rank, objects, and metadata, which comes last."""
+"""Distributed checkpoints to be written: a file for each rank, objects, and metadata, which comes last."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from reshard.checkpoints.formats.dtypes import ARCHIVES, TORCH_NAMES
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_safetensors
 from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_class, pickled
 from reshard.errors import CheckpointError
-from reshard.forms.dcp.form import DCP, HYPER_PARALLEL, METADATA
-from reshard.forms.dcp.metadata import HYPER, TORCH, DescribedChunk, DescribedTensor, Record
-from reshard.forms.dcp.read import BACKEND, COMMON
 from reshard.forms.form import Names, WriteRequest
+from reshard.forms.pytorch.dcp import BACKEND, COMMON, HYPER, TORCH, DescribedChunk, DescribedTensor, Record
+from reshard.forms.pytorch.form import DCP, HYPER_PARALLEL, METADATA
 from reshard.forms.recorded import tensor_fault
 from reshard.forms.registry import form_named
 from reshard.forms.target import FinishingFile

@@ -1,0 +1,221 @@
+"""PyTorch's forms, recognised by names: torch DCP, hyper-parallel's, sharded safetensors and verl's rank files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Optional, cast
+
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.formats.dtypes import ARCHIVES
+from reshard.forms.form import (
+    Description,
+    Form,
+    FormOptions,
+    Layouts,
+    Names,
+    ReadRequest,
+    SavedStep,
+    WriteRequest,
+    check_latest,
+)
+from reshard.forms.tracker import Iteration, IterationNames, saved_steps
+from reshard.storage import caches_listings, is_directory, names_in
+from reshard.strategies import Strategy
+from reshard.text.messages import Report
+
+if TYPE_CHECKING:
+    from reshard.forms.target import TargetForm
+
+
+METADATA = ".metadata"
+"""Metadata of all ranks, which is written last."""
+
+ENDING = f".{ARCHIVES}"
+
+DCP, HYPER_PARALLEL = "dcp", "hyper-parallel"
+"""The names of the forms."""
+
+ITERATIONS = IterationNames("iter_", 7)
+# Metadata of one rank: torch's, and hyper-parallel's of two generations.
+OF_RANK = re.compile(r"__([0-9]{1,7})\.metadata")
+OF_HYPER_RANK = re.compile(r"\.rank([0-9]{1,7})_metadata|([0-9]{1,7})\.metadata")
+_OF_HYPER = re.compile(r"_rank[0-9]{1,7}_\.(safetensors|bytes)|.*_rank[0-9]{1,7}\.bytes")
+
+
+def kind_of_directory(names: Sequence[str]) -> Optional[str]:
+    """Which form a directory of one checkpoint has, by the names in it; None where it has neither."""
+    if any(OF_HYPER_RANK.fullmatch(name) or _OF_HYPER.fullmatch(name) for name in names):
+        return HYPER_PARALLEL
+    if METADATA in names or any(name.endswith(ENDING) or OF_RANK.fullmatch(name) for name in names):
+        return DCP
+    return None
+
+
+def iterations(directory: str, names: Sequence[str]) -> list[Iteration]:
+    """The iterations that a root of Megatron holds, oldest first."""
+    found = ITERATIONS.in_root(directory, names)
+    return [iteration for iteration in found if kind_of_directory(names_in(iteration.path)) == DCP]
+
+
+class _ChunkedForm(Form):
+    """The common part of PyTorch's forms, whose checkpoints are `ChunkedCheckpoint`."""
+
+    def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
+        from reshard.forms.recorded import ChunkedCheckpoint, strategy_of
+
+        return strategy_of(cast(ChunkedCheckpoint, checkpoint))
+
+    def describe(self, checkpoint: Checkpoint) -> Description:
+        from reshard.forms.recorded import ChunkedCheckpoint, described
+
+        return described(cast(ChunkedCheckpoint, checkpoint))
+
+
+class _DistributedForm(_ChunkedForm):
+    """The methods of both forms."""
+
+    @caches_listings
+    def read(self, reading: ReadRequest) -> Checkpoint:
+        from reshard.forms.pytorch.dcp import read_distributed
+
+        return read_distributed(self.name, reading)
+
+    def marks(self, files: Sequence[str]) -> list[str]:
+        return [METADATA]
+
+    def check_step(self, src: str, step: str) -> None:
+        from reshard.forms.pytorch.dcp import choose
+
+        if step != "latest":
+            choose(src, step, Report())
+
+    def steps(self, src: str) -> list[SavedStep]:
+        return saved_steps(src, iterations(src, names_in(src)))
+
+
+class DcpForm(_DistributedForm):
+    """Distributed checkpoints of torch: ``.metadata`` and ``.distcp``."""
+
+    name = DCP
+    options = FormOptions(
+        title="torch DCP",
+        layouts=Layouts.RECORDED,
+        steps=True,
+        shards=True,
+        formats=("distcp",),
+        mindspore=False,
+        huggingface=True,
+        names=Names.TRAINER,
+    )
+
+    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+        if not is_directory(src):
+            return False
+        names = names_in(src) if names is None else names
+        return kind_of_directory(names) == DCP or bool(iterations(src, names))
+
+    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
+        from reshard.forms.pytorch.dcp_written import DcpFiles
+        from reshard.forms.writing import selected
+
+        return DcpFiles(checkpoint, selected(checkpoint, request), request)
+
+
+class HyperParallelForm(_DistributedForm):
+    """hyper-parallel's checkpoints: metadata of the same kind, tensors in safetensors."""
+
+    name = HYPER_PARALLEL
+    options = DcpForm.options._replace(title="hyper-parallel's", formats=("safetensors",), huggingface=False)
+
+    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+        return is_directory(src) and kind_of_directory(names_in(src) if names is None else names) == HYPER_PARALLEL
+
+    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
+        from reshard.forms.pytorch.dcp_written import HyperParallelFiles
+        from reshard.forms.writing import selected
+
+        return HyperParallelFiles(checkpoint, selected(checkpoint, request), request)
+
+
+INFO = "DCP_SHARDING_INFO"
+"""The key of a header's metadata for the places of the file's tensors."""
+VERSION_KEY = "DCP_VERSION"
+
+SHARDED = "sharded"
+"""The directory of shards beside consolidated files."""
+SHARD = re.compile(r"shard-([0-9]{5,9})-model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors")
+"""Names of files: number of the shard, number of the file in it, and how many files a shard may have."""
+
+
+def shards_in(path: str, names: Sequence[str]) -> Optional[str]:
+    """The directory of shards: this one, or `SHARDED` in it; None if neither has any."""
+    if any(map(SHARD.fullmatch, names)):
+        return path
+    inner = os.path.join(path, SHARDED)
+    if SHARDED in names and is_directory(inner) and any(map(SHARD.fullmatch, names_in(inner))):
+        return inner
+    return None
+
+
+class HfShardedForm(_ChunkedForm):
+    """Sharded safetensors of torch.distributed.checkpoint."""
+
+    name = "hf-sharded"
+    options = FormOptions(
+        title="sharded safetensors of PyTorch",
+        layouts=Layouts.RECORDED,
+        shards=True,
+        mindspore=False,
+        huggingface=True,
+        names=Names.ANY,
+        metadata=(INFO, VERSION_KEY),
+    )
+
+    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+        """By names as torch gives them; consolidated files beside them are Hugging Face's form."""
+        if not is_directory(src):
+            return SHARD.fullmatch(os.path.basename(src)) is not None
+        names = names_in(src) if names is None else names
+        consolidated = any(name.endswith(".safetensors.index.json") or name == "model.safetensors" for name in names)
+        directory = shards_in(src, names)
+        return directory == src or (directory is not None and not consolidated)
+
+    @caches_listings
+    def read(self, reading: ReadRequest) -> Checkpoint:
+        from reshard.forms.pytorch.shards import read_shards
+
+        check_latest(self, reading)
+        return read_shards(self.name, reading)
+
+    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
+        from reshard.forms.full.beside import files_beside
+        from reshard.forms.pytorch.shards import ShardFiles
+        from reshard.forms.writing import selected
+
+        chosen = selected(checkpoint, request)
+        return ShardFiles(request.target, chosen, files_beside(checkpoint, chosen.tensors, request))
+
+
+VERL_FILE = re.compile(r"model_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt")
+
+
+class VerlForm(_ChunkedForm):
+    """The files ``model_world_size_N_rank_R.pt`` of a directory."""
+
+    name = "verl"
+    options = FormOptions(title="verl's rank files", layouts=Layouts.RECORDED, formats=(), mindspore=False)
+
+    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+        if not is_directory(src):
+            return VERL_FILE.fullmatch(os.path.basename(src)) is not None
+        return any(map(VERL_FILE.fullmatch, names_in(src) if names is None else names))
+
+    @caches_listings
+    def read(self, request: ReadRequest) -> Checkpoint:
+        """From the pickle of every file; replicas stand in for a file that is missing or damaged."""
+        from reshard.forms.pytorch.verl import read_ranks
+
+        check_latest(self, request)
+        return read_ranks(self.name, request)
