@@ -15,7 +15,7 @@ from reshard.cli.progress import progress_of
 from reshard.cli.strategy_show import strategy_words
 from reshard.convert import usable_cpus
 from reshard.execute import Budget
-from reshard.source_replicas.strategy_check import StrategyCheck, check_strategy
+from reshard.source_replicas.contradictions import StrategyCheck, check_strategy
 from reshard.storage import storage_of
 from reshard.strategies import Strategy, typed_strategy
 from reshard.text.globs import Filters

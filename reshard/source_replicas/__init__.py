@@ -1,7 +1,6 @@
 """Checks of a source strategy against the bytes in the files, before anything is written."""
 
-from reshard.source_replicas.compare import check_copies, compare_replicas
-from reshard.source_replicas.comparison import Differing, ReplicaCheck, ReplicaComparison
+from reshard.source_replicas.compare import Differing, ReplicaCheck, ReplicaComparison, check_copies, compare_replicas
 from reshard.source_replicas.contradictions import check_slices, check_stages, hint_of_swap
 
 __all__ = [
