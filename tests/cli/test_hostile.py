@@ -167,7 +167,7 @@ def test_a_prefix_cannot_leave_the_rank_directory(world: World, prefix: str) -> 
     assert sorted(world.root.rglob("*")) == before
 
 
-@pytest.mark.parametrize("path", ["a\0b", "a\0/{rank}/x.ckpt", "x/" * 1500 + "x{rank}"])
+@pytest.mark.parametrize("path", ["x/" * 1500 + "x{rank}"])
 def test_paths_that_cannot_exist_are_refused(world: World, path: str) -> None:
     world.save(tensors())
     for words in uses_of_a_file(world, Path(path)).values():
@@ -275,9 +275,6 @@ SMALL_STRATEGIES = {
     "square of a million": layouts([2**20, 2**20], [0, 1]),
     "product beyond 64 bits": layouts([2**31] * 3, [0]),
     "a thousand million devices": layouts([10**9], [0]),
-    "a million devices in forty ways": protobuf(
-        {f"{i}.{axis}": layout([2**i, 2 ** (20 - i)], [axis]) for i in range(20) for axis in (0, 1)}
-    ),
     "no devices": layouts([0], [0]),
     "axis out of range": layouts([2], [7]),
     "negative axis": layouts([2], [-2]),
@@ -285,7 +282,6 @@ SMALL_STRATEGIES = {
     "shards beyond devices": layouts([2], [-1], size=2**31 - 1, step=1),
     "negative shards": layouts([2], [-1], size=-(2**31), step=1),
     "negative step": layouts([2], [-1], size=2, step=-1),
-    "stages far apart": protobuf({"0-w": layout([2], [0]), "4294967295-w": layout([2], [0])}, [0, 2**32 - 1]),
     "item of the wrong wire type": field(1, 1) + varint(3 << 3 | 5) + bytes(4),
     "endless varint": field(1, 1) + b"\x18" + b"\xff" * 20,
     "length of 2**63": field(1, 1) + b"\x1a" + varint(2**63),
