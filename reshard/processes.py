@@ -331,11 +331,7 @@ def _send(end: socket.socket, packed: bytes, descriptors: Sequence[int] = ()) ->
 
 
 def _receive(end: socket.socket) -> tuple[Any, list[int]]:
-    """A message and its descriptors.
-
-    Raises:
-        EOFError: the other end is closed.
-    """
+    """A message and its descriptors; `EOFError` if the other end is closed."""
     length, descriptors, _, _ = socket.recv_fds(end, _LENGTH.size, _MAX_DESCRIPTORS, socket.MSG_WAITALL)
     if len(length) < _LENGTH.size:
         raise EOFError

@@ -226,11 +226,7 @@ class GlobalTensor(NamedTuple):
 
 
 class ByName(Mapping[str, V]):
-    """Values by name; only the names are in memory.
-
-    Args:
-        names: all names, in order.
-    """
+    """Values by name; only the names, in order, are in memory."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -246,12 +242,7 @@ class ByName(Mapping[str, V]):
 
 
 class TensorsInOrder(ByName[GlobalTensor]):
-    """A selection of tensors by name, in its own order. Only names are in memory.
-
-    Args:
-        tensors: all tensors.
-        names: the names, in order.
-    """
+    """A selection of tensors by name, in its own order. Only names are in memory."""
 
     def __init__(self, tensors: Mapping[str, GlobalTensor], names: Iterable[str]) -> None:
         super().__init__(dict.fromkeys(names))
@@ -402,12 +393,7 @@ class Recipe(NamedTuple):
 
 
 class EditedTensors(ByName[GlobalTensor]):
-    """Edited tensors by name, created on demand.
-
-    Args:
-        base: the tensors of the base.
-        recipes: by name, in order.
-    """
+    """Edited tensors by name, in the order of the recipes, created on demand."""
 
     def __init__(self, base: Mapping[str, GlobalTensor], recipes: Mapping[str, Recipe]) -> None:
         super().__init__(recipes.keys())

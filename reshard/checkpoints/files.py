@@ -56,11 +56,7 @@ class FileHandles:
 
     @contextlib.contextmanager
     def borrow(self, path: str) -> Iterator[ReadableFile]:
-        """The file ``path``, open for reading while the block runs.
-
-        Raises:
-            OSError: the file cannot be opened, or changed since its first open; see `reading_error`.
-        """
+        """The file ``path``, open for reading while the block runs; an `OSError` if it changed since its first open."""
         with self._lock:
             handle = self._handles.setdefault(path, _Handle())
             handle.users += 1
@@ -115,11 +111,7 @@ class FileHandles:
             return store.open(path)
 
     def open_file(self, path: str) -> OpenFile:
-        """Open a file for `borrow`; the only place that opens source files.
-
-        Raises:
-            OSError: it cannot be opened, or changed since its first open.
-        """
+        """Open a file for `borrow`; the only place that opens source files."""
         file = self._open_again(path)
         try:
             self._check_unchanged(path, file.status())
@@ -149,11 +141,7 @@ class FileHandles:
             return dict(itertools.islice(self._first_seen.items(), count, None))
 
     def see(self, versions: Mapping[str, FileStatus]) -> None:
-        """Add the versions of files that a worker process opened.
-
-        Raises:
-            RetryableError: a file has another version here.
-        """
+        """Add the versions of files that a worker process opened; other versions than here are a `RetryableError`."""
         with self._lock:
             changed = [
                 path for path, version in versions.items() if self._first_seen.setdefault(path, version) != version
@@ -164,10 +152,7 @@ class FileHandles:
     def check_unchanged(self, paths: Iterable[str]) -> None:
         """Check that files are unchanged since their first open, by name and by open handle.
 
-        Then all reads so far are of one version.
-
-        Raises:
-            ReshardError: a file was written to, replaced or removed meanwhile, or its status cannot be read.
+        Then all reads so far are of one version. Else it is a `ReshardError`.
         """
         for path in paths:
             first_seen = self._first_seen.get(path)

@@ -178,9 +178,6 @@ class Placement:
             tensors: the tensors, of these places.
             block_bytes: bytes to read at a time; several small records are read at once.
             on_block: called with the bytes checked since the last time.
-
-        Raises:
-            DamagedCheckpointError: a CRC differs; or what `locate` raises.
         """
         numbers = sorted(bisect_right(self._starts, tensor.extents[0][0]) - 1 for tensor in tensors if tensor.nbytes)
         buffer = memoryview(bytearray(block_bytes))
@@ -209,12 +206,7 @@ class Placement:
 
 
 class PlacedFile:
-    """A file, read by the places of its tensors; zeros between them.
-
-    Args:
-        file: the file.
-        placement: the places of its tensors.
-    """
+    """A file, read by the places of its tensors; zeros between them."""
 
     descriptor: Optional[int] = None
 

@@ -77,13 +77,7 @@ _ONE_OF = 4
 
 
 def storage_with(round_trip: float, buffered: int = 0, least: Storage = OBJECTS) -> Storage:
-    """Storage with a round trip of ``round_trip`` seconds until the first byte.
-
-    Args:
-        round_trip: seconds until the first byte comes.
-        buffered: bytes held during a request, in addition to the buffer that it fills.
-        least: minimum values for this kind of storage.
-    """
+    """Storage with a round trip of seconds until the first byte; see `Storage.held` for ``buffered``."""
     passed = int(_SHARE * round_trip)
     return least._replace(
         in_flight=_within(least.in_flight, round(round_trip / _SECONDS_PER_REQUEST), 32),
@@ -103,7 +97,6 @@ def round_trip_of(seconds: Sequence[float]) -> Optional[float]:
     """The round trip that the durations of requests show; None if they show none.
 
     It is the median of the slow requests. Fast ones were answered by a cache of this machine and are left out.
-    If nearly all were fast, no round trip is measured.
     """
     # Imported on demand: it slows the start of a command.
     from statistics import median_low

@@ -281,12 +281,7 @@ def leads_to(kind: Callable[[], bool]) -> bool:
 
 @contextlib.contextmanager
 def opened_regular(path: str, through_links: bool = True) -> Iterator[ReadableFile]:
-    """A regular file, open for reading while the block runs.
-
-    Raises:
-        UnfitError: it is something else.
-        OSError: it is missing, or cannot be opened.
-    """
+    """A regular file, open for reading while the block runs; an `UnfitError` if it is something else."""
     store = store_of(path)
     try:
         if store.special_files:
@@ -313,12 +308,7 @@ def _check_regular(status: FileStatus) -> None:
 
 
 def read_small(path: str, most: int, through_links: bool = True) -> bytes:
-    """The content of a file of at most ``most`` bytes.
-
-    Raises:
-        UnfitError: it is not a regular file, or larger.
-        RetryableError: reads end before its size.
-    """
+    """The content of a regular file of at most ``most`` bytes, else an `UnfitError`."""
     with opened_regular(path, through_links) as file:
         size = file.size()
         if size > most:
@@ -362,10 +352,6 @@ def read_range(file: ReadableFile, offset: int, least: int, most: Optional[int] 
 
     A read may return fewer bytes than requested, above all on network file systems. That is no sign of damage:
     reading continues, and bytes that stay missing are an error that a retry may cure.
-
-    Raises:
-        RetryableError: the file became shorter, or reads end before its size.
-        OSError: reading failed.
     """
     data = file.read(offset, max(least, most or 0))
     idle = 0
@@ -397,12 +383,7 @@ def read_each(file: ReadableFile, ranges: Sequence[tuple[int, int]]) -> Iterator
 
 
 def fill(file: ReadableFile, offset: int, out: memoryview, rank: Optional[int] = None) -> None:
-    """Fill ``out`` with bytes that an open file had from an offset on when it was opened.
-
-    Raises:
-        RetryableError: the file became shorter.
-        OSError: reading failed.
-    """
+    """Fill ``out`` with bytes that an open file had from an offset on when it was opened."""
     position = 0
     while position < len(out):
         count = file.read_into(offset + position, out[position:])
@@ -448,10 +429,7 @@ def new_file(path: str, size: int, sending: Optional[Sending] = None) -> NewFile
 def write_parts(path: str, size: int, parts: Iterable[Union[bytes, memoryview]]) -> int:
     """Write a file part by part, in a directory that is made if missing; the CRC-32 of the whole file.
 
-    It gets its name after the last part.
-
-    Raises:
-        OSError: it cannot be written, or its size is another; no partial file remains.
+    It gets its name after the last part. No partial file remains.
     """
     offset = crc = 0
     with contextlib.closing(new_file(path, size)) as file:

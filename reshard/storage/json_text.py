@@ -28,15 +28,12 @@ class JsonError(UnfitError):
 def parse_json(
     data: bytes, file_names: bool = False, compact: Optional[Callable[[dict[str, Any]], None]] = None
 ) -> Any:
-    """The value of a JSON text.
+    """The value of a JSON text in UTF-8; a duplicate key is an error.
 
     Args:
-        data: the text, UTF-8.
+        data: the text.
         file_names: accept bytes that are not UTF-8, as Python represents them in names of files.
         compact: changes each object before the next is read.
-
-    Raises:
-        JsonError: it is not JSON, or has a duplicate key.
     """
 
     def members_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -70,14 +67,9 @@ def _constant(name: str) -> NoReturn:
 
 
 class Fields:
-    """The members of an object, with checked types.
+    """The members of an object, with checked types; ``where`` names it in messages.
 
-    Args:
-        content: the object.
-        where: name of the object, for messages.
-
-    Raises:
-        JsonError: it is not an object, or a member is missing or has another type.
+    A missing member or one of another type is a `JsonError`.
     """
 
     def __init__(self, content: Any, where: str) -> None:

@@ -77,11 +77,7 @@ class LocalFile:
 
 
 class WrittenFile(NewFile):
-    """A file without a final name of which another process writes parts; the process that made it finishes it.
-
-    Args:
-        descriptor: of the file, open for reading and writing.
-    """
+    """A file without a final name of which another process writes parts; the process that made it finishes it."""
 
     rewritable = True
 
@@ -119,14 +115,7 @@ class WrittenFile(NewFile):
 
 
 class NewLocalFile(WrittenFile):
-    """A file under a temporary name; its directory is made if missing.
-
-    Args:
-        path: the final name.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """A file under a temporary name; its directory is made if missing."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -154,12 +154,9 @@ class NewFile(Protocol):
 
 
 class Sending:
-    """Threads that send parts of new files, a few at a time; the threads that fill parts wait for them.
+    """Threads that send some parts of new files at a time; the threads that fill parts wait for them.
 
     The memory of sent parts is filled again: new memory costs a page fault for every page.
-
-    Args:
-        at_a_time: number of parts.
     """
 
     def __init__(self, at_a_time: int) -> None:
@@ -250,12 +247,9 @@ class Store(Protocol):
 
     @abstractmethod
     def new_file(self, path: str, size: int, sending: Optional[Sending] = None) -> NewFile:
-        """Begin to write a file, in a directory that is made if missing.
+        """Begin to write a file of ``size`` bytes, in a directory that is made if missing.
 
-        Args:
-            path: its final name.
-            size: its final size in bytes.
-            sending: sends parts, in a store that takes files in parts; None to send them in the writing thread.
+        ``sending`` sends parts, in a store that takes files in parts; without it, the writing thread sends them.
         """
 
     def part_bytes(self, size: int) -> int:
@@ -300,11 +294,7 @@ class Store(Protocol):
     def lock(self, path: str, notify: Notify) -> AbstractContextManager[None]:
         """Hold a lock exclusively while a block runs, after waiting for it; without locks, hold nothing.
 
-        Args:
-            path: the file to lock, made if missing. Its holder may remove it.
-            notify: called when the wait is long.
-
-        Raises:
-            RetryableError: another process holds it for too long.
+        The locked file is made if missing; its holder may remove it. ``notify`` is called when the wait is long, and a
+        lock that another process holds for too long is a `RetryableError`.
         """
         return nullcontext()

@@ -32,12 +32,7 @@ Schema = Mapping[str, tuple[str, Any]]
 
 
 class TomlFile:
-    """A file of rules.
-
-    Args:
-        path: the file, for messages.
-        error: the class of its errors.
-    """
+    """A file of rules; its errors are of class ``error``."""
 
     def __init__(self, path: str, error: type[InputError]) -> None:
         self.path = path
@@ -69,13 +64,7 @@ class TomlFile:
     def values(self, table: Mapping[str, Any], schema: Schema, where: str) -> dict[str, Any]:
         """The value of every key of a schema, defaults included.
 
-        Args:
-            table: the table.
-            schema: its keys.
-            where: the place of the table in the file, for messages.
-
-        Raises:
-            InputError: a key is unknown, or its value is of another kind.
+        ``where`` is the place of the table in the file. An unknown key or a value of another kind is an error.
         """
         for key in table:
             if key not in schema:
@@ -123,11 +112,7 @@ class BuiltinFiles:
         return sorted(name[: -len(_ENDING)] for name in os.listdir(self._directory) if name.endswith(_ENDING))
 
     def path(self, text: str) -> Optional[str]:
-        """The path of the built-in file with this name; None if the text is a path.
-
-        Raises:
-            InputError: neither exists; with the nearest built-in name.
-        """
+        """The path of the built-in file with this name; None if the text is a path; an error for unknown names."""
         names = self.names()
         # A model's directory may have the name of its table.
         if text in names and not is_regular_file(text):

@@ -164,17 +164,11 @@ class _Part(io.RawIOBase):
 
 
 class Archive:
-    """An archive that lies in a file.
-
-    Args:
-        file: the file.
-        offset: where the archive begins.
-        length: its bytes.
+    """An archive of ``length`` bytes that lies in a file.
 
     Raises:
         DamagedCheckpointError: it is no archive, or damaged.
         CheckpointError: it is compressed or encrypted.
-        OSError: reading failed.
     """
 
     def __init__(self, file: ReadableFile, offset: int, length: int) -> None:
@@ -265,15 +259,7 @@ class Archive:
         return data
 
     def check(self, buffer: memoryview, on_block: Callable[[int], None] = lambda count: None) -> None:
-        """Compare all entries with their headers and CRCs.
-
-        Args:
-            buffer: filled again and again.
-            on_block: called with the bytes of storages that were checked since the last time.
-
-        Raises:
-            DamagedCheckpointError: one differs.
-        """
+        """Compare all entries with their headers and CRCs; ``on_block`` gets the bytes of checked storages."""
         for last in self._directory.infolist()[-1:]:
             # zipfile takes an end within the last entry of a directory, as other readers do not.
             lengths = len(_name_bytes(last)), len(last.extra), len(last.comment)
@@ -286,11 +272,7 @@ class Archive:
                 self._damaged(f"the CRC-32 of its entry {quoted(name)} is another one")
 
     def pickled(self, allowed: Callable[[str], bool]) -> Any:
-        """The contents of ``data.pkl``; tensors are instances of `REBUILD` and the like.
-
-        Args:
-            allowed: as for `read_pickle`.
-        """
+        """The contents of ``data.pkl``; tensors are instances of `REBUILD` and the like. See `read_pickle`."""
         data = self.pickle()
         try:
             return read_pickle(data, allowed, persistent=True)
@@ -379,10 +361,6 @@ def check_entry(file: ReadableFile, entry: ArchiveEntry, buffer: memoryview, on_
         entry: the entry.
         buffer: filled again and again.
         on_block: called with the bytes checked since the last time.
-
-    Raises:
-        ReshardError: the file became shorter.
-        OSError: reading failed.
     """
     if not entry.crc:
         on_block(entry.size)

@@ -46,8 +46,6 @@ def check_crc(
 
     Raises:
         DamagedCheckpointError: the CRC is wrong.
-        CheckpointError: the file may not be read.
-        RetryableError: reading failed in a way that may pass, or the file changed meanwhile.
     """
     if not index.checkable and not index.archived:
         return "no CRC is recorded"
@@ -109,10 +107,6 @@ def check_crcs(
         threads: files to read at a time.
         block_bytes: memory of each thread.
         on_block: called with the bytes read since the last call, by one thread at a time.
-
-    Raises:
-        CheckpointError: a file may not be read.
-        RetryableError: reading failed in a way that may pass, or a file changed meanwhile.
     """
     stop = threading.Event()
     progress_lock = threading.Lock()

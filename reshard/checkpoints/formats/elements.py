@@ -42,9 +42,7 @@ def table(dtype: str) -> npt.NDArray[np.float32]:
 def widen(words: Words, dtype: str) -> npt.NDArray[Any]:
     """Elements as numbers of NumPy: those of types that it lacks as equal Float32, others in their own type.
 
-    Args:
-        words: elements, as any type of their size.
-        dtype: MindSpore's name of their type; text and unknown types stay as they are.
+    Text and unknown types stay as they are.
     """
     if dtype == _BFLOAT16:
         return words.view(numpy_dtype(dtype)).astype(np.float32)

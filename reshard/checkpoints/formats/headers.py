@@ -41,10 +41,6 @@ def read_headers(
         files: path by holder number.
         holder: the unit of the numbers in messages.
         structures: structures of files read before, if any; these files' are added.
-
-    Raises:
-        CheckpointError: a file cannot be read, is encrypted, or is not a checkpoint.
-        RetryableError: reading failed in a way that may pass, or a file vanished.
     """
     structures = KnownStructures(handles) if structures is None else structures
 
@@ -216,11 +212,7 @@ class _Structure:
 
 
 class KnownStructures:
-    """The structures of files read before, by format and size; thread-safe.
-
-    Args:
-        handles: open files.
-    """
+    """The structures of files read before, by format and size; thread-safe."""
 
     def __init__(self, handles: FileHandles) -> None:
         self._handles = handles

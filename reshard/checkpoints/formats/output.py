@@ -173,13 +173,6 @@ def lay_out_safetensors(tensors: Sequence[OutputTensor], metadata: Optional[Mapp
 
     The data begins at a multiple of 8 bytes. Tensors keep their order if all elements are then aligned, because some
     readers refuse others; else the types of larger elements come first.
-
-    Args:
-        tensors: the tensors; names must differ.
-        metadata: the metadata without Int4 marks; by default MindSpore's.
-
-    Raises:
-        CheckpointError: safetensors has no such type, or a name that collides with the metadata.
     """
     entries = MINDSPORE_METADATA if metadata is None else metadata
     for tensor in _checked(tensors, "safetensors"):

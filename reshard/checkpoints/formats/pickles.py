@@ -149,20 +149,17 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(data: bytes, allowed: Callable[[str], bool], persistent: bool = False) -> Any:
-    """The object that a pickle describes.
+    """The object that a pickle describes: plain values, `Global` and `PickledInstance`.
+
+    ``torch.Size`` is a tuple, an ordered dictionary is a dictionary. Lists and dictionaries may hold themselves.
 
     Args:
         data: the pickle.
         allowed: whether a class or function of this name, such as ``torch.Size``, may be named.
         persistent: persistent ids may occur, as they do for the storages of tensors.
 
-    Returns:
-        Plain values, `Global` and `PickledInstance`. ``torch.Size`` is a tuple, an ordered dictionary is a
-        dictionary. Lists and dictionaries may hold themselves.
-
     Raises:
         PickleError: it is damaged, or holds something else.
-        ReshardError: ``allowed`` raised it.
     """
     # A million objects are made, and all of them stay: looking for unreachable ones takes half of the time.
     collecting = gc.isenabled()
@@ -197,12 +194,7 @@ class NotPlain(ValueError):
 def plain(value: Any, depth: int = 64) -> Any:
     """A value as JSON has it, for people: tuples are lists, bytes hexadecimal, types their names.
 
-    Args:
-        value: a result of `read_pickle`.
-        depth: deeper nests of lists are refused, among them lists that hold themselves.
-
-    Raises:
-        NotPlain: it holds something that is not plain.
+    Lists that are nested deeper than ``depth``, among them lists that hold themselves, are `NotPlain`.
     """
     if depth < 0:
         raise NotPlain("it is nested too deeply to be shown")
@@ -226,13 +218,12 @@ def plain(value: Any, depth: int = 64) -> Any:
 def pickled(value: Any, protocol: int = 2) -> bytes:
     """A pickle of a possible result of `read_pickle`.
 
+    An instance with a state is pickled with ``__new__`` of its class, others with a call.
+
     Args:
-        value: the object. An instance with a state is pickled with ``__new__`` of its class, others with a call.
+        value: the object.
         protocol: 2, which torch reads in archives, or 4. Its references have no numbers: one with a flipped bit
             makes Python's unpickler ask for gigabytes.
-
-    Raises:
-        TypeError: it holds something else.
     """
     emitter = _Emitter(protocol)
     emitter.put(value)

@@ -35,9 +35,7 @@ _KNOWN_TYPES = FROM_SAFETENSORS.keys() | SUB_BYTE_TYPES
 def read_safetensors_index(file: ReadableFile, size: int) -> CheckpointIndex:
     """Read the header of a safetensors file of ``size`` bytes: its tensors in the order of their bytes.
 
-    Raises:
-        DamagedCheckpointError: the file is truncated, or its header is invalid.
-        CheckpointError: a tensor has elements that are not whole bytes.
+    Tensors of elements that are not whole bytes are a `CheckpointError`.
     """
     path = file.path
     length = _header_length(file, size)

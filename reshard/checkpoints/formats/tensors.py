@@ -139,10 +139,7 @@ def content_size(dtype: str, dims: Sequence[int], nbytes: int) -> Optional[int]:
 def file_ranges(extents: Sequence[tuple[int, int]], start: int, length: int) -> Iterator[tuple[int, int]]:
     """The place of a range of a tensor's bytes in its file: (offset, length) runs in order.
 
-    Args:
-        extents: (offset, bytes) runs; joined they are the tensor.
-        start: first byte, as an offset in the tensor.
-        length: bytes.
+    ``extents`` are (offset, bytes) runs in the file, joined the tensor; ``start`` is an offset in the tensor.
     """
     if len(extents) == 1:
         yield extents[0][0] + start, length

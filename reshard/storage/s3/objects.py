@@ -130,14 +130,7 @@ class ObjectReader:
     ) -> tuple[Version, int]:
         """Read a range, again if its content is cut off: the object's version, and the number of bytes read.
 
-        Args:
-            path: path of the object.
-            offset: beginning of the range.
-            out: buffer; it may be filled in part if the object ends.
-            version: the required version; None for any.
-
-        Raises:
-            OSError: the object has another version, or the answer is not what was asked for.
+        The buffer is filled in part if the object ends. Another version than the required one, if any, is an `OSError`.
         """
         wanted = f"bytes={offset}-{offset + len(out) - 1}"
         condition = {"IfMatch": version.etag} if version is not None and version.etag else {}
@@ -189,11 +182,7 @@ class ObjectReader:
 
 
 def _fill(out: memoryview, body: Any) -> None:
-    """Read the whole content of an answer, which has this size.
-
-    Raises:
-        ValueError: it has another size.
-    """
+    """Read the whole content of an answer; a `ValueError` if it has another size."""
     received = 0
     for data in body.iter_chunks(_CHUNK):
         out[received : received + len(data)] = data
@@ -337,11 +326,7 @@ class _Part:
 class NewObject(NewFile):
     """An object that is being written. Creating one makes no request.
 
-    Args:
-        service: the service.
-        path: path of the object.
-        size: its final size in bytes.
-        sending: sends full parts; None to send each in the thread that filled it.
+    Full parts are sent by ``sending``, or by the thread that filled them.
     """
 
     def __init__(self, service: Service, path: str, size: int, sending: Optional[Sending] = None) -> None:

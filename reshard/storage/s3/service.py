@@ -50,11 +50,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, path: str) -> Address:
-        """The address of a path.
-
-        Raises:
-            UsageError: no object can have this path.
-        """
+        """The address of a path; a `UsageError` if no object can have it."""
         bucket, _, key = path[len(_SCHEME) :].partition("/")
         key = key.rstrip("/")
         if not _BUCKET.fullmatch(bucket):
@@ -87,10 +83,7 @@ def number_of(*parts: str) -> int:
 
 
 def service(path: str) -> Service:
-    """The service, connected once.
-
-    Args:
-        path: the path that needs it, for messages.
+    """The service, connected once; ``path`` is named in messages.
 
     Raises:
         InputError: a package is missing, or the settings are wrong.
@@ -179,26 +172,13 @@ class Service:
             raise self._error_of(error, "") from None
 
     def request(self, path: str, operation: str, **arguments: Any) -> Any:
-        """The service's answer to a request about an object.
-
-        Args:
-            path: path of the object.
-            operation: name of the client's method.
-            arguments: its arguments, besides bucket and key of the path.
-
-        Raises:
-            OSError: the service refuses, or does not answer.
-        """
+        """The service's answer to a request of the client about an object; every failure is an `OSError`."""
         bucket, key = Address.parse(path)
         with self.errors_as_of_files(path):
             return getattr(self.client, operation)(Bucket=bucket, Key=key, **arguments)
 
     def pages(self, path: str, prefix: str, **arguments: Any) -> Iterator[Any]:
-        """The lists of objects whose keys begin with a prefix, in the bucket of a path.
-
-        Raises:
-            OSError: as `request`.
-        """
+        """The lists of objects whose keys begin with a prefix, in the bucket of a path."""
         paginator = self.client.get_paginator("list_objects_v2")
         pages = iter(paginator.paginate(Bucket=Address.parse(path).bucket, Prefix=prefix, **arguments))
         while True:

@@ -106,8 +106,7 @@ class S3Store(Store):
     def create(self, path: str, data: bytes) -> bool:
         """Put an object unless it exists.
 
-        Raises:
-            InputError: the service refuses or ignores the condition; nothing is written.
+        A service that refuses or ignores the condition is an `InputError`; nothing is written.
         """
         created = self._put_new(path, data)
         if created and self._put_new(path, data):
