@@ -15,7 +15,7 @@ import numpy.typing as npt
 from reshard.checkpoints.formats.dtypes import INT4
 from reshard.execute import Progress
 from reshard.numbers.sweep import Location, SweepBlock, SweepItem, location_of, sweep
-from reshard.numbers.widening import AT_ONCE, INTEGERS, Widener, is_number
+from reshard.numbers.widening import AT_ONCE, INTEGERS, doubles, is_number
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.checkpoint import in_file_order
 
@@ -150,9 +150,6 @@ class _DifferenceComputer:
 
     def __init__(self, items: Sequence[SweepItem]) -> None:
         self._items = items
-        self._wideners = Widener(), Widener()
-        # A byte of Int4 is two numbers.
-        self._distance, self._scale, self._other = (np.empty(2 * _AT_ONCE, np.float64) for _ in range(3))
 
     def compute(self, number: int, blocks: Iterator[SweepBlock]) -> _PartialDifference:
         a, b = self._items[number].tensors
@@ -173,15 +170,11 @@ class _DifferenceComputer:
     def _compare(
         self, partial: _PartialDifference, first: int, a_raw: tuple[Bytes, str], b_raw: tuple[Bytes, str]
     ) -> None:
-        a, b = (widener.doubles(*raw) for widener, raw in zip(self._wideners, (a_raw, b_raw)))
-        count = len(a)
-        distance = self._distance[:count]
+        a, b = doubles(*a_raw), doubles(*b_raw)
         if a_raw[1] == b_raw[1] and a_raw[1] in _LONG:
-            np.copyto(distance, _exact_distances(a_raw[0], b_raw[0], a_raw[1]))
-        elif a.dtype == b.dtype == np.float64:
-            np.abs(np.subtract(a, b, out=distance), out=distance)
+            distance = _exact_distances(a_raw[0], b_raw[0], a_raw[1]).astype(np.float64)
         else:
-            np.abs(a - b, out=distance)
+            distance = np.abs(a - b)
         most = distance.max()
         nan = None
         if not np.isfinite(most):
@@ -209,9 +202,7 @@ class _DifferenceComputer:
         if not differing:
             return
         partial.differing += differing
-        scale = np.abs(a, out=self._scale[:count])
-        np.maximum(scale, np.abs(b, out=self._other[:count]), out=scale)
-        relative = np.divide(distance, scale, out=scale)
+        relative = distance / np.maximum(np.abs(a), np.abs(b))
         if nan is not None:
             # Elements that are infinite on one side.
             relative[np.isnan(relative) & (distance > 0)] = np.inf

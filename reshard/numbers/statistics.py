@@ -20,8 +20,8 @@ from reshard.numbers.widening import (
     EXPONENTS,
     FLOATS,
     INTEGERS,
-    Widener,
     exponents,
+    floats,
     is_number,
     table,
 )
@@ -183,8 +183,6 @@ class _StatisticsComputer:
     def __init__(self, dtypes: Sequence[str], magnitudes: bool) -> None:
         self._dtypes = dtypes
         self._magnitudes = magnitudes
-        self._widener = Widener()
-        self._mask = np.empty(AT_ONCE, np.bool_)
 
     def compute(self, number: int, blocks: Iterator[SweepBlock]) -> _PartialStatistics:
         dtype = self._dtypes[number]
@@ -207,7 +205,7 @@ class _StatisticsComputer:
             for block in blocks:
                 for place, raw in _slices(block, width):
                     if dtype in FLOATS:
-                        self._add_floats(sums, self._widener.floats(raw, dtype), place)
+                        self._add_floats(sums, floats(raw, dtype), place)
                     elif dtype in INTEGERS:
                         self._add(sums, raw.view(INTEGERS[dtype]))
                     else:
@@ -254,8 +252,8 @@ class _StatisticsComputer:
         count = len(numbers)
         integers = numbers.dtype.kind in "iu"
         sums.widen(numbers.min() if low is None else low, numbers.max() if high is None else high, integers)
-        doubles = self._widener.double(numbers)
-        sums.zeros += int(np.count_nonzero(np.equal(numbers, 0, out=self._mask[:count])))
+        doubles = numbers.astype(np.float64, copy=False)
+        sums.zeros += int(np.count_nonzero(numbers == 0))
         sums.count_exponents(doubles)
         sums.finite += count
         wide = numbers.astype(np.longdouble) if numbers.dtype == np.float64 else doubles

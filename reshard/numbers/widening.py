@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints.formats.dtypes import CASTABLE, DTYPES, INT4, NUMPY_NAMES
-from reshard.checkpoints.formats.elements import numpy_dtype, widen
+from reshard.checkpoints.formats.elements import widen
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -58,58 +58,30 @@ def table(dtype: str) -> Doubles:
     return numbers.astype(np.float64).reshape(256, 1)
 
 
-class Widener:
-    """Converts elements to numbers, at most `AT_ONCE` per call; for one thread.
+def floats(raw: Bytes, dtype: str) -> Array:
+    """One of the `FLOATS` types as Float32 or Float64, whichever can represent it."""
+    if dtype != "Float16":
+        return widen(raw, dtype)
+    # As signed integers, numbers that are not finite are above all others.
+    if raw.view("<i2").max(initial=0) >= _FLOAT16_INF or raw.view("<u2").max(initial=0) >= _FLOAT16_MINUS_INF:
+        return raw.view("<f2").astype(np.float32)
+    # Sign, exponent and fraction at their places in a Float32; a multiplication corrects the exponent. That is
+    # several times as fast as NumPy's conversion.
+    words = raw.view("<i2").astype(np.int32)
+    np.left_shift(words, 13, out=words)
+    np.bitwise_and(words, _FLOAT16_BITS, out=words)
+    singles = words.view(np.float32)
+    return np.multiply(singles, _FLOAT16_SCALE, out=singles)
 
-    Results are in buffers that the next call overwrites.
-    """
 
-    def __init__(self) -> None:
-        self._single = np.zeros(AT_ONCE, np.float32)
-        self._double = np.empty(AT_ONCE, np.float64)
-
-    def floats(self, raw: Bytes, dtype: str) -> Array:
-        """One of the `FLOATS` types as Float32 or Float64, whichever can represent it."""
-        if dtype == "BFloat16":
-            singles = self._single[: len(raw) // 2]
-            np.copyto(singles, raw.view(numpy_dtype(dtype)))
-            return singles
-        if dtype == "Float16":
-            return self._from_float16(raw)
-        return raw.view(NUMPY_NAMES[dtype])
-
-    def _from_float16(self, raw: Bytes) -> Array:
-        singles = self._single[: len(raw) // 2]
-        # As signed integers, numbers that are not finite are above all others.
-        finite = raw.view("<i2").max(initial=0) < _FLOAT16_INF and raw.view("<u2").max(initial=0) < _FLOAT16_MINUS_INF
-        if not finite:
-            np.copyto(singles, raw.view("<f2"))
-            return singles
-        # Sign, exponent and fraction at their places in a Float32; a multiplication corrects the exponent. That is
-        # several times as fast as NumPy's conversion.
-        words = singles.view(np.int32)
-        np.copyto(words, raw.view("<i2"))
-        np.left_shift(words, 13, out=words)
-        np.bitwise_and(words, _FLOAT16_BITS, out=words)
-        return np.multiply(singles, _FLOAT16_SCALE, out=singles)
-
-    def doubles(self, raw: Bytes, dtype: str) -> Array:
-        """Any type as Float64, a complex one as Complex128; of Int4 both numbers of every byte."""
-        if dtype in COMPLEX:
-            return raw.view(COMPLEX[dtype]).astype(np.complex128)
-        if dtype in BYTES:
-            numbers_of_bytes = table(dtype)
-            return numbers_of_bytes[raw].reshape(-1)
-        numbers = raw.view(INTEGERS[dtype]) if dtype in INTEGERS else self.floats(raw, dtype)
-        return self.double(numbers)
-
-    def double(self, numbers: Array) -> Doubles:
-        """Numbers as Float64."""
-        if numbers.dtype == np.float64:
-            return numbers
-        doubles = self._double[: len(numbers)]
-        np.copyto(doubles, numbers, casting="unsafe")
-        return doubles
+def doubles(raw: Bytes, dtype: str) -> Array:
+    """Any type as Float64, a complex one as Complex128; of Int4 both numbers of every byte."""
+    if dtype in COMPLEX:
+        return raw.view(COMPLEX[dtype]).astype(np.complex128)
+    if dtype in BYTES:
+        return table(dtype)[raw].reshape(-1)
+    numbers = raw.view(INTEGERS[dtype]) if dtype in INTEGERS else floats(raw, dtype)
+    return numbers.astype(np.float64, copy=False)
 
 
 def exponents(numbers: Array) -> Counts:

@@ -22,7 +22,7 @@ from reshard.execute import Progress
 from reshard.numbers import statistics, sweep
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.numbers.statistics import TensorStatistics, statistics_of
-from reshard.numbers.widening import BYTES, ONE, Widener, table
+from reshard.numbers.widening import BYTES, ONE, floats, table
 from tests.layouts import examples, strategies
 from tests.reference import Array
 from tests.trees import (
@@ -107,7 +107,7 @@ def test_16_bit_floats_are_widened_exactly(dtype: str, first: str, finite: bool)
     if finite:
         codes = codes[codes & 0x7FFF < widest]
     numbers = codes.view(first).astype("<f4") if first == "<f2" else (codes.astype("<u4") << 16).view("<f4")
-    for widened in (Widener().floats(codes.view(np.uint8), dtype), widen(codes, dtype)):
+    for widened in (floats(codes.view(np.uint8), dtype), widen(codes, dtype)):
         assert np.array_equal(widened, numbers, equal_nan=True)
         assert np.array_equal(np.signbit(widened), np.signbit(numbers))
 
