@@ -260,13 +260,7 @@ def sums_of(
     place: str,
     scale: Scale,
 ) -> dict[str, Content]:
-    """The weights plus an adapter, without matrices of adapters.
-
-    Args:
-        base: the weights, with their names in the model.
-        adapter: the matrices, complete.
-        place: path of the matrices, for messages.
-        scale: factors of the products, by module.
+    """The weights plus an adapter, without matrices of adapters; ``place`` is the path of the matrices.
 
     Raises:
         CheckpointError: the two do not fit each other.

@@ -43,15 +43,7 @@ def compare_form(
     means: Means,
     admit: Callable[[str], bool] = lambda name: True,
 ) -> list[Difference]:
-    """Compare a checkpoint of any other form with its source.
-
-    Args:
-        source: the converted step, with the names and types of the target.
-        target_files: the converted checkpoint.
-        strategy: its strategy; `none` if tensors are whole.
-        directory: its directory; names of files are relative to it.
-        means: files, threads and memory.
-        admit: whether a parameter was converted, by name.
+    """Compare a checkpoint of any other form with its source, which has the names and types of the target.
 
     Returns:
         Every difference, by parameter.
@@ -329,14 +321,7 @@ class _Files(TargetComparison):
 def strange_metadata(
     index: CheckpointIndex, copied: Collection[tuple[str, str]], allowed: Mapping[str, str], format: str = "ms"
 ) -> Iterator[str]:
-    """Metadata of a safetensors file that is neither expected nor copied from the source.
-
-    Args:
-        index: the file.
-        copied: the metadata of all source files.
-        allowed: metadata that the file may also have.
-        format: the correct ``format``.
-    """
+    """Metadata of a safetensors file that is neither right, nor allowed, nor copied from a source file."""
     for key, text in index.metadata.items():
         tensor = index.tensors.get(key)
         correct = {"format": format, "remove_redundancy": "False"}.get(key)
@@ -361,12 +346,6 @@ def object_differences(
     source: Checkpoint, target: Checkpoint, admit: Callable[[str], bool], handles: FileHandles
 ) -> Iterator[Difference]:
     """Every object that differs, or that only one of two checkpoints has.
-
-    Args:
-        source: the converted checkpoint.
-        target: the written one, of a form that holds objects.
-        admit: whether an object was converted, by name.
-        handles: open files.
 
     Raises:
         ReshardError: an object cannot be read, or the source's is damaged.

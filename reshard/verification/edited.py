@@ -37,11 +37,6 @@ class _Recipe(NamedTuple):
 def edited_source(base: Source, edits: Edits, report: Report) -> Source:
     """A complete source with other names, packing and types.
 
-    Args:
-        base: the source.
-        edits: the names, packing and types.
-        report: gets notes on entries that rules skip.
-
     Raises:
         InputError: the edits do not fit the source.
     """

@@ -67,12 +67,6 @@ def verify_conversion(
 ) -> list[Difference]:
     """Compare a converted checkpoint with its source.
 
-    Args:
-        conversion: the conversion.
-        means: files, threads and memory.
-        report: gets notes on step and names.
-        crcs: checks the CRCs of source files; None to check none.
-
     Raises:
         ReshardError: the source lacks compared slices, or cannot be read.
     """

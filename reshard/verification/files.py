@@ -125,12 +125,7 @@ _MIN_BLOCK, _MAX_BLOCK = 4 << 10, 8 << 20
 
 
 class RecordedCrcs:
-    """Compares files with the CRCs that they record; reads each file once.
-
-    Args:
-        means: files, threads and memory.
-        report: gets notes on CRCs that cannot be checked.
-    """
+    """Compares files with the CRCs that they record; reads each file once."""
 
     def __init__(self, means: Means, report: Report) -> None:
         self._means = means
@@ -192,16 +187,10 @@ def read_sound(
 def read_written(
     directory: str, form: str, handles: FileHandles, files: Optional[Collection[str]] = None
 ) -> tuple[Optional[Source], list[Difference]]:
-    """Read a converted checkpoint of any form except rank directories.
+    """Read a converted checkpoint of any form except rank directories; ``files`` are relative to the directory.
 
     Readers tolerate known defects of other writers. Files written here have none, so every tolerated defect is a
     difference.
-
-    Args:
-        directory: its directory.
-        form: its form.
-        handles: open files.
-        files: its files, relative to the directory; None for all files in it.
 
     Returns:
         The checkpoint, or None if its reader refuses it; and the differences of whole files.
@@ -240,11 +229,6 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
 
     Compares every file's size and headers, and its contents if the manifest has their checksum. For forms other than
     rank directories, the index and other metadata must also agree with the files.
-
-    Args:
-        directory: the manifest's directory.
-        manifest: the manifest, or a part of it.
-        means: files, threads and memory.
 
     Returns:
         Every difference, by rank, or by file if the form has no ranks.

@@ -75,11 +75,7 @@ Numbers = npt.NDArray[np.uint64]
 
 
 class Workspace:
-    """The buffer of one thread; sums boxes, a block at a time.
-
-    Args:
-        block: bytes to sum at a time.
-    """
+    """The buffer of one thread; sums boxes, a block at a time."""
 
     # Padded rows exist twice; 3 MiB are for tiles and products.
     LEAST_MEMORY = (3 << 20) + 2 * _BLOCK
@@ -89,13 +85,7 @@ class Workspace:
         self._floats = np.empty(_PRODUCT, dtype=np.float64)
 
     def sum(self, shape: Sequence[int], item_size: int, box: Box, content: Bytes) -> int:
-        """The sum over a box of a tensor.
-
-        Args:
-            shape: shape of the full tensor.
-            item_size: bytes of an element.
-            box: interval per dimension.
-            content: the box's bytes in C order.
+        """The sum over a box of a tensor of this shape; ``content`` is the box's bytes in C order.
 
         Returns:
             A number below `PRIME`.
@@ -280,14 +270,7 @@ def _splitmix64(counters: Numbers, stream: int) -> Numbers:
 
 
 def fingerprint(name: str, dtype: str, shape: Sequence[int], total: int) -> str:
-    """The fingerprint of a parameter: 32 hexadecimal digits.
-
-    Args:
-        name: its name.
-        dtype: MindSpore's name of its element type.
-        shape: shape of the full tensor.
-        total: the sum over all of it.
-    """
+    """The fingerprint of a parameter: 32 hexadecimal digits."""
     text = repr((VERSION, name, dtype, tuple(shape), total))
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
@@ -382,13 +365,9 @@ def fingerprints(
     admit: Callable[[str], bool] = lambda name: True,
     model_names: Optional[Mapping[str, str]] = None,
 ) -> Fingerprints:
-    """Sum every distinct slice once, from its lowest file, and every copy of a value.
+    """Sum every distinct slice once, from its lowest file, and every copy of a value of a complete checkpoint.
 
-    Args:
-        source: the checkpoint, complete.
-        means: files, threads and memory.
-        admit: whether a parameter or value is included, by name.
-        model_names: the names in the model, where others are those of a trainer's state.
+    Tensors of a trainer's state count under their ``model_names``.
 
     Raises:
         CheckpointError: pipeline stages that share a parameter hold different values.

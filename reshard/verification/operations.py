@@ -54,12 +54,7 @@ _TOO_LARGE = 2.0**130
 
 
 def words_as(words: Words, stored: str, dtype: str) -> Words:
-    """Elements of one type as another.
-
-    Args:
-        words: unsigned words of the elements' size, in any shape.
-        stored: their type, one of `dtypes.CASTABLE`.
-        dtype: their new type, one of `dtypes.CAST_TO`.
+    """Unsigned words of a type in `dtypes.CASTABLE`, cast to one in `dtypes.CAST_TO`.
 
     Returns:
         Unsigned words of the new type's size, in the same shape. NaN stays NaN, with its sign and the leading bits
@@ -76,12 +71,7 @@ def words_as(words: Words, stored: str, dtype: str) -> Words:
 
 
 def decoded(words: Words, stored: str) -> Words:
-    """Elements as Float64; exact.
-
-    Args:
-        words: unsigned words of the elements' size, in any shape.
-        stored: their type, one of `dtypes.CASTABLE`.
-    """
+    """Unsigned words of a type in `dtypes.CASTABLE`, as Float64; exact."""
     with np.errstate(invalid="ignore"):
         if stored == "BFloat16":
             # A BFloat16 is the upper 16 bits of a Float32.
@@ -90,12 +80,7 @@ def decoded(words: Words, stored: str) -> Words:
 
 
 def half_unit(sizes: Words, dtype: str) -> Words:
-    """The largest distance between a number and the nearest one of a type.
-
-    Args:
-        sizes: numbers, as Float64, not negative.
-        dtype: a floating point type.
-    """
+    """The largest distance between a number and the nearest one of a type, for sizes as Float64."""
     digits, least = _TYPES[dtype]
     return np.maximum(sizes, 2.0**least) * 2.0**-digits
 
@@ -107,12 +92,7 @@ def largest(dtype: str) -> float:
 
 
 def same_nans(words: Words, dtype: str) -> None:
-    """Set the bits of all NaN to the same value, in place.
-
-    Args:
-        words: unsigned words.
-        dtype: their floating point type.
-    """
+    """Set the bits of all NaN to the same value, in place, in unsigned words of a floating point type."""
     bits = ITEM_SIZES[dtype] * 8
     infinite = _infinite(dtype)
     without_sign = words & ((1 << (bits - 1)) - 1)

@@ -14,7 +14,6 @@ from reshard.checkpoints.formats.headers import read_headers
 from reshard.errors import DamagedCheckpointError, LayoutError
 from reshard.strategies import Stage, Strategy
 from reshard.text.names import belongs_to_rank
-from reshard.threads import cached_property
 from reshard.verification.boxes import shape_of, target_boxes, volume_of
 from reshard.verification.converted import TargetComparison, layout_in, strange_metadata
 from reshard.verification.files import library_differences
@@ -32,16 +31,10 @@ def compare_ranks(
     admit: Callable[[str], bool] = lambda name: True,
     recovered: bool = False,
 ) -> tuple[list[Difference], set[str]]:
-    """Compare rank directories with their source.
+    """Compare rank directories with their source, which has the names and types of the target.
 
-    Args:
-        source: the converted step, with the names and types of the target.
-        files: all files of the converted checkpoint, by rank.
-        target: their strategy.
-        means: files, threads and memory.
-        ranks: target ranks to compare; None for all of the strategy: then other ranks are differences.
-        admit: whether a parameter was converted, by name.
-        recovered: the target was written by a recovery (see `RecoveryValues`).
+    Without ``ranks``, all of the strategy are compared, and files of other ranks are differences. A recovery may copy
+    other entries than a conversion; see `_Values`.
 
     Returns:
         Every difference, whole files first, then by parameter; and the names in all compared files.
@@ -92,8 +85,9 @@ class _RankFiles(TargetComparison):
     ) -> None:
         super().__init__(source, indexes, strategy, means, admit)
         self._converted = frozenset(self._names)
-        kind = RecoveryValues if recovered else ExpectedValues
-        self._copied = kind(source.indexes, self._value_files, self._converted, strategy)
+        self._copied = _Values(source.indexes, self._value_files, self._converted, strategy, recovered)
+        # A target file may be a copy of the source's, which may omit empty slices.
+        self._may_omit = recovered
         # Per stage, the compared ranks with readable files.
         self._present = {
             stage.number: [rank for rank in sorted(indexes) if rank in stage.ranks] for stage in strategy.stages
@@ -139,7 +133,7 @@ class _RankFiles(TargetComparison):
             box, tensor = boxes[rank - stage.first_rank], self._indexes[rank].tensors.get(name)
             if tensor is None:
                 # Sources and .ckpt files omit empty slices.
-                if volume_of(box) or not (self._copied.keeps_files or self._indexes[rank].format == "ckpt"):
+                if volume_of(box) or not (self._may_omit or self._indexes[rank].format == "ckpt"):
                     wrong["missing", "is not in the file"].append(rank)
             elif tensor.dtype != content.dtype or (tensor.elements and tensor.item_size != content.item_size):
                 wrong["type", f"is {tensor.dtype}, but {content.dtype} {self._source.origin}"].append(rank)
@@ -167,20 +161,16 @@ class _RankFiles(TargetComparison):
         return can_hold(format_of(index.path), self._source.value(name, origin).dtype)
 
 
-class ExpectedValues:
-    """The values that a conversion copies: entries without a layout in the source.
+class _Values:
+    """The entries that a conversion or a recovery copies: by default, those without a layout in the source.
 
-    Args:
-        indexes: the headers of the source's files.
-        files: the converted values, with their files, ascending.
-        tensors: names of the converted tensors.
-        target: the target's strategy.
+    A recovery copies a complete file of the source unchanged, even if its entries differ from other ranks'. The file of
+    a lost rank gets every value, and the entries of its stage's ranks that the strategy lists only for other stages.
+    Any copy of these may have been in the lost file.
 
     Attributes:
-        keeps_files: a target file may be a copy of the source's, which may omit empty slices.
+        names: of all these entries.
     """
-
-    keeps_files = False
 
     def __init__(
         self,
@@ -188,86 +178,51 @@ class ExpectedValues:
         files: Mapping[str, tuple[int, ...]],
         tensors: Collection[str],
         target: Strategy,
+        recovered: bool,
     ) -> None:
-        self._indexes, self._files, self._tensors, self._target = indexes, files, tensors, target
+        self._indexes, self._files, self._target, self._recovered = indexes, files, target, recovered
         everywhere = frozenset(stage.number for stage in target.stages)
         self._stages = {
             name: frozenset(stage.number for stage in target.stages if name in stage.layouts) or everywhere
             for name in files
         }
-
-    @property
-    def names(self) -> list[str]:
-        """All values."""
-        return list(self._files)
+        # Per stage of a recovery, the entries in files of its ranks that the strategy lists only for other stages.
+        self._unlisted: dict[int, set[str]] = {stage.number: set() for stage in target.stages}
+        for ranks in files_alike(indexes) if recovered and not target.is_none else ():
+            held = indexes[ranks[0]].tensors.keys()
+            for stage in {stage.number: stage for stage in map(target.stage_of, ranks)}.values():
+                self._unlisted[stage.number] |= (held - stage.layouts.keys()).intersection(tensors)
+        self.names = [*files, *sorted(set().union(*self._unlisted.values()))]
 
     def origins(self, name: str, rank: int) -> tuple[int, ...]:
         """The source ranks whose copy a target rank may hold; empty if it gets no copy."""
-        if self._target.stage_of(rank).number not in self._stages.get(name, ()):
+        stage, own = self._target.stage_of(rank), (rank,) if self._holds(rank, name) else ()
+        if name not in self._files:
+            if name not in self._unlisted[stage.number]:
+                return ()
+            return own or tuple(candidate for candidate in stage.ranks if self._holds(candidate, name))
+        if self._recovered and own:
+            return own
+        if stage.number not in self._stages[name]:
             return ()
         if self._target.is_as_cut:
-            return (rank,) if rank in self._indexes and name in self._indexes[rank].tensors else ()
+            return own
         holders = self._files[name]
         return (rank if belongs_to_rank(name) and rank in holders else holders[0],)
 
     def is_needed(self, name: str, rank: int) -> bool:
         """Whether a target rank that has origins for a value must hold it."""
-        return True
+        if not self._recovered:
+            return True
+        if rank in self._indexes:
+            return self._holds(rank, name)
+        present = [one for one in self._target.stage_of(rank).ranks if one in self._indexes]
+        return name in self._files or all(self._holds(one, name) for one in present)
 
     def metadata(self, rank: int) -> Mapping[str, str]:
         """Metadata that a target rank's file may always have."""
-        return self._indexes[rank].metadata if self._target.is_as_cut and rank in self._indexes else {}
-
-
-class RecoveryValues(ExpectedValues):
-    """The entries that a recovery copies.
-
-    A complete file of the source is copied unchanged, even if its entries differ from other ranks'. The file of a lost
-    rank gets every value, and the entries of its stage's ranks that the strategy lists only for other stages. Any
-    copy of these may have been in the lost file.
-    """
-
-    keeps_files = True
-
-    @property
-    def names(self) -> list[str]:
-        """All values, and entries that the strategy lists only for other stages."""
-        return [*self._files, *sorted(set().union(*self._unlisted.values()))]
-
-    def origins(self, name: str, rank: int) -> tuple[int, ...]:
-        """See `ExpectedValues`."""
-        has_copy = self._holds(rank, name)
-        stage = self._target.stage_of(rank)
-        if name in self._files:
-            return (rank,) if has_copy else super().origins(name, rank)
-        if name not in self._unlisted[stage.number]:
-            return ()
-        return (rank,) if has_copy else tuple(candidate for candidate in stage.ranks if self._holds(candidate, name))
-
-    def is_needed(self, name: str, rank: int) -> bool:
-        """See `ExpectedValues`."""
-        if rank in self._indexes:
-            return self._holds(rank, name)
-        ranks = self._target.stage_of(rank).ranks
-        return name in self._files or all(
-            self._holds(candidate, name) for candidate in ranks if candidate in self._indexes
-        )
-
-    def metadata(self, rank: int) -> Mapping[str, str]:
-        """See `ExpectedValues`."""
-        return self._indexes[rank].metadata if rank in self._indexes else {}
+        copied = self._recovered or self._target.is_as_cut
+        return self._indexes[rank].metadata if copied and rank in self._indexes else {}
 
     def _holds(self, rank: int, name: str) -> bool:
         return rank in self._indexes and name in self._indexes[rank].tensors
-
-    @cached_property
-    def _unlisted(self) -> dict[int, set[str]]:
-        """Per stage the entries in files of its ranks that the strategy lists only for other stages."""
-        entries: dict[int, set[str]] = {stage.number: set() for stage in self._target.stages}
-        if self._target.is_none:
-            return entries
-        for ranks in files_alike(self._indexes):
-            names = self._indexes[ranks[0]].tensors.keys()
-            for stage in {stage.number: stage for stage in map(self._target.stage_of, ranks)}.values():
-                entries[stage.number] |= (names - stage.layouts.keys()).intersection(self._tensors)
-        return entries

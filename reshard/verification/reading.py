@@ -264,12 +264,7 @@ def run_tasks(
 ) -> None:
     """Run tasks in threads, or in forked worker processes, each with its own copy of the iterator of tasks.
 
-    Args:
-        tasks: the tasks.
-        means: files, CPUs and memory.
-        add: gets the result of each task, one at a time.
-        least: smallest memory of a task in bytes.
-        counted: whether to count bytes in the progress.
+    ``add`` gets the result of each task, one at a time. A task takes at least ``least`` bytes of memory.
     """
     first, nbytes = [], 0
     for task in itertools.islice(tasks, _PEEKED * max(1, means.jobs)):

@@ -195,11 +195,6 @@ class StoredTensor(Content):
     def read(self, box: Box, handles: FileHandles, buffer: Callable[[str, Shape, int], Words] = new_buffer) -> Words:
         """The elements of a box, from the lowest file of each slice.
 
-        Args:
-            box: the box.
-            handles: open files.
-            buffer: returns buffers.
-
         Raises:
             IncompleteSourceError: no file holds some of the elements.
             ReshardError: a file cannot be read.
@@ -243,15 +238,7 @@ class StoredTensor(Content):
 
 
 def read_box(index: CheckpointIndex, name: str, slice_box: Box, box: Box, out: Words, handles: FileHandles) -> None:
-    """Read a box of a slice, in C order.
-
-    Args:
-        index: the header of the file.
-        name: name of the tensor in it.
-        slice_box: the box of the slice.
-        box: the box to read, within that of the slice.
-        out: contiguous, of the shape of the box.
-        handles: open files.
+    """Read a box of the slice of ``slice_box`` into ``out``, which is contiguous and has the shape of the box.
 
     Raises:
         ReshardError: the file cannot be read.
