@@ -37,7 +37,6 @@ T = TypeVar("T", bound=Any)
 # Rows for a screen of 50 lines.
 _MAX_ROWS = 20
 _MAX_FINDINGS = 12
-_MAX_LINE = 300
 
 
 @command(
@@ -103,36 +102,30 @@ def inspect(
         _show_form(inspected, verbose)
 
 
-# JSON.
-# JSON.
-
-
 def _file_json(path: str, index: CheckpointIndex, contents: InspectedContents) -> dict[str, object]:
     from reshard.inspection.contents import conversion_findings
 
     kinds = {item.name: item.kind for item in contents.stored}
+    rows = [
+        {"name": one.name, "dtype": one.dtype, "shape": one.shape, "bytes": one.nbytes, "records": len(one.extents)}
+        for one in index.tensors.values()
+    ]
     return {
         "file": path,
         "format": index.format,
         "bytes": index.size,
         "crc": index.crc,
-        "metadata": dict(index.metadata),
+        "metadata": index.metadata,
         "remove_redundancy": bool(contents.deduplicated),
-        "dtypes": totals_json(contents.by_dtype()),
-        "kinds": totals_json(contents.by_kind()),
-        "findings": findings_json([*conversion_findings(contents)]),
-        "tensors": [
-            {
-                "name": tensor.name,
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "bytes": tensor.nbytes,
-                "records": len(tensor.extents),
-                "kind": kinds[tensor.name],
-            }
-            for tensor in index.tensors.values()
-        ],
+        **_totals_json(contents),
+        "findings": list(conversion_findings(contents)),
+        "tensors": [{**row, "kind": kinds[str(row["name"])]} for row in rows],
     }
+
+
+def _totals_json(contents: Optional[InspectedContents]) -> dict[str, object]:
+    by_dtype, by_kind = ({}, {}) if contents is None else (contents.by_dtype(), contents.by_kind())
+    return {"dtypes": totals_json(by_dtype), "kinds": totals_json(by_kind)}
 
 
 def _tree_json(tree: Inspected, step: str) -> dict[str, object]:
@@ -141,10 +134,10 @@ def _tree_json(tree: Inspected, step: str) -> dict[str, object]:
         latest = {"found": tree.latest is not None, "step": tree.latest.step if tree.latest is not None else None}
     return {
         "path": tree.path,
-        "ranks": list(tree.ranks),
+        "ranks": tree.ranks,
         "strategy": tree.strategy,
         "latest": latest,
-        "findings": findings_json(tree.findings),
+        "findings": tree.findings,
         "steps": [_step_json(item) for item in tree.steps],
     }
 
@@ -158,14 +151,14 @@ def _step_json(step: InspectedStep) -> dict[str, object]:
         "ranks": step.ranks,
         "files": [file.path for file in step.files],
         "bytes": step.nbytes,
-        "absent_ranks": list(step.absent),
+        "absent_ranks": step.absent,
         "ambiguous": step.ambiguous,
         "saved_at": step.saved_at,
         "one_per_replica_group": step.one_per_group,
         "complete": step.complete,
-        "reasons": [full_text(line) for line in step.missing],
-        "lost": [{"parameters": names, "ranks": sorted(ranks)} for ranks, names in lost.items()],
-        "not_saved": list(step.not_saved),
+        "reasons": step.missing,
+        "lost": [{"parameters": names, "ranks": ranks} for ranks, names in lost.items()],
+        "not_saved": step.not_saved,
         "damaged": [{"rank": rank, "reason": reason} for rank, reason in step.damaged.items()],
         "full_bytes": step.full_bytes,
         "contents": None if step.contents is None else _contents_json(step.contents),
@@ -174,32 +167,40 @@ def _step_json(step: InspectedStep) -> dict[str, object]:
 
 def _contents_json(contents: InspectedContents) -> dict[str, object]:
     return {
-        "formats": list(contents.formats),
+        "formats": contents.formats,
         "files_with_crc": contents.with_crc,
         "files_with_remove_redundancy": contents.deduplicated,
-        "dtypes": totals_json(contents.by_dtype()),
-        "kinds": totals_json(contents.by_kind()),
-        "sets": [{"ranks": list(ranks), "names": sorted(names)} for ranks, names in contents.sets],
-        "tensors": [
-            {
-                "name": item.name,
-                "dtypes": list(item.dtypes),
-                "shapes": [list(shape) for shape in item.shapes],
-                "files": item.files,
-                "bytes": item.nbytes,
-                "kind": item.kind,
-            }
-            for item in contents.stored
-        ],
+        **_totals_json(contents),
+        "sets": [{"ranks": ranks, "names": names} for ranks, names in contents.sets],
+        "tensors": contents.stored,
     }
 
 
-def findings_json(findings: Sequence[Finding]) -> list[dict[str, object]]:
-    """Findings as `--json` prints them."""
-    return [{**finding._asdict(), "text": full_text(finding.text)} for finding in findings]
-
-
-# For people.
+def _form_json(form: Inspected) -> dict[str, object]:
+    shown = form.shown
+    return {
+        "path": form.path,
+        "form": form.form.name,
+        "step": shown.step,
+        "complete": shown.complete,
+        "iterations": [
+            {"iteration": number, "path": path, "finished": finished, "latest": latest}
+            for number, path, finished, latest in form.iterations
+        ],
+        "files": [
+            {"number": number, "file": path, "bytes": nbytes, "names": names}
+            for number, path, nbytes, names, _ in shown.files
+        ],
+        "bytes": shown.nbytes,
+        "full_bytes": shown.full_bytes or 0,
+        **_totals_json(shown.contents),
+        "tensors": form.tensors,
+        "values": [] if shown.checkpoint is None else list(shown.checkpoint.values()),
+        "objects": form.objects,
+        "others": [] if shown.checkpoint is None else shown.checkpoint.extra_files,
+        "quantised": form.quantised,
+        "findings": form.findings,
+    }
 
 
 def _inspect_file(path: str, as_json: bool, verbose: bool) -> None:
@@ -216,7 +217,7 @@ def _inspect_file(path: str, as_json: bool, verbose: bool) -> None:
     marks = {key: value for key, value in index.metadata.items() if key not in index.tensors and key != "crc_num"}
     if marks:
         say("metadata: " + ", ".join(f"{one_line(key)}={one_line(value)}" for key, value in marks.items()))
-    show_findings([*conversion_findings(contents)], verbose)
+    _show_findings([*conversion_findings(contents)], verbose)
     _show_tensors(contents, verbose, per_file=True)
 
 
@@ -296,7 +297,7 @@ def _show_tree(tree: Inspected, step: str, verbose: bool) -> None:
         say(f"the directory of one rank; `reshard inspect {root}` shows all ranks and which steps are complete")
     elif not judged:
         say("to check which steps are complete: add --strategy FILE, DIR or none")
-    show_findings(tree.findings, verbose)
+    _show_findings(tree.findings, verbose)
     # The chosen step; without one, the newest that was read.
     detailed = [item for item in tree.steps if item.contents is not None]
     for item in detailed if verbose else [tree.shown] if detailed else []:
@@ -338,7 +339,7 @@ def _state(step: InspectedStep, judged: bool) -> str:
     return ", ".join(words)
 
 
-def show_findings(findings: Sequence[Finding], verbose: bool) -> None:
+def _show_findings(findings: Sequence[Finding], verbose: bool) -> None:
     """Findings as lines; errors of a conversion are marked."""
     shown = findings if verbose else findings[:_MAX_FINDINGS]
     for finding in shown:
@@ -354,7 +355,7 @@ def show_findings(findings: Sequence[Finding], verbose: bool) -> None:
 def _show_lines(lines: Sequence[str], verbose: bool, before: str = "  ") -> None:
     """Lines, limited to a screen."""
     for line in map(full_text, lines) if verbose else lines[:_MAX_FINDINGS]:
-        say(before + (line if verbose or len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} ... (-v shows all)"))
+        say(before + line)
     if not verbose and len(lines) > _MAX_FINDINGS:
         say(f"{before}... and {len(lines) - _MAX_FINDINGS} more; -v shows all")
 
@@ -375,47 +376,13 @@ def _show_contents(step: InspectedStep, verbose: bool) -> None:
         say("all files hold the same names")
     elif sets:
         say(f"{len(sets)} sets of names (pipeline stages, a de-duplicated save, or files that lack something):")
-        lines = [f"{stepped_rank_ranges(ranks)}: {plural(len(names), 'name')}" for ranks, names in sets]
-        if len(sets) > _MAX_FINDINGS:
-            sizes = sorted({len(names) for _, names in sets})
-            span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-            lines = lines if verbose else [f"{span} names each; -v shows all"]
-        _show_lines(lines, verbose)
+        _show_lines([f"{stepped_rank_ranges(ranks)}: {plural(len(names), 'name')}" for ranks, names in sets], verbose)
     if step.not_saved:
         say(f"in the strategy but in no file: {plural(len(step.not_saved), 'parameter')}")
         all_names = {item.name for item in contents.stored}.union(step.not_saved)
         for line in step.not_saved if verbose else pattern_lines(step.not_saved, all_names, 5):
             say(f"  {line}")
     _show_tensors(contents, verbose)
-
-
-def _form_json(form: Inspected) -> dict[str, object]:
-    contents = form.shown.contents
-    checkpoint = form.shown.checkpoint
-    return {
-        "path": form.path,
-        "form": form.form.name,
-        "step": form.shown.step,
-        "complete": form.shown.complete,
-        "iterations": [
-            {"iteration": number, "path": path, "finished": finished, "latest": latest}
-            for number, path, finished, latest in form.iterations
-        ],
-        "files": [
-            {"number": number, "file": path, "bytes": nbytes, "names": names}
-            for number, path, nbytes, names, _ in form.shown.files
-        ],
-        "bytes": form.shown.nbytes,
-        "full_bytes": form.shown.full_bytes or 0,
-        "dtypes": totals_json({} if contents is None else contents.by_dtype()),
-        "kinds": totals_json({} if contents is None else contents.by_kind()),
-        "tensors": [{**item._asdict(), "shape": list(item.shape), "cuts": list(item.cuts)} for item in form.tensors],
-        "values": [] if checkpoint is None else list(checkpoint.values()),
-        "objects": dict(form.objects),
-        "others": [] if checkpoint is None else list(checkpoint.extra_files),
-        "quantised": dict(form.quantised),
-        "findings": findings_json(form.findings),
-    }
 
 
 def _show_form(form: Inspected, verbose: bool) -> None:
@@ -437,7 +404,7 @@ def _show_form(form: Inspected, verbose: bool) -> None:
     for title, names, more in lists:
         if names:
             say(f"{title}: {one_line(', '.join(names) if verbose else some_names(names))}{more}")
-    show_findings(form.findings, verbose)
+    _show_findings(form.findings, verbose)
     _show_files(form, verbose)
     _show_laid_out(form, verbose)
 

@@ -106,7 +106,7 @@ def test_totals_count_every_read_file(world: World) -> None:
     world.save(FULL)
     contents = inspected(world.src)["steps"][0]["contents"]
     tensors_ = {item["name"]: item for item in contents["tensors"]}
-    assert tensors_["w"]["shapes"] == [[4, 6]] and tensors_["w"]["files"] == 4 and tensors_["w"]["bytes"] == 4 * 96
+    assert tensors_["w"]["shapes"] == [[4, 6]] and tensors_["w"]["files"] == 4 and tensors_["w"]["nbytes"] == 4 * 96
     assert contents["dtypes"]["Float32"] == {"tensors": 3, "bytes": 4 * (96 + 16 + 48)}
     assert contents["kinds"]["other values"] == {"tensors": 1, "bytes": 16}
 
