@@ -24,9 +24,9 @@ from reshard.forms.ranks.tree import find_rank
 from reshard.inspection.checkpoint import Inspected, Problem, inspect, problems_of
 from reshard.names import Configuration, builtin_names, config_beside, rules_named
 from reshard.names.options import settle, side_of
+from reshard.plan.checks import needed
 from reshard.plan.editing import edited, words_of_packing
 from reshard.plan.edits import NO_TABLE, between_forms, typed_edits
-from reshard.plan.missing import needed
 from reshard.records.ledger import packing_of, recorded_strategy
 from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory

@@ -22,11 +22,10 @@ from reshard.execute.reader import BoxReader, in_order
 from reshard.forms.objects import shown_object
 from reshard.layout import Box, shape_of, whole_box
 from reshard.opened.tensor import LazyTensor
-from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
+from reshard.plan.pieces import Kind, Piece, StoredSlice, TargetTensor, TargetTensors
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
-from reshard.plan.target_tensors import Kind, TargetTensors
 from reshard.plan.values import CopiedValue
 from reshard.storage import storage_of
 from reshard.storage.costs import LOCAL, Storage
@@ -117,8 +116,8 @@ class OpenedContents:
             for piece, copies in zip(self.target(name).pieces, self._copies_of(name)):
                 first = next(place for place, (holder, _) in enumerate(copies) if holder == piece.source.rank)
                 holder, box = copies[(first + copy) % len(copies)]
-                source = 0 if piece.region is None else piece.region.source
-                pieces.append(piece._replace(source=self.plan.stored(name, source, holder, box)))
+                stored_slice = self.plan.stored(name, piece.source_number, holder, box)
+                pieces.append(piece._replace(source=stored_slice))
             return self.target(name)._replace(pieces=tuple(pieces))
         value = self._values.get(name)
         if value is not None:

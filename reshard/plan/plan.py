@@ -19,10 +19,9 @@ from reshard.forms.registry import counted_as
 from reshard.forms.target import Cut, Cuts, Section, TargetForm
 from reshard.layout import Box, shape_of, volume_of
 from reshard.plan.groups import ALL_LINKED, GroupLimits, linked_files, splits_rows
-from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
+from reshard.plan.pieces import FileOrder, Kind, Orders, Piece, StoredSlice, TargetFile, TargetTensor, TargetTensors
 from reshard.plan.replicas import ReplicaChoice, choose
 from reshard.plan.request import Request
-from reshard.plan.target_tensors import Alike, CellSource, FileOrder, Kind, Orders, TargetTensors
 from reshard.plan.values import CopiedValue
 from reshard.text.messages import quoted
 from reshard.threads import cached_property
@@ -268,7 +267,7 @@ class Plan:
         base = [self._base(leader)] + ([self._base(file)] if file != leader else [])
         inside = _intersection(self.form.names_in(file), names)
         kinds = [kind for kind in self.kinds_of(section) if inside is None or kind.count(inside)]
-        alike = [self._alike(file, leader, kind, base) for kind in kinds]
+        examples = [self._example(file, leader, kind, base) for kind in kinds]
         values = self.values_of(file) if names is None else []
         tensors = []
         for _, holder, stored in values:
@@ -276,12 +275,13 @@ class Plan:
             piece = Piece(StoredSlice(self.checkpoint.files[holder], holder, stored.extents, box), box)
             tensors.append(TargetTensor(stored.name, 1, box, (piece,) if stored.nbytes else ()))
         order = self._order_of(file, kinds, values, inside)
-        holders = {take.rank for slices in alike for take in slices.takes} | {value.holder for value in values}
+        holders = {piece.source.rank for example in examples for piece in example.pieces}
+        holders.update(value.holder for value in values)
         return TargetFile(
             file,
             self.path(file),
             order.layout,
-            TargetTensors(order, alike, tensors, self.stored, self._added),
+            TargetTensors(order, examples, tensors, self._stored, self._added),
             self._paths_of_added(order.names).union(self.checkpoint.files[holder] for holder in holders),
         )
 
@@ -385,13 +385,13 @@ class Plan:
             return self._choice.turn(file)
         return self.form.section_of(file).position(file)
 
-    def _alike(self, file: int, leader: int, kind: Kind, base: Sequence[Sequence[int]]) -> Alike:
-        """The target slice of a kind of tensor, and the source slice of each of its cells."""
+    def _example(self, file: int, leader: int, kind: Kind, base: Sequence[Sequence[int]]) -> TargetTensor:
+        """The target slice of a kind of tensor, without name and extents."""
         cut, example = kind.cut, kind.tensors[0]
         position = self.form.section_of(file).position(file)
         turn = self._turn(leader)
         types = [None if source.dtype == example.dtype else source.dtype for source in example.sources]
-        takes = []
+        pieces = []
         padded = False
         for cell in cut.overlap.cells(cut.slice_of(position)):
             if not cell.slices:
@@ -415,14 +415,18 @@ class Plan:
             source = 0 if cell.region is None else cell.region.source
             number = cell.slices[index - cut.firsts[source]]
             slice_box = cut.shardings[index].stored_box(number)
-            takes.append(CellSource(cell.box, holder, slice_box, cell.region, types[source]))
+            stored = StoredSlice(self.checkpoint.files[holder], holder, (), slice_box)
+            pieces.append(Piece(stored, cell.box, cell.region, types[source]))
         cast = None if types == [None] * len(types) else example.dtype
-        return Alike(kind.item_size, kind.box_of(position), tuple(takes), cast, padded)
+        return TargetTensor("", kind.item_size, kind.box_of(position), tuple(pieces), cast, padded)
 
     @property
     def _added(self) -> Optional[Callable[[str], Optional[Addition]]]:
         """The addition to a tensor by name; None without one."""
         return (lambda name: self.checkpoint.tensors[name].added) if self._edited else None
+
+    def _stored(self, name: str, piece: Piece) -> StoredSlice:
+        return self.stored(name, piece.source_number, piece.source.rank, piece.source.box)
 
     def stored(self, name: str, source: int, holder: int, box: Box) -> StoredSlice:
         """The slice of a tensor's source in a file."""

@@ -8,6 +8,7 @@ values on some of the ranks.
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
 import pytest
@@ -220,7 +221,7 @@ def test_the_files_of_a_rank_list_suffice_for_its_rank(data: st.DataObject) -> N
 
 @examples(15)
 @given(st.data())
-def test_the_files_of_a_rank_list_suffice_with_names_and_casts(data: st.DataObject) -> None:
+def test_the_sources_of_a_plan_suffice_with_names_and_casts(data: st.DataObject) -> None:
     full = data.draw(tensors())
     source, target = data.draw(laid_out(full, 8), label="source"), data.draw(laid_out(full), label="target")
     # State follows its weight.
@@ -244,11 +245,12 @@ def test_the_files_of_a_rank_list_suffice_with_names_and_casts(data: st.DataObje
         world.convert(*options)
         whole = tree_bytes(world.dst)
         rank = data.draw(st.sampled_from(range(rank_count(target))))
-        rank_list = world.rank_list(rank, "--src", world.src, *options)
-        if not rank_list:
-            return
-        world.src = write_tree(world.root / "few", {r: saved[r] for r in rank_list}, "rank_{rank}/net-3_10.ckpt")
         world.dst = world.root / "one"
+        plan = done(*world.words("--ranks", rank, "--json", *options, command="plan")).out
+        sources = [source["rank"] for source in json.loads(plan)["sources"]]
+        if not sources:
+            return
+        world.src = write_tree(world.root / "few", {r: saved[r] for r in sources}, "rank_{rank}/net-3_10.ckpt")
         world.by_rank(rank, *options)
         assert tree_bytes(world.dst).items() <= whole.items()
         assert len(tree_bytes(world.dst)) == 1
