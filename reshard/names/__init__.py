@@ -1,6 +1,6 @@
 """Names and packing of tensors: rules that convert the tensors of one model code to those of another.
 
-`model` contains the types of a table of rules, `toml_file` reads it; `matching` finds the rules that match names,
+`model` contains the types of a table of rules, `tables` reads it; `options` finds the rules that match names,
 `apply` computes the results as views. This room does not depend on files of tensors, dtypes or layouts.
 """
 
@@ -15,10 +15,11 @@ from reshard.names.tables import (
     config_beside,
     experts_table,
     parse_renames,
+    parse_rules,
     read_config,
+    read_rules,
     rules_named,
 )
-from reshard.names.toml_file import parse_rules, read_rules
 
 __all__ = [
     "HUB_SIDE",

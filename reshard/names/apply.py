@@ -11,11 +11,21 @@ from typing import NamedTuple, Optional
 
 from reshard.errors import NamesError, UsageError
 from reshard.layout.views import ZEROS, View
-from reshard.names.matching import InstanceKey, NameMatch, Side, SidedRule
-from reshard.names.misfits import Completeness, Misfits, Reason
+from reshard.names.misfits import Completeness, Misfits
 from reshard.names.model import HUB_SIDE, NameRules
-from reshard.names.operations import TAKE, Shape, SizedOperation, apply_all
-from reshard.names.options import NONE_RECORDED, Settled, UndeterminedError, settle, side_of, with_options
+from reshard.names.operations import PAD, TAKE, UNPAD, Shape, SizedOperation, apply_all
+from reshard.names.options import (
+    NONE_RECORDED,
+    InstanceKey,
+    NameMatch,
+    Settled,
+    Side,
+    SidedRule,
+    UndeterminedError,
+    settle,
+    side_of,
+    with_options,
+)
 from reshard.names.pattern import Pattern, SizedPattern
 from reshard.text.messages import listing, plural, quoted
 from reshard.text.names import OTHER, WEIGHTS, is_value, kind_of, state_prefix
@@ -161,13 +171,11 @@ class _ShapeClass(NamedTuple):
     Attributes:
         operations: with their sizes.
         views: per target its sources and its view.
-        notes: notes for the user.
         error: the problem, if it cannot be applied.
     """
 
     operations: tuple[SizedOperation, ...]
     views: tuple[tuple[Optional[tuple[int, ...]], View], ...]
-    notes: tuple[str, ...]
     error: str = ""
 
 
@@ -195,10 +203,7 @@ class _Application:
     ambiguous: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        side = self.rules.sides[self.side.reverse]
-        self.problems = Misfits(
-            self.rules.path, side, self.side.reverse, self.side.patterns(), self.settled.values, self.shapes
-        )
+        self.problems = Misfits(self.rules.path, self.rules.sides, self.side, self.settled.values, self.shapes)
         self._classes: dict[tuple[int, tuple[Shape, ...]], _ShapeClass] = {}
 
     def sort(self) -> None:
@@ -221,8 +226,7 @@ class _Application:
                     self.problems.unmatched.append(name)
                 else:
                     count = self.side.counts[number] or 0
-                    limit = f": {number} must be less than {count}, by {self.side.sizes.source}"
-                    self.problems.note(Reason("", limit), name)
+                    self.problems.note(f"{number} must be less than {count}, by {self.side.sizes.source}", name)
 
     def _sort_state(self, name: str, prefix: str, base: str) -> None:
         if not (self.optimizer or self.rules.keeps_others):
@@ -241,8 +245,7 @@ class _Application:
             return False
         if len(matches) > 1:
             texts = ", ".join(dict.fromkeys(quoted(self._source_of(match).text) for match in matches))
-            reason = Reason("", f" match more than one rule: {texts}", f" matches more than one rule: {texts}")
-            self.problems.note(reason, name)
+            self.problems.note(f"more than one rule matches ({texts})", name)
             self.ambiguous.update(match.key.rule for match in matches)
             return True
         match = matches[0]
@@ -251,7 +254,7 @@ class _Application:
             self.dropped.append(name)
             return True
         if prefix and rule.operations and self.shapes.get(fitting) != self.shapes[name]:
-            self.problems.note(Reason("state of another shape than its weight cannot follow it: "), name)
+            self.problems.note("state of another shape than its weight cannot follow it", name)
         self.instances.setdefault(match.key, {})[match.column, match.value] = name
         return True
 
@@ -267,7 +270,7 @@ class _Application:
                 continue
             shape_class = self._class(key.rule, sided, tuple(self.shapes[name] for name in names))
             if shape_class.error:
-                self.problems.note(Reason(f"{sided.rule.where}: {shape_class.error}: "), names[0])
+                self.problems.note(f"{sided.rule.where}: {shape_class.error}", names[0])
                 continue
             targets = self._targets(key, sided, len(shape_class.views), names)
             if targets is not None:
@@ -277,7 +280,7 @@ class _Application:
             self._add_step(AppliedStep("", (), (name,), (name,)), [((0,), view)])
         for target, sources in self.repeated.items():
             texts = ", ".join(map(quoted, dict.fromkeys(sources)))
-            self.problems.note(Reason("", f" would be made more than once: {texts}"), target)
+            self.problems.note(f"would be made more than once ({texts})", target)
         if self.rules.keeps_others:
             self._in_source_order()
 
@@ -315,7 +318,7 @@ class _Application:
         expected = 1 if sided.unstacked is None else self.side.counts.get(sided.unstacked)
         if remainder or (expected is not None and each != expected):
             problem = f"{sided.rule.where}: makes {each} of {{{sided.unstacked}}}, and by {self.side.sizes.source} "
-            self.problems.note(Reason(f"{problem}there are {expected}: "), names[0])
+            self.problems.note(f"{problem}there are {expected}", names[0])
             return None
         return tuple(
             _named(key, sided, pattern, value, sided.unstacked) for pattern in sided.targets for value in range(each)
@@ -326,11 +329,10 @@ class _Application:
         shape_class = self._classes.get((number, shapes))
         if shape_class is None:
             try:
-                chain = apply_all(sided.rule.in_direction(self.side.reverse), shapes, self.side.sizes)
-                views = tuple(_needed(view, len(shapes)) for view in chain.views)
-                shape_class = _ShapeClass(chain.operations, views, chain.notes)
+                views, operations = apply_all(sided.rule.in_direction(self.side.reverse), shapes, self.side.sizes)
+                shape_class = _ShapeClass(operations, tuple(_needed(view, len(shapes)) for view in views))
             except SizeError as error:
-                shape_class = _ShapeClass((), (), (), str(error))
+                shape_class = _ShapeClass((), (), str(error))
             self._classes[number, shapes] = shape_class
         return shape_class
 
@@ -338,9 +340,9 @@ class _Application:
         self, sided: SidedRule, shape_class: _ShapeClass, names: tuple[str, ...], targets: tuple[str, ...]
     ) -> None:
         self._add_step(AppliedStep(sided.rule.where, shape_class.operations, names, targets), shape_class.views)
-        for note in shape_class.notes:
-            self.notes.setdefault(note, []).extend(targets)
         for operation in shape_class.operations:
+            if operation.kind in (PAD, UNPAD):
+                self.notes.setdefault(_padding_note(operation), []).extend(targets)
             if operation.kind == TAKE:
                 each = len(names) // operation.count
                 self.tied += [(names[number % each], name) for number, name in enumerate(names) if number >= each]
@@ -377,7 +379,6 @@ class _Application:
         self.views = {target: self.views[target] for step in self.steps for target in step.targets}
 
     def applied(self) -> Applied:
-        """The result."""
         notes: list[str] = [listing(names) + f": {note}" for note, names in self.notes.items()]
         if self.fixed:
             notes.append(
@@ -407,6 +408,13 @@ def _named(key: InstanceKey, sided: SidedRule, pattern: SizedPattern, value: int
     if number is not None:
         values[number] = value
     return key.prefix + pattern.name(values, key.stars)
+
+
+def _padding_note(operation: SizedOperation) -> str:
+    before, after = operation.sizes
+    if operation.kind == UNPAD:
+        return f"padding of dimension {operation.dimension} removed: {before} to {after}"
+    return f"padded with zeros along dimension {operation.dimension} from {before} to {after}"
 
 
 def _needed(view: View, sources: int) -> tuple[Optional[tuple[int, ...]], View]:

@@ -4,80 +4,58 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from reshard.errors import NamesError
-from reshard.names.matching import InstanceKey, Side, SidedRule
-from reshard.text.messages import Message, block, joined, listing, quoted
+from reshard.names.options import InstanceKey, Side, SidedRule
+from reshard.text.messages import block, joined, listing, quoted
 from reshard.text.names import near_names
 
-MOST_MISSING = 10000
-"""Maximum number of missing names to count: a number in a name may be huge."""
-_MOST_PATTERNS = 6
-
-
-Stars = tuple[str, ...]
-"""The texts that stars match."""
+# Missing names are counted up to this number: a number in a name may be huge.
+_MOST_MISSING = 10000
 
 Values = tuple[int, ...]
 """The values of a rule's numbers."""
 
 
-class Reason(NamedTuple):
-    """Why names do not fit: a sentence with the names between two texts.
-
-    Attributes:
-        before: the text before the names.
-        after: the text after them.
-        after_one: the text after a single name, if it differs.
-    """
-
-    before: str
-    after: str = ""
-    after_one: str = ""
-
-
-@dataclass
 class Misfits:
     """All problems between a table and a checkpoint.
 
     Args:
         path: the table.
-        side: the name of the checkpoint's side.
-        reverse: whether it is the right side.
-        patterns: the names of rules on this side.
+        sides: the names of its sides.
+        side: the side that the checkpoint is on.
         options: the values of the table's options.
         names: of the checkpoint.
     """
 
-    path: str
-    side: str
-    reverse: bool
-    patterns: Sequence[str]
-    options: Mapping[str, str]
-    names: Collection[str]
-    unmatched: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    reasons: dict[Reason, list[str]] = field(default_factory=dict)
+    def __init__(
+        self, path: str, sides: Sequence[str], side: Side, options: Mapping[str, str], names: Collection[str]
+    ) -> None:
+        self._path = path
+        self._side = sides[side.reverse]
+        self._reverse = side.reverse
+        self._patterns = side.patterns()
+        self._options = options
+        self._names = names
+        self.unmatched: list[str] = []
+        self.missing: list[str] = []
+        self._problems: dict[str, list[str]] = {}
 
     @property
     def missing_enough(self) -> bool:
         """Whether the count of missing names reached its limit."""
-        return len(self.missing) >= MOST_MISSING
+        return len(self.missing) >= _MOST_MISSING
 
-    def note(self, reason: Reason, *names: str) -> None:
-        """Note names that do not fit for a reason; a reason without names is a whole sentence."""
-        self.reasons.setdefault(reason, []).extend(names)
+    def note(self, problem: str, *names: str) -> None:
+        """Note names with a problem; a problem without names is a whole sentence."""
+        self._problems.setdefault(problem, []).extend(names)
 
     def note_unused(self, sided: SidedRule) -> None:
         """Note a rule that no name matches."""
         for source in sided.sources:
             text = source.pattern.text
-            number = re.search(r"\{.*?\}", text)
-            digits = f"; {number.group()} matches digits only, * matches any text" if number else ""
-            near = _suggested("did you mean", near_names(text, self.names))
-            self.note(Reason(f"no name matches {quoted(text)}{near}{digits}"))
+            self.note(f"no name matches {quoted(text)}" + _suggested("did you mean", near_names(text, self._names)))
 
     def check(self) -> None:
         """Refuse the checkpoint if there is a problem.
@@ -85,46 +63,40 @@ class Misfits:
         Raises:
             NamesError: lists all problems.
         """
-        lines = [*self._unmatched(), *self._missing()]
-        for reason, names in self.reasons.items():
-            after = reason.after_one if reason.after_one and len(names) == 1 else reason.after
-            lines.append(joined("", [reason.before, listing(names), after]))
+        lines: list[str] = []
+        for names in _grouped(self.unmatched):
+            near = near_names(_numbers_replaced(names[0], "{number}"), self._patterns)
+            lines.append("no rule matches " + listing(names) + _suggested("did you mean", near, names))
+        more = " and perhaps more" if self.missing_enough else ""
+        # A name that matches several rules belongs to none, but it is there.
+        for names in _grouped([name for name in self.missing if name not in self._names]):
+            near = near_names(names[0], self.unmatched)
+            lines.append("missing: " + listing(names) + more + _suggested("is it", near))
+        for problem, names in self._problems.items():
+            lines.append(f"{problem}: " + listing(names) if names else problem)
         if lines:
-            headline = f"the rules {self.path} do not fit the checkpoint ({self.side}):"
+            headline = f"the rules {self._path} do not fit the checkpoint ({self._side}):"
             raise NamesError(block(headline, [joined("", ["  ", line]) for line in lines]), hint=self._hint())
 
     def _hint(self) -> Optional[str]:
         hints = []
-        if self.options and (self.unmatched or self.missing):
-            values = ", ".join(f"{name}={value}" for name, value in self.options.items())
-            name, value = next(iter(self.options.items()))
+        if self._options and (self.unmatched or self.missing):
+            values = ", ".join(f"{name}={value}" for name, value in self._options.items())
+            name, value = next(iter(self._options.items()))
             hints.append(
-                f"the rules were applied with {values}; to state an option: --names {self.path},{name}={value}"
+                f"the rules were applied with {values}; to state an option: --names {self._path},{name}={value}"
             )
         if self.unmatched:
-            hints.append(self._dropping(self.unmatched[0]))
+            # --include and --exclude match the new names, so they cannot skip a tensor.
+            table = "the table"
+            if "." not in self._path:
+                table = f"a copy of the table (reshard names show {self._path} > mine.toml)"
+            side, skipped = "to" if self._reverse else "from", _numbers_replaced(self.unmatched[0], "*")
+            hints.append(
+                f"to skip tensors that the model does not need, add a rule to {table}:\n"
+                f'    [[rule]]\n    {side} = "{skipped}"\n    do = "drop"'
+            )
         return "\n".join(hints) or None
-
-    def _dropping(self, name: str) -> str:
-        """Advice on a rule that skips a tensor, and tensors whose names differ only in numbers.
-
-        --include and --exclude match the new names, so they cannot skip it.
-        """
-        table = "the table" if "." in self.path else f"a copy of the table (reshard names show {self.path} > mine.toml)"
-        side = "to" if self.reverse else "from"
-        rule = f'[[rule]]\n    {side} = "{_numbers_replaced(name, "*")}"\n    do = "drop"'
-        return f"to skip tensors that the model does not need, add a rule to {table}:\n    {rule}"
-
-    def _unmatched(self) -> Iterator[Message]:
-        for names in _grouped(self.unmatched):
-            near = near_names(_numbers_replaced(names[0], "{number}"), self.patterns)
-            yield "no rule matches " + listing(names) + _suggested("did you mean", near, names)
-
-    def _missing(self) -> Iterator[Message]:
-        more = " and perhaps more" if self.missing_enough else ""
-        # A name that matches several rules belongs to none, but it is there.
-        for names in _grouped([name for name in self.missing if name not in self.names]):
-            yield "missing: " + listing(names) + more + _suggested("is it", near_names(names[0], self.unmatched))
 
 
 def _suggested(question: str, near: Iterable[str], excluded: Collection[str] = ()) -> str:
@@ -142,7 +114,6 @@ def _grouped(names: Collection[str]) -> list[list[str]]:
 
 
 def _numbers_replaced(name: str, number: str) -> str:
-    """A name with a text in place of each number."""
     return re.sub("(?<![a-z0-9])[0-9]+(?![a-z0-9])", number, name)
 
 
@@ -158,7 +129,7 @@ class Completeness:
     def __init__(self, side: Side, instances: Iterable[InstanceKey], problems: Misfits) -> None:
         self._side = side
         self._problems = problems
-        self._present: dict[int, dict[Stars, set[Values]]] = {}
+        self._present: dict[int, dict[tuple[str, ...], set[Values]]] = {}
         values_of: dict[str, set[int]] = {number: set() for sided in side.sided for number in sided.free}
         for key in instances:
             if key.prefix:
@@ -208,7 +179,11 @@ class Completeness:
             self._check_choice(choice, cases)
 
     def _note(
-        self, sided: SidedRule, expected: Iterable[Values], present: Collection[Values] = (), stars: Stars = ()
+        self,
+        sided: SidedRule,
+        expected: Iterable[Values],
+        present: Collection[Values] = (),
+        stars: tuple[str, ...] = (),
     ) -> None:
         """Note the missing names of a rule."""
         for values in expected:
@@ -227,7 +202,7 @@ class Completeness:
         # Rules of a choice have no stars.
         present = {place: self._present.get(place, {}).get((), set()) for place in rules}
         any_rule = next(iter(rules.values()))
-        wrong: dict[str, list[Values]] = {}
+        wrong: dict[str, list[str]] = {}
         for values in self._expected(any_rule):
             values_by_name = dict(zip(any_rule.free, values))
             values_of = {place: tuple(values_by_name[each] for each in sided.free) for place, sided in rules.items()}
@@ -239,16 +214,14 @@ class Completeness:
                         self._note(rules[place], [values_of[place]], present[place])
                 continue
             problem = f"both {' and '.join(used)} are present" if used else f"none of {', '.join(cases)} is present"
-            wrong.setdefault(problem, []).append(values)
-            if len(wrong[problem]) > 100000:
+            numbers = ", ".join(f"{number} {value}" for number, value in values_by_name.items())
+            wrong.setdefault(problem, []).append(numbers)
+            if len(wrong[problem]) >= _MOST_MISSING:
                 break
-        for problem, places_of_problem in wrong.items():
-            shown = ", ".join(
-                ", ".join(f"{number} {value}" for number, value in zip(any_rule.free, values))
-                for values in places_of_problem[:4]
-            )
-            more = f" and {len(places_of_problem) - 4} more" if len(places_of_problem) > 4 else ""
-            self._problems.note(Reason(f"{choice}: {problem}{' for ' if any_rule.free else ''}{shown}{more}"))
+        for problem, places in wrong.items():
+            more = f" and {len(places) - 4} more" if len(places) > 4 else ""
+            shown = f" for {', '.join(places[:4])}{more}" if any_rule.free else ""
+            self._problems.note(f"{choice}: {problem}{shown}")
 
 
 def _product(values: Sequence[Iterable[int]]) -> Iterator[Values]:

@@ -58,19 +58,6 @@ class TableOption:
 
 
 @dataclass(frozen=True)
-class OptionCondition:
-    """An option, and its values for which a rule applies.
-
-    Attributes:
-        option: its name.
-        values: the values.
-    """
-
-    option: str
-    values: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class NameRule:
     """Names that are converted together.
 
@@ -79,7 +66,7 @@ class NameRule:
         left: the patterns of its names on the left; none if names on the right are skipped.
         right: the patterns on the right; none if names on the left are skipped.
         operations: the operations from left to right; none where only the name changes.
-        when: conditions, all of which must hold.
+        when: options and the values for which the rule applies; all must hold.
         optional: whether a model may lack its names.
         choice: of the rules with the same choice, those of exactly one ``case`` apply, per value of their numbers.
         case: see ``choice``.
@@ -89,18 +76,16 @@ class NameRule:
     left: tuple[Pattern, ...]
     right: tuple[Pattern, ...]
     operations: tuple[Operation, ...] = ()
-    when: tuple[OptionCondition, ...] = ()
+    when: tuple[tuple[str, tuple[str, ...]], ...] = ()
     optional: bool = False
     choice: Optional[str] = None
     case: Optional[str] = None
 
     @property
     def drops(self) -> bool:
-        """Whether matching names are skipped."""
         return not self.left or not self.right
 
     def side(self, right: bool) -> tuple[Pattern, ...]:
-        """The patterns of one side."""
         return self.right if right else self.left
 
     @property
@@ -150,7 +135,7 @@ class NameRules:
         for rule in self.rules:
             alike.setdefault((rule.left, rule.right), []).append(rule)
         differing = (rules for rules in alike.values() if len({rule.operations for rule in rules}) > 1)
-        options = {condition.option for rules in differing for rule in rules for condition in rule.when}
+        options = {name for rules in differing for rule in rules for name, _ in rule.when}
         for option in self.options:
             if option.name_values:
                 options.discard(option.name)
@@ -159,14 +144,7 @@ class NameRules:
         return frozenset(options)
 
     def size_values(self, config: Optional[Mapping[str, object]]) -> dict[str, object]:
-        """The values in a configuration that the table's sizes use.
-
-        Args:
-            config: the content of config.json, if any.
-
-        Returns:
-            Values by key, as in JSON; without keys that are absent or null.
-        """
+        """The values in a config.json that the table's sizes use, by key; without keys that are absent or null."""
         keys = {key for size in self.sizes for one in size.products for key in one.names}
         values = {key: config_value(config, key) for key in sorted(keys)}
         return {key: value for key, value in values.items() if value is not None}

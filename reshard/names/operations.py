@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from reshard.layout.views import View
 from reshard.names.sizes import ModelSizes, solved
@@ -60,34 +60,21 @@ class SizedOperation:
     count: int = 1
 
 
-class AppliedOperation(NamedTuple):
-    """The results of an operation.
-
-    Attributes:
-        views: the results, as views of the sources.
-        operation: with its sizes; None if it changes nothing.
-        note: a note for the user, if any.
-    """
-
-    views: Sequence[View]
-    operation: Optional[SizedOperation] = None
-    note: Optional[str] = None
+Results = tuple[Sequence[View], Optional[SizedOperation]]
+"""The results of an operation as views of the sources, and the operation with its sizes, if it changes anything."""
 
 
 class Operation(ABC):
     """An operation of a rule, from left to right or, if ``inverted``, from right to left."""
 
-    @abstractmethod
+    inverted: bool
+
     def inverse(self) -> Operation:
-        """The inverse operation."""
+        return replace(self, inverted=not self.inverted)  # type: ignore[type-var]
 
     @abstractmethod
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
         """The results for these operands.
-
-        Args:
-            views: the operands.
-            sizes: of the model.
 
         Raises:
             SizeError: it does not fit their shapes.
@@ -97,7 +84,7 @@ class Operation(ABC):
 
 @dataclass(frozen=True)
 class Join(Operation):
-    """Several tensors become one: concatenated, or in groups that alternate.
+    """Several tensors become one: concatenated, or in groups that alternate; inverted, one becomes several.
 
     Attributes:
         dimension: the dimension.
@@ -105,7 +92,6 @@ class Join(Operation):
         parts: elements of each along the dimension, None for the rest; equal parts by default.
         groups: number of groups; one by default.
         block: instead of ``groups``, the elements of each tensor in a group.
-        inverted: one tensor is split into several.
     """
 
     dimension: int
@@ -115,15 +101,10 @@ class Join(Operation):
     block: Optional[Product] = None
     inverted: bool = False
 
-    def inverse(self) -> Join:
-        """See `Operation`."""
-        return replace(self, inverted=not self.inverted)
-
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
-        """See `Operation`."""
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
         return self._split(views, sizes) if self.inverted else self._join(views, sizes)
 
-    def _join(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
+    def _join(self, views: Sequence[View], sizes: ModelSizes) -> Results:
         per_column = len(views) // self.count
         operands = [views[number::per_column] for number in range(per_column)]
         for joined in operands:
@@ -139,7 +120,7 @@ class Join(Operation):
         if lengths != expected:
             raise SizeError(f"shapes {_shapes(views)} contradict {sizes.source}: {self._parts_text(expected)}")
         operation = self._sized(JOIN, lengths, sizes)
-        return AppliedOperation([self._joined(joined, operation) for joined in operands], operation)
+        return [self._joined(joined, operation) for joined in operands], operation
 
     @staticmethod
     def _joined(views: Sequence[View], operation: SizedOperation) -> View:
@@ -149,16 +130,15 @@ class Join(Operation):
         grouped = [view.reshape(_resized(shape, dimension, groups, size)) for view, size in zip(views, operation.sizes)]
         return View.concat(grouped, dimension + 1).reshape(_resized(shape, dimension, groups * sum(operation.sizes)))
 
-    def _split(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
-        dimension, first = self.dimension, views[0].shape
-        _check_dimension(dimension, first)
-        total = first[dimension]
-        if any(view.shape[dimension : dimension + 1] != (total,) for view in views):
-            raise SizeError(f"shapes {_shapes(views)} differ")
+    def _split(self, views: Sequence[View], sizes: ModelSizes) -> Results:
+        dimension = self.dimension
+        total = _length(dimension, views)
         lengths = self._lengths(total, sizes)
         if sum(lengths) != total:
             parts = self._parts_text(lengths)
-            raise SizeError(f"shape {list(first)} contradicts {sizes.source}: dimension {dimension} has {parts}")
+            raise SizeError(
+                f"shape {list(views[0].shape)} contradicts {sizes.source}: dimension {dimension} has {parts}"
+            )
         operation = self._sized(CUT, lengths, sizes)
         groups, results = operation.groups, []
         grouped = [view.reshape(_resized(view.shape, dimension, groups, total // groups)) for view in views]
@@ -168,24 +148,20 @@ class Join(Operation):
                 part = view.part(dimension + 1, start, start + size)
                 results.append(part.reshape(_resized(whole.shape, dimension, groups * size)))
             start += size
-        return AppliedOperation(results, operation)
+        return results, operation
 
     def _lengths(self, total: int, sizes: ModelSizes) -> tuple[int, ...]:
         """The elements of each tensor, given their sum."""
-        if self.parts is not None:
-            lengths = [None if part is None else sizes.value(part) for part in self.parts]
-            remaining = total - sum(length or 0 for length in lengths)
-            if remaining < 0:
-                raise SizeError(
-                    f"{total} elements along dimension {self.dimension} contradict {sizes.source}: "
-                    + self._parts_text(lengths)
-                )
-            return tuple(remaining if length is None else length for length in lengths)
-        if total % self.count:
+        if self.parts is None:
+            return (self._divided(total, self.count, "parts"),) * self.count
+        lengths = [None if part is None else sizes.value(part) for part in self.parts]
+        remaining = total - sum(length or 0 for length in lengths)
+        if remaining < 0:
             raise SizeError(
-                f"{total} elements along dimension {self.dimension} do not divide into {self.count} equal parts"
+                f"{total} elements along dimension {self.dimension} contradict {sizes.source}: "
+                + self._parts_text(lengths)
             )
-        return (total // self.count,) * self.count
+        return tuple(remaining if length is None else length for length in lengths)
 
     def _parts_text(self, lengths: Sequence[Optional[int]]) -> str:
         """The parts with their lengths, for messages."""
@@ -199,31 +175,28 @@ class Join(Operation):
             groups = sizes.value(self.groups)
         elif self.block is not None:
             block = sizes.value(self.block)
-            if not block or lengths[0] % block:
-                raise SizeError(
-                    f"{lengths[0]} elements along dimension {self.dimension} do not divide into blocks of {block}"
-                )
+            self._divided(lengths[0], block, "elements in blocks")
             groups = lengths[0] // block
         # A tensor without elements fits any number of groups.
-        if not groups and any(lengths):
-            raise SizeError(f"{lengths[0]} elements along dimension {self.dimension} do not divide into 0 groups")
-        groups = groups or 1
-        if any(length % groups for length in lengths):
-            raise SizeError(
-                f"{list(lengths)} elements along dimension {self.dimension} do not divide into {groups} equal groups"
-            )
-        return SizedOperation(kind, self.dimension, groups, tuple(length // groups for length in lengths))
+        if not any(lengths):
+            groups = groups or 1
+        of_group = tuple(self._divided(length, groups, "groups") for length in lengths)
+        return SizedOperation(kind, self.dimension, groups, of_group)
+
+    def _divided(self, elements: int, count: int, what: str) -> int:
+        if not count or elements % count:
+            raise SizeError(f"{elements} elements along dimension {self.dimension} do not divide into {count} {what}")
+        return elements // count
 
 
 @dataclass(frozen=True)
 class Stack(Operation):
-    """Tensors of all values of a number become one, along a new dimension.
+    """Tensors of all values of a number become one, along a new dimension; inverted, one for each value.
 
     Attributes:
         number: the name of the number.
         dimension: the new dimension.
         columns: number of results.
-        inverted: tensors become one for each value of the number.
     """
 
     number: str
@@ -231,40 +204,24 @@ class Stack(Operation):
     columns: int
     inverted: bool = False
 
-    def inverse(self) -> Stack:
-        """See `Operation`."""
-        return replace(self, inverted=not self.inverted)
-
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
-        """See `Operation`."""
-        return self._unstack(views) if self.inverted else self._stack(views)
-
-    def _stack(self, views: Sequence[View]) -> AppliedOperation:
-        dimension, count = self.dimension, len(views) // self.columns
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
+        dimension = self.dimension
+        if self.inverted:
+            count = _length(dimension, views)
+            return [
+                view.part(dimension, number, number + 1).reshape(_resized(view.shape, dimension))
+                for view in views
+                for number in range(count)
+            ], SizedOperation(UNSTACK, dimension, count=count)
+        count = len(views) // self.columns
         results = []
         for start in range(0, len(views), count):
             stacked = views[start : start + count]
-            shape = stacked[0].shape
-            if any(view.shape != shape for view in stacked):
-                raise SizeError(f"shapes {_distinct_shapes(stacked)} differ, so they cannot be stacked")
+            shape = _one_shape(stacked)
             _check_dimension(dimension, (*shape, 0))
             rows = [view.reshape((*shape[:dimension], 1, *shape[dimension:])) for view in stacked]
             results.append(View.concat(rows, dimension))
-        return AppliedOperation(results, SizedOperation(STACK, dimension, count=count))
-
-    def _unstack(self, views: Sequence[View]) -> AppliedOperation:
-        dimension = self.dimension
-        for view in views:
-            _check_dimension(dimension, view.shape)
-        count, *others = {view.shape[dimension] for view in views}
-        if others:
-            raise SizeError(f"shapes {_shapes(views)} differ along dimension {dimension}")
-        results = [
-            view.part(dimension, number, number + 1).reshape(_resized(view.shape, dimension))
-            for view in views
-            for number in range(count)
-        ]
-        return AppliedOperation(results, SizedOperation(UNSTACK, dimension, count=count))
+        return results, SizedOperation(STACK, dimension, count=count)
 
 
 @dataclass(frozen=True)
@@ -278,17 +235,13 @@ class Transpose(Operation):
     order: Optional[tuple[int, ...]] = None
 
     def inverse(self) -> Transpose:
-        """See `Operation`."""
-        if self.order is None:
-            return self
-        return Transpose(tuple(sorted(range(len(self.order)), key=self.order.__getitem__)))
+        return self if self.order is None else Transpose(tuple(map(self.order.index, range(len(self.order)))))
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
-        """See `Operation`."""
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
         order = tuple(reversed(range(len(views[0].shape)))) if self.order is None else self.order
         if any(len(view.shape) != len(order) for view in views):
-            raise SizeError(f"shapes {_distinct_shapes(views)} do not have {len(order)} dimensions")
-        return AppliedOperation([view.transpose(order) for view in views], SizedOperation(TRANSPOSE, order=order))
+            raise SizeError(f"shapes {_shapes(views)} do not have {len(order)} dimensions")
+        return [view.transpose(order) for view in views], SizedOperation(TRANSPOSE, order=order)
 
 
 @dataclass(frozen=True)
@@ -304,57 +257,42 @@ class Reshape(Operation):
     after: tuple[Product, ...]
 
     def inverse(self) -> Reshape:
-        """See `Operation`."""
         return Reshape(self.after, self.before)
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
-        """See `Operation`."""
-        shape = views[0].shape
-        if any(view.shape != shape for view in views):
-            raise SizeError(f"shapes {_distinct_shapes(views)} differ")
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
+        shape = _one_shape(views)
         known_sizes = _known_sizes((*self.before, *self.after), sizes)
         all_sizes = {**known_sizes, **solved(self.before, shape, known_sizes)}
-        for name in (name for expression in self.after for name in expression.names):
-            if name not in all_sizes:
-                expected = ", ".join(expression.text for expression in self.before)
-                raise SizeError(f"{name} does not follow from [{expected}]")
         new_shape = tuple(expression.whole(all_sizes) for expression in self.after)
         if math.prod(new_shape) != math.prod(shape):
             raise SizeError(f"shape {list(shape)} cannot become {list(new_shape)}: the numbers of elements differ")
-        return AppliedOperation([view.reshape(new_shape) for view in views], SizedOperation(RESHAPE, shape=new_shape))
+        return [view.reshape(new_shape) for view in views], SizedOperation(RESHAPE, shape=new_shape)
 
 
 @dataclass(frozen=True)
 class Check(Operation):
-    """A check of the shape, which changes nothing.
-
-    Attributes:
-        shape: the expected shape.
-    """
+    """A check of the shape, which changes nothing."""
 
     shape: tuple[Product, ...]
 
     def inverse(self) -> Check:
-        """See `Operation`."""
         return self
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
-        """See `Operation`."""
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
         known_sizes = _known_sizes(self.shape, sizes)
         for view in views:
             solved(self.shape, view.shape, known_sizes)
-        return AppliedOperation(views)
+        return views, None
 
 
 @dataclass(frozen=True)
 class Pad(Operation):
-    """Zeros at the end of a dimension, up to a multiple.
+    """Zeros at the end of a dimension, up to a multiple; inverted, they are removed.
 
     Attributes:
         dimension: the dimension.
         size: the size without padding.
         multiple: the padded size is the smallest fitting multiple of this.
-        inverted: the zeros are removed.
     """
 
     dimension: int
@@ -362,19 +300,13 @@ class Pad(Operation):
     multiple: Product
     inverted: bool = False
 
-    def inverse(self) -> Pad:
-        """See `Operation`."""
-        return replace(self, inverted=not self.inverted)
-
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
-        """See `Operation`."""
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
         dimension = self.dimension
-        _check_dimension(dimension, views[0].shape)
         multiple = sizes.value(self.multiple)
         if not multiple:
             raise SizeError(f"{self.multiple.text} is 0, and must be at least 1")
         if multiple == 1 and sizes.value_if_known(self.size) is None:
-            return AppliedOperation(views)
+            return views, None
         size = sizes.value(self.size)
         padded = -(-size // multiple) * multiple
         before, after = (padded, size) if self.inverted else (size, padded)
@@ -387,58 +319,34 @@ class Pad(Operation):
                     f"{self.size.text} = {size} elements{padding}"
                 )
         if before == after:
-            return AppliedOperation(views)
+            return views, None
         operation = SizedOperation(UNPAD if self.inverted else PAD, dimension, sizes=(before, after))
         if self.inverted:
-            note = f"padding of dimension {dimension} removed: {before} to {after}"
-            return AppliedOperation([view.part(dimension, 0, after) for view in views], operation, note)
-        note = f"padded with zeros along dimension {dimension} from {before} to {after}"
+            return [view.part(dimension, 0, after) for view in views], operation
         zeros = [View.zeros(_resized(view.shape, dimension, after - before)) for view in views]
-        return AppliedOperation([View.concat(both, dimension) for both in zip(views, zeros)], operation, note)
+        return [View.concat(both, dimension) for both in zip(views, zeros)], operation
 
 
 @dataclass(frozen=True)
 class Copy(Operation):
-    """One tensor becomes several equal ones.
-
-    Attributes:
-        count: the number of tensors.
-        inverted: the first of several tensors, which should be equal.
-    """
+    """One tensor becomes several equal ones; inverted, the first of several, which should be equal."""
 
     count: int
     inverted: bool = False
 
-    def inverse(self) -> Copy:
-        """See `Operation`."""
-        return replace(self, inverted=not self.inverted)
-
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
-        """See `Operation`."""
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
         if not self.inverted:
-            return AppliedOperation([*views] * self.count, SizedOperation(COPY, count=self.count))
+            return [*views] * self.count, SizedOperation(COPY, count=self.count)
         each = len(views) // self.count
         if any(view.shape != views[number % each].shape for number, view in enumerate(views)):
             raise SizeError(f"shapes {_shapes(views)} differ, so the tensors are not equal")
-        return AppliedOperation(views[:each], SizedOperation(TAKE, count=self.count))
+        return views[:each], SizedOperation(TAKE, count=self.count)
 
 
-class Chain(NamedTuple):
-    """The results of several operations.
-
-    Attributes:
-        views: the results, as views of the sources.
-        operations: those that change something, with their sizes.
-        notes: notes for the user.
-    """
-
-    views: Sequence[View]
-    operations: tuple[SizedOperation, ...]
-    notes: tuple[str, ...]
-
-
-def apply_all(operations: Iterable[Operation], shapes: Sequence[Shape], sizes: ModelSizes) -> Chain:
-    """The results of operations, one after the other.
+def apply_all(
+    operations: Iterable[Operation], shapes: Sequence[Shape], sizes: ModelSizes
+) -> tuple[Sequence[View], tuple[SizedOperation, ...]]:
+    """The results of operations, one after the other, and those of them that change something.
 
     Args:
         operations: the operations.
@@ -452,13 +360,9 @@ def apply_all(operations: Iterable[Operation], shapes: Sequence[Shape], sizes: M
     views: Sequence[View] = [View.whole(number, shape) for number, shape in enumerate(shapes)]
     steps = []
     for operation in operations:
-        steps.append(operation.apply(views, sizes))
-        views = steps[-1].views
-    return Chain(
-        views,
-        tuple(step.operation for step in steps if step.operation is not None),
-        tuple(step.note for step in steps if step.note is not None),
-    )
+        views, sized = operation.apply(views, sizes)
+        steps += [] if sized is None else [sized]
+    return views, tuple(steps)
 
 
 def _known_sizes(expressions: Iterable[Product], sizes: ModelSizes) -> dict[str, int]:
@@ -471,18 +375,28 @@ def _check_dimension(dimension: int, shape: Shape) -> None:
         raise SizeError(f"shape {list(shape)} has no dimension {dimension}")
 
 
+def _length(dimension: int, views: Sequence[View]) -> int:
+    """The elements along a dimension, equal in all tensors."""
+    for view in views:
+        _check_dimension(dimension, view.shape)
+    length, *others = {view.shape[dimension] for view in views}
+    if others:
+        raise SizeError(f"shapes {_shapes(views)} differ along dimension {dimension}")
+    return length
+
+
+def _one_shape(views: Sequence[View]) -> Shape:
+    shape, *others = dict.fromkeys(view.shape for view in views)
+    if others:
+        raise SizeError(f"shapes {_shapes(views)} differ")
+    return shape
+
+
 def _resized(shape: Shape, dimension: int, *lengths: int) -> Shape:
     """The shape with these dimensions instead of one."""
     return (*shape[:dimension], *lengths, *shape[dimension + 1 :])
 
 
-def _shapes(views: Iterable[View]) -> str:
-    return _listed([view.shape for view in views])
-
-
-def _distinct_shapes(views: Iterable[View]) -> str:
-    return _listed(dict.fromkeys(view.shape for view in views))
-
-
-def _listed(shapes: Collection[Shape], most: int = 4) -> str:
-    return ", ".join(str(list(shape)) for shape in [*shapes][:most]) + (", ..." if len(shapes) > most else "")
+def _shapes(views: Iterable[View], most: int = 4) -> str:
+    shapes = [*dict.fromkeys(view.shape for view in views)]
+    return ", ".join(str(list(shape)) for shape in shapes[:most]) + (", ..." if len(shapes) > most else "")

@@ -1,19 +1,21 @@
-"""The options of a table: stated, from config.json, names, records or default; and the side that a checkpoint is on."""
+"""The rules of a table that apply to a checkpoint: the values of options, the side, and the names that match.
+
+The value of an option is stated, or from config.json, names, records or its default.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Optional
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Optional
 
 from reshard.errors import NamesError, UsageError
-from reshard.names.matching import Side
-from reshard.names.model import FORWARD, NameRule, NameRules, OptionCondition, TableOption
+from reshard.names.model import FORWARD, NameRule, NameRules, Number, TableOption
 from reshard.names.operations import Shape
-from reshard.names.pattern import PatternIndex, SizedPattern
+from reshard.names.pattern import Fit, Pattern, PatternIndex, SizedPattern
 from reshard.names.sizes import ModelSizes, config_value
 from reshard.storage.toml_tables import did_you_mean
 from reshard.text.messages import quoted
@@ -23,8 +25,7 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 NONE_RECORDED: Mapping[str, str] = {}
 
 
-@dataclass(frozen=True)
-class Settled:
+class Settled(NamedTuple):
     """A table with values of its options.
 
     Attributes:
@@ -109,7 +110,7 @@ def settle(
         possible[option.name] = _possible(option, sizes, names, recorded, rules) if value is None else (value,)
     values = {name: each[0] for name, each in possible.items()}
     numbers = {option.name: int(values[option.name]) for option in rules.options if not option.values}
-    applicable = tuple(rule for rule in rules.rules if all(_holds(condition, values) for condition in rule.when))
+    applicable = tuple(rule for rule in rules.rules if all(values[name] in allowed for name, allowed in rule.when))
     undetermined = {name: each for name, each in possible.items() if len(each) > 1}
     return Settled(applicable, ModelSizes(rules.sizes, config, numbers), values, undetermined)
 
@@ -119,13 +120,8 @@ def possible_options(
 ) -> Iterator[dict[str, str]]:
     """All possible combinations of option values, for a checkpoint with unknown names.
 
-    Args:
-        rules: the table.
-        config: the content of config.json, if any.
-        recorded: values of options in the source's records.
-
     Raises:
-        NamesError: a number has no value, or an option has an unknown value in the configuration.
+        NamesError: as `settle`.
     """
     stated = dict(rules.chosen)
     choices: list[Sequence[str]] = []
@@ -139,10 +135,6 @@ def possible_options(
             choices.append(_unshown(option, recorded, rules))
     for values in itertools.product(*choices):
         yield {option.name: value for option, value in zip(rules.options, values)}
-
-
-def _holds(condition: OptionCondition, values: Mapping[str, str]) -> bool:
-    return values[condition.option] in condition.values
 
 
 def _stated_value(
@@ -188,6 +180,126 @@ def _unshown(option: TableOption, recorded: Mapping[str, str], rules: NameRules)
     )
 
 
+class InstanceKey(NamedTuple):
+    """Names that one rule converts together.
+
+    Attributes:
+        rule: number of the rule.
+        prefix: the prefix of all its names, for optimizer state.
+        values: of the numbers of both sides, in the order of `SidedRule.free`.
+        stars: the texts that stars match.
+    """
+
+    rule: int
+    prefix: str
+    values: tuple[int, ...]
+    stars: tuple[str, ...]
+
+
+class NameMatch(NamedTuple):
+    """A name that matches a rule.
+
+    Attributes:
+        key: the names converted together with it.
+        column: the index of the matching name in the rule.
+        value: of the stacked number; 0 without one.
+    """
+
+    key: InstanceKey
+    column: int
+    value: int
+
+
+class SidedRule(NamedTuple):
+    """A rule in one direction.
+
+    Attributes:
+        rule: the rule.
+        sources: the names of operands.
+        targets: the names of results.
+        free: the numbers of both, in the order of the first name.
+        stacked: the number that only sources have.
+        unstacked: the number that only targets have.
+    """
+
+    rule: NameRule
+    sources: tuple[SizedPattern, ...]
+    targets: tuple[SizedPattern, ...]
+    free: tuple[str, ...]
+    stacked: Optional[str]
+    unstacked: Optional[str]
+
+
+class Side:
+    """The side of a table that a checkpoint is on: the left, or the right where the rules are reversed.
+
+    Attributes:
+        sided: the applicable rules in this direction.
+        counts: the number of values of each number in names, None if unknown.
+    """
+
+    def __init__(self, settled: Settled, numbers: Sequence[Number], reverse: bool) -> None:
+        self.numbers = numbers
+        self.sizes = settled.sizes
+        self.reverse = reverse
+        self.counts = {number.name: self.sizes.value_if_known(number.count) for number in numbers}
+        self.sided = [self._sided(rule) for rule in settled.rules]
+        self._places = [
+            (number, column) for number, each in enumerate(self.sided) for column in range(len(each.sources))
+        ]
+        self._index = PatternIndex(pattern for each in self.sided for pattern in each.sources)
+        # Cache: the choice of the side and its use match the same names.
+        self._matches: dict[str, list[NameMatch]] = {}
+
+    def matches(self, name: str, prefix: str = "") -> list[NameMatch]:
+        """The matches of a name: none, one, or several."""
+        matches = self._matches.get(name)
+        if matches is None:
+            fits = self._index.fits(name)
+            matches = [self._match(number, fit) for number, fit in fits if self._out_of_range(fit) is None]
+            self._matches[name] = matches
+        if not prefix:
+            return matches
+        return [match._replace(key=match.key._replace(prefix=prefix)) for match in matches]
+
+    def beyond(self, name: str) -> Optional[str]:
+        """The number in a name that is too large for the model; None if the name does not match at all."""
+        for _, fit in self._index.fits(name):
+            number = self._out_of_range(fit)
+            if number is not None:
+                return number
+        return None
+
+    def patterns(self) -> list[str]:
+        return list(dict.fromkeys(each.pattern.text for sided in self.sided for each in sided.sources))
+
+    def _out_of_range(self, fit: Fit) -> Optional[str]:
+        for number, value in fit.values.items():
+            count = self.counts.get(number)
+            if count is not None and value >= count:
+                return number
+        return None
+
+    def _match(self, number: int, fit: Fit) -> NameMatch:
+        rule, column = self._places[number]
+        sided = self.sided[rule]
+        values = tuple(fit.values[name] for name in sided.free)
+        value = fit.values[sided.stacked] if sided.stacked is not None else 0
+        return NameMatch(InstanceKey(rule, "", values, fit.stars), column, value)
+
+    def _sided(self, rule: NameRule) -> SidedRule:
+        sources, targets = rule.side(self.reverse), rule.side(not self.reverse)
+        mine = sources[0].numbers if sources else ()
+        theirs = targets[0].numbers if targets else ()
+        free = tuple(number for number in mine if number in theirs or not targets)
+        stacked = next((number for number in mine if number not in theirs), None) if targets else None
+        unstacked = next((number for number in theirs if number not in mine), None) if sources else None
+        return SidedRule(rule, self._sized(sources), self._sized(targets), free, stacked, unstacked)
+
+    def _sized(self, patterns: Iterable[Pattern]) -> tuple[SizedPattern, ...]:
+        return tuple(SizedPattern(pattern, self.sizes.value) for pattern in patterns)
+
+
 def side_of(rules: NameRules, settled: Settled, shapes: Mapping[str, Shape], reverse: Optional[bool]) -> Side:
     """The side that the source is on.
 
@@ -203,8 +315,8 @@ def side_of(rules: NameRules, settled: Settled, shapes: Mapping[str, Shape], rev
     if reverse is None and rules.direction == FORWARD:
         reverse = False
     if reverse is not None:
-        return Side(settled.rules, rules.numbers, settled.sizes, reverse)
-    sides = [Side(settled.rules, rules.numbers, settled.sizes, is_right) for is_right in (False, True)]
+        return Side(settled, rules.numbers, reverse)
+    sides = [Side(settled, rules.numbers, is_right) for is_right in (False, True)]
     weights = [name for name, shape in shapes.items() if kind_of(name, math.prod(shape), shapes) == WEIGHTS]
     fitting = [sum(bool(side.matches(name)) for name in weights) for side in sides]
     if fitting[0] != fitting[1]:

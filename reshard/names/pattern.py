@@ -25,24 +25,14 @@ class PatternError(ExpressionError):
 
 
 class NumberPlace(NamedTuple):
-    """A number in a pattern.
-
-    Attributes:
-        number: its name, such as ``layer``; empty for a size.
-        offset: the product to add to it, if any.
-    """
+    """A number in a pattern: its name, such as ``layer``, empty for a size; the product to add to it, if any."""
 
     number: str
     offset: Optional[Product]
 
 
 class Fit(NamedTuple):
-    """The numbers and texts of a name that matches a pattern.
-
-    Attributes:
-        values: per number.
-        stars: the text of each star.
-    """
+    """A name that matches a pattern: the values of its numbers, and the text of each star."""
 
     values: dict[str, int]
     stars: tuple[str, ...]
@@ -61,24 +51,19 @@ class Pattern:
     parts: tuple[object, ...]
 
     @property
-    def places(self) -> tuple[NumberPlace, ...]:
-        """Its numbers."""
-        return tuple(part for part in self.parts if isinstance(part, NumberPlace) and part.number)
+    def numbers(self) -> tuple[str, ...]:
+        """The names of its numbers, in order."""
+        return tuple(part.number for part in self.parts if isinstance(part, NumberPlace) and part.number)
 
     @property
-    def products(self) -> tuple[Product, ...]:
-        """The sizes in it."""
-        return tuple(part.offset for part in self.parts if isinstance(part, NumberPlace) and part.offset is not None)
-
-    @property
-    def numbers(self) -> frozenset[str]:
-        """The names of its numbers."""
-        return frozenset(place.number for place in self.places)
+    def sizes(self) -> set[str]:
+        """The names of the sizes in it."""
+        places = [part for part in self.parts if isinstance(part, NumberPlace)]
+        return {name for place in places if place.offset is not None for name in place.offset.names}
 
     @property
     def stars(self) -> int:
-        """The number of its stars."""
-        return sum(part is None for part in self.parts)
+        return self.parts.count(None)
 
 
 def pattern(text: str) -> Pattern:
@@ -92,21 +77,13 @@ def pattern(text: str) -> Pattern:
     if not text:
         raise PatternError("a name is empty")
     parts: list[object] = []
-    numbers: set[str] = set()
     for index, part in enumerate(_PARTS.split(text)):
-        if index % 2 == 0:
-            if "{" in part or "}" in part:
-                raise PatternError(f"{text!r} has an unmatched brace")
-            if part:
-                parts.append(part)
-        elif part == _ANY:
-            parts.append(None)
-        else:
-            place = _place(part[1:-1], text)
-            if place.number and place.number in numbers:
-                raise PatternError(f"{text!r} has {{{place.number}}} twice")
-            numbers.add(place.number)
-            parts.append(place)
+        if index % 2:
+            parts.append(None if part == _ANY else _place(part[1:-1], text))
+        elif "{" in part or "}" in part:
+            raise PatternError(f"{text!r} has an unmatched brace")
+        elif part:
+            parts.append(part)
     for before, after in zip(parts, parts[1:]):
         if not isinstance(before, str) and not isinstance(after, str):
             raise PatternError(f"{text!r}: two numbers or stars need a text between them")
@@ -114,18 +91,19 @@ def pattern(text: str) -> Pattern:
             isinstance(before, NumberPlace) and isinstance(after, str) and after[0] in "0123456789"
         ):
             raise PatternError(f"{text!r}: a number must not be next to a digit")
-    return Pattern(text, tuple(parts))
+    read = Pattern(text, tuple(parts))
+    for number in read.numbers:
+        if read.numbers.count(number) > 1:
+            raise PatternError(f"{text!r} has {{{number}}} twice")
+    return read
 
 
 def _place(text: str, pattern_text: str) -> NumberPlace:
-    if text.startswith("="):
-        name, offset = "", text[1:]
-    else:
-        name, _, offset = text.partition("+")
-    if not _NAME.fullmatch(name) and not text.startswith("="):
+    name, mark, offset = ("", *text.partition("=")[1:]) if text.startswith("=") else text.partition("+")
+    if mark != "=" and not _NAME.fullmatch(name):
         raise PatternError(f"{pattern_text!r}: {{{text}}} is not a number such as {{layer}}")
     try:
-        return NumberPlace(name, product(offset) if offset or "+" in text or not name else None)
+        return NumberPlace(name, product(offset) if mark else None)
     except ExpressionError as error:
         raise PatternError(f"{pattern_text!r}: {error}") from error
 
@@ -151,24 +129,31 @@ class SizedPattern:
             else:
                 self._parts.append(part)
         # Stars match as little as possible, first ones first, or as much: two matches if there are several.
-        stars = ("(.*?)", "(.*)") if None in self._parts else ("",)
-        self._expressions = [re.compile(_expression(self._parts, star), re.DOTALL) for star in stars]
+        stars = ("(.*?)", "(.*)") if pattern.stars else ("",)
+        self._expressions = [
+            re.compile(
+                "".join(
+                    star if part is None else re.escape(part) if isinstance(part, str) else _WHOLE_NUMBER
+                    for part in self._parts
+                ),
+                re.DOTALL,
+            )
+            for star in stars
+        ]
         self.skeleton: Optional[str] = None
-        if None not in self._parts:
-            texts = (_SOME if isinstance(part, tuple) else _DIGITS.sub(_SOME, str(part)) for part in self._parts)
+        if not pattern.stars:
+            texts = (_DIGITS.sub(_SOME, part) if isinstance(part, str) else _SOME for part in self._parts)
             self.skeleton = "".join(texts)
 
     def name(self, values: Mapping[str, int], stars: Sequence[str]) -> str:
         """The name with these numbers and texts."""
-        texts, star = [], 0
+        remaining = iter(stars)
+        texts = []
         for part in self._parts:
             if part is None:
-                texts.append(stars[star])
-                star += 1
-            elif isinstance(part, tuple):
-                texts.append(str(values[part[0]] + part[1]))
+                texts.append(next(remaining))
             else:
-                texts.append(str(part))
+                texts.append(str(values[part[0]] + part[1]) if isinstance(part, tuple) else str(part))
         return "".join(texts)
 
     def fits(self, name: str) -> list[Fit]:
@@ -181,46 +166,27 @@ class SizedPattern:
         """The numbers and stars with these texts; None for a number that no name has."""
         values, stars = {}, []
         for part, text in zip((part for part in self._parts if not isinstance(part, str)), texts):
-            if isinstance(part, tuple):
-                value = _number(text, part[1])
-                if value is None:
-                    return None
-                values[part[0]] = value
-            else:
+            if not isinstance(part, tuple):
                 stars.append(text)
+                continue
+            number, offset = part
+            if not _CANONICAL.fullmatch(text) or int(text) < offset:
+                return None
+            values[number] = int(text) - offset
         return Fit(values, tuple(stars))
 
 
 class PatternIndex:
-    """A fast search for the patterns that a name matches.
-
-    Args:
-        patterns: the patterns.
-    """
+    """A fast search for the patterns that a name matches."""
 
     def __init__(self, patterns: Iterable[SizedPattern]) -> None:
-        self._by_skeleton: dict[str, list[tuple[int, SizedPattern]]] = {}
-        self._starred: list[tuple[int, SizedPattern]] = []
+        self._by_skeleton: dict[Optional[str], list[tuple[int, SizedPattern]]] = {}
         for number, each in enumerate(patterns):
-            if each.skeleton is None:
-                self._starred.append((number, each))
-            else:
-                self._by_skeleton.setdefault(each.skeleton, []).append((number, each))
+            self._by_skeleton.setdefault(each.skeleton, []).append((number, each))
 
     def fits(self, name: str) -> list[tuple[int, Fit]]:
         """The indices of matching patterns, with the fit; an index comes twice if several fits exist."""
-        candidates = [*self._by_skeleton.get(_DIGITS.sub(_SOME, name), ()), *self._starred]
+        skeleton = _DIGITS.sub(_SOME, name)
+        # Patterns with stars have no skeleton.
+        candidates = [*self._by_skeleton.get(skeleton, ()), *self._by_skeleton.get(None, ())]
         return [(number, fit) for number, each in candidates for fit in each.fits(name)]
-
-
-def _expression(parts: Iterable[object], star: str) -> str:
-    return "".join(
-        star if part is None else _WHOLE_NUMBER if isinstance(part, tuple) else re.escape(str(part)) for part in parts
-    )
-
-
-def _number(digits: str, offset: int) -> Optional[int]:
-    if not _CANONICAL.fullmatch(digits):
-        return None
-    value = int(digits) - offset
-    return value if value >= 0 else None

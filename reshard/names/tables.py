@@ -1,22 +1,27 @@
-"""Tables by their names in options: built-in or files, with options, or single renames; the model's configuration."""
+"""Tables of rules: built-in or TOML files, with options, or single renames; and the model's configuration.
+
+A file is checked as a whole; an unknown key is an error.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Optional
+from typing import Any, Callable, Optional
 
 from reshard.errors import NamesError, UsageError
-from reshard.names.model import FORWARD, NameRule, NameRules
+from reshard.names.model import EITHER, FORWARD, NameRule, NameRules, Number, TableOption
+from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Transpose
 from reshard.names.options import with_options
 from reshard.names.pattern import PatternError, pattern
-from reshard.names.sizes import Configuration
-from reshard.names.toml_file import read_rules
+from reshard.names.sizes import Configuration, ModelSize, product
 from reshard.storage import exists, is_directory, is_regular_file, read_json
-from reshard.storage.toml_tables import BuiltinFiles
+from reshard.storage.toml_tables import BuiltinFiles, Schema, TomlFile, did_you_mean
 from reshard.text.messages import quoted
+from reshard.text.products import Product
 
 RENAME = "rename"
 """The path of a table of renames."""
@@ -27,9 +32,48 @@ _BUILTIN = BuiltinFiles(__file__, "table", NamesError, "reshard names list")
 _OPTIONS = re.compile(r"(?:,[a-z][a-z0-9_]*=[A-Za-z0-9_]+)+\Z")
 _LARGEST_CONFIG = 1 << 22
 
+_KEEP = "keep"
+_DROP = "drop"
+# The operation of a rule without operations.
+_RENAME = "rename"
+_TABLE: tuple[str, dict[str, Any]] = ("table", {})
+_TOP: Schema = {
+    "title": ("text", ""),
+    "sides": ("texts", ("left", "right")),
+    "direction": ("text", EITHER),
+    "others": ("text", "error"),
+    "sizes": _TABLE,
+    "numbers": _TABLE,
+    "options": _TABLE,
+    "blocks": _TABLE,
+    "rule": ("tables", ()),
+}
+_OPTION: Schema = {
+    "values": ("texts", ()),
+    "default": ("any", None),
+    "config": ("text", None),
+    "config_values": _TABLE,
+    "name_values": _TABLE,
+    "about": ("text", ""),
+}
+_BLOCK: Schema = {"from": ("text", ""), "to": ("text", ""), "when": ("texts", ())}
+_RULE: Schema = {
+    "from": ("texts", ()),
+    "to": ("texts", ()),
+    "do": ("any", ()),
+    "when": ("texts", ()),
+    "optional": ("flag", False),
+    "choice": ("text", None),
+    "case": ("text", None),
+}
+_MOST_DIMENSIONS = 16
+_MOST_TENSORS = 4096
+_ONE = "1"
+# A part with the remaining elements.
+_REST = "rest"
+
 
 def builtin_names() -> list[str]:
-    """The names of all built-in tables."""
     return _BUILTIN.names()
 
 
@@ -48,7 +92,7 @@ def rules_named(text_of_user: str) -> NameRules:
         if name in stated:
             raise UsageError(f"{text_of_user}: {name} is stated twice")
         stated[name] = value
-    return with_options(_table(table), stated)
+    return with_options(replace(read_rules(_BUILTIN.path(table) or table), path=table), stated)
 
 
 def experts_table(fused: str, config: Optional[Mapping[str, object]]) -> NameRules:
@@ -77,10 +121,6 @@ def experts_table(fused: str, config: Optional[Mapping[str, object]]) -> NameRul
     )
 
 
-def _table(name: str) -> NameRules:
-    return replace(read_rules(_BUILTIN.path(name) or name), path=name)
-
-
 def parse_renames(renames: Sequence[str]) -> NameRules:
     """Rules that rename: ``OLD=NEW``. A ``*`` in NEW stands for the text that the ``*`` in OLD matches.
 
@@ -98,9 +138,9 @@ def parse_renames(renames: Sequence[str]) -> NameRules:
             left, right = pattern(old), pattern(new)
         except PatternError as error:
             raise UsageError(str(error)) from error
-        if left.stars != right.stars or left.numbers != right.numbers:
+        if left.stars != right.stars or {*left.numbers} != {*right.numbers}:
             raise UsageError(f"{text!r}: both names need the same stars and numbers")
-        if left.products or right.products:
+        if left.sizes or right.sizes:
             raise UsageError(f"{text!r}: a rename cannot use sizes")
         rules.append(NameRule(f"--rename {text}", (left,), (right,)))
     return NameRules(RENAME, "", ("old names", "new names"), tuple(rules), direction=FORWARD, keeps_others=True)
@@ -137,3 +177,404 @@ def config_beside(directory: str) -> Optional[Configuration]:
     """
     path = os.path.join(directory, "config.json")
     return read_config(path) if exists(path) else None
+
+
+def read_rules(path: str) -> NameRules:
+    """Read a file of rules.
+
+    Raises:
+        NamesError: the file is missing, not TOML, or not a table of rules.
+        RetryableError: reading failed.
+    """
+    return parse_rules(TomlFile(path, NamesError).read(), path)
+
+
+def parse_rules(text: str, path: str) -> NameRules:
+    """The rules in a text.
+
+    Raises:
+        NamesError: the text is not TOML, or not a table of rules.
+    """
+    file = _RuleFile(path, NamesError)
+    top = file.values(file.parse(text), _TOP, "rules")
+    sizes = tuple(
+        ModelSize(file.word(name, "sizes"), file.products(content, f"sizes.{name}"))
+        for name, content in top["sizes"].items()
+    )
+    size_names = [size.name for size in sizes]
+    numbers = tuple(_number(file, name, content, size_names) for name, content in top["numbers"].items())
+    options = tuple(_option(file, name, content, size_names) for name, content in top["options"].items())
+    # An option without a list of values is a number, which products may use as a size.
+    usable_sizes = {*size_names, *(option.name for option in options if not option.values)}
+    blocks = {name: _block(file, name, content) for name, content in top["blocks"].items()}
+    rules = [
+        rule
+        for number, table in enumerate(top["rule"], 1)
+        for rule in _rules(file, table, number, blocks, usable_sizes, options)
+    ]
+    sides = top["sides"]
+    if len(sides) != 2 or sides[0] == sides[1]:
+        raise file.wrong("sides", "must be two different names")
+    for key, words in (("direction", (EITHER, FORWARD)), ("others", ("error", _KEEP))):
+        if top[key] not in words:
+            raise file.wrong(key, f"must be {' or '.join(words)}")
+    return NameRules(
+        path,
+        top["title"],
+        (sides[0], sides[1]),
+        tuple(rules),
+        sizes,
+        numbers,
+        options,
+        direction=top["direction"],
+        keeps_others=top["others"] == _KEEP,
+        text=text,
+    )
+
+
+def _number(file: _RuleFile, name: str, content: Any, sizes: Collection[str]) -> Number:
+    where = f"numbers.{file.word(name, 'numbers')}"
+    at_most = content.get("at_most") if isinstance(content, dict) and len(content) == 1 else None
+    number = Number(name, file.product(content if at_most is None else at_most, where), at_most is not None)
+    for size in number.count.names if number.count is not None else ():
+        if size not in sizes:
+            raise file.wrong(where, f"{size} is not a size; known: {', '.join(sizes)}")
+    return number
+
+
+def _option(file: _RuleFile, name: str, content: Any, sizes: Collection[str]) -> TableOption:
+    where = f"options.{file.word(name, 'options')}"
+    if not isinstance(content, dict):
+        raise file.wrong(where, "must be a table")
+    if name in sizes:
+        raise file.wrong(where, "is the name of a size, too")
+    table = file.values(content, _OPTION, where)
+    values = table["values"]
+    default = str(table["default"]) if type(table["default"]) is int else table["default"]
+    allowed = " or ".join(values) if values else "a number"
+    if default is not None and default not in values and (values or not str(default).isdecimal()):
+        raise file.wrong(where, f"default must be {allowed}")
+    shown = {name: (value,) if isinstance(value, str) else tuple(value) for name, value in table["name_values"].items()}
+    for value in (*table["config_values"].values(), *itertools.chain.from_iterable(shown.values())):
+        if value not in values:
+            raise file.wrong(where, f"{value!r} must be {allowed}")
+    patterns = tuple(zip(file.parsed(pattern, [*shown], where), shown.values()))
+    for each, _ in patterns:
+        if each.stars or not each.sizes <= {*sizes}:
+            raise file.wrong(where, f"name_values: {quoted(each.text)} must not have stars or unknown sizes")
+    return TableOption(
+        name, values, default, table["config"], tuple(table["config_values"].items()), patterns, table["about"]
+    )
+
+
+def _block(file: _RuleFile, name: str, content: Any) -> list[dict[str, Any]]:
+    """The substitutions of a block: texts on the left and on the right, with their conditions."""
+    where = f"blocks.{file.word(name, 'blocks')}"
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise file.wrong(where, "must be a list of tables with from and to")
+    tables = [file.values(block, _BLOCK, where) for block in content]
+    if not all(table["from"] and table["to"] for table in tables):
+        raise file.wrong(where, "lacks from or to")
+    return tables
+
+
+def _rules(
+    file: _RuleFile,
+    content: Mapping[str, Any],
+    number: int,
+    blocks: Mapping[str, list[dict[str, Any]]],
+    sizes: set[str],
+    options: Sequence[TableOption],
+) -> list[NameRule]:
+    """The rule of a table; several where its names are in a block."""
+    where = f"[[rule]] {number}"
+    table = file.values(content, _RULE, where)
+    left, right = table["from"], table["to"]
+    if not left and not right:
+        raise file.wrong(where, "has neither from nor to")
+    where += f" ({(left or right)[0]})"
+    used = [name for name in blocks if any(f"{{{name}}}" in text for text in (*left, *right))]
+    if len(used) > 1:
+        raise file.wrong(where, "is in several blocks")
+    if not used:
+        return [_rule(file, table, where, sizes, options)]
+    mark = f"{{{used[0]}}}"
+    return [
+        _rule(
+            file,
+            {
+                **table,
+                "from": [text.replace(mark, block["from"]) for text in left],
+                "to": [text.replace(mark, block["to"]) for text in right],
+                "when": (*table["when"], *block["when"]),
+            },
+            f"{where} in {block['from']}",
+            sizes,
+            options,
+        )
+        for block in blocks[used[0]]
+    ]
+
+
+def _rule(
+    file: _RuleFile, table: Mapping[str, Any], where: str, sizes: set[str], options: Sequence[TableOption]
+) -> NameRule:
+    left, right = (file.parsed(pattern, table[side], where) for side in ("from", "to"))
+    steps = table["do"] if isinstance(table["do"], (list, tuple)) else [table["do"]]
+    steps = [] if steps == [_RENAME] else steps
+    drops = steps == [_DROP]
+    if drops and left and right:
+        raise file.wrong(where, 'do = "drop" needs from or to alone')
+    if not drops and not (left and right):
+        raise file.wrong(where, 'has from or to alone; to skip such names, add do = "drop"')
+    reader = _OperationReader(file, where, len(left), len(right), sizes)
+    operations = () if drops else reader.operations(steps)
+    conditions = tuple(_condition(file, text, where, options) for text in table["when"])
+    rule = NameRule(where, left, right, operations, conditions, table["optional"], table["choice"], table["case"])
+    if (rule.choice is None) != (rule.case is None):
+        raise file.wrong(where, "choice and case go together")
+    if rule.choice is not None and (left or right)[0].stars:
+        raise file.wrong(where, "a rule with a choice must not have stars in its names")
+    _check_names(file, rule, where, sizes)
+    return rule
+
+
+def _check_names(file: _RuleFile, rule: NameRule, where: str, sizes: set[str]) -> None:
+    """Check that all names of a side have the same numbers and stars, and both sides the same unstacked numbers."""
+    for side in (rule.left, rule.right):
+        for each in side:
+            unknown = each.sizes - sizes
+            if unknown:
+                raise file.wrong(where, f"{quoted(each.text)}: {min(unknown)} is not a size")
+            if {*each.numbers} != {*side[0].numbers} or each.stars != side[0].stars:
+                raise file.wrong(where, f"{quoted(side[0].text)} and {quoted(each.text)} differ in numbers or stars")
+            if side.count(each) > 1:
+                raise file.wrong(where, "has a name twice")
+    if rule.drops:
+        return
+    left, right = rule.left[0], rule.right[0]
+    if left.stars != right.stars:
+        raise file.wrong(where, f"{quoted(left.text)} and {quoted(right.text)} have different numbers of stars")
+    alone = {*left.numbers} ^ {*right.numbers}
+    if alone != rule.stacked:
+        names = ", ".join(f"{{{name}}}" for name in sorted(alone ^ rule.stacked))
+        raise file.wrong(where, f"{names} must be on both sides, or on one side and be stacked or unstacked there")
+    if len(rule.stacked) > 1:
+        raise file.wrong(where, "stacks more than one number")
+    for operation in rule.operations:
+        if isinstance(operation, Stack) and operation.number not in (right if operation.inverted else left).numbers:
+            verb, names = ("unstacks", "to") if operation.inverted else ("stacks", "from")
+            raise file.wrong(where, f"{verb} {operation.number}, which its names in {names} do not have")
+
+
+def _condition(file: _RuleFile, text: str, where: str, options: Sequence[TableOption]) -> tuple[str, tuple[str, ...]]:
+    name, equals, stated = (word.strip() for word in text.partition("="))
+    for option in options:
+        if option.name == name and equals:
+            values = tuple(value.strip() for value in stated.split("|"))
+            if option.values and not set(values) <= set(option.values):
+                raise file.wrong(where, f"when: {name} is one of {', '.join(option.values)}")
+            return name, values
+    raise file.wrong(where, f"when: {quoted(text)} is not an option and a value such as gate_up=halves")
+
+
+class _RuleFile(TomlFile):
+    """A file of rules of names."""
+
+    def word(self, name: str, where: str) -> str:
+        """A name that products and patterns may use."""
+        if not name.replace("_", "a").isalnum() or not name.isascii() or name != name.lower() or name[0].isdigit():
+            raise self.wrong(where, f"{quoted(name)} must be a name of small letters, digits and _")
+        return name
+
+    def product(self, value: Any, where: str) -> Product:
+        """A product of sizes, or a number."""
+        if type(value) is int and value >= 0:
+            value = str(value)
+        if not isinstance(value, str):
+            raise self.wrong(where, f"{value!r} is not a product of sizes such as heads*head_dim")
+        return self.parsed(product, [value], where)[0]
+
+    def products(self, value: Any, where: str) -> tuple[Product, ...]:
+        """One product or a list of them."""
+        values = value if isinstance(value, list) else [value]
+        if not values:
+            raise self.wrong(where, "is empty")
+        return tuple(self.product(each, where) for each in values)
+
+
+class _OperationReader:
+    """Reads the operations of a rule with a number of names on the left and on the right.
+
+    Args:
+        file: the file, for messages.
+        where: the rule, for messages.
+        left: number of its names on the left.
+        right: number of its names on the right.
+        sizes: the names of sizes.
+    """
+
+    def __init__(self, file: _RuleFile, where: str, left: int, right: int, sizes: set[str]) -> None:
+        self._file = file
+        self._where = where
+        self._left = self._columns = left
+        self._right = right
+        self._sizes = sizes
+
+    def operations(self, entries: Sequence[Any]) -> tuple[Operation, ...]:
+        """The operations, each checked against the number of its operands.
+
+        Raises:
+            NamesError: an operation is unknown, or does not fit the number of tensors.
+        """
+        operations = tuple(map(self._operation, entries))
+        if self._columns != self._right:
+            results = f"{self._columns} tensor{'s' if self._columns > 1 else ''}"
+            raise self._wrong(f"makes {results}, and to has {self._right} names: add or remove an operation")
+        return operations
+
+    def _operation(self, entry: Any) -> Operation:
+        table = {entry: None} if isinstance(entry, str) else entry
+        if not isinstance(table, dict) or not table:
+            raise self._wrong(f'do: {entry!r} is not an operation such as "transpose" or {{ concat = 1 }}')
+        kinds = [kind for kind in _OPERATIONS if kind in table]
+        if not kinds:
+            name = str(next(iter(table)))
+            raise self._wrong(f"do: there is no operation {quoted(name)}{did_you_mean(name, _OPERATIONS)}")
+        kind = kinds[0]
+        read, keys = _OPERATIONS[kind]
+        self._file.values(table, dict.fromkeys((kind, *keys), ("any", None)), f"{self._where}: do")
+        operation = read(self, kind, table[kind], table)
+        return operation.inverse() if kind in _INVERSES else operation
+
+    def _wrong(self, problem: str) -> Exception:
+        return self._file.wrong(self._where, problem)
+
+    def _dimension(self, value: Any) -> int:
+        """A dimension; 0 by default."""
+        if value is None:
+            return 0
+        if type(value) is not int or not 0 <= value < _MOST_DIMENSIONS:
+            raise self._wrong(f"do: {value!r} is not a dimension: they are numbered from 0")
+        return value
+
+    def _product(self, value: Any, default: Optional[str] = None) -> Product:
+        """A product of known sizes."""
+        expression = self._file.product(default if value is None else value, self._where)
+        for name in expression.names:
+            if name not in self._sizes:
+                raise self._wrong(f"do: {name} is not a size{did_you_mean(name, self._sizes)}")
+        return expression
+
+    def _parts(self, value: Any, count: int) -> Optional[tuple[Optional[Product], ...]]:
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != count or value.count(_REST) > 1:
+            raise self._wrong(f'do: parts must be a list of {count} sizes, one of which may be "{_REST}"')
+        return tuple(None if part == _REST else self._product(part) for part in value)
+
+    def _join(self, kind: str, dimension: Any, table: dict[str, Any]) -> Join:
+        """A join of the current tensors, or the join whose inverse splits the current tensor."""
+        inverse = kind in _INVERSES
+        count = self._into(kind, table) if inverse else self._columns
+        if inverse and self._columns != 1:
+            raise self._wrong(f"do: {kind} takes one tensor, not {self._columns}")
+        if count < 2:
+            raise self._wrong(f"do: {kind} needs several tensors")
+        self._columns = count if inverse else 1
+        along = self._dimension(dimension)
+        if kind in ("interleave", "deinterleave"):
+            return Join(along, count, block=self._product(table.get("block"), _ONE))
+        if kind in ("concat", "split"):
+            return Join(along, count, self._parts(table.get("parts"), count))
+        if count != 3:
+            raise self._wrong(f"do: {kind} needs three tensors: q, k and v")
+        heads = self._product(table.get("heads"), "heads")
+        groups = self._product(table.get("groups"), "groups")
+        size = table.get("size", "head_dim")
+        rows = tuple(self._file.product(f"{each.text}*{size}", self._where) for each in (heads, groups, groups))
+        for each in rows:
+            self._product(each.text)
+        return Join(along, count, rows, groups)
+
+    def _into(self, kind: str, table: dict[str, Any]) -> int:
+        """The number of results of a split: that of its parts, or of the names."""
+        parts = table.get("parts")
+        count = len(parts) if isinstance(parts, list) else table.get("into", self._right)
+        if kind == "ungroup_qkv":
+            return 3
+        if type(count) is not int or not 1 <= count <= _MOST_TENSORS:
+            raise self._wrong(f"do: {kind}: {count!r} is not a number of tensors")
+        return count
+
+    def _stack(self, kind: str, number: Any, table: dict[str, Any]) -> Stack:
+        if not isinstance(number, str) or not number:
+            raise self._wrong(f'do: {kind} needs a number such as "expert"')
+        return Stack(number, self._dimension(table.get("dimension")), self._columns)
+
+    def _transpose(self, kind: str, order: Any, table: dict[str, Any]) -> Transpose:
+        if order is None:
+            return Transpose()
+        if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, range(len(order)))):
+            raise self._wrong(f"do: transpose = {order!r} is not an order of dimensions such as [1, 0]")
+        return Transpose(tuple(order))
+
+    def _reshape(self, kind: str, before: Any, table: dict[str, Any]) -> Reshape:
+        if not isinstance(before, list) or not isinstance(table.get("to"), list):
+            raise self._wrong(
+                'do: reshape must be written { reshape = ["experts", "h", "w"], to = ["experts*h", "w"] }'
+            )
+        first, second = (
+            tuple(self._file.product(each, self._where) for each in shape) for shape in (before, table["to"])
+        )
+        # In both directions, one shape must give the names in the other.
+        names = [{name for one in side for name in one.names if name not in self._sizes} for side in (first, second)]
+        if names[0] != names[1]:
+            alone = ", ".join(sorted(names[0] ^ names[1]))
+            raise self._wrong(f"do: reshape: {alone} is not a size and is in only one shape")
+        return Reshape(first, second)
+
+    def _check(self, kind: str, shape: Any, table: dict[str, Any]) -> Check:
+        if not isinstance(shape, list):
+            raise self._wrong('do: check must be written { check = ["heads*head_dim", "w"] }')
+        return Check(tuple(self._file.product(each, self._where) for each in shape))
+
+    def _pad(self, kind: str, dimension: Any, table: dict[str, Any]) -> Pad:
+        for key in ("size", "multiple"):
+            if key not in table:
+                raise self._wrong(f"do: {kind} needs {key}")
+        return Pad(self._dimension(dimension), self._product(table["size"]), self._product(table["multiple"]))
+
+    def _copy(self, kind: str, value: Any, table: dict[str, Any]) -> Copy:
+        if self._columns != 1 or self._right < 2:
+            raise self._wrong("do: copy needs one tensor and several names in to")
+        self._columns = self._right
+        return Copy(self._right)
+
+    def _take(self, kind: str, value: Any, table: dict[str, Any]) -> Copy:
+        if self._columns < 2 or self._columns != self._left:
+            raise self._wrong("do: take needs several tensors, all of them names in from")
+        count, self._columns = self._columns, 1
+        return Copy(count)
+
+
+# Read as the operations that they undo.
+_INVERSES = ("split", "deinterleave", "ungroup_qkv", "unstack", "unpad", "take")
+# Per operation the method that reads it, and its further keys.
+_OPERATIONS: dict[str, tuple[Callable[[_OperationReader, str, Any, dict[str, Any]], Operation], tuple[str, ...]]] = {
+    "concat": (_OperationReader._join, ("parts",)),
+    "split": (_OperationReader._join, ("parts", "into")),
+    "interleave": (_OperationReader._join, ("block",)),
+    "deinterleave": (_OperationReader._join, ("block", "into")),
+    "group_qkv": (_OperationReader._join, ("heads", "groups", "size")),
+    "ungroup_qkv": (_OperationReader._join, ("heads", "groups", "size")),
+    "stack": (_OperationReader._stack, ("dimension",)),
+    "unstack": (_OperationReader._stack, ("dimension",)),
+    "transpose": (_OperationReader._transpose, ()),
+    "reshape": (_OperationReader._reshape, ("to",)),
+    "check": (_OperationReader._check, ()),
+    "pad": (_OperationReader._pad, ("size", "multiple")),
+    "unpad": (_OperationReader._pad, ("size", "multiple")),
+    "take": (_OperationReader._take, ()),
+    "copy": (_OperationReader._copy, ()),
+}

@@ -210,26 +210,21 @@ def test_names_of_both_sides_or_neither_leave_the_direction_open() -> None:
 
 def test_a_name_in_two_rules_is_ambiguous() -> None:
     rules = parse_renames(["model.*=net.*", "*.weight=*.w"])
-    refused(rules, SHAPES, None, ["match more than one rule: 'model.*', '*.weight'"])
-    refused(parse_renames(["*a*=*b*"]), {"xaxax": (1,)}, None, ["'xaxax' matches more than one rule: '*a*'"])
+    refused(rules, SHAPES, None, ["more than one rule matches ('model.*', '*.weight')"])
+    refused(parse_renames(["*a*=*b*"]), {"xaxax": (1,)}, None, ["more than one rule matches ('*a*'): 'xaxax'"])
     with pytest.raises(NamesError) as caught:
         apply_rules(parse_renames(["a=x", "a=y"]), {"a": (1,)}, None)
-    assert "'a' matches more than one rule" in str(caught.value)
+    assert "more than one rule matches ('a'): 'a'" in str(caught.value)
     assert "missing" not in str(caught.value) and "no name matches" not in str(caught.value)
 
 
 def test_two_tensors_of_one_name_are_an_error() -> None:
-    refused(parse_renames(["a=b"]), {"a": (1, 2), "b": (1, 2)}, None, ["'b' would be made more than once: 'a', 'b'"])
+    refused(parse_renames(["a=b"]), {"a": (1, 2), "b": (1, 2)}, None, ["would be made more than once ('a', 'b'): 'b'"])
 
 
 def test_a_rename_without_a_match_is_an_error() -> None:
     refused(parse_renames(["a.ww=b"]), {"a.w": (1, 2)}, None, ["no name matches 'a.ww'; did you mean 'a.w'?"])
-    refused(
-        parse_renames(["a.{x}=b.{x}"]),
-        {"a.w": (1, 2)},
-        None,
-        ["no name matches 'a.{x}'; {x} matches digits only, * matches any text"],
-    )
+    refused(parse_renames(["a.{x}=b.{x}"]), {"a.w": (1, 2)}, None, ["no name matches 'a.{x}'"])
 
 
 @pytest.mark.parametrize("text", ["a", "=b", "a=", "a.*=b", "a.{layer}=b.*", "{=x}=b", "**=c**", "a{1}=b{1}"])

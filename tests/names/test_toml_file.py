@@ -65,7 +65,7 @@ SIZES = '[sizes]\nheads = "h"\ngroups = "g"\nhead_dim = "d"\n'
         ('[options.x]\nvalues = ["a"]\ndefault = "b"', "default must be a"),
         ('[options.x]\nvalues = ["a"]\nconfig_values = { true = "b" }', "'b' must be a"),
         ('[options.x]\nvalues = ["a"]\nname_values = { "n.*" = "a" }', "must not have stars"),
-        ('[options.x]\nvalues = ["a"]\nname_values = { "n.{=q}" = "a" }', "uses an unknown size"),
+        ('[options.x]\nvalues = ["a"]\nname_values = { "n.{=q}" = "a" }', "must not have stars or unknown sizes"),
         ('[sizes]\nx = "x"\n[options.x]\ndefault = 1', "is the name of a size, too"),
         ('[[blocks.b]]\nfrom = "x"', "lacks from or to"),
         ('sides = ["a"]', "must be two different names"),

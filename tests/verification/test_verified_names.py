@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from reshard.checkpoints.formats.elements import Words
 from reshard.execute import casts
 from reshard.layout.views import ZEROS, View
-from reshard.names.operations import Chain, apply_all
+from reshard.names.operations import apply_all
 from reshard.verification import operations, reading
 from tests.convert.test_edits import values
 from tests.execute.test_memory import peaks
@@ -208,9 +208,9 @@ def not_turned(view: View) -> View:
 def test_wrong_views_are_found(
     models: Models, monkeypatch: pytest.MonkeyPatch, mistake: Callable[[View], View], names: set[str]
 ) -> None:
-    def wrong(*arguments: Any) -> Chain:
-        chain = apply_all(*arguments)
-        return chain._replace(views=[mistake(view) for view in chain.views])
+    def wrong(*arguments: Any) -> Any:
+        views, steps = apply_all(*arguments)
+        return [mistake(view) for view in views], steps
 
     monkeypatch.setattr("reshard.names.apply.apply_all", wrong)
     result = fails(4, "convert", models.src, models.dst, *models.strategies, *models.names, "--verify", "--json")
