@@ -152,32 +152,3 @@ def file_system_of(path: str) -> str:
         if inside and len(point) >= len(mount_point):
             mount_point, kind = point, after.split(" ")[0]
     return kind
-
-
-class FileSystems:
-    """The file systems of opened files, by device number."""
-
-    def __init__(self) -> None:
-        self._measured: dict[int, Optional[Measured]] = {}
-
-    def measured(self, device: int, path: str) -> Optional[Measured]:
-        """The measurements of the device of a file; None on a local file system."""
-        try:
-            return self._measured[device]
-        except KeyError:
-            measured = Measured(REMOTE, usual=0.0) if storage_on(path).remote else None
-            return self._measured.setdefault(device, measured)
-
-    def costs(self, path: str) -> Storage:
-        try:
-            device = os.stat(path).st_dev
-        except OSError:
-            # A missing path had no requests.
-            return storage_on(path)
-        if device not in self._measured:
-            storage = storage_on(path)
-            if not storage.remote:
-                self._measured[device] = None
-            return storage
-        measured = self._measured[device]
-        return LOCAL if measured is None else measured.storage()

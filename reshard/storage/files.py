@@ -162,17 +162,8 @@ def writing_error(path: str, error: OSError, action: str = "written", rank: Opti
     if path.startswith(f"{error.filename}{os.sep}"):
         reason = f"its directory {error.filename} cannot be made or opened: {reason}"
     if error.errno in _NO_DIRECTORY:
-        obstacle = error.filename or "its directory"
-        advice = "remove this link or file, or choose another place"
-        while error.filename and obstacle and not os.path.lexists(obstacle):
-            # A file above the directory of the target may be anything, such as the source.
-            obstacle, advice = os.path.dirname(obstacle), "choose another place"
-        return TargetError(
-            f"{path}: may not be {action}: {obstacle} is a link or no directory",
-            file=path,
-            rank=rank,
-            hint=advice,
-        )
+        problem = f"{path}: may not be {action}: {error.filename or 'its directory'} is a link or no directory"
+        return TargetError(problem, file=path, rank=rank, hint="choose another place")
     if is_read_only(error):
         return TargetError(
             f"{path}: may not be {action}: {reason}",

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from typing import Optional
 
 from reshard.storage import temporary
-from reshard.storage.costs import FileSystems, Measured, Storage, file_system_of
+from reshard.storage.costs import LOCAL, REMOTE, Measured, Storage, file_system_of, storage_on
 from reshard.storage.registry import absolute
 from reshard.storage.store import DirectoryEntry, FileStatus, NewFile, Notify, OpenFile, Sending, Store
 
@@ -162,7 +162,8 @@ class LocalStore(Store):
     special_files = True
 
     def __init__(self) -> None:
-        self._file_systems = FileSystems()
+        # Measurements of requests by device; None on a local file system.
+        self._measured: dict[int, Optional[Measured]] = {}
 
     def status(self, path: str, through_links: bool = True) -> FileStatus:
         return FileStatus.of(os.stat(path) if through_links else os.lstat(path))
@@ -176,13 +177,24 @@ class LocalStore(Store):
         begun = time.perf_counter()
         descriptor = os.open(path, flags | (0 if through_links else os.O_NOFOLLOW))
         took = time.perf_counter() - begun
-        measured = self._file_systems.measured(os.fstat(descriptor).st_dev, path)
+        measured = self._measurements(os.fstat(descriptor).st_dev, path)
         if measured is not None:
             measured.request(took)
         return LocalFile(descriptor, path, measured)
 
     def costs(self, path: str) -> Storage:
-        return self._file_systems.costs(path)
+        try:
+            device = os.stat(path).st_dev
+        except OSError:
+            # A missing path had no requests.
+            return storage_on(path)
+        measured = self._measurements(device, path)
+        return LOCAL if measured is None else measured.storage()
+
+    def _measurements(self, device: int, path: str) -> Optional[Measured]:
+        if device not in self._measured:
+            self._measured[device] = Measured(REMOTE, usual=0.0) if storage_on(path).remote else None
+        return self._measured[device]
 
     def new_file(self, path: str, size: int, sending: Optional[Sending] = None) -> NewLocalFile:
         return NewLocalFile(path)

@@ -350,7 +350,7 @@ def test_output_does_not_depend_on_io_options(data: st.DataObject) -> None:
                     changed.enter_context(mock.patch.object(execution, "MIN_BLOCK_BYTES", 32))
                 if name == "remote":
                     changed.enter_context(mock.patch.object(storage_module, "file_system_of", lambda path: "nfs"))
-                    changed.enter_context(mock.patch.object(LOCAL_STORE, "_file_systems", storage_module.FileSystems()))
+                    changed.enter_context(mock.patch.object(LOCAL_STORE, "_measured", {}))
                 world.dst = world.root / name
                 world.convert(*options)
             files[name] = tree_bytes(world.dst)

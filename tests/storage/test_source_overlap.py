@@ -14,9 +14,7 @@ import pytest
 
 import reshard
 from reshard.errors import TargetError, UsageError
-from reshard.execute import writing
 from tests.running import LAUNCHER, done, fails
-from tests.running import reshard as run
 from tests.sampling import some_of
 from tests.small import World, tensors
 from tests.trees import read_tree, same_ranks, tree_bytes
@@ -78,30 +76,6 @@ def test_a_target_that_is_a_source_file_by_another_name_is_not_replaced(
     before = tree_bytes(world.src)
     fails(2, *world.words("--overwrite"), texts=["rank_1"])
     assert tree_bytes(world.src) == before
-
-
-@pytest.mark.parametrize("options", [(), ("--overwrite",)])
-def test_a_rank_directory_replaced_by_a_link_during_a_run_is_not_followed(
-    options: tuple[str, ...], world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is written, replaced or removed where the link points to."""
-    world.save(FULL)
-    elsewhere = world.root / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "checkpoint_0.ckpt").write_bytes(b"somebody's")
-    original = writing.TargetWriter.write
-
-    def write(self: writing.TargetWriter, offset: int, data: memoryview) -> None:
-        original(self, offset, data)
-        directory = Path(self.target.path).parent
-        if not directory.is_symlink():
-            directory.rename(directory.with_name(f"was_{directory.name}"))
-            directory.symlink_to(elsewhere)
-
-    monkeypatch.setattr(writing.TargetWriter, "write", write)
-    assert run(*world.words("--jobs", "1", *options)).status in (1, 3)
-    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == {"checkpoint_0.ckpt": b"somebody's"}
-    assert not (world.dst / "reshard-manifest.json").exists()
 
 
 @pytest.mark.parametrize("link", [None, hard_linked, linked])
