@@ -263,7 +263,7 @@ def test_a_pipeline_source_whose_ranks_contain_all_stages_is_refused(tmp_path: P
         write_strategy(tmp_path / "new", single({"a": layout([1], [-1, -1])})),
     )
     words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", new]
-    text = "ranks of every pipeline stage hold all 4 parameters, which the source strategy shares out among 2 stages"
+    text = "ranks of pipeline stages 0-1 hold 'a', 'b', 'c', 'd', which the source strategy lists only for other stages"
     for command in ("plan", "transform-dir"):
         fails(
             3,
@@ -303,7 +303,7 @@ def test_a_pipeline_source_supported_by_replicas_gives_a_warning(tmp_path: Path)
     world = World(tmp_path, stages, single({name: layout([1], [-1, -1]) for name in names}))
     full = {name: value(name, (8, 6)) for name in names}
     write_tree(world.src, dict.fromkeys(range(4), full))
-    warns(world.convert(), "ranks of every pipeline stage hold all 2 parameters")
+    warns(world.convert(), "ranks of pipeline stages 0-1 hold 'a', 'b'")
     same_ranks(world.found(), {0: full})
 
 

@@ -9,7 +9,7 @@ from typing import Callable, Optional
 
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, TiedTensors
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
-from reshard.forms.checkpoint2.contents import LostTensor, laid_out_contents, whole_contents
+from reshard.forms.checkpoint2.contents import LaidOutContents, LostTensor, whole_contents
 from reshard.forms.checkpoint2.form import ADAPTER, choose, read_common
 from reshard.forms.checkpoint2.metadata import read_metadata
 from reshard.forms.checkpoint2.placing import IterationFiles, RankList, TensorPlacement, disjoint
@@ -148,7 +148,8 @@ def _read_iteration(iteration: Iteration, request: ReadRequest) -> Checkpoint2:
     metadata = read_metadata(iteration.path)
     metadata_files = None if metadata is None else metadata.files
     files = IterationFiles(iteration.path, metadata_files, handles, report, request.damaged)
-    contents = whole_contents(files) if metadata is None else laid_out_contents(metadata, files, handles, report)
+    laid_out = None if metadata is None else LaidOutContents(metadata, files, handles, report)
+    contents = whole_contents(files) if laid_out is None else laid_out.read()
     common = read_common(iteration.path)
     adapter = os.path.join(iteration.path, ADAPTER)
     if exists(adapter):

@@ -99,13 +99,9 @@ def whole_contents(files: IterationFiles) -> IterationContents:
     return contents
 
 
-def laid_out_contents(
-    metadata: Metadata, files: IterationFiles, handles: FileHandles, report: Report
-) -> IterationContents:
-    return _Reading(metadata, files, handles, report).read()
+class LaidOutContents:
+    """Reads the contents of the files by metadata."""
 
-
-class _Reading:
     def __init__(self, metadata: Metadata, files: IterationFiles, handles: FileHandles, report: Report) -> None:
         self._metadata = metadata
         self._files = files
@@ -210,9 +206,9 @@ class _Reading:
                 placement, _ = self._replaced(name, placement, tensor)
             self._remark(Remark.STATE, name)
         else:
-            cut = judge(name, holders, self._files, self._elsewhere.rank_of, self._stages, self._handles)
-            if not cut.is_whole:
-                self._contents.unplaced[name] = cut.why
+            why = doubt_of(name, holders, self._files, self._elsewhere.rank_of, self._stages, self._handles)
+            if why is not None:
+                self._contents.unplaced[name] = why
                 return
             placement = TensorPlacement.whole(
                 tensor.shape, holders, (self._elsewhere.rank_of[file] for file in holders)
@@ -322,22 +318,15 @@ _SAMPLE = 1 << 16
 _PIECES = 16
 
 
-class UnlistedVerdict(NamedTuple):
-    """Whether an unlisted tensor is whole in every file; else, why its layout is unknown."""
-
-    is_whole: bool
-    why: str = ""
-
-
-def judge(
+def doubt_of(
     name: str,
     holders: Sequence[int],
     files: IterationFiles,
     rank_of: dict[int, int],
     stages: Sequence[RankList],
     handles: FileHandles,
-) -> UnlistedVerdict:
-    """Whether a tensor of several elements is whole in every file that holds it.
+) -> Optional[str]:
+    """Why it is unknown whether a tensor of several elements is whole in every file that holds it; None if it is.
 
     Args:
         name: of the tensor.
@@ -349,12 +338,12 @@ def judge(
     """
     tensors = [files.indexes[file].tensors[name] for file in holders]
     if len({(tensor.dtype, tensor.shape) for tensor in tensors}) > 1:
-        return UnlistedVerdict(False, "its shapes differ")
+        return "its shapes differ"
     if not tensors[0].nbytes:
-        return UnlistedVerdict(False, "it has no elements")
+        return "it has no elements"
     by_rank = {rank_of[file]: file for file in holders if file in rank_of}
     if len(by_rank) < len(holders):
-        return UnlistedVerdict(False, "the ranks of its files are unknown")
+        return "the ranks of its files are unknown"
     compared: dict[int, None] = {}
     cuttable = False
     for stage in stages:
@@ -363,19 +352,19 @@ def judge(
         # Neighbours along any axis of any device matrix: their distance divides the number of ranks.
         neighbours = [rank for at, rank in enumerate(stage) if at == 0 or len(stage) % at == 0]
         if not by_rank.keys() >= set(neighbours):
-            return UnlistedVerdict(False, "it is missing in files that would decide it")
+            return "it is missing in files that would decide it"
         compared.update(dict.fromkeys(by_rank[rank] for rank in neighbours))
         cuttable = cuttable or len(stage) > 1
     if not compared or not by_rank.keys() <= {rank for stage in stages for rank in stage}:
-        return UnlistedVerdict(False, "its files are of ranks without any recorded layout")
+        return "its files are of ranks without any recorded layout"
     samples = (_sample(name, file, files, handles) for file in compared)
     first = next(samples)
     if any(sample != first for sample in samples):
-        return UnlistedVerdict(False, "ranks hold different values of it")
+        return "ranks hold different values of it"
     size = tensors[0].item_size
     if cuttable and first == first[:size] * (len(first) // size):
-        return UnlistedVerdict(False, "its elements are all the same")
-    return UnlistedVerdict(True)
+        return "its elements are all the same"
+    return None
 
 
 def _sample(name: str, file: int, files: IterationFiles, handles: FileHandles) -> bytes:

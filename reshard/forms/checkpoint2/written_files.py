@@ -87,7 +87,7 @@ class Checkpoint2Files(SharedFiles):
         return [
             FinishingFile(f"{directory}/{METADATA}", self._metadata),
             FinishingFile(f"{directory}/{self._common.name}", self._common.make),
-            FinishingFile(TRACKER, lambda: [tracker_text(self._iteration)]),
+            FinishingFile(TRACKER, lambda: [str(self._iteration).encode()]),
         ]
 
     def _metadata(self) -> Iterator[bytes]:
@@ -135,10 +135,6 @@ def _members(members: Iterable[tuple[str, Any]]) -> Iterator[bytes]:
     for name, value in members:
         yield f"{comma}{json.dumps(name)}:{json.dumps(value, separators=(',', ':'))}".encode()
         comma = ","
-
-
-def tracker_text(iteration: int) -> bytes:
-    return str(iteration).encode()
 
 
 def check_recordable(name: str, layout: Layout) -> None:

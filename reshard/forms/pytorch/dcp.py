@@ -219,7 +219,8 @@ class _Reader:
             if not file or "\0" in file or _ABSOLUTE.match(file) or ".." in re.split(r"[/\\]", file):
                 self._wrong(f"names the file {quoted(file)}, which does not lie in its directory")
             if where.get("transform_descriptors"):
-                self._fault(name, f"is stored through extensions of torch ({_named(where)}), which are not read")
+                extensions = str(where["transform_descriptors"])[:80]
+                self._fault(name, f"is stored through extensions of torch ({extensions}), which are not read")
             key = where.get("tensor_key")
             place = (name, offset)
             count = -1 if length == -1 else in_file[1]
@@ -275,17 +276,6 @@ class _Reader:
 
     def _fault(self, name: str, problem: str) -> None:
         self._metadata.faults.setdefault(name, tensor_fault(self._path, name, problem))
-
-
-def _named(where: Mapping[str, Any]) -> str:
-    descriptors = where.get("transform_descriptors")
-    return ", ".join(_words(descriptors)) or "unnamed"
-
-
-def _words(descriptors: Any) -> Iterator[str]:
-    for each in descriptors[:_MAX_NAMED] if isinstance(descriptors, (list, tuple)) else [descriptors]:
-        if isinstance(each, str):
-            yield quoted(each)
 
 
 def _are_keys(keys: Any) -> bool:

@@ -14,7 +14,6 @@ files of the step.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Callable, NamedTuple, Optional
@@ -132,53 +131,28 @@ def _in_words(groups: frozenset[frozenset[int]]) -> str:
     return " and ".join(words)
 
 
-# Pairs of pipeline stages with a line each.
-_MOST_STAGES = 2
-
-
 def warn_of_unlisted(checkpoint: RankCheckpoint, source: Strategy, report: Report) -> None:
     """Warn of parameters that a stage's ranks hold although only another stage's strategy lists them."""
-    stages, step = source.stages, checkpoint
-    if len(stages) < 2:
-        return
-    by_stages: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-    everywhere = step.names().intersection(name for stage in stages for name in stage.layouts)
-    full_stages = 0
-    for stage in stages:
+    listed = frozenset(source.parameters)
+    unlisted: dict[int, set[str]] = {}
+    for stage in source.stages if len(source.stages) > 1 else ():
         stored: set[str] = set()
-        for names in {frozenset(step.indexes[rank].tensors) for rank in step.loaded(stage)}:
+        for names in {frozenset(checkpoint.indexes[rank].tensors) for rank in checkpoint.loaded(stage)}:
             stored |= names
-        full_stages += everywhere <= stored
-        for name in sorted((stored & everywhere) - stage.layouts.keys()):
-            listed_by = tuple(listing_stage.number for listing_stage in stages if name in listing_stage.layouts)
-            by_stages.setdefault((stage.number, listed_by), []).append(name)
-    if full_stages == len({number for number, _ in by_stages}) == len(stages):
-        report.warn(
-            f"ranks of every pipeline stage hold all {len(everywhere)} parameters, which the source strategy shares "
-            f"out among {len(stages)} stages: is it the strategy of another run?"
+        if stored & listed - stage.layouts.keys():
+            unlisted[stage.number] = stored & listed - stage.layouts.keys()
+    if unlisted:
+        every = sorted(set().union(*unlisted.values()))
+        stages = f"stage{'s' if len(unlisted) > 1 else ''} {number_ranges(unlisted)}"
+        text = f"ranks of pipeline {stages} hold " + listing(every)
+        text += (
+            ", which the source strategy lists only for other stages: tensors are read from there, and the target's "
+            "last stage may expect them too"
         )
-    elif len(by_stages) > _MOST_STAGES:
-        # A line per pair of stages could fill a screen.
-        unlisted = sorted({name for names in by_stages.values() for name in names})
-        numbers = f"stages {number_ranges(number for number, _ in by_stages)}"
-        report.warn(_unlisted_text(checkpoint, numbers, "other stages", unlisted))
-    else:
-        for (number, listed_by), unlisted in by_stages.items():
-            elsewhere = f"stage {', '.join(map(str, listed_by))}"
-            report.warn(_unlisted_text(checkpoint, f"stage {number}", elsewhere, unlisted))
-
-
-def _unlisted_text(checkpoint: RankCheckpoint, stage: str, elsewhere: str, unlisted: Sequence[str]) -> str:
-    text = f"ranks of pipeline {stage} hold " + listing(unlisted)
-    are_read, them = ("it is read", "it") if len(unlisted) == 1 else ("they are read", "them")
-    text += (
-        f", which the source strategy lists only for {elsewhere}; {are_read} from there, and the target's last stage "
-        f"may expect {them} too"
-    )
-    nowhere = [name for name in unlisted if name not in checkpoint.tensors]
-    if nowhere:
-        text += f"; in no file of {elsewhere} is " + listing(nowhere) + ", which counts as missing"
-    return text
+        nowhere = [name for name in every if name not in checkpoint.tensors]
+        if nowhere:
+            text += "; no file there holds " + listing(nowhere) + ", which counts as missing"
+        report.warn(text)
 
 
 def check_ranks(tree: SourceTree, source: Strategy, handles: FileHandles) -> None:
@@ -193,33 +167,13 @@ def check_ranks(tree: SourceTree, source: Strategy, handles: FileHandles) -> Non
         )
     beyond = [rank for rank in tree.ranks if rank >= source.device_count]
     if beyond:
-        stranger = None if source.is_none else _stranger(tree, source, handles)
-        if stranger is not None:
-            raise CheckpointError(
-                f"is {source.path} the strategy of another network? It lists no tensor of {stranger}, and "
-                f"{tree.root} has {rank_ranges(beyond)} beyond its {source.device_count} devices",
-                file=stranger,
-                rank=beyond[0],
-                hint="pass the strategy that this checkpoint was saved with",
-            )
         devices = "one device (strategy none)" if source.is_none else f"{source.device_count} devices ({source.path})"
         raise CheckpointError(
             f"{tree.root} has checkpoints of {rank_ranges(beyond)}, but the source strategy has {devices}",
             file=tree.root,
             rank=beyond[0],
-            hint="pass the strategy that this checkpoint was saved with"
-            if source.is_none
-            else "is the last pipeline stage's strategy file missing?",
+            hint="pass the strategy that this checkpoint was saved with, and the files of all its pipeline stages",
         )
-
-
-def _stranger(tree: SourceTree, source: Strategy, handles: FileHandles) -> Optional[str]:
-    """The first readable file, if the strategy lists none of its tensors."""
-    for file in tree.files:
-        with contextlib.suppress(InputError):
-            tensors = read_index(handles, file.path).tensors
-            return file.path if tensors and tensors.keys().isdisjoint(source.parameters) else None
-    return None
 
 
 # Of names, in a line of an error.

@@ -20,6 +20,7 @@ from reshard.errors import CheckpointError, ReshardError, UsageError
 from reshard.forms.ranks.naming import (
     RANK,
     FileNames,
+    PathMatch,
     Pattern,
     Step,
     fixed_directory,
@@ -192,23 +193,12 @@ class SourceTree:
             )
 
     def _ambiguous(self, first: RankFile, second: RankFile) -> CheckpointError:
-        if os.path.dirname(first.path) != os.path.dirname(second.path):
-            difference = "directories of two names"
-        elif format_of(first.path) != format_of(second.path):
-            difference = "files of two formats"
-        else:
-            difference = "files of two names"
         step = "without a step" if first.step is None else f"for step {first.step}"
-        hint = _CHOOSE
-        if first.naming and RANK not in self.root:
-            naming = "".join(RANK if piece is None else piece for piece in first.naming)
-            example = os.path.join(self.root, naming, "*" + os.path.splitext(first.path)[1])
-            hint += f", or name the files, as in '{example}'"
         return CheckpointError(
-            f"rank {first.rank} has {difference} {step}:\n  {first.path}\n  {second.path}",
+            f"rank {first.rank} has two files {step}:\n  {first.path}\n  {second.path}",
             file=first.path,
             rank=first.rank,
-            hint=hint,
+            hint=f"{_CHOOSE}, or name the files, as in 'ckpt/rank_{{rank}}/*.ckpt'",
         )
 
 
@@ -224,7 +214,7 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
         if _is_pattern(src):
             _refuse_unfinished(fixed_directory(src))
             files = [
-                _FileEntry(match.rank, match.naming, path, match.name if path == match.path else os.path.basename(path))
+                match if path == match.path else match._replace(path=path, name=os.path.basename(path))
                 for match in match_paths(src, _UNFINISHED)
                 for path in _checkpoints(match.path)
             ]
@@ -245,7 +235,7 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
         else:
             _refuse_other_forms(src)
             format_of(src)
-            files, single = [_FileEntry(0, (), src, os.path.basename(src))], True
+            files, single = [PathMatch(0, (), src, os.path.basename(src))], True
     except OSError as error:
         raise reading_error(error.filename or src, error) from error
     chosen = [entry for entry in files if file_suffix is None or _stem(entry.path).endswith(file_suffix)]
@@ -272,15 +262,6 @@ def holds_ranks_only(directory: str) -> bool:
     return bool(names) and all(map(named_for_rank, names))
 
 
-class _FileEntry(NamedTuple):
-    """A checkpoint file; attributes as in `RankFile`, the name as in `naming.PathMatch`."""
-
-    rank: int
-    naming: Pattern
-    path: str
-    name: str
-
-
 def find_rank(directory: str, file_suffix: Optional[str] = None) -> Optional[SourceTree]:
     """The checkpoint files of a single rank's directory, ``rank_3`` or ``ckpt_dir3``; None for others."""
     name = os.path.basename(os.path.abspath(directory))
@@ -289,11 +270,11 @@ def find_rank(directory: str, file_suffix: Optional[str] = None) -> Optional[Sou
         return None
     rank = int(match[2])
     files = [file for file in _checkpoints(directory) if file_suffix is None or _stem(file).endswith(file_suffix)]
-    listed_files = [_FileEntry(rank, (), file, os.path.basename(file)) for file in files]
+    listed_files = [PathMatch(rank, (), file, os.path.basename(file)) for file in files]
     return SourceTree(directory, False, (rank,), _rank_files(listed_files)) if listed_files else None
 
 
-def _rank_directories(src: str) -> list[_FileEntry]:
+def _rank_directories(src: str) -> list[PathMatch]:
     _refuse_other_forms(src)
     _refuse_unfinished(src)
     files = []
@@ -304,7 +285,7 @@ def _rank_directories(src: str) -> list[_FileEntry]:
         for match, path, entries in zip(matches, paths, for_each(lambda path: store_of(path).entries(path), paths)):
             naming = (match[1], None, os.sep)
             files += [
-                _FileEntry(int(match[2]), naming, os.path.join(path, name), name) for name in _checkpoint_names(entries)
+                PathMatch(int(match[2]), naming, os.path.join(path, name), name) for name in _checkpoint_names(entries)
             ]
     if not files:
         raise _nothing_found(src, directories)
@@ -415,14 +396,14 @@ def _checkpoint_names(entries: Iterable[DirectoryEntry]) -> list[str]:
     )
 
 
-def _rank_files(files: Iterable[_FileEntry]) -> Iterator[RankFile]:
+def _rank_files(files: Iterable[PathMatch]) -> Iterator[RankFile]:
     parsed = [(entry, *_parsed(entry)) for entry in sorted(files, key=lambda entry: (entry.rank, entry.path))]
     families = name_families({(entry.rank, start) for entry, start, _, _ in parsed})
     for entry, start, step, tail in parsed:
         yield RankFile(entry.rank, entry.path, step, entry.naming, families[entry.rank, start], tail)
 
 
-def _parsed(entry: _FileEntry) -> tuple[str, Optional[Step], str]:
+def _parsed(entry: PathMatch) -> tuple[str, Optional[Step], str]:
     """A file's name up to its step, with the rank's numbers marked; the step; the rest."""
     stem = _stem(entry.path)
     prefix, step = parse_stem(stem)
