@@ -27,24 +27,24 @@ MATRICES = 8
 _OPEN = """
 import sys, reshard
 src, old, new, rank = sys.argv[1:]
-with reshard.open(src, src_strategy=old, dst_strategy=new, rank=int(rank)) as tensors:
+with reshard.open(reshard.Source(src, strategy=old), dst_strategy=new, rank=int(rank)) as tensors:
     held = dict(tensors.read_all())
 """
 _OPEN_ONLY = """
 import sys, reshard
 src, old, new, rank = sys.argv[1:]
-reshard.open(src, src_strategy=old, dst_strategy=new, rank=int(rank))
+reshard.open(reshard.Source(src, strategy=old), dst_strategy=new, rank=int(rank))
 """
 _NAMES = """
 import sys, reshard
 src, old, new, rank = sys.argv[1:]
-with reshard.open(src, src_strategy=old, dst_strategy=new, rank=int(rank)) as tensors:
+with reshard.open(reshard.Source(src, strategy=old), dst_strategy=new, rank=int(rank)) as tensors:
     len(tensors)
 """
 _OPEN_ALL = """
 import sys, reshard
 src, old = sys.argv[1:]
-with reshard.open(src, src_strategy=old) as tensors:
+with reshard.open(reshard.Source(src, strategy=old)) as tensors:
     for name, array in tensors.read_all():
         pass
 """

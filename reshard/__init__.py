@@ -1,7 +1,7 @@
 """Convert distributed checkpoints between parallel layouts and forms: MindSpore's ranks, PyTorch's and Hugging Face's.
 
-`Conversion` plans, converts and verifies; `open` reads tensors without a conversion. The functions have MindSpore's
-names and signatures, so a script changes one import. Modules are imported on first use.
+`Conversion` of a `Source` to a `Target` plans, converts and verifies; `open` reads tensors without a conversion. The
+functions have MindSpore's names and signatures, so a script changes one import. Modules are imported on first use.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from reshard._version import __version__
 # Not imported from typing: nothing is loaded before signals are handled (`reshard.entry`).
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from reshard.api import Conversion
+    from reshard.asked import Conversion, Edits, Effort, Source, Target
     from reshard.mindspore_api import (
         ckpt_to_safetensors,
         convert_checkpoint_by_rank,
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 # Without `open`, so that `import *` keeps Python's own.
 __all__ = [
     "Conversion",
+    "Edits",
+    "Effort",
+    "Source",
+    "Target",
     "__version__",
     "ckpt_to_safetensors",
     "convert_checkpoint_by_rank",
@@ -45,6 +49,7 @@ __all__ = [
     "unified_safetensors",
 ]
 
+_ASKED = ("Conversion", "Edits", "Effort", "Source", "Target")
 _UNIFIED = ("load_distributed_checkpoint", "unified_safetensors")
 
 
@@ -53,10 +58,10 @@ def __getattr__(name: str) -> object:
         from reshard import opened
 
         return opened.open
-    if name == "Conversion":
-        from reshard import api
+    if name in _ASKED:
+        from reshard import asked
 
-        return api.Conversion
+        return getattr(asked, name)
     if name in __all__:
         from reshard import mindspore_api, mindspore_unified
 

@@ -7,22 +7,19 @@ the shares, so a lost worker's share is written again by another, and the same c
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-import os
 import pydoc
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from distributed import Client, as_completed
 
 from reshard._version import __version__
-from reshard.api import Conversion
+from reshard.asked import Conversion
 from reshard.convert import WriteElsewhere
 from reshard.errors import InputError, ReshardError, RetryableError
 from reshard.execute import Progress
-from reshard.storage import absolute, exists, read_json, status_of_each
-from reshard.strategies import names_files, shards_of
+from reshard.storage import exists, read_json, status_of_each
 from reshard.text.messages import Report
 
 # Shares of each thread: the last ones to end are small.
@@ -30,39 +27,6 @@ _SHARES = 2
 _RETRIES = 2
 _CONNECT_SECONDS = "30s"
 _MAX_FILE = 1 << 20
-
-
-def conversion_of(src: str, dst: str, ranks: Optional[tuple[int, ...]], typed: Mapping[str, Any]) -> Conversion:
-    """The conversion of typed options, with absolute paths.
-
-    Args:
-        src: the source.
-        dst: the target directory.
-        ranks: the requested target files.
-        typed: the other options, by name.
-    """
-    names = {field.name for field in dataclasses.fields(Conversion)}
-    values = {name: value for name, value in typed.items() if name in names and value is not None}
-    for name in ("src_strategy", "dst_strategy", "names", "config"):
-        path = values.get(name)
-        if path is not None and names_files(path) and os.path.exists(path):
-            values[name] = absolute(path)
-    shards = shards_of(values.get("dst_strategy", ""))
-    if shards is not None:
-        values.update(dst_strategy=None, shards=shards)
-    values.update(
-        src=_absolute(src),
-        dst=_absolute(dst),
-        ranks=ranks,
-        fallback=not typed["no_fallback"],
-        optimizer=typed["optimizer"] is not None,
-    )
-    return Conversion(**values)
-
-
-def _absolute(path: str) -> str:
-    """The absolute path; a pattern is not normalised."""
-    return absolute(path) if "{" not in path else os.path.join(os.getcwd(), path)
 
 
 def writer(scheduler: str, conversion: Conversion, report: Report) -> WriteElsewhere:
@@ -93,11 +57,9 @@ def _write_shares(
 ) -> None:
     threads = max(1, sum(client.nthreads().values()))
     count = min(len(files), _SHARES * threads)
-    jobs = conversion.jobs or max(1, threads // count)
-    shares = [
-        dataclasses.replace(conversion, ranks=list(files[number::count]), jobs=jobs, check_replicas="never")
-        for number in range(count)
-    ]
+    jobs = conversion.effort.jobs or max(1, threads // count)
+    effort = replace(conversion.effort, jobs=jobs, check_replicas="never")
+    shares = [replace(conversion, effort=effort, files=tuple(files[number::count])) for number in range(count)]
     futures = client.map(_convert, shares, pure=False, retries=_RETRIES)
     failures: list[ReshardError] = []
     try:

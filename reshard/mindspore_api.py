@@ -8,14 +8,17 @@ import re
 from collections.abc import Mapping
 from typing import Optional
 
-from reshard.convert import Options, transform, usable_cpus
+from reshard.asked import Conversion, Edits, Effort, Source, Target
+from reshard.convert import transform
 from reshard.errors import CheckpointError, UsageError
+from reshard.forms import DEFAULT_FORM
 from reshard.forms.ranks.naming import RANK, as_prefix
-from reshard.plan.edits import NO_EDITS, Edits
+from reshard.forms.registry import form_named
+from reshard.plan.edits import edit_rules
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
 from reshard.storage import is_directory, names_in, real
-from reshard.strategies import Strategy, read_group_info, read_strategy
+from reshard.strategies import NONE, read_group_info, read_strategy
 from reshard.strategies.written import merge_pipeline
 from reshard.text.messages import logged
 
@@ -46,15 +49,18 @@ def transform_checkpoints(
     Raises:
         ReshardError: see `reshard.convert.transform`.
     """
-    request = Request(
-        src=str(src_checkpoints_dir),
-        dst=str(dst_checkpoints_dir),
-        source=read_strategy(path_of(src_strategy_file)),
-        target=read_strategy(path_of(dst_strategy_file)),
-        prefix=as_prefix(ckpt_prefix) or RANK,
-        format=checked_format(output_format),
+    prefix = as_prefix(ckpt_prefix) or RANK
+    asked = Conversion(
+        Source(src_checkpoints_dir, strategy=strategy_of(src_strategy_file)),
+        Target(
+            dst_checkpoints_dir,
+            strategy=strategy_of(dst_strategy_file),
+            prefix=prefix,
+            format=checked_format(output_format),
+        ),
+        effort=Effort(jobs=jobs_of(process_num)),
     )
-    transform(request, Options(jobs=process_num if process_num > 1 else usable_cpus()), logged())
+    transform(between_ranks(asked), logged())
 
 
 def transform_checkpoint_by_rank(
@@ -77,17 +83,16 @@ def transform_checkpoint_by_rank(
         ReshardError: see `reshard.convert.transform`.
     """
     name = str(save_checkpoint_file_name)
-    request = Request(
-        src={int(rank): str(path) for rank, path in checkpoint_files_map.items()},
-        # The directory may be a link; in a rank tree links are refused.
-        dst=os.path.join(real(os.path.dirname(name)), os.path.basename(name)),
-        source=read_strategy(path_of(src_strategy_file)),
-        target=read_strategy(path_of(dst_strategy_file)),
+    files = {int(rank): str(path) for rank, path in checkpoint_files_map.items()}
+    # The directory may be a link; in a rank tree links are refused.
+    path = os.path.join(real(os.path.dirname(name)), os.path.basename(name))
+    format = "safetensors" if name.endswith(".safetensors") else "ckpt"
+    asked = Conversion(
+        Source(os.path.dirname(name) or os.curdir, strategy=strategy_of(src_strategy_file), files=files),
+        Target(path, strategy=strategy_of(dst_strategy_file), format=format, is_file=True),
         files=(rank_id,),
-        format="safetensors" if name.endswith(".safetensors") else "ckpt",
-        exact_file=True,
     )
-    transform(request, Options(usable_cpus()), logged())
+    transform(between_ranks(asked), logged())
 
 
 def rank_list_for_transform(
@@ -98,7 +103,7 @@ def rank_list_for_transform(
     Raises:
         ReshardError: a strategy cannot be read, or ``rank_id`` is out of range.
     """
-    source, target = read_strategy(path_of(src_strategy_file)), read_strategy(path_of(dst_strategy_file))
+    source, target = read_strategy(strategy_of(src_strategy_file)), read_strategy(strategy_of(dst_strategy_file))
     return list(ReplicaChoice(source, target).ranks(rank_id))
 
 
@@ -187,22 +192,32 @@ def _change_format(
         raise CheckpointError(f"{src}: no .{source} file to convert", file=src, hint="check file_name_regex")
     for name in chosen:
         place = os.path.join(root if dst is None else str(dst), os.path.splitext(name)[0])
-        request = Request(
-            src={0: os.path.join(root, name)},
-            dst=os.path.join(real(os.path.dirname(place)), f"{os.path.basename(place)}.{target}"),
-            source=Strategy.none(),
-            target=Strategy.none(),
-            files=(0,),
-            format=target,
-            exact_file=True,
-            edits=Edits(exactly=tuple(names.items()), typed=None) if names else NO_EDITS,
+        path = os.path.join(real(os.path.dirname(place)), f"{os.path.basename(place)}.{target}")
+        asked = Conversion(
+            Source(root or os.curdir, strategy=NONE, files={0: os.path.join(root, name)}),
+            Target(path, strategy=NONE, format=target, is_file=True),
+            Edits(exactly=tuple(names.items()) if names else ()),
+            Effort(jobs=jobs_of(threads)),
+            (0,),
         )
-        transform(request, Options(jobs=threads if threads > 1 else usable_cpus()), logged())
+        transform(between_ranks(asked), logged())
 
 
-def path_of(strategy: Optional[str]) -> Optional[str]:
-    """A strategy's path as a text; None for an unsharded checkpoint."""
-    return None if strategy is None else str(strategy)
+def between_ranks(asked: Conversion) -> Request:
+    """The request of a conversion from ranks to ranks, whose strategies are named."""
+    source, target = read_strategy(asked.source.strategy), read_strategy(asked.target.strategy)
+    ranks = form_named(DEFAULT_FORM)
+    return Request(asked, ranks, source, ranks, target, edit_rules(asked.source.path, asked.edits))
+
+
+def strategy_of(path: Optional[str]) -> str:
+    """A strategy's path as a text; ``none`` for an unsharded checkpoint."""
+    return NONE if path is None else str(path)
+
+
+def jobs_of(threads: int) -> Optional[int]:
+    """MindSpore's number of threads; its default, 1, means all CPUs."""
+    return threads if threads > 1 else None
 
 
 def checked_format(name: str) -> str:

@@ -6,16 +6,19 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Callable, Optional, Union
 
-from reshard.convert import Options, transform, usable_cpus
+from reshard.asked import Conversion, Edits, Effort, Source, Target
+from reshard.convert import transform
+from reshard.defaults import usable_cpus
 from reshard.errors import UsageError
+from reshard.forms import DEFAULT_FORM
 from reshard.forms.full.form import UNIFIED
 from reshard.forms.registry import form_named, form_of
-from reshard.mindspore_api import LOG, checked_format, path_of
-from reshard.plan.edits import NO_EDITS, Edits
+from reshard.mindspore_api import LOG, checked_format, strategy_of
+from reshard.plan.edits import edit_rules
 from reshard.plan.request import Request
 from reshard.storage import real
 from reshard.strategies import Strategy, read_strategy
-from reshard.text.globs import Filters, pattern_of
+from reshard.text.globs import pattern_of
 from reshard.text.messages import listing, logged
 from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight
 
@@ -47,24 +50,22 @@ def unified_safetensors(
         ReshardError: see `reshard.convert.transform`.
     """
     del merge_with_redundancy
-    source = read_strategy(path_of(src_strategy_file))
+    strategy = strategy_of(src_strategy_file)
+    source = read_strategy(strategy)
     names = _chosen(source, choice_func)
     dropped = [name for name, new in names.items() if new is None]
     renamed = any(new is not None and new != name for name, new in names.items())
-    request = Request(
-        src=str(src_dir),
-        dst=str(dst_dir),
-        source=source,
-        target=Strategy.none(),
-        format="safetensors",
-        file_suffix=file_suffix,
-        # As options of the command line where possible, so that `reshard resume` works.
-        filters=Filters(exclude=() if renamed else tuple(map(pattern_of, dropped))),
-        edits=Edits(exactly=tuple(names.items()), typed=None) if renamed else NO_EDITS,
-        to=UNIFIED,
+    # As options of the command line where possible, so that `reshard resume` works.
+    exclude = () if renamed else tuple(map(pattern_of, dropped))
+    asked = Conversion(
+        Source(src_dir, strategy=strategy, file_suffix=file_suffix),
+        Target(dst_dir, form=UNIFIED),
+        Edits(exclude=exclude, exactly=tuple(names.items()) if renamed else ()),
+        _effort(max_process_num),
+        shard=_share(split_dst_file),
     )
-    jobs = max(1, min(max_process_num, usable_cpus()))
-    transform(request, Options(jobs=jobs, share=_share(split_dst_file)), logged())
+    ranks, edits = form_named(DEFAULT_FORM), edit_rules(asked.source.path, asked.edits)
+    transform(Request(asked, ranks, source, form_named(UNIFIED), Strategy.none(), edits), logged())
 
 
 def load_distributed_checkpoint(
@@ -143,9 +144,9 @@ def load_distributed_checkpoint(
         raise UsageError(
             "load_distributed_checkpoint: predict_strategy is not a path", hint="pass the path of its file"
         )
-    src, target = str(unified_safetensors_dir), read_strategy(path_of(predict_strategy))
-    form = form_of(src)
-    if form_named(form).options.cut:
+    src, target = str(unified_safetensors_dir), read_strategy(strategy_of(predict_strategy))
+    form = form_named(form_of(src))
+    if form.options.cut:
         raise UsageError(
             f"{src}: holds files of ranks, not unified weights",
             file=src,
@@ -153,21 +154,20 @@ def load_distributed_checkpoint(
         )
     # Full weights are the same for every rank.
     ranks = range(target.device_count) if rank_id is None else (rank_id,)
+    # Networks for inference have parameters that are in no file, such as caches of keys and values.
+    asked_edits = Edits(allow_missing=("*",), exactly=_in_network(name_map))
+    edits = edit_rules(src, asked_edits)
     for rank in ranks:
-        request = Request(
-            src=src,
-            dst=os.path.join(real(dst_safetensors_dir), f"rank_{rank}", f"net.{checked_format(output_format)}"),
-            source=Strategy.none(),
-            target=target,
-            files=(0 if target.is_none else rank,),
-            format=output_format,
-            exact_file=True,
-            # Networks for inference have parameters that are in no file, such as caches of keys and values.
-            allow_missing=("*",),
-            form=form,
-            edits=_in_network(name_map),
+        path = os.path.join(real(dst_safetensors_dir), f"rank_{rank}", f"net.{checked_format(output_format)}")
+        asked = Conversion(
+            Source(src),
+            Target(path, format=output_format, is_file=True),
+            asked_edits,
+            _effort(max_process_num),
+            (0 if target.is_none else rank,),
         )
-        summary = transform(request, Options(jobs=max(1, min(max_process_num, usable_cpus()))), logged())
+        request = Request(asked, form, Strategy.none(), form_named(DEFAULT_FORM), target, edits)
+        summary = transform(request, logged())
         parameters = frozenset(target.parameters)
         missing = [name for name in summary.missing if is_weight(name, parameters)]
         if missing:
@@ -197,18 +197,20 @@ def _chosen(source: Strategy, choice: Optional[Callable[[str], Union[bool, str]]
     return names
 
 
-def _in_network(name_map: Optional[Mapping[str, str]]) -> Edits:
+def _effort(threads: int) -> Effort:
+    return Effort(jobs=max(1, min(threads, usable_cpus())))
+
+
+def _in_network(name_map: Optional[Mapping[str, str]]) -> tuple[tuple[str, Optional[str]], ...]:
     """The renaming from names in files to names in the network."""
-    if not name_map:
-        return NO_EDITS
     names: dict[str, Optional[str]] = {}
-    for new, name in name_map.items():
+    for new, name in (name_map or {}).items():
         if names.setdefault(name, new) != new:
             raise UsageError(
                 f"name_map: {names[name]!r} and {new!r} are both {name!r} in the files",
                 hint="pass one of them, and copy the other after loading",
             )
-    return Edits(exactly=tuple(names.items()), typed=None)
+    return tuple(names.items())
 
 
 def _share(split: Sequence[int]) -> Optional[tuple[int, int]]:

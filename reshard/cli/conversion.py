@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from reshard.cli.output import echo_json, say, set_next_command, totals_json, totals_words
 from reshard.cli.progress import progress_of
-from reshard.convert import Options, Prepared, Summary, WriteElsewhere, prepare
+from reshard.convert import Prepared, Summary, WriteElsewhere, prepare
 from reshard.errors import ReshardError
-from reshard.forms.registry import counted_as
 from reshard.plan.request import Request
 from reshard.text.messages import Report, listing, plural, rank_ranges
 from reshard.text.names import KINDS, kind_of
@@ -57,7 +56,7 @@ def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> 
     seconds = {**summary.phases._asdict(), "verifying": verifying}
     shown = [f"{phase} {duration:.1f} s" for phase, duration in seconds.items() if duration >= MIN_SHOWN]
     lines = [", ".join(shown)] if len(shown) > 1 else []
-    lines.append(f"headers read: source {rank_ranges(summary.source_ranks, counted_as(request.form))}")
+    lines.append(f"headers read: source {rank_ranges(summary.source_ranks, request.form.options.unit)}")
     lines.append(f"{plural(summary.parameters, 'parameter')} resharded")
     for names, fate in (
         (summary.copied, "copied unchanged"),
@@ -78,8 +77,7 @@ def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> 
 def carry_out(
     request: Request,
     report: Report,
-    typed: Mapping[str, Any],
-    how: Options,
+    shown: Mapping[str, Any],
     lines: Callable[[Summary, float], list[str]],
     elsewhere: Optional[WriteElsewhere] = None,
     adapter: Optional[MergedAdapter] = None,
@@ -89,8 +87,7 @@ def carry_out(
     Args:
         request: the conversion.
         report: gets warnings and notes.
-        typed: the options of `options.output`, and ``jobs``.
-        how: how it is carried out.
+        shown: the options of `options.output`.
         lines: the summary in words, with the seconds that verification took.
         elsewhere: writes the files; None to write them here.
         adapter: the added adapter, for verification.
@@ -98,44 +95,45 @@ def carry_out(
     Raises:
         ReshardError: it is impossible, or failed.
     """
-    progress = progress_of(typed["quiet"], typed["progress"])
+    progress = progress_of(shown["quiet"], shown["progress"])
     differences = None
-    with prepare(request, how, report, progress) as prepared:
+    with prepare(request, report, progress) as prepared:
         try:
             summary = prepared.carry_out(elsewhere)
         except BaseException:
-            set_next_command(_next_command(prepared, how))
+            set_next_command(_next_command(prepared))
             raise
-        if how.dry_run:
+        if request.task.dry_run:
             from reshard.cli.plan import print_plan
 
-            if typed["as_json"] or not typed["quiet"]:
-                print_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"])
+            if shown["as_json"] or not shown["quiet"]:
+                print_plan(prepared, summary, as_json=shown["as_json"], verbose=shown["verbose"])
             return
         # Verification treats the files that the conversion found damaged as missing, too.
-        planned = prepared.plan.request
+        request = request._replace(damaged=prepared.plan.request.damaged)
     before = time.monotonic()
-    if how.verify:
+    if request.task.verify:
         from reshard.convert.verifying import verify_written
 
-        differences = verify_written(request, planned.damaged, how, summary, progress, adapter)
+        differences = verify_written(request, summary, progress, adapter)
     verifying = time.monotonic() - before
-    if typed["as_json"]:
+    if shown["as_json"]:
         rows = None if differences is None else [difference._asdict() for difference in differences]
-        echo_json({**summary_json(summary), **({} if request.recover else {"differences": rows})})
-    if not typed["quiet"]:
+        echo_json({**summary_json(summary), **({} if request.task.recover else {"differences": rows})})
+    if not shown["quiet"]:
         say("\n".join(lines(summary, verifying)), to_standard_error=True)
     if differences is not None:
         from reshard.cli.verify import print_differences
 
-        print_differences(differences, typed["quiet"])
+        print_differences(differences, shown["quiet"])
 
 
-def _next_command(prepared: Prepared, how: Options) -> str:
+def _next_command(prepared: Prepared) -> str:
     """The command that continues a conversion which has failed; records remain once a file is written."""
-    directory = prepared.state.directory
+    directory, request = prepared.state.directory, prepared.plan.request
+    alone = not request.task.by_rank and request.asked.shard is None
     with contextlib.suppress(ReshardError, OSError):
         # For one of several runs, resume would do the work of all.
-        if directory is not None and not how.adding and how.share is None and directory.is_resumable:
-            return f"to continue: reshard resume {shlex.quote(prepared.plan.request.dst)}"
+        if directory is not None and alone and directory.is_resumable:
+            return f"to continue: reshard resume {shlex.quote(request.dst)}"
     return f"to run it again: {shlex.join(['reshard', *sys.argv[1:]])}"

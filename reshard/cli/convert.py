@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import Any, Callable, Optional
 
+from reshard.asked import Conversion, Edits, Effort, Source, Target, Task
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import carry_out, contents_words, detail_lines
 from reshard.cli.output import listener
-from reshard.convert import Options, Summary, WriteElsewhere
-from reshard.convert.ends import Ends, check_verifiable, options_of, request_between, request_of
+from reshard.convert import Summary, WriteElsewhere
+from reshard.convert.ends import request_of
+from reshard.convert.recorded import with_absolute_paths
 from reshard.errors import UsageError
-from reshard.forms.registry import counted_as, form_named, form_of
+from reshard.forms.registry import form_named, form_of
 from reshard.plan.request import Request
 from reshard.strategies import typed_strategy
 from reshard.text.messages import Report, byte_size, counted_ranks, plural, rank_ranges, step_words
-
-if TYPE_CHECKING:
-    from reshard.cli.shard import Share
 
 
 @command(
@@ -43,16 +42,22 @@ reshard convert ckpt/ out/ --scheduler tcp://host:8786 \\
 )
 @argument("src", shell_complete=completion.paths)
 @argument("dst", shell_complete=completion.paths)
-@options.strategies
-@options.targets
+@options.group(Conversion)
+@options.scheduler
 @options.conversion
+@options.dry_run
+@options.proof("Compare every tensor with the source after writing.")
 def convert(
-    src: str,
-    dst: str,
-    ranks: Optional[tuple[int, ...]],
-    shard: Optional[Share],
+    files: Optional[tuple[int, ...]],
+    shard: Optional[tuple[int, int]],
     scheduler: Optional[str],
-    **typed: Any,
+    dry_run: bool,
+    verify: bool,
+    source: Source,
+    target: Target,
+    edits: Edits,
+    effort: Effort,
+    **shown: Any,
 ) -> None:
     """Convert the checkpoint in SRC to another layout or another form, and write it to DST.
 
@@ -62,7 +67,8 @@ def convert(
     names. Without strategies, --format changes only the format of rank files, and each rank keeps its cut.
     Run the same command again to continue after an interruption.
     """
-    _convert(src, dst, ranks, typed, adding=False, share=shard, scheduler=scheduler)
+    asked = Conversion(source, target, edits, effort, files, shard)
+    _convert(asked, Task(dry_run=dry_run, verify=verify), shown, scheduler)
 
 
 @command(
@@ -78,69 +84,62 @@ done
 @argument("rank", type=options.RANK)
 @argument("src", shell_complete=completion.paths)
 @argument("dst", shell_complete=completion.paths)
-@options.strategies
 @options.conversion
-def by_rank(rank: int, src: str, dst: str, **typed: Any) -> None:
+@options.dry_run
+@options.proof("Compare every tensor with the source after writing.")
+def by_rank(
+    rank: int,
+    dry_run: bool,
+    verify: bool,
+    source: Source,
+    target: Target,
+    edits: Edits,
+    effort: Effort,
+    **shown: Any,
+) -> None:
     """Convert the checkpoint in SRC for one RANK of the target strategy.
 
     Only the source ranks that `reshard rank-list RANK` prints are needed; with --names, also one rank of each
     pipeline stage. With a form other than ranks in --to, RANK is the number of a target file, as `reshard plan`
     lists them, and the source must be complete. The run that writes the last missing rank completes DST.
     """
-    _convert(src, dst, (rank,), typed, adding=True)
+    asked = Conversion(source, target, edits, effort, (rank,))
+    _convert(asked, Task(by_rank=True, dry_run=dry_run, verify=verify), shown)
 
 
-def _convert(
-    src: str,
-    dst: str,
-    ranks: Optional[tuple[int, ...]],
-    typed: dict[str, Any],
-    adding: bool,
-    share: Optional[Share] = None,
-    scheduler: Optional[str] = None,
-) -> None:
+def _convert(asked: Conversion, task: Task, shown: Mapping[str, Any], scheduler: Optional[str] = None) -> None:
     report = Report(listener())
-    request = request_between(src, dst, ranks, typed, report)
-    how = options_of(typed, adding=adding, share=share)
-    check_verifiable(request, how)
-    elsewhere = None if scheduler is None else _on_cluster(scheduler, src, dst, ranks, typed, share, report)
-    carry_out(request, report, typed, how, summary_lines(request, typed, how), elsewhere)
+    request = request_of(asked, report, task)
+    elsewhere = None if scheduler is None else _on_cluster(scheduler, asked, report)
+    carry_out(request, report, shown, summary_lines(request, shown), elsewhere)
 
 
-def _on_cluster(
-    scheduler: str,
-    src: str,
-    dst: str,
-    ranks: Optional[tuple[int, ...]],
-    typed: Mapping[str, Any],
-    share: Optional[Share],
-    report: Report,
-) -> WriteElsewhere:
+def _on_cluster(scheduler: str, asked: Conversion, report: Report) -> WriteElsewhere:
     """The function that writes on a Dask cluster.
 
     Raises:
         UsageError: Dask is not installed, or this is already one of several runs.
     """
-    if share is not None:
+    if asked.shard is not None:
         raise UsageError(
             "--shard and --scheduler exclude each other: a Dask cluster divides the target ranks by itself",
             hint="pass one of them",
         )
     try:
-        from reshard.cluster import conversion_of, writer
+        from reshard.cluster import writer
     except ModuleNotFoundError as error:
         raise UsageError(
             f"--scheduler needs Dask, which is not installed ({error})",
             hint="in the clone of reshard: pip install '.[dask]'",
         ) from error
-    return writer(scheduler, conversion_of(src, dst, ranks, typed), report)
+    return writer(scheduler, with_absolute_paths(asked), report)
 
 
-def summary_lines(request: Request, typed: Mapping[str, Any], how: Options) -> Callable[[Summary, float], list[str]]:
+def summary_lines(request: Request, shown: Mapping[str, Any]) -> Callable[[Summary, float], list[str]]:
     """For `carry_out`: written files and their contents in a line each; the rest with -v."""
 
     def lines(summary: Summary, verifying: float) -> list[str]:
-        files = counted_as(request.to)
+        files, shard = request.to.options.unit, request.asked.shard
         complete = counted_ranks(summary.done_before, files)
         if summary.ranks:
             rate = summary.bytes_written / summary.seconds if summary.seconds else 0.0
@@ -152,19 +151,22 @@ def summary_lines(request: Request, typed: Mapping[str, Any], how: Options) -> C
         elif summary.done_before:
             first = f"nothing to write: {complete} already complete in {request.dst}"
         else:
-            number, runs = how.share or (0, 1)
+            number, runs = shard or (0, 1)
             first = f"nothing to write: share {number}/{runs} is empty: fewer {files}s than shares"
         contents = [f"{step_words(summary.step)}: {contents_words(summary)}"] if summary.target_files else []
         if contents and request.source.is_as_cut:
             contents.append(f"{plural(len(summary.target_files), 'rank file')} copied, still cut as before")
-        if typed["verbose"]:
+        if shown["verbose"]:
             contents += detail_lines(summary, request, verifying)
-        elif summary.manifest and (request.files is not None or how.share is not None):
+        elif summary.manifest and (request.asked.files is not None or shard is not None):
             # Other runs wrote the rest.
             contents.append(f"complete, all {files}s written: {summary.manifest}")
         return [first, *contents]
 
     return lines
+
+
+_SAVED = {"names": ("--strategy",), "help": "Strategy the checkpoint was saved with.", "metavar": "FILE|DIR|none"}
 
 
 @command(
@@ -180,17 +182,24 @@ cp -rf lost/rank_* ckpt/
 )
 @argument("src", shell_complete=completion.paths)
 @argument("dst", shell_complete=completion.paths)
-@options.strategy("Strategy the checkpoint was saved with.")
 @options.ranks("Target", "Write only these ranks.")
 @option("Target", "--lost-only", is_flag=True, help="Write only lost and damaged ranks.")
-@options.prefix(None, "as in SRC")
-@options.source
-@options.without_ranks
-@options.fallback
-@options.allow_missing
-@options.writing
+@options.group(Source, path="src", strategy=_SAVED)
+@options.group(Target, "prefix", "overwrite", "checksum", path="dst", prefix={"initial": None, "shown": "as in SRC"})
+@options.group(Edits, "allow_missing")
+@options.group(Effort)
+@options.dry_run
 @options.output
-def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[int, ...]], **typed: Any) -> None:
+def recover(
+    ranks: Optional[tuple[int, ...]],
+    lost_only: bool,
+    source: Source,
+    target: Target,
+    edits: Edits,
+    effort: Effort,
+    dry_run: bool,
+    **shown: Any,
+) -> None:
     """Rebuild the checkpoint of every lost rank from replicas.
 
     The newest step is used of which some rank still holds every slice. A rank that is lost, damaged or was
@@ -202,20 +211,21 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     Files are named as in SRC (rank_3/llama_rank_3-1_200.ckpt): the files of --lost-only can be
     copied back into SRC; with --prefix they are named as in a conversion.
     """
-    form = form_of(src)
-    if not form_named(form).options.by_rank:
-        target = form if form_named(form).options.written else "huggingface"
+    src, dst, form = source.path, target.path, form_named(form_of(source.path))
+    if not form.options.by_rank:
+        to = form if form.options.written else form_named("huggingface")
         raise UsageError(
-            f"{src}: is of the form {form}; recover works on rank directories",
-            hint=f"use: reshard convert {shlex.quote(src)} {shlex.quote(dst)} --to {target}"
-            + (" --dst-strategy same" if form_named(target).options.cut else ""),
+            f"{src}: is of the form {form.name}; recover works on rank directories",
+            hint=f"use: reshard convert {shlex.quote(src)} {shlex.quote(dst)} --to {to.name}"
+            + (" --dst-strategy same" if to.options.cut else ""),
         )
-    if strategy is None:
+    if source.strategy is None:
         raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")
     report = Report(listener())
-    saved = typed_strategy(strategy, report)
-    request = request_of(src, dst, ranks, typed, Ends(form, saved, form, saved), recover=True)
-    how = options_of(typed)
+    saved = typed_strategy(source.strategy, report)
+    asked = Conversion(source, target, edits, effort, ranks)
+    task = Task(recover=True, lost_only=lost_only, dry_run=dry_run)
+    request = Request(asked, form, saved, form, saved, task=task)
 
     def lines(summary: Summary, _: float) -> list[str]:
         complete = counted_ranks(summary.done_before)
@@ -230,10 +240,10 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
         else:
             reason = f"{complete} already complete in {dst}" if summary.done_before else "no rank is lost"
             rows = [f"nothing to write: {reason}"]
-        if typed["verbose"]:
+        if shown["verbose"]:
             rows += [f"{step_words(summary.step)}: {contents_words(summary)}", *detail_lines(summary, request)]
-        if how.lost_only and summary.ranks and not summary.manifest and request.prefix is None:
+        if lost_only and summary.ranks and not summary.manifest and target.prefix is None:
             rows.append(f"file names are those of {src}: copy them back into it")
         return rows
 
-    carry_out(request, report, typed, how, lines)
+    carry_out(request, report, shown, lines)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Optional
 
+from reshard.asked import CHANGES, Edits, Effort, Source
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.opened import (
@@ -22,7 +24,6 @@ from reshard.errors import UsageError
 from reshard.forms.registry import form_named, form_of
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.opened import OpenedCheckpoint
-from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.text.messages import Report, full_text, listing, one_line, plural
 
 
@@ -41,12 +42,12 @@ reshard diff ckpt/ ckpt/ --strategy src.ckpt --a-step 1_100 --b-step 1_200
 @options.strategy("Strategy of B.", flag="--b-strategy")
 @option("Source", "--a-step", metavar="EPOCH_STEP|latest", show_default="--step", help="Step of A.")
 @option("Source", "--b-step", metavar="EPOCH_STEP|latest", show_default="--step", help="Step of B.")
-@options.source
-@options.selection
-@options.edits
+@options.group(Source, "step", "file_suffix")
+@options.group(Edits, *options.SELECTION, *CHANGES)
 @option("Checks", "--exit-code", is_flag=True, help="Exit status 4 if they differ.")
-@options.crc("Check the CRCs that files record; a damaged file is an error.")
-@options.effort
+@options.group(
+    Effort, "crc", *options.LIMITS, crc={"help": "Check the CRCs that files record; a damaged file is an error."}
+)
 @options.output
 def diff(
     a: str,
@@ -57,6 +58,9 @@ def diff(
     a_step: Optional[str],
     b_step: Optional[str],
     exit_code: bool,
+    source: Source,
+    edits: Edits,
+    effort: Effort,
     **typed: Any,
 ) -> None:
     """Compare the tensors of the checkpoints in A and B.
@@ -71,12 +75,15 @@ def diff(
     quiet = typed["quiet"]
     report = Report(listener())
     with contextlib.ExitStack() as stack:
-        opened_a = stack.enter_context(_opened("a", a, a_strategy, strategy, a_step, typed, report, edits_of(a, typed)))
-        opened_b = stack.enter_context(_opened("b", b, b_strategy, strategy, b_step, typed, report))
+        read_a = replace(source, path=a, strategy=a_strategy, step=a_step or source.step)
+        read_b = replace(source, path=b, strategy=b_strategy, step=b_step or source.step)
+        opened_a = stack.enter_context(_opened("a", read_a, strategy, edits, effort, report))
+        selection = Edits(edits.include, edits.exclude)
+        opened_b = stack.enter_context(_opened("b", read_b, strategy, selection, effort, report))
         progress = progress_of(quiet, typed["progress"])
-        for one, other in ((opened_a, opened_b), (opened_b, opened_a)):
-            check_crcs(one, filter(other.__contains__, one), typed, progress, report)
-        result = differences(opened_a, opened_b, typed["max_memory"] // 3, progress)
+        for one, other in ((opened_a, opened_b), (opened_b, opened_a)) if effort.crc == "auto" else ():
+            check_crcs(one, filter(other.__contains__, one), edits, progress, report)
+        result = differences(opened_a, opened_b, effort.max_memory // 3, progress)
         sides = {"a": _side(a, opened_a), "b": _side(b, opened_b)}
     if typed["as_json"]:
         differing, identical = result.differing, len(result.pairs) - len(result.differing)
@@ -160,25 +167,16 @@ def _side(path: str, checkpoint: OpenedCheckpoint) -> dict[str, Any]:
 
 
 def _opened(
-    side: str,
-    src: str,
-    own_strategy: Optional[str],
-    shared_strategy: Optional[str],
-    step: Optional[str],
-    typed: dict[str, Any],
-    report: Report,
-    edits: Edits = NO_EDITS,
+    side: str, read: Source, shared_strategy: Optional[str], edits: Edits, effort: Effort, report: Report
 ) -> OpenedCheckpoint:
     """One of the two.
 
     Options of both are ignored by a form without them, and the strategy by a checkpoint that has its own: the source
     and the target of a conversion have different ones.
     """
-    form = form_named(form_of(src))
+    form = form_named(form_of(read.path))
     if not form.options.by_rank:
-        typed = {**typed, "file_suffix": None}
-        shared_strategy = None
+        read, shared_strategy = replace(read, file_suffix=None), None
     if not form.options.steps:
-        typed = {**typed, "step": "latest"}
-    option = f"--{side}-strategy "
-    return opened(src, own_strategy, typed, report, step, 2, edits, option, unrecorded=shared_strategy)
+        read = replace(read, step="latest")
+    return opened(read, edits, effort, report, 2, f"--{side}-strategy ", unrecorded=shared_strategy)

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import click
 
+from reshard.asked import CHANGES, Conversion, Edits, Effort, Target
+from reshard.asked import Source as Read
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
 from reshard.cli.opened import shape_words
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
-from reshard.convert.ends import options_of
 from reshard.convert.verifying import reading_sources
 from reshard.execute import Budget
 from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader
-from reshard.forms.registry import form_named
 from reshard.opened.opening import reading_request
 from reshard.plan.editing import edited as make_edits
-from reshard.plan.edits import edits_of
 from reshard.plan.planner import read_source
-from reshard.records.commands import EDITS
 from reshard.storage import storage_of
-from reshard.text.globs import Filters, warn_of_unmatched
+from reshard.text.globs import warn_of_unmatched
 from reshard.text.messages import Report, one_line, quoted
 from reshard.verification.edited import edited_source
 from reshard.verification.files import read_sound
@@ -45,14 +44,13 @@ reshard fingerprint hf/ --names qwen3,gate_up=interleaved,qkv=grouped
 """,
 )
 @argument("src", shell_complete=completion.paths)
-@options.strategy("Strategy the checkpoint was saved with; none for an unsharded one.", "--src-strategy", "strategy")
-@options.source
-@options.selection
-@options.edits
-@options.crc("Check the CRCs that files record; damaged files count as absent.")
-@options.effort
+@options.group(Read, "strategy", "step", "file_suffix", path="src", strategy=options.SAVED)
+@options.group(Edits, *options.SELECTION, *CHANGES)
+@options.group(
+    Effort, "crc", *options.LIMITS, crc={"help": "Check the CRCs that files record; damaged files count as absent."}
+)
 @options.output
-def fingerprint(src: str, strategy: Optional[str], **typed: Any) -> None:
+def fingerprint(source: Read, edits: Edits, effort: Effort, **shown: Any) -> None:
     """Print a fingerprint of every parameter of the checkpoint in SRC.
 
     A fingerprint depends only on name, type, shape and values, so no conversion to another layout or form
@@ -62,34 +60,33 @@ def fingerprint(src: str, strategy: Optional[str], **typed: Any) -> None:
     fingerprint is that of the converted checkpoint.
     """
     report = Report(listener())
-    edited = any(typed[name] for name in EDITS)
-    edits, filters = edits_of(src, typed), Filters(typed["include"], typed["exclude"])
-    request = reading_request(
-        src, strategy, None, None, typed["step"], typed["file_suffix"], filters, report, edits, "--strategy "
-    )
-    progress = progress_of(typed["quiet"], typed["progress"])
-    with reading_sources(options_of(typed), progress, report) as (means, crcs):
+    edited, filters = edits.changes, edits.filters
+    asked = Conversion(source, Target(os.curdir), edits, effort)
+    request = reading_request(asked, report, option="--strategy ")
+    rules = request.edits
+    progress = progress_of(shown["quiet"], shown["progress"])
+    with reading_sources(effort, progress, report) as (means, crcs):
 
         def read(damaged: Mapping[str, str]) -> Source:
             checkpoint = read_source(request._replace(damaged=damaged), means.handles, report)
             return stored_source(checkpoint, request.source)
 
-        source = read_sound(read, crcs, report)
-        if not form_named(request.form).options.by_rank:
-            _check_equal(source.checkpoint, [name for name in source.tensors if filters.admit(name)], means)
-        target = source if edits.is_empty else edited_source(source, edits, report)
-        if not edits.is_empty:
-            converted = make_edits(source.checkpoint, edits, Report())
+        stored = read_sound(read, crcs, report)
+        if not request.form.options.by_rank:
+            _check_equal(stored.checkpoint, [name for name in stored.tensors if filters.admit(name)], means)
+        target = stored if rules.is_empty else edited_source(stored, rules, report)
+        if not rules.is_empty:
+            converted = make_edits(stored.checkpoint, rules, Report())
             _check_equal(converted, [name for name in target.names if filters.admit(name)], means)
         warn_of_unmatched(filters, (() if edited else request.source.parameters, target.names), report)
-        model_names = {} if edited else edits.model_names(source.checkpoint.tensors, source.checkpoint)
+        model_names = {} if edited else rules.model_names(stored.checkpoint.tensors, stored.checkpoint)
         if len({*model_names.values()}) < len(model_names):
             # Two tensors would have one name.
             model_names = {}
         result = fingerprints(target, means, filters.admit, model_names)
     for name in result.differing:
         report.warn(f"{quoted(name)} differs between files; its fingerprint is that of the lowest")
-    if typed["as_json"]:
+    if shown["as_json"]:
         echo_json(result.to_json())
     else:
         _print(result)

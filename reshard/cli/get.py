@@ -14,6 +14,7 @@ import click
 import numpy as np
 import numpy.typing as npt
 
+from reshard.asked import CHANGES, Edits, Effort, Source
 from reshard.checkpoints.formats.dtypes import INT4, can_hold
 from reshard.checkpoints.formats.elements import widen
 from reshard.checkpoints.formats.output import Literal, OutputTensor, lay_out_safetensors
@@ -25,7 +26,6 @@ from reshard.cli.output import echo_json, is_quiet, is_verbose, listener, say
 from reshard.errors import CheckpointError, UsageError
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.tensor import select
-from reshard.plan.edits import edits_of
 from reshard.storage import store_of, write_parts, writing_error
 from reshard.text.globs import Glob
 from reshard.text.messages import Report, listing, one_line, plural, quoted
@@ -51,8 +51,7 @@ reshard get iterations/ lm_head.weight -o head.npy
 )
 @argument("src", shell_complete=completion.paths)
 @click.argument("name")
-@options.strategy("Strategy the checkpoint was saved with; none for an unsharded one.", "--src-strategy", "strategy")
-@options.source
+@options.group(Source, "strategy", "step", "file_suffix", path="src", strategy=options.SAVED)
 @option(
     "Parameters", "--slice", "index", metavar="INDEX", help="Part of the tensor in NumPy's notation: '0:4,:', '-1'."
 )
@@ -65,19 +64,20 @@ reshard get iterations/ lm_head.weight -o head.npy
     shell_complete=completion.paths,
     help="Write a .npy file for numpy.load, or a .safetensors file; - is a .npy file to standard output.",
 )
-@options.edits
-@options.effort
+@options.group(Edits, *CHANGES)
+@options.group(Effort, *options.LIMITS)
 @options.json_output
 @options.verbose("Print all elements.")
 @options.common
 def get(
-    src: str,
     name: str,
-    strategy: Optional[str],
     index: Optional[str],
     output: Optional[str],
     as_json: bool,
-    **typed: Any,
+    source: Source,
+    edits: Edits,
+    effort: Effort,
+    **shown: Any,
 ) -> None:
     """Print the tensor NAME of the checkpoint in SRC, or write it to a file.
 
@@ -89,7 +89,7 @@ def get(
     """
     report = Report(listener())
     chosen = _index(index)
-    with opened(src, strategy, typed, report, edits=edits_of(src, typed)) as checkpoint:
+    with opened(source, edits, effort, report) as checkpoint:
         if name in checkpoint.objects and name not in checkpoint:
             if output is not None or index is not None:
                 raise UsageError(f"{quoted(name)} is no tensor", hint="leave out --output and --slice")

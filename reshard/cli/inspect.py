@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 import click
 
+from reshard.asked import Source
 from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say, show_notes, totals_json, totals_words
@@ -50,22 +51,19 @@ reshard inspect ckpt/rank_0/net-3_10.ckpt
 """,
 )
 @click.argument("path", shell_complete=completion.paths)
-@options.strategy(
-    "Strategy that a tree was saved with; it decides which steps are complete.", "--src-strategy", "strategy"
+@options.group(
+    Source,
+    *("strategy", "step", "file_suffix"),
+    path="path",
+    strategy={
+        "names": ("--strategy", "--src-strategy"),
+        "help": "Strategy that a tree was saved with; it decides which steps are complete.",
+    },
 )
-@options.source
 @options.json_output
 @options.verbose("Every name, step and finding, nothing abbreviated.")
 @options.common
-def inspect(
-    path: str,
-    strategy: Optional[str],
-    step: str,
-    file_suffix: Optional[str],
-    as_json: bool,
-    verbose: bool,
-    **typed: Any,
-) -> None:
+def inspect(source: Source, as_json: bool, verbose: bool) -> None:
     """Show the contents of the checkpoint at PATH: of any form, of one rank, or in one file.
 
     Only names, sizes and headers are read: of a rank tree, the headers of the newest step or of --step. With
@@ -74,11 +72,12 @@ def inspect(
     conversion would refuse; the exit status is 0 all the same. Of other forms than rank trees, iterations, files,
     tensors, their layouts and missing parts are shown.
     """
+    path, strategy, step = source.path, source.strategy, source.step
     with listings_cached():
         by_rank = form_named(form_of(path)).options.by_rank
         one_file = by_rank and "{rank}" not in path and exists(path) and not is_directory(path)
     if one_file:
-        if strategy is not None or step != "latest" or file_suffix is not None:
+        if source != Source(path):
             raise UsageError(
                 f"{path} is one file; --strategy, --step and --file-suffix are for rank trees",
                 hint="name the directory that holds rank_0/, rank_1/ ...",
@@ -93,7 +92,7 @@ def inspect(
     judged_by = None if strategy is None else read_strategy(strategy)
     if judged_by is not None:
         show_notes(judged_by.notes)
-    inspected = inspect_checkpoint(path, judged_by, step, file_suffix)
+    inspected = inspect_checkpoint(source, judged_by)
     if as_json:
         echo_json(_tree_json(inspected, step) if by_rank else _form_json(inspected))
     elif by_rank:

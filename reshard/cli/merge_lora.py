@@ -5,24 +5,24 @@ from __future__ import annotations
 import os
 import shlex
 from collections import Counter
+from dataclasses import replace
 from typing import Any, Optional
 
+from reshard.asked import Conversion, Edits, Effort, Source, Target, Task
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import carry_out
 from reshard.cli.convert import summary_lines
-from reshard.cli.opened import effort_of
+from reshard.cli.opened import opened
 from reshard.cli.output import listener
-from reshard.convert.ends import options_of, request_between
+from reshard.convert.ends import request_of
 from reshard.errors import UsageError
 from reshard.forms import DEFAULT_FORM
 from reshard.forms.ranks.tree import PEFT_ADAPTER
 from reshard.forms.registry import form_named, form_of
-from reshard.opened import open_requested, reading_request
-from reshard.plan.edits import TypedEdits, edits_to_model
+from reshard.plan.edits import edits_to_model
 from reshard.storage import is_regular_file, real
 from reshard.strategies import NONE, SAME
-from reshard.text.globs import Filters
 from reshard.text.messages import Report, listing, plural
 
 
@@ -39,7 +39,7 @@ reshard merge-lora base/ adapter/ merged/ \\
 @argument("base", shell_complete=completion.paths)
 @argument("adapter", shell_complete=completion.paths)
 @argument("out", shell_complete=completion.paths)
-@options.strategies
+@options.group(Source, path="base")
 @options.strategy("Strategy that the adapter's ranks were saved with.", flag="--adapter-strategy")
 @option("Source", "--adapter-step", default="latest", show_default=True, metavar="STEP|latest", help="Step of ADAPTER.")
 @option(
@@ -50,23 +50,24 @@ reshard merge-lora base/ adapter/ merged/ \\
     show_default="adapter_config.json beside ADAPTER",
     help="LoRA alpha; the product of the matrices is scaled by alpha / r.",
 )
-@options.target_form("that of BASE; ranks with --dst-strategy")
-@options.target_files
-@options.source
-@options.without_ranks
-@options.fallback
-@options.allow_missing
-@options.writing
+@options.group(Target, path="out", form={"shown": "that of BASE; ranks with --dst-strategy"})
+@options.group(Edits, "allow_missing")
+@options.group(Effort)
+@options.dry_run
 @options.proof("Compute every tensor again from BASE and ADAPTER after writing, in Float64, and compare.")
 @options.output
 def merge_lora(
-    base: str,
+    source: Source,
     adapter: str,
-    out: str,
+    target: Target,
     adapter_strategy: Optional[str],
     adapter_step: str,
     alpha: Optional[float],
-    **typed: Any,
+    edits: Edits,
+    effort: Effort,
+    dry_run: bool,
+    verify: bool,
+    **shown: Any,
 ) -> None:
     """Merge the LoRA adapter in ADAPTER into the weights in BASE, and write the result to OUT.
 
@@ -79,18 +80,20 @@ def merge_lora(
     from reshard.lora import MAX_ALPHA, MIN_ALPHA, Adapter, check_beside, scale_of
     from reshard.verification.end_to_end import MergedAdapter
 
+    base, out = source.path, target.path
     if _is_peft(base) and not _is_peft(adapter):
         words = " ".join(map(shlex.quote, (adapter, base, out)))
         raise UsageError(
             f"{base}: is an adapter, and {adapter} is none; the first argument is BASE, the second ADAPTER",
             hint=f"exchange them: reshard merge-lora {words}",
         )
-    _choose_target(base, typed)
+    target = _with_form(base, target)
     # NaN is between no numbers.
     if alpha is not None and not MIN_ALPHA <= alpha <= MAX_ALPHA:
         raise UsageError(f"--alpha {alpha:g}: is not a number between {MIN_ALPHA:g} and {MAX_ALPHA:g}")
     report = Report(listener())
-    request = request_between(base, out, None, {**typed, **TypedEdits()._asdict(), "optimizer": None}, report)
+    asked = Conversion(source, target, edits, effort)
+    request = request_of(asked, report, Task(dry_run=dry_run, verify=verify))
     scale = scale_of(adapter, alpha, report)
     infinite: Counter[str] = Counter()
 
@@ -99,33 +102,20 @@ def merge_lora(
 
     place, strategy = _place_of(adapter, adapter_strategy)
     option = "--adapter-strategy "
+    read = Source(place, strategy=strategy, step=adapter_step)
     matrix_names = edits_to_model(form_of(place))
-    reading = reading_request(place, strategy, None, None, adapter_step, None, Filters(), report, matrix_names, option)
-    with open_requested(reading, effort_of(typed, 4), report) as tensors:
+    with opened(read, Edits(), effort, report, 4, option, rules=matrix_names) as tensors:
         additions = Adapter(tensors, adapter, scale, overflowed)
         # A wrong alpha gives valid files and a model that computes nonsense.
         report.note(f"alpha is {scale.alpha:g}, {'as typed' if alpha is not None else f'of {scale.path}'}")
         for alpha_of_modules, modules in additions.other_alphas().items():
             report.note(f"alpha is {alpha_of_modules:g} by alpha_pattern of {scale.path}: " + listing(modules))
-        if real(base) != real(place) or typed["step"] != adapter_step:
-            base_reading = reading_request(
-                base,
-                typed["src_strategy"],
-                None,
-                None,
-                typed["step"],
-                typed["file_suffix"],
-                Filters(),
-                Report(),
-                edits_to_model(form_of(base)),
-                without_ranks=typed["without_ranks"] or (),
-            )
-            with open_requested(base_reading, effort_of(typed, 4)) as weights:
+        if real(base) != real(place) or source.step != adapter_step:
+            with opened(source, Edits(), effort, Report(), 4, rules=edits_to_model(form_of(base))) as weights:
                 check_beside(tensors, adapter, weights)
-        how = options_of(typed)
-        request = request._replace(edits=request.edits._replace(additions=additions, typed=None))
-        added = MergedAdapter(reading, scale)
-        carry_out(request, report, typed, how, summary_lines(request, typed, how), adapter=added)
+        request = request._replace(edits=request.edits._replace(additions=additions))
+        added = MergedAdapter(tensors.request, scale)
+        carry_out(request, report, shown, summary_lines(request, shown), adapter=added)
         tensors.check_unchanged()
     if infinite:
         report.warn(
@@ -134,17 +124,16 @@ def merge_lora(
         )
 
 
-def _choose_target(base: str, typed: dict[str, Any]) -> None:
-    """The form of the target, if it is not typed, and the strategy of BASE, if the form needs one."""
-    form = form_of(base)
-    if typed["to"] is None:
-        typed["to"] = form if typed["dst_strategy"] is None else DEFAULT_FORM
-    if form_named(typed["to"]).options.cut and typed["dst_strategy"] is None:
-        if not form_named(form).options.cut:
-            raise UsageError(
-                f"--to {typed['to']}: --dst-strategy is missing", hint="pass a strategy file, a directory, or none"
-            )
-        typed["dst_strategy"] = SAME
+def _with_form(base: str, target: Target) -> Target:
+    """The target with a form, if none is asked for, and the strategy of BASE, if the form needs one."""
+    form = form_named(form_of(base))
+    cut = target.strategy is not None or target.shards is not None
+    to = target.form or (DEFAULT_FORM if cut else form.name)
+    if not form_named(to).options.cut or cut:
+        return replace(target, form=to)
+    if not form.options.cut:
+        raise UsageError(f"--to {to}: --dst-strategy is missing", hint="pass a strategy file, a directory, or none")
+    return replace(target, form=to, strategy=SAME)
 
 
 def _is_peft(directory: str) -> bool:

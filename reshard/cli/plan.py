@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, Optional
 
+from reshard.asked import Conversion, Edits, Effort, Source, Target, Task
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
 from reshard.cli.conversion import contents_words, detail_lines, summary_json
 from reshard.cli.output import echo_json, fill, listener, say, terminal_width, write_picture
 from reshard.cli.progress import progress_of
-from reshard.cli.shard import Share
 from reshard.cli.tables import table
 from reshard.convert import Prepared, Summary, prepare
-from reshard.convert.ends import options_of, request_between
+from reshard.convert.ends import request_of
 from reshard.convert.transfers import Transfers, transfers_of
 from reshard.execute import Budget
 from reshard.execute.destination import Space
-from reshard.forms.registry import counted_as, form_named
 from reshard.processes import anonymous_bytes, private_bytes
 from reshard.text.messages import (
     Report,
@@ -46,18 +45,22 @@ reshard plan ckpt/ out/ --svg transfers.svg \\
 )
 @argument("src", shell_complete=completion.paths)
 @argument("dst", shell_complete=completion.paths)
-@options.strategies
-@options.targets
+@options.group(Conversion)
+@options.scheduler
 @options.conversion
+@options.dry_run
+@options.proof("Compare every tensor with the source after writing.")
 @options.svg("Draw how many bytes each target rank reads from each source rank or file.")
 def plan(
-    src: str,
-    dst: str,
-    ranks: Optional[tuple[int, ...]],
-    shard: Optional[Share],
-    scheduler: Optional[str],
+    files: Optional[tuple[int, ...]],
+    shard: Optional[tuple[int, int]],
+    source: Source,
+    target: Target,
+    edits: Edits,
+    effort: Effort,
+    verify: bool,
     svg: Optional[str],
-    **typed: Any,
+    **shown: Any,
 ) -> None:
     """Print the plan of convert with the same arguments and options; DST is not changed.
 
@@ -66,12 +69,12 @@ def plan(
     --json in scripts.
     """
     report = Report(listener())
-    request = request_between(src, dst, ranks, typed, report)
-    how = options_of(typed, share=shard, dry_run=True)
-    progress = progress_of(typed["quiet"], typed["progress"])
-    with prepare(request, how, report, progress) as prepared:
+    asked = Conversion(source, target, edits, effort, files, shard)
+    request = request_of(asked, report, Task(dry_run=True, verify=verify))
+    progress = progress_of(shown["quiet"], shown["progress"])
+    with prepare(request, report, progress) as prepared:
         summary = prepared.carry_out()
-        print_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"], svg=svg)
+        print_plan(prepared, summary, as_json=shown["as_json"], verbose=shown["verbose"], svg=svg)
 
 
 def print_plan(
@@ -136,7 +139,7 @@ def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, A
 def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool) -> list[str]:
     plan, state = prepared.plan, prepared.state
     request = plan.request
-    files, source_files = counted_as(request.to), counted_as(request.form)
+    files, source_files = request.to.options.unit, request.form.options.unit
     counts = f"{plural(_sources(prepared), source_files)} to {plan.form.count}"
     if files != source_files:
         counts = f"{plural(_sources(prepared), source_files)} to {plural(plan.form.count, files)}"
@@ -181,7 +184,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
 def _print_targets(prepared: Prepared, moved: Transfers, verbose: bool) -> None:
     """A row per target file, limited to the first ones."""
     state, request = prepared.state, prepared.plan.request
-    target, source = counted_as(request.to), counted_as(request.form)
+    target, source = request.to.options.unit, request.form.options.unit
     sources = _source_bytes(moved)
     ranks = state.work if verbose else state.work[:_MAX_ROWS]
     rows = [
@@ -210,7 +213,7 @@ def _absent(prepared: Prepared) -> list[int]:
 def _sources(prepared: Prepared) -> int:
     """Ranks of the source, or its files where its form has no ranks."""
     plan = prepared.plan
-    if form_named(plan.request.form).options.by_rank:
+    if plan.request.form.options.by_rank:
         return plan.request.source.device_count
     return max(plan.checkpoint.files, default=-1) + 1
 
@@ -268,11 +271,9 @@ def _draw(prepared: Prepared, moved: Transfers, path: str) -> None:
         _sources(prepared),
         plan.form.count,
         title,
-        source_stages=[stage.first_rank for stage in request.source.stages]
-        if form_named(request.form).options.by_rank
-        else (),
+        source_stages=[stage.first_rank for stage in request.source.stages] if request.form.options.by_rank else (),
         target_stages=[stage.first_rank for stage in request.target.stages] if plan.form.by_rank else (),
-        source_noun=counted_as(request.form),
-        target_noun=counted_as(request.to),
+        source_noun=request.form.options.unit,
+        target_noun=request.to.options.unit,
     )
     write_picture(path, picture)

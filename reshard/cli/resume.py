@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Optional
 
 import click
 from click.core import ParameterSource
 
+from reshard.asked import Conversion, Effort
 from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.conversion import summary_json
 from reshard.cli.output import echo_json, listener, say
-from reshard.cli.shard import Share
 from reshard.convert import Summary
 from reshard.convert.recorded import source_exists
 from reshard.errors import InputError, ReplaceableError, TargetError, UsageError
@@ -24,7 +25,7 @@ from reshard.records.commands import requested_ranks
 from reshard.records.status import Status, status_of
 from reshard.storage import real
 from reshard.strategies import names_files, read_strategy
-from reshard.text.messages import counted_ranks, number_ranges, rank_ranges
+from reshard.text.messages import counted_ranks, rank_ranges
 
 
 @command(
@@ -37,11 +38,11 @@ reshard resume out/ --shard auto
 """,
 )
 @click.argument("dst", shell_complete=completion.paths)
-@options.divided
+@options.group(Conversion, "shard")
+@options.scheduler
 @options.dry_run
 @options.proof("Compare every tensor with the source after writing, also if DST is complete.")
-@options.effort
-@options.reading
+@options.group(Effort, *options.LIMITS, "io")
 @options.output
 @click.pass_context
 def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, verify: bool, **_: Any) -> None:
@@ -89,7 +90,7 @@ def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, verify: 
 def combined(commands: Sequence[RecordedCommand], dst: str) -> RecordedCommand:
     """The combined command of all runs: the last one whose paths exist, with all requested ranks."""
     usable = [command for command in commands if all(map(source_exists, command.paths))]
-    sources = {real(command.src): command.src for command in usable}
+    sources = {real(command.asked.source.path): command.asked.source.path for command in usable}
     if len(sources) > 1:
         lines = "\n".join(f"  {src}" for src in sorted(sources.values()))
         raise TargetError(
@@ -98,20 +99,23 @@ def combined(commands: Sequence[RecordedCommand], dst: str) -> RecordedCommand:
             hint=f"run the whole command for the missing files (`reshard status {shlex.quote(dst)}`) with the right "
             "source",
         )
-    ranks = requested_ranks(commands)
-    return (usable or commands)[0]._replace(
-        ranks=None if ranks is None else number_ranges(ranks),
-        lost_only=all(command.lost_only for command in commands),
-        allow_missing=tuple(dict.fromkeys(glob for command in commands for glob in command.allow_missing)),
-        checksum="crc32" if any(command.checksum == "crc32" for command in commands) else "none",
+    last, every = (usable or commands)[0], [command.asked for command in commands]
+    missing = tuple(dict.fromkeys(glob for asked in every for glob in asked.edits.allow_missing))
+    checksum = "crc32" if any(asked.target.checksum == "crc32" for asked in every) else "none"
+    asked = replace(
+        last.asked,
+        target=replace(last.asked.target, checksum=checksum),
+        edits=replace(last.asked.edits, allow_missing=missing),
+        files=requested_ranks(commands),
     )
+    return last._replace(asked=asked, lost_only=all(command.lost_only for command in commands))
 
 
 def _is_done(status: Status, command: Optional[RecordedCommand]) -> bool:
     """Whether no work is left."""
     if status.complete or command is None or command.lost_only:
         return status.complete
-    ranks = command.rank_numbers
+    ranks = command.asked.files
     # With all ranks written, only the manifest is missing.
     return ranks is not None and set(status.done).issuperset(ranks) and len(status.done) < status.plan.ranks
 
@@ -139,14 +143,14 @@ def _check_paths(command: RecordedCommand, status: Status, dst: str, words: Sequ
                 hint=f"if it was moved, run the whole command with its new path:\n{shown(words)}",
             )
     strategies = {
-        command.source_strategy: status.plan.source_strategy,
-        command.target_strategy: status.plan.target_strategy,
+        command.asked.source.strategy: status.plan.source_strategy,
+        command.asked.target.strategy: status.plan.target_strategy,
     }
-    for path, digest in strategies.items():
-        if names_files(path) and strategy_digest(read_strategy(path)) != digest:
+    for strategy, digest in strategies.items():
+        if strategy is not None and names_files(strategy) and strategy_digest(read_strategy(strategy)) != digest:
             raise InputError(
-                f"{path}: differs from the strategy with which the conversion in {dst} was begun",
-                file=path,
+                f"{strategy}: differs from the strategy with which the conversion in {dst} was begun",
+                file=strategy,
                 hint=f"if the original was moved, run the whole command with its path:\n{shown(words)}",
             )
 
@@ -155,7 +159,7 @@ def overwriting(command: RecordedCommand, dst: str, rank: Optional[int] = None) 
     """The command that replaces all targets of a run, or that of one rank."""
     # Some forms are verified together only, so by-rank refuses --verify.
     verify = command.verify and rank is None
-    task, *words = command._replace(ranks=None, verify=verify).words(dst)
+    task, *words = command._replace(asked=replace(command.asked, files=None), verify=verify).words(dst)
     return shown([*([task] if rank is None else ["by-rank", str(rank)]), *words, "--overwrite"])
 
 
@@ -185,7 +189,7 @@ def _typed(ctx: click.Context) -> list[str]:
             if param.is_flag:
                 words += (param.opts if value else param.secondary_opts)[:1]
             else:
-                text = f"{value.number}/{value.runs}" if isinstance(value, Share) else value
+                text = "/".join(map(str, ctx.params["shard"])) if name == "shard" else value
                 if name == "max_memory":
                     text = f"{value}B"
                 words.append(f"{param.opts[0]}={text}")

@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 import click
 
+from reshard.asked import CHANGES, Edits, Effort, Source
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.opened import (
@@ -22,7 +23,6 @@ from reshard.cli.tables import alarming_lines, table
 from reshard.errors import UsageError
 from reshard.forms.registry import counted_as
 from reshard.numbers.statistics import TensorStatistics, statistics_of
-from reshard.plan.edits import edits_of
 from reshard.text.messages import Report, full_text, listing, one_line, plural, rank_ranges
 
 _KINDS = {"nan": "NaN", "inf": "Inf"}
@@ -43,11 +43,8 @@ reshard stats ckpt/ --strategy src.ckpt
 reshard stats iterations/ --exclude 'adam_*' --fail-on nan,inf""",
 )
 @argument("src", shell_complete=completion.paths)
-@options.strategy("Strategy the checkpoint was saved with; none for an unsharded one.", "--src-strategy", "strategy")
-@options.source
-@options.without_ranks
-@options.selection
-@options.edits
+@options.group(Source, "strategy", "step", "file_suffix", "without_ranks", path="src", strategy=options.SAVED)
+@options.group(Edits, *options.SELECTION, *CHANGES)
 @option(
     "Checks",
     "--fail-on",
@@ -55,10 +52,11 @@ reshard stats iterations/ --exclude 'adam_*' --fail-on nan,inf""",
     callback=_kinds,
     help="Read every copy of each tensor; exit with status 4 if any holds one of these.",
 )
-@options.crc("Check the CRCs that files record; a damaged file is an error.")
-@options.effort
+@options.group(
+    Effort, "crc", *options.LIMITS, crc={"help": "Check the CRCs that files record; a damaged file is an error."}
+)
 @options.output
-def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], **typed: Any) -> None:
+def stats(fail_on: tuple[str, ...], source: Source, edits: Edits, effort: Effort, **typed: Any) -> None:
     """Print statistics of every tensor of the checkpoint in SRC.
 
     For each tensor: the numbers of elements that are NaN, infinite and zero, and minimum, maximum, mean and
@@ -69,10 +67,11 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], **typed: 
     """
     quiet, verbose = typed["quiet"], typed["verbose"]
     report = Report(listener())
-    with opened(src, strategy, typed, report, edits=edits_of(src, typed)) as checkpoint:
+    with opened(source, edits, effort, report) as checkpoint:
         progress = progress_of(quiet, typed["progress"])
-        check_crcs(checkpoint, checkpoint, typed, progress, report, copies=bool(fail_on))
-        statistics = statistics_of(checkpoint, typed["max_memory"] // 2, progress, copies=bool(fail_on))
+        if effort.crc == "auto":
+            check_crcs(checkpoint, checkpoint, edits, progress, report, copies=bool(fail_on))
+        statistics = statistics_of(checkpoint, effort.max_memory // 2, progress, copies=bool(fail_on))
         unread = set() if fail_on else checkpoint.contents.unread(tensor.name for tensor in statistics)
         if unread:
             files = rank_ranges(unread, counted_as(checkpoint.form))
@@ -85,7 +84,7 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], **typed: 
         ordered = sorted(statistics, key=lambda tensor: tensor.first_nonfinite is None)
         bad = [tensor for tensor in ordered if tensor.first_nonfinite is not None]
         alarming_lines(list(map(_nonfinite_line, bad)))
-        table(src, _COLUMNS, [_cells(tensor) for tensor in ordered], _SPARE, range(len(bad)))
+        table(source.path, _COLUMNS, [_cells(tensor) for tensor in ordered], _SPARE, range(len(bad)))
         click.echo(_summary(statistics))
     failures = [line for kind in fail_on for line in _failure_lines(kind, statistics, verbose)]
     for line in failures:

@@ -125,7 +125,7 @@ def _cures(dst: str, progress: Status, noun: str) -> list[str]:
         ]
     single = len(progress.changed) <= _MAX_SINGLE and len(progress.changed) < progress.plan.ranks
     return [
-        f"to compare the contents with the source: {shown(['verify', dst, '--src', command.src])}",
+        f"to compare the contents with the source: {shown(['verify', dst, '--src', command.asked.source.path])}",
         again,
         *(overwriting(command, dst, rank) for rank in (progress.changed if single else (None,))),
     ]

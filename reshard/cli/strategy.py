@@ -6,6 +6,7 @@ from typing import Optional
 
 import click
 
+from reshard.asked import Source, Target
 from reshard.cli import completion, options
 from reshard.cli.command import Group, LazyGroup, argument, command, option
 from reshard.cli.output import echo_json, is_quiet, say, show_notes
@@ -48,18 +49,12 @@ def strategy_group() -> None:
 
 @command("rank-list", "reshard rank-list 1 --src-strategy src.ckpt --dst-strategy dst.ckpt")
 @argument("rank", type=options.RANK)
-@options.strategies
-@options.without_ranks
+@options.group(Source, "strategy", "without_ranks")
+@options.group(Target, "strategy")
 @options.json_output
 @options.names_in_full
 @options.common
-def rank_list(
-    rank: int,
-    src_strategy: Optional[str],
-    dst_strategy: Optional[str],
-    without_ranks: Optional[tuple[int, ...]],
-    as_json: bool,
-) -> None:
+def rank_list(rank: int, source: Source, target: Target, as_json: bool) -> None:
     """Print the source ranks that target RANK needs: ascending, on one line, each of them necessary.
 
     Only the strategies are read. `reshard plan` prints the source files of every target of any form.
@@ -68,16 +63,16 @@ def rank_list(
     from reshard.plan.replicas import ReplicaChoice
     from reshard.strategies import read_strategy, required_strategies
 
-    source, target = map(read_strategy, required_strategies(src_strategy, dst_strategy))
-    if not 0 <= rank < target.device_count:
+    saved, wanted = map(read_strategy, required_strategies(source.strategy, target.strategy))
+    if not 0 <= rank < wanted.device_count:
         raise UsageError(
-            f"rank {rank} is out of range: the target strategy ({target.path}) has "
-            f"{plural(target.device_count, 'rank')}, 0 to {target.device_count - 1}",
+            f"rank {rank} is out of range: the target strategy ({wanted.path}) has "
+            f"{plural(wanted.device_count, 'rank')}, 0 to {wanted.device_count - 1}",
             rank=rank,
         )
-    readable = source.without(without_ranks) if without_ranks else None
-    show_notes((*source.notes, *target.notes))
-    ranks = ReplicaChoice(source, target).ranks(rank, readable)
+    readable = saved.without(source.without_ranks) if source.without_ranks else None
+    show_notes((*saved.notes, *wanted.notes))
+    ranks = ReplicaChoice(saved, wanted).ranks(rank, readable)
     if as_json:
         echo_json({"rank": rank, "ranks": ranks})
     else:

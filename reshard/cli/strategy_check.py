@@ -7,18 +7,17 @@ from typing import Any
 
 import click
 
+from reshard.asked import Edits, Effort, Source
 from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, exit_different, listener, say
 from reshard.cli.progress import progress_of
 from reshard.cli.strategy_show import strategy_words
-from reshard.convert import usable_cpus
 from reshard.execute import Budget
 from reshard.source_replicas.contradictions import StrategyCheck, check_strategy
 from reshard.storage import storage_of
 from reshard.strategies import Strategy, typed_strategy
-from reshard.text.globs import Filters
 from reshard.text.messages import Report, full_text, number_ranges, one_line, plural, quoted, rank_ranges, step_words
 from reshard.text.names import is_weight, pattern_lines
 
@@ -35,11 +34,11 @@ reshard strategy check src_strategy.ckpt ckpt/
 )
 @click.argument("strategy", metavar="S", shell_complete=completion.paths)
 @click.argument("path", metavar="CKPT", shell_complete=completion.paths)
-@options.source
-@options.selection
-@options.effort
+@options.group(Source, "step", "file_suffix", path="path")
+@options.group(Edits, *options.SELECTION)
+@options.group(Effort, *options.LIMITS)
 @options.output
-def strategy_check(strategy: str, path: str, verbose: bool, **typed: Any) -> None:
+def strategy_check(strategy: str, source: Source, edits: Edits, effort: Effort, verbose: bool, **shown: Any) -> None:
     """Check whether the checkpoint in CKPT was saved with strategy S.
 
     The slices of every rank must have the shapes that the layouts give, and where S lists replicas, all their
@@ -48,19 +47,17 @@ def strategy_check(strategy: str, path: str, verbose: bool, **typed: Any) -> Non
     """
     report = Report(listener())
     opened = typed_strategy(strategy, report)
-    filters = Filters(typed["include"], typed["exclude"])
+    path = source.path
     with FileHandles() as handles:
-        budget = Budget.of(typed["jobs"] or usable_cpus(), typed["max_memory"], storage_of(path))
-        progress = progress_of(typed["quiet"], typed["progress"])
-        result = check_strategy(
-            opened, path, typed["step"], typed["file_suffix"], filters, handles, budget, progress, report
-        )
+        budget = Budget.of(effort.cpus, effort.max_memory, storage_of(path))
+        progress = progress_of(shown["quiet"], shown["progress"])
+        result = check_strategy(opened, source, edits.filters, handles, budget, progress, report)
     comparison = result.comparison
-    if typed["as_json"]:
+    if shown["as_json"]:
         compared = {"replicas": comparison.check, "differing": comparison.differing, "gradients": comparison.gradients}
         rows = {key: value for key, value in vars(result).items() if key != "comparison"}
         echo_json({"strategy": strategy, "checkpoint": path, "fits": result.fits, **rows, **compared})
-    elif not (typed["quiet"] and result.fits):
+    elif not (shown["quiet"] and result.fits):
         say("\n".join(_lines(result, opened, path, verbose)))
     if not result.fits:
         exit_different()

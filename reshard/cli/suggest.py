@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Optional
 
 import click
 
+from reshard.asked import Source
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, fill, say
@@ -38,11 +39,12 @@ reshard suggest ckpt/ --src-strategy src.ckpt
     show_default="a placeholder",
     help="Number of devices of the next cluster.",
 )
-@options.source_strategy("--strategy")
-@options.source
+@options.group(
+    Source, "strategy", "step", "file_suffix", path="src", strategy={"names": ("--src-strategy", "--strategy")}
+)
 @options.json_output
 @options.common
-def suggest(src: str, devices: Optional[int], src_strategy: Optional[str], as_json: bool, **typed: Any) -> None:
+def suggest(source: Source, devices: Optional[int], as_json: bool) -> None:
     """Print the commands for the usual aims with the checkpoint SRC of any form.
 
     The aims are another cluster size, Hugging Face for inference, lost ranks, MindSpore, PyTorch and quantised
@@ -54,13 +56,10 @@ def suggest(src: str, devices: Optional[int], src_strategy: Optional[str], as_js
     from reshard.inspection.suggestions import suggest as suggestions_of
     from reshard.storage.registry import endpoint
 
-    repeated = {
-        "--step": None if typed["step"] == "latest" else typed["step"],
-        "--file-suffix": typed["file_suffix"],
-        "--endpoint-url": endpoint(),
-    }
-    words = [word for name, value in repeated.items() if value is not None for word in (name, value)]
-    suggestions = suggestions_of(src, devices, src_strategy, words, typed["step"], typed["file_suffix"])
+    words = [part for word in source.words(("step", "file_suffix")) for part in word.split("=", 1)]
+    service = endpoint()
+    words += [] if service is None else ["--endpoint-url", service]
+    suggestions = suggestions_of(source, devices, words)
     if as_json:
         echo_json(_json(suggestions))
     else:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Optional
 
 import click
 
+from reshard.asked import CHANGES, Conversion, Edits, Effort, Source, Target
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.output import alarming, echo_json, exit_different, is_verbose, listener
 from reshard.cli.progress import progress_of
-from reshard.convert.ends import options_of
 from reshard.convert.recorded import command_with_source, merge_hint, recorded_source, was_merged
 from reshard.convert.replicas import verify_replicas
 from reshard.convert.verifying import against_manifest, of_ranks, reading_sources, verify_with_source
@@ -21,9 +22,7 @@ from reshard.errors import InputError, TargetError, UsageError
 from reshard.forms.registry import counted_as, form_named
 from reshard.opened.opening import reading_request
 from reshard.records import Manifest, RecordedCommand, read_manifest
-from reshard.records.commands import EDITS
 from reshard.records.status import status_of
-from reshard.text.globs import Filters
 from reshard.text.messages import MAX_LINES, Report, joined, listing, plural, printable, quoted, rank_ranges
 from reshard.verification.reading import Difference
 
@@ -50,27 +49,31 @@ reshard verify out/ --src ckpt/ --cast BFloat16 \\
     shell_complete=completion.paths,
     help="The checkpoint that OUT was converted from.",
 )
-@options.strategies
+@options.group(Source, "strategy", "step", "file_suffix")
+@options.group(Target, "strategy", "shards", path="out")
 @options.strategy("Strategy of OUT, for --replicas.")
 @option("Checks", "--replicas", is_flag=True, help="Compare copies of the same slices within OUT.")
 @option("Checks", "--headers-only", is_flag=True, help="Check sizes and headers only; read no contents.")
-@options.crc("Check the CRCs that source files record; damaged files count as absent.")
 @options.ranks("Target", "Verify only these ranks of OUT.")
-@options.source
-@options.selection
-@options.edits
-@options.effort
+@options.group(Edits, *options.SELECTION, *CHANGES)
+@options.group(
+    Effort,
+    "crc",
+    *options.LIMITS,
+    crc={"help": "Check the CRCs that source files record; damaged files count as absent."},
+)
 @options.output
 def verify(
-    out: str,
     src: Optional[str],
-    src_strategy: Optional[str],
-    dst_strategy: Optional[str],
+    source: Source,
+    target: Target,
     replicas: bool,
     headers_only: bool,
     strategy: Optional[str],
     ranks: Optional[tuple[int, ...]],
-    **typed: Any,
+    edits: Edits,
+    effort: Effort,
+    **shown: Any,
 ) -> None:
     """Verify the checkpoint in OUT; the exit status is 4 if anything differs.
 
@@ -85,8 +88,7 @@ def verify(
     With --replicas, ranks of OUT that should hold the same slices are compared with each other.
     """
     report = Report(listener())
-    filters = Filters(typed["include"], typed["exclude"])
-    strategies = {"src_strategy": src_strategy, "dst_strategy": dst_strategy}
+    out, filters = target.path, edits.filters
     if headers_only and (replicas or src is not None):
         raise UsageError("--headers-only is for OUT alone", hint="--src and --replicas compare contents")
     if strategy is not None and not replicas:
@@ -94,9 +96,9 @@ def verify(
             "--strategy needs --replicas",
             hint="to compare with the source, pass --src SRC with --src-strategy and --dst-strategy",
         )
-    if src is None and any(typed[name] for name in EDITS):
+    if src is None and edits.changes:
         raise UsageError("--src is missing", hint="options of names and types need --src SRC")
-    if src is None and any(strategies.values()):
+    if src is None and (source.strategy or target.strategy or target.shards):
         raise UsageError("--src is missing", hint="--src-strategy and --dst-strategy need --src SRC")
     if src is None and not replicas and (filters.include or filters.exclude):
         raise UsageError(
@@ -108,21 +110,19 @@ def verify(
     manifest = None if replicas or src is not None else of_ranks(read_manifest(out), ranks)
     recorded = None if manifest is None or headers_only else _without_checksums(out, manifest, ranks)
     if recorded is not None:
-        src, manifest = recorded.src, None
-        typed["file_suffix"] = typed["file_suffix"] or recorded.file_suffix
+        src, manifest = recorded.asked.source.path, None
+        source = replace(source, file_suffix=source.file_suffix or recorded.asked.source.file_suffix)
         report.note(f"the manifest lacks checksums; contents are compared with the recorded source: --src {src}")
-    progress = progress_of(typed["quiet"], typed["progress"])
-    with reading_sources(options_of(typed), progress, report) as (means, crcs):
+    progress = progress_of(shown["quiet"], shown["progress"])
+    with reading_sources(effort, progress, report) as (means, crcs):
         if replicas:
-            request = reading_request(
-                out, strategy, None, None, typed["step"], typed["file_suffix"], filters, report, option="--strategy "
-            )
-            differences, verdict = verify_replicas(request, options_of(typed), means.handles, progress, report)
+            read = replace(source, path=out, strategy=strategy)
+            request = reading_request(Conversion(read, target, edits, effort), report, option="--strategy ")
+            differences, verdict = verify_replicas(request, means.handles, progress, report)
         if src is not None:
             try:
-                differences += verify_with_source(
-                    out, src, {**typed, **strategies}, ranks, filters, means, report, crcs
-                )
+                asked = Conversion(replace(source, path=src), target, edits, effort, ranks)
+                differences += verify_with_source(asked, means, report, crcs)
             except InputError as error:
                 if recorded is not None:
                     error.hint = joined("\n", filter(None, [error.hint, "to check sizes and headers: --headers-only"]))
@@ -134,7 +134,7 @@ def verify(
             differences = against_manifest(out, manifest, ranks, means)
             verdict = "verified: no differences from the manifest in sizes, headers and checksums"
     unchecked = [] if manifest is None else [file.rank for file in manifest.files if file.crc32 is None]
-    if typed["as_json"]:
+    if shown["as_json"]:
         echo_json({"differences": [difference._asdict() for difference in differences], "unchecked_ranks": unchecked})
     if manifest is not None and unchecked:
         noun = counted_as(manifest.plan.form)
@@ -150,7 +150,7 @@ def verify(
                 "add --headers-only if names and sizes are enough; convert --checksum crc32 records checksums",
             )
         verdict = f"no differences in sizes and headers; {contents}"
-    print_differences(differences, typed["quiet"], not typed["as_json"], verdict)
+    print_differences(differences, shown["quiet"], not shown["as_json"], verdict)
 
 
 def _without_checksums(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Optional[RecordedCommand]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Optional
 
+from reshard.asked import Conversion, Edits, Effort, Source, Target
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import is_quiet, listener, plain, write_file
@@ -26,9 +27,10 @@ reshard view iterations/ --dst-strategy same --stats
 """,
 )
 @argument("src", shell_complete=completion.paths)
-@options.source_strategy("--strategy")
-@options.target_layout
-@options.source
+@options.group(
+    Source, "strategy", "step", "file_suffix", path="src", strategy={"names": ("--src-strategy", "--strategy")}
+)
+@options.group(Target, "strategy", "shards")
 @option(
     "Output",
     "-o",
@@ -42,10 +44,10 @@ reshard view iterations/ --dst-strategy same --stats
 @option(
     "Parameters", "--stats", is_flag=True, help="Read every copy of all tensors, too, and show magnitudes, NaN and Inf."
 )
-@options.dequantize
-@options.effort
+@options.group(Edits, "dequantize")
+@options.group(Effort, *options.LIMITS)
 @options.common
-def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
+def view(source: Source, target: Target, edits: Edits, effort: Effort, output: Optional[str], stats: bool) -> None:
     """Write an HTML page that shows what is in a checkpoint of any form.
 
     The page lists problems first, then parameters with shapes, types, sizes and layouts, the slices of each
@@ -54,24 +56,24 @@ def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
     are read; --stats reads all tensors. The page is one file that loads nothing and opens in any browser.
     """
     from reshard.inspection.checkpoint import inspect, problems_of
-    from reshard.strategies import NONE
     from reshard.view.page import page, page_data
 
-    if typed["dequantize"] is not None and not stats and typed["dst_strategy"] is None:
+    cut, src = target.strategy is not None or target.shards is not None, source.path
+    if edits.dequantize is not None and not stats and not cut:
         raise UsageError("--dequantize changes statistics and conversions", hint="add --stats or --dst-strategy")
     report = Report(listener())
     path = output or f"{os.path.basename(src.rstrip('/')) or 'checkpoint'}.html".replace("{rank}", "rank")
     _check_replaceable(path, named=output is not None)
-    source = typed["src_strategy"]
     strategy = None
-    if source is not None:
+    if source.strategy is not None:
         from reshard.strategies import typed_strategy
 
-        strategy = typed_strategy(NONE if source == "None" else source, report)
-    inspected = inspect(src, strategy, typed["step"], typed["file_suffix"])
+        strategy = typed_strategy(source.strategy, report)
+    inspected = inspect(source, strategy)
     problems = problems_of(inspected)
-    moves = None if typed["dst_strategy"] is None else _moves(src, typed, inspected, problems)
-    statistics = _statistics(src, typed, inspected, problems) if stats else None
+    asked = Conversion(source, target, edits, effort)
+    moves = _moves(asked, inspected, problems) if cut else None
+    statistics = _statistics(asked, inspected, problems) if stats else None
     data = {**page_data(inspected, problems, strategy), "moves": moves, "statistics": statistics}
     write_file(path, page(data), "wrote")
 
@@ -95,28 +97,22 @@ def _check_replaceable(path: str, named: bool) -> None:
             )
 
 
-def _moves(
-    src: str, typed: Mapping[str, Any], inspected: Inspected, problems: list[Problem]
-) -> Optional[dict[str, Any]]:
+def _moves(asked: Conversion, inspected: Inspected, problems: list[Problem]) -> Optional[dict[str, Any]]:
     """The bytes that a conversion moves; None if it is refused, which the page lists as a problem."""
-    from reshard.cli.opened import effort_of
-    from reshard.convert.ends import read_ends, request_of
+    from reshard.convert.ends import with_ends
     from reshard.inspection.checkpoint import Problem
-    from reshard.plan.edits import between_forms, typed_edits
-    from reshard.strategies import shards_of, target_words
+    from reshard.plan.edits import edit_rules
     from reshard.view.moves import moves_data
 
     report = Report()
-    conversion = f"conversion with {' '.join(target_words(typed['dst_strategy']))}"
-    if shards_of(typed["dst_strategy"]) is not None:
+    conversion = f"conversion with {' '.join(asked.target.words()).replace('=', ' ')}"
+    if asked.target.shards is not None:
         # Rank files are not cut by rows alone; the forms that are move the same bytes.
-        typed = {**typed, "to": inspected.form.name if inspected.form.options.shards else "dcp"}
-    ends = read_ends(src, typed, report)
-    effort = effort_of(typed)
+        form = inspected.form.name if inspected.form.options.shards else "dcp"
+        asked = replace(asked, target=replace(asked.target, form=form))
+    request = with_ends(asked, report)
     try:
-        edits = between_forms(typed_edits(src, dequantize=typed["dequantize"]), src, ends.form, ends.to)
-        request = request_of(src, os.curdir, None, typed, ends, edits)
-        moves = moves_data(request, effort.jobs, effort.max_memory, report)
+        moves = moves_data(request._replace(edits=edit_rules(request.src, asked.edits, request.to)), report)
     except InputError as error:
         problems.append(Problem(0, f"a {conversion} is refused: {error.message}", error.hint and str(error.hint)))
         return None
@@ -128,27 +124,25 @@ def _moves(
 _STATISTICS = ("name", "count", "nan", "inf", "zeros", "min", "max", "mean", "norm", "first_nonfinite")
 
 
-def _statistics(
-    src: str, typed: Mapping[str, Any], inspected: Inspected, problems: list[Problem]
-) -> Optional[list[list[Any]]]:
+def _statistics(asked: Conversion, inspected: Inspected, problems: list[Problem]) -> Optional[list[list[Any]]]:
     """Statistics of every tensor; None if tensors cannot be read, which the page lists as a problem."""
     from reshard.cli.opened import check_crcs, opened
     from reshard.cli.progress import progress_of
     from reshard.inspection.checkpoint import Problem
     from reshard.numbers.statistics import statistics_of
-    from reshard.plan.edits import typed_edits
     from reshard.strategies import NONE
     from reshard.view.page import levels
 
     report = Report()
     # A single file is shown without a strategy, so its statistics need none.
     default = NONE if inspected.shown.checkpoint is not None and inspected.form.options.needs_strategy else None
+    effort, source = asked.effort, asked.source
     try:
-        edits = typed_edits(src, dequantize=typed["dequantize"])
-        with opened(src, typed["src_strategy"] or default, typed, report, edits=edits) as checkpoint:
+        read = replace(source, strategy=source.strategy or default)
+        with opened(read, asked.edits, effort, report) as checkpoint:
             progress = progress_of(is_quiet(), None)
-            check_crcs(checkpoint, checkpoint, typed, progress, report, copies=True)
-            statistics = statistics_of(checkpoint, typed["max_memory"] // 2, progress, magnitudes=True, copies=True)
+            check_crcs(checkpoint, checkpoint, asked.edits, progress, report, copies=True, hint=None)
+            statistics = statistics_of(checkpoint, effort.max_memory // 2, progress, magnitudes=True, copies=True)
     except InputError as error:
         problems.append(Problem(1, f"statistics were not computed: {error.message}", error.hint and str(error.hint)))
         return None

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor, stored_checkpoint
-from reshard.convert.options import Options
-from reshard.convert.recorded import command_of
 from reshard.convert.source_crcs import Check, SourceCrcs, damaged_files
 from reshard.convert.summary import Phases, Summary, totals_of
 from reshard.convert.target_directory import TargetDirectory
@@ -24,7 +23,6 @@ from reshard.execute.reader import CHUNK_BYTES, BoxReader
 from reshard.execute.runs import largest_transposed
 from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of, stage_shardings
 from reshard.forms.ranks.naming import check_prefix
-from reshard.forms.registry import counted_as, form_named
 from reshard.plan.groups import share_of
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
@@ -41,52 +39,41 @@ from reshard.source_replicas import (
 from reshard.text.messages import Report, are, plural, rank_ranges
 
 
-def transform(
-    request: Request,
-    options: Options,
-    report: Optional[Report] = None,
-    progress: Optional[Progress] = None,
-) -> Summary:
+def transform(request: Request, report: Optional[Report] = None) -> Summary:
     """Convert a checkpoint.
-
-    Args:
-        request: source, target and selection.
-        options: how.
-        report: gets warnings and notes as they come.
-        progress: counts bytes that are read and written.
 
     Raises:
         ReshardError: the conversion is impossible, or failed; no partial file is left.
     """
-    with prepare(request, options, report, progress) as prepared:
+    with prepare(request, report) as prepared:
         return prepared.carry_out()
 
 
 @contextlib.contextmanager
 def prepare(
-    request: Request, options: Options, report: Optional[Report] = None, progress: Optional[Progress] = None
+    request: Request, report: Optional[Report] = None, progress: Optional[Progress] = None
 ) -> Iterator[Prepared]:
     """Plan and check a conversion; its source files stay open until the end of the ``with`` block.
 
     Args:
-        request: source, target and selection.
-        options: how.
+        request: the conversion.
         report: gets warnings and notes as they come.
         progress: counts bytes that are read and written.
 
     Raises:
         ReshardError: the conversion is impossible; nothing has been written.
     """
-    if form_named(request.to).options.by_rank and not request.target.is_placeholder:
+    if request.to.options.by_rank and not request.target.is_placeholder:
         check_target_ranks(request)
-    if request.prefix is not None:
-        check_prefix(request.prefix)
+    target = request.asked.target
+    if target.prefix is not None:
+        check_prefix(target.prefix)
     check_bucket(request.dst)
-    if isinstance(request.src, str):
+    if request.asked.source.files is None:
         check_disjoint(request.src, (), request.dst)
     additions = request.edits.additions
     with FileHandles() if additions is None else additions.handles as handles:
-        yield Prepared(request, options, handles, report or Report(), progress or Progress())
+        yield Prepared(request, handles, report or Report(), progress or Progress())
 
 
 class Prepared:
@@ -96,12 +83,11 @@ class Prepared:
         state: the plan and its remaining work.
     """
 
-    def __init__(
-        self, request: Request, options: Options, handles: FileHandles, report: Report, progress: Progress
-    ) -> None:
+    def __init__(self, request: Request, handles: FileHandles, report: Report, progress: Progress) -> None:
         self._started = time.monotonic()
         self._request = request
-        self._options = options
+        self._effort = request.asked.effort
+        self._task = request.task
         self._handles = handles
         self._report = report
         self._progress = progress
@@ -119,21 +105,19 @@ class Prepared:
     def _swap_hinted(self) -> contextlib.AbstractContextManager[None]:
         """Errors in this block hint at swapped strategies, if the files' shapes show it."""
         request = self._request
-        by_rank = all(form_named(form).options.by_rank for form in (request.form, request.to))
+        by_rank = all(form.options.by_rank for form in (request.form, request.to))
         if not by_rank or not request.edits.is_empty:
             return contextlib.nullcontext()
-        return hint_of_swap(
-            request.source, request.target, request.src, request.step, request.file_suffix, self._handles
-        )
+        return hint_of_swap(request.source, request.target, request.asked.source, self._handles)
 
     def _plan_work(self) -> State:
         """Plan, and compare with the target directory."""
-        options = self._options
+        exact_file = self._request.asked.target.is_file
         while True:
             plan = self._made_plan()
             request = plan.request
             sources = plan.checkpoint.files.values()
-            if request.exact_file:
+            if exact_file:
                 strategies = (s.path for s in (request.source, request.target) if not s.is_none)
                 check_apart(request.dst, sources, strategies)
             else:
@@ -143,12 +127,9 @@ class Prepared:
                     check_disjoint({}, request.edits.additions.paths, request.dst, targets)
             requested = self._share(plan)
             directory = None
-            if not request.exact_file:
-                command = command_of(plan, options)
-                directory = TargetDirectory(
-                    plan, options, requested, self._sampler, self._report, self._crcs.files, command
-                )
-            if directory is None or options.crc == "never":
+            if not exact_file:
+                directory = TargetDirectory(plan, requested, self._sampler, self._report, self._crcs.files)
+            if directory is None or self._effort.crc == "never":
                 break
             suspects = [plan.checkpoint.indexes[holder] for holder in directory.suspects()]
             if not self._crcs.find(plan.checkpoint, suspects, self._check_of(plan)):
@@ -156,12 +137,12 @@ class Prepared:
         work = requested if directory is None else tuple(directory.survey())
         sizes = plan.file_bytes(work)
         transposed, max_open = largest_transposed(plan.checkpoint), self._handles.limit
-        budget = writing_budget(plan, sizes, max_open, options.jobs, options.max_memory, options.io, transposed)
-        return State(plan, budget, requested, sizes, directory, options.checksum == "crc32")
+        effort, checksum = self._effort, self._request.asked.target.checksum == "crc32"
+        budget = writing_budget(plan, sizes, max_open, effort.cpus, effort.max_memory, effort.io, transposed)
+        return State(plan, budget, requested, sizes, directory, checksum)
 
     def _made_plan(self) -> Plan:
         """The plan; a recovery uses only files whose CRC is right, where they record one."""
-        options = self._options
         while True:
             request = self._request._replace(damaged=dict(self._crcs.damaged))
             try:
@@ -170,7 +151,7 @@ class Prepared:
                 if self._crcs.damaged:
                     error.hint = "; ".join(filter(None, [error.hint, "to skip CRC checks: --crc never"]))
                 raise
-            if not request.recover or options.crc == "never" or options.dry_run:
+            if not self._task.recover or self._effort.crc == "never" or self._task.dry_run:
                 return plan
             # Damaged files count as lost, which changes the requested ranks.
             if not self._crcs.find(plan.checkpoint, plan.checkpoint.indexes.values(), self._check_of(plan)):
@@ -178,17 +159,17 @@ class Prepared:
 
     def _share(self, plan: Plan) -> tuple[int, ...]:
         """The requested target files that this run writes."""
-        options = self._options
         files: tuple[int, ...] = plan.requested
-        if options.lost_only:
+        if self._task.lost_only:
             files = tuple(file for file in files if plan.form.copied_file(file) is None)
-        if options.share is not None:
-            files = share_of(plan.data_bytes(files), *options.share)
+        shard = plan.request.asked.shard
+        if shard is not None:
+            files = share_of(plan.data_bytes(files), *shard)
         return files
 
     def _check_of(self, plan: Plan) -> Check:
         """The function that checks CRCs."""
-        budget = reading_budget(plan, self._options.jobs, self._options.max_memory)
+        budget = reading_budget(plan, self._effort.cpus, self._effort.max_memory)
         return lambda files: damaged_files(files, budget, self._handles, self._report, self._progress)
 
     def carry_out(self, elsewhere: Optional[WriteElsewhere] = None) -> Summary:
@@ -200,7 +181,7 @@ class Prepared:
         Raises:
             ReshardError: it failed; no partial file is left.
         """
-        if self._options.dry_run:
+        if self._task.dry_run:
             for space in self.state.space:
                 if space.problem is not None:
                     self._report.warn(f"{space.problem}: the conversion would be refused")
@@ -211,7 +192,7 @@ class Prepared:
         self._check_equal()
         checked = time.monotonic()
         nbytes, manifest, work = sum(self.state.sizes.values()), None, self.state.work
-        if not self._options.dry_run:
+        if not self._task.dry_run:
             writing = Writing(self.state, self._handles, self._report, self._progress, elsewhere)
             nbytes = writing.write()
             manifest, work = writing.manifest, writing.work
@@ -227,7 +208,7 @@ class Prepared:
     def _summary(self, work: Sequence[int]) -> Summary:
         """The part of the summary that follows from the plan and the written files."""
         plan, requested = self.plan, self.state.requested
-        lost = range(plan.form.count) if plan.request.recover else ()
+        lost = range(plan.form.count) if self._task.recover else ()
         summary = Summary(plan.checkpoint.step)
         summary.ranks = list(work)
         summary.files = [plan.path(file) for file in work]
@@ -245,7 +226,7 @@ class Prepared:
         summary.unholdable = plan.sorted.unholdable
         summary.warnings = self._report.warnings
         summary.notes = self._report.notes
-        summary.dry_run = self._options.dry_run
+        summary.dry_run = self._task.dry_run
         return summary
 
     def _settle(self) -> None:
@@ -253,7 +234,7 @@ class Prepared:
         while True:
             plan, work = self.plan, self.state.work
             check_space(self.state.space)
-            if self._options.crc == "never" or plan.request.recover or not work:
+            if self._effort.crc == "never" or self._task.recover or not work:
                 # The planning of a recovery has checked its files already.
                 return
             check = self._check_of(plan)
@@ -270,12 +251,13 @@ class Prepared:
         with self._swap_hinted():
             self.state = self._plan_work()
         request, after = self.plan.request, self.plan.checkpoint
-        if request.files is None or request.step != "latest" or before.step == after.step:
+        files = request.asked.files
+        if files is None or request.asked.source.step != "latest" or before.step == after.step:
             return
         # Other runs read other source files and do not detect this damage.
-        counted = counted_as(request.to)
+        counted = request.to.options.unit
         raise IncompleteSourceError(
-            f"{before.label} is damaged where {rank_ranges(request.files, counted)} would read, and "
+            f"{before.label} is damaged where {rank_ranges(files, counted)} would read, and "
             f"{after.label} would be used instead; other target {counted}s read other source files and may use "
             f"{before.label}",
             hint=f"pass --step {after.step} for every {counted}; to skip CRC checks: --crc never",
@@ -283,14 +265,14 @@ class Prepared:
 
     def _check_replicas(self) -> Optional[ReplicaCheck]:
         """Compare replicas of the source."""
-        options, plan = self._options, self.plan
+        task, plan = self._task, self.plan
         request, checkpoint = plan.request, rank_checkpoint_of(plan.checkpoint)
         if not self.state.work:
             return None
-        effort = options.check_replicas
-        if effort == "auto" and (options.verify or request.recover):
+        effort = self._effort.check_replicas
+        if effort == "auto" and (task.verify or task.recover):
             # A recovery may copy any of these replicas in place of a lost rank.
-            effort = "all" if request.recover else "more"
+            effort = "all" if task.recover else "more"
         if checkpoint is None and effort != "never":
             stored = stored_checkpoint(plan.checkpoint)
             try:
@@ -311,16 +293,16 @@ class Prepared:
             self.state.execution,
             self._progress,
             effort,
-            self._recovered(tensors) if request.recover else None,
+            self._recovered(tensors) if task.recover else None,
         )
         if comparison.differing:
             # Partially read files have no CRC check yet.
             if self._without_damaged([checkpoint.indexes[rank] for rank in comparison.differing[0].ranks]):
                 return self._check_replicas()
-            place = request.src if isinstance(request.src, str) else checkpoint.place
-            raise comparison.error(request.source.path, place, checkpoint.step, request.file_suffix)
+            read = replace(request.asked.source, step=checkpoint.step or "latest")
+            raise comparison.error(request.source.path, read)
         if comparison.gradients:
-            lost = [rank for rank in self.state.work if request.recover and plan.form.copied_file(rank) is None]
+            lost = [rank for rank in self.state.work if task.recover and plan.form.copied_file(rank) is None]
             if lost:
                 raise CheckpointError(
                     f"{rank_ranges(lost)} cannot be recovered exactly: {comparison.gradient_warning()}",
@@ -328,7 +310,7 @@ class Prepared:
                     parameter=comparison.gradients[0].parameter,
                     hint="to write another rank's gradients in their place: --check-replicas never",
                 )
-            if not request.recover:
+            if not task.recover:
                 self._report.warn(comparison.gradient_warning())
         if not comparison.check.tested:
             check_stages(request.source, checkpoint)
@@ -338,10 +320,10 @@ class Prepared:
     def _without_damaged(self, doubtful: Iterable[CheckpointIndex]) -> bool:
         """Check CRCs of files whose replicas differ, and plan again without damaged ones; whether there are any."""
         check = self._check_of(self.plan)
-        if self._options.crc == "never" or not self._crcs.find(self.plan.checkpoint, doubtful, check):
+        if self._effort.crc == "never" or not self._crcs.find(self.plan.checkpoint, doubtful, check):
             return False
         self._plan_again()
-        if not self._options.dry_run:
+        if not self._task.dry_run:
             self._settle()
         return True
 
@@ -364,7 +346,7 @@ class Prepared:
         equals = equal_of(plan.checkpoint, [*plan.sorted.resharded, *plan.sorted.copied])
         if not equals:
             return
-        most = CHUNK_BYTES if self._options.dry_run else None
+        most = CHUNK_BYTES if self._task.dry_run else None
         with contextlib.closing(BoxReader(self._handles, self.state.execution)) as reader:
             check_equal(plan.checkpoint, equals, reader, self._progress, most)
 

@@ -5,67 +5,89 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Mapping
-from typing import Any, Optional
+from dataclasses import replace
+from typing import Optional
 
-from reshard.convert.options import Options
+from reshard.asked import CHANGES, Conversion, Effort
 from reshard.errors import ReshardError, TargetError, UsageError
+from reshard.forms.form import Form
 from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.registry import form_named, form_of
-from reshard.plan.edits import Edits, edits_of
+from reshard.plan.edits import NO_TABLE, EditRules, edit_rules
 from reshard.plan.plan import Plan
+from reshard.plan.request import Request
 from reshard.records import Identity, RecordedCommand, strategy_digest
-from reshard.records.commands import EDITS
 from reshard.records.identity import short_digest
 from reshard.records.ledger import Ledger, ledger_in, packing_of
 from reshard.storage import absolute, exists, is_directory, real
-from reshard.strategies import AS_CUT, NONE, Strategy, names_files, read_strategy, target_words
-from reshard.text.messages import Report, number_ranges
+from reshard.strategies import names_files, read_strategy
+from reshard.text.messages import Report
 
 
-def command_of(plan: Plan, options: Options) -> Optional[RecordedCommand]:
+def command_of(plan: Plan) -> Optional[RecordedCommand]:
     """The command line of a run with absolute paths; None for a run that no command line repeats.
 
     Args:
         plan: with the step and format that were chosen.
-        options: how it is carried out.
     """
     request = plan.request
-    words = request.edits.typed
-    if not isinstance(request.src, str) or words is None:
+    if request.edits.additions is not None or not request.asked.is_typed:
         return None
-    # To resume one of several runs is to resume all of them.
-    several = options.adding or options.share is not None
     try:
-        src, source, target = absolute(request.src), _absolute(request.source), _absolute(request.target)
-        config = None if words.config is None else absolute(words.config)
+        asked = with_absolute_paths(request.asked)
     except FileNotFoundError:
         # The working directory is gone.
         return None
     # A table leaves other packing than the source's, or none.
-    packing = packing_of(src) if request.edits.table is None else plan.checkpoint.packing
-    return RecordedCommand(
-        task="recover" if request.recover else "convert",
-        src=src,
-        source_strategy=source,
-        target_strategy=target,
-        format=plan.form.format,
-        host=os.uname().nodename,
-        step=plan.checkpoint.step,
-        include=tuple(request.filters.include),
-        exclude=tuple(request.filters.exclude),
-        allow_missing=request.allow_missing,
-        packing=packing,
-        without_ranks=number_ranges(request.without_ranks) or None,
-        ranks=None if request.files is None or several else number_ranges(request.files),
-        **{name: getattr(request, name) for name in ("to", "max_shard_size", "file_suffix", "prefix")},
-        **{name: getattr(options, name) for name in ("crc", "check_replicas", "checksum", "verify", "lost_only")},
-        **{**words._asdict(), "config": config, "optimizer": "keep" if words.optimizer else None},
+    packing = packing_of(request.src) if request.edits.table is None else plan.checkpoint.packing
+    choice = len(request.to.options.formats) > 1 and not request.task.recover
+    # To resume one of several runs is to resume all of them.
+    several = request.task.by_rank or asked.shard is not None
+    recorded = Conversion(
+        replace(asked.source, step=plan.checkpoint.step or "latest", fallback=True),
+        replace(asked.target, path=os.curdir, format=plan.form.format if choice else "same", overwrite=False),
+        asked.edits,
+        Effort(crc=asked.effort.crc, check_replicas=asked.effort.check_replicas),
+        None if several else asked.files,
+    )
+    task, how = "recover" if request.task.recover else "convert", request.task
+    return RecordedCommand(recorded, os.uname().nodename, task, how.verify, how.lost_only, packing)
+
+
+def with_absolute_paths(asked: Conversion) -> Conversion:
+    """The same conversion for another working directory.
+
+    Raises:
+        FileNotFoundError: the working directory is gone.
+    """
+    return replace(
+        asked,
+        source=replace(asked.source, path=_absolute(asked.source.path), strategy=_strategy(asked.source.strategy)),
+        target=replace(asked.target, path=absolute(asked.target.path), strategy=_strategy(asked.target.strategy)),
+        edits=replace(asked.edits, names=_names(asked.edits.names), config=_config(asked.edits.config)),
     )
 
 
-def _absolute(strategy: Strategy) -> str:
-    return NONE if strategy.is_none else absolute(strategy.path) if names_files(strategy.path) else strategy.path
+def _absolute(path: str) -> str:
+    """The absolute path; a pattern is not normalised."""
+    return absolute(path) if RANK not in path else os.path.join(os.getcwd(), path)
+
+
+def _strategy(path: Optional[str]) -> Optional[str]:
+    return absolute(path) if path is not None and names_files(path) else path
+
+
+def _config(path: Optional[str]) -> Optional[str]:
+    return None if path is None else absolute(path)
+
+
+def _names(names: Optional[str]) -> Optional[str]:
+    """A built-in table as it is; the absolute path of a file, with its options."""
+    if names is None or names == NO_TABLE:
+        return names
+    from reshard.names import builtin_names
+
+    return names if names.partition(",")[0] in builtin_names() else absolute(names)
 
 
 def _ledger(out: str, plan: Identity) -> Optional[Ledger]:
@@ -79,84 +101,80 @@ def _commands(out: str, plan: Identity) -> list[RecordedCommand]:
     return [] if ledger is None else ledger.commands()
 
 
-def edits_of_target(
-    out: str, src: str, typed: Mapping[str, Any], plan: Optional[Identity], report: Report
-) -> tuple[Edits, bool]:
-    """The names and types that a converted checkpoint was given.
+def edits_of_target(request: Request, plan: Optional[Identity], report: Report) -> EditRules:
+    """The names and types that a converted checkpoint was given; without options those of its records.
 
     Args:
-        out: its directory.
-        src: the source.
-        typed: the options' values.
+        request: the conversion.
         plan: the directory's recorded identity; None without records.
         report: gets a note about their origin.
-
-    Returns:
-        These, and whether they are recorded.
 
     Raises:
         UsageError: the directory has other names or types, and its records do not list them.
         ReshardError: a file of the options cannot be read.
     """
-    edits = edits_of(src, typed, None if plan is None else plan.form)
-    if not any(typed[name] for name in EDITS) and plan is not None and plan.edits:
+    src, out, asked = request.src, request.dst, request.asked.edits
+    edits = edit_rules(src, asked, None if plan is None else request.to)
+    if plan is not None and plan.edits and not asked.changes:
         # Between some forms names change without an option.
-        given = _given(edits, plan)
-        if given is not None:
-            return given, False
-        return _recorded(out, src, plan, report), True
-    return edits, False
+        return _given(edits, plan) or _recorded(out, src, plan, report)
+    return edits
 
 
-def strategies_of_target(
-    out: str, src: str, to: str, typed: Mapping[str, Optional[str]], plan: Optional[Identity], report: Report
-) -> dict[str, Optional[str]]:
-    """The strategies of a conversion: as typed, and where they were not, as its records name them.
+def with_records(out: str, asked: Conversion, to: Form, plan: Identity, report: Report) -> Conversion:
+    """A conversion with what the records of its directory list where nothing is asked: strategies, filters, lost ranks.
 
     Args:
         out: the directory that was converted to.
-        src: the source.
+        asked: what is asked.
         to: the form of `out`.
-        typed: ``src_strategy`` and ``dst_strategy``.
-        plan: the directory's recorded identity; None without records.
+        plan: the directory's recorded identity.
         report: gets notes about recorded options.
 
     Raises:
         UsageError: a recorded strategy is missing or was changed.
     """
-    needed = {
-        "src_strategy": form_named(form_of(src)).options.needs_strategy,
-        "dst_strategy": form_named(to).options.cut,
+    source, target, edits = asked.source, asked.target, asked.edits
+    source = replace(source, without_ranks=source.without_ranks or plan.without_ranks)
+    if not (edits.include or edits.exclude):
+        edits = replace(edits, include=plan.include, exclude=plan.exclude)
+    asked = replace(asked, source=source, edits=edits)
+    missing = {
+        "--src-strategy": source.strategy is None and form_named(form_of(source.path)).options.needs_strategy,
+        "--dst-strategy": target.strategy is None and target.shards is None and to.options.cut,
     }
-    missing = [name for name, path in typed.items() if path is None and needed[name]]
-    if plan is None or not missing:
-        return dict(typed)
-    commands = _commands_or_warn(out, plan, report)
+    commands = _commands_or_warn(out, plan, report) if any(missing.values()) else []
     if not commands:
-        return dict(typed)
-    recorded = {
-        "src_strategy": (commands[0].source_strategy, plan.source_strategy),
-        "dst_strategy": (commands[0].target_strategy, plan.target_strategy),
-    }
-    paths = dict(typed)
-    for name in missing:
-        path, digest = recorded[name]
-        option = "--" + name.replace("_", "-")
-        if names_files(path):
+        return asked
+    recorded = commands[0].asked
+    digests = {"--src-strategy": plan.source_strategy, "--dst-strategy": plan.target_strategy}
+    saved = recorded.source.strategy
+    paths = {"--src-strategy": saved, "--dst-strategy": saved if plan.task == "recover" else recorded.target.strategy}
+    words: list[str] = []
+    for option, path in paths.items():
+        if not missing[option]:
+            continue
+        if path is not None and names_files(path):
             problem = "does not exist" if not exists(path) else "has changed"
-            if not exists(path) or strategy_digest(read_strategy(path)) != digest:
+            if not exists(path) or strategy_digest(read_strategy(path)) != digests[option]:
                 raise UsageError(
                     f"{option} is missing: {path}, which the records in {out} name, {problem}",
                     hint=f"add {option} FILE or DIR with the strategy that {out} was converted with",
                 )
-        paths[name] = path
-    if AS_CUT in paths.values():
-        return paths
-    words = [f"--src-strategy {paths['src_strategy']}"] if "src_strategy" in missing else []
-    if "dst_strategy" in missing:
-        words += target_words(recorded["dst_strategy"][0])
-    report.note(f"compared with the recorded strategies: {' '.join(words)}")
-    return paths
+        if path is not None:
+            words += [option, path]
+    if missing["--src-strategy"]:
+        source = replace(source, strategy=saved)
+    if missing["--dst-strategy"]:
+        target = replace(target, strategy=paths["--dst-strategy"], shards=recorded.target.shards)
+        if recorded.target.shards is not None:
+            words += ["--shards", str(recorded.target.shards)]
+    if words:
+        report.note(f"compared with the recorded strategies: {' '.join(words)}")
+    elif source.strategy is None:
+        # Only the format of rank files was changed.
+        target = replace(target, format=plan.format)
+    return replace(asked, source=source, target=target)
 
 
 def source_exists(path: str) -> bool:
@@ -167,20 +185,20 @@ def source_exists(path: str) -> bool:
 def command_with_source(out: str, plan: Identity) -> Optional[RecordedCommand]:
     """The last recorded command of a directory's conversion whose source exists; None without one."""
     with contextlib.suppress(ReshardError):
-        return next((command for command in _commands(out, plan) if source_exists(command.src)), None)
+        return next((command for command in _commands(out, plan) if source_exists(command.asked.source.path)), None)
     return None
 
 
 def recorded_source(out: str, plan: Identity) -> str:
     """The source of a directory's conversion, if its records list it and it exists here; otherwise ``SRC``."""
     command = command_with_source(out, plan)
-    return "SRC" if command is None else command.src
+    return "SRC" if command is None else command.asked.source.path
 
 
 def other_source(out: str, src: str, plan: Identity) -> Optional[str]:
     """A sentence with the recorded source of a directory's conversion, if it is another path than ``src``."""
     with contextlib.suppress(ReshardError):
-        recorded = [command.src for command in _commands(out, plan)]
+        recorded = [command.asked.source.path for command in _commands(out, plan)]
         if recorded and real(src) not in map(real, recorded):
             text = f"{out} was converted from {recorded[0]}, not from {src}"
             place = recorded_source(out, plan)
@@ -197,7 +215,7 @@ def _commands_or_warn(out: str, plan: Identity, report: Report) -> list[Recorded
         return []
 
 
-def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
+def _recorded(out: str, src: str, plan: Identity, report: Report) -> EditRules:
     commands = _commands_or_warn(out, plan, report)
     if was_merged(out, plan):
         raise UsageError(
@@ -207,7 +225,7 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
     for command in commands:
         words = _words(command)
         try:
-            edits = edits_of(src, command._asdict(), plan.form)
+            edits = edit_rules(src, command.asked.edits, form_named(plan.form))
             given = _given(edits, plan)
         except ReshardError as error:
             problem = f"its options were {words}: {error.message}"
@@ -217,7 +235,7 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
                 report.note(f"compared with the recorded names and types: {words}")
             return given
         problem = f"its options were {words}, and these rules have changed since"
-    options = ", ".join(f"--{name}" for name in EDITS)
+    options = ", ".join(f"--{name}" for name in CHANGES)
     raise UsageError(
         f"{out}: was written with other names or types than its source has; {problem}",
         hint=f"add the options of names and types that convert had ({options}); if merge-lora wrote it: "
@@ -240,11 +258,13 @@ def was_merged(out: str, plan: Identity) -> bool:
 def _names_by_form(command: RecordedCommand, plan: Identity) -> bool:
     """Whether names changed without an option, as between a trainer's state and a model."""
     with contextlib.suppress(ReshardError):
-        return _given(edits_of(command.src, command._asdict(), plan.form), plan) is not None
+        return (
+            _given(edit_rules(command.asked.source.path, command.asked.edits, form_named(plan.form)), plan) is not None
+        )
     return False
 
 
-def _given(edits: Edits, plan: Identity) -> Optional[Edits]:
+def _given(edits: EditRules, plan: Identity) -> Optional[EditRules]:
     """The edits that a directory has its names and types by, as far as the source's names decide; None if others.
 
     Raises:
@@ -266,4 +286,4 @@ def merge_hint(out: str) -> str:
 
 def _words(command: RecordedCommand) -> str:
     """The options of names and types."""
-    return " ".join(word.replace("=", " ", 1) for word in command.option_words(EDITS))
+    return " ".join(word.replace("=", " ", 1) for word in command.asked.edits.words(CHANGES))

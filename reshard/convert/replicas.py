@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 
 from reshard.checkpoints import FileHandles, files_alike
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.convert.options import Options
 from reshard.convert.source_crcs import damaged_files
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.execute import Budget, Progress
 from reshard.forms.ranks.checkpoint import read_some_ranks
 from reshard.forms.ranks.selection import check_ranks
 from reshard.forms.ranks.tree import StepFiles, find_checkpoints
-from reshard.forms.registry import form_named
 from reshard.plan.planner import read_source
 from reshard.plan.request import Request
 from reshard.source_replicas.compare import compare_replicas, entries_as_tensors
@@ -30,7 +28,7 @@ _MAX_SHOWN = 3
 
 
 def verify_replicas(
-    request: Request, options: Options, handles: FileHandles, progress: Progress, report: Report
+    request: Request, handles: FileHandles, progress: Progress, report: Report
 ) -> tuple[list[Difference], str]:
     """Compare replicas of slices within one step of a checkpoint, the source of a request.
 
@@ -42,9 +40,9 @@ def verify_replicas(
     Raises:
         ReshardError: files are missing or cannot be read, or there is nothing to compare.
     """
-    path, filters, strategy = str(request.src), request.filters, request.source
-    by_rank = form_named(request.form).options.by_rank
-    budget = Budget.of(options.jobs, options.max_memory, storage_of(path))
+    path, filters, strategy, effort = request.src, request.filters, request.source, request.asked.effort
+    by_rank = request.form.options.by_rank
+    budget = Budget.of(effort.cpus, effort.max_memory, storage_of(path))
     files = _files_of_step(request, handles, report) if by_rank else {}
 
     def read(damaged: Mapping[str, str]) -> tuple[Checkpoint, Mapping[str, InputError]]:
@@ -56,7 +54,7 @@ def verify_replicas(
         return read_some_ranks(step_files, strategy, handles, Report(), filters.admit)
 
     checkpoint, problems = read({})
-    if options.crc == "auto":
+    if effort.crc == "auto":
         damaged = damaged_files([*checkpoint.indexes.values()], budget, handles, report, progress)
         if damaged:
             checkpoint, problems = read({path: error.message for path, error in damaged.items()})
@@ -141,10 +139,10 @@ def _minority(name: str, groups: Sequence[Sequence[int]]) -> Difference:
 
 def _files_of_step(request: Request, handles: FileHandles, report: Report) -> Mapping[int, str]:
     """The files of the requested step of a rank tree, by rank."""
-    path = str(request.src)
-    tree = find_checkpoints(path, request.file_suffix)
+    path = request.src
+    tree = find_checkpoints(path, request.asked.source.file_suffix)
     check_ranks(tree, request.source, handles)
-    candidate = next(iter(tree.candidates(request.step)), None)
+    candidate = next(iter(tree.candidates(request.asked.source.step)), None)
     if candidate is None:
         raise CheckpointError(f"{path}: holds no checkpoints", file=path)
     if candidate.step is not None:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Optional
 
 from reshard.checkpoints.checkpoint import EditedCheckpoint
-from reshard.convert.options import Options
+from reshard.convert.recorded import command_of
 from reshard.errors import InputError, RetryableError
 from reshard.execute.destination import Destination
 from reshard.forms.registry import counted_as, form_named, forms_among
@@ -30,7 +30,6 @@ from reshard.records import (
     Ledger,
     Manifest,
     ManifestFile,
-    RecordedCommand,
     SourceFile,
     SourceSampler,
     header_digest,
@@ -67,33 +66,30 @@ class TargetDirectory:
 
     Args:
         plan: the plan.
-        options: how the conversion is carried out.
         requested: the requested target files that this run writes, ascending.
         sampler: takes samples of source files.
         report: gets warnings and notes.
         damaged: source files that count as absent, because their contents are damaged.
-        command: the command line to record.
     """
 
     def __init__(
         self,
         plan: Plan,
-        options: Options,
         requested: Sequence[int],
         sampler: SourceSampler,
         report: Report,
         damaged: Sequence[SourceFile],
-        command: Optional[RecordedCommand],
     ) -> None:
-        self._overwrite = options.overwrite
-        self._command = command
-        self._lost_only = options.lost_only
-        # Whether this run writes every file of the target directory.
-        self._whole = plan.request.files is None if options.lost_only else len(requested) == plan.form.count
-        # The manifest gets a checksum of every file, as if any other run had requested it.
-        self._checksum = options.checksum == "crc32"
-        self._damaged = damaged
         request = plan.request
+        asked, task = request.asked, request.task
+        self._overwrite = asked.target.overwrite
+        self._command = command_of(plan)
+        self._lost_only = task.lost_only
+        # Whether this run writes every file of the target directory.
+        self._whole = asked.files is None if task.lost_only else len(requested) == plan.form.count
+        # The manifest gets a checksum of every file, as if any other run had requested it.
+        self._checksum = asked.target.checksum == "crc32"
+        self._damaged = damaged
         self._plan = plan
         self._report = report
         self._root = request.dst
@@ -103,23 +99,21 @@ class TargetDirectory:
         checkpoint = plan.checkpoint
         # With other names, the strategy of "same" also lists parameters of absent ranks. It differs between runs
         # with different source ranks that write equal files, and from the source's strategy by its names.
-        by_source = (
-            form_named(request.form).options.by_rank and request.target.path == SAME and not request.edits.is_empty
-        )
+        by_source = request.form.options.by_rank and request.target.path == SAME and not request.edits.is_empty
         identity = Identity(
             source_strategy=strategy_digest(request.source),
             target_strategy=SAME if by_source else strategy_digest(request.target),
             ranks=plan.form.count,
             step=checkpoint.step,
-            include=tuple(sorted(request.filters.include)),
-            exclude=tuple(sorted(request.filters.exclude)),
+            include=tuple(sorted(asked.edits.include)),
+            exclude=tuple(sorted(asked.edits.exclude)),
             format=plan.form.format,
             names=plan.form.names,
-            task="recover" if request.recover else "convert",
+            task="recover" if task.recover else "convert",
             form=plan.form.name,
             division=_division(plan.form),
             edits=short_digest(checkpoint.identity.encode()) if isinstance(checkpoint, EditedCheckpoint) else "",
-            without_ranks=request.without_ranks,
+            without_ranks=asked.source.without_ranks,
         )
         self._identity = identity
         self._destination = Destination(self._root)
@@ -128,8 +122,8 @@ class TargetDirectory:
             self._root,
             identity,
             self._whole,
-            counted_as(request.form),
-            comparable=not request.recover and request.edits.additions is None,
+            request.form.options.unit,
+            comparable=not task.recover and request.edits.additions is None,
         )
         self._unfinished = _unfinished(self._root, identity)
         self._last_headers: tuple[object, Optional[str]] = (None, None)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any, Optional
+from typing import Optional
 
+from reshard.asked import Conversion, Effort, Task
 from reshard.checkpoints import FileHandles
-from reshard.convert.ends import read_ends
-from reshard.convert.options import Options
-from reshard.convert.recorded import edits_of_target, other_source, strategies_of_target
+from reshard.convert.ends import with_ends
+from reshard.convert.recorded import edits_of_target, other_source, with_records
 from reshard.convert.summary import Summary
 from reshard.errors import CheckpointError, InputError, TargetError, UsageError
 from reshard.execute import Progress
@@ -25,7 +26,6 @@ from reshard.records.ledger import ledger_in
 from reshard.records.status import status_of
 from reshard.source_replicas import hint_of_swap
 from reshard.storage import exists, is_regular_file, real
-from reshard.text.globs import Filters
 from reshard.text.messages import Report, are, joined, number_ranges, rank_ranges, some_names
 from reshard.verification.end_to_end import MergedAdapter, Verified, between_forms, verify_conversion
 from reshard.verification.files import RecordedCrcs, compare_with_manifest
@@ -34,69 +34,55 @@ from reshard.verification.reading import Difference, Means
 
 @contextlib.contextmanager
 def reading_sources(
-    options: Options, progress: Progress, report: Report
+    effort: Effort, progress: Progress, report: Report
 ) -> Iterator[tuple[Means, Optional[RecordedCrcs]]]:
-    """Means to read source files within these options, and the CRCs that the files record; None with ``crc="never"``.
+    """Means to read source files within an effort, and the CRCs that the files record; None with ``crc="never"``.
 
     Raises:
         RetryableError: at the end, if a file has changed.
     """
     with FileHandles() as handles:
-        means = Means(handles, options.jobs, options.max_memory, progress)
-        yield means, RecordedCrcs(means, report) if options.crc == "auto" else None
+        means = Means(handles, effort.cpus, effort.max_memory, progress)
+        yield means, RecordedCrcs(means, report) if effort.crc == "auto" else None
         means.check_unchanged()
 
 
+def _at(request: Request, step: str, files: Optional[tuple[int, ...]]) -> Request:
+    """A conversion of one step to these files."""
+    asked = request.asked
+    return request._replace(asked=replace(asked, source=replace(asked.source, step=step), files=files))
+
+
 def verify_written(
-    request: Request,
-    damaged: Mapping[str, str],
-    how: Options,
-    summary: Summary,
-    progress: Progress,
-    adapter: Optional[MergedAdapter] = None,
+    request: Request, summary: Summary, progress: Progress, adapter: Optional[MergedAdapter] = None
 ) -> list[Difference]:
     """Compare all requested target files with the source: those of ranks one by one, other forms as a whole.
 
     Args:
-        request: the conversion as requested, which is planned again.
-        damaged: source files that the conversion found damaged, with the reason, by path.
-        how: threads and memory.
+        request: the conversion as requested, which is planned again, with the files that it found damaged.
         summary: the step and the written files.
         progress: counts bytes.
         adapter: the adapter added to the weights, if any.
     """
-    assert isinstance(request.src, str)
     report = Report()
-    files = summary.target_files
-    if not form_named(request.to).options.by_rank:
+    files, by_rank = summary.target_files, request.to.options.by_rank
+    if not by_rank:
         files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
-    requested = tuple(files) if form_named(request.to).options.by_rank else None
-    step = recorded_step(request.src, request.form, summary.step)
-    request = request._replace(step=step, damaged=damaged, files=requested, edits=between_forms(request))
-    with reading_sources(how, progress, report) as (means, crcs):
+    step = recorded_step(request.src, request.form.name, summary.step)
+    request = _at(request, step, tuple(files) if by_rank else None)._replace(edits=between_forms(request))
+    with reading_sources(request.asked.effort, progress, report) as (means, crcs):
         conversion = Verified(request, files, partial(read_source, handles=means.handles, report=report), True, adapter)
         return verify_conversion(conversion, means, report, crcs)
 
 
 def verify_with_source(
-    out: str,
-    src: str,
-    typed: Mapping[str, Any],
-    ranks: Optional[tuple[int, ...]],
-    filters: Filters,
-    means: Means,
-    report: Report,
-    crcs: Optional[RecordedCrcs],
+    asked: Conversion, means: Means, report: Report, crcs: Optional[RecordedCrcs]
 ) -> list[Difference]:
     """Compare a converted checkpoint with its source, and with its manifest if it has one.
 
     Args:
-        out: the converted checkpoint.
-        src: its source.
-        typed: the options of strategies, names and types, ``step`` and ``file_suffix``; by default those in the
-            records of ``out``.
-        ranks: only these ranks of ``out``.
-        filters: parameters that are compared.
+        asked: the conversion; strategies, step, names and types that it does not name are those in the records of its
+            target.
         means: files, threads and memory.
         report: gets warnings and notes.
         crcs: the CRCs that source files record; None if they are not checked.
@@ -104,6 +90,7 @@ def verify_with_source(
     Raises:
         ReshardError: options contradict each other or the records, or something cannot be read.
     """
+    out, src, ranks = asked.target.path, asked.source.path, asked.files
     if not exists(out):
         raise CheckpointError(f"{out}: does not exist", file=out)
     manifest = _manifest(out)
@@ -111,26 +98,21 @@ def verify_with_source(
     if manifest is not None:
         differences += against_manifest(out, of_ranks(manifest, ranks), ranks, means)
     plan = recorded_plan(out, manifest, report)
-    to = form_of(out) if plan is None else plan.form
-    by_rank = form_named(to).options.by_rank
+    to = form_named(form_of(out) if plan is None else plan.form)
+    by_rank = to.options.by_rank
     if not by_rank and ranks is not None:
         raise UsageError(
-            f"--ranks goes with files of ranks; files of {to} are compared with the source together",
+            f"--ranks goes with files of ranks; files of {to.name} are compared with the source together",
             hint="leave out --ranks, or --src",
         )
     if plan is not None and manifest is None and not by_rank:
         _check_finished(out)
     with _naming_other_source(out, src, plan):
-        strategies = {name: typed[name] for name in ("src_strategy", "dst_strategy")}
-        completed = {**typed, **strategies_of_target(out, src, to, strategies, plan, report)}
-        ends = read_ends(src, {**completed, "to": to, "format": None, "max_shard_size": None}, report)
-        step, without = typed["step"], tuple(typed.get("without_ranks") or ())
+        asked = replace(asked, target=replace(asked.target, form=to.name))
         if plan is not None:
-            without = without or plan.without_ranks
-            if step == "latest":
-                step = recorded_step(src, ends.form, plan.step)
-            if not (filters.include or filters.exclude):
-                filters = Filters(plan.include, plan.exclude)
+            asked = with_records(out, asked, to, plan, report)
+        task = Task(recover=plan is not None and plan.task == "recover")
+        request = with_ends(asked, report, task)
         if by_rank and ranks is None and manifest is None:
             ranks = written_ranks(out, report)
         if by_rank:
@@ -138,29 +120,16 @@ def verify_with_source(
             differences += unexpected
         else:
             files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
-        edits, _ = edits_of_target(out, src, typed, plan, report)
-        request = Request(
-            src,
-            out,
-            ends.source,
-            ends.target,
-            ranks,
-            step=step,
-            file_suffix=typed["file_suffix"],
-            without_ranks=without,
-            filters=filters,
-            recover=plan is not None and plan.task == "recover",
-            form=ends.form,
-            to=to,
-            edits=edits,
-        )
+        step = asked.source.step
+        if plan is not None and step == "latest":
+            step = recorded_step(src, request.form.name, plan.step)
+        edits = edits_of_target(request, plan, report)
+        request = _at(request._replace(edits=edits), step, ranks)
         if plan is not None:
             request = request._replace(edits=between_forms(request))
         with contextlib.ExitStack() as stack:
-            if by_rank and form_named(ends.form).options.by_rank and edits.is_empty:
-                stack.enter_context(
-                    hint_of_swap(ends.source, ends.target, src, step, typed["file_suffix"], means.handles)
-                )
+            if by_rank and request.form.options.by_rank and edits.is_empty:
+                stack.enter_context(hint_of_swap(request.source, request.target, request.asked.source, means.handles))
             conversion = Verified(request, files, partial(read_source, handles=means.handles, report=report))
             differing = verify_conversion(conversion, means, report, crcs)
     other = None if plan is None or not differing else other_source(out, src, plan)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
+from reshard.asked import Source
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.pickles import NotPlain
@@ -211,25 +212,19 @@ def problems_of(inspected: Inspected) -> list[Problem]:
     return sorted(problems, key=lambda problem: problem.level)
 
 
-def inspect(
-    path: str,
-    strategy: Optional[Strategy] = None,
-    step: str = "latest",
-    file_suffix: Optional[str] = None,
-) -> Inspected:
+def inspect(read: Source, strategy: Optional[Strategy] = None) -> Inspected:
     """Inspect a checkpoint.
 
     Args:
-        path: a checkpoint of any form, or the directory of one rank.
+        read: a checkpoint of any form, or the directory of one rank; headers of its step are read.
         strategy: of a rank tree; it decides which steps are complete.
-        step: the step whose headers are read, or ``latest``.
-        file_suffix: only files of ranks whose stem has this ending.
 
     Raises:
         UsageError: an option does not suit the form.
         InputError: the checkpoint or the step is missing.
         RetryableError: reading failed; a retry may help.
     """
+    path = read.path
     with listings_cached():
         form = form_named(form_of(path))
         one_file = exists(path) and not is_directory(path)
@@ -238,15 +233,15 @@ def inspect(
 
         if one_file and strategy is None:
             strategy = Strategy.none()
-        inspected = inspect_tree(path, form, step, file_suffix, strategy)
+        inspected = inspect_tree(read, form, strategy)
         inspected.find_quantised()
         return inspected
-    if strategy is not None or file_suffix is not None:
+    if strategy is not None or read.file_suffix is not None:
         raise UsageError(
             f"{path} is of the form {form.name}; --src-strategy and --file-suffix are for rank trees",
             hint="remove these options",
         )
-    return _of_form(path, form, step)
+    return _of_form(path, form, read.step)
 
 
 @caches_listings

@@ -16,17 +16,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
+from reshard.asked import Edits, Source
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError, ReshardError
 from reshard.forms.form import FormOptions, Names
 from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.ranks.tree import find_rank
+from reshard.forms.registry import form_named
 from reshard.inspection.checkpoint import Inspected, Problem, inspect, problems_of
 from reshard.names import Configuration, builtin_names, config_beside, rules_named
 from reshard.names.options import settle, side_of
 from reshard.plan.checks import needed
 from reshard.plan.editing import edited, words_of_packing
-from reshard.plan.edits import NO_TABLE, between_forms, typed_edits
+from reshard.plan.edits import NO_TABLE, edit_rules
 from reshard.records.ledger import packing_of, recorded_strategy
 from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory
@@ -114,31 +116,21 @@ class Suggestions:
     items: Sequence[Suggestion] = ()
 
 
-def suggest(
-    src: str,
-    devices: Optional[int] = None,
-    src_strategy: Optional[str] = None,
-    options: Sequence[str] = (),
-    step: str = "latest",
-    file_suffix: Optional[str] = None,
-) -> Suggestions:
+def suggest(source: Source, devices: Optional[int] = None, options: Sequence[str] = ()) -> Suggestions:
     """The commands for a checkpoint of any form.
 
     Args:
-        src: the checkpoint.
+        source: the checkpoint; without a strategy, one beside it is looked for.
         devices: of the next cluster; None if unknown.
-        src_strategy: path of the strategy that it was saved with; None to look beside the checkpoint.
-        options: options that every command gets, each followed by its value; they repeat the parameters below.
-        step: which step, or ``latest``.
-        file_suffix: only files of ranks whose stem ends so.
+        options: options that every command gets, each followed by its value.
 
     Raises:
         UsageError: an option does not go with the form.
         InputError: there is no checkpoint, no such step, or the strategy does not fit.
         RetryableError: reading failed in a way that may pass.
     """
-    strategy = None if src_strategy is None else read_strategy(src_strategy)
-    inspected = inspect(src, strategy, step, file_suffix)
+    src, strategy = source.path, None if source.strategy is None else read_strategy(source.strategy)
+    inspected = inspect(source, strategy)
     problems = problems_of(inspected)
     resumed = [*_resume(src, options)]
     if resumed and inspected.shown.checkpoint is None:
@@ -157,12 +149,12 @@ def suggest(
     fitting: list[Strategy] = []
     recorded = recorded_strategy(src) if needs_strategy and strategy is None else None
     if recorded is not None:
-        strategy, inspected = recorded.strategy, inspect(src, recorded.strategy, step, file_suffix)
+        strategy, inspected = recorded.strategy, inspect(source, recorded.strategy)
     elif needs_strategy and strategy is None:
         judged = []
         for each in _possible(inspected, beside):
             with suppress(InputError):
-                judged.append((each, inspect(src, each, step, file_suffix)))
+                judged.append((each, inspect(source, each)))
         judged = [(each, by_it) for each, by_it in judged if by_it.shown.checkpoint is not None]
         fitting = [each for each, _ in judged]
         if len(judged) == 1:
@@ -295,8 +287,8 @@ def _written(
         InputError: the table does not fit.
     """
     dequantize = _DTYPE if inspected.quantised else None
-    edits = typed_edits(src, names=table or NO_TABLE, config=config, dequantize=dequantize)
-    edits = between_forms(edits, src, inspected.form.name, to)
+    asked = Edits(names=table or NO_TABLE, config=config, dequantize=dequantize)
+    edits = edit_rules(src, asked, form_named(to))
     return edited(checkpoint, edits, Report(), complete=bool(inspected.shown.complete))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Optional
 
+from reshard.asked import Source
 from reshard.checkpoints import FileHandles
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, InputError, ReshardError, UsageError
@@ -47,17 +48,16 @@ _MAX_TRIED = 8
 _MAX_PATTERNS = 6
 
 
-def inspect_tree(
-    path: str, form: Form, step: str, file_suffix: Optional[str], strategy: Optional[Strategy]
-) -> Inspected:
+def inspect_tree(read: Source, form: Form, strategy: Optional[Strategy]) -> Inspected:
     """Inspect a rank tree, the directory of one rank, or one file; see `inspect`."""
+    path = read.path
     # Headers are read outside: files may vanish in the meantime.
     with listings_cached():
         one_rank = None
         try:
-            tree = find_checkpoints(path, file_suffix)
+            tree = find_checkpoints(path, read.file_suffix)
         except CheckpointError as error:
-            one_rank = find_rank(path, file_suffix)
+            one_rank = find_rank(path, read.file_suffix)
             if one_rank is None:
                 raise _other_directory(path) or error from error
             tree = one_rank
@@ -66,7 +66,7 @@ def inspect_tree(
                 f"{path} is the directory of one rank; --strategy is for a rank tree",
                 hint=f"pass the directory of all ranks, {os.path.dirname(absolute(path))}",
             )
-        requested = None if step == "latest" else tree.named(step)
+        requested = None if read.step == "latest" else tree.named(read.step)
         inspection = _Inspection(Inspected(path, form, ranks=tree.ranks), tree, strategy, one_rank is not None)
     return inspection.run(requested)
 

@@ -4,15 +4,13 @@ The plan lists the boxes of stored slices of each tensor, and the executor reads
 NumPy's indexing. It writes nothing.
 """
 
-from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
-from reshard.opened.opening import open, open_requested, reading_request
+from reshard.opened.checkpoint import OpenedCheckpoint
+from reshard.opened.opening import open, reading_request
 from reshard.opened.tensor import LazyTensor
 
 __all__ = [
     "LazyTensor",
     "OpenedCheckpoint",
-    "ReadingEffort",
     "open",
-    "open_requested",
     "reading_request",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -172,21 +172,6 @@ class NoSuchTensorError(CheckpointError, KeyError):
         return CheckpointError.__str__(self)
 
 
-@dataclass(frozen=True)
-class ReadingEffort:
-    """Threads and memory for reading.
-
-    Attributes:
-        jobs: CPUs to keep busy.
-        max_memory: bytes for all buffers together, and for tensors that are read ahead.
-        io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
-    """
-
-    jobs: int
-    max_memory: int
-    io: str = "auto"
-
-
 def _warning(report: Report) -> Overflowed:
     """Warns about elements that a cast made infinite, once per tensor, since it may be read more than once."""
 
@@ -204,7 +189,6 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
     Args:
         request: the conversion whose target is read instead of written.
         handles: open source files, closed with the checkpoint.
-        effort: threads and memory.
         report: gets warnings and notes.
         errors: the context in which headers are read, which may reword errors.
     """
@@ -213,14 +197,12 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         self,
         request: Request,
         handles: FileHandles,
-        effort: ReadingEffort,
         report: Report,
         errors: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._errors = errors
         self._request = request
         self._handles = handles
-        self._effort = effort
         self._report = report
         self._lock = ThreadLock()
         self._contents: Optional[OpenedContents] = None
@@ -230,6 +212,11 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         self._compared: set[str] = set()
         # Closes the files if the caller does not.
         self._finalizer = weakref.finalize(self, handles.close)
+
+    @property
+    def request(self) -> Request:
+        """The conversion whose target is read instead of written."""
+        return self._request
 
     @property
     def contents(self) -> OpenedContents:
@@ -256,10 +243,10 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
             if self._reader is None:
                 example = next(iter(checkpoint.files.values()), None)
                 storage = LOCAL if example is None else storage_of(example)
-                effort = self._effort
+                effort = self._request.asked.effort
                 # The other half is for tensors that are read ahead.
                 budget = Budget.of(
-                    effort.jobs,
+                    effort.cpus,
                     effort.max_memory // 2,
                     _for_single_elements(storage),
                     io=effort.io,
@@ -271,7 +258,9 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
     def share(self, processes: int) -> None:
         """Divide jobs and memory among copies of this checkpoint in several processes."""
         with self._lock:
-            self._effort = replace(self._effort, jobs=1, max_memory=self._effort.max_memory // processes)
+            asked = self._request.asked
+            effort = replace(asked.effort, jobs=1, max_memory=asked.effort.max_memory // processes)
+            self._request = self._request._replace(asked=replace(asked, effort=effort))
             self._reader = None
 
     def target(self, name: str, copy: int = 0) -> TargetTensor:
@@ -370,7 +359,9 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         """
         chosen = [self[name] for name in (self if names is None else dict.fromkeys(names))]
         order = in_file_order(self.contents, [tensor.name for tensor in chosen])
-        yield from _read_ahead(map(self.__getitem__, order.names), self.reader, self._effort.max_memory // 2)
+        yield from _read_ahead(
+            map(self.__getitem__, order.names), self.reader, self._request.asked.effort.max_memory // 2
+        )
         self.check_unchanged(order.paths)
 
     def check_unchanged(self, paths: Optional[Iterable[str]] = None) -> None:

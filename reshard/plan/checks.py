@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from reshard.checkpoints import can_hold, mindspore_reads
-from reshard.checkpoints.formats.dtypes import MAP_TENSOR, MEMORY, TEXT
+from reshard.checkpoints.formats.dtypes import MAP_TENSOR, TEXT
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.forms.form import Names
 from reshard.forms.registry import form_named
@@ -223,13 +223,13 @@ def missing_problems(plan: Plan, report: Report) -> Iterator[CheckpointError]:
         return
     sections = plan.sections if plan.form.by_rank else plan.form.sections
     held = [name for name in laid_out_names(sections) & plan.checkpoint.tensors.keys() if request.filters.admit(name)]
-    if form_named(request.to).options.names is not Names.MODEL:
+    if request.to.options.names is not Names.MODEL:
         # Strategies list the names of MindSpore's optimizers, not those of a trainer's state.
         from reshard.names import name_before
 
         held += [name_before(name) for name in held]
     names = plan.known_names()
-    accepted = Globs(request.allow_missing)
+    accepted = Globs(request.asked.edits.allow_missing)
     missing = [name for name in needed(missing, held, request.target, names) if not accepted.match(name)]
     weights = [name for name in missing if is_weight(name, names)]
     state = [name for name in missing if not is_weight(name, names)]
@@ -242,7 +242,7 @@ def missing_problems(plan: Plan, report: Report) -> Iterator[CheckpointError]:
         (weights, f"no source file holds {plural(len(weights), 'weight')} {where}: "),
         (state, f"no source file holds {plural(len(state), 'parameter')} {where}, but those of other weights: "),
     ):
-        if chosen and request.format == MEMORY:
+        if chosen and request.task.in_memory:
             report.warn(text + listing(chosen))
         elif chosen:
             yield CheckpointError(

@@ -14,7 +14,7 @@ from reshard.checkpoints.formats.dtypes import INT4, TEXT
 from reshard.errors import CheckpointError, NamesError, UsageError
 from reshard.layout.views import View
 from reshard.plan.casts import cast
-from reshard.plan.edits import Additions, Edits, recorded_name
+from reshard.plan.edits import Additions, EditRules, recorded_name
 from reshard.storage import absolute
 from reshard.strategies import Strategy
 from reshard.text.messages import Report, as_pattern, listing, plural, quoted
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
 
-def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool = True) -> EditedCheckpoint:
+def edited(checkpoint: Checkpoint, edits: EditRules, report: Report, complete: bool = True) -> EditedCheckpoint:
     """The checkpoint that edits make of a source.
 
     Args:
@@ -154,7 +154,7 @@ class _Editing:
         }
         self.values = {name for name in self.values if not is_part(name)}
 
-    def apply_table(self, table: NameRules, edits: Edits, complete: bool) -> str:
+    def apply_table(self, table: NameRules, edits: EditRules, complete: bool) -> str:
         """Apply rules of names and packing; returns the identity of the edits."""
         # Loaded only here: most conversions have no rules.
         from reshard.names import HUB_SIDE
@@ -270,12 +270,12 @@ class _Editing:
         return self._checkpoint.tensors[recipe.sources[0]].shape if recipe.view is None else recipe.view.shape
 
 
-def _packing(edits: Edits, applied: Applied) -> tuple[str, ...]:
+def _packing(edits: EditRules, applied: Applied) -> tuple[str, ...]:
     """The applied table, its typed and its decisive options, and the sizes, as ``KEY=VALUE``."""
     assert edits.table is not None
     texts = [f"table={recorded_name(edits.table)}"]
-    if edits.typed is not None and edits.typed.config is not None:
-        texts.append(f"config={absolute(edits.typed.config)}")
+    if edits.config_path is not None:
+        texts.append(f"config={absolute(edits.config_path)}")
     recorded = edits.table.packing_options.union(name for name, _ in edits.table.chosen)
     texts += (f"option {name}={applied.options[name]}" for name in sorted(recorded))
     return (*texts, *(f"size {name}={value}" for name, value in applied.sizes.items()))

@@ -1,19 +1,20 @@
-"""Edits of names, packing and types, as options request them."""
+"""EditRules of names, packing and types, as options request them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Protocol
 
+from reshard.asked import Edits
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor
 from reshard.checkpoints.formats.dtypes import CAST_TO, dtype_named
 from reshard.errors import CheckpointError, NamesError, UsageError
-from reshard.forms.form import EditedStep, Names
+from reshard.forms.form import EditedStep, Form, Names
 from reshard.forms.registry import form_named, form_of
 from reshard.storage import absolute, is_directory, is_regular_file
 from reshard.strategies import SAME, Strategy
@@ -31,28 +32,6 @@ PLAIN_WEIGHTS, PLAIN_ALL, PLAIN_KNOWN = "weights", "all", "known"
 
 # Megatron's objects of a whole checkpoint.
 _MEGATRON = frozenset(["common.pt", "common_state"])
-
-
-class TypedEdits(NamedTuple):
-    """The options of edits as typed, for records and resume.
-
-    Attributes:
-        names: the table of rules, a built-in one's name or a path.
-        rename: other names.
-        config: the file with the model's sizes.
-        reverse: --reverse.
-        optimizer: --optimizer keep.
-        cast: types.
-        dequantize: the type that quantised tensors get.
-    """
-
-    names: Optional[str] = None
-    rename: tuple[str, ...] = ()
-    config: Optional[str] = None
-    reverse: bool = False
-    optimizer: bool = False
-    cast: tuple[str, ...] = ()
-    dequantize: Optional[str] = None
 
 
 class Additions(Protocol):
@@ -79,7 +58,7 @@ class Additions(Protocol):
         """Whether a tensor belongs to the additions and is not written itself."""
 
 
-class Edits(NamedTuple):
+class EditRules(NamedTuple):
     """Other names, packing and types.
 
     Attributes:
@@ -97,7 +76,7 @@ class Edits(NamedTuple):
         exactly: other names of single tensors, after the rules; None for skipped ones.
         quantisation: how quantised tensors are recognised, and their type after dequantising, the first edit; None to
             copy codes and scales unchanged.
-        typed: the options as typed; None for edits without options of a conversion.
+        config_path: the file or directory of the model's configuration, if it was named or is the source's.
         source_packing: the `packing` that the source's records list; empty without records of a table.
         to_huggingface: the target's loaders expect Hugging Face's names.
     """
@@ -114,14 +93,14 @@ class Edits(NamedTuple):
     experts: bool = False
     trainer: bool = False
     quantisation: Optional[Quantisation] = None
-    typed: Optional[TypedEdits] = TypedEdits()
+    config_path: Optional[str] = None
     source_packing: tuple[str, ...] = ()
     to_huggingface: bool = False
 
     @property
     def is_empty(self) -> bool:
         """Whether all names, packing and types are unchanged."""
-        return self._replace(typed=NO_EDITS.typed, config=None, source_packing=(), to_huggingface=False) == NO_EDITS
+        return self._replace(config=None, config_path=None, source_packing=(), to_huggingface=False) == NO_EDITS
 
     def identity(self, options: Optional[Mapping[str, str]] = None, reverse: bool = False) -> str:
         """A text; edits that make equal tensors have equal texts.
@@ -216,7 +195,7 @@ class Edits(NamedTuple):
             )
         return renamed.names
 
-    def for_experts(self, names: Iterable[str]) -> Edits:
+    def for_experts(self, names: Iterable[str]) -> EditRules:
         """These edits, with the table for experts that transformers 5 fuses where the model has some.
 
         Args:
@@ -242,7 +221,7 @@ class Edits(NamedTuple):
             )
         return self._replace(experts=False, table=experts_table(fused, self.config), reverse=False)
 
-    def possible_edits(self) -> Iterator[Edits]:
+    def possible_edits(self) -> Iterator[EditRules]:
         """These edits without and with the table for fused experts, since names decide."""
         yield self._replace(experts=False)
         if self.experts and self.config is not None:
@@ -371,11 +350,11 @@ class Edits(NamedTuple):
 NO_TABLE = "none"
 """--names none: names stay, those of fused experts too."""
 
-NO_EDITS = Edits()
+NO_EDITS = EditRules()
 """Unchanged names, packing and types."""
 
 
-def between_forms(edits: Edits, src: str, form: str, to: str) -> Edits:
+def between_forms(edits: EditRules, src: str, form: Form, to: Form, keep: bool = False) -> EditRules:
     """The edits, with the renaming that a conversion between two forms implies.
 
     A trainer's names become those of a model where the target has only these, or where a table needs them, and a
@@ -387,14 +366,15 @@ def between_forms(edits: Edits, src: str, form: str, to: str) -> Edits:
         src: the source; its config.json is the default.
         form: of the source.
         to: of the target.
+        keep: --names is given, perhaps as none.
 
     Raises:
         ReshardError: the configuration cannot be read.
     """
-    source, target = form_named(form).options, form_named(to).options
+    source, target = form.options, to.options
     edits = edits._replace(to_huggingface=target.huggingface)
     published = target.names is Names.MODEL and target.huggingface
-    if published and not source.mindspore and form != to and (edits.typed is None or edits.typed.names is None):
+    if published and not source.mindspore and form.name != to.name and not keep:
         config = edits.config
         # verl stores the configuration in a directory of its own.
         for path in (os.path.join(src, _CONFIG), os.path.join(src, "huggingface", _CONFIG)):
@@ -422,72 +402,65 @@ def recorded_name(table: NameRules) -> str:
     return table.path if table.path in builtin_names() else absolute(table.path)
 
 
-def edits_to_model(form: str) -> Edits:
+def edits_to_model(form: str) -> EditRules:
     """The edits that give tensors the names in the model, and MindSpore's names for optimizer state.
 
     Args:
         form: of the source.
     """
-    return NO_EDITS if form_named(form).options.names is Names.MODEL else Edits(plain=PLAIN_KNOWN, typed=None)
+    return NO_EDITS if form_named(form).options.names is Names.MODEL else EditRules(plain=PLAIN_KNOWN)
 
 
 _CONFIG = "config.json"
 
 
-def typed_edits(
-    src: str,
-    names: Optional[str] = None,
-    rename: Sequence[str] = (),
-    config: Optional[str] = None,
-    reverse: bool = False,
-    optimizer: bool = False,
-    cast: Sequence[str] = (),
-    dequantize: Optional[str] = None,
-) -> Edits:
-    """The edits of options; empty for unchanged names and types.
+def edit_rules(src: str, asked: Edits, to: Optional[Form] = None) -> EditRules:
+    """The rules of names, packing and types that are asked for; empty for unchanged ones.
 
     Args:
         src: the source; its config.json is the default.
-        names: a built-in table of rules, or the file of one; ``none`` keeps names, those of fused experts too.
-        rename: other names, ``OLD=NEW``.
-        config: the file with the model's sizes.
-        reverse: read the table from right to left.
-        optimizer: apply it also to optimizer state.
-        cast: ``DTYPE`` or ``GLOB=DTYPE``.
-        dequantize: type for quantised tensors; None to copy them unchanged.
+        asked: what is asked.
+        to: the form of the target, which may have other names; None if nothing is written.
 
     Raises:
         UsageError: options contradict each other, or name an unknown type.
         ReshardError: a table cannot be read.
     """
-    for option, is_set in (("reverse", reverse), ("optimizer", optimizer)):
+    rules = _asked_rules(src, asked)
+    if to is None:
+        return rules
+    return between_forms(rules, src, form_named(form_of(src)), to, keep=asked.names is not None)
+
+
+def _asked_rules(src: str, asked: Edits) -> EditRules:
+    names, config, exactly = asked.names, asked.config, asked.exactly
+    for option, is_set in (("reverse", asked.reverse), ("optimizer", asked.optimizer is not None)):
         if is_set and names in (None, NO_TABLE):
             raise UsageError(f"--{option} needs --names", hint="name a table: `reshard names list`")
-    if names is None and config is None and not rename and not cast and dequantize is None:
-        return NO_EDITS
+    if not asked.changes:
+        return NO_EDITS._replace(exactly=exactly)
     if not (is_directory(src) or form_named(form_of(src)).options.by_rank):
         # An index or the one file of a model.
         src = os.path.dirname(src)
     if names not in (None, NO_TABLE) and config is None and is_regular_file(os.path.join(src, _CONFIG)):
         config = os.path.join(src, _CONFIG)
     # Loaded only here: most conversions have no rules.
-    from reshard.names import builtin_names, parse_renames, read_config, rules_named
+    from reshard.names import parse_renames, read_config, rules_named
     from reshard.plan.casts import CastRule
     from reshard.records.ledger import packing_of
 
     table = None if names is None or names == NO_TABLE else rules_named(names)
-    if names is not None and table is not None and table.path not in builtin_names():
-        names = absolute(names)
     sizes = None if config is None else read_config(config)
-    return Edits(
+    return EditRules(
         table=table,
-        renames=parse_renames(rename) if rename else None,
+        renames=parse_renames(asked.rename) if asked.rename else None,
         config=sizes,
-        reverse=True if reverse else None,
-        optimizer=optimizer,
-        casts=tuple(map(CastRule.parse, cast)),
-        quantisation=None if dequantize is None else _quantisation(dequantize, src, sizes),
-        typed=TypedEdits(names, tuple(rename), config, reverse, optimizer, tuple(cast), dequantize),
+        reverse=True if asked.reverse else None,
+        optimizer=asked.optimizer is not None,
+        casts=tuple(map(CastRule.parse, asked.cast)),
+        exactly=exactly,
+        quantisation=None if asked.dequantize is None else _quantisation(asked.dequantize, src, sizes),
+        config_path=config,
         source_packing=() if table is None else packing_of(src),
     )
 
@@ -505,28 +478,3 @@ def _quantisation(dequantize: str, src: str, config: Optional[Mapping[str, objec
     if dtype not in CAST_TO:
         raise UsageError(f"--dequantize {dequantize}: is none of {', '.join(CAST_TO)}")
     return quantisation_of(src, dtype, config)
-
-
-def edits_of(src: str, typed: Mapping[str, Any], to: Optional[str] = None) -> Edits:
-    """The edits of options as click names them; see `typed_edits`.
-
-    Args:
-        src: the source; its config.json is the default.
-        typed: the options' values.
-        to: the form of the target, which may have other names; None if nothing is written.
-
-    Raises:
-        UsageError: options contradict each other, or name an unknown type.
-        ReshardError: a table cannot be read.
-    """
-    edits = typed_edits(
-        src,
-        typed["names"],
-        typed["rename"],
-        typed["config"],
-        typed["reverse"],
-        typed["optimizer"] is not None,
-        typed["cast"],
-        typed["dequantize"],
-    )
-    return edits if to is None else between_forms(edits, src, form_of(src), to)

@@ -99,7 +99,7 @@ class Plan:
 
     def path(self, file: int) -> str:
         """The final name of a target file."""
-        if self.request.exact_file:
+        if self.request.asked.target.is_file:
             directory, name = os.path.split(self.request.dst)
             return os.path.join(directory, name)
         name = f"{self.form.names.of(file)}.{self.form.format}"
@@ -439,7 +439,7 @@ class Plan:
 
 def requested_files(request: Request, form: TargetForm) -> tuple[int, ...]:
     """The requested target files, ascending."""
-    return tuple(range(form.count)) if request.files is None else request.files
+    return tuple(range(form.count)) if request.asked.files is None else request.asked.files
 
 
 def sections_of(form: TargetForm, files: Sequence[int]) -> list[Section]:

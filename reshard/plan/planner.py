@@ -10,7 +10,7 @@ from reshard.checkpoints.formats.dtypes import MEMORY, TEXT
 from reshard.errors import UsageError
 from reshard.forms.form import Names, ReadRequest, WriteRequest
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
-from reshard.forms.registry import counted_as, form_named
+from reshard.forms.registry import counted_as
 from reshard.forms.target import Cuts, TargetForm, laid_out_names
 from reshard.plan.checks import check, problems_of_form
 from reshard.plan.plan import Plan, Sorted, ValuesOfFiles, requested_files, sections_of
@@ -30,7 +30,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     Raises:
         ReshardError: the request cannot be met; nothing has been written.
     """
-    source = form_named(request.form)
+    source, admit = request.form, request.filters.admit
     checkpoint = base = read_source(request, handles, report)
     shards = shards_of(request.target.path)
     if request.target.is_placeholder and shards is None:
@@ -42,16 +42,16 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         from reshard.plan.editing import edited, same_layouts
 
         checkpoint = edited_checkpoint = edited(base, request.edits, report)
-        request.edits.note_optimizer(filter(request.filters.admit, checkpoint.tensors), report)
+        request.edits.note_optimizer(filter(admit, checkpoint.tensors), report)
         if request.target.path == SAME:
             request = request._replace(target=same_layouts(request.target, edited_checkpoint))
-    if form_named(request.to).options.names is not Names.MODEL and request.target.path != SAME:
+    if request.to.options.names is not Names.MODEL and request.target.path != SAME:
         request = request._replace(target=request.edits.laid_out(request.target, checkpoint.tensors))
     if shards is not None:
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         request = request._replace(target=Strategy.shards(shards, shapes))
     recovery: Optional[Recovery] = None
-    if request.recover:
+    if request.task.recover:
         from reshard.plan.recovery import RecoveredFiles, Recovery
 
         ranks = rank_checkpoint_of(base)
@@ -59,10 +59,9 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         recovery = Recovery(request, ranks, handles)
         form: TargetForm = RecoveredFiles(request, ranks, recovery)
     else:
-        written = form_named(request.to)
-        form = written.target(checkpoint, _write_request(request, handles, report))
-        if written.options.names is not Names.TRAINER and request.format != MEMORY:
-            _note_skipped_objects(checkpoint, request.filters.admit, report)
+        form = request.to.target(checkpoint, _write_request(request, handles, report))
+        if request.to.options.names is not Names.TRAINER and not request.task.in_memory:
+            _note_skipped_objects(checkpoint, admit, report)
     several = request.source.device_count > 1
     values = CopiedValues(checkpoint, form, request.filters, several, handles, request.source.is_as_cut)
     copied = values if recovery is None else recovery.with_values(values)
@@ -103,11 +102,12 @@ def read_source(
         ReshardError: the source is incomplete or damaged, or cannot be read.
     """
     shards = shards_of(request.target.path) is not None
+    asked = request.asked.source
     reading = ReadRequest(
-        request.src,
+        asked.path if asked.files is None else asked.files,
         handles,
         report,
-        request.step,
+        asked.step,
         request.damaged,
         required or _is_required(request),
         source=request.source,
@@ -115,29 +115,29 @@ def read_source(
         target=Strategy.none() if shards else request.target,
         ranks=None if shards else request.target_ranks,
         filters=request.filters,
-        file_suffix=request.file_suffix,
-        fallback=request.fallback,
-        without_ranks=request.without_ranks,
+        file_suffix=asked.file_suffix,
+        fallback=asked.fallback,
+        without_ranks=asked.without_ranks,
         edit=None if request.edits.is_empty else request.edits.step_editor(request.target),
     )
-    return form_named(request.form).read(reading)
+    return request.form.read(reading)
 
 
 def _write_request(request: Request, handles: FileHandles, report: Report) -> WriteRequest:
     """The target of a request."""
-    edits = request.edits
+    edits, asked = request.edits, request.asked.target
     return WriteRequest(
-        request.dst,
+        asked.path,
         request.source,
         request.target,
         handles,
         report,
         request.filters.admit,
-        request.format,
-        request.prefix,
-        request.max_shard_size,
-        not (request.exact_file or request.format == MEMORY),
-        (edits.typed and edits.typed.config) or getattr(edits.config, "path", None),
+        MEMORY if request.task.in_memory else asked.format,
+        asked.prefix,
+        asked.max_shard_size,
+        not (asked.is_file or request.task.in_memory),
+        edits.config_path or getattr(edits.config, "path", None),
         bool(edits.casts),
         edits.quantisation is not None,
     )
@@ -152,7 +152,7 @@ def _plan(
     choice: Optional[ReplicaChoice],
     report: Report,
 ) -> Plan:
-    beyond = [file for file in request.files or () if not 0 <= file < form.count]
+    beyond = [file for file in request.asked.files or () if not 0 <= file < form.count]
     if beyond:
         counted = counted_as(form.name)
         raise UsageError(
@@ -197,7 +197,7 @@ def sort(request: Request, checkpoint: Checkpoint, form: TargetForm, values: Cop
     else:
         everywhere = laid_out_names(form.sections)
         left_out = sorted(name for name in laid_out if admit(name) and name not in everywhere)
-        if request.files is None or not form.by_rank:
+        if request.asked.files is None or not form.by_rank:
             # Files of some forms are laid out for the tensors of the source only.
             target_names = target_names.union(request.target.parameters)
     missing = sorted(

@@ -43,7 +43,7 @@ class Recovery:
         self._strategy = request.source
         self._checkpoint = checkpoint
         self._step = checkpoint
-        self.format = target_format(request.format, checkpoint, recover=True)
+        self.format = target_format(request.asked.target.format, checkpoint, recover=True)
         self._handles = handles
         self._admit = request.filters.admit
         self._lacked: dict[tuple[int, int], list[str]] = {}
@@ -231,8 +231,9 @@ class RecoveredFiles(RankFiles):
 
     def __init__(self, request: Request, checkpoint: RankCheckpoint, recovery: Recovery) -> None:
         # Named as in the source, unless --prefix is given.
-        names = checkpoint.step_files.names if request.prefix is None else None
-        names = rank_names(request.prefix, checkpoint) if names is None else names
+        prefix = request.asked.target.prefix
+        names = checkpoint.step_files.names if prefix is None else None
+        names = rank_names(prefix, checkpoint) if names is None else names
         super().__init__(request.target, checkpoint.tensors, recovery.format, names)
         self._recovery = recovery
 

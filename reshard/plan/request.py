@@ -1,65 +1,56 @@
-"""The request of a conversion."""
+"""A conversion and its two ends, before the source is read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple, Optional
 
-from reshard.defaults import DEFAULT_PREFIX
-from reshard.forms.registry import form_named
-from reshard.plan.edits import NO_EDITS, Edits
+from reshard.asked import Conversion, Task
+from reshard.forms.form import Form
+from reshard.plan.edits import NO_EDITS, EditRules
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters
 
 
 class Request(NamedTuple):
-    """A conversion as requested.
+    """A conversion and its two ends.
 
     Attributes:
-        src: source tree, file or `{rank}` path, or the file of each rank.
-        dst: target directory, or the exact file of the one requested rank.
+        asked: the conversion.
+        form: of the source.
         source: strategy the checkpoint was saved with; `none` where the checkpoint records its layouts.
+        to: form of the target.
         target: strategy it is converted to; `none` for full tensors, `same` for the source's own.
-        files: requested target files, ascending; None for all.
-        prefix: prefix of target file names; None for the names of the source's files, where ranks are unchanged.
-        format: ``same``, ``ckpt`` or ``safetensors``; `formats.dtypes.MEMORY` where nothing is written.
-        step: ``latest`` or ``<epoch>_<step>``.
-        fallback: whether ``latest`` may be an older step than the newest, where that is not complete.
-        file_suffix: only source files whose stem has this ending.
-        without_ranks: source ranks that count as lost, ascending.
-        filters: which parameters are written.
-        allow_missing: patterns of parameters that the target lists and the source may lack.
-        exact_file: ``dst`` is the file itself.
-        damaged: source files that count as absent, with the reason, by path.
-        recover: source and target are the same strategy, and intact files are copied.
-        form: of the source; see `forms.registry`.
-        to: form that is written.
-        max_shard_size: bytes of tensors in a file of full weights; None for the default.
         edits: other names, packing and types.
+        task: what the run does.
+        damaged: source files that count as absent, with the reason, by path.
     """
 
-    src: Union[str, Mapping[int, str]]
-    dst: str
+    asked: Conversion
+    form: Form
     source: Strategy
+    to: Form
     target: Strategy
-    files: Optional[tuple[int, ...]] = None
-    prefix: Optional[str] = DEFAULT_PREFIX
-    format: str = "same"
-    step: str = "latest"
-    fallback: bool = True
-    file_suffix: Optional[str] = None
-    without_ranks: tuple[int, ...] = ()
-    filters: Filters = Filters()
-    allow_missing: tuple[str, ...] = ()
-    exact_file: bool = False
+    edits: EditRules = NO_EDITS
+    task: Task = Task()
     damaged: Mapping[str, str] = {}
-    recover: bool = False
-    form: str = "ranks"
-    to: str = "ranks"
-    max_shard_size: Optional[int] = None
-    edits: Edits = NO_EDITS
+
+    @property
+    def src(self) -> str:
+        """The source."""
+        return self.asked.source.path
+
+    @property
+    def dst(self) -> str:
+        """The target directory, or the file itself."""
+        return self.asked.target.path
+
+    @property
+    def filters(self) -> Filters:
+        """The selection of names."""
+        return self.asked.edits.filters
 
     @property
     def target_ranks(self) -> Optional[tuple[int, ...]]:
         """The requested target ranks, ascending; None for all, and for forms without rank files."""
-        return self.files if form_named(self.to).options.by_rank else None
+        return self.asked.files if self.to.options.by_rank else None

@@ -15,132 +15,60 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints.formats.headers import ALL_FORMATS
-from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES
+from reshard.asked import Conversion
 from reshard.errors import TargetError, UsageError
-from reshard.forms import DEFAULT_FORM, FORM_CLASSES
-from reshard.forms.ranks.naming import Step
-from reshard.forms.registry import form_named, form_of
-from reshard.records.identity import attributes_of, short_digest
+from reshard.records.identity import short_digest
 from reshard.storage import is_absolute, names_in, read_json, reading, status_at, write_whole
 from reshard.storage.json_text import Fields, JsonError
-from reshard.strategies import AS_CUT, names_files, shards_of, target_words
-from reshard.text.messages import number_ranges, quoted
+from reshard.strategies import names_files
+from reshard.text.messages import quoted
 
-VERSION = 1
-EDITS = ("names", "config", "reverse", "optimizer", "dequantize", "rename", "cast")
-"""The options of names and types."""
+VERSION = 2
 
 # Enough for paths and patterns of some hundred bytes each.
 _MAX_BYTES = 1 << 20
 _MAX_RECORDS = 10_000
 _SHOWN = 40
 _MAX_MESSAGE = 200
-_RANGE = "([0-9]{1,9})(?:-([0-9]{1,9}))?"
-_CHOICES = {
-    "task": ("convert", "recover"),
-    "format": ALL_FORMATS,
-    "to": tuple(FORM_CLASSES),
-    "optimizer": (None, "keep"),
-    **{name: CHOICES[name] for name in ("crc", "check_replicas", "checksum")},
-}
-# Attributes whose options depend on the task or the form; those of others are as `option_words` writes them.
-_BY_TASK = ("task", "src", "source_strategy", "target_strategy", "format", "prefix", "packing", "host")
 
 
 class RecordedCommand(NamedTuple):
-    """A command; other attributes than these are the options of that name, with their defaults.
+    """A command.
 
     Attributes:
-        task: ``convert`` or ``recover``.
-        src: the source, absolute; may contain ``{rank}``.
-        source_strategy: absolute path, ``none``, or ``as cut`` where only the format changes.
-        target_strategy: likewise; that of the source when recovering.
-        format: of the target files, as chosen.
+        asked: the conversion with absolute paths and the chosen step and format, but without the target's path; its
+            files are None for one of several processes.
         host: the host where it was typed.
-        step: the chosen step; None if file names contain none.
-        prefix: None for names as in the source.
-        without_ranks: source ranks that count as lost, such as ``3,7``; None without any.
-        ranks: the requested target ranks, such as ``0-7,12``; None for all, or for one of several processes.
-        names: a built-in table of names, or an absolute path.
-        config: absolute path.
+        task: ``convert`` or ``recover``.
+        verify: the result was to be verified.
+        lost_only: only lost ranks were to be recovered.
         packing: the table of names, its options and sizes, as ``KEY=VALUE``; of the source, if no table was requested.
     """
 
-    task: str
-    src: str
-    source_strategy: str
-    target_strategy: str
-    format: str
+    asked: Conversion
     host: str
-    to: str = DEFAULT_FORM
-    max_shard_size: Optional[int] = None
-    step: Optional[str] = None
-    file_suffix: Optional[str] = None
-    without_ranks: Optional[str] = None
-    ranks: Optional[str] = None
-    names: Optional[str] = None
-    config: Optional[str] = None
-    reverse: bool = False
-    optimizer: Optional[str] = None
-    dequantize: Optional[str] = None
-    rename: tuple[str, ...] = ()
-    cast: tuple[str, ...] = ()
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    allow_missing: tuple[str, ...] = ()
-    prefix: Optional[str] = DEFAULT_PREFIX
-    crc: str = CHOICES["crc"][0]
-    check_replicas: str = CHOICES["check_replicas"][0]
-    checksum: str = CHOICES["checksum"][0]
+    task: str = "convert"
     verify: bool = False
     lost_only: bool = False
     packing: tuple[str, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The typed paths, without duplicates."""
-        strategies = filter(names_files, (self.source_strategy, self.target_strategy))
-        return tuple(dict.fromkeys((self.src, *strategies)))
-
-    @property
-    def rank_numbers(self) -> Optional[tuple[int, ...]]:
-        """The requested target ranks, ascending; None for all."""
-        return None if self.ranks is None else _numbers(self.ranks)
-
-    def option_words(self, names: Optional[Iterable[str]] = None) -> list[str]:
-        """Options of the same names in `convert` and `recover`, as words; defaults are left out.
-
-        Args:
-            names: only these attributes; by default all such options.
-        """
-        words: list[str] = []
-        for name, value in self._asdict().items():
-            if name in _BY_TASK or value == self._field_defaults.get(name):
-                continue
-            if names is None or name in names:
-                option = f"--{name.replace('_', '-')}"
-                values = value if isinstance(value, tuple) else (value,)
-                words += [option] if value is True else [f"{option}={each}" for each in values]
-        return words
+        """The paths of the source and of strategies, without duplicates."""
+        strategies = (self.asked.source.strategy, self.asked.target.strategy)
+        return tuple(dict.fromkeys((self.asked.source.path, *(s for s in strategies if s and names_files(s)))))
 
     def words(self, dst: str) -> list[str]:
         """The command, with paths as they are recorded."""
+        asked, recovery = self.asked, self.task == "recover"
         target = os.path.join(os.curdir, dst) if dst.startswith("-") else dst
-        words = [self.task, self.src, target]
-        recovery = self.task == "recover"
-        to = form_named(self.to).options
+        words = [word for group in asked.groups for word in group.words()]
         if recovery:
-            words.append(f"--strategy={self.source_strategy}")
-        else:
-            if form_named(form_of(self.src)).options.needs_strategy and self.source_strategy != AS_CUT:
-                words.append(f"--src-strategy={self.source_strategy}")
-            if to.cut and self.target_strategy != AS_CUT:
-                words.append("=".join(target_words(self.target_strategy)))
-            words += [f"--format={self.format}"] if len(to.formats) > 1 else []
-        if self.prefix is not None and (self.prefix != DEFAULT_PREFIX or recovery):
-            words.append(f"--prefix={self.prefix}")
-        return words + self.option_words()
+            words = [re.sub("^--src-strategy=", "--strategy=", word) for word in words]
+            if asked.target.prefix is not None and not any(word.startswith("--prefix=") for word in words):
+                words.append(f"--prefix={asked.target.prefix}")
+        flags = [flag for flag, given in (("--verify", self.verify), ("--lost-only", self.lost_only)) if given]
+        return [self.task, asked.source.path, target, *words, *flags]
 
     def write(self, directory: str) -> None:
         """Write the record, and make it the latest.
@@ -148,12 +76,12 @@ class RecordedCommand(NamedTuple):
         Raises:
             OSError: it cannot be written.
         """
-        content = self._asdict()
+        content = {"version": VERSION, **self._asdict(), "asked": self.asked.to_json()}
         # The host is excluded: the same command from two hosts is one command.
         host = content.pop("host")
         digest = short_digest(json.dumps(content, sort_keys=True).encode())
         path = os.path.join(directory, f"command.{digest}.json")
-        write_whole(path, (json.dumps({"version": VERSION, **content, "host": host}) + "\n").encode())
+        write_whole(path, (json.dumps({**content, "host": host}) + "\n").encode())
 
 
 def is_command(name: str) -> bool:
@@ -182,7 +110,7 @@ def commands_in(directory: str) -> list[RecordedCommand]:
 
 def requested_ranks(commands: Iterable[RecordedCommand]) -> Optional[tuple[int, ...]]:
     """The target ranks that any of these commands requested, ascending; None for all."""
-    ranks = [command.rank_numbers for command in commands]
+    ranks = [command.asked.files for command in commands]
     return None if None in ranks else tuple(sorted({rank for numbers in ranks for rank in numbers or ()}))
 
 
@@ -213,40 +141,19 @@ def _parsed(fields: Fields) -> RecordedCommand:
     Raises:
         JsonError, UsageError: no run writes such a record.
     """
-    values = attributes_of(RecordedCommand, fields)
-    for name, value in values.items():
-        if name in _CHOICES and value not in _CHOICES[name]:
-            raise JsonError(f"{name} is {quoted(str(value))}")
-        if any("\0" in text for text in (value if isinstance(value, tuple) else (value,)) if isinstance(text, str)):
-            raise JsonError(f"{name} contains a NUL character")
-    for strategy in (values["source_strategy"], values["target_strategy"]):
-        shards_of(strategy)
-        if names_files(strategy) and not is_absolute(strategy):
-            raise JsonError(f"{quoted(strategy)} is not an absolute path")
-    packing = values.get("packing", ())
+    unknown = set(fields).difference(RecordedCommand._fields)
+    if unknown:
+        raise JsonError(f"{quoted(min(unknown))} is unknown")
+    task, packing = fields.text("task"), fields.texts("packing")
+    asked = Conversion.from_json(dict(fields.fields("asked").items()))
+    command = RecordedCommand(
+        asked, fields.text("host"), task, fields.flag("verify"), fields.flag("lost_only"), packing
+    )
+    if task not in ("convert", "recover") or (command.lost_only and task != "recover"):
+        raise JsonError(f"task is {quoted(task)}")
     if not all("=" in text for text in packing) or (packing and not packing[0].startswith("table=")):
         raise JsonError(f"packing is {packing!r}")
-    if not is_absolute(values["src"]):
-        raise JsonError("src is not an absolute path")
-    command = RecordedCommand(**values)
-    # Raises for ranks of another spelling.
-    _ = command.rank_numbers, command.without_ranks and _numbers(command.without_ranks)
-    if command.step is not None and not re.fullmatch("[0-9]{1,18}", command.step):
-        Step.parse(command.step)
-    if command.lost_only and command.task != "recover":
-        raise JsonError("lost_only goes with recover")
+    for path in command.paths:
+        if not is_absolute(path):
+            raise JsonError(f"{quoted(path)} is not an absolute path")
     return command
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """Ranks as `number_ranges` writes them."""
-    numbers: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(_RANGE, part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if last < first or last >= MAX_DEVICES or (numbers and first <= numbers[-1]):
-            raise JsonError(f"ranks are {quoted(text)}")
-        numbers.extend(range(first, last + 1))
-    if number_ranges(numbers) != text:
-        raise JsonError(f"ranks are {quoted(text)}")
-    return tuple(numbers)

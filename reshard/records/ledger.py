@@ -391,10 +391,11 @@ def recorded_strategy(src: str) -> Optional[RecordedStrategy]:
         if (tree.single_file and identity.ranks > 1) or not _all_recorded(directory, ledger, tree.files):
             return None
         commands = ledger.commands()
-        path = commands[0].target_strategy if commands else None
-        if path == SAME:
+        asked = commands[0].asked if commands else None
+        path = None if asked is None else asked.target.strategy
+        if asked is not None and (path == SAME or identity.task == "recover"):
             made = os.path.join(directory, STRATEGY_FILE)
-            path = made if exists(made) else commands[0].source_strategy
+            path = made if exists(made) else asked.source.strategy
         requested = ledger.only() or range(identity.ranks)
         complete = directory != src.rstrip("/") or {file.rank for file in tree.files}.issuperset(requested)
         if path == NONE and identity.ranks == 1:

@@ -154,7 +154,7 @@ def _missing(directory: str, path: str) -> CheckpointError:
         commands = ledger.commands()
         if commands:
             hint = f"it is written last; to complete the conversion: reshard resume {shlex.quote(directory)}"
-            if all(command.ranks is not None for command in commands):
+            if all(command.asked.files is not None for command in commands):
                 hint += "; for ranks that were not requested, run the whole command without --ranks"
     if ledger.only():
         hint = (

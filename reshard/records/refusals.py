@@ -8,10 +8,11 @@ import shlex
 from collections.abc import Collection, Iterable, Sequence
 from typing import Optional
 
+from reshard.asked import CHANGES
 from reshard.errors import ReplaceableError, ReshardError, TargetError
 from reshard.forms.ranks.naming import FileNames
 from reshard.forms.registry import counted_as
-from reshard.records.commands import EDITS, RecordedCommand
+from reshard.records.commands import RecordedCommand
 from reshard.records.identity import Identity
 from reshard.records.ledger import Ledger
 from reshard.text.messages import rank_ranges, some_names
@@ -31,8 +32,8 @@ _FIELD_WORDS = {
     "without_ranks": "--without-ranks",
     "edits": "names or types (--names, --config, --rename, --cast, --dequantize)",
 }
-# Options behind the digests in an identity, by attribute of `RecordedCommand`.
-_OPTIONS = {"division": ("max_shard_size",), "edits": EDITS}
+# The fields behind the digests in an identity, and their group.
+_FIELDS = {"division": ("target", ("max_shard_size",)), "edits": ("edits", CHANGES)}
 
 
 class Refusals:
@@ -155,13 +156,14 @@ def _differences(
     if field == "edits" and (command is None or not recorded):
         # merge-lora records no command.
         return ["the adapter, names or types"]
-    if command is not None and recorded:
-        options = [name for name in _OPTIONS.get(field, ()) if getattr(recorded[0], name) != getattr(command, name)]
-        if field in _OPTIONS:
-            # A digest also differs as a consequence of other options.
-            return [f"--{name.replace('_', '-')}{_both(recorded[0], command, name)}" for name in options]
+    if command is not None and recorded and field in _FIELDS:
+        group, names = _FIELDS[field]
+        there, here = getattr(recorded[0].asked, group), getattr(command.asked, group)
+        # A digest also differs as a consequence of other options.
+        different = [name for name in names if getattr(there, name) != getattr(here, name)]
+        return [f"--{name.replace('_', '-')}{_both(there, here, name)}" for name in different]
     # A digest is of no use to a reader.
-    digest = field.endswith("_strategy") or field in _OPTIONS
+    digest = field.endswith("_strategy") or field in _FIELDS
     return [_FIELD_WORDS.get(field, field) + ("" if digest else _both(theirs, mine, field))]
 
 

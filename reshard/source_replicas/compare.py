@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, Optional, Union
 
+from reshard.asked import Source
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, FileSharding, GlobalTensor
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
@@ -190,10 +191,9 @@ class ReplicaComparison:
             + "; data-parallel ranks have not reduced them yet, and one rank's copy stands for all"
         )
 
-    def error(self, strategy: str, place: str, step: Optional[str], file_suffix: Optional[str]) -> CheckpointError:
-        """The error about ranks that differ, by the strategy at a path."""
-        words = ["--step", step] if step is not None else []
-        words += ["--file-suffix", file_suffix] if file_suffix is not None else []
+    def error(self, strategy: str, source: Source) -> CheckpointError:
+        """The error about ranks of a source that differ, by the strategy at a path."""
+        place, words = source.path, source.words(("step", "file_suffix"))
         check = shlex.join(["reshard", "strategy", "check", strategy, place, *words])
         verify = shlex.join(["reshard", "verify", place, "--replicas", "--strategy", strategy, *words])
         differing, compared = self.differing, self.check

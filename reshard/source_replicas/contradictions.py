@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple, Optional
 
+from reshard.asked import Source
 from reshard.checkpoints import FileHandles, files_alike
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError, ReshardError
@@ -203,24 +204,17 @@ def check_stages(source: Strategy, step: RankCheckpoint) -> None:
 
 
 @contextlib.contextmanager
-def hint_of_swap(
-    source: Strategy,
-    target: Strategy,
-    src: Union[str, Mapping[int, str]],
-    step: str,
-    file_suffix: Optional[str],
-    handles: FileHandles,
-) -> Iterator[None]:
+def hint_of_swap(source: Strategy, target: Strategy, read: Source, handles: FileHandles) -> Iterator[None]:
     """Add to an error about the source's files that by shapes they fit the target's strategy, and not the source's."""
     try:
         yield
     except (CheckpointError, IncompleteSourceError) as error:
         # Lost files contradict a strategy only if the other one cuts them differently.
         lost = isinstance(error, IncompleteSourceError) and _cuts(source) == _cuts(target)
-        if isinstance(src, str) and source is not target and not lost:
+        if read.files is None and source is not target and not lost:
             # The error itself reports unreadable files.
             with contextlib.suppress(ReshardError, OSError):
-                files = next(iter(find_checkpoints(src, file_suffix).candidates(step)))
+                files = next(iter(find_checkpoints(read.path, read.file_suffix).candidates(read.step)))
                 if _fits(target, files, handles) and not _fits(source, files, handles):
                     swapped = f"the files fit --dst-strategy ({target.path}), by shapes: are the two swapped?"
                     error.hint = "\n".join(filter(None, [swapped, error.hint]))
@@ -315,9 +309,7 @@ class StrategyCheck:
 
 def check_strategy(
     strategy: Strategy,
-    path: str,
-    step: str,
-    file_suffix: Optional[str],
+    read: Source,
     filters: Filters,
     handles: FileHandles,
     budget: Budget,
@@ -329,9 +321,9 @@ def check_strategy(
     Raises:
         ReshardError: the files cannot be read.
     """
-    source = RankCheckpoint(_step(find_checkpoints(path, file_suffix), step), handles, report)
+    source = RankCheckpoint(_step(find_checkpoints(read.path, read.file_suffix), read.step), handles, report)
     if not source.indexes:
-        raise CheckpointError(f"{path}: no file of {source.label} is readable", file=path)
+        raise CheckpointError(f"{read.path}: no file of {source.label} is readable", file=read.path)
     warn_of_unmatched(filters, (strategy.parameters, source.names()), report)
     laid_out = {name for name in listed_by_source(strategy, source) if filters.admit(name)}
     stored = {name for name in source.names() if filters.admit(name)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator
 from typing import Any, Callable, NoReturn, Optional, TypeVar
 
 from reshard.storage.files import UnfitError
@@ -83,6 +83,10 @@ class Fields:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._content)
+
+    def items(self) -> ItemsView[str, Any]:
+        """The members, unchecked."""
+        return self._content.items()
 
     def integer(self, key: str, low: int, end: int) -> int:
         """A whole number from ``low`` to before ``end``."""

@@ -23,7 +23,7 @@ from reshard.verification.stored import Content, Source, StoredTensor
 
 if TYPE_CHECKING:
     from reshard.names import Applied, SizedOperation
-    from reshard.plan.edits import Edits
+    from reshard.plan.edits import EditRules
 
 
 class _Recipe(NamedTuple):
@@ -34,7 +34,7 @@ class _Recipe(NamedTuple):
     number: int = 0
 
 
-def edited_source(base: Source, edits: Edits, report: Report) -> Source:
+def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
     """A complete source with other names, packing and types.
 
     Raises:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.forms.form import Names
-from reshard.forms.registry import form_named
 from reshard.strategies import SAME, Strategy, shards_of
 from reshard.text.globs import warn_of_unmatched
 from reshard.text.messages import Report, listing, plural, quoted
@@ -25,7 +24,7 @@ from reshard.verification.stored import Source, files_read, stored_source
 
 if TYPE_CHECKING:
     from reshard.lora import Scale
-    from reshard.plan.edits import Edits
+    from reshard.plan.edits import EditRules
     from reshard.plan.request import Request
 
 _MAX_SHOWN = 3
@@ -94,7 +93,7 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
     if target.is_placeholder:
         # Of rows that are cut evenly, the full tensors are compared.
         by_shards = shards_of(target.path) is not None
-        target = Strategy.none() if by_shards else form_named(request.form).strategy_of(stored.checkpoint)
+        target = Strategy.none() if by_shards else request.form.strategy_of(stored.checkpoint)
     listed = [*request.source.parameters]
     if not request.edits.is_empty or conversion.adapter is not None:
         listed = []
@@ -113,9 +112,9 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
     return [*differences, *_compared(source, target, conversion, means, report)]
 
 
-def between_forms(request: Request) -> Edits:
+def between_forms(request: Request) -> EditRules:
     """The edits, with the changes of names between models and states of trainers, which are decided here again."""
-    edits, source, target = request.edits, form_named(request.form).options, form_named(request.to).options
+    edits, source, target = request.edits, request.form.options, request.to.options
     if edits.renames is not None:
         return edits
     trains = source.names is not Names.MODEL
@@ -130,7 +129,7 @@ def between_forms(request: Request) -> Edits:
 
 def _for_trainer(request: Request, strategy: Strategy, names: Collection[str]) -> Strategy:
     """The strategy of a trainer's state, which may list the names of the model."""
-    if strategy.is_none or form_named(request.to).options.names is Names.MODEL:
+    if strategy.is_none or request.to.options.names is Names.MODEL:
         return strategy
     listed = set(names).intersection(strategy.parameters)
     if any(name.startswith(("model.", *TRAINER_OPTIMIZERS)) for name in listed):
@@ -145,15 +144,15 @@ def _for_trainer(request: Request, strategy: Strategy, names: Collection[str]) -
 
 def _compared(source: Source, target: Strategy, conversion: Verified, means: Means, report: Report) -> list[Difference]:
     request, files = conversion.request, conversion.files
-    form, admit, directory = form_named(request.to), request.filters.admit, request.dst
+    form, admit, directory = request.to, request.filters.admit, request.dst
     if form.options.by_rank:
         differences, names = compare_ranks(
-            source, files, target, means, ranks=request.files, admit=admit, recovered=request.recover
+            source, files, target, means, ranks=request.asked.files, admit=admit, recovered=request.task.recover
         )
-        if request.files is None:
+        if request.asked.files is None:
             _note_left_out(source, names, request, differences, report)
         return differences
-    written, differences = read_written(directory, request.to, means.handles, [*files.values()] or None)
+    written, differences = read_written(directory, request.to.name, means.handles, [*files.values()] or None)
     if written is None:
         return differences
     damage = RecordedCrcs(means, report).damaged(written.indexes.values())

@@ -8,7 +8,6 @@ from typing import Any, Optional
 from reshard.checkpoints import FileHandles
 from reshard.convert.transfers import Transfers, transfers_of
 from reshard.execute import Budget
-from reshard.forms.registry import counted_as, form_named
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
 from reshard.storage import storage_of
@@ -26,26 +25,27 @@ Rows = dict[int, dict[int, Pair]]
 """By target and source."""
 
 
-def moves_data(request: Request, jobs: int, max_memory: int, report: Report) -> dict[str, Any]:
-    """The page's data on a conversion, which depends on the number of CPUs and on the bytes for buffers.
+def moves_data(request: Request, report: Report) -> dict[str, Any]:
+    """The page's data on a conversion.
 
     Raises:
         ReshardError: the conversion is refused.
     """
+    effort = request.asked.effort
     with FileHandles() as handles:
         plan = make_plan(request, handles, report)
         example = next(iter(plan.checkpoint.files.values()), None)
         storage = LOCAL if example is None else storage_of(example)
-        moved = transfers_of(plan, plan.requested, Budget.of(jobs, max_memory, storage))
+        moved = transfers_of(plan, plan.requested, Budget.of(effort.cpus, effort.max_memory, storage))
         sizes = plan.file_bytes(plan.requested)
-    by_rank = form_named(request.form).options.by_rank
+    by_rank = request.form.options.by_rank
     sources = request.source.device_count if by_rank else max(plan.checkpoint.files, default=-1) + 1
     targets = plan.form.count
     return {
         "strategy": plan.request.target.path,
         "step": plan.checkpoint.step,
-        "source_noun": counted_as(request.form),
-        "target_noun": counted_as(request.to),
+        "source_noun": request.form.options.unit,
+        "target_noun": request.to.options.unit,
         "sources": sources,
         "targets": targets,
         "bytes": repeats(sizes[number] for number in plan.requested),

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.convert import usable_cpus
+from reshard.defaults import usable_cpus
 from tests.conftest import LONG
 from tests.dask_cluster import until
 from tests.running import Argument, Result, done

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import reshard
+from tests.asking import open_checkpoint
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
 
@@ -33,7 +34,7 @@ from tests.small import World, tensors
 )
 def test_cast_accepts_other_spellings_of_dtypes(spelled: str, dtype: str, plain: World) -> None:
     plain.save(tensors())
-    with reshard.open(plain.src, src_strategy=plain.old, cast=f"w={spelled}") as opened:
+    with open_checkpoint(plain.src, src_strategy=plain.old, cast=f"w={spelled}") as opened:
         assert opened["w"].dtype_name == dtype
     report = done("get", plain.src, "w", "--strategy", plain.old, "--cast", f"w={spelled}", "--json").json
     assert report[0]["dtype"] == dtype
@@ -143,11 +144,11 @@ def test_step_accepts_the_number_of_an_iteration(step: Union[str, int], plain: W
     plain.save(tensors())
     root = plain.root / "root"
     done("convert", plain.src, root, "--src-strategy", plain.old, "--to", "checkpoint2", "--dst-strategy", "same")
-    with reshard.open(root, step=step) as opened:
+    with open_checkpoint(root, step=step) as opened:
         assert opened.step == "41" and "w" in opened
 
 
 def test_an_unknown_step_of_a_rank_tree_is_an_error_with_a_hint(plain: World) -> None:
     plain.save(tensors())
     with pytest.raises(reshard.errors.UsageError, match=r"is not a step(.|\n)*1_10"):
-        len(reshard.open(plain.src, src_strategy=plain.old, step=10))
+        len(open_checkpoint(plain.src, src_strategy=plain.old, step=10))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import reshard
+from tests.asking import open_checkpoint
 from tests.conformance.mindspore_files import assert_same, load_tree, mindspore, plain, save_tree
 from tests.running import done
 from tests.trees import layout, single, write_strategy
@@ -55,7 +55,7 @@ def test_a_network_loads_full_tensors_and_slices_of_a_rank(dtype: str, tmp_path:
     source, old, new = saved(tmp_path, dtype)
     kind = getattr(mindspore, dtype)
     net = Net(8, kind)
-    with reshard.open(source, src_strategy=old) as opened:
+    with open_checkpoint(source, src_strategy=old) as opened:
         assert mindspore.load_param_into_net(net, parameters(opened)) == ([], [])
     full = {"weight": plain(mindspore.Tensor(numbers(dtype)["weight"], kind)), "bias": plain(numbers(dtype)["bias"])}
     assert_same({name: plain(value) for name, value in net.parameters_dict().items()}, full)
@@ -63,6 +63,6 @@ def test_a_network_loads_full_tensors_and_slices_of_a_rank(dtype: str, tmp_path:
     converted = load_tree(tmp_path / "dst")
     for rank in range(4):
         net = Net(2, kind)
-        with reshard.open(source, src_strategy=old, dst_strategy=new, rank=rank) as opened:
+        with open_checkpoint(source, src_strategy=old, dst_strategy=new, rank=rank) as opened:
             assert mindspore.load_param_into_net(net, parameters(opened), strict_load=True) == ([], [])
         assert_same({name: plain(value) for name, value in net.parameters_dict().items()}, converted[rank])

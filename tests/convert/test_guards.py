@@ -14,9 +14,8 @@ from reshard.checkpoints import FileHandles
 from reshard.errors import ReshardError
 from reshard.execute import Budget, Progress, convert, parts, run
 from reshard.plan.planner import make_plan
-from reshard.plan.request import Request
-from reshard.strategies import read_strategy
 from reshard.text.messages import Report
+from tests.asking import request_between
 from tests.corpus import ROOT
 from tests.reference import Strategy
 from tests.running import Argument, done, fails, flat, reshard
@@ -168,10 +167,6 @@ def test_files_of_two_runs_on_different_ranks_give_a_warning(world: World) -> No
     assert "warning" in world.convert("--quiet").err
 
 
-def requests(world: World) -> Request:
-    return Request(str(world.src), str(world.dst), read_strategy(str(world.old)), read_strategy(str(world.new)))
-
-
 @pytest.mark.parametrize("jobs", [1, 4])
 def test_a_dead_thread_is_an_error(world: World, jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
@@ -182,7 +177,7 @@ def test_a_dead_thread_is_an_error(world: World, jobs: int, monkeypatch: pytest.
 
     monkeypatch.setattr(parts, "PartBuffer", NoMemory)
     with FileHandles() as handles, pytest.raises(MemoryError):
-        plan = make_plan(requests(world), handles, Report())
+        plan = make_plan(request_between(world), handles, Report())
         targets = plan.groups(plan.requested)
         convert(targets, handles, Budget.of(jobs), Progress())
     assert not list(world.dst.glob("rank_*/*"))
@@ -192,7 +187,7 @@ def test_a_skipped_part_of_a_file_is_an_error(world: World, monkeypatch: pytest.
     world.save(FULL)
     monkeypatch.setattr(run.Schedule, "part_done", lambda self, group: False)
     with FileHandles() as handles, pytest.raises(ReshardError, match="not finished"):
-        plan = make_plan(requests(world), handles, Report())
+        plan = make_plan(request_between(world), handles, Report())
         targets = plan.groups(plan.requested)
         convert(targets, handles, Budget.of(1), Progress())
     assert not [path for path in world.dst.rglob("*") if path.is_file()]

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import reshard
 from reshard.errors import NamesError, UsageError
+from tests.asking import open_checkpoint
 from tests.conftest import LONG
 from tests.corpus import FIXTURES, ROOT
 from tests.model_weights import MODELS, bfloat16, cut, mindformers, weights, write_huggingface
@@ -426,7 +426,7 @@ def test_every_command_refuses_packing_that_nothing_determines(tmp_path: Path) -
     for words in commands:
         fails(2, *words, "--names", "qwen3,qkv=grouped", texts=["gate_up=interleaved or gate_up=halves"])
     assert not (tmp_path / "new").exists()
-    with pytest.raises(UsageError, match="gate_up"), reshard.open(str(hf), names="qwen3,qkv=grouped") as opened:
+    with pytest.raises(UsageError, match="gate_up"), open_checkpoint(str(hf), names="qwen3,qkv=grouped") as opened:
         len(opened)
     done("verify", out, "--src", hf)
 
@@ -502,10 +502,10 @@ def test_the_way_back_with_other_packing_is_refused(tmp_path: Path, between: boo
     assert next(each["command"] for each in suggested if each["aim"] == "huggingface")[-4:] == recorded
 
     options: Any = {"src_strategy": src[2], "names": "qwen3,gate_up=interleaved", "config": world.hf}
-    opened = reshard.open(str(src[0]), **options)
+    opened = open_checkpoint(str(src[0]), **options)
     with opened, pytest.raises(NamesError) as caught:
         len(opened)
-    assert f"names='{recorded[1]}' config='{recorded[3]}'" in str(caught.value)
+    assert f"Edits(names='{recorded[1]}') Edits(config='{recorded[3]}')" in str(caught.value)
 
     done("convert", *src, tmp_path / "back", "--to", "huggingface", *recorded)
     same_checkpoints(huggingface(tmp_path / "back"), world.weights)

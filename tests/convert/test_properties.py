@@ -15,11 +15,10 @@ from reshard.checkpoints import FileHandles
 from reshard.execute import budget as execution
 from reshard.plan.groups import GroupLimits
 from reshard.plan.planner import make_plan
-from reshard.plan.request import Request
 from reshard.storage import costs as storage_module
 from reshard.storage.local import LOCAL_STORE
-from reshard.strategies import read_strategy
 from reshard.text.messages import Report
+from tests.asking import request_between
 from tests.layouts import examples, holders, json_is_ambiguous, layouts, strategies, tensors
 from tests.reference import ONE_DEVICE, Strategy, axes_of, names_of, rank_count, stage_of, uncovered
 from tests.running import fails
@@ -382,7 +381,7 @@ def test_a_targets_source_files_do_not_depend_on_other_targets(data: st.DataObje
     remaining = data.draw(st.sets(st.sampled_from(range(rank_count(target))), min_size=1), label="left to write")
     with world_of(source, target) as world, FileHandles() as handles:
         world.save(full, copied=COPIED)
-        request = Request(str(world.src), "dst", read_strategy(str(world.old)), read_strategy(str(world.new)))
+        request = request_between(world)
         whole, part = make_plan(request, handles, Report()), make_plan(request, handles, Report())
         limits = GroupLimits(data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)))
         expected = {created.rank: [*created.tensors] for group in whole.groups(whole.requested) for created in group}

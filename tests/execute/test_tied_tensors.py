@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import reshard
 from reshard.errors import CheckpointError
+from tests.asking import open_checkpoint
 from tests.checkpoint2_writing import saving
 from tests.checkpoint_writing import Parts, write_safetensors
 from tests.forms.test_hf_sharded import Box, Chunk, write_shards
@@ -41,7 +41,7 @@ def test_tied_tensors_are_equal_in_every_element_or_nothing_is_written(data: st.
         write_tree(root / "src", cut_ranks(strategy, full))
         src = write_strategy(root / "strategy", strategy, None, "merged")
         words: list[Argument] = ["--src-strategy", src, "--names", root / "rules.toml", "--to", "huggingface"]
-        with reshard.open(root / "src", src_strategy=src, names=root / "rules.toml") as tensors:
+        with open_checkpoint(root / "src", src_strategy=src, names=root / "rules.toml") as tensors:
             if not differs:
                 done("convert", root / "src", root / "dst", *words)
                 assert tensors["net.weight"][...].tobytes() == array.tobytes()

@@ -13,7 +13,6 @@ from typing import Any, Optional
 import numpy as np
 import pytest
 
-import reshard
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, ReshardError
@@ -21,6 +20,7 @@ from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import FullWeights, read_huggingface, read_unified
 from reshard.forms.full.form import full_weights_form
 from reshard.text.messages import Report
+from tests.asking import open_checkpoint
 from tests.checkpoint_writing import STORED, write_safetensors
 from tests.corpus import CORPUS2, FIXTURES
 from tests.running import Argument, done, fails
@@ -348,7 +348,7 @@ def test_the_one_file_of_a_model_needs_no_strategy(tmp_path: Path) -> None:
     # An index beside is that of another model.
     shutil.copy(whole / "model.safetensors.index.json", src)
     assert list(read(file).files.values()) == [str(file)]
-    with reshard.open(file) as tensors:
+    with open_checkpoint(file) as tensors:
         assert len(tensors) == 47
 
 

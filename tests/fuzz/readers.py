@@ -15,7 +15,6 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
-import reshard
 from reshard.checkpoints import CheckpointIndex, FileHandles, read_index
 from reshard.decryption import decrypt
 from reshard.forms.form import ReadRequest
@@ -28,6 +27,7 @@ from reshard.strategies import read_group_info, read_strategy
 from reshard.strategies.replicas import replicas_of_group_infos, replicas_of_strategy
 from reshard.strategies.written import merge_pipeline
 from reshard.text.messages import Report
+from tests.asking import open_checkpoint
 from tests.checkpoint2_writing import saving
 from tests.checkpoint_writing import (
     ckpt_bytes,
@@ -171,7 +171,7 @@ def read_distributed(path: Path) -> None:
 
 def _elements(directory: str) -> dict[str, tuple[object, bytes]]:
     """Per tensor of a checkpoint its shape and type, and its elements in ascending order."""
-    with reshard.open(directory) as tensors:
+    with open_checkpoint(directory) as tensors:
         return {
             name: ((tensor.shape, str(tensor.dtype)), np.sort(tensor[...], axis=None).tobytes())
             for name, tensor in tensors.items()
@@ -182,7 +182,7 @@ def read_shard(path: Path) -> None:
     """A shard of Hugging Face's sharded files, beside another one; its tensors must be read correctly or refused."""
     data = path.read_bytes()
     (path.parent / _SHARD_NAME.format(2)).write_bytes(_SHARDS[2])
-    with reshard.open(str(path.parent)) as tensors:
+    with open_checkpoint(str(path.parent)) as tensors:
         arrays = {name: tensor[...] for name, tensor in tensors.items()}
     if data[_begin(data) :] == _SHARDS[1][_begin(_SHARDS[1]) :]:
         for name, array in arrays.items():

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from reshard import execute
 from reshard.checkpoints import FileHandles
 from reshard.convert.writing import Counted
+from reshard.forms.registry import form_named
 from reshard.lora import scale_of
 from reshard.lora.adapter import LowRank, MatrixCache
 from reshard.plan.planner import read_source
@@ -26,6 +27,7 @@ from reshard.strategies import Strategy
 from reshard.text.messages import Report
 from reshard.verification.end_to_end import MergedAdapter, Verified, verify_conversion
 from reshard.verification.reading import Means
+from tests.asking import conversion_of
 from tests.running import Argument, done, fails, warns
 from tests.trees import Value, cut_ranks, layout, read_tree, single, write_strategy, write_tree
 
@@ -439,8 +441,10 @@ def test_each_tile_of_the_product_is_computed_once(rows: int) -> None:
 def compared(src: Path, adapter: Path, out: Path, alpha: float = 16) -> list[tuple[str, Optional[str]]]:
     """Kind and parameter of every difference from base plus adapter, by `verify_conversion`."""
     with FileHandles() as handles:
-        matrices = Request(str(adapter / "adapter_model.safetensors"), "", Strategy.none(), Strategy.none())
-        request = Request(str(src), str(out), Strategy.none(), Strategy.none(), form="huggingface", to="huggingface")
+        ranks, huggingface, none = form_named("ranks"), form_named("huggingface"), Strategy.none()
+        files = conversion_of(adapter / "adapter_model.safetensors", out)
+        matrices = Request(files, ranks, none, ranks, none)
+        request = Request(conversion_of(src, out), huggingface, none, huggingface, none)
         merged = MergedAdapter(matrices, scale_of(str(adapter), alpha, Report()))
         read = partial(read_source, handles=handles, report=Report())
         means = Means(handles, 2, 1 << 20, execute.Progress())

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import reshard
 from reshard.checkpoints.formats.elements import widen
 from reshard.execute import Progress
 from reshard.numbers import statistics, sweep
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.numbers.statistics import TensorStatistics, statistics_of
 from reshard.numbers.widening import BYTES, ONE, floats, table
+from tests.asking import open_checkpoint
 from tests.layouts import examples, strategies
 from tests.reference import Array
 from tests.trees import (
@@ -188,7 +188,7 @@ def test_statistics_equal_numpys_in_any_layout(data: st.DataObject) -> None:
         write_tree(root / "src", cut_ranks(strategy, full), "rank_{rank}/net.safetensors")
         old = write_strategy(root / "old", strategy)
         write_checkpoint(root / "whole" / "all.safetensors", full)
-        with reshard.open(root / "src", src_strategy=old, jobs=data.draw(st.integers(1, 3))) as opened:
+        with open_checkpoint(root / "src", src_strategy=old, jobs=data.draw(st.integers(1, 3))) as opened:
             counted = data.draw(st.booleans())
             rows = statistics_of(opened, MEMORY, Progress(), magnitudes=counted)
         assert [tensor.name for tensor in rows] == sorted(full)
@@ -196,10 +196,10 @@ def test_statistics_equal_numpys_in_any_layout(data: st.DataObject) -> None:
             check_statistics(tensor, full[tensor.name])
             if counted:
                 check_magnitudes(tensor, full[tensor.name])
-        with reshard.open(root / "whole" / "all.safetensors", src_strategy="none") as opened:
+        with open_checkpoint(root / "whole" / "all.safetensors", src_strategy="none") as opened:
             assert rows == statistics_of(opened, MEMORY, Progress())
-        whole = reshard.open(root / "whole" / "all.safetensors", src_strategy="none")
-        with whole as one, reshard.open(root / "src", src_strategy=old) as other:
+        whole = open_checkpoint(root / "whole" / "all.safetensors", src_strategy="none")
+        with whole as one, open_checkpoint(root / "src", src_strategy=old) as other:
             assert differences(one, other, MEMORY, Progress()).equal
 
 
@@ -219,7 +219,7 @@ def test_statistics_equal_numpys_in_any_layout(data: st.DataObject) -> None:
 def test_sums_of_float64_neither_overflow_nor_underflow(numbers: list[float], tmp_path: Path) -> None:
     full = {"w": Value("Float64", np.array(numbers).view("<u8"))}
     write_checkpoint(tmp_path / "all.safetensors", full)
-    with reshard.open(tmp_path / "all.safetensors", src_strategy="none") as opened:
+    with open_checkpoint(tmp_path / "all.safetensors", src_strategy="none") as opened:
         (rows,) = statistics_of(opened, MEMORY, Progress())
     check_statistics(rows, full["w"])
 
@@ -230,7 +230,7 @@ def test_means_of_integers_of_64_bits_are_exact(dtype: str, tmp_path: Path) -> N
     numbers = [most, most - 1, 0, 1, 1 << 53, (1 << 53) + 1] + ([] if dtype == "UInt64" else [-most - 1, -most])
     full = {"w": Value(dtype, np.array(numbers, dtype.lower()).view("<u8"))}
     write_checkpoint(tmp_path / "all.safetensors", full)
-    with reshard.open(tmp_path / "all.safetensors", src_strategy="none") as opened:
+    with open_checkpoint(tmp_path / "all.safetensors", src_strategy="none") as opened:
         (rows,) = statistics_of(opened, MEMORY, Progress())
     check_statistics(rows, full["w"])
 
@@ -258,7 +258,7 @@ def test_sums_are_bitwise_equal_in_any_layout_with_any_threads(
     actual = []
     for source, saved, jobs in ((tmp_path / "whole.ckpt", "none", 1), (tmp_path / "whole.ckpt", "none", 3),
                                 (tmp_path / "src", old, 2)):  # fmt: skip
-        with reshard.open(source, src_strategy=saved, jobs=jobs) as opened:
+        with open_checkpoint(source, src_strategy=saved, jobs=jobs) as opened:
             actual += statistics_of(opened, MEMORY, Progress())
     assert actual[0] == actual[1] == actual[2]
     check_statistics(actual[0], full["w"])
@@ -284,7 +284,7 @@ def test_magnitude_counts_equal_those_number_by_number(data: st.DataObject) -> N
         patch.setattr(statistics, "AT_ONCE", data.draw(st.sampled_from([1, 7, 1 << 16])))
         path = Path(directory) / "all.safetensors"
         write_checkpoint(path, {"a": value, "b": value})
-        with reshard.open(path, src_strategy="none", jobs=2) as opened:
+        with open_checkpoint(path, src_strategy="none", jobs=2) as opened:
             for tensor in statistics_of(opened, MEMORY, Progress(), magnitudes=True):
                 check_magnitudes(tensor, value)
 
@@ -302,7 +302,7 @@ def test_magnitudes_of_many_numbers_equal_numpys(dtype: str, tmp_path: Path) -> 
         bits = rng.integers(0, 1 << 16, size, "<u2")
     value = Value(dtype, bits)
     write_checkpoint(tmp_path / "w.safetensors", {"w": value})
-    with reshard.open(tmp_path / "w.safetensors", src_strategy="none") as opened:
+    with open_checkpoint(tmp_path / "w.safetensors", src_strategy="none") as opened:
         (rows,) = statistics_of(opened, MEMORY, Progress(), magnitudes=True)
     finite = np.abs(values_of(value).astype("f8"))
     finite = finite[np.isfinite(finite) & (finite > 0)]
@@ -316,13 +316,13 @@ def test_magnitudes_count_every_power_of_two(tmp_path: Path) -> None:
     numbers = np.array([1.0, -1.5, 2.0, 0.0, 0.125, np.nan, np.inf, 1e-45], "<f4")
     write_checkpoint(tmp_path / "w.ckpt", {"w": Value("Float32", numbers.view("<u4"))})
     write_checkpoint(tmp_path / "i.ckpt", {"i": Value("Int8", np.array([1, 255, 128, 0, 64], "u1"))})
-    with reshard.open(tmp_path / "w.ckpt", src_strategy="none") as opened:
+    with open_checkpoint(tmp_path / "w.ckpt", src_strategy="none") as opened:
         (rows,) = statistics_of(opened, MEMORY, Progress(), magnitudes=True)
     assert rows.magnitudes is not None
     assert {int(at) - ONE: int(rows.magnitudes[at]) for at in np.flatnonzero(rows.magnitudes)} == {
         -149: 1, -3: 1, 0: 2, 1: 1,
     }  # fmt: skip
-    with reshard.open(tmp_path / "i.ckpt", src_strategy="none") as opened:
+    with open_checkpoint(tmp_path / "i.ckpt", src_strategy="none") as opened:
         (rows,) = statistics_of(opened, MEMORY, Progress(), magnitudes=True)
     assert rows.magnitudes is not None
     assert {int(at) - ONE: int(rows.magnitudes[at]) for at in np.flatnonzero(rows.magnitudes)} == {0: 2, 6: 1, 7: 1}
@@ -331,7 +331,7 @@ def test_magnitudes_count_every_power_of_two(tmp_path: Path) -> None:
 def compared(root: Path, one: dict[str, Value], other: dict[str, Value]) -> Differences:
     write_checkpoint(root / "a.safetensors", one)
     write_checkpoint(root / "b.safetensors", other)
-    opened = [reshard.open(root / name, src_strategy="none") for name in ("a.safetensors", "b.safetensors")]
+    opened = [open_checkpoint(root / name, src_strategy="none") for name in ("a.safetensors", "b.safetensors")]
     with opened[0] as a, opened[1] as b:
         return differences(a, b, MEMORY, Progress())
 

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import reshard
 from reshard.errors import IncompleteSourceError, ReshardError, RetryableError, UsageError
 from reshard.opened import LazyTensor
+from tests.asking import open_checkpoint
 from tests.corpus import FIXTURES
 from tests.layouts import examples, strategies, tensors
 from tests.object_store import Objects
@@ -80,11 +80,11 @@ def test_every_rank_of_every_strategy_equals_the_reference(data: st.DataObject) 
         write_tree(root / "src", cut_ranks(source, full, COPIED), f"rank_{{rank}}/net-1_1.{ending}", **options)
         old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
         rank = data.draw(st.integers(0, rank_count(target) - 1), label="rank")
-        with reshard.open(root / "src", src_strategy=old, dst_strategy=new, rank=rank) as opened:
+        with open_checkpoint(root / "src", src_strategy=old, dst_strategy=new, rank=rank) as opened:
             expected = cut_ranks(target, full, COPIED)[rank]
             assert list(opened) == sorted(expected)
             check_all(opened, expected)
-        with reshard.open(root / "src", src_strategy=old) as opened:
+        with open_checkpoint(root / "src", src_strategy=old) as opened:
             check_all(opened, {**full, **COPIED})
             name = data.draw(st.sampled_from(sorted(full)))
             index = data.draw(indices(full[name].array.shape), label="index")
@@ -186,7 +186,7 @@ def test_an_index_reads_its_bytes_and_small_gaps_only(
     if stored == "remote":
         monkeypatch.setattr("reshard.storage.costs.file_system_of", lambda path: "nfs4")
     source, strategy, array = wide
-    with reshard.open(source, src_strategy=strategy) as opened:
+    with open_checkpoint(source, src_strategy=strategy) as opened:
         tensor = opened["w"]
         assert tensor.shape == array.shape
         counted.clear()
@@ -199,7 +199,7 @@ def test_an_index_reads_its_bytes_and_small_gaps_only(
 
 def test_reading_everything_reads_each_byte_once(wide: tuple[Path, Path, Array], counted: list[int]) -> None:
     source, strategy, array = wide
-    with reshard.open(source, src_strategy=strategy) as opened:
+    with open_checkpoint(source, src_strategy=strategy) as opened:
         len(opened)
         counted.clear()
         ((name, actual),) = opened.read_all()
@@ -217,7 +217,7 @@ def test_opening_reads_no_contents(plain: World, monkeypatch: pytest.MonkeyPatch
         return open_file(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", noting)
-    with reshard.open(plain.src, src_strategy=plain.old, dst_strategy=plain.new, rank=0) as opened:
+    with open_checkpoint(plain.src, src_strategy=plain.old, dst_strategy=plain.new, rank=0) as opened:
         assert looked_into and not any(path.endswith("net-1_10.ckpt") for path in looked_into)
         assert len(opened) == 3
         assert any(path.endswith("net-1_10.ckpt") for path in looked_into)
@@ -226,11 +226,11 @@ def test_opening_reads_no_contents(plain: World, monkeypatch: pytest.MonkeyPatch
 def test_replicas_replace_lost_ranks_and_a_missing_slice_is_an_error(plain: World) -> None:
     full = small_tensors(names=["w", "v"])
     plain.save(full, ranks=[1, 2])
-    with reshard.open(plain.src, src_strategy=plain.old) as opened:
+    with open_checkpoint(plain.src, src_strategy=plain.old) as opened:
         assert same(opened["w"][...], full["w"].array)
     plain.save(full, ranks=[1])
     (plain.src / "rank_2" / "net-1_10.ckpt").unlink()
-    opened = reshard.open(plain.src, src_strategy=plain.old)
+    opened = open_checkpoint(plain.src, src_strategy=plain.old)
     with opened, pytest.raises(IncompleteSourceError, match="'w'"):
         opened["w"]
 
@@ -238,7 +238,7 @@ def test_replicas_replace_lost_ranks_and_a_missing_slice_is_an_error(plain: Worl
 def test_tensors_are_in_the_order_of_the_files(tmp_path: Path) -> None:
     names = ["b", "z", "a", "c"]
     write_checkpoint(tmp_path / "all.ckpt", {name: value(name, (5, 3)) for name in names})
-    with reshard.open(tmp_path / "all.ckpt", src_strategy="none") as opened:
+    with open_checkpoint(tmp_path / "all.ckpt", src_strategy="none") as opened:
         assert [name for name, _ in opened.read_all()] == names
         assert [name for name, _ in opened.read_all(["a", "z"])] == ["z", "a"]
         assert list(opened.keys()) == sorted(names)
@@ -255,7 +255,7 @@ def test_reading_ahead_stays_within_the_budget(tmp_path: Path, monkeypatch: pyte
         return empty(tensor, shape)
 
     monkeypatch.setattr("reshard.opened.tensor.LazyTensor.empty", counting)
-    with reshard.open(tmp_path / "all.safetensors", src_strategy="none", max_memory=8 << 20, jobs=2) as opened:
+    with open_checkpoint(tmp_path / "all.safetensors", src_strategy="none", max_memory=8 << 20, jobs=2) as opened:
         selected = 0
         for name, array in opened.read_all():
             selected += array.nbytes
@@ -269,7 +269,7 @@ def test_a_tensor_larger_than_the_budget_is_read_by_itself(tmp_path: Path) -> No
     array = np.random.default_rng(1).integers(0, 1 << 32, 5 << 20, "<u4")
     full = {"big": Value("Float32", array), "small": value("small", (3,)), "big2": Value("Float32", array[::-1])}
     write_checkpoint(tmp_path / "all.ckpt", full, record_bytes=3 << 20)
-    with reshard.open(tmp_path / "all.ckpt", src_strategy="none", max_memory=1 << 20, jobs=3) as opened:
+    with open_checkpoint(tmp_path / "all.ckpt", src_strategy="none", max_memory=1 << 20, jobs=3) as opened:
         assert all(same(actual, full[name].array) for name, actual in opened.read_all())
 
 
@@ -285,7 +285,7 @@ def test_many_threads_read_at_once(wide: tuple[Path, Path, Array]) -> None:
             if not same(opened["w"][index], array[index]):
                 wrong.append(index)
 
-    with reshard.open(source, src_strategy=strategy, jobs=2, max_memory=1 << 20) as opened:
+    with open_checkpoint(source, src_strategy=strategy, jobs=2, max_memory=1 << 20) as opened:
         threads = [threading.Thread(target=read, args=(opened, seed)) for seed in range(8)]
         for thread in threads:
             thread.start()
@@ -301,14 +301,14 @@ def test_every_form_opens_with_the_same_tensors(form: str, world: World) -> None
     target = world.root / form
     options: list[Argument] = ["--dst-strategy", world.new] if form == "checkpoint2" else []
     done("convert", world.src, target, "--src-strategy", world.old, "--to", form, *options)
-    with reshard.open(target) as opened:
+    with open_checkpoint(target) as opened:
         assert opened.form == form
         assert all(same(opened[name][1:], tensor.array[1:]) for name, tensor in full.items())
     cut = cut_ranks(world.target, full)
-    with reshard.open(target, dst_strategy=world.new, rank=1) as opened:
+    with open_checkpoint(target, dst_strategy=world.new, rank=1) as opened:
         assert all(same(opened[name][...], cut[1][name].array) for name in full)
     if form == "checkpoint2":
-        with reshard.open(target, dst_strategy="same", rank=1) as opened:
+        with open_checkpoint(target, dst_strategy="same", rank=1) as opened:
             assert all(opened[name].shape == cut[1][name].array.shape for name in full)
 
 
@@ -324,7 +324,7 @@ TYPES = {
 
 def test_dtypes_without_a_numpy_type_are_those_of_ml_dtypes(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "all.safetensors", TYPES)
-    with reshard.open(tmp_path / "all.safetensors", src_strategy="none") as opened:
+    with open_checkpoint(tmp_path / "all.safetensors", src_strategy="none") as opened:
         assert opened["bf"].dtype == ml_dtypes.bfloat16 and opened["bf"][...].tolist() == [1.0, -2.0, math.inf]
         assert opened["f8"].dtype == ml_dtypes.float8_e4m3fn and opened["f8"].dtype_name == "Float8E4M3FN"
         assert opened["f8"][:2].astype(np.float32).tolist() == [1.0, -1.0]
@@ -340,7 +340,7 @@ def test_dtypes_without_a_numpy_type_are_those_of_ml_dtypes(tmp_path: Path) -> N
 
 
 def test_bfloat16_is_computed_with_as_numbers() -> None:
-    with reshard.open(FIXTURES / "models" / "qwen3") as opened:
+    with open_checkpoint(FIXTURES / "models" / "qwen3") as opened:
         head = opened["lm_head.weight"]
         bits = head[...].view("u2").astype("u4") << 16
         assert np.asarray(head).astype("f8").mean() == bits.view("f4").astype("f8").mean()
@@ -349,7 +349,7 @@ def test_bfloat16_is_computed_with_as_numbers() -> None:
 
 def test_text_and_scalars_are_read(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "all.ckpt", {"texts": text("größer ⊃"), "step": scalar(7), "w": value("w", (2, 2))})
-    with reshard.open(tmp_path / "all.ckpt", src_strategy="none") as opened:
+    with open_checkpoint(tmp_path / "all.ckpt", src_strategy="none") as opened:
         assert opened["texts"][()] == "größer ⊃" and opened["texts"].shape == ()
         assert opened["step"][()] == 7 and opened["step"][...].shape == ()
         assert dict(opened.read_all())["texts"] == "größer ⊃"
@@ -358,7 +358,7 @@ def test_text_and_scalars_are_read(tmp_path: Path) -> None:
 def test_the_interface_of_safetensors_works(tmp_path: Path) -> None:
     array = value("w", (4, 6))
     write_checkpoint(tmp_path / "model.safetensors", {"w": array, "v": value("v", (3,))})
-    with reshard.open(tmp_path) as opened:
+    with open_checkpoint(tmp_path) as opened:
         assert opened.keys() == {"w", "v"} and "w" in opened and len(opened) == 2 and "x" not in opened
         part = opened.get_slice("w")
         assert part.get_shape() == [4, 6] and part.get_dtype() == "Float32"
@@ -376,7 +376,7 @@ def test_the_interface_of_safetensors_works(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_advanced_indexes_are_refused(index: Any, error: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model.safetensors", {"w": value("w", (4, 6))})
-    with reshard.open(tmp_path) as opened, pytest.raises(IndexError, match=error):
+    with open_checkpoint(tmp_path) as opened, pytest.raises(IndexError, match=error):
         opened["w"][index]
 
 
@@ -384,7 +384,7 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model.safetensors", {"w": value("w", (4, 6))})
     frozen = np.zeros((4, 6), "f4")
     frozen.flags.writeable = False
-    with reshard.open(tmp_path) as opened:
+    with open_checkpoint(tmp_path) as opened:
         with pytest.raises(IndexError, match=r"shape \(4, 6\) is needed, not \(6, 4\)"):
             opened["w"].read_into(np.zeros((6, 4), "f4"))
         with pytest.raises(TypeError, match="float32 is needed, not float64"):
@@ -395,7 +395,7 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_a_closed_checkpoint_is_an_error(plain: World) -> None:
     plain.save(small_tensors(names=["w", "v"]))
-    with reshard.open(plain.src, src_strategy=plain.old) as opened:
+    with open_checkpoint(plain.src, src_strategy=plain.old) as opened:
         tensor = opened["w"]
     with pytest.raises(ValueError, match="closed"):
         tensor[...]
@@ -406,7 +406,7 @@ def test_a_closed_checkpoint_is_an_error(plain: World) -> None:
 def test_a_file_modified_while_reading_is_an_error(tmp_path: Path) -> None:
     full = {name: value(name, (4096,)) for name in "abc"}
     path = write_checkpoint(tmp_path / "model.safetensors", full)
-    with reshard.open(tmp_path) as opened:
+    with open_checkpoint(tmp_path) as opened:
         reading = opened.read_all()
         next(reading)
         os.utime(path)
@@ -417,7 +417,7 @@ def test_a_file_modified_while_reading_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options, texts",
     [
-        ({}, "do not record how they are cut\nadd src_strategy='FILE'"),
+        ({}, r"do not record how they are cut\nadd Source\(strategy=FILE\)"),
         ({"src_strategy": "OLD", "rank": 1}, "the strategy of rank"),
         ({"src_strategy": "OLD", "dst_strategy": "NEW"}, "2 ranks"),
         ({"src_strategy": "OLD", "dst_strategy": "NEW", "rank": 2}, "out of range"),
@@ -428,21 +428,21 @@ def test_contradictory_options_of_open_are_wrong_usage(options: dict[str, Any], 
     plain.save(small_tensors(names=["w", "v"]))
     paths = {"OLD": plain.old, "NEW": plain.new}
     with pytest.raises(UsageError, match=texts):
-        reshard.open(plain.src, **{key: paths.get(message, message) for key, message in options.items()})
+        open_checkpoint(plain.src, **{key: paths.get(message, message) for key, message in options.items()})
 
 
 def test_open_of_a_missing_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ReshardError, match="does not exist"):
-        reshard.open(tmp_path / "nothing", src_strategy="none")
+        open_checkpoint(tmp_path / "nothing", src_strategy="none")
 
 
 def test_open_accepts_filters_and_a_step(plain: World) -> None:
     old, new = small_tensors("old", ["w", "v"]), small_tensors("new", ["w", "v"])
     plain.save(old, "rank_{rank}/net-1_9.ckpt")
     plain.save(new, "rank_{rank}/net-1_10.ckpt")
-    with reshard.open(plain.src, src_strategy=plain.old, include=["w"]) as opened:
+    with open_checkpoint(plain.src, src_strategy=plain.old, include=["w"]) as opened:
         assert list(opened) == ["w"] and opened.step == "1_10" and same(opened["w"][...], new["w"].array)
-    with reshard.open(plain.src, src_strategy=plain.old, step="1_9", exclude=["w"]) as opened:
+    with open_checkpoint(plain.src, src_strategy=plain.old, step="1_9", exclude=["w"]) as opened:
         assert "w" not in opened and same(opened["v"][...], old["v"].array)
 
 
@@ -452,11 +452,11 @@ def test_open_accepts_filters_and_a_step(plain: World) -> None:
 def test_a_single_pattern_equals_a_list_of_one(options: dict[str, str], plain: World) -> None:
     plain.save(small_tensors(names=["w", "v"]))
 
-    def opened(**message: Any) -> dict[str, str]:
-        with reshard.open(plain.src, src_strategy=plain.old, **message) as tensors:
+    def types(**message: Any) -> dict[str, str]:
+        with open_checkpoint(plain.src, src_strategy=plain.old, **message) as tensors:
             return {name: tensor.dtype_name for name, tensor in tensors.items()}
 
-    assert opened(**options) == opened(**{name: [message] for name, message in options.items()}) != opened()
+    assert types(**options) == types(**{name: [message] for name, message in options.items()}) != types()
 
 
 @pytest.mark.parametrize("form", ["ranks", "checkpoint2"])
@@ -471,7 +471,7 @@ def test_renamed_slices_equal_those_of_a_conversion(form: str, world: World) -> 
     renames = ["w=n.w", "v=w"]
     done("convert", source, world.dst, *strategies, *(word for each in renames for word in ("--rename", each)))
     for rank, written in read_tree(world.dst).items():
-        with reshard.open(source, dst_strategy="same", rank=rank, rename=renames, **source_strategy) as opened:
+        with open_checkpoint(source, dst_strategy="same", rank=rank, rename=renames, **source_strategy) as opened:
             assert {name: tensor.shape for name, tensor in opened.items()} == {
                 name: each.array.shape for name, each in written.items()
             }
@@ -481,7 +481,7 @@ def test_renamed_slices_equal_those_of_a_conversion(form: str, world: World) -> 
 def test_casts_equal_those_of_a_conversion(plain: World, caplog: pytest.LogCaptureFixture) -> None:
     array = np.array([[1.0, 1e6], [-2.5, 3.14159]] * 12, "f4").reshape(8, 6)
     plain.save({"w": Value("Float32", array.view("u4")), "v": value("v", (4,))})
-    with reshard.open(plain.src, src_strategy=plain.old, cast=["w=Float16"]) as opened:
+    with open_checkpoint(plain.src, src_strategy=plain.old, cast=["w=Float16"]) as opened:
         assert opened["w"].dtype == np.float16 and opened["v"].dtype == np.float32
         with np.errstate(over="ignore"):
             expected = array.astype(np.float16)
@@ -501,7 +501,7 @@ def test_files_are_closed_with_the_checkpoint_object(plain: World) -> None:
             except OSError:
                 continue
 
-    opened = reshard.open(plain.src, src_strategy=plain.old)
+    opened = open_checkpoint(plain.src, src_strategy=plain.old)
     opened["w"][...]
     assert any(str(plain.src) in path for path in open_files())
     del opened
@@ -517,16 +517,16 @@ def test_rows_are_cut_over_shards_as_fsdp_cuts_them(form: str, plain: World) -> 
         done(*plain.words("--to", "dcp", "--rename", "*=*"))
     full = small_tensors()["w"].array
     for rank, rows in enumerate([full[:3], full[3:6], full[6:]]):
-        with reshard.open(src, shards=3, rank=rank, **options) as opened:
+        with open_checkpoint(src, shards=3, rank=rank, **options) as opened:
             assert opened["w"][...].tobytes() == rows.tobytes()
     with pytest.raises(UsageError, match="both lay out"):
-        reshard.open(src, shards=3, rank=0, dst_strategy=plain.new, **options)
+        open_checkpoint(src, shards=3, rank=0, dst_strategy=plain.new, **options)
     with pytest.raises(UsageError, match="3 ranks"):
-        reshard.open(src, shards=3, **options)
+        open_checkpoint(src, shards=3, **options)
 
 
 def test_objects_of_a_trainer_are_python_values() -> None:
-    with reshard.open(FIXTURES / "dcp" / "hyper_w2_later" / "checkpoint") as opened:
+    with open_checkpoint(FIXTURES / "dcp" / "hyper_w2_later" / "checkpoint") as opened:
         assert opened.objects == ["extra", "optimizer.lr", "optimizer.step"]
         assert opened.get_object("extra") == {"names": ["a", "b"], "epoch": 2}
         with pytest.raises(KeyError):
@@ -537,7 +537,8 @@ _FORKED = """
 import os, sys
 import numpy as np
 import reshard
-opened = reshard.open(sys.argv[1], src_strategy=sys.argv[2], **({"jobs": 1} if sys.argv[3] == "1" else {}))
+effort = reshard.Effort(jobs=1 if sys.argv[3] == "1" else None)
+opened = reshard.open(reshard.Source(sys.argv[1], strategy=sys.argv[2]), effort=effort)
 names = list(opened)
 expected = {name: np.asarray(opened[name]) for name in names}
 children = []
@@ -571,12 +572,12 @@ import reshard
 src, strategy = sys.argv[1:]
 for _ in range(2):
     begun = time.perf_counter()
-    with reshard.open(src, src_strategy=strategy) as opened:
+    with reshard.open(reshard.Source(src, strategy=strategy)) as opened:
         expected = dict(opened.read_all())
     seconds = time.perf_counter() - begun
 children = []
 for number in range(16):
-    opened = reshard.open(src, src_strategy=strategy)
+    opened = reshard.open(reshard.Source(src, strategy=strategy))
     reading = threading.Thread(target=lambda: list(opened.read_all()))
     reading.start()
     time.sleep(seconds * number / 16)
@@ -604,7 +605,7 @@ import os, sys
 import numpy as np
 import reshard
 
-opened = reshard.open(sys.argv[1], src_strategy=sys.argv[2])
+opened = reshard.open(reshard.Source(sys.argv[1], strategy=sys.argv[2]))
 expected = {name: np.asarray(opened[name]) for name in opened}
 children = []
 for number in range(4):

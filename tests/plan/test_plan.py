@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.convert import Options, prepare
+from reshard.asked import Task
+from reshard.convert import prepare
 from reshard.convert.transfers import transfers_of
 from reshard.execute.destination import space_for
-from reshard.plan.request import Request
-from reshard.strategies import read_strategy
+from tests.asking import request_between
 from tests.convert.test_costs import ALONE, FULL, KINDS, Costs, convert, costs, no_windows
 from tests.corpus import ROOT
 from tests.layouts import examples, strategies, tensors
@@ -93,13 +93,8 @@ def test_any_plan_writes_every_target_byte_once(data: st.DataObject) -> None:
     source, target = data.draw(strategies(full), label="source"), data.draw(strategies(full), label="target")
     with world_of(source, target) as world:
         world.save(full)
-        request = Request(
-            src=str(world.src),
-            dst=str(world.dst),
-            source=read_strategy(str(world.old)),
-            target=read_strategy(str(world.new)),
-        )
-        with prepare(request, Options(1, dry_run=True)) as prepared:
+        request = request_between(world)._replace(task=Task(dry_run=True))
+        with prepare(request) as prepared:
             expected: Counter[tuple[int, int]] = Counter()
             sizes = {}
             plan, work = prepared.plan, prepared.state.work

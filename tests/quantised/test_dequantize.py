@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import reshard as package
 from reshard.execute import Budget
 from reshard.quantised import decoding, values
+from tests.asking import open_checkpoint
 from tests.checkpoint_writing import write_safetensors
 from tests.layouts import examples, strategies
 from tests.quantised.models import E2M1, SCHEMES, Coded, coded, others, write_model
@@ -243,7 +244,7 @@ def test_replicated_scales_must_agree_in_all_files(tmp_path: Path, scheme: str, 
 def test_open_returns_dequantised_tensors(tmp_path: Path) -> None:
     quantised = write_model(tmp_path / "src", "fp8 blocks")
 
-    with package.open(tmp_path / "src", dequantize="Float32") as checkpoint:
+    with open_checkpoint(tmp_path / "src", dequantize="Float32") as checkpoint:
         assert set(checkpoint) == expected(quantised).keys()
         for each in quantised:
             np.testing.assert_array_equal(np.asarray(checkpoint[each.name]), each.values)

@@ -14,16 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard.asked import Task
 from reshard.checkpoints import FileHandles
-from reshard.convert import Options, prepare
+from reshard.convert import prepare
+from reshard.convert.ends import request_of
 from reshard.execute import Budget
 from reshard.execute.budget import choose_io
 from reshard.execute.reader import FileReader
 from reshard.plan.pieces import StoredSlice
-from reshard.plan.request import Request
 from reshard.storage.costs import LOCAL, OBJECTS, REMOTE, Measured, Storage, round_trip_of, storage_with
 from reshard.storage.local import LocalStore
-from reshard.strategies import read_strategy
+from reshard.text.messages import Report
+from tests.asking import conversion_of
 from tests.corpus import FIXTURES, ROOT
 from tests.running import Argument, done
 from tests.small import World
@@ -244,9 +246,8 @@ def test_threads_waiting_for_targets_stay_within_the_limit_of_open_files(
     world.save({"w": value("w", (4, ranks))})
     monkeypatch.setattr("reshard.checkpoints.files.default_limit", lambda: 256)
     monkeypatch.setattr(LocalStore, "costs", lambda _, path: far if path == str(world.dst) else LOCAL)
-    source, target = read_strategy(str(world.old)), read_strategy(str(world.new))
-    request = Request(src=str(world.src), dst=str(world.dst), source=source, target=target)
-    with prepare(request, Options(dry_run=True, jobs=8)) as prepared:
+    asked = conversion_of(world.src, world.dst, src_strategy=world.old, dst_strategy=world.new, jobs=8)
+    with prepare(request_of(asked, Report(), Task(dry_run=True))) as prepared:
         execution, work = prepared.state.execution, prepared.state.work
         assert len(work) == ranks and execution.threads == 32
         # Each has a descriptor of its own, and one of its directory.

@@ -1,0 +1,657 @@
+"""What is asked of a conversion: `Source`, `Target`, `Edits` and `Effort`, and the files that a run writes.
+
+A field declares its option. Options of commands, records of commands, commands to paste and parameters in Python
+follow from the fields, so an option is added here and nowhere else. Nothing here is changed while a conversion runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, TypeVar, Union
+
+from reshard.defaults import DEFAULT_PREFIX, MAX_DEVICES, MAX_MEMORY, usable_cpus
+from reshard.errors import UsageError
+from reshard.forms import FORM_CLASSES, SHORT_NAMES
+from reshard.text.globs import Filters
+from reshard.text.messages import number_ranges
+
+if TYPE_CHECKING:
+    from reshard.api import Planned
+    from reshard.convert.summary import Summary
+
+Path = Union[str, "os.PathLike[str]"]
+Texts = Union[str, Sequence[str]]
+G = TypeVar("G", bound="Group")
+
+_UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """The ranks of ``0-7,12``, ascending.
+
+    Raises:
+        ValueError: the text is no list of ranks.
+    """
+    ranks: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", part)
+        if not match:
+            raise ValueError(f"{text!r} is not a list of ranks such as 0-7,12")
+        first = int(match[1])
+        last = int(match[2]) if match[2] is not None else first
+        if last < first or last >= MAX_DEVICES:
+            raise ValueError(f"{part.strip()!r} is not a range of ranks below {MAX_DEVICES}")
+        ranks.update(range(first, last + 1))
+    return tuple(sorted(ranks))
+
+
+def parse_memory(text: str) -> int:
+    """The bytes of a size in binary units, such as ``512M``.
+
+    Raises:
+        ValueError: the text is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:(B)|([KMGT])(?:i?B)?)?\s*", text, re.IGNORECASE)
+    if not match or float(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a size such as 512M or 2G")
+    unit = match[2] or match[3]
+    if unit is None:
+        raise ValueError(f"{text!r} has no unit: {match[1]}M or {match[1]}G")
+    return max(1, int(float(match[1]) * _UNITS[unit.upper()]))
+
+
+def parse_size(text: str) -> int:
+    """The bytes of ``5GB``, decimal as at Hugging Face, or of ``5GiB``."""
+    # Loaded only here: help does without.
+    from reshard.forms.full.written_files import parse_size as parse
+
+    return parse(text)
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    ranks = tuple(sorted({*map(operator.index, value)}))
+    if ranks and not 0 <= ranks[0] <= ranks[-1] < MAX_DEVICES:
+        raise ValueError(f"{value} are not ranks below {MAX_DEVICES}")
+    return ranks
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(map(_text, value))
+
+
+def _text(value: Any) -> str:
+    text = os.fspath(value)
+    if not isinstance(text, str):
+        raise TypeError
+    return text
+
+
+def _step(value: Any) -> str:
+    return value if isinstance(value, str) else str(operator.index(value))
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _share(value: Any) -> tuple[int, int]:
+    number, runs = map(operator.index, value)
+    if not 0 <= number < runs:
+        raise ValueError(f"shard={value} is not a share; the first of four is (0, 4)")
+    return number, runs
+
+
+class Kind(NamedTuple):
+    """A kind of values.
+
+    Attributes:
+        name: the noun for messages.
+        checked: a value as it is kept; raises TypeError or ValueError.
+        parse: reads a text as it is typed; None where it is the value.
+        words: the text of a value, as it is typed.
+    """
+
+    name: str
+    checked: Callable[[Any], Any]
+    parse: Optional[Callable[[str], Any]] = None
+    words: Callable[[Any], str] = str
+
+
+TEXT = Kind("text", _text)
+STRATEGY = Kind("strategy", lambda value: "none" if value == "None" else _text(value))
+TEXTS = Kind("texts", _texts)
+STEP = Kind("step", _step)
+FLAG = Kind("flag", _flag)
+FORM = Kind("form", lambda value: SHORT_NAMES.get(value, value))
+FORMAT = Kind("format", _text)
+NUMBER = Kind("number", operator.index)
+RANKS = Kind("ranks", _ranks, parse_ranks, number_ranges)
+SIZE = Kind("size", operator.index, parse_size)
+MEMORY = Kind("size", operator.index, parse_memory, lambda size: f"{size}B")
+SHARE = Kind("shard", _share)
+
+
+class Option(NamedTuple):
+    """The option of a field.
+
+    Attributes:
+        help: its help.
+        section: of a command's help.
+        names: its spellings; by default the field's name.
+        kind: of its values.
+        metavar: as help names the value.
+        shown: as help names the default; by default the value.
+        choices: the possible values; the kind is then `TEXT`.
+        limits: smallest and largest number.
+        completes: what a shell completes: ``paths``, ``tables`` or ``types``.
+        same_bytes: it decides no byte that is written.
+    """
+
+    help: str
+    section: str
+    names: tuple[str, ...] = ()
+    kind: Kind = TEXT
+    metavar: Optional[str] = None
+    shown: Optional[str] = None
+    choices: tuple[str, ...] = ()
+    limits: Optional[tuple[int, int]] = None
+    completes: Optional[str] = None
+    same_bytes: bool = False
+
+    @property
+    def parameter(self) -> str:
+        """The name of the option with underscores."""
+        return self.names[0].lstrip("-").replace("-", "_")
+
+
+def _option(default: Any, help: str, section: str, *names: str, **attributes: Any) -> Any:
+    return field(default=default, metadata={"option": Option(help, section, names, **attributes)})
+
+
+def fields_of(group: type) -> dict[str, tuple[Option, Any]]:
+    """The option and the default of every field of a group that has an option, by the field's name."""
+    options = {}
+    for each in dataclasses.fields(group):
+        if "option" in each.metadata:
+            option = each.metadata["option"]
+            names = option.names or (f"--{each.name.replace('_', '-')}",)
+            options[each.name] = (option._replace(names=names), each.default)
+    return options
+
+
+class Group:
+    """Fields with options."""
+
+    def __post_init__(self) -> None:
+        """Check every field by itself.
+
+        Raises:
+            UsageError: a value is not of its kind.
+        """
+        for name, (option, default) in fields_of(type(self)).items():
+            value = getattr(self, name)
+            if value is None and (default is None or name == "prefix"):
+                continue
+            object.__setattr__(self, name, _checked(name, option, value))
+        if "path" in vars(self):
+            object.__setattr__(self, "path", _checked("path", Option("", ""), vars(self)["path"]))
+
+    @property
+    def is_typed(self) -> bool:
+        """Whether a command line can ask for the same."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        others = [field for field in fields if "option" not in field.metadata and field.name != "path"]
+        values = ((getattr(self, field.name), field.default) for field in others)
+        return all(value.is_typed if isinstance(value, Group) else value == default for value, default in values)
+
+    def words(self, names: Optional[Sequence[str]] = None) -> list[str]:
+        """The options, as words; defaults are left out.
+
+        Args:
+            names: only these fields.
+        """
+        words: list[str] = []
+        for name, (option, default) in fields_of(type(self)).items():
+            value = getattr(self, name)
+            if value in (default, None) or (names is not None and name not in names):
+                continue
+            values = value if option.kind is TEXTS else (value,)
+            flag = option.names[0]
+            words += [flag if isinstance(each, bool) else f"{flag}={option.kind.words(each)}" for each in values]
+        return words
+
+    def to_json(self) -> dict[str, Any]:
+        """The path, the groups, and the fields with options that are not at their defaults; see `from_json`."""
+        values = {name: (getattr(self, name), default) for name, (_, default) in fields_of(type(self)).items()}
+        named = {name: value for name, (value, default) in values.items() if value != default}
+        groups = {name: value.to_json() for name, value in vars(self).items() if isinstance(value, Group)}
+        return {**({"path": vars(self)["path"]} if "path" in vars(self) else {}), **groups, **named}
+
+    @classmethod
+    def from_json(cls: type[G], values: Mapping[str, Any]) -> G:
+        """The group of a record.
+
+        Raises:
+            UsageError: a value is unknown or invalid.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        groups: dict[str, type[Group]] = {"source": Source, "target": Target, "edits": Edits, "effort": Effort}
+        arguments = dict(values)
+        for name, value in values.items():
+            if name not in fields_of(cls) and not (name in fields and name in ("path", *groups)):
+                raise UsageError(f"{name!r} is unknown")
+            if name in groups:
+                if not isinstance(value, dict):
+                    raise UsageError(f"{name} is not an object")
+                arguments[name] = groups[name].from_json(value)
+        try:
+            return cls(**arguments)
+        except TypeError as error:
+            raise UsageError(str(error)) from error
+
+
+def _checked(name: str, option: Option, value: Any) -> Any:
+    """A value of a field, as it is kept.
+
+    Raises:
+        UsageError: it is not of the field's kind.
+    """
+    try:
+        if isinstance(value, str) and option.kind.parse is not None:
+            value = option.kind.parse(value)
+        result = option.kind.checked(value)
+    except (TypeError, ValueError) as error:
+        text = (
+            str(error) if isinstance(error, ValueError) else f"{name}={value!r} is not of the kind {option.kind.name}"
+        )
+        raise UsageError(text) from error
+    texts = result if isinstance(result, tuple) else (result,)
+    if "" in texts:
+        raise UsageError(f"{name} is empty", hint="leave it out for its default")
+    if any(isinstance(text, str) and "\0" in text for text in texts):
+        raise UsageError(f"{name} contains a NUL character")
+    if option.choices and result not in option.choices:
+        raise UsageError(f"{name}={value!r} is none of {', '.join(map(repr, option.choices))}")
+    if option.limits is not None and not option.limits[0] <= result <= option.limits[1]:
+        raise UsageError(f"{name}={value!r} is not between {option.limits[0]} and {option.limits[1]}")
+    return result
+
+
+@dataclass(frozen=True)
+class Source(Group):
+    """A checkpoint to read.
+
+    Attributes:
+        path: rank directories, a file, a path with ``{rank}`` in it, or a directory of another form.
+        files: the file of each rank, in place of those at ``path``.
+    """
+
+    path: str
+    strategy: Optional[str] = _option(
+        None,
+        "Strategy that the source was saved with; none if it is not sharded.",
+        "Strategies",
+        "--src-strategy",
+        kind=STRATEGY,
+        metavar="FILE|DIR|none",
+        completes="paths",
+    )
+    step: str = _option(
+        "latest",
+        "Step to read; latest is the newest complete one.",
+        "Source",
+        kind=STEP,
+        metavar="EPOCH_STEP|latest",
+    )
+    file_suffix: Optional[str] = _option(
+        None,
+        "Read only files whose names end in TEXT before .ckpt or .safetensors.",
+        "Source",
+        metavar="TEXT",
+        shown="all files",
+    )
+    without_ranks: tuple[int, ...] = _option(
+        (),
+        "Count these source ranks as lost: replicas on other ranks are read.",
+        "Source",
+        kind=RANKS,
+        metavar="3,7",
+        shown="none",
+    )
+    fallback: bool = _option(
+        True,
+        "Fail if the newest step is not complete, instead of using an older one.",
+        "Source",
+        "--no-fallback",
+        kind=FLAG,
+    )
+    files: Optional[Mapping[int, str]] = None
+
+
+@dataclass(frozen=True)
+class Target(Group):
+    """A checkpoint to write.
+
+    Attributes:
+        path: the target directory.
+        is_file: ``path`` is the file itself.
+    """
+
+    path: str
+    strategy: Optional[str] = _option(
+        None,
+        "Strategy of the target; none for one unsharded rank, same for the source's.",
+        "Strategies",
+        "--dst-strategy",
+        kind=STRATEGY,
+        metavar="FILE|DIR|none|same",
+        completes="paths",
+    )
+    shards: Optional[int] = _option(
+        None,
+        "Cut rows over N files, as FSDP does, in place of --dst-strategy.",
+        "Strategies",
+        kind=NUMBER,
+        metavar="N",
+        limits=(1, MAX_DEVICES),
+    )
+    form: Optional[str] = _option(
+        None,
+        "Form of the target; hf is short for huggingface.",
+        "Target",
+        "--to",
+        kind=FORM,
+        shown="ranks",
+        choices=tuple(FORM_CLASSES),
+    )
+    max_shard_size: Optional[int] = _option(
+        None,
+        "Largest file of --to huggingface or unified: 500M, 5GB (decimal) or 5GiB.",
+        "Target",
+        kind=SIZE,
+        metavar="SIZE",
+        shown="5GB, unified 3GiB",
+    )
+    prefix: Optional[str] = _option(
+        DEFAULT_PREFIX,
+        "Prefix of target file names; with {rank}, {epoch} or {step} in it, the whole name.",
+        "Target",
+        metavar="TEXT",
+    )
+    format: str = _option(
+        "same", "Format of the target files.", "Target", kind=FORMAT, choices=("same", "ckpt", "safetensors")
+    )
+    overwrite: bool = _option(
+        False,
+        "Replace existing targets, including those of another conversion.",
+        "Target",
+        kind=FLAG,
+        same_bytes=True,
+    )
+    checksum: str = _option(
+        "none",
+        "Record checksums in the manifest for `reshard verify DST`, and CRCs in archives of dcp.",
+        "Checks",
+        choices=("none", "crc32"),
+        same_bytes=True,
+    )
+    is_file: bool = False
+
+
+@dataclass(frozen=True)
+class Edits(Group):
+    """The parameters that are converted, and their names, packing and types.
+
+    Attributes:
+        exactly: other names of single tensors, after the rules; None for skipped ones.
+    """
+
+    include: tuple[str, ...] = _option(
+        (),
+        "Select only parameters that match GLOB (repeatable).",
+        "Parameters",
+        kind=TEXTS,
+        metavar="GLOB",
+        shown="all",
+    )
+    exclude: tuple[str, ...] = _option(
+        (),
+        "Skip parameters that match GLOB (repeatable; overrides --include).",
+        "Parameters",
+        kind=TEXTS,
+        metavar="GLOB",
+        shown="none",
+    )
+    allow_missing: tuple[str, ...] = _option(
+        (),
+        "Go on although the source lacks parameters that match GLOB and that the target strategy lists (repeatable).",
+        "Parameters",
+        kind=TEXTS,
+        metavar="GLOB",
+        shown="none",
+        same_bytes=True,
+    )
+    names: Optional[str] = _option(
+        None,
+        "Convert names and packing to another framework's: a built-in table (`reshard names list`) or a TOML file. "
+        "none: keep them, those of fused experts, too.",
+        "Names and types",
+        metavar="RULES",
+        completes="tables",
+        shown="unchanged",
+    )
+    reverse: bool = _option(
+        False,
+        "Apply the table from right to left; by default the side that fits SRC is the left.",
+        "Names and types",
+        kind=FLAG,
+    )
+    config: Optional[str] = _option(
+        None,
+        "config.json with the model's type, and sizes for the table, such as heads and experts; --to huggingface "
+        "copies it, and of a DIR also the tokenizer's files.",
+        "Names and types",
+        metavar="FILE|DIR",
+        completes="paths",
+        shown="config.json in SRC",
+    )
+    optimizer: Optional[str] = _option(
+        None,
+        "keep: apply the table to optimizer state, too.",
+        "Names and types",
+        choices=("keep",),
+        shown="left out",
+    )
+    rename: tuple[str, ...] = _option(
+        (),
+        "Rename a parameter; a * in OLD and NEW renames all that match (repeatable).",
+        "Names and types",
+        kind=TEXTS,
+        metavar="OLD=NEW",
+    )
+    dequantize: Optional[str] = _option(
+        None,
+        "Turn quantised weights (block FP8, FP8 and Int8 with scales, MXFP4) into BFloat16, Float16 or Float32; "
+        "scales are left out.",
+        "Names and types",
+        metavar="DTYPE",
+        completes="types",
+        shown="unchanged",
+    )
+    cast: tuple[str, ...] = _option(
+        (),
+        "Cast all floating-point weights, or tensors that match GLOB, to Float32, Float16 or BFloat16 (also fp32, "
+        "fp16, bf16; repeatable; the last match wins).",
+        "Names and types",
+        kind=TEXTS,
+        metavar="[GLOB=]DTYPE",
+        completes="types",
+        shown="unchanged",
+    )
+    exactly: tuple[tuple[str, Optional[str]], ...] = ()
+
+    @functools.cached_property
+    def filters(self) -> Filters:
+        """The selection of names."""
+        return Filters(self.include, self.exclude)
+
+    @property
+    def changes(self) -> bool:
+        """Whether names, packing or types are asked for."""
+        return any(getattr(self, name) for name in CHANGES)
+
+
+CHANGES = tuple(name for name, (option, _) in fields_of(Edits).items() if option.section == "Names and types")
+"""The fields of names and types."""
+
+
+@dataclass(frozen=True)
+class Effort(Group):
+    """How much of the machine is used, and what is checked; no byte that is written depends on it."""
+
+    jobs: Optional[int] = _option(
+        None,
+        "Number of CPUs to use.",
+        "Effort",
+        "--jobs",
+        "-j",
+        kind=NUMBER,
+        metavar="N",
+        limits=(1, 1024),
+        shown="all available",
+        same_bytes=True,
+    )
+    max_memory: int = _option(
+        MAX_MEMORY,
+        "Memory for all buffers together (binary units: 512M, 2G).",
+        "Effort",
+        kind=MEMORY,
+        metavar="SIZE",
+        shown="8M for each CPU, at least 64M",
+        same_bytes=True,
+    )
+    io: str = _option(
+        "auto",
+        "How sources are read; auto is pread. With mmap, a file that is truncated meanwhile kills the run.",
+        "Effort",
+        choices=("auto", "mmap", "pread"),
+        same_bytes=True,
+    )
+    crc: str = _option(
+        "auto",
+        "Check the CRCs of source files, and of tensors in archives, that are read whole.",
+        "Checks",
+        choices=("auto", "never"),
+        same_bytes=True,
+    )
+    check_replicas: str = _option(
+        "auto",
+        "Compare replicas on the source ranks before writing: auto compares samples, and all that recover uses.",
+        "Checks",
+        choices=("auto", "all", "never"),
+        same_bytes=True,
+    )
+
+    @property
+    def cpus(self) -> int:
+        """The CPUs to keep busy."""
+        return self.jobs or usable_cpus()
+
+
+@dataclass(frozen=True)
+class Conversion(Group):
+    """A conversion of a checkpoint to another layout, form, names or types.
+
+    Its fields are the options of `reshard convert`. Warnings and notes go to the logger ``reshard``.
+    """
+
+    source: Source
+    target: Target
+    edits: Edits = Edits()
+    effort: Effort = Effort()
+    files: Optional[tuple[int, ...]] = _option(
+        None,
+        "Write only these target ranks; with --to, these files.",
+        "Target",
+        "--ranks",
+        kind=RANKS,
+        metavar="0-7,12",
+        shown="all",
+        same_bytes=True,
+    )
+    shard: Optional[tuple[int, int]] = _option(
+        None,
+        "Write only share I of N, counted from 0; auto reads I/N from Slurm, MPI, Kubernetes, torchrun or MindSpore.",
+        "Target",
+        kind=SHARE,
+        metavar="I/N|auto",
+        same_bytes=True,
+    )
+
+    @property
+    def groups(self) -> Iterator[Group]:
+        """The four groups, and this one for the choice of files."""
+        return iter((self.source, self.target, self.edits, self.effort, self))
+
+    def plan(self) -> Planned:
+        """Plan and check the conversion; nothing is written.
+
+        Raises:
+            ReshardError: the conversion would be refused.
+        """
+        from reshard.api import plan
+
+        return plan(self)
+
+    def convert(self, verify: bool = False) -> Summary:
+        """Convert, or continue an interrupted conversion.
+
+        Args:
+            verify: compare the result with the source afterwards.
+
+        Raises:
+            VerificationError: the result differs from the source.
+            ReshardError: the conversion cannot be made, or failed.
+        """
+        from reshard.api import convert
+
+        return convert(self, verify)
+
+    def verify(self) -> None:
+        """Compare the target with the source; strategies, step, names and types default to those in its records.
+
+        Raises:
+            VerificationError: they differ.
+            ReshardError: a file is missing or cannot be read.
+        """
+        from reshard.api import verify
+
+        verify(self)
+
+
+class Task(NamedTuple):
+    """What a run does with a conversion.
+
+    Attributes:
+        recover: lost ranks are made from replicas, and intact files are copied.
+        lost_only: when recovering, only lost and damaged ranks are written.
+        by_rank: one of several runs that fill the same directory rank by rank.
+        in_memory: nothing is written: the one target file is read.
+        dry_run: plan and check everything, write nothing.
+        verify: the caller verifies the result afterwards; it is recorded.
+    """
+
+    recover: bool = False
+    lost_only: bool = False
+    by_rank: bool = False
+    in_memory: bool = False
+    dry_run: bool = False
+    verify: bool = False

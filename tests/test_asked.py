@@ -1,0 +1,115 @@
+"""What is asked: an option that is a field of a group is in commands, help, records, Python and pasted commands."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any, Optional
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import reshard
+from reshard.asked import NUMBER, RANKS, Conversion, Edits, Effort, Group, Kind, Option, Source, Target, fields_of
+from reshard.cli.main import cli
+from reshard.cli.options import group
+from reshard.errors import UsageError
+from reshard.in_python import in_python
+from tests import asking
+
+GROUPS: list[type[Group]] = [Source, Target, Edits, Effort, Conversion]
+FIELDS = [(group, name) for group in GROUPS for name in fields_of(group)]
+OTHERS = {"to": "dcp", "format": "ckpt", "io": "mmap", "crc": "never", "check_replicas": "all", "checksum": "crc32"}
+
+
+def another(option: Option, default: Any) -> Any:
+    """A value that is not the default."""
+    if option.parameter in OTHERS:
+        return OTHERS[option.parameter]
+    values: dict[Kind, Any] = {RANKS: (3, 7), NUMBER: 5, reshard.asked.SIZE: 5000, reshard.asked.MEMORY: 1 << 30}
+    if option.kind in values:
+        return values[option.kind]
+    if isinstance(default, bool):
+        return not default
+    return {"shard": (0, 4), "optimizer": "keep"}.get(option.parameter, ("a*", "b") if default == () else "text")
+
+
+def asked(of: type[Group], name: str) -> Conversion:
+    option, default = fields_of(of)[name]
+    return asking.conversion_of("/src", "/dst", **{option.parameter: another(option, default)})
+
+
+@pytest.mark.parametrize(("of", "name"), FIELDS)
+def test_a_field_is_recorded(of: type[Group], name: str) -> None:
+    conversion = asked(of, name)
+    assert conversion != asking.conversion_of("/src", "/dst")
+    assert Conversion.from_json(json.loads(json.dumps(conversion.to_json()))) == conversion
+
+
+@pytest.mark.parametrize(("of", "name"), FIELDS)
+def test_a_pasted_command_asks_for_the_same(of: type[Group], name: str) -> None:
+    conversion = asked(of, name)
+    words = [word for each in conversion.groups for word in each.words()]
+    assert len(words) == (2 if fields_of(of)[name][1] == () and fields_of(of)[name][0].kind is not RANKS else 1)
+    command = cli.get_command(click.Context(cli), "convert")
+    assert command is not None and command.callback is not None
+    if name == "shard":
+        words = ["--shard=0/4"]
+    context = command.make_context("convert", ["/src", "/dst", *words])
+    typed = {key: value for key, value in context.params.items() if key not in ("dry_run", "verify", "scheduler")}
+    parameters = {option.parameter: (each, name) for each in GROUPS for name, (option, _) in fields_of(each).items()}
+    for parameter, (each, field) in parameters.items():
+        default = fields_of(each)[field][1]
+        value = typed[parameter]
+        # What click left out has the field's default.
+        if value is None or (isinstance(default, bool) and default):
+            typed[parameter] = default if value is None else not value
+    flat = {key: typed[key] for key in parameters}
+    assert asking.conversion_of(typed["src"], typed["dst"], **flat) == conversion
+
+
+@pytest.mark.parametrize(("of", "name"), FIELDS)
+def test_messages_in_python_name_the_field(of: type[Group], name: str) -> None:
+    (option, _) = fields_of(of)[name]
+    assert name in in_python(f"leave out {option.names[0]}")
+
+
+def test_an_option_is_added_in_one_place() -> None:
+    @dataclass(frozen=True)
+    class Coloured(Group):
+        path: str
+        colour: Optional[str] = reshard.asked._option(None, "Colour of all tensors.", "Source", metavar="NAME")
+
+    @click.command()
+    @click.argument("src")
+    @group(Coloured)
+    def paint(src: str, coloured: Coloured) -> None:
+        click.echo(" ".join([src, *coloured.words()]))
+
+    run = CliRunner()
+    assert "--colour NAME" in run.invoke(paint, ["--help"]).output
+    assert run.invoke(paint, ["a"]).output == "a\n"
+    assert run.invoke(paint, ["a", "--colour", "red"]).output == "a --colour=red\n"
+    with pytest.raises(UsageError, match="colour"):
+        Coloured("a", colour="")
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"form": "torch"}, "form='torch' is none of 'ranks'"),
+        ({"shards": 0}, "shards=0 is not between 1 and"),
+        ({"prefix": 5}, "prefix=5"),
+        ({"overwrite": "yes"}, "overwrite='yes'"),
+        ({"max_shard_size": "many"}, "not a size"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(values: dict[str, Any], error: str) -> None:
+    with pytest.raises(UsageError, match=error):
+        Target("out", **values)
+
+
+def test_groups_are_exported() -> None:
+    names = [field.name for field in fields(Conversion)]
+    assert [getattr(reshard, name.title()) for name in names[:4]] == [Source, Target, Edits, Effort]
