@@ -193,7 +193,7 @@ def _form_json(form: Inspected) -> dict[str, object]:
         "bytes": shown.nbytes,
         "full_bytes": shown.full_bytes or 0,
         **_totals_json(shown.contents),
-        "tensors": form.tensors,
+        "tensors": form.tensors(),
         "values": [] if shown.checkpoint is None else list(shown.checkpoint.values()),
         "objects": form.objects,
         "others": [] if shown.checkpoint is None else shown.checkpoint.extra_files,
@@ -387,8 +387,9 @@ def _show_contents(step: InspectedStep, verbose: bool) -> None:
 def _show_form(form: Inspected, verbose: bool) -> None:
     shown = form.shown
     name = form.form.name
+    tensors = 0 if shown.checkpoint is None else len(shown.checkpoint.tensors)
     title = name if shown.step is None else f"{name}, iteration {shown.step}"
-    counts = f"{plural(len(shown.files), 'file')}, {byte_size(shown.nbytes)}, {plural(len(form.tensors), 'tensor')}"
+    counts = f"{plural(len(shown.files), 'file')}, {byte_size(shown.nbytes)}, {plural(tensors, 'tensor')}"
     say(f"{form.path}: {title}: {counts}" + ("" if shown.complete else ", not complete"))
     _show_iterations(form, verbose)
     if shown.contents is not None:
@@ -445,9 +446,10 @@ def _show_files(form: Inspected, verbose: bool) -> None:
 
 def _show_laid_out(form: Inspected, verbose: bool) -> None:
     """A row per tensor; if these are too many, a row per pattern of names of one layout."""
-    if not form.tensors:
+    tensors = form.tensors()
+    if not tensors:
         return
-    rows = _by_pattern(form.tensors, lambda item: item._replace(name=""), verbose)
+    rows = _by_pattern(tensors, lambda item: item._replace(name=""), verbose)
     cells = []
     for name, count, item in _first_rows(rows, verbose):
         cut = " x ".join(map(str, item.cuts)) if any(cuts > 1 for cuts in item.cuts) else "whole"

@@ -13,7 +13,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.errors import InputError, UsageError
-from reshard.forms.form import Form, ReadRequest, SavedStep
+from reshard.forms.form import Description, Form, ReadRequest, SavedStep
 from reshard.forms.objects import shown_object
 from reshard.forms.ranks.selection import LostParameter
 from reshard.forms.registry import form_named, form_of
@@ -139,7 +139,7 @@ class Inspected:
         strategy: the path of the strategy of a rank tree, ``none``, or None if none was named.
         latest: the step of a rank tree that ``latest`` selects; None if a step was requested or none is complete.
         iterations: of other forms, all of a root, oldest first.
-        tensors: of other forms, the tensors, sorted by name.
+        description: of other forms, what only some forms have.
         objects: pickled objects by name: the value as JSON, or None where JSON has no equivalent.
     """
 
@@ -154,8 +154,30 @@ class Inspected:
     strategy: Optional[str] = None
     latest: Optional[InspectedStep] = None
     iterations: Sequence[SavedStep] = ()
-    tensors: list[InspectedLayout] = field(default_factory=list)
+    description: Description = field(default_factory=Description)
     objects: Mapping[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> list[InspectedLayout]:
+        """The tensors of the shown step, sorted by name."""
+        checkpoint, layouts = self.shown.checkpoint, []
+        if checkpoint is None:
+            return []
+        for name in sorted(checkpoint.tensors):
+            tensor = checkpoint.tensors[name]
+            holding = {checkpoint.files[number] for number in frozenset().union(*checkpoint.present(tensor))}
+            layouts.append(
+                InspectedLayout(
+                    name,
+                    tensor.dtype,
+                    tensor.shape,
+                    kind_of(name, math.prod(tensor.shape), checkpoint.tensors),
+                    tensor.shardings[0].grid.cuts,
+                    self.description.ranks.get(name),
+                    len(holding),
+                    self.description.lost.get(name, 0),
+                )
+            )
+        return layouts
 
     @property
     def undecoded(self) -> bool:
@@ -268,31 +290,14 @@ def _of_form(path: str, form: Form, step: str) -> Inspected:
 
 
 def _describe(inspected: Inspected, checkpoint: Checkpoint) -> None:
-    description = inspected.form.describe(checkpoint)
+    description = inspected.description = inspected.form.describe(checkpoint)
     files: dict[str, InspectedFile] = {}
     for number, path in sorted(checkpoint.files.items()):
         # A file may have several numbers, each with some of its entries.
         index, earlier = checkpoint.indexes[number], files.get(path)
         names = len(index.tensors) + (earlier.names or 0 if earlier else 0)
         files[path] = InspectedFile(earlier.number if earlier else number, path, index.size, names)
-    full_bytes = 0
-    for name in sorted(checkpoint.tensors):
-        tensor = checkpoint.tensors[name]
-        holding = {checkpoint.files[number] for number in frozenset().union(*checkpoint.present(tensor))}
-        elements = math.prod(tensor.shape)
-        inspected.tensors.append(
-            InspectedLayout(
-                name,
-                tensor.dtype,
-                tensor.shape,
-                kind_of(name, elements, checkpoint.tensors),
-                tensor.shardings[0].grid.cuts,
-                description.ranks.get(name),
-                len(holding),
-                description.lost.get(name, 0),
-            )
-        )
-        full_bytes += elements * tensor.item_size
+    full_bytes = sum(math.prod(tensor.shape) * tensor.item_size for tensor in checkpoint.tensors.values())
     contents, error = contents_of(checkpoint.indexes), description.incomplete
     inspected.shown = InspectedStep(
         checkpoint.step, [*files.values()], contents, checkpoint, error is None, full_bytes=full_bytes

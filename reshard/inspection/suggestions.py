@@ -35,7 +35,7 @@ from reshard.storage import absolute, exists, is_directory
 from reshard.strategies import NONE, Strategy, read_strategy
 from reshard.strategies.read import equal_layouts, strategies_in
 from reshard.text.messages import Report, listing, plural, rank_ranges
-from reshard.text.names import WEIGHTS, is_weight, natural_order, training_globs
+from reshard.text.names import WEIGHTS, is_weight, training_globs
 
 SRC_STRATEGY, DST_STRATEGY, DEVICES, TABLE, CONFIG = "SRC_STRATEGY", "DST_STRATEGY", "DEVICES", "TABLE", "CONFIG"
 """Placeholders of strategies, of the number of devices, of a table of names, and of the model's config.json."""
@@ -264,8 +264,10 @@ def _model_shapes(src: str, inspected: Inspected) -> Mapping[str, tuple[int, ...
     contents, checkpoint = inspected.shown.contents, inspected.shown.checkpoint
     if checkpoint is not None:
         examples: dict[str, str] = {}
-        for name in natural_order(checkpoint.tensors):
-            examples.setdefault(_NUMBER.sub("*", name), name)
+        for name in checkpoint.tensors:
+            alike = _NUMBER.sub("*", name)
+            # The smallest numbers: a weight and its scale are of one layer.
+            examples[alike] = min(examples.get(alike, name), name, key=lambda each: (len(each), each))
         part: Any = copy.copy(checkpoint)
         part.tensors = {name: checkpoint.tensors[name] for name in examples.values()}
         with suppress(InputError):
