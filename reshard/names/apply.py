@@ -155,7 +155,6 @@ def apply_rules(
 
 
 def _made(applied: Applied, contents: bool) -> Mapping[str, object]:
-    """What options may change: the results by name."""
     if contents:
         return {name: (each.sources, frozenset(each.view.regions)) for name, each in applied.views.items()}
     return {name: each.view.shape for name, each in applied.views.items()}
@@ -181,8 +180,6 @@ class _ShapeClass(NamedTuple):
 
 @dataclass
 class _Application:
-    """One application of rules."""
-
     rules: NameRules
     side: Side
     shapes: Mapping[str, Shape]

@@ -111,7 +111,6 @@ def _keys_before(path: Sequence[Any]) -> str:
 
 
 def _is_model(beginning: str) -> bool:
-    """Whether the last of some keys is "model"."""
     return f".{beginning}".endswith(f".{MODEL}")
 
 

@@ -19,15 +19,7 @@ Values = tuple[int, ...]
 
 
 class Misfits:
-    """All problems between a table and a checkpoint.
-
-    Args:
-        path: the table.
-        sides: the names of its sides.
-        side: the side that the checkpoint is on.
-        options: the values of the table's options.
-        names: of the checkpoint.
-    """
+    """All problems between a table and a checkpoint."""
 
     def __init__(
         self, path: str, sides: Sequence[str], side: Side, options: Mapping[str, str], names: Collection[str]
@@ -44,7 +36,6 @@ class Misfits:
 
     @property
     def missing_enough(self) -> bool:
-        """Whether the count of missing names reached its limit."""
         return len(self.missing) >= _MOST_MISSING
 
     def note(self, problem: str, *names: str) -> None:
@@ -52,17 +43,12 @@ class Misfits:
         self._problems.setdefault(problem, []).extend(names)
 
     def note_unused(self, sided: SidedRule) -> None:
-        """Note a rule that no name matches."""
         for source in sided.sources:
             text = source.pattern.text
             self.note(f"no name matches {quoted(text)}" + _suggested("did you mean", near_names(text, self._names)))
 
     def check(self) -> None:
-        """Refuse the checkpoint if there is a problem.
-
-        Raises:
-            NamesError: lists all problems.
-        """
+        """Refuse the checkpoint if there is a problem."""
         lines: list[str] = []
         for names in _grouped(self.unmatched):
             near = near_names(_numbers_replaced(names[0], "{number}"), self._patterns)
@@ -100,13 +86,11 @@ class Misfits:
 
 
 def _suggested(question: str, near: Iterable[str], excluded: Collection[str] = ()) -> str:
-    """A question about the nearest name, if any."""
     first = next((name for name in near if name not in excluded), None)
     return "" if first is None else f"; {question} {quoted(first)}?"
 
 
 def _grouped(names: Collection[str]) -> list[list[str]]:
-    """Names in groups that differ only in numbers."""
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         groups.setdefault(re.sub("[0-9]+", "0", name), []).append(name)
@@ -118,13 +102,7 @@ def _numbers_replaced(name: str, number: str) -> str:
 
 
 class Completeness:
-    """A check for needed rules without any name; `apply` notes rules with only some names.
-
-    Args:
-        side: the table.
-        instances: the matched names, by rule.
-        problems: receives the missing names.
-    """
+    """A check for needed rules without any name; `apply` notes rules with only some names."""
 
     def __init__(self, side: Side, instances: Iterable[InstanceKey], problems: Misfits) -> None:
         self._side = side
@@ -140,15 +118,13 @@ class Completeness:
         self._expected_of = {number: self._range(number, present) for number, present in values_of.items()}
 
     def _range(self, number: str, present: Collection[int]) -> Iterable[int]:
-        """The values of a number for which names are expected."""
         count = self._side.counts.get(number)
-        if count is not None and not any(each.name == number and each.may_miss for each in self._side.numbers):
+        if count is not None:
             return range(count)
         # Numbers of the table start at 0 without gaps; other numbers may have any values.
         return range(max(present) + 1) if present and number in self._side.counts else sorted(present)
 
     def _expected(self, sided: SidedRule) -> Iterator[Values]:
-        """All values of a rule's numbers for which names are expected."""
         return _product([self._expected_of[number] for number in sided.free])
 
     def check(self, keeps_others: bool) -> None:
@@ -185,7 +161,6 @@ class Completeness:
         present: Collection[Values] = (),
         stars: tuple[str, ...] = (),
     ) -> None:
-        """Note the missing names of a rule."""
         for values in expected:
             if values in present:
                 continue
@@ -197,7 +172,6 @@ class Completeness:
             self._problems.missing += [source.name(values_by_name, stars) for source in sided.sources]
 
     def _check_choice(self, choice: str, cases: Mapping[str, Sequence[int]]) -> None:
-        """Check that names of exactly one case are present for each value of the numbers."""
         rules = {place: self._side.sided[place] for places in cases.values() for place in places}
         # Rules of a choice have no stars.
         present = {place: self._present.get(place, {}).get((), set()) for place in rules}

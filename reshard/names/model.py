@@ -19,21 +19,6 @@ EITHER, FORWARD = "either", "forward"
 
 
 @dataclass(frozen=True)
-class Number:
-    """A number in names.
-
-    Attributes:
-        name: its name in patterns, such as ``layer``.
-        count: the number of its values, from 0; without it, the values in the checkpoint's names.
-        may_miss: whether it may have fewer values, or none.
-    """
-
-    name: str
-    count: Optional[Product] = None
-    may_miss: bool = False
-
-
-@dataclass(frozen=True)
 class TableOption:
     """A choice that the user or the configuration makes.
 
@@ -108,7 +93,7 @@ class NameRules:
         sides: the names of its left and right side.
         rules: the rules.
         sizes: the sizes of the model that it uses.
-        numbers: the numbers in its names.
+        numbers: the numbers in its names, such as ``layer``, whose values are 0 to a count.
         options: its options.
         chosen: values of options that the user stated.
         direction: ``EITHER`` or ``FORWARD``.
@@ -121,7 +106,7 @@ class NameRules:
     sides: tuple[str, str]
     rules: tuple[NameRule, ...]
     sizes: tuple[ModelSize, ...] = ()
-    numbers: tuple[Number, ...] = ()
+    numbers: tuple[tuple[str, Product], ...] = ()
     options: tuple[TableOption, ...] = ()
     chosen: tuple[tuple[str, str], ...] = ()
     direction: str = EITHER
@@ -144,7 +129,6 @@ class NameRules:
         return frozenset(options)
 
     def size_values(self, config: Optional[Mapping[str, object]]) -> dict[str, object]:
-        """The values in a config.json that the table's sizes use, by key; without keys that are absent or null."""
         keys = {key for size in self.sizes for one in size.products for key in one.names}
         values = {key: config_value(config, key) for key in sorted(keys)}
         return {key: value for key, value in values.items() if value is not None}

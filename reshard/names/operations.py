@@ -151,7 +151,6 @@ class Join(Operation):
         return results, operation
 
     def _lengths(self, total: int, sizes: ModelSizes) -> tuple[int, ...]:
-        """The elements of each tensor, given their sum."""
         if self.parts is None:
             return (self._divided(total, self.count, "parts"),) * self.count
         lengths = [None if part is None else sizes.value(part) for part in self.parts]
@@ -164,7 +163,6 @@ class Join(Operation):
         return tuple(remaining if length is None else length for length in lengths)
 
     def _parts_text(self, lengths: Sequence[Optional[int]]) -> str:
-        """The parts with their lengths, for messages."""
         return ", ".join(
             f"{part.text} = {length}" for part, length in zip(self.parts or (), lengths) if part is not None
         )
@@ -346,17 +344,7 @@ class Copy(Operation):
 def apply_all(
     operations: Iterable[Operation], shapes: Sequence[Shape], sizes: ModelSizes
 ) -> tuple[Sequence[View], tuple[SizedOperation, ...]]:
-    """The results of operations, one after the other, and those of them that change something.
-
-    Args:
-        operations: the operations.
-        shapes: of the sources, numbered in this order.
-        sizes: of the model.
-
-    Raises:
-        SizeError: an operation does not fit these shapes.
-        NamesError: a size is unknown.
-    """
+    """The results of operations, one after the other, and those of them that change something."""
     views: Sequence[View] = [View.whole(number, shape) for number, shape in enumerate(shapes)]
     steps = []
     for operation in operations:
@@ -366,7 +354,6 @@ def apply_all(
 
 
 def _known_sizes(expressions: Iterable[Product], sizes: ModelSizes) -> dict[str, int]:
-    """The sizes of the table in expressions."""
     return {name: sizes[name] for expression in expressions for name in expression.names if name in sizes}
 
 
@@ -393,7 +380,6 @@ def _one_shape(views: Sequence[View]) -> Shape:
 
 
 def _resized(shape: Shape, dimension: int, *lengths: int) -> Shape:
-    """The shape with these dimensions instead of one."""
     return (*shape[:dimension], *lengths, *shape[dimension + 1 :])
 
 

@@ -13,13 +13,14 @@ from dataclasses import replace
 from typing import NamedTuple, Optional
 
 from reshard.errors import NamesError, UsageError
-from reshard.names.model import FORWARD, NameRule, NameRules, Number, TableOption
+from reshard.names.model import FORWARD, NameRule, NameRules, TableOption
 from reshard.names.operations import Shape
 from reshard.names.pattern import Fit, Pattern, PatternIndex, SizedPattern
 from reshard.names.sizes import ModelSizes, config_value
 from reshard.storage.toml_tables import did_you_mean
 from reshard.text.messages import quoted
 from reshard.text.names import WEIGHTS, kind_of
+from reshard.text.products import Product
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 NONE_RECORDED: Mapping[str, str] = {}
@@ -68,11 +69,7 @@ class UndeterminedError(UsageError):
 
 
 def with_options(rules: NameRules, stated: Mapping[str, str]) -> NameRules:
-    """A table with stated options.
-
-    Raises:
-        UsageError: the option or the value is unknown.
-    """
+    """A table with stated options."""
     options = {option.name: option for option in rules.options}
     for name, value in stated.items():
         option = options.get(name)
@@ -118,11 +115,7 @@ def settle(
 def possible_options(
     rules: NameRules, config: Optional[Mapping[str, object]], recorded: Mapping[str, str] = NONE_RECORDED
 ) -> Iterator[dict[str, str]]:
-    """All possible combinations of option values, for a checkpoint with unknown names.
-
-    Raises:
-        NamesError: as `settle`.
-    """
+    """All possible combinations of option values, for a checkpoint with unknown names."""
     stated = dict(rules.chosen)
     choices: list[Sequence[str]] = []
     for option in rules.options:
@@ -140,7 +133,6 @@ def possible_options(
 def _stated_value(
     option: TableOption, stated: Mapping[str, str], config: Optional[Mapping[str, object]], rules: NameRules
 ) -> Optional[str]:
-    """The value of an option from the user or the configuration, if any."""
     if option.name in stated:
         return stated[option.name]
     value = None if option.key is None else config_value(config, option.key)
@@ -159,7 +151,6 @@ def _stated_value(
 def _possible(
     option: TableOption, sizes: ModelSizes, names: Collection[str], recorded: Mapping[str, str], rules: NameRules
 ) -> tuple[str, ...]:
-    """The values of an option that neither the user nor the configuration states: one if anything determines it."""
     for pattern, values in option.name_values:
         sized = SizedPattern(pattern, sizes.value)
         if sized.name({}, ()) in names if not pattern.numbers else any(map(PatternIndex([sized]).fits, names)):
@@ -169,7 +160,6 @@ def _possible(
 
 
 def _unshown(option: TableOption, recorded: Mapping[str, str], rules: NameRules) -> tuple[str, ...]:
-    """The possible values of an option that no name shows."""
     value = recorded.get(option.name, option.default)
     if value is not None:
         return (value,)
@@ -197,13 +187,7 @@ class InstanceKey(NamedTuple):
 
 
 class NameMatch(NamedTuple):
-    """A name that matches a rule.
-
-    Attributes:
-        key: the names converted together with it.
-        column: the index of the matching name in the rule.
-        value: of the stacked number; 0 without one.
-    """
+    """A name that matches a rule."""
 
     key: InstanceKey
     column: int
@@ -238,11 +222,10 @@ class Side:
         counts: the number of values of each number in names, None if unknown.
     """
 
-    def __init__(self, settled: Settled, numbers: Sequence[Number], reverse: bool) -> None:
-        self.numbers = numbers
+    def __init__(self, settled: Settled, numbers: Sequence[tuple[str, Product]], reverse: bool) -> None:
         self.sizes = settled.sizes
         self.reverse = reverse
-        self.counts = {number.name: self.sizes.value_if_known(number.count) for number in numbers}
+        self.counts = {number: self.sizes.value_if_known(count) for number, count in numbers}
         self.sided = [self._sided(rule) for rule in settled.rules]
         self._places = [
             (number, column) for number, each in enumerate(self.sided) for column in range(len(each.sources))
@@ -252,7 +235,6 @@ class Side:
         self._matches: dict[str, list[NameMatch]] = {}
 
     def matches(self, name: str, prefix: str = "") -> list[NameMatch]:
-        """The matches of a name: none, one, or several."""
         matches = self._matches.get(name)
         if matches is None:
             fits = self._index.fits(name)
@@ -302,12 +284,6 @@ class Side:
 
 def side_of(rules: NameRules, settled: Settled, shapes: Mapping[str, Shape], reverse: Optional[bool]) -> Side:
     """The side that the source is on.
-
-    Args:
-        rules: the table.
-        settled: the table with values of its options.
-        shapes: of all tensors of the source.
-        reverse: whether it is the right side; None: the side that matches more weights.
 
     Raises:
         NamesError: both sides match the same number of weights.

@@ -57,7 +57,6 @@ class Pattern:
 
     @property
     def sizes(self) -> set[str]:
-        """The names of the sizes in it."""
         places = [part for part in self.parts if isinstance(part, NumberPlace)]
         return {name for place in places if place.offset is not None for name in place.offset.names}
 
@@ -70,9 +69,6 @@ def pattern(text: str) -> Pattern:
     """Read a pattern.
 
     ``{layer}`` is a number, ``{mtp+layers}`` a number plus a size, ``{=layers}`` a size, ``*`` any text.
-
-    Raises:
-        PatternError: the text is not a pattern.
     """
     if not text:
         raise PatternError("a name is empty")
@@ -146,7 +142,6 @@ class SizedPattern:
             self.skeleton = "".join(texts)
 
     def name(self, values: Mapping[str, int], stars: Sequence[str]) -> str:
-        """The name with these numbers and texts."""
         remaining = iter(stars)
         texts = []
         for part in self._parts:

@@ -26,11 +26,6 @@ _NONE: Mapping[str, int] = {}
 
 
 def product(text: str) -> Product:
-    """Read a product.
-
-    Raises:
-        ExpressionError: the text is not a product.
-    """
     return read_product(text, _KEY, _NUMBER, "heads*head_dim")
 
 
@@ -48,7 +43,6 @@ class ModelSize:
 
     @property
     def text(self) -> str:
-        """The products, for messages."""
         return " or ".join(one.text for one in self.products)
 
 
@@ -82,7 +76,6 @@ class ModelSizes:
 
     @property
     def source(self) -> str:
-        """The configuration, for messages."""
         return str(getattr(self._config, "path", "config.json"))
 
     @property
@@ -94,21 +87,13 @@ class ModelSizes:
         return name in self._sizes or name in self._known
 
     def known(self, name: str) -> Optional[int]:
-        """A size of the table; None if the configuration does not determine it.
-
-        Raises:
-            NamesError: the configuration's value is not a size.
-        """
+        """A size of the table; None if the configuration does not determine it."""
         if name not in self._known:
             self._known[name] = self._stated_value(self._sizes[name])
         return self._known[name]
 
     def __getitem__(self, name: str) -> int:
-        """A size of the table.
-
-        Raises:
-            NamesError: the configuration does not determine it.
-        """
+        """A size of the table."""
         value = self.known(name)
         if value is None:
             size = self._sizes[name]
@@ -128,30 +113,20 @@ class ModelSizes:
         return value
 
     def value(self, expression: Product) -> int:
-        """The value of a product of sizes.
-
-        Raises:
-            NamesError: the configuration does not determine a size.
-            SizeError: the value is not a whole number.
-        """
+        """The value of a product of sizes."""
         return expression.whole(self)
 
-    def value_if_known(self, expression: Optional[Product]) -> Optional[int]:
-        """The value of a product of sizes; None if a size is unknown."""
-        if expression is None or any(self.known(name) is None for name in expression.names):
-            return None
-        return self.value(expression)
+    def value_if_known(self, expression: Product) -> Optional[int]:
+        return None if any(self.known(name) is None for name in expression.names) else self.value(expression)
 
     def _stated_value(self, size: ModelSize) -> Optional[int]:
         for expression in size.products:
-            values = [self._key(key) for key in expression.names]
-            if None in values:
-                continue
-            keys = dict(zip(expression.names, values))
-            try:
-                return expression.whole({key: size or 0 for key, size in keys.items()})
-            except SizeError as error:
-                raise NamesError(f"{self.source}: size {size.name}: {error}") from error
+            keys = {key: value for key in expression.names if (value := self._key(key)) is not None}
+            if len(keys) == len(expression.names):
+                try:
+                    return expression.whole(keys)
+                except SizeError as error:
+                    raise NamesError(f"{self.source}: size {size.name}: {error}") from error
         return None
 
     def _key(self, key: str) -> Optional[int]:
@@ -175,14 +150,6 @@ def config_value(config: Optional[Mapping[str, object]], key: str) -> Optional[o
 
 def solved(expressions: Sequence[Product], shape: Sequence[int], known_sizes: Mapping[str, int]) -> dict[str, int]:
     """The sizes for which expressions are equal to a shape.
-
-    Args:
-        expressions: one per dimension.
-        shape: elements per dimension.
-        known_sizes: known sizes; others are computed from the shape.
-
-    Returns:
-        All sizes in the expressions.
 
     Raises:
         SizeError: the shape contradicts the expressions, or does not determine them.

@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Callable, Optional
 
 from reshard.errors import NamesError, UsageError
-from reshard.names.model import EITHER, FORWARD, NameRule, NameRules, Number, TableOption
+from reshard.names.model import EITHER, FORWARD, NameRule, NameRules, TableOption
 from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Transpose
 from reshard.names.options import with_options
 from reshard.names.pattern import PatternError, pattern
@@ -66,9 +66,9 @@ _RULE: Schema = {
     "choice": ("text", None),
     "case": ("text", None),
 }
+_SIDES = ("from", "to")
 _MOST_DIMENSIONS = 16
 _MOST_TENSORS = 4096
-_ONE = "1"
 # A part with the remaining elements.
 _REST = "rest"
 
@@ -78,12 +78,7 @@ def builtin_names() -> list[str]:
 
 
 def rules_named(text_of_user: str) -> NameRules:
-    """The table of a file, or a built-in one; options may follow: ``qwen3,gate_up=halves``.
-
-    Raises:
-        NamesError: neither exists, or the file is not a table of rules.
-        UsageError: the option or its value is unknown.
-    """
+    """The table of a file, or a built-in one; options may follow: ``qwen3,gate_up=halves``."""
     options = None if is_regular_file(text_of_user) else _OPTIONS.search(text_of_user)
     table = text_of_user if options is None else text_of_user[: options.start()]
     stated: dict[str, str] = {}
@@ -101,9 +96,6 @@ def experts_table(fused: str, config: Optional[Mapping[str, object]]) -> NameRul
     Args:
         fused: the name of such experts.
         config: the model's config.json, if any; its ``model_type`` decides.
-
-    Raises:
-        NamesError: no published names are known for the model.
     """
     table = rules_named(_FUSED_EXPERTS)
     (option,) = table.options
@@ -125,9 +117,6 @@ def parse_renames(renames: Sequence[str]) -> NameRules:
     """Rules that rename: ``OLD=NEW``. A ``*`` in NEW stands for the text that the ``*`` in OLD matches.
 
     Other names are unchanged; optimizer state follows its weight.
-
-    Raises:
-        UsageError: a text is not a rename.
     """
     rules = []
     for text in renames:
@@ -149,9 +138,6 @@ def parse_renames(renames: Sequence[str]) -> NameRules:
 def read_config(path: str) -> Configuration:
     """Read a config.json.
 
-    Args:
-        path: the file, or its directory.
-
     Raises:
         NamesError: it is missing, or not a JSON object.
         RetryableError: reading failed.
@@ -169,223 +155,61 @@ def read_config(path: str) -> Configuration:
 
 
 def config_beside(directory: str) -> Optional[Configuration]:
-    """The config.json of a directory, if it has one.
-
-    Raises:
-        NamesError: it is not a JSON object.
-        RetryableError: reading failed.
-    """
+    """The config.json of a directory, if it has one."""
     path = os.path.join(directory, "config.json")
     return read_config(path) if exists(path) else None
 
 
 def read_rules(path: str) -> NameRules:
-    """Read a file of rules.
-
-    Raises:
-        NamesError: the file is missing, not TOML, or not a table of rules.
-        RetryableError: reading failed.
-    """
+    """Read a file of rules."""
     return parse_rules(TomlFile(path, NamesError).read(), path)
 
 
 def parse_rules(text: str, path: str) -> NameRules:
-    """The rules in a text.
-
-    Raises:
-        NamesError: the text is not TOML, or not a table of rules.
-    """
-    file = _RuleFile(path, NamesError)
-    top = file.values(file.parse(text), _TOP, "rules")
-    sizes = tuple(
-        ModelSize(file.word(name, "sizes"), file.products(content, f"sizes.{name}"))
-        for name, content in top["sizes"].items()
-    )
-    size_names = [size.name for size in sizes]
-    numbers = tuple(_number(file, name, content, size_names) for name, content in top["numbers"].items())
-    options = tuple(_option(file, name, content, size_names) for name, content in top["options"].items())
-    # An option without a list of values is a number, which products may use as a size.
-    usable_sizes = {*size_names, *(option.name for option in options if not option.values)}
-    blocks = {name: _block(file, name, content) for name, content in top["blocks"].items()}
-    rules = [
-        rule
-        for number, table in enumerate(top["rule"], 1)
-        for rule in _rules(file, table, number, blocks, usable_sizes, options)
-    ]
-    sides = top["sides"]
-    if len(sides) != 2 or sides[0] == sides[1]:
-        raise file.wrong("sides", "must be two different names")
-    for key, words in (("direction", (EITHER, FORWARD)), ("others", ("error", _KEEP))):
-        if top[key] not in words:
-            raise file.wrong(key, f"must be {' or '.join(words)}")
-    return NameRules(
-        path,
-        top["title"],
-        (sides[0], sides[1]),
-        tuple(rules),
-        sizes,
-        numbers,
-        options,
-        direction=top["direction"],
-        keeps_others=top["others"] == _KEEP,
-        text=text,
-    )
+    """The rules in a text."""
+    return _Reader(path).table(text)
 
 
-def _number(file: _RuleFile, name: str, content: Any, sizes: Collection[str]) -> Number:
-    where = f"numbers.{file.word(name, 'numbers')}"
-    at_most = content.get("at_most") if isinstance(content, dict) and len(content) == 1 else None
-    number = Number(name, file.product(content if at_most is None else at_most, where), at_most is not None)
-    for size in number.count.names if number.count is not None else ():
-        if size not in sizes:
-            raise file.wrong(where, f"{size} is not a size; known: {', '.join(sizes)}")
-    return number
+class _Reader(TomlFile):
+    """Reads a file of rules."""
 
+    def __init__(self, path: str) -> None:
+        super().__init__(path, NamesError)
+        self.sizes: set[str] = set()
+        self._options: list[TableOption] = []
+        self._blocks: dict[str, list[dict[str, Any]]] = {}
 
-def _option(file: _RuleFile, name: str, content: Any, sizes: Collection[str]) -> TableOption:
-    where = f"options.{file.word(name, 'options')}"
-    if not isinstance(content, dict):
-        raise file.wrong(where, "must be a table")
-    if name in sizes:
-        raise file.wrong(where, "is the name of a size, too")
-    table = file.values(content, _OPTION, where)
-    values = table["values"]
-    default = str(table["default"]) if type(table["default"]) is int else table["default"]
-    allowed = " or ".join(values) if values else "a number"
-    if default is not None and default not in values and (values or not str(default).isdecimal()):
-        raise file.wrong(where, f"default must be {allowed}")
-    shown = {name: (value,) if isinstance(value, str) else tuple(value) for name, value in table["name_values"].items()}
-    for value in (*table["config_values"].values(), *itertools.chain.from_iterable(shown.values())):
-        if value not in values:
-            raise file.wrong(where, f"{value!r} must be {allowed}")
-    patterns = tuple(zip(file.parsed(pattern, [*shown], where), shown.values()))
-    for each, _ in patterns:
-        if each.stars or not each.sizes <= {*sizes}:
-            raise file.wrong(where, f"name_values: {quoted(each.text)} must not have stars or unknown sizes")
-    return TableOption(
-        name, values, default, table["config"], tuple(table["config_values"].items()), patterns, table["about"]
-    )
-
-
-def _block(file: _RuleFile, name: str, content: Any) -> list[dict[str, Any]]:
-    """The substitutions of a block: texts on the left and on the right, with their conditions."""
-    where = f"blocks.{file.word(name, 'blocks')}"
-    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        raise file.wrong(where, "must be a list of tables with from and to")
-    tables = [file.values(block, _BLOCK, where) for block in content]
-    if not all(table["from"] and table["to"] for table in tables):
-        raise file.wrong(where, "lacks from or to")
-    return tables
-
-
-def _rules(
-    file: _RuleFile,
-    content: Mapping[str, Any],
-    number: int,
-    blocks: Mapping[str, list[dict[str, Any]]],
-    sizes: set[str],
-    options: Sequence[TableOption],
-) -> list[NameRule]:
-    """The rule of a table; several where its names are in a block."""
-    where = f"[[rule]] {number}"
-    table = file.values(content, _RULE, where)
-    left, right = table["from"], table["to"]
-    if not left and not right:
-        raise file.wrong(where, "has neither from nor to")
-    where += f" ({(left or right)[0]})"
-    used = [name for name in blocks if any(f"{{{name}}}" in text for text in (*left, *right))]
-    if len(used) > 1:
-        raise file.wrong(where, "is in several blocks")
-    if not used:
-        return [_rule(file, table, where, sizes, options)]
-    mark = f"{{{used[0]}}}"
-    return [
-        _rule(
-            file,
-            {
-                **table,
-                "from": [text.replace(mark, block["from"]) for text in left],
-                "to": [text.replace(mark, block["to"]) for text in right],
-                "when": (*table["when"], *block["when"]),
-            },
-            f"{where} in {block['from']}",
-            sizes,
-            options,
+    def table(self, text: str) -> NameRules:
+        top = self.values(self.parse(text), _TOP, "rules")
+        sizes = tuple(
+            ModelSize(self._word(name, "sizes"), self._products(content, f"sizes.{name}"))
+            for name, content in top["sizes"].items()
         )
-        for block in blocks[used[0]]
-    ]
-
-
-def _rule(
-    file: _RuleFile, table: Mapping[str, Any], where: str, sizes: set[str], options: Sequence[TableOption]
-) -> NameRule:
-    left, right = (file.parsed(pattern, table[side], where) for side in ("from", "to"))
-    steps = table["do"] if isinstance(table["do"], (list, tuple)) else [table["do"]]
-    steps = [] if steps == [_RENAME] else steps
-    drops = steps == [_DROP]
-    if drops and left and right:
-        raise file.wrong(where, 'do = "drop" needs from or to alone')
-    if not drops and not (left and right):
-        raise file.wrong(where, 'has from or to alone; to skip such names, add do = "drop"')
-    reader = _OperationReader(file, where, len(left), len(right), sizes)
-    operations = () if drops else reader.operations(steps)
-    conditions = tuple(_condition(file, text, where, options) for text in table["when"])
-    rule = NameRule(where, left, right, operations, conditions, table["optional"], table["choice"], table["case"])
-    if (rule.choice is None) != (rule.case is None):
-        raise file.wrong(where, "choice and case go together")
-    if rule.choice is not None and (left or right)[0].stars:
-        raise file.wrong(where, "a rule with a choice must not have stars in its names")
-    _check_names(file, rule, where, sizes)
-    return rule
-
-
-def _check_names(file: _RuleFile, rule: NameRule, where: str, sizes: set[str]) -> None:
-    """Check that all names of a side have the same numbers and stars, and both sides the same unstacked numbers."""
-    for side in (rule.left, rule.right):
-        for each in side:
-            unknown = each.sizes - sizes
-            if unknown:
-                raise file.wrong(where, f"{quoted(each.text)}: {min(unknown)} is not a size")
-            if {*each.numbers} != {*side[0].numbers} or each.stars != side[0].stars:
-                raise file.wrong(where, f"{quoted(side[0].text)} and {quoted(each.text)} differ in numbers or stars")
-            if side.count(each) > 1:
-                raise file.wrong(where, "has a name twice")
-    if rule.drops:
-        return
-    left, right = rule.left[0], rule.right[0]
-    if left.stars != right.stars:
-        raise file.wrong(where, f"{quoted(left.text)} and {quoted(right.text)} have different numbers of stars")
-    alone = {*left.numbers} ^ {*right.numbers}
-    if alone != rule.stacked:
-        names = ", ".join(f"{{{name}}}" for name in sorted(alone ^ rule.stacked))
-        raise file.wrong(where, f"{names} must be on both sides, or on one side and be stacked or unstacked there")
-    if len(rule.stacked) > 1:
-        raise file.wrong(where, "stacks more than one number")
-    for operation in rule.operations:
-        if isinstance(operation, Stack) and operation.number not in (right if operation.inverted else left).numbers:
-            verb, names = ("unstacks", "to") if operation.inverted else ("stacks", "from")
-            raise file.wrong(where, f"{verb} {operation.number}, which its names in {names} do not have")
-
-
-def _condition(file: _RuleFile, text: str, where: str, options: Sequence[TableOption]) -> tuple[str, tuple[str, ...]]:
-    name, equals, stated = (word.strip() for word in text.partition("="))
-    for option in options:
-        if option.name == name and equals:
-            values = tuple(value.strip() for value in stated.split("|"))
-            if option.values and not set(values) <= set(option.values):
-                raise file.wrong(where, f"when: {name} is one of {', '.join(option.values)}")
-            return name, values
-    raise file.wrong(where, f"when: {quoted(text)} is not an option and a value such as gate_up=halves")
-
-
-class _RuleFile(TomlFile):
-    """A file of rules of names."""
-
-    def word(self, name: str, where: str) -> str:
-        """A name that products and patterns may use."""
-        if not name.replace("_", "a").isalnum() or not name.isascii() or name != name.lower() or name[0].isdigit():
-            raise self.wrong(where, f"{quoted(name)} must be a name of small letters, digits and _")
-        return name
+        self.sizes = {size.name for size in sizes}
+        numbers = tuple(self._number(name, content) for name, content in top["numbers"].items())
+        self._options = [self._option(name, content) for name, content in top["options"].items()]
+        # An option without a list of values is a number, which products may use as a size.
+        self.sizes |= {option.name for option in self._options if not option.values}
+        self._blocks = {name: self._block(name, content) for name, content in top["blocks"].items()}
+        rules = [rule for number, table in enumerate(top["rule"], 1) for rule in self._rules(table, number)]
+        sides = top["sides"]
+        if len(sides) != 2 or sides[0] == sides[1]:
+            raise self.wrong("sides", "must be two different names")
+        for key, words in (("direction", (EITHER, FORWARD)), ("others", ("error", _KEEP))):
+            if top[key] not in words:
+                raise self.wrong(key, f"must be {' or '.join(words)}")
+        return NameRules(
+            self.path,
+            top["title"],
+            (sides[0], sides[1]),
+            tuple(rules),
+            sizes,
+            numbers,
+            tuple(self._options),
+            direction=top["direction"],
+            keeps_others=top["others"] == _KEEP,
+            text=text,
+        )
 
     def product(self, value: Any, where: str) -> Product:
         """A product of sizes, or a number."""
@@ -395,38 +219,152 @@ class _RuleFile(TomlFile):
             raise self.wrong(where, f"{value!r} is not a product of sizes such as heads*head_dim")
         return self.parsed(product, [value], where)[0]
 
-    def products(self, value: Any, where: str) -> tuple[Product, ...]:
-        """One product or a list of them."""
+    def _products(self, value: Any, where: str) -> tuple[Product, ...]:
         values = value if isinstance(value, list) else [value]
         if not values:
             raise self.wrong(where, "is empty")
         return tuple(self.product(each, where) for each in values)
 
+    def _word(self, name: str, where: str) -> str:
+        """A name that products and patterns may use."""
+        if not name.replace("_", "a").isalnum() or not name.isascii() or name != name.lower() or name[0].isdigit():
+            raise self.wrong(where, f"{quoted(name)} must be a name of small letters, digits and _")
+        return name
+
+    def _number(self, name: str, content: Any) -> tuple[str, Product]:
+        where = f"numbers.{self._word(name, 'numbers')}"
+        count = self.product(content, where)
+        for size in count.names:
+            if size not in self.sizes:
+                raise self.wrong(where, f"{size} is not a size{did_you_mean(size, self.sizes)}")
+        return name, count
+
+    def _option(self, name: str, content: Any) -> TableOption:
+        where = f"options.{self._word(name, 'options')}"
+        if not isinstance(content, dict):
+            raise self.wrong(where, "must be a table")
+        if name in self.sizes:
+            raise self.wrong(where, "is the name of a size, too")
+        table = self.values(content, _OPTION, where)
+        values = table["values"]
+        default = str(table["default"]) if type(table["default"]) is int else table["default"]
+        allowed = " or ".join(values) if values else "a number"
+        if default is not None and default not in values and (values or not str(default).isdecimal()):
+            raise self.wrong(where, f"default must be {allowed}")
+        shown = {
+            key: (value,) if isinstance(value, str) else tuple(value) for key, value in table["name_values"].items()
+        }
+        for value in (*table["config_values"].values(), *itertools.chain.from_iterable(shown.values())):
+            if value not in values:
+                raise self.wrong(where, f"{value!r} must be {allowed}")
+        patterns = tuple(zip(self.parsed(pattern, [*shown], where), shown.values()))
+        for each, _ in patterns:
+            if each.stars or not each.sizes <= self.sizes:
+                raise self.wrong(where, f"name_values: {quoted(each.text)} must not have stars or unknown sizes")
+        return TableOption(
+            name, values, default, table["config"], tuple(table["config_values"].items()), patterns, table["about"]
+        )
+
+    def _block(self, name: str, content: Any) -> list[dict[str, Any]]:
+        """The substitutions of a block: texts on the left and on the right, with their conditions."""
+        where = f"blocks.{self._word(name, 'blocks')}"
+        if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+            raise self.wrong(where, "must be a list of tables with from and to")
+        tables = [self.values(block, _BLOCK, where) for block in content]
+        if not all(table["from"] and table["to"] for table in tables):
+            raise self.wrong(where, "lacks from or to")
+        return tables
+
+    def _rules(self, content: Mapping[str, Any], number: int) -> list[NameRule]:
+        """The rule of a table; several where its names are in a block."""
+        where = f"[[rule]] {number}"
+        table = self.values(content, _RULE, where)
+        left, right = table["from"], table["to"]
+        if not left and not right:
+            raise self.wrong(where, "has neither from nor to")
+        where += f" ({(left or right)[0]})"
+        used = [name for name in self._blocks if any(f"{{{name}}}" in text for text in (*left, *right))]
+        if len(used) > 1:
+            raise self.wrong(where, "is in several blocks")
+        if not used:
+            return [self._rule(table, where)]
+        rules = []
+        for block in self._blocks[used[0]]:
+            sides = {side: [text.replace(f"{{{used[0]}}}", block[side]) for text in table[side]] for side in _SIDES}
+            substituted = {**table, **sides, "when": (*table["when"], *block["when"])}
+            rules.append(self._rule(substituted, f"{where} in {block['from']}"))
+        return rules
+
+    def _rule(self, table: Mapping[str, Any], where: str) -> NameRule:
+        left, right = (self.parsed(pattern, table[side], where) for side in _SIDES)
+        steps = table["do"] if isinstance(table["do"], (list, tuple)) else [table["do"]]
+        steps = [] if steps == [_RENAME] else steps
+        drops = steps == [_DROP]
+        if drops and left and right:
+            raise self.wrong(where, 'do = "drop" needs from or to alone')
+        if not drops and not (left and right):
+            raise self.wrong(where, 'has from or to alone; to skip such names, add do = "drop"')
+        operations = () if drops else _OperationReader(self, where, len(left), len(right)).operations(steps)
+        conditions = tuple(self._condition(text, where) for text in table["when"])
+        rule = NameRule(where, left, right, operations, conditions, table["optional"], table["choice"], table["case"])
+        if (rule.choice is None) != (rule.case is None):
+            raise self.wrong(where, "choice and case go together")
+        if rule.choice is not None and (left or right)[0].stars:
+            raise self.wrong(where, "a rule with a choice must not have stars in its names")
+        self._check_names(rule, where)
+        return rule
+
+    def _check_names(self, rule: NameRule, where: str) -> None:
+        """Check that all names of a side have the same numbers and stars, and both sides the same unstacked numbers."""
+        for side in (rule.left, rule.right):
+            for each in side:
+                unknown = each.sizes - self.sizes
+                if unknown:
+                    raise self.wrong(where, f"{quoted(each.text)}: {min(unknown)} is not a size")
+                if {*each.numbers} != {*side[0].numbers} or each.stars != side[0].stars:
+                    texts = f"{quoted(side[0].text)} and {quoted(each.text)}"
+                    raise self.wrong(where, f"{texts} differ in numbers or stars")
+                if side.count(each) > 1:
+                    raise self.wrong(where, "has a name twice")
+        if rule.drops:
+            return
+        left, right = rule.left[0], rule.right[0]
+        if left.stars != right.stars:
+            raise self.wrong(where, f"{quoted(left.text)} and {quoted(right.text)} have different numbers of stars")
+        alone = {*left.numbers} ^ {*right.numbers}
+        if alone != rule.stacked:
+            names = ", ".join(f"{{{name}}}" for name in sorted(alone ^ rule.stacked))
+            raise self.wrong(where, f"{names} must be on both sides, or on one side and be stacked or unstacked there")
+        if len(rule.stacked) > 1:
+            raise self.wrong(where, "stacks more than one number")
+        for operation in rule.operations:
+            if isinstance(operation, Stack) and operation.number not in (right if operation.inverted else left).numbers:
+                verb, names = ("unstacks", "to") if operation.inverted else ("stacks", "from")
+                raise self.wrong(where, f"{verb} {operation.number}, which its names in {names} do not have")
+
+    def _condition(self, text: str, where: str) -> tuple[str, tuple[str, ...]]:
+        name, equals, stated = (word.strip() for word in text.partition("="))
+        for option in self._options:
+            if option.name == name and equals:
+                values = tuple(value.strip() for value in stated.split("|"))
+                if option.values and not set(values) <= set(option.values):
+                    raise self.wrong(where, f"when: {name} is one of {', '.join(option.values)}")
+                return name, values
+        raise self.wrong(where, f"when: {quoted(text)} is not an option and a value such as gate_up=halves")
+
 
 class _OperationReader:
-    """Reads the operations of a rule with a number of names on the left and on the right.
+    """Reads the operations of a rule with a number of names on the left and on the right."""
 
-    Args:
-        file: the file, for messages.
-        where: the rule, for messages.
-        left: number of its names on the left.
-        right: number of its names on the right.
-        sizes: the names of sizes.
-    """
-
-    def __init__(self, file: _RuleFile, where: str, left: int, right: int, sizes: set[str]) -> None:
+    def __init__(self, file: _Reader, where: str, left: int, right: int) -> None:
         self._file = file
         self._where = where
         self._left = self._columns = left
         self._right = right
-        self._sizes = sizes
+        self._sizes = file.sizes
 
     def operations(self, entries: Sequence[Any]) -> tuple[Operation, ...]:
-        """The operations, each checked against the number of its operands.
-
-        Raises:
-            NamesError: an operation is unknown, or does not fit the number of tensors.
-        """
+        """The operations, each checked against the number of its operands."""
         operations = tuple(map(self._operation, entries))
         if self._columns != self._right:
             results = f"{self._columns} tensor{'s' if self._columns > 1 else ''}"
@@ -451,16 +389,14 @@ class _OperationReader:
         return self._file.wrong(self._where, problem)
 
     def _dimension(self, value: Any) -> int:
-        """A dimension; 0 by default."""
         if value is None:
             return 0
         if type(value) is not int or not 0 <= value < _MOST_DIMENSIONS:
             raise self._wrong(f"do: {value!r} is not a dimension: they are numbered from 0")
         return value
 
-    def _product(self, value: Any, default: Optional[str] = None) -> Product:
-        """A product of known sizes."""
-        expression = self._file.product(default if value is None else value, self._where)
+    def _product(self, value: Any) -> Product:
+        expression = self._file.product(value, self._where)
         for name in expression.names:
             if name not in self._sizes:
                 raise self._wrong(f"do: {name} is not a size{did_you_mean(name, self._sizes)}")
@@ -484,18 +420,13 @@ class _OperationReader:
         self._columns = count if inverse else 1
         along = self._dimension(dimension)
         if kind in ("interleave", "deinterleave"):
-            return Join(along, count, block=self._product(table.get("block"), _ONE))
+            return Join(along, count, block=self._product(table.get("block", 1)))
         if kind in ("concat", "split"):
             return Join(along, count, self._parts(table.get("parts"), count))
         if count != 3:
             raise self._wrong(f"do: {kind} needs three tensors: q, k and v")
-        heads = self._product(table.get("heads"), "heads")
-        groups = self._product(table.get("groups"), "groups")
-        size = table.get("size", "head_dim")
-        rows = tuple(self._file.product(f"{each.text}*{size}", self._where) for each in (heads, groups, groups))
-        for each in rows:
-            self._product(each.text)
-        return Join(along, count, rows, groups)
+        rows = tuple(self._product(f"{heads}*head_dim") for heads in ("heads", "groups", "groups"))
+        return Join(along, count, rows, self._product("groups"))
 
     def _into(self, kind: str, table: dict[str, Any]) -> int:
         """The number of results of a split: that of its parts, or of the names."""
@@ -566,8 +497,8 @@ _OPERATIONS: dict[str, tuple[Callable[[_OperationReader, str, Any, dict[str, Any
     "split": (_OperationReader._join, ("parts", "into")),
     "interleave": (_OperationReader._join, ("block",)),
     "deinterleave": (_OperationReader._join, ("block", "into")),
-    "group_qkv": (_OperationReader._join, ("heads", "groups", "size")),
-    "ungroup_qkv": (_OperationReader._join, ("heads", "groups", "size")),
+    "group_qkv": (_OperationReader._join, ()),
+    "ungroup_qkv": (_OperationReader._join, ()),
     "stack": (_OperationReader._stack, ("dimension",)),
     "unstack": (_OperationReader._stack, ("dimension",)),
     "transpose": (_OperationReader._transpose, ()),

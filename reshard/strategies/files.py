@@ -38,12 +38,7 @@ class OtherFile(NamedTuple):
 
 
 def read_content(path: str) -> Union[bytes, OtherFile]:
-    """The content of a file that may be a strategy.
-
-    Raises:
-        StrategyError: missing, not readable or too large.
-        RetryableError: reading failed.
-    """
+    """The content of a file that may be a strategy."""
     with reading(path, StrategyError):
         try:
             with opened_regular(path) as file:

@@ -66,12 +66,7 @@ class RecordedLayout(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, nested: Optional[bool] = None) -> RecordedLayout:
-        """The record of a layout, without a shape.
-
-        Args:
-            layout: the layout of one parameter.
-            nested: whether the map is nested; None: only if a dimension is split over several axes.
-        """
+        """The record of a layout, without a shape."""
         maps = tuple(axes or (-1,) for axes in layout.tensor_map)
         if nested is None:
             nested = any(len(axes) > 1 for axes in maps)
@@ -189,11 +184,7 @@ def shards_of(path: str) -> Optional[int]:
 
 
 def target_named(path: Optional[str], shards: Optional[int]) -> Optional[str]:
-    """The path of a target's strategy, or the name of rows over a number of ranks.
-
-    Raises:
-        UsageError: both are given, or the number of ranks is invalid.
-    """
+    """The path of a target's strategy, or the name of rows over a number of ranks."""
     if shards is None:
         return path
     if path is not None:
@@ -273,12 +264,10 @@ class Stage(NamedTuple):
 
     @property
     def ranks(self) -> range:
-        """Global ranks of its devices."""
         return range(self.first_rank, self.first_rank + self.device_count)
 
     @property
     def label(self) -> str:
-        """The stage and its ranks in words."""
         return f"stage {self.number}: {rank_ranges(self.ranks)}"
 
 
@@ -316,12 +305,10 @@ class Strategy:
 
     @classmethod
     def none(cls) -> Strategy:
-        """One device with every tensor whole."""
         return cls((Stage(0, 0, 1, {}),), NONE)
 
     @classmethod
     def same(cls) -> Strategy:
-        """A placeholder for the strategy that a source records."""
         return cls((), SAME)
 
     @classmethod
@@ -349,7 +336,6 @@ class Strategy:
         return cls((Stage(0, 0, count, layouts, (path,)),), path)
 
     def with_layouts(self, layouts_of: Callable[[Mapping[str, Layout]], dict[str, Layout]]) -> Strategy:
-        """The same ranks with other layouts, which a function makes of those of each stage."""
         return replace(self, stages=tuple(stage._replace(layouts=layouts_of(stage.layouts)) for stage in self.stages))
 
     @property
@@ -364,7 +350,6 @@ class Strategy:
 
     @property
     def is_as_cut(self) -> bool:
-        """True if each rank keeps the entries of its own file."""
         return self.path == AS_CUT
 
     @cached_property
@@ -403,7 +388,6 @@ class Strategy:
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
-        """All parameters, each once, in the order of stages and files."""
         return tuple(dict.fromkeys(name for stage in self.stages for name in stage.layouts))
 
     @cached_property

@@ -79,11 +79,7 @@ def read_recorded(path: str) -> tuple[Strategy, dict[int, Mapping[str, RecordedL
 
 
 def typed_strategy(path: str, report: Report) -> Strategy:
-    """The strategy at a path; its notes go to the report.
-
-    Raises:
-        ReshardError: it cannot be read.
-    """
+    """The strategy at a path; its notes go to the report."""
     strategy = read_strategy(path)
     for note in strategy.notes:
         report.note(note)
@@ -217,7 +213,6 @@ def _names(records: Sequence[StageRecord]) -> str:
 
 
 def _name(path: str) -> str:
-    """A file's name, with its rank directory if it is in one: files of ranks share one name."""
     directory, name = os.path.split(path)
     rank = os.path.basename(directory)
     return os.path.join(rank, name) if _RANK_DIRECTORY.fullmatch(rank) else name

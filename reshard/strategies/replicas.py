@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +21,14 @@ from reshard.layout import Layout
 from reshard.storage import absolute
 from reshard.strategies.files import GroupInfo
 from reshard.strategies.model import Stage, Strategy
-from reshard.text.messages import listing, number_ranges, rank_ranges
+from reshard.text.messages import listing, rank_ranges
 from reshard.text.names import ACCUMULATED_GRADIENTS
 
 _OWN_DIRECTORY = re.compile(r"(?:ckpt_dir|rank_)([0-9]{1,9})")
 _OWN_NAME = re.compile(r".*rank_([0-9]{1,9})")
 
 
-@dataclass(frozen=True)
-class ReplicaGroup:
+class ReplicaGroup(NamedTuple):
     """Ranks whose checkpoints are identical.
 
     Attributes:
@@ -42,12 +40,11 @@ class ReplicaGroup:
     stage: Optional[int] = None
 
 
-@dataclass(frozen=True)
-class Replicas:
+class Replicas(NamedTuple):
     """All groups, ordered by their first rank, with notes for the user."""
 
     groups: tuple[ReplicaGroup, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
 
 def replicas_of_strategy(strategy: Strategy) -> Replicas:
@@ -81,7 +78,7 @@ def replicas_of_group_infos(infos: Sequence[GroupInfo]) -> Replicas:
     """
     notes: list[str] = []
     info_of: dict[int, GroupInfo] = {}
-    joined = _Joined()
+    groups: list[set[int]] = []
     for info in infos:
         own_rank = _own_rank(info.file)
         if not info.restore_ranks:
@@ -99,11 +96,13 @@ def replicas_of_group_infos(infos: Sequence[GroupInfo]) -> Replicas:
                     rank=own_rank,
                     hint="pass the files of one run",
                 )
-        joined.add(info, notes)
-    if joined.sets:
+        ranks = set(info.restore_ranks)
+        sharing = [group for group in groups if not group.isdisjoint(ranks)]
+        groups = [*(group for group in groups if group.isdisjoint(ranks)), ranks.union(*sharing)]
+    if groups:
         notes.append("group_info files may omit replicas; --strategy lists all")
-    groups = sorted(tuple(sorted(ranks)) for ranks in joined.sets)
-    return Replicas(tuple(ReplicaGroup(ranks) for ranks in groups), tuple(notes))
+    in_order = sorted(tuple(sorted(group)) for group in groups)
+    return Replicas(tuple(map(ReplicaGroup, in_order)), tuple(notes))
 
 
 def _slices_held(layouts: Iterable[Layout], devices: int) -> npt.NDArray[np.int64]:
@@ -148,38 +147,3 @@ def _check(info: GroupInfo, own_rank: Optional[int]) -> None:
             rank=own_rank,
             hint="pass the files of one run, each in its original place",
         )
-
-
-class _Joined:
-    """Disjoint sets of ranks; each added list joins the sets that it shares a rank with.
-
-    Attributes:
-        sets: the sets so far.
-    """
-
-    def __init__(self) -> None:
-        self.sets: list[set[int]] = []
-        self._set_of: dict[int, set[int]] = {}
-        self._file_by_ranks: dict[frozenset[int], str] = {}
-        self._file_of: dict[int, str] = {}
-
-    def add(self, info: GroupInfo, notes: list[str]) -> None:
-        """Add a list; a note names an earlier list with a common rank and other replicas."""
-        ranks = frozenset(info.restore_ranks)
-        if ranks in self._file_by_ranks:
-            return
-        self._file_by_ranks[ranks] = info.file
-        shared = min((rank for rank in ranks if rank in self._set_of), default=None)
-        if shared is not None:
-            notes.append(
-                f"{self._file_of[shared]} and {info.file} both list rank {shared}, with different replicas: "
-                f"joined to {number_ranges(self._set_of[shared] | ranks)}"
-            )
-        merged = set(ranks)
-        for rank in ranks:
-            merged |= self._set_of.get(rank, set())
-            self._file_of.setdefault(rank, info.file)
-        self.sets = [disjoint for disjoint in self.sets if disjoint.isdisjoint(merged)]
-        self.sets.append(merged)
-        for rank in merged:
-            self._set_of[rank] = merged

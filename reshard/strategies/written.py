@@ -78,12 +78,7 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
 
 
 def _replaceable(path: str, data: Union[bytes, OtherFile]) -> Optional[StrategyFile]:
-    """The strategy in an existing file that is to be replaced; None in an empty file.
-
-    Raises:
-        TargetError: it is of another kind.
-        StrategyError: it is damaged.
-    """
+    """The strategy in an existing file that is to be replaced; None in an empty file."""
     if not data:
         return None
     file = data if isinstance(data, OtherFile) else parse(path, data)
@@ -97,11 +92,7 @@ def _replaceable(path: str, data: Union[bytes, OtherFile]) -> Optional[StrategyF
 
 
 def _expressed(recorded: RecordedLayout, form: str, record: StageRecord, name: str) -> RecordedLayout:
-    """The layout in the target's form.
-
-    Raises:
-        StrategyError: it cannot.
-    """
+    """The layout in the target's form."""
     if record.file.form == form:
         return recorded
     if form == "protobuf":
@@ -123,14 +114,7 @@ def _expressed(recorded: RecordedLayout, form: str, record: StageRecord, name: s
 
 
 def merged_json(strategy: Strategy, shapes: Mapping[str, tuple[int, ...]], maker: str, path: str) -> bytes:
-    """A strategy as one JSON file, as MindSpore merges the stages of a pipeline.
-
-    Args:
-        strategy: every stage lists some parameter.
-        shapes: full shapes by name, as far as known.
-        maker: a prefix of the operators' names, which give the stages.
-        path: its later path, for messages.
-    """
+    """A strategy as one JSON file, as MindSpore merges the stages of a pipeline."""
     stages = {
         stage.number: {name: _json_record(layout, shapes.get(name)) for name, layout in stage.layouts.items()}
         for stage in strategy.stages
@@ -139,7 +123,6 @@ def merged_json(strategy: Strategy, shapes: Mapping[str, tuple[int, ...]], maker
 
 
 def _new_file(path: str, maker: str, stages: Mapping[int, Mapping[str, RecordedLayout]], merged: bool) -> StrategyFile:
-    """A file that no compiler wrote, of the layouts of each stage; operators give the stages, names where merged."""
     layouts = {
         f"{number}-{name}" if merged else name: layout
         for number, by_name in stages.items()
@@ -189,7 +172,6 @@ def _with_shape(recorded: RecordedLayout, shape: tuple[int, ...]) -> RecordedLay
 
 
 def _unreadable_in_json(file: StrategyFile) -> list[str]:
-    """A note about tensor maps of a file that MindSpore cannot read."""
     nested = [name for name, recorded in file.layouts.items() if recorded.nested]
     if file.form != "json" or not nested:
         return []
@@ -250,7 +232,6 @@ def write_strategy(
 
 
 def record_path(out: str) -> str:
-    """The path of the record of a made strategy, given its file or directory."""
     return out + RECORD if out.endswith(ENDINGS) else os.path.join(out, "strategy" + RECORD)
 
 
@@ -277,11 +258,7 @@ def _made_file(path: str, stages: Sequence[MadeStage], merged: bool) -> Strategy
 
 
 def _is_there(path: str, data: bytes, overwrite: bool) -> bool:
-    """Whether a file exists with the content to be written.
-
-    Raises:
-        TargetError: it has other content, and must not be replaced.
-    """
+    """Whether a file exists with the content to be written."""
     if not exists(path):
         return False
     current = read_content(path)

@@ -53,15 +53,10 @@ class AxisSizes:
 
     @cached_property
     def named(self) -> Mapping[str, int]:
-        """All sizes."""
         return {**dict.fromkeys(NAMES, 1), **dict(self.stated)}
 
     def __getitem__(self, name: str) -> int:
-        """The size of an axis.
-
-        Raises:
-            ExpressionError: no axis has this name.
-        """
+        """The size of an axis."""
         if name not in self.named:
             hint = f"write {_ELSEWHERE[name]}" if name in _ELSEWHERE else f"add --sizes {name}=N"
             raise ExpressionError(f"{name} has no size; {hint}")
@@ -78,16 +73,11 @@ class AxisSizes:
 
     @property
     def text(self) -> str:
-        """``dp=2,mp=4``, as typed."""
         return ",".join(f"{name}={size}" for name, size in self.stated)
 
 
 def parse_sizes(text: str) -> AxisSizes:
-    """Sizes as typed: ``dp=2,mp=4``.
-
-    Raises:
-        UsageError: the text is invalid.
-    """
+    """Sizes as typed: ``dp=2,mp=4``."""
     sizes_by_name: dict[str, int] = {}
     for part in text.split(","):
         name, _, number = (word.strip() for word in part.partition("="))
@@ -107,7 +97,6 @@ def parse_sizes(text: str) -> AxisSizes:
 
 
 def _order(power: tuple[str, int]) -> tuple[int, str]:
-    """Usual order of sizes, then others by name."""
     name = power[0]
     return _WRITTEN.index(name) if name in _WRITTEN else len(_WRITTEN), name
 
@@ -126,11 +115,7 @@ class AxisProduct(Product):
 
 @lru_cache(maxsize=1024)
 def product(text: str) -> AxisProduct:
-    """Read a product.
-
-    Raises:
-        ExpressionError: the text is invalid.
-    """
+    """Read a product."""
     return AxisProduct(Fraction(1), ()) * read_product(text, _NAME, _NUMBER, "dp*cp/ep")
 
 
@@ -198,17 +183,12 @@ class AxisCut:
 
     @property
     def text(self) -> str:
-        """The cut as in rules, if it has at most one factor."""
         text = "*".join(factor.text for factor in self.factors) or "None"
         text = text if self.most is None else f"min({text},{self.most})"
         return text + "?" * self.where_divides
 
     def slices(self, sizes: AxisSizes) -> int:
-        """The number of slices.
-
-        Raises:
-            ExpressionError: the maximum does not divide the number without it.
-        """
+        """The number of slices."""
         count = math.prod(factor.whole(sizes) for factor in self.factors)
         if self.most is None or count <= self.most:
             return count
@@ -217,7 +197,6 @@ class AxisCut:
         return self.most
 
     def is_capped(self, sizes: AxisSizes) -> bool:
-        """Whether the maximum is less than the axis."""
         return self.most is not None and math.prod(factor.whole(sizes) for factor in self.factors) > self.most
 
 
@@ -239,7 +218,6 @@ class Candidate(NamedTuple):
 
     @property
     def cut_by(self) -> list[str]:
-        """The sizes that cut, by dimension."""
         return [name for cut in self.cuts for factor in cut.factors for name in sorted(factor.names)]
 
     @property
@@ -249,7 +227,6 @@ class Candidate(NamedTuple):
         return across and "ep" in self.cut_by and "mp" not in self.cut_by
 
     def is_capped(self, sizes: AxisSizes) -> bool:
-        """Whether a cut has reached its maximum."""
         return any(cut.is_capped(sizes) for cut in self.cuts)
 
     def strides(self) -> tuple[Optional[AxisProduct], ...]:

@@ -51,7 +51,6 @@ class SourceRun:
     sizes: AxisSizes
 
     def __post_init__(self) -> None:
-        """Refuse sizes that contradict the strategy."""
         strategy, sizes = self.strategy, self.sizes
         counts = {stage.device_count for stage in strategy.stages}
         if len(strategy.stages) != sizes.stages:
@@ -68,11 +67,9 @@ class SourceRun:
 
     @property
     def has_shards(self) -> bool:
-        """Whether the optimizer shards anything."""
         return any(layout.shard_size for stage in self.strategy.stages for layout in stage.layouts.values())
 
     def holding(self, name: str) -> list[tuple[Stage, Layout]]:
-        """The stages that list a parameter."""
         return [(stage, stage.layouts[name]) for stage in self.strategy.stages if name in stage.layouts]
 
 
@@ -82,9 +79,6 @@ def model_of(source: SourceRun, shapes: Optional[ModelTensors]) -> ModelTensors:
     Args:
         source: the strategy.
         shapes: the model's tensors; if None, all dimensions get a size that everything divides.
-
-    Raises:
-        StrategyError: a weight's shape is unknown.
     """
     parameters: dict[str, None] = dict.fromkeys(source.strategy.parameters)
     belonging = belonging_to_weights(parameters)
@@ -115,11 +109,7 @@ def model_of(source: SourceRun, shapes: Optional[ModelTensors]) -> ModelTensors:
 
 
 def _candidates_of(sources: Sequence[SourceRun], model: ModelTensors) -> dict[str, tuple[Candidate, ...]]:
-    """Per weight all candidates that agree with the sources, the likeliest first; none if no size explains its cut.
-
-    Raises:
-        StrategyError: a layout does not fit the weight's shape, or sources contradict each other.
-    """
+    """Per weight all candidates that agree with the sources, the likeliest first; none if no size explains its cut."""
     cache: dict[object, tuple[Candidate, ...]] = {}
     candidates = {}
     for name, tensor in model.weights.items():
@@ -144,11 +134,7 @@ def _observed(sources: Sequence[SourceRun], tensor: FullTensor) -> list[Observat
 
 
 def _layout_for(layout: Layout, tensor: FullTensor, path: str) -> Layout:
-    """The layout, optimizer shards aside, with an entry per dimension of the tensor.
-
-    Raises:
-        StrategyError: it does not lay out a tensor of this shape.
-    """
+    """The layout, optimizer shards aside, with an entry per dimension of the tensor."""
     # JSON may be read in several ways. Without --shapes, the shape is only one that everything divides.
     readings = [one for one in layout.without_shards().regroupings() if len(one.tensor_map) == len(tensor.shape)]
     for reading in (*(one for one in readings if one.recorded_shape == tensor.shape), *readings):
@@ -186,8 +172,6 @@ def _shown_shards(
 
 
 class _ShardingRun:
-    """The optimizer sharding of a source, as far as its strategy shows it."""
-
     def __init__(self, source: SourceRun, model: ModelTensors) -> None:
         self._model = model
         sharded = [
@@ -247,9 +231,6 @@ def learn(sources: Sequence[SourceRun], model: ModelTensors, target: Optional[Ax
         sources: strategies with the sizes of their runs, at least one.
         model: the weights of the first, with their shapes.
         target: if equal to a source's sizes, its layouts are copied.
-
-    Raises:
-        StrategyError: a size of a source cuts nothing, or a layout does not fit its tensor.
     """
     candidates = _candidates_of(sources, model)
     alike = next((source for source in sources if target is not None and _same(source.sizes, target)), None)
@@ -339,11 +320,7 @@ def uneven_source(sources: Sequence[SourceRun], layers: Mapping[str, int]) -> Op
 
 
 def check_explained(learned: Learned, stated: Sequence[LayoutRule], sources: Sequence[SourceRun]) -> None:
-    """Refuse weights whose cuts no size explains, unless a stated rule gives them.
-
-    Raises:
-        StrategyError: names them.
-    """
+    """Refuse weights whose cuts no size explains, unless a stated rule gives them."""
     missing = [name for name in learned.unexplained if not any(rule.matches(name) and rule.has_cuts for rule in stated)]
     if missing:
         layout = next(layout for source in sources for _, layout in source.holding(missing[0]))

@@ -192,7 +192,6 @@ def _check_devices(target: TargetRun) -> None:
 
 
 def _states(rules: LayoutRules, tensors: ModelTensors, where: str) -> Mapping[str, Sequence[str]]:
-    """Per weight the prefixes of its optimizer state."""
     if tensors.other_shapes:
         raise StrategyError(
             f"{tensors.path}: optimizer state of another shape than its weight's; its cut is unknown: "
@@ -253,7 +252,6 @@ def _placed(rule: LayoutRule, shape: tuple[int, ...], sizes: AxisSizes, shown: M
 
 
 def _may_shard(rule: LayoutRule, candidates: Sequence[Candidate], sizes: AxisSizes) -> Optional[bool]:
-    """Whether the optimizer may shard a weight; None if unknown."""
     answers = {rule.optimizer_shard[candidate.is_capped(sizes)] for candidate in candidates}
     return answers.pop() if len(answers) == 1 else rule.optimizer_shard[0] if not candidates else None
 
@@ -292,11 +290,7 @@ def _lines_of(candidates: Sequence[Candidate]) -> Iterator[tuple[str, ...]]:
 def _with_shards(
     placed: _Placed, tensors: ModelTensors, tensor: FullTensor, first_rank: int, target: TargetRun
 ) -> RecordedLayout:
-    """The record, with the optimizer's shards.
-
-    Raises:
-        UnsettledError: it is unknown whether the weight is sharded.
-    """
+    """The record, with the optimizer's shards."""
     unsharded = RecordedLayout.of(placed.layout, placed.nested)
     if placed.may_shard is False:
         return unsharded
@@ -389,7 +383,6 @@ def _check_settled(
 
 
 def _toml(value: Union[str, Sequence[str]]) -> str:
-    """A text or a list of texts in TOML, which writes them as JSON does."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -405,10 +398,6 @@ def stages_of(
         chunks: layers per stage; several rounds of the stages if the pipeline is interleaved.
         path: the rules, for messages.
         where: the file that gets missing rules, for messages.
-
-    Raises:
-        StrategyError: some parameter's stage is undecided.
-        UsageError: the layers cannot be divided in this way.
     """
     if chunks is not None and (len(chunks) % stages or not chunks):
         raise UsageError(
@@ -418,7 +407,7 @@ def stages_of(
     if stages == 1:
         return dict.fromkeys(names, 0)
     first, last = Globs(pipeline.first), Globs(pipeline.last)
-    of_layers = _layers(names, pipeline, first, last, path, where)
+    of_layers = layer_numbers(names, pipeline, path, where)
     layers = sorted(set(of_layers.values()))
     stage_of_layer = _stage_of_layer(layers, stages, chunks)
     stage_by_name: dict[str, int] = {}
@@ -451,18 +440,12 @@ def stages_of(
 
 
 def is_numbered(name: str) -> bool:
-    """Whether a part of a name is a number, as in names of layers."""
     return _LAYER_NUMBER.search(name) is not None
 
 
 def layer_numbers(names: Iterable[str], pipeline: Pipeline, path: str, where: str) -> dict[str, int]:
     """The layer of every parameter of a layer."""
-    return _layers(list(names), pipeline, Globs(pipeline.first), Globs(pipeline.last), path, where)
-
-
-def _layers(
-    names: Sequence[str], pipeline: Pipeline, first: Globs, last: Globs, path: str, where: str
-) -> dict[str, int]:
+    first, last = Globs(pipeline.first), Globs(pipeline.last)
     inside = [name for name in names if not first.match(name) and not last.match(name)]
     if pipeline.layers:
         globs = [Glob(pattern, LAYER) for pattern in pipeline.layers]

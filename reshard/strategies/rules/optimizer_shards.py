@@ -23,7 +23,6 @@ IntArray = npt.NDArray[np.int64]
 
 
 def device_count_allowed(devices: int) -> bool:
-    """Whether the compiler accepts a cluster of this size."""
     return devices in (1, 2, 4) or devices % SERVER == 0
 
 

@@ -69,12 +69,10 @@ class LayoutRule:
         return Globs(self.patterns)
 
     def matches(self, name: str) -> bool:
-        """Whether the rule is for a parameter."""
         return self._globs.match(name)
 
     @property
     def has_cuts(self) -> bool:
-        """Whether the rule gives cuts, not only other attributes."""
         return bool(self.entries is not None or self.every_dimension_whole or self.recorded or self.candidates)
 
 
@@ -166,21 +164,15 @@ _NO_SWITCHES: Mapping[str, str] = MappingProxyType({})
 
 
 def builtin_names() -> list[str]:
-    """The names of all built-in rules."""
     return _BUILTIN.names()
 
 
 def is_builtin(text: str) -> bool:
-    """Whether a text is the name of built-in rules, and not a path."""
     return _BUILTIN.path(text) is not None
 
 
 def rules_named(text: str, switches: Mapping[str, str] = _NO_SWITCHES) -> LayoutRules:
     """The rules of a file, or built-in ones.
-
-    Args:
-        text: the path, or the name.
-        switches: values of the switches of ``set``.
 
     Raises:
         StrategyError: neither exists, or the file is invalid.
@@ -190,12 +182,7 @@ def rules_named(text: str, switches: Mapping[str, str] = _NO_SWITCHES) -> Layout
 
 
 def read_rules(path: str, partial: bool = False, switches: Mapping[str, str] = _NO_SWITCHES) -> LayoutRules:
-    """Read a file of rules.
-
-    Args:
-        path: the file.
-        partial: later rules give what a rule with cuts does not state.
-        switches: values of the switches of ``set``.
+    """Read a file of rules; where it is partial, later rules give what a rule with cuts does not state.
 
     Raises:
         StrategyError: the file is missing, not TOML, or has invalid rules.
@@ -205,11 +192,7 @@ def read_rules(path: str, partial: bool = False, switches: Mapping[str, str] = _
 
 
 def parse_rules(text: str, path: str, partial: bool = False, switches: Mapping[str, str] = _NO_SWITCHES) -> LayoutRules:
-    """The rules in a text.
-
-    Raises:
-        StrategyError: the text is not TOML, or has invalid rules.
-    """
+    """The rules in a text."""
     file = _RulesFile(path, partial, switches)
     top = file.values(file.parse(text), _TOP, "rules")
     pipeline = Pipeline(**file.values(top["pipeline"], _PIPELINE, "[pipeline]"))
@@ -278,11 +261,7 @@ class _RulesFile(TomlFile):
             raise self.wrong(where, str(error)) from error
 
     def check_switches(self) -> None:
-        """Refuse values for switches that no rule has.
-
-        Raises:
-            UsageError: names those that exist.
-        """
+        """Refuse values for switches that no rule has."""
         for name, value in self._stated.items():
             known = self._known.get(name)
             if known is None:
@@ -318,7 +297,6 @@ class _RulesFile(TomlFile):
         return tuple(self.parsed(product, matrix, f"{where}: matrix") for matrix in matrices)
 
     def _cuts(self, content: Any, where: str) -> tuple[AxisCut, ...]:
-        """The cut of one dimension, or its candidates."""
         if isinstance(content, str):
             return self.parsed(lambda text: _cut(text.strip()), content.split("|"), f"{where}: map")
         if isinstance(content, list) and content and all(isinstance(axis, str) for axis in content):

@@ -17,13 +17,7 @@ _FACTORED = ("_row.", "_col.")
 
 
 class FullTensor(NamedTuple):
-    """A tensor of the model, uncut.
-
-    Attributes:
-        name: its name in strategies.
-        shape: full shape.
-        dtype: MindSpore's name of the element type; None if unknown.
-    """
+    """A tensor of the model, uncut."""
 
     name: str
     shape: tuple[int, ...]
