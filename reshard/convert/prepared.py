@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Optional
 
-from reshard.checkpoints import CheckpointIndex, FileHandles
-from reshard.checkpoints.checkpoint import GlobalTensor, stored_checkpoint
-from reshard.convert.source_crcs import Check, SourceCrcs, damaged_files
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
+from reshard.convert.source_crcs import DamagedSourcesError, SourceCrcs
 from reshard.convert.summary import Phases, Summary, totals_of
 from reshard.convert.target_directory import TargetDirectory
 from reshard.convert.writing import State, WriteElsewhere, Writing
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError, UsageError
 from reshard.execute import Progress
-from reshard.execute.budget import reading_budget, writing_budget
+from reshard.execute.budget import writing_budget
 from reshard.execute.destination import check_apart, check_bucket, check_disjoint, check_space
 from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import CHUNK_BYTES, BoxReader
@@ -77,10 +77,11 @@ def prepare(
 
 
 class Prepared:
-    """A planned conversion without damaged source files, compared with the target directory.
+    """The steps of a conversion before it writes: plan, survey of the target directory, checks of the source.
 
     Attributes:
         state: the plan and its remaining work.
+        replicas: the test of the source strategy; None without strategy or without work.
     """
 
     def __init__(self, request: Request, handles: FileHandles, report: Report, progress: Progress) -> None:
@@ -92,15 +93,24 @@ class Prepared:
         self._report = report
         self._progress = progress
         self._sampler = SourceSampler(handles)
-        self._crcs = SourceCrcs(request.damaged, report, self._sampler)
-        with self._swap_hinted():
-            self.state = self._plan_work()
-        self._planned = time.monotonic()
+        self._crcs = SourceCrcs(request, self._sampler, handles, report, progress)
+        try:
+            self._take_steps()
+        except DamagedSourcesError as damage:
+            # Damaged files count as lost, once: one that is found damaged after that is an error.
+            self._take_steps(damage)
 
     @property
     def plan(self) -> Plan:
         """The plan."""
         return self.state.plan
+
+    def _take_steps(self, damage: Optional[DamagedSourcesError] = None) -> None:
+        with self._swap_hinted():
+            self.state = self._surveyed(damage)
+        self._planned = time.monotonic()
+        self.replicas = self._check_sources()
+        self._checked = time.monotonic()
 
     def _swap_hinted(self) -> contextlib.AbstractContextManager[None]:
         """Errors in this block hint at swapped strategies, if the files' shapes show it."""
@@ -110,52 +120,54 @@ class Prepared:
             return contextlib.nullcontext()
         return hint_of_swap(request.source, request.target, request.asked.source, self._handles)
 
-    def _plan_work(self) -> State:
-        """Plan, and compare with the target directory."""
-        exact_file = self._request.asked.target.is_file
-        while True:
-            plan = self._made_plan()
-            request = plan.request
-            sources = plan.checkpoint.files.values()
-            if exact_file:
-                strategies = (s.path for s in (request.source, request.target) if not s.is_none)
-                check_apart(request.dst, sources, strategies)
-            else:
-                targets = [plan.path(file) for file in plan.requested]
-                check_disjoint(request.src, sources, request.dst, targets)
-                if request.edits.additions is not None:
-                    check_disjoint({}, request.edits.additions.paths, request.dst, targets)
-            requested = self._share(plan)
-            directory = None
-            if not exact_file:
-                directory = TargetDirectory(plan, requested, self._sampler, self._report, self._crcs.files)
-            if directory is None or self._effort.crc == "never":
-                break
+    def _surveyed(self, damage: Optional[DamagedSourcesError]) -> State:
+        """The plan, and what is left to write."""
+        asked = self._request.asked
+        try:
+            plan = make_plan(self._request._replace(damaged=self._crcs.damaged), self._handles, self._report)
+        except InputError as error:
+            if damage is not None:
+                error.hint = "; ".join(filter(None, [error.hint, "to skip CRC checks: --crc never"]))
+            raise
+        if damage is not None and damage.checkpoint is not None:
+            self._check_step(plan, damage.checkpoint)
+        request, sources = plan.request, plan.checkpoint.files.values()
+        if asked.target.is_file:
+            strategies = (s.path for s in (request.source, request.target) if not s.is_none)
+            check_apart(request.dst, sources, strategies)
+        else:
+            targets = [plan.path(file) for file in plan.requested]
+            check_disjoint(request.src, sources, request.dst, targets)
+            if request.edits.additions is not None:
+                check_disjoint({}, request.edits.additions.paths, request.dst, targets)
+        if self._task.recover and not self._task.dry_run:
+            # Damaged files count as lost, which changes the requested ranks.
+            self._crcs.check(plan, plan.checkpoint.indexes.values())
+        requested = self._share(plan)
+        directory = None
+        if not asked.target.is_file:
+            directory = TargetDirectory(plan, requested, self._sampler, self._report, self._crcs.files)
             suspects = [plan.checkpoint.indexes[holder] for holder in directory.suspects()]
-            if not self._crcs.find(plan.checkpoint, suspects, self._check_of(plan)):
-                break
-        work = requested if directory is None else tuple(directory.survey())
+            self._crcs.check(plan, suspects, known=True)
+        work = requested if directory is None else tuple(directory.survey().missing)
         sizes = plan.file_bytes(work)
         transposed, max_open = largest_transposed(plan.checkpoint), self._handles.limit
-        effort, checksum = self._effort, self._request.asked.target.checksum == "crc32"
+        effort, checksum = self._effort, asked.target.checksum == "crc32"
         budget = writing_budget(plan, sizes, max_open, effort.cpus, effort.max_memory, effort.io, transposed)
         return State(plan, budget, requested, sizes, directory, checksum)
 
-    def _made_plan(self) -> Plan:
-        """The plan; a recovery uses only files whose CRC is right, where they record one."""
-        while True:
-            request = self._request._replace(damaged=dict(self._crcs.damaged))
-            try:
-                plan = make_plan(request, self._handles, self._report)
-            except InputError as error:
-                if self._crcs.damaged:
-                    error.hint = "; ".join(filter(None, [error.hint, "to skip CRC checks: --crc never"]))
-                raise
-            if not self._task.recover or self._effort.crc == "never" or self._task.dry_run:
-                return plan
-            # Damaged files count as lost, which changes the requested ranks.
-            if not self._crcs.find(plan.checkpoint, plan.checkpoint.indexes.values(), self._check_of(plan)):
-                return plan
+    def _check_step(self, plan: Plan, before: Checkpoint) -> None:
+        """Refuse another step than without the damage where other runs do not read the damaged files."""
+        asked, after = self._request.asked, plan.checkpoint
+        if asked.files is None or asked.source.step != "latest" or before.step == after.step:
+            return
+        counted = self._request.to.options.unit
+        raise IncompleteSourceError(
+            f"{before.label} is damaged where {rank_ranges(asked.files, counted)} would read, and "
+            f"{after.label} would be used instead; other target {counted}s read other source files and may use "
+            f"{before.label}",
+            hint=f"pass --step {after.step} for every {counted}; to skip CRC checks: --crc never",
+        )
 
     def _share(self, plan: Plan) -> tuple[int, ...]:
         """The requested target files that this run writes."""
@@ -167,11 +179,6 @@ class Prepared:
             files = share_of(plan.data_bytes(files), *shard)
         return files
 
-    def _check_of(self, plan: Plan) -> Check:
-        """The function that checks CRCs."""
-        budget = reading_budget(plan, self._effort.cpus, self._effort.max_memory)
-        return lambda files: damaged_files(files, budget, self._handles, self._report, self._progress)
-
     def carry_out(self, elsewhere: Optional[WriteElsewhere] = None) -> Summary:
         """Write the remaining files, unless it is a dry run.
 
@@ -181,16 +188,7 @@ class Prepared:
         Raises:
             ReshardError: it failed; no partial file is left.
         """
-        if self._task.dry_run:
-            for space in self.state.space:
-                if space.problem is not None:
-                    self._report.warn(f"{space.problem}: the conversion would be refused")
-        else:
-            self._settle()
-        # After the CRC checks: a damaged file is no evidence against the strategy.
-        replicas = self._check_replicas()
-        self._check_equal()
-        checked = time.monotonic()
+        began = time.monotonic()
         nbytes, manifest, work = sum(self.state.sizes.values()), None, self.state.work
         if not self._task.dry_run:
             writing = Writing(self.state, self._handles, self._report, self._progress, elsewhere)
@@ -200,8 +198,8 @@ class Prepared:
         summary = self._summary(work)
         summary.manifest = manifest
         summary.bytes_written = nbytes
-        summary.replicas = replicas
-        summary.phases = Phases(self._planned - self._started, checked - self._planned, ended - checked)
+        summary.replicas = self.replicas
+        summary.phases = Phases(self._planned - self._started, self._checked - self._planned, ended - began)
         summary.seconds = ended - self._started
         return summary
 
@@ -229,46 +227,30 @@ class Prepared:
         summary.dry_run = self._task.dry_run
         return summary
 
-    def _settle(self) -> None:
-        """Check before writing; damaged source files are planned without."""
-        while True:
-            plan, work = self.plan, self.state.work
+    def _check_sources(self) -> Optional[ReplicaCheck]:
+        """Check space and source files before writing."""
+        plan, work = self.plan, self.state.work
+        if not self._task.dry_run:
             check_space(self.state.space)
-            if self._effort.crc == "never" or self._task.recover or not work:
-                # The planning of a recovery has checked its files already.
-                return
-            check = self._check_of(plan)
+        for space in self.state.space:
+            if space.problem is not None:
+                self._report.warn(f"{space.problem}: the conversion would be refused")
+        if not work:
+            return None
+        if not (self._task.dry_run or self._task.recover):
             whole, partly = plan.files_read(work)
-            if not self._crcs.find(plan.checkpoint, whole, check):
-                # Encryption tags are always checked before use, CRCs are not.
-                self._crcs.note_unchecked(index.path for index in partly if index.crc is not None)
-                return
-            self._plan_again()
-
-    def _plan_again(self) -> None:
-        """Plan again without damaged files."""
-        before = self.plan.checkpoint
-        with self._swap_hinted():
-            self.state = self._plan_work()
-        request, after = self.plan.request, self.plan.checkpoint
-        files = request.asked.files
-        if files is None or request.asked.source.step != "latest" or before.step == after.step:
-            return
-        # Other runs read other source files and do not detect this damage.
-        counted = request.to.options.unit
-        raise IncompleteSourceError(
-            f"{before.label} is damaged where {rank_ranges(files, counted)} would read, and "
-            f"{after.label} would be used instead; other target {counted}s read other source files and may use "
-            f"{before.label}",
-            hint=f"pass --step {after.step} for every {counted}; to skip CRC checks: --crc never",
-        )
+            self._crcs.check(plan, whole)
+            # Encryption tags are always checked before use, CRCs are not.
+            self._crcs.note_unchecked(index.path for index in partly if index.crc is not None)
+        # After the CRC checks: a damaged file is no evidence against the strategy.
+        replicas = self._check_replicas()
+        self._check_equal()
+        return replicas
 
     def _check_replicas(self) -> Optional[ReplicaCheck]:
         """Compare replicas of the source."""
         task, plan = self._task, self.plan
         request, checkpoint = plan.request, rank_checkpoint_of(plan.checkpoint)
-        if not self.state.work:
-            return None
         effort = self._effort.check_replicas
         if effort == "auto" and (task.verify or task.recover):
             # A recovery may copy any of these replicas in place of a lost rank.
@@ -278,8 +260,7 @@ class Prepared:
             try:
                 check_copies(stored, self._stored(), self._handles, self.state.execution, effort)
             except CheckpointError:
-                if self._without_damaged(plan.checkpoint.indexes.values()):
-                    return self._check_replicas()
+                self._crcs.check(plan, plan.checkpoint.indexes.values())
                 raise
         if checkpoint is None or request.source.is_none or request.source.is_as_cut:
             return None
@@ -297,8 +278,7 @@ class Prepared:
         )
         if comparison.differing:
             # Partially read files have no CRC check yet.
-            if self._without_damaged([checkpoint.indexes[rank] for rank in comparison.differing[0].ranks]):
-                return self._check_replicas()
+            self._crcs.check(plan, [checkpoint.indexes[rank] for rank in comparison.differing[0].ranks])
             read = replace(request.asked.source, step=checkpoint.step or "latest")
             raise comparison.error(request.source.path, read)
         if comparison.gradients:
@@ -317,16 +297,6 @@ class Prepared:
         check_slices(request.source, tensors, checkpoint, self._handles, self.state.execution)
         return comparison.check
 
-    def _without_damaged(self, doubtful: Iterable[CheckpointIndex]) -> bool:
-        """Check CRCs of files whose replicas differ, and plan again without damaged ones; whether there are any."""
-        check = self._check_of(self.plan)
-        if self._effort.crc == "never" or not self._crcs.find(self.plan.checkpoint, doubtful, check):
-            return False
-        self._plan_again()
-        if not self._task.dry_run:
-            self._settle()
-        return True
-
     def _recovered(self, tensors: Iterable[GlobalTensor]) -> Optional[frozenset[int]]:
         """The ranks whose slices are recovered; None for all, if another stage's ranks hold some of them."""
         strategy, ranks = self.plan.request.source, frozenset(self.state.work)
@@ -341,8 +311,6 @@ class Prepared:
     def _check_equal(self) -> None:
         """Compare tied tensors, of which one is written; a dry run compares only their first bytes."""
         plan = self.plan
-        if not self.state.work:
-            return
         equals = equal_of(plan.checkpoint, [*plan.sorted.resharded, *plan.sorted.copied])
         if not equals:
             return

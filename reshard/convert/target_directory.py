@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import EditedCheckpoint
 from reshard.convert.recorded import command_of
@@ -59,6 +59,15 @@ from reshard.text.messages import Report, rank_ranges, some_names
 
 # Maximum number of listed files of a replaced model.
 _MOST_REMAINING = 20
+
+
+class Survey(NamedTuple):
+    """A target directory: what this run has to write, the records before it, and whether it replaces these."""
+
+    missing: list[int]
+    before: Optional[Ledger]
+    recorded: Mapping[str, DoneRecord]
+    anew: bool
 
 
 class TargetDirectory:
@@ -129,8 +138,8 @@ class TargetDirectory:
         self._last_headers: tuple[object, Optional[str]] = (None, None)
 
     @caches_listings
-    def survey(self) -> list[int]:
-        """The requested target ranks that are not written yet, ascending.
+    def survey(self) -> Survey:
+        """Compare the directory with its records; nothing is changed.
 
         Raises:
             TargetError: the directory contains another conversion, foreign checkpoints, or targets
@@ -161,22 +170,23 @@ class TargetDirectory:
             marks = set() if self._overwrite else self._existing_names(_marks(self._identity))
             if marks:
                 raise self._refusals.foreign(marks)
-        done = recorded.keys() if joined and not self._begins_anew(before, recorded) else set()
+        anew = before is not None and self._begins_anew(before, recorded)
+        done = recorded.keys() if joined and not anew else set()
         missing = [rank for rank in self._requested if self._name(rank) not in done]
         in_the_way = [rank for rank in missing if self._name(rank) in existing]
         if in_the_way and not self._overwrite:
             known = before is not None and bool(before.done(frozenset(in_the_way)))
             raise self._refusals.existing(in_the_way, modified=known)
-        return missing
+        return Survey(missing, before, recorded, anew)
 
-    def _begins_anew(self, before: Optional[Ledger], recorded: Mapping[str, DoneRecord]) -> bool:
+    def _begins_anew(self, before: Ledger, recorded: Mapping[str, DoneRecord]) -> bool:
         """Whether finished targets of this run are written again; otherwise it goes on with those that are missing.
 
         Raises:
             TargetError: finished targets that stay were made from other source files.
         """
-        if before is None or before.identity != self._identity:
-            return before is not None
+        if before.identity != self._identity:
+            return True
         done = before.done().keys()
         changes = before.compare_sources(self._sources)
         # Other runs may be about to finish their first targets.
@@ -220,10 +230,8 @@ class TargetDirectory:
             RetryableError: the directory cannot be written.
         """
         with self._ledger.locked():
-            missing = self.survey()
-            before = ledger_in(self._root)
-            recorded = {} if before is None else before.finished(None if self._whole else self._requested)
-            if before is not None and self._begins_anew(before, recorded):
+            missing, before, recorded, anew = self.survey()
+            if before is not None and anew:
                 self._remove(before, recorded)
             elif missing:
                 self._unfinish(self._identity)
