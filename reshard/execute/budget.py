@@ -113,14 +113,7 @@ class Budget(NamedTuple):
         """The budget of some CPUs and bytes of memory.
 
         Args:
-            jobs: CPUs to keep busy.
-            max_memory: maximum bytes of all buffers together.
-            storage: storage of the source files.
-            io: ``auto``, ``mmap`` or ``pread``, as requested.
             target: storage of the target files.
-            part_bytes: bytes of a file that the target's store buffers for one request; 0 for none.
-            limits: of the number of files that are written at a time.
-            decoded: whether quantised tensors are decoded.
             transposed: bytes of the largest matrix that is transposed; 0 for none.
             work: number of target files and their bytes together, where worker processes may write them.
         """
@@ -210,10 +203,6 @@ def choose_io(requested: str, storage: Storage) -> tuple[str, str]:
 
     On local disks maps take 0.8 to 1.1 of the time of explicit reads (`benchmarks/io.py`). Runs differ as much, so
     maps are not worth their risk: a file that becomes shorter ends the run.
-
-    Args:
-        requested: ``auto``, ``mmap`` or ``pread``.
-        storage: storage of the source files.
     """
     if requested == "pread":
         return "pread", "as requested"
@@ -235,15 +224,6 @@ def writing_budget(
     plan: Plan, sizes: Mapping[int, int], max_open: int, jobs: int, max_memory: int, io: str, transposed: int
 ) -> Budget:
     """The budget for writing some target files of a plan.
-
-    Args:
-        plan: the plan.
-        sizes: bytes of each file.
-        max_open: maximum number of open files.
-        jobs: CPUs to keep busy.
-        max_memory: maximum bytes of all buffers together.
-        io: ``auto``, ``mmap`` or ``pread``.
-        transposed: bytes of the largest matrix that is transposed; 0 for none.
 
     Raises:
         UsageError: the parts of an object store need more memory.

@@ -47,8 +47,6 @@ class Cast:
     Args:
         stored: their type in the source, one of `dtypes.CASTABLE`.
         dtype: the new type, one of `dtypes.CAST_TO`.
-        name: name of the tensor.
-        overflowed: called with the number of elements that become infinite.
     """
 
     def __init__(self, stored: str, dtype: str, name: str, overflowed: Overflowed) -> None:

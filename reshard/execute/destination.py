@@ -36,11 +36,7 @@ _CHECKPOINT_ENDINGS = (".ckpt", ".safetensors", ".distcp")
 
 
 class Destination:
-    """A target directory.
-
-    Args:
-        path: the directory; it need not exist.
-    """
+    """A target directory."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -127,9 +123,6 @@ class Destination:
 def check_bucket(dst: str) -> None:
     """Check that the bucket of a target directory in an object store exists.
 
-    Args:
-        dst: as typed.
-
     Raises:
         UsageError: the path is not valid in its store.
         InputError: the bucket does not exist.
@@ -146,12 +139,6 @@ def check_disjoint(
     targets: Iterable[str] = (),
 ) -> None:
     """Refuse a source and a target of which one contains the other, also through links or mounts.
-
-    Args:
-        src: SRC as typed.
-        sources: the source files.
-        dst: target directory.
-        targets: the target files.
 
     Raises:
         UsageError: they overlap.
@@ -226,7 +213,6 @@ class _Places:
         return self._known[path]
 
     def contains(self, directory: str, path: str) -> bool:
-        """Whether a directory is a path or one of its parents."""
         place = self.of(directory)
         while place is not None:
             if self.of(path) == place:
@@ -261,9 +247,6 @@ class Space(NamedTuple):
 
 def space_for(needed: Iterable[tuple[str, int]]) -> list[Space]:
     """Needed and free space of every file system of the target.
-
-    Args:
-        needed: directories, existing or not, and bytes that will be written to each.
 
     Raises:
         RetryableError: the free space cannot be read.

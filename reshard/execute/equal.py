@@ -33,10 +33,6 @@ def check_equal(
     """Compare tensors that should be equal.
 
     Args:
-        checkpoint: the checkpoint.
-        equals: the sets of tensors.
-        reader: reads them.
-        progress: counts bytes.
         most: bytes of each to compare; all by default.
 
     Raises:
@@ -83,7 +79,6 @@ def _check(
 
 
 def _elements(tensor: GlobalTensor, most: Optional[int]) -> int:
-    """Number of elements to compare."""
     count = math.prod(tensor.shape)
     return count if most is None else min(count, most // tensor.item_size)
 

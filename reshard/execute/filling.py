@@ -49,7 +49,6 @@ class BlockFiller:
     """Fills blocks of target tensors through one reader; one per thread.
 
     Args:
-        reader: reads stored bytes.
         scratch: buffer for rows that are read before they are gathered; half of it must hold an element. What exceeds
             8 MiB is only used for transposed tensors.
         overflowed: counts elements that a cast made infinite.
@@ -80,7 +79,6 @@ class BlockFiller:
         """Fill ``out`` with the elements of ``block``, in C order.
 
         Args:
-            tensor: the target tensor.
             block: a box of it, counted from the target slice's own origin.
             out: exactly the block's bytes.
         """
@@ -98,7 +96,6 @@ class BlockFiller:
         blocks are filled at once.
 
         Args:
-            tensor: the target tensor.
             block: a box of it, counted from the target slice's own origin.
             most: maximum bytes of a box of a transposed tensor, at least one element.
         """
@@ -226,7 +223,6 @@ class BlockFiller:
         """Fill the same rows of every member, reading each source's rows once.
 
         Args:
-            shared: the tensor and the boxes of its members.
             rows: a box of the outer dimensions, counted from the members' origin there; at most
                 `most_shared_rows`.
             outs: per member exactly the rows' bytes.
@@ -334,12 +330,10 @@ class BlockFiller:
         """Copy strided elements of a stored slice, in parts that fit the scratch buffer.
 
         Args:
-            source: the slice.
             start: byte of the first element in it.
             counts: elements per axis.
             strides: bytes from one element to the next, per axis, none less than the next.
             out: one word or more per element, in the last dimension.
-            item_size: bytes of an element.
             scratch: buffer for rows with gaps.
         """
         span = span_of(counts, strides, item_size)
@@ -383,24 +377,15 @@ class _StageReader:
         self._stage = stage
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
-        """Copy bytes from ``start`` on."""
         out[:] = self.view(source, start, len(out))
 
     def view(self, source: StoredSlice, start: int, length: int) -> memoryview:
-        """The bytes from ``start`` on."""
         first = source.extents[0][0] + start
         return self._stage[first : first + length]
 
 
 def gather(data: Union[memoryview, Bytes], counts: Sequence[int], strides: Sequence[int], out: Words) -> None:
-    """Copy strided elements out of ``data``, whose first byte is the region's first.
-
-    Args:
-        data: bytes of the source.
-        counts: elements per dimension.
-        strides: bytes from one element to the next, per dimension.
-        out: one word or more per element, in the last dimension.
-    """
+    """Copy strided elements out of ``data``, whose first byte is the region's first."""
     put(_strided(data, counts, strides, out.shape[-1] * out.itemsize), out)
 
 

@@ -29,14 +29,7 @@ of the part, and whether to compute checksums. A file without a descriptor is no
 
 
 class PartProcesses:
-    """Worker processes that write parts, from the side of the conversion; a context manager.
-
-    Args:
-        target_of: plans the files.
-        handles: open source files.
-        budget: for all processes together.
-        sampled: files like those to write.
-    """
+    """Worker processes that write parts, from the side of the conversion; a context manager."""
 
     def __init__(
         self, target_of: TargetOf, handles: FileHandles, budget: Budget, sampled: Iterable[TargetFile]
@@ -54,15 +47,12 @@ class PartProcesses:
         self._crew.__exit__(*error)
 
     def kill(self) -> None:
-        """Kill all processes; calls that wait for them raise `LostWorkerError`."""
         self._crew.kill()
 
     def write(self, writers: Sequence[TargetWriter], number: int, notify: Notify) -> None:
         """Have a process write a part of some files.
 
         Args:
-            writers: of the files.
-            number: of the part.
             notify: receives the messages of `PartServer`.
 
         Raises:
@@ -100,11 +90,6 @@ class PartServer:
 
     It sends these messages before an answer: ``("wrote", bytes)``, ``("overflowed", name, count)``, and ``("last",)``
     when no part follows the requested one.
-
-    Args:
-        target_of: plans the files.
-        handles: open source files.
-        budget: for all processes together.
     """
 
     def __init__(self, target_of: TargetOf, handles: FileHandles, budget: Budget) -> None:

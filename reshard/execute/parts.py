@@ -49,8 +49,6 @@ class SharedRows(NamedTuple):
     Attributes:
         tensors: the tensor as each member holds it.
         outer: their common box of the outer dimensions.
-        first: first row.
-        last: one past the last row.
         row_bytes: bytes of a row, per member.
         uses: per stored slice, the members that take a box of it.
         dtype: type of the stored elements, if they are cast.
@@ -66,7 +64,6 @@ class SharedRows(NamedTuple):
 
     @property
     def stored_size(self) -> int:
-        """Bytes of an element in the source."""
         return self.tensors[0].item_size if self.dtype is None else ITEM_SIZES[self.dtype]
 
 
@@ -74,11 +71,8 @@ class TensorShare(NamedTuple):
     """One of several equal shares of a tensor in every file of a group; small tensors have one.
 
     Attributes:
-        group: the files.
         segments: of the whole tensor.
         find_shared: returns the rows of the whole tensor that members share; None where they share none.
-        number: of the share.
-        shares: number of shares.
     """
 
     group: Sequence[TargetFile]
@@ -128,7 +122,6 @@ def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[list[TensorS
     Only sizes decide where: each of many processes finds its parts without planning the tensors of the others.
 
     Args:
-        group: the files.
         threads: maximum number of threads; large files are cut into some parts for each.
     """
     share = sum(target.layout.size for target in group) // (_PARTS_PER_THREAD * threads)
@@ -251,8 +244,6 @@ class Parts:
     """The parts of a group's files, cut when they are taken; for any number of threads.
 
     Args:
-        files: the files.
-        threads: maximum number of threads.
         alone: whether all parts are taken here; else other processes take some, and skipped parts are dropped.
     """
 
@@ -280,13 +271,7 @@ class Parts:
 
 
 class PartWriter:
-    """Writes parts.
-
-    Args:
-        worker: reads the tensors.
-        stopped: returns whether to stop in the middle of a part, which is then incomplete.
-        wrote: counts bytes of tensors that are done.
-    """
+    """Writes parts."""
 
     def __init__(self, worker: Worker, stopped: Callable[[], bool], wrote: Callable[[int], None]) -> None:
         self._worker = worker

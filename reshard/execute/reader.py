@@ -78,8 +78,6 @@ class FileReader:
     than windows fit the memory, windows are smaller.
 
     Args:
-        handles: open source files.
-        storage: storage of the files.
         window_bytes: memory for windows; one window is always cached.
         max_maps: maximum number of mapped files, each with a descriptor; without maps, NumPy gathers strided elements
             from buffers, into which the gaps are read, too.
@@ -248,7 +246,6 @@ class FileReader:
 
 
 def unreadable(source: StoredSlice, error: Exception) -> ReshardError:
-    """The error for a file that can no longer be read."""
     if isinstance(error, OSError) and is_read_only(error):
         return reading_error(source.path, error)
     return RetryableError(f"{source.path}: cannot be read: {error}", file=source.path, rank=source.rank)
@@ -256,11 +253,6 @@ def unreadable(source: StoredSlice, error: Exception) -> ReshardError:
 
 class Worker:
     """Reads boxes, in one thread.
-
-    Args:
-        reader: reads stored elements.
-        budget: memory and storage.
-        overflowed: counts elements that a cast made infinite.
 
     Attributes:
         block: a buffer for the owner of the worker.
@@ -279,7 +271,6 @@ class Worker:
 
     @cached_property
     def filler(self) -> BlockFiller:
-        """Fills boxes whose elements are gathered or computed."""
         # Imported late: NumPy takes longer to load than a small rank takes to copy.
         from reshard.execute.filling import BlockFiller
 
@@ -298,7 +289,6 @@ class Worker:
         """The runs of a box that are read directly to their places; None if it is filled in another way.
 
         Args:
-            tensor: the tensor.
             box: the box, counted from the tensor's own origin.
             kept: whether the places are in `block`, and used again for the next box.
         """
@@ -323,8 +313,6 @@ class BoxReader:
     The memory limits the number of workers: a thread waits while all of them are in use.
 
     Args:
-        handles: open source files.
-        budget: memory and storage.
         overflowed: counts elements that a cast made infinite; called by several threads.
         threads: maximum number of threads that read at a time; by default that of the budget.
     """
@@ -426,7 +414,6 @@ class BoxReader:
         return min(CHUNK_BYTES, max(_MIN_CHUNK_BYTES, nbytes // self.threads))
 
     def read_alone(self, tensor: TargetTensor, box: Box, out: memoryview) -> None:
-        """As `read`, in this thread alone."""
         with self.worker() as worker:
             worker.fill(tensor, box, out)
 
@@ -434,8 +421,6 @@ class BoxReader:
         """Read selected elements of a box, also into an array that is not contiguous.
 
         Args:
-            tensor: the tensor.
-            box: the elements to read.
             index: the elements to copy to ``out``, as an index into the array of the box.
             out: the array to fill; of elements of the tensor's size.
 
@@ -470,11 +455,9 @@ def in_order(
     """Have threads work ahead on tasks, within a bound, and yield the results in the order of the tasks.
 
     Args:
-        pool: the threads.
         tasks: taken one by one, as they are begun.
         begin: returns the parts of a task, each for one thread.
         memory: maximum sum of the sizes of tasks that are begun and not yet yielded; or a single task.
-        size: returns the size of a task.
         stop: set when no more results are needed, so that long parts can end early.
 
     Yields:

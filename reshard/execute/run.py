@@ -56,9 +56,6 @@ def convert(
 
     Args:
         groups: target files; those of a group read the same rows. Taken lazily.
-        handles: open source files.
-        budget: threads, processes and memory.
-        progress: counts bytes written and files committed.
         finish: called for a file whose bytes are on disk, before it gets its name.
         checksum: compute a CRC-32 of every target file, and those that files hold.
         target_of: plans the same files again, in worker processes; without it there are none.
@@ -85,8 +82,6 @@ class FileGroup:
     """Target files that are written together, and their parts.
 
     Attributes:
-        writers: of the files.
-        parts: of the files.
         begun: number of parts that threads have begun.
         done: number of parts that are done.
         complete: whether no more parts are begun.
@@ -110,7 +105,6 @@ class Schedule:
         groups: groups of target files, planned one by one as they are begun.
         threads: number of threads; the last file is cut so that all of them can help.
         beside: number of files that may be in writing when a thread begins another group, instead of joining one.
-        writer_of: makes the writer of a file.
     """
 
     def __init__(
@@ -161,7 +155,6 @@ class Schedule:
             return group.complete and group.done == group.begun
 
     def committed(self, writer: TargetWriter) -> None:
-        """A file has its final name."""
         with self._lock:
             self._uncommitted.discard(writer)
 
@@ -216,7 +209,6 @@ class _Execution:
         self._failures: dict[int, ReshardError] = {}
 
     def run(self) -> None:
-        """Start the threads and wait until all files are written, or the run failed."""
         threads = [
             threading.Thread(target=self._work, name=f"reshard-{number}", daemon=True)
             for number in range(self._budget.threads)
@@ -382,7 +374,6 @@ class _Execution:
 
 
 def _lost(error: LostWorkerError, targets: Sequence[TargetFile], first: TargetFile) -> ReshardError:
-    """The error for files that cannot be finished because a worker died."""
     names = ", ".join(sorted(target.path for target in targets)[:_MAX_FAILURES])
     more = f" and {len(targets) - _MAX_FAILURES} more" if len(targets) > _MAX_FAILURES else ""
     return UnwritableError(
@@ -394,7 +385,6 @@ def _lost(error: LostWorkerError, targets: Sequence[TargetFile], first: TargetFi
 
 
 def _together(failures: list[tuple[int, ReshardError]]) -> ReshardError:
-    """One error for several failed files."""
     (_, first), *more = sorted(failures, key=lambda failure: failure[0])
     if more:
         count = plural(len(more), "more file")

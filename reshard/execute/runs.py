@@ -30,10 +30,8 @@ class Run(NamedTuple):
 
     Attributes:
         offset: of its first byte in the box.
-        source: the slice.
         start: of its first byte in the slice.
         length: bytes of a piece.
-        number: of pieces.
         stride: bytes from one piece to the next in the box; 0 for a single piece.
     """
 
@@ -45,7 +43,6 @@ class Run(NamedTuple):
     stride: int = 0
 
     def places(self, out: memoryview) -> list[memoryview]:
-        """Its pieces in the bytes of the box."""
         length = self.length
         if self.number == 1:
             return [out[self.offset : self.offset + length]]
@@ -59,7 +56,6 @@ def runs_of_box(
     """The runs that make a box of a target tensor; None if other elements are in it.
 
     Args:
-        tensor: the target tensor.
         block: the box, counted from the tensor's own origin.
         min_piece: returns the minimum length of pieces from a stored slice, unless the run is a single piece.
     """
@@ -113,7 +109,6 @@ def _pieces_in(part: Box, box: Box, item_size: int) -> Optional[_Pieces]:
 
 
 def byte_strides(shape: Sequence[int], item_size: int) -> list[int]:
-    """Strides of a C-order array in bytes."""
     strides = []
     stride = item_size
     for size in reversed(shape):
@@ -139,10 +134,6 @@ def runs(counts: Sequence[int], strides: Sequence[int], item_size: int) -> int:
 
 def loops_in_source(region: Region, strides: Sequence[int]) -> tuple[list[Loop], list[int], list[int]]:
     """The loops of a region by their steps in the source, the widest first.
-
-    Args:
-        region: the region.
-        strides: bytes from one element of the stored slice to the next, per dimension.
 
     Returns:
         The loops, elements of each, and bytes from one to the next.

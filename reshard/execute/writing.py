@@ -34,7 +34,6 @@ class TargetWriter:
     """One target file while it is being written; several threads may write parts of it.
 
     Args:
-        target: the file to write.
         finish: called when its bytes are on disk, before it gets its name.
         checksum: compute a CRC-32 of the whole file on the way, and fill in those that the file holds.
         sending: sends its parts, if its store takes files in parts.
@@ -45,7 +44,6 @@ class TargetWriter:
     Attributes:
         error: the error after which the file is not finished; other files can still be.
         checksums: offset, bytes and CRC-32 of each write; None if they are not computed.
-        written: bytes written.
         mapped: whether the file has all of its space on disk, so that it is written through maps.
     """
 
@@ -267,10 +265,6 @@ class PartBuffer:
     Callers fill the memory that `reserve` returns, so nothing is copied once more. The kernel lets one thread at a time
     write to a file, so with many writers this memory is a map of the file. The file has all of its space on disk by
     then: a full disk is an error, not a signal.
-
-    Args:
-        memory: the buffer, at least one byte.
-        writer: of the file.
     """
 
     def __init__(self, memory: memoryview, writer: TargetWriter) -> None:
@@ -300,7 +294,6 @@ class PartBuffer:
 
     @property
     def position(self) -> int:
-        """The offset of the next byte in the file."""
         return self._offset + self._used
 
     @property
@@ -319,13 +312,11 @@ class PartBuffer:
             raise RuntimeError(f"bytes of offset {offset} would be written at {self.position}")
 
     def put(self, data: memoryview) -> None:
-        """Append bytes."""
         for start in range(0, len(data), self.size):
             part = data[start : start + self.size]
             self.reserve(len(part))[:] = part
 
     def flush(self) -> None:
-        """Write the collected bytes."""
         if self._used:
             data = self._memory[: self._used]
             if self.writer.mapped:

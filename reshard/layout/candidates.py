@@ -20,12 +20,7 @@ MAX_CANDIDATES = 20_000
 
 
 def cuts_of(shape: Sequence[int], slice_shape: Sequence[int]) -> Optional[tuple[int, ...]]:
-    """The number of equal slices per dimension; None if slices are not equal.
-
-    Args:
-        shape: of the full tensor.
-        slice_shape: of every slice.
-    """
+    """The number of equal slices per dimension; None if slices are not equal."""
     if len(shape) != len(slice_shape) or any(part < 1 or size % part for size, part in zip(shape, slice_shape)):
         return None
     return tuple(size // part for size, part in zip(shape, slice_shape))
@@ -35,7 +30,6 @@ def possible_holders(device_count: int, cuts: tuple[int, ...]) -> Optional[list[
     """All distributions of slices over devices: the slice number of each device, in C order of ``cuts``.
 
     Args:
-        device_count: devices of the stage.
         cuts: slices per dimension, optimizer shards included.
 
     Returns:

@@ -19,17 +19,14 @@ Box = tuple[tuple[int, int], ...]
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    """Elements per dimension of a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def volume_of(box: Box) -> int:
-    """Elements of a box."""
     return math.prod(shape_of(box))
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box of all elements of a tensor."""
     return tuple((0, size) for size in shape)
 
 
@@ -55,12 +52,7 @@ def placed(part: Box, box: Box) -> Box:
 
 
 def place_of(number: int, cuts: Sequence[int]) -> tuple[int, ...]:
-    """The position of a box along every dimension.
-
-    Args:
-        number: of the box, in C order.
-        cuts: boxes per dimension.
-    """
+    """The position of a box along every dimension."""
     place = []
     for count in reversed(cuts):
         number, position = divmod(number, count)
@@ -75,7 +67,6 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int, most: int) -> It
     order: each is one position of the outer axes, a range of one axis and all of the inner ones.
 
     Args:
-        shape: elements per dimension.
         start: first element, counted in C order.
         stop: one past the last.
         most: maximum number of elements in a box, at least 1.
@@ -127,7 +118,6 @@ class Grid:
 
     @cached_property
     def slice_count(self) -> int:
-        """Boxes in all."""
         return math.prod(self.cuts)
 
     def slice_index(self, slice_number: int) -> tuple[int, ...]:
@@ -135,6 +125,5 @@ class Grid:
         return place_of(slice_number, self.cuts)
 
     def slice_box(self, slice_number: int) -> Box:
-        """One of the boxes."""
         index = self.slice_index(slice_number)
         return tuple((edges[position], edges[position + 1]) for edges, position in zip(self.edges, index))

@@ -55,7 +55,6 @@ class Layout:
     expandable: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a layout that contradicts itself."""
         if any(size < 1 for size in self.device_matrix):
             raise LayoutError(f"device matrix {list(self.device_matrix)} has an axis smaller than 1")
         axes = [axis for dimension in self.tensor_map for axis in dimension]
@@ -126,7 +125,6 @@ class Layout:
 
     @cached_property
     def device_count(self) -> int:
-        """Devices of the stage."""
         return math.prod(self.device_matrix)
 
     @cached_property
@@ -156,12 +154,10 @@ class Layout:
 
     @cached_property
     def slice_count(self) -> int:
-        """Distinct slices of the tensor."""
         return math.prod(self.cuts)
 
     @property
     def copies(self) -> int:
-        """Ranks that hold the same slice."""
         return self.device_count // self.slice_count
 
     @cached_property
@@ -209,7 +205,6 @@ class Layout:
         return not self.uneven[self.slice_index(self.slice_of_rank[local_rank])[0]]
 
     def slice_index(self, slice_number: int) -> tuple[int, ...]:
-        """A slice's position along every dimension."""
         return place_of(slice_number, self.cuts)
 
     def boundaries(self, dimension: int, size: int) -> tuple[int, ...]:
@@ -274,7 +269,6 @@ class Layout:
         return Grid(tuple(self.boundaries(dimension, size) for dimension, size in enumerate(shape)))
 
     def slice_box(self, shape: tuple[int, ...], slice_number: int) -> Box:
-        """The box of a slice in a tensor of ``shape``."""
         return tuple(
             self.interval(dimension, shape[dimension], position)
             for dimension, position in enumerate(self.slice_index(slice_number))
@@ -297,7 +291,6 @@ class Layout:
         return tuple(shape)
 
     def without_shards(self) -> Layout:
-        """The same layout without optimizer sharding."""
         return replace(self, shard_size=0, shard_step=0)
 
     def regroupings(self) -> list[Layout]:

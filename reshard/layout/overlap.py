@@ -46,10 +46,6 @@ class Cell(NamedTuple):
 class Overlap:
     """The cells of every target slice of one tensor; created once per kind of parameter.
 
-    Args:
-        sources: one grid per sharding of the tensor.
-        target: the target's grid.
-
     Raises:
         LayoutError: the grids differ in shape.
     """

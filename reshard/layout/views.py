@@ -60,12 +60,10 @@ class Region(NamedTuple):
 
     @property
     def is_zeros(self) -> bool:
-        """Whether the elements have no source."""
         return self.source == ZEROS
 
     @property
     def volume(self) -> int:
-        """Elements."""
         return math.prod(loop.length for loop in self.loops)
 
     @property
@@ -195,7 +193,6 @@ class View:
 
     @classmethod
     def zeros(cls, shape: Sequence[int]) -> View:
-        """A view of zeros."""
         return View.whole(ZEROS, shape)
 
     @classmethod
@@ -303,11 +300,7 @@ class View:
         return self.shape == tuple(shape) and self.regions == View.whole(0, shape).regions
 
     def keeps_rows(self, shapes: Sequence[Sequence[int]]) -> bool:
-        """Whether neighbours along the last dimension of a source stay neighbours, except at edges of regions.
-
-        Args:
-            shapes: of the sources.
-        """
+        """Whether neighbours along the last dimension of a source stay neighbours, except at edges of regions."""
         last = len(self.shape) - 1
         for region in self.regions:
             # Loops of zeros go along the view on both sides.
@@ -390,13 +383,7 @@ def _ranges(steps: Sequence[tuple[int, int]], low: int, high: int) -> Iterator[t
 
 
 def _joined(region: Region, first: int, sizes: Sequence[int]) -> Region:
-    """The region after several dimensions are joined to one.
-
-    Args:
-        region: the region.
-        first: the first of the dimensions.
-        sizes: their sizes, at least one.
-    """
+    """The region after several dimensions are joined to one."""
     last = first + len(sizes)
     scales = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
     position = sum(start * scale for start, scale in zip(region.origin[first:last], scales))
@@ -453,8 +440,6 @@ class ViewOverlap:
 
     Args:
         sources: per source of the view its grids, one per sharding.
-        view: the regions of the tensor.
-        target: the target's grid.
 
     Raises:
         LayoutError: the target's grid does not have the view's shape.

@@ -59,11 +59,8 @@ def cast(
     """The same tensors with the requested types.
 
     Args:
-        checkpoint: the source.
-        recipes: recipes of its tensors.
         values: names of copied values.
         unseen: names of parameters that only absent ranks hold.
-        casts: the requested types.
         report: gets the number of tensors per pair of types, and a warning of weights that are copied without cast.
 
     Raises:
@@ -106,7 +103,6 @@ def cast(
 
 
 def _note_casts(checkpoint: Checkpoint, recipes: Mapping[str, Recipe], report: Report) -> None:
-    """Note the number of tensors per pair of types."""
     counts = Counter(
         ("codes" if source.decoding is not None else source.dtype, recipe.dtype)
         for recipe in recipes.values()

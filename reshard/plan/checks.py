@@ -27,12 +27,6 @@ _MAX_PATTERNS = 8
 def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], report: Report) -> None:
     """Find all problems before anything is written.
 
-    Args:
-        plan: the plan.
-        values: the copied values.
-        earlier: earlier problems.
-        report: gets warnings.
-
     Raises:
         InputError: all problems in one.
     """
@@ -150,7 +144,6 @@ def _lacks_shard(plan: Plan, name: str, section: Section) -> bool:
 
 
 def problems_of_form(plan: Plan) -> list[InputError]:
-    """Errors for layouts that the target form cannot record."""
     if not plan.form.limits_layouts:
         return []
     problems: list[InputError] = []
@@ -198,14 +191,7 @@ def _cannot_hold(name: str, dtype: str, plan: Plan) -> CheckpointError:
 
 
 def needed(missing: Iterable[str], held: Iterable[str], strategy: Strategy, names: Collection[str]) -> list[str]:
-    """The missing parameters that are weights, or optimizer state of a kind that is there for other weights.
-
-    Args:
-        missing: the missing parameters.
-        held: the others that the strategy lists.
-        strategy: it may record that a parameter has one element, like a counter.
-        names: of all parameters.
-    """
+    """The missing parameters that are weights, or optimizer state of a kind that is there for other weights."""
     kinds = {"", *(state_prefix(name, names) for name in held)}
     return [
         name

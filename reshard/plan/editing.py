@@ -30,12 +30,6 @@ _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 def edited(checkpoint: Checkpoint, edits: EditRules, report: Report, complete: bool = True) -> EditedCheckpoint:
     """The checkpoint that edits make of a source.
 
-    Args:
-        checkpoint: the source.
-        edits: names, packing and types.
-        report: gets notes on skipped tensors.
-        complete: whether no slice of the source is missing.
-
     Raises:
         InputError: the edits do not fit the source.
     """
@@ -90,13 +84,9 @@ class _Editing:
     """The tensors and values of a source, which edits change one after the other.
 
     Args:
-        checkpoint: the source.
         views: views of tensors whose dimensions are swapped.
-        report: gets notes and warnings.
 
     Attributes:
-        recipes: the tensors.
-        values: names of copied values.
         unseen: the new name of each parameter that only absent ranks hold; None if unknown.
         tied: tied tensors, of which rules use one.
         packing: the table that gave the names, see `EditedCheckpoint.packing`.
@@ -193,7 +183,6 @@ class _Editing:
         return edits.identity(applied.options, applied.reversed)
 
     def apply_renames(self, renames: NameRules) -> None:
-        """Apply rules that give other names."""
         from reshard.names import apply_rules
 
         # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
@@ -261,7 +250,6 @@ class _Editing:
                 )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of tensors and values."""
         shapes = {name: self._shape(recipe) for name, recipe in self.recipes.items()}
         shapes.update((name, _stored(self._checkpoint, name).shape) for name in self.values)
         return shapes
@@ -367,10 +355,6 @@ def _check_not_quantised(checkpoint: Checkpoint) -> None:
 def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
     """The source's strategy under the new names.
 
-    Args:
-        strategy: the source's strategy.
-        checkpoint: the edited checkpoint.
-
     Raises:
         CheckpointError: packed tensors have other layouts.
     """
@@ -394,7 +378,6 @@ def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
-    """The header of a value, from the first file that holds it."""
     return checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
 
 

@@ -35,13 +35,7 @@ class GroupLimits(NamedTuple):
     reads_only: bool = False
 
     def together(self, files: int, shared: int, nbytes: int) -> int:
-        """The number of linked files to write together.
-
-        Args:
-            files: number of linked files.
-            shared: bytes of their tensors of which they share rows.
-            nbytes: bytes of all their tensors.
-        """
+        """The number of linked files to write together."""
         allowed = _MAX_READ_AGAIN * nbytes * (1 if self.reads_only else 2)
         passes = 1 + int(allowed / shared) if shared else files
         return min(self.most, max(self.in_flight, -(-files // passes)))
@@ -56,7 +50,6 @@ def linked_files(files: Sequence[int], section: Section, cuts: Iterable[Cut]) ->
 
     Args:
         files: target files of one section, ascending.
-        section: that section.
         cuts: how its tensors are cut, each kind once.
     """
     leader = {file: file for file in files}
@@ -106,11 +99,6 @@ def share_of(sizes: Mapping[int, int], index: int, count: int) -> tuple[int, ...
 
     Neighbouring ranks stay together, since they tend to read the same source files; so shares are only
     nearly equal in bytes. Every rank is in exactly one share.
-
-    Args:
-        sizes: bytes of every rank's file.
-        index: number of the run, from 0.
-        count: number of runs.
     """
     total = sum(sizes.values())
     chosen = []

@@ -30,7 +30,6 @@ class Piece(NamedTuple):
     """A part of the full tensor, contained in one stored slice.
 
     Attributes:
-        source: the slice.
         box: a box around the part.
         region: its elements of the box, and of the slice's tensor; None for the whole box, at the same place in
             that tensor.
@@ -49,7 +48,6 @@ class Piece(NamedTuple):
 
     @property
     def volume(self) -> int:
-        """Elements."""
         return volume_of(self.box) if self.region is None else self.region.volume
 
     @property
@@ -69,9 +67,7 @@ class TargetTensor(NamedTuple):
     """One tensor of a target file: a box of the full tensor, exactly covered by pieces, or zero elsewhere.
 
     Attributes:
-        name: its name in the file.
         item_size: bytes of an element.
-        box: the box.
         pieces: its pieces, without overlaps.
         dtype: its type, where elements are cast; None where all are copied.
         padded: whether some elements are in no piece.
@@ -88,12 +84,10 @@ class TargetTensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements per dimension."""
         return shape_of(self.box)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's content."""
         return volume_of(self.box) * self.item_size
 
 
@@ -101,8 +95,6 @@ class TargetFile(NamedTuple):
     """A target file: its layout and the sources of its bytes.
 
     Attributes:
-        rank: target rank.
-        path: final name.
         layout: literal bytes and tensor data in file order.
         tensors: the tensors, numbered as in ``layout``.
         source_paths: the source files of its bytes.
@@ -130,7 +122,6 @@ class TargetTensors(Sequence[TargetTensor]):
     Args:
         order: the order; its numbers count ``kinds``, then ``single``.
         kinds: an example of each kind of tensor, without name and extents.
-        single: tensors that are of no kind.
         stored: returns the slice for a tensor's name and a piece of its kind.
         added: returns the addition to a tensor, by name; None without any.
     """
@@ -190,7 +181,6 @@ class Kind(NamedTuple):
     """Tensors that are cut alike and held by the same source files.
 
     Attributes:
-        cut: how they are cut.
         present: the files that hold them, per sharding of the cut.
         item_size: bytes of an element.
         tensors: the tensors, sorted by name, at least one; their sources have the same types.
@@ -220,11 +210,7 @@ class Kind(NamedTuple):
 
 
 class Orders:
-    """The orders of target files; files of the same tensors share one.
-
-    Args:
-        form: the target files.
-    """
+    """The orders of target files; files of the same tensors share one."""
 
     def __init__(self, form: TargetForm) -> None:
         self._form = form
@@ -243,10 +229,7 @@ class Orders:
         """The order and layout of a file of these tensors.
 
         Args:
-            section: number of the file's section.
-            kinds: the kinds of its tensors.
             boxes: the slice, per kind.
-            values: its copied values.
             names: the kinds' tensors in this file; None for all.
         """
         value_types = tuple((value.name, value.dtype, value.dims, value.nbytes) for value in values)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Callable, NamedTuple, Optional, Protocol
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import CheckpointIndex, OutputLayout, lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint
@@ -47,23 +47,12 @@ class Sorted(NamedTuple):
     unholdable: list[str]
 
 
-class ValuesOfFiles(Protocol):
-    """The values that are copied unchanged, per target file."""
-
-    def of(self, file: int) -> list[CopiedValue]:
-        """The values of one target file."""
-
-
 class Plan:
     """A planned conversion.
 
     Args:
-        request: the request.
-        checkpoint: the source.
-        form: the target files.
-        values: the copied values of each file.
+        values: returns the copied values of a file.
         sorted: the source's tensors by their treatment.
-        cuts: how tensors are cut.
         choice: the replicas to read; None where strategies alone do not determine them.
 
     Attributes:
@@ -76,7 +65,7 @@ class Plan:
         request: Request,
         checkpoint: Checkpoint,
         form: TargetForm,
-        values: ValuesOfFiles,
+        values: Callable[[int], list[CopiedValue]],
         sorted: Sorted,
         cuts: Cuts,
         choice: Optional[ReplicaChoice],
@@ -98,7 +87,6 @@ class Plan:
         form.planned(self.layout_of)
 
     def path(self, file: int) -> str:
-        """The final name of a target file."""
         if self.request.asked.target.is_file:
             directory, name = os.path.split(self.request.dst)
             return os.path.join(directory, name)
@@ -116,7 +104,6 @@ class Plan:
 
         Args:
             files: numbers of the files, ascending.
-            limits: of the number of files in a group.
             names: only these tensors, without copied values; by default everything.
         """
         converted = [file for file in files if self.form.copied_file(file) is None]
@@ -151,7 +138,6 @@ class Plan:
         return shared, nbytes
 
     def names_of(self, section: Section) -> list[str]:
-        """Names of the tensors of a section, sorted."""
         resharded = self.sorted.resharded
         if len(section.layouts) >= len(resharded):
             return [name for name in resharded if name in section.layouts]
@@ -159,11 +145,9 @@ class Plan:
         return sorted(name for name in section.layouts if _holds(resharded, name))
 
     def cut_of(self, name: str, section: Section) -> Cut:
-        """How a tensor is cut for the files of a section."""
         return self._cuts.of(self.checkpoint.tensors[name], section)
 
     def kinds_of(self, section: Section) -> Sequence[Kind]:
-        """The tensors of a section, by kind."""
         if section.number not in self._kinds:
             kinds: dict[tuple[object, ...], Kind] = {}
             for name in self.names_of(section):
@@ -191,7 +175,7 @@ class Plan:
 
     def values_of(self, file: int) -> list[CopiedValue]:
         """The copied values of a target file, except types that its format lacks."""
-        return [value for value in self._values.of(file) if value.name not in self._unholdable]
+        return [value for value in self._values(file) if value.name not in self._unholdable]
 
     def data_bytes(self, files: Iterable[int]) -> dict[int, int]:
         """Bytes of tensor contents in each of some target files; for one copied whole, its size."""
@@ -252,7 +236,6 @@ class Plan:
         """The parts of one target file.
 
         Args:
-            file: its number.
             names: only these tensors, without copied values; by default everything.
         """
         taken_over = self.form.copied_file(file)
@@ -300,7 +283,6 @@ class Plan:
         return self._orders.of(section.number, kinds, boxes, [value.tensor for value in values], inside)
 
     def _paths_of_added(self, names: Iterable[str]) -> frozenset[str]:
-        """The files of additions to tensors."""
         if self.request.edits.additions is None:
             return frozenset()
         tensors = self.checkpoint.tensors
@@ -438,7 +420,6 @@ class Plan:
 
 
 def requested_files(request: Request, form: TargetForm) -> tuple[int, ...]:
-    """The requested target files, ascending."""
     return tuple(range(form.count)) if request.asked.files is None else request.asked.files
 
 
@@ -448,12 +429,10 @@ def sections_of(form: TargetForm, files: Sequence[int]) -> list[Section]:
 
 
 def in_section(section: Section, files: Sequence[int]) -> Sequence[int]:
-    """The files that are in a section."""
     return [file for file in files if file in section.files]
 
 
 def _holds(ascending: Sequence[str], name: str) -> bool:
-    """Whether a sorted list contains a name."""
     place = bisect.bisect_left(ascending, name)
     return place < len(ascending) and ascending[place] == name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Callable, Optional
 
 from reshard.checkpoints import FileHandles, can_hold
@@ -13,7 +14,7 @@ from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as
 from reshard.forms.target import Cuts, TargetForm, laid_out_names
 from reshard.plan.checks import check, problems_of_form
-from reshard.plan.plan import Plan, Sorted, ValuesOfFiles, requested_files, sections_of
+from reshard.plan.plan import Plan, Sorted, requested_files, sections_of
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
 from reshard.plan.values import CopiedValues
@@ -64,10 +65,12 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
             _note_skipped_objects(checkpoint, admit, report)
     several = request.source.device_count > 1
     values = CopiedValues(checkpoint, form, request.filters, several, handles, request.source.is_as_cut)
-    copied = values if recovery is None else recovery.with_values(values)
+    values_of = values.of if recovery is None else partial(recovery.values_of, values=values)
     between_ranks = source.options.by_rank and form.by_rank and request.edits.is_empty
     choice = ReplicaChoice(request.source, request.target) if between_ranks else None
-    plan = _plan(request, checkpoint, form, values, copied, choice, report)
+    _check_numbers(request, form)
+    values.warn_of_differing(report)
+    plan = Plan(request, checkpoint, form, values_of, sort(request, checkpoint, form, values), Cuts(), choice)
     problems = problems_of_form(plan) if recovery is None else recovery.problems(plan.requested)
     if recovery is None and request.edits.is_empty:
         source.warn_of_unlisted(base, request.source, report)
@@ -78,7 +81,6 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
 
 
 def _note_skipped_objects(checkpoint: Checkpoint, admit: Callable[[str], bool], report: Report) -> None:
-    """Name objects that the target cannot hold."""
     skipped = sorted(filter(admit, checkpoint.objects))
     if skipped:
         report.note(
@@ -91,12 +93,6 @@ def read_source(
     request: Request, handles: FileHandles, report: Report, required: Optional[Callable[[str], bool]] = None
 ) -> Checkpoint:
     """One step of the source of a request.
-
-    Args:
-        request: the request.
-        handles: open files.
-        report: gets notes on skipped parts.
-        required: whether a tensor has to be complete; by default what the request writes.
 
     Raises:
         ReshardError: the source is incomplete or damaged, or cannot be read.
@@ -124,7 +120,6 @@ def read_source(
 
 
 def _write_request(request: Request, handles: FileHandles, report: Report) -> WriteRequest:
-    """The target of a request."""
     edits, asked = request.edits, request.asked.target
     return WriteRequest(
         asked.path,
@@ -143,15 +138,8 @@ def _write_request(request: Request, handles: FileHandles, report: Report) -> Wr
     )
 
 
-def _plan(
-    request: Request,
-    checkpoint: Checkpoint,
-    form: TargetForm,
-    values: CopiedValues,
-    copied: ValuesOfFiles,
-    choice: Optional[ReplicaChoice],
-    report: Report,
-) -> Plan:
+def _check_numbers(request: Request, form: TargetForm) -> None:
+    """Refuse files that the target does not have."""
     beyond = [file for file in request.asked.files or () if not 0 <= file < form.count]
     if beyond:
         counted = counted_as(form.name)
@@ -160,8 +148,6 @@ def _plan(
             f"0 to {form.count - 1}",
             rank=beyond[0] if form.by_rank else None,
         )
-    values.warn_of_differing(report)
-    return Plan(request, checkpoint, form, copied, sort(request, checkpoint, form, values), Cuts(), choice)
 
 
 def _is_required(request: Request) -> Callable[[str], bool]:
@@ -177,14 +163,7 @@ def _is_required(request: Request) -> Callable[[str], bool]:
 
 
 def sort(request: Request, checkpoint: Checkpoint, form: TargetForm, values: CopiedValues) -> Sorted:
-    """The treatment of every tensor.
-
-    Args:
-        request: the request.
-        checkpoint: the source.
-        form: the target files.
-        values: the copied values.
-    """
+    """The treatment of every tensor."""
     admit = request.filters.admit
     sections = sections_of(form, requested_files(request, form))
     target_names = laid_out_names(sections)

@@ -30,11 +30,6 @@ from reshard.text.names import belongs_to_rank
 class Recovery:
     """Intact files of ranks, and the contents of the others.
 
-    Args:
-        request: the request; source and target strategy are the same.
-        checkpoint: the surviving files.
-        handles: open source files.
-
     Attributes:
         format: of the files to be written.
     """
@@ -49,10 +44,6 @@ class Recovery:
         self._lacked: dict[tuple[int, int], list[str]] = {}
         self._held: dict[int, tuple[Counter[str], int]] = {}
         self._holders: dict[tuple[str, int], dict[int, int]] = {}
-
-    def with_values(self, values: CopiedValues) -> ValuesOfRecovery:
-        """The values of every file, given the values that every rank gets."""
-        return ValuesOfRecovery(values, self)
 
     def intact(self, rank: int) -> bool:
         """Whether a rank's own file holds everything that its stage has at this step."""
@@ -129,21 +120,24 @@ class Recovery:
                     "so the new files lack them"
                 )
 
-    def values_of(self, rank: int, values: list[CopiedValue]) -> list[CopiedValue]:
-        """Copied entries of a lost rank: these values, and parameters that only another stage's strategy lists."""
+    def values_of(self, rank: int, values: CopiedValues) -> list[CopiedValue]:
+        """The copied entries of a rank: of a lost one also parameters that only another stage's strategy lists."""
+        of_rank = values.of(rank)
+        if self.intact(rank):
+            return of_rank
         index = self._step.indexes.get(rank)
         if index is not None:
             # Its own file survives, but lacks other parameters.
-            values = [
+            of_rank = [
                 CopiedValue(value.name, rank, index.tensors[value.name]) if value.name in index.tensors else value
-                for value in values
+                for value in of_rank
             ]
         unlisted = [
             CopiedValue(name, holder, self._step.indexes[holder].tensors[name])
             for name, holder in self._unlisted(rank).items()
             if holder is not None
         ]
-        return values + unlisted
+        return of_rank + unlisted
 
     def _held_in(self, stage: Stage) -> tuple[Counter[str], int]:
         """Per name the number of a stage's files that hold it, and the number of files."""
@@ -221,13 +215,7 @@ class Recovery:
 
 
 class RecoveredFiles(RankFiles):
-    """The files of all ranks; intact ones are copied. See `TargetForm`.
-
-    Args:
-        request: the request.
-        checkpoint: the surviving files.
-        recovery: distinguishes intact files.
-    """
+    """The files of all ranks; intact ones are copied. See `TargetForm`."""
 
     def __init__(self, request: Request, checkpoint: RankCheckpoint, recovery: Recovery) -> None:
         # Named as in the source, unless --prefix is given.
@@ -240,24 +228,6 @@ class RecoveredFiles(RankFiles):
     def copied_file(self, file: int) -> Optional[int]:
         """The rank's own file, if it is intact."""
         return file if self._recovery.intact(file) else None
-
-
-class ValuesOfRecovery:
-    """Values of a recovery; see `plan.ValuesOfFiles`.
-
-    Args:
-        values: the values that every rank gets.
-        recovery: the further contents of lost ranks.
-    """
-
-    def __init__(self, values: CopiedValues, recovery: Recovery) -> None:
-        self._values = values
-        self._recovery = recovery
-
-    def of(self, file: int) -> list[CopiedValue]:
-        """The values of one rank."""
-        values = self._values.of(file)
-        return values if self._recovery.intact(file) else self._recovery.values_of(file, values)
 
 
 def _explains(way: Sequence[int], content: Mapping[int, int], first_rank: int) -> bool:

@@ -76,12 +76,7 @@ class _Kind(NamedTuple):
 
 
 class ReplicaChoice:
-    """The source ranks that each target rank reads, from strategies alone.
-
-    Args:
-        source: strategy the checkpoints were saved with.
-        target: strategy they are converted to.
-    """
+    """The source ranks that each target rank reads, from strategies alone."""
 
     def __init__(self, source: Strategy, target: Strategy) -> None:
         self.source = source
@@ -111,7 +106,6 @@ class ReplicaChoice:
         return choose([need.ranks for need in needs], self.turn(target_rank))
 
     def _check_common(self) -> None:
-        """Refuse strategies of different models."""
         if self.source.is_none or self.target.is_none or any(self._kinds.values()):
             return
         source_names = set(self.source.parameters)

@@ -37,11 +37,7 @@ class CopiedValues:
     """The copied values of a conversion.
 
     Args:
-        source: the checkpoint.
-        form: the target files.
-        filters: select the names.
         sliced: whether tensors without a layout may be slices.
-        handles: open source files.
         as_cut: every file gets exactly the entries of the source file with its number.
 
     Attributes:
@@ -90,7 +86,6 @@ class CopiedValues:
             yield name, self._source.indexes[self._source.holders(name)[0]].tensors[name]
 
     def of(self, file: int) -> list[CopiedValue]:
-        """The values of one target file."""
         if self._as_cut:
             tensors = self._source.indexes[file].tensors
             return [CopiedValue(name, file, tensors[name]) for name in self.names if name in tensors]
