@@ -15,7 +15,7 @@ from reshard.checkpoints import FileHandles
 from reshard.convert.ends import with_ends
 from reshard.convert.recorded import edits_of_target, other_source, with_records
 from reshard.convert.summary import Summary
-from reshard.errors import CheckpointError, InputError, TargetError, UsageError
+from reshard.errors import CheckpointError, InputError, NamesError, TargetError, UsageError
 from reshard.execute import Progress
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import counted_as, form_named, form_of
@@ -27,7 +27,7 @@ from reshard.records.status import status_of
 from reshard.source_replicas import hint_of_swap
 from reshard.storage import exists, is_regular_file, real
 from reshard.text.messages import Report, are, joined, number_ranges, rank_ranges, some_names
-from reshard.verification.end_to_end import MergedAdapter, Verified, between_forms, verify_conversion
+from reshard.verification.end_to_end import MergedAdapter, Verified, as_asked, between_forms, verify_conversion
 from reshard.verification.files import RecordedCrcs, compare_with_manifest
 from reshard.verification.reading import Difference, Means
 
@@ -65,6 +65,8 @@ def verify_written(
         adapter: the adapter added to the weights, if any.
     """
     report = Report()
+    if not as_asked(request):
+        return [Difference("file", None, (), f"{request.dst}: names or types are not those asked for")]
     files, by_rank = summary.target_files, request.to.options.by_rank
     if not by_rank:
         files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
@@ -131,7 +133,14 @@ def verify_with_source(
             if by_rank and request.form.options.by_rank and edits.is_empty:
                 stack.enter_context(hint_of_swap(request.source, request.target, request.asked.source, means.handles))
             conversion = Verified(request, files, partial(read_source, handles=means.handles, report=report))
-            differing = verify_conversion(conversion, means, report, crcs)
+            try:
+                differing = verify_conversion(conversion, means, report, crcs)
+            except (NamesError, UsageError) as error:
+                # The records are those of the last of several conversions, perhaps, and SRC is the first one's source.
+                fingerprints = f"reshard fingerprint {shlex.quote(src)}, and of {shlex.quote(out)}"
+                hint = f"to compare checkpoints with the same names: {fingerprints}"
+                error.hint = joined("\n", filter(None, [error.hint, hint]))
+                raise
     other = None if plan is None or not differing else other_source(out, src, plan)
     if other is not None:
         report.warn(other)

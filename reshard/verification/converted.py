@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Callable, Optional
@@ -23,7 +24,7 @@ from reshard.forms.registry import form_named
 from reshard.storage import read_range, reading
 from reshard.strategies import Stage, Strategy
 from reshard.text.messages import number_ranges, quoted, rank_ranges
-from reshard.verification.boxes import Box, LayoutValues, device_boxes, target_boxes, whole_box
+from reshard.verification.boxes import Box, LayoutValues, device_boxes, target_boxes, volume_of, whole_box
 from reshard.verification.reading import Comparison, Difference, Means, compare, kind_of_tensor
 from reshard.verification.stored import (
     Content,
@@ -202,6 +203,10 @@ class TargetComparison:
             self._add("content", name, "differs from the source", numbers)
 
 
+_OPTIMIZER_FILE = re.compile(r"opt-\d{7}-\d{7}\.")
+"""Names of files of optimizer state in Checkpoint 2.0, which have the training's values."""
+
+
 class _Files(TargetComparison):
     def __init__(
         self,
@@ -243,11 +248,25 @@ class _Files(TargetComparison):
             yield f"its metadata has no 'format', which should be {self._format!r}"
 
     def _values(self) -> Iterator[tuple[str, int, Sequence[int]]]:
+        expected = self._file_of_values()
         for name, files in self._value_files.items():
-            for number in self._written.holders.get(name, ()):
+            numbers = self._written.holders.get(name, ())
+            for number in numbers:
                 yield name, number, files[:1]
-            if name not in self._written.holders:
+            if not numbers:
                 self._add("missing", name, "is in no file")
+            elif expected is not None and expected not in numbers:
+                self._add("missing", name, "is not in the file with the values", [expected])
+            if len(numbers) > 1:
+                self._add("extra", name, "is in several files, of which loaders read one", numbers)
+
+    def _file_of_values(self) -> Optional[int]:
+        """The file with all values: the first, of optimizer state if any; None where an index lists it."""
+        if self._form.options.layouts is Layouts.WHOLE:
+            return None
+        paths = self._written.checkpoint.files
+        state = [number for number, path in paths.items() if _OPTIMIZER_FILE.search(os.path.basename(path))]
+        return min(state or paths, key=paths.__getitem__)
 
     def _slices(self, content: Content) -> Iterator[Comparison]:
         name, target_files = content.name, self._written
@@ -294,8 +313,21 @@ class _Files(TargetComparison):
             recorded = None if saved.layout is None else recorded_layout(saved.layout)
             for detail in self._wrong_layout(content, recorded, saved.ranks):
                 self._add("strategy", name, detail)
+        elif not self._new.is_none:
+            boxes = {box for slices in laid_out.slice_sets for box, files in slices.files_of.items() if files}
+            for detail in self._wrong_boxes(content, boxes):
+                self._add("strategy", name, detail, numbers)
         for slices in laid_out.slice_sets:
             yield Comparison(content, slices, target_files.indexes, slices.number)
+
+    def _wrong_boxes(self, content: Content, written: Collection[Box]) -> Iterator[str]:
+        """Whether the slices with elements are those of no stage of the target's strategy."""
+        for stage in self._new.stages:
+            if content.name in stage.layouts:
+                boxes = target_boxes(layout_in(stage, content, self._new), content.shape)
+                if {*filter(volume_of, boxes)} == {*filter(volume_of, written)}:
+                    return
+        yield "is not cut as by the target's strategy"
 
     def _wrong_layout(self, content: Content, recorded: Optional[LayoutValues], ranks: Sequence[int]) -> Iterator[str]:
         """Differences of a recorded layout from the target strategy's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -95,7 +95,8 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
         by_shards = shards_of(target.path) is not None
         target = Strategy.none() if by_shards else request.form.strategy_of(stored.checkpoint)
     listed = [*request.source.parameters]
-    if not request.edits.is_empty or conversion.adapter is not None:
+    edits = request.edits._replace(config=None, config_path=None, source_packing=(), to_huggingface=False)
+    if any(edits) or conversion.adapter is not None:
         listed = []
         source = edited_source(stored, request.edits, report)
         if request.target.path == SAME:
@@ -110,6 +111,28 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
     target = _for_trainer(request, target, source.tensors)
     warn_of_unmatched(request.filters, (listed, target.parameters, source.names), report)
     return [*differences, *_compared(source, target, conversion, means, report)]
+
+
+def as_asked(request: Request) -> bool:
+    """Whether the rules of a request are of the kinds that are asked for."""
+    rules, asked = request.edits, request.asked.edits
+    return (
+        rules.table is not None,
+        rules.renames is not None,
+        len(rules.casts),
+        rules.quantisation is not None,
+        rules.optimizer,
+        bool(rules.reverse),
+        rules.exactly,
+    ) == (
+        asked.names not in (None, "none"),
+        bool(asked.rename),
+        len(asked.cast),
+        asked.dequantize is not None,
+        asked.optimizer is not None,
+        asked.reverse,
+        asked.exactly,
+    )
 
 
 def between_forms(request: Request) -> EditRules:
@@ -162,12 +185,25 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         return [*differences, *(Difference("file", None, (), damage[path], (file,)) for path, file in paths.items())]
     if form.options.names is Names.TRAINER:
         differences += object_differences(source.checkpoint, written.checkpoint, admit, means.handles)
+        differences += _other_keys(source, written, request.edits.trainer)
     differences += training_differences(source.checkpoint, written, means.handles)
     differences += compare_form(source, written, target, directory, means, admit)
     _note_left_out(source, written.names, request, differences, report)
     cast = bool(request.edits.casts) or request.edits.quantisation is not None
     beside = form.check_beside(directory, written.checkpoint, source.checkpoint, cast, report)
     return [*differences, *(Difference("file", None, (), text, (name,)) for name, text in beside)]
+
+
+def _other_keys(source: Source, written: Source, renamed: bool) -> Iterator[Difference]:
+    """Tensors of a trainer's state with other keys in the metadata than their names, or the source, have."""
+    # Imported only here: most targets have a model's names.
+    from reshard.names import trainer_keys
+
+    for name in written.tensors:
+        expected = trainer_keys(name) if renamed else source.checkpoint.nested.get(name)
+        keys = written.checkpoint.nested.get(name)
+        if expected is not None and tuple(expected) != (keys and tuple(keys)):
+            yield Difference("strategy", name, (), f"has the keys {keys} in the metadata, not {expected}")
 
 
 def _note_left_out(

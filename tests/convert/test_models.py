@@ -309,42 +309,17 @@ def test_the_configuration_of_weights_of_several_dtypes_is_unchanged(tmp_path: P
         assert ("is copied unchanged" in flat(result.err)) == (config == "no configuration")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_a_round_trip_is_verified_against_the_original(tmp_path: Path, family: str) -> None:
-    world = World(tmp_path, family)
+def test_a_round_trip_has_the_fingerprint_of_the_original(tmp_path: Path) -> None:
+    world = World(tmp_path, "llama")
     done("convert", *world.convert)
-    ranks: list[Argument] = ["--src-strategy", world.d]
-    back = world.back(tmp_path / "ranks", *ranks)
-    done("convert", back, tmp_path / "again", *world.convert[2:])
-    done("convert", tmp_path / "ranks", tmp_path / "two", *ranks, "--to", "checkpoint2", "--dst-strategy", "same")
-
-    config = done("verify", back, "--src", world.hf)
-    warns(config, f"has the names of {world.hf}, which the recorded rules would change: compared without them")
-    both: list[Argument] = [*ranks, "--dst-strategy", world.d]
-    warns(done("verify", tmp_path / "again", "--src", tmp_path / "ranks", *both), "compared without them")
-    warns(done("verify", tmp_path / "again", "--src", tmp_path / "two", *both[2:]), "compared without them")
-    # The way that is recorded, from a copy of its source, is gone as before.
-    shutil.copytree(world.hf, tmp_path / "copy")
-    assert "without them" not in done("verify", tmp_path / "again", "--src", tmp_path / "copy", *both[2:]).err
-
-    other = {name: bits(each) for name, each in world.weights.items()}
-    write_huggingface(tmp_path / "other", other, world.config)
-    differences = fails(4, "verify", back, "--src", tmp_path / "other", "--json").json["differences"]
-    assert {(each["kind"], each["parameter"]) for each in differences} == {("content", name) for name in other}
+    back = world.back(tmp_path / "ranks", "--src-strategy", world.d)
+    assert done("fingerprint", back).out == done("fingerprint", world.hf).out
+    fails(2, "verify", back, "--src", world.hf, texts=["names are Hugging Face's already", "reshard fingerprint"])
 
 
 def bits(tensor: Value) -> Value:
     """The same with the last bit of every element turned."""
     return Value(tensor.dtype, tensor.array ^ 1)
-
-
-@pytest.mark.parametrize("cast", ["BFloat16", "*layernorm*=BFloat16"])
-def test_a_round_trip_with_a_cast_is_verified_against_the_original(tmp_path: Path, cast: str) -> None:
-    world = World(tmp_path, "qwen3")
-    done("convert", *world.convert)
-    back = world.back(tmp_path / "ranks", "--src-strategy", world.d, "--cast", cast)
-    warns(done("verify", back, "--src", world.hf), "compared without them")
-    fails(4, "verify", back, "--src", world.hf, "--rename", "*=*")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
