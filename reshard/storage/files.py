@@ -48,8 +48,6 @@ _LASTING = {
     errno.ENODEV: "is not a file",
 }
 _SHOWN = 300
-# Maximum empty reads in a row before the end of the file.
-_TIMES = 3
 # The kernel's limit of buffers per read.
 _MAX_BUFFERS = 1024
 # Smaller parts are joined up to this size before they are written.
@@ -342,23 +340,14 @@ def read_range(file: ReadableFile, offset: int, least: int, most: Optional[int] 
     """Bytes of an open file from an offset on: at least the ``least`` that it had there when it was opened.
 
     A read may return fewer bytes than requested, above all on network file systems. That is no sign of damage:
-    reading continues, and bytes that stay missing are an error that a retry may cure.
+    reading continues, and missing bytes are an error that a retry may cure.
     """
     data = file.read(offset, max(least, most or 0))
-    idle = 0
     while len(data) < least:
         more = file.read(offset + len(data), least - len(data))
-        data += more
-        if more:
-            continue
-        idle += 1
-        if file.size() < offset + least:
+        if not more:
             raise cut_short(file.path)
-        if idle == _TIMES:
-            raise RetryableError(
-                f"{file.path}: cannot be read: a read at byte {offset} returned {len(data)} of {least} bytes",
-                file=file.path,
-            )
+        data += more
     return data
 
 
