@@ -42,9 +42,9 @@ from reshard.records.refusals import Refusals
 from reshard.storage import (
     FileStatus,
     UnfitError,
-    caches_listings,
     exists,
     is_regular_file,
+    listings_cached,
     names_in,
     opened_regular,
     read_range,
@@ -137,7 +137,7 @@ class TargetDirectory:
         self._unfinished = _unfinished(self._root, identity)
         self._last_headers: tuple[object, Optional[str]] = (None, None)
 
-    @caches_listings
+    @listings_cached()
     def survey(self) -> Survey:
         """Compare the directory with its records; nothing is changed.
 

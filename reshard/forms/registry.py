@@ -11,7 +11,7 @@ from reshard.forms import DEFAULT_FORM, FORM_CLASSES, READ_ONLY_CLASSES
 from reshard.forms.form import Form
 from reshard.forms.ranks.naming import RANK
 from reshard.forms.ranks.tree import find_checkpoints, named_for_rank
-from reshard.storage import caches_listings, exists
+from reshard.storage import exists, listings_cached
 from reshard.storage.store import OWN
 from reshard.text.names import similar_path_hint
 
@@ -33,7 +33,7 @@ def counted_as(form: str) -> str:
     return form_named(form).options.unit
 
 
-@caches_listings
+@listings_cached()
 def form_of(src: str) -> str:
     """The form of a source, by names alone; `DEFAULT_FORM` if no form recognises it, even for a missing source."""
     return next((form.name for form in all_forms() if form.recognise(src)), DEFAULT_FORM)

@@ -18,7 +18,7 @@ from reshard.forms.objects import shown_object
 from reshard.forms.ranks.selection import LostParameter
 from reshard.forms.registry import form_named, form_of
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings
-from reshard.storage import caches_listings, exists, is_directory, listings_cached, names_in, status_of_each
+from reshard.storage import exists, is_directory, listings_cached, names_in, status_of_each
 from reshard.strategies import Strategy
 from reshard.text.messages import Report, rank_ranges, step_words
 from reshard.text.names import kind_of
@@ -266,7 +266,7 @@ def inspect(read: Source, strategy: Optional[Strategy] = None) -> Inspected:
     return _of_form(path, form, read.step)
 
 
-@caches_listings
+@listings_cached()
 def _of_form(path: str, form: Form, step: str) -> Inspected:
     inspected = Inspected(path, form, iterations=form.steps(path))
     # A missing step that was requested is an error, not a finding.

@@ -19,7 +19,7 @@ from reshard.plan.edits import EditRules, edit_rules
 from reshard.plan.request import Request
 from reshard.records.identity import strategy_digest
 from reshard.records.ledger import recorded_strategy
-from reshard.storage import caches_listings
+from reshard.storage import listings_cached
 from reshard.strategies import NONE, SAME, Strategy, shards_of, target_named, target_words, typed_strategy
 from reshard.text.messages import Report, logged, plural
 
@@ -59,7 +59,7 @@ def open(
     return OpenedCheckpoint(request, FileHandles(), report, errors_in_python)
 
 
-@caches_listings
+@listings_cached()
 def reading_request(
     asked: Conversion,
     report: Report,

@@ -34,7 +34,6 @@ from reshard.storage.files import (
     writing,
     writing_error,
 )
-from reshard.storage.listing_cache import caches_listings, listings_cached
 from reshard.storage.local import LocalFile
 from reshard.storage.registry import (
     STORES,
@@ -42,6 +41,7 @@ from reshard.storage.registry import (
     common_directory,
     for_each,
     is_absolute,
+    listings_cached,
     real,
     same_store,
     storage_of,

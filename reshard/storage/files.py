@@ -27,8 +27,7 @@ from reshard.errors import (
     UsageError,
     is_read_only,
 )
-from reshard.storage.listing_cache import cached_entry
-from reshard.storage.registry import for_each, scheme_of, store_of
+from reshard.storage.registry import cached_entry, for_each, scheme_of, store_of
 from reshard.storage.store import FileStatus, NewFile, ReadableFile, Sending
 
 # Paths of written directories must not contain links.

@@ -17,9 +17,9 @@ from reshard.forms.ranks.tree import checkpoint_of_other_tool, hint_of_checkpoin
 from reshard.forms.tracker import TRACKER, Iteration, IterationNames, read_tracker, saved_steps
 from reshard.storage import (
     UnfitError,
-    caches_listings,
     is_directory,
     is_regular_file,
+    listings_cached,
     names_in,
     opened_regular,
     read_json,
@@ -42,7 +42,7 @@ class Checkpoint2Form(Form):
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
         return is_directory(src) and recognise(src, names)
 
-    @caches_listings
+    @listings_cached()
     def read(self, request: ReadRequest) -> Checkpoint2:
         from reshard.forms.checkpoint2.checkpoint import read_checkpoint2
 

@@ -15,7 +15,7 @@ from reshard.forms.form import Form, FormOptions, ReadRequest, WriteRequest, che
 from reshard.forms.ranks.naming import check_inside
 from reshard.forms.ranks.tree import find_rank
 from reshard.forms.target import UNFINISHED
-from reshard.storage import caches_listings, is_directory, is_regular_file, names_in, read_json, reading
+from reshard.storage import is_directory, is_regular_file, listings_cached, names_in, read_json, reading
 from reshard.storage.json_text import JsonError
 from reshard.text.messages import Report, one_line, plural, quoted, some_names
 from reshard.text.names import is_value, is_weight, natural_order, training_globs
@@ -221,7 +221,7 @@ class _FullForm(Form):
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
         return full_weights_form(src, names) == self.name
 
-    @caches_listings
+    @listings_cached()
     def read(self, request: ReadRequest) -> Checkpoint:
         from reshard.forms.full.contents import read_huggingface, read_unified
 

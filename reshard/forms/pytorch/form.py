@@ -21,7 +21,7 @@ from reshard.forms.form import (
     check_latest,
 )
 from reshard.forms.tracker import Iteration, IterationNames, saved_steps
-from reshard.storage import caches_listings, is_directory, names_in
+from reshard.storage import is_directory, listings_cached, names_in
 from reshard.strategies import Strategy
 from reshard.text.messages import Report
 
@@ -76,7 +76,7 @@ class _ChunkedForm(Form):
 class _DistributedForm(_ChunkedForm):
     """The methods of both forms."""
 
-    @caches_listings
+    @listings_cached()
     def read(self, reading: ReadRequest) -> Checkpoint:
         from reshard.forms.pytorch.dcp import read_distributed
 
@@ -182,7 +182,7 @@ class HfShardedForm(_ChunkedForm):
         directory = shards_in(src, names)
         return directory == src or (directory is not None and not consolidated)
 
-    @caches_listings
+    @listings_cached()
     def read(self, reading: ReadRequest) -> Checkpoint:
         from reshard.forms.pytorch.shards import read_shards
 
@@ -212,7 +212,7 @@ class VerlForm(_ChunkedForm):
             return VERL_FILE.fullmatch(os.path.basename(src)) is not None
         return any(map(VERL_FILE.fullmatch, names_in(src) if names is None else names))
 
-    @caches_listings
+    @listings_cached()
     def read(self, request: ReadRequest) -> Checkpoint:
         """From the pickle of every file; replicas stand in for a file that is missing or damaged."""
         from reshard.forms.pytorch.verl import read_ranks

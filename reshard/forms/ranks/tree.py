@@ -33,11 +33,11 @@ from reshard.forms.ranks.naming import (
 from reshard.storage import (
     DirectoryEntry,
     absolute,
-    caches_listings,
     exists,
     for_each,
     is_directory,
     leads_to,
+    listings_cached,
     names_in,
     reading,
     reading_error,
@@ -202,7 +202,7 @@ class SourceTree:
         )
 
 
-@caches_listings
+@listings_cached()
 def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
     """Find the checkpoint files of a source.
 
