@@ -11,7 +11,7 @@ import functools
 import operator
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, TypeVar, Union
 
@@ -161,7 +161,7 @@ class Option(NamedTuple):
     kind: Kind = TEXT
     metavar: Optional[str] = None
     shown: Optional[str] = None
-    choices: tuple[str, ...] = ()
+    choices: Collection[str] = ()
     limits: Optional[tuple[int, int]] = None
     completes: Optional[str] = None
     same_bytes: bool = False
@@ -370,7 +370,7 @@ class Target(Group):
         "--to",
         kind=FORM,
         shown="ranks",
-        choices=tuple(FORM_CLASSES),
+        choices=FORM_CLASSES.keys(),
     )
     max_shard_size: Optional[int] = _option(
         None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 import click
@@ -51,6 +52,11 @@ RANK = Parsed("rank", _parse_rank)
 
 class FormType(click.Choice):  # type: ignore[type-arg, unused-ignore]
     """A form of checkpoint; ``hf`` is Hugging Face's."""
+
+    def __init__(self, choices: Collection[str]) -> None:
+        super().__init__(())
+        # A view, for forms that are registered later.
+        self.choices = choices  # type: ignore[assignment, unused-ignore]
 
     def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
         """The form."""

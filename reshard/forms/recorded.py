@@ -1,4 +1,9 @@
-"""The part that forms share whose files and metadata record all of a checkpoint."""
+"""Checkpoints whose files and metadata record all of them; those of chunks.
+
+Metadata lists chunks: offsets, sizes, and the place of the bytes. Chunks are slices of a grid, or any boxes. A file may
+hold several chunks of one tensor. Its contents are then divided over several holder numbers, each with one chunk of a
+name: files have the first numbers, further parts of files the numbers after them.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +51,7 @@ def sizes_of_files(
     if missing:
         text = f"{plural(len(missing), 'file')} of {len(paths)} missing: {some_names([*map(one_line, missing)])}"
         problems.append(CheckpointError(f"{directory}: {text}", file=os.path.join(directory, missing[0]), hint=hint))
-    for path in sizes.keys() & damaged.keys():
+    for path in sorted(sizes.keys() & damaged.keys()):
         problems.append(DamagedCheckpointError(damaged[path], file=path, hint=hint))
         del sizes[path]
     return sizes, problems

@@ -1,4 +1,4 @@
-"""The target of a plan: numbered files, in sections with the same layouts."""
+"""The target of a plan: numbered files, in sections with the same layouts; cuts of source tensors for them."""
 
 from __future__ import annotations
 
@@ -207,7 +207,10 @@ class Cut(NamedTuple):
 
 
 class Cuts:
-    """Cache of the cuts of tensors for sections."""
+    """The cuts of tensors for sections, one for each kind.
+
+    A model has thousands of tensors but tens of kinds: combinations of full shape, source grids and target layout.
+    """
 
     def __init__(self) -> None:
         self._cuts: dict[object, Cut] = {}

@@ -2,6 +2,16 @@
 
 A tensor is read if both agree. A contradiction is an error of that tensor alone, raised only if the tensor is
 needed. Known defects of MindFormers' writers are repaired if the data exists.
+
+Optimizer states: MindSpore's compiler finds the parameter of a state by a few prefixes. FusedAdamW's prefix
+(``exp_avg.``) is missing there: the compiler lays out its states of all pipeline stages over the ranks of the last
+stage, but the files of their parameter's stage hold them. MindFormers up to 2.0 may not list a state at all. If
+listed files are missing, another rank's own file may hold the slice.
+
+Unlisted tensors: MindSpore's compiler lays out trained parameters. Other parameters, and the optimizer's values, are
+unlisted in the files of every rank, and no record shows whether such a parameter is whole or cut. It counts as whole
+only if its values prove it: a rank's slice of a cut tensor differs from that of its neighbour along an axis that cuts
+it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoint 2.0 as a form."""
+"""Checkpoint 2.0 as a form: its names, roots and iterations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The slice of a tensor in each file, and the rank that wrote the file.
+"""The tensor files of an iteration, the slice of a tensor in each, and the rank that wrote the file.
 
 The layout and the storage rank determine the slice: by the rank's place in the list of ranks. The recorded number of
 the slice and the shape in the file are checks.

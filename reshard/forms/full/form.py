@@ -1,4 +1,4 @@
-"""The two forms of full weights."""
+"""The two forms of full weights, and their directories by file names."""
 
 from __future__ import annotations
 

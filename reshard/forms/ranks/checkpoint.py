@@ -1,4 +1,10 @@
-"""One step of a rank tree, read by its strategy."""
+"""One step of a rank tree, and the full shape and the real layout of every parameter.
+
+The usual strategy files contain no shapes, and some of their contents are wrong, so they are compared with the
+files. A *reading* of a parameter's layouts (dimensions regrouped, with or without the recorded optimizer shard)
+is right if every slice in the files has its shape. Exactly one reading must be right; anything else is an error
+that names the parameter.
+"""
 
 from __future__ import annotations
 

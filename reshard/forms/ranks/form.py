@@ -1,4 +1,4 @@
-"""Trees of rank directories as a form."""
+"""Trees of rank directories as a form, and the files of a target: ``rank_3/checkpoint_3.ckpt``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Names of the files of a tree: a template, and exceptions.
+"""Names of files in a tree: step, rank and series of saves; templates.
+
+MindSpore names files ``{prefix}-{epoch}_{step}.ckpt``. A second run into the same directory appends ``_1`` to the
+prefix, so only steps of one prefix have an order. The prefix may hold the rank's number (``llama_rank_3-1_10.ckpt``);
+then the prefixes of two ranks of one save differ.
+
+In the path of a source, ``{rank}`` stands for a whole number of digits; ``*``, ``?`` and ``[...]`` are wildcards within
+one component, as in a shell.
 
 A template is a path relative to the tree, without the ending of the format. ``{rank}`` stands for the number of
 the rank, ``{rank:03}`` for the number in at least three digits, ``{{`` and ``}}`` for braces:

@@ -1,5 +1,9 @@
 """The choice of the step that is converted.
 
+A step is complete if every stage has ranks with it, and the files hold every slice of every parameter that they
+hold at all. A parameter in no file was not saved and does not count, unless the save was de-duplicated and a rank
+of its stage is absent: that rank may have held it. Slices without elements are never missing.
+
 `latest`, the default, is the newest complete step. Steps are tried from the newest on; an incomplete step is skipped
 with a warning and the reason. Three *scopes* define completeness; a narrower scope applies only if no step is
 complete in the wider ones:
