@@ -76,7 +76,7 @@ def test_a_page_of_ranks_has_the_numbers_of_inspect(tmp_path: Path) -> None:
     assert shown.keys() == stored.keys()
     for name, (dtype, _, _, nbytes, count, kind) in shown.items():
         item = stored[name]
-        assert ([dtype], nbytes, count, kind) == (item["dtypes"], item["bytes"], item["files"], item["kind"])
+        assert ([dtype], nbytes, count, kind) == (item["dtypes"], item["nbytes"], item["files"], item["kind"])
 
 
 def test_slices_of_the_page_equal_those_of_the_files(tmp_path: Path) -> None:
