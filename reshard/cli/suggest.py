@@ -75,7 +75,10 @@ def _json(suggestions: Suggestions) -> dict[str, object]:
         "files": len(inspected.shown.files),
         "complete": inspected.shown.complete,
         "strategy": suggestions.strategy,
-        "strategies": suggestions.beside,
+        "strategies": [
+            {"path": each.path, "devices": each.device_count, "parameters": len(each.parameters)}
+            for each in suggestions.beside
+        ],
         "model": None if model.config is None else {"config": model.config.path, "type": model.type},
         "names": model.side,
         "problems": [{"text": each.text, "hint": each.hint} for each in suggestions.problems if not each.level],

@@ -67,14 +67,6 @@ class Suggestion(NamedTuple):
     missing: tuple[Missing, ...] = ()
 
 
-class StrategyBeside(NamedTuple):
-    """A strategy near the checkpoint, with the numbers of its ranks and parameters."""
-
-    path: str
-    devices: int
-    parameters: int
-
-
 class Model(NamedTuple):
     """The names of a checkpoint's tensors, by the built-in tables.
 
@@ -111,7 +103,7 @@ class Suggestions:
     strategy: Optional[str] = None
     fits_headers: bool = False
     recorded: bool = False
-    beside: Sequence[StrategyBeside] = ()
+    beside: Sequence[Strategy] = ()
     model: Model = field(default_factory=Model)
     items: Sequence[Suggestion] = ()
 
@@ -168,7 +160,7 @@ def suggest(source: Source, devices: Optional[int] = None, options: Sequence[str
         None if strategy is None else strategy.path,
         bool(fitting),
         recorded is not None,
-        [StrategyBeside(each.path, each.device_count, len(each.parameters)) for each in beside],
+        beside,
         model,
         [*resumed, *advisor.all()],
     )

@@ -24,7 +24,7 @@ from reshard.forms.ranks.naming import Step, saved_at_fault
 from reshard.forms.ranks.selection import Incomplete, StepSelector, check_ranks
 from reshard.forms.ranks.tree import SourceTree, find_checkpoints, find_rank, skipped_directories
 from reshard.inspection.checkpoint import Inspected, InspectedFile, InspectedStep
-from reshard.inspection.contents import Finding, contents_of, conversion_findings, error_by_name
+from reshard.inspection.contents import Finding, contents_of, conversion_findings
 from reshard.records.ledger import ledger_in
 from reshard.records.manifest import MANIFEST_NAME
 from reshard.records.status import status_of
@@ -33,7 +33,6 @@ from reshard.storage import (
     exists,
     is_directory,
     listings_cached,
-    names_in,
     status_of_each,
 )
 from reshard.strategies import Strategy
@@ -42,8 +41,6 @@ from reshard.text.globs import Filters
 from reshard.text.messages import Report, plural, rank_ranges, some_names
 from reshard.text.names import CURRENT_RANK
 
-# Maximum files to open in order to recognise a directory without checkpoints.
-_MAX_TRIED = 8
 # Maximum names in a line.
 _MAX_PATTERNS = 6
 
@@ -59,7 +56,13 @@ def inspect_tree(read: Source, form: Form, strategy: Optional[Strategy]) -> Insp
         except CheckpointError as error:
             one_rank = find_rank(path, read.file_suffix)
             if one_rank is None:
-                raise _other_directory(path) or error from error
+                if is_directory(path) and _converted(path):
+                    raise CheckpointError(
+                        f"{path}: holds records of a conversion, and no checkpoints yet",
+                        file=path,
+                        hint=f"`reshard status {shlex.quote(path)}` shows what is done and what is missing",
+                    ) from error
+                raise
             tree = one_rank
         if one_rank is not None and strategy is not None:
             raise UsageError(
@@ -69,27 +72,6 @@ def inspect_tree(read: Source, form: Form, strategy: Optional[Strategy]) -> Insp
         requested = None if read.step == "latest" else tree.named(read.step)
         inspection = _Inspection(Inspected(path, form, ranks=tree.ranks), tree, strategy, one_rank is not None)
     return inspection.run(requested)
-
-
-def _other_directory(path: str) -> Optional[CheckpointError]:
-    """The error for a directory without checkpoints that another command reads."""
-    if not is_directory(path):
-        return None
-    if _converted(path):
-        return CheckpointError(
-            f"{path}: holds records of a conversion, and no checkpoints yet",
-            file=path,
-            hint=f"`reshard status {shlex.quote(path)}` shows what is done and what is missing",
-        )
-    with suppress(OSError):
-        for name in names_in(path)[:_MAX_TRIED]:
-            if error_by_name(os.path.join(path, name)) is not None:
-                return CheckpointError(
-                    f"{path}: holds no checkpoints; {name} is a strategy or group_info file",
-                    file=path,
-                    hint="`reshard strategy show` and `reshard group-info inspect` read these",
-                )
-    return None
 
 
 def _converted(path: str) -> bool:

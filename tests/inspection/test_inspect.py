@@ -428,10 +428,6 @@ def test_inspect_recognises_strategy_and_group_info_files(world: World, name: st
     fails(3, "inspect", path, texts=["group_info file", f"reshard group-info inspect {path}"])
 
 
-def test_inspect_recognises_a_directory_of_strategies(world: World) -> None:
-    fails(3, "inspect", world.old.parent, texts=["reshard strategy show"])
-
-
 def test_other_forms_without_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
     fails(3, "inspect", tmp_path, texts=["Checkpoint 2.0"])
