@@ -122,14 +122,12 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[Optional[str], Optional[click.Command], list[str]]:
-        """Find the command, or suggest similar ones."""
         name = spelling(args[0])
         if self.get_command(ctx, name) is None and not name.startswith("-") and not ctx.resilient_parsing:
             ctx.fail(f"No such command: {args[0]}.{nearest(name, self.names())}")
         return super().resolve_command(ctx, args)
 
     def names(self) -> list[str]:
-        """Everything that may be typed as a command."""
         return [*self.commands]
 
 
@@ -154,15 +152,12 @@ class LazyGroup(Group):
         self._aliases = aliases or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Command names in the order of the help, aliases left out."""
         return list(self._entries)
 
     def names(self) -> list[str]:
-        """Command names and aliases."""
         return [*self._entries, *self._aliases]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
-        """The command of a name or alias."""
         entry = self._entries.get(self._aliases.get(cmd_name, cmd_name))
         if entry is None:
             return None
@@ -190,7 +185,6 @@ class Parsed(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         self._parse = parse
 
     def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
-        """The value of a text; others are values already."""
         try:
             return self._parse(value) if isinstance(value, str) else value
         except UsageError as error:

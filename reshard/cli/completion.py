@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 
 def paths(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Files and directories."""
     # Loaded only here: a command runs without it.
     from click.shell_completion import CompletionItem
 
@@ -29,7 +28,6 @@ def tables(ctx: click.Context, param: click.Parameter, typed: str) -> list[Compl
 
 
 def types(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Types for casts."""
     from click.shell_completion import CompletionItem
 
     from reshard.checkpoints.formats.dtypes import CAST_TO

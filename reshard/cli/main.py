@@ -65,7 +65,6 @@ class _Reshard(LazyGroup):
     """A group whose commands end with the documented exit statuses, and never with a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command and turn exceptions into an exit status."""
         try:
             return super().invoke(ctx)
         except ReshardError as error:

@@ -59,7 +59,6 @@ def plain(value: Any) -> Any:
 
 
 def totals_json(totals: Mapping[str, Total]) -> dict[str, dict[str, int]]:
-    """Names and bytes per kind, or per type, as JSON has them."""
     return {key: {"tensors": total.names, "bytes": total.nbytes} for key, total in totals.items()}
 
 
@@ -123,7 +122,6 @@ def exit_different() -> NoReturn:
 
 
 def show_notes(notes: Iterable[str]) -> None:
-    """Show notes on standard error, unless -q was given."""
     show = listener()
     for note in notes:
         show("note", note)
@@ -199,5 +197,4 @@ def write_picture(path: str, picture: bytes) -> None:
 
 
 def on_terminal() -> bool:
-    """Whether standard output is one."""
     return sys.stdout is not None and sys.stdout.isatty()

@@ -52,7 +52,6 @@ def _parse_shards(text: str) -> int:
 
 
 def _sizes(group: str, *names: str, text: str, **attributes: Any) -> Callable[[F], F]:
-    """An option for the sizes of a run."""
     return option(group, *names, type=Parsed("sizes", _parse_sizes), metavar="dp=N,mp=N", help=text, **attributes)
 
 
@@ -360,7 +359,6 @@ def strategy_rules(name: Optional[str]) -> None:
 
 
 def _target(sizes: AxisSizes, typed: Mapping[str, Any]) -> TargetRun:
-    """The run that the options describe."""
     from reshard.strategies.rules import DEFAULT_THRESHOLD, ShardSetting, TargetRun
 
     threshold = typed["optimizer_threshold"]

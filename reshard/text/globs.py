@@ -43,7 +43,6 @@ class Glob:
         self._match = _compiled([pattern], number).match
 
     def matches(self, text: str) -> bool:
-        """Whether the whole text fits."""
         return self._match(text) is not None
 
     def numbers(self, text: str) -> Optional[list[tuple[int, int]]]:
@@ -71,7 +70,6 @@ class Globs:
         self._match = _compiled(sorted(every - self._literals)).match
 
     def match(self, text: str) -> bool:
-        """Whether the whole text fits one of them."""
         return text in self._literals or self._match(text) is not None
 
 
@@ -93,7 +91,6 @@ class Filters:
         self._excluded = Globs(exclude)
 
     def admit(self, name: str) -> bool:
-        """Whether a parameter of this name is written."""
         if self.exclude and self._excluded.match(name):
             return False
         return not self.include or self._included.match(name)

@@ -226,11 +226,9 @@ class Report:
         self._listener = listener
 
     def warn(self, text: str) -> None:
-        """Warn of a possible problem of the result."""
         self._add("warning", self.warnings, text)
 
     def note(self, text: str) -> None:
-        """Note a decision."""
         self._add("note", self.notes, text)
 
     def _add(self, kind: str, earlier: list[str], text: str) -> None:

@@ -38,12 +38,10 @@ class Product:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The sizes in it."""
         return tuple(name for name, _ in self.powers)
 
     @property
     def text(self) -> str:
-        """The product as written in rules."""
         above = [name for name, power in self.powers for _ in range(power)]
         below = [f"/{name}" for name, power in self.powers for _ in range(-power)]
         if self.number.numerator != 1 or not above:
