@@ -7,10 +7,9 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
-from reshard.cli.output import echo_json, say, set_next_command, totals_json, totals_words
+from reshard.cli.output import echo_json, is_json, is_quiet, say, set_next_command, totals_json, totals_words
 from reshard.cli.progress import progress_of
 from reshard.convert import Prepared, Summary, WriteElsewhere, prepare
 from reshard.errors import ReshardError
@@ -77,7 +76,6 @@ def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> 
 def carry_out(
     request: Request,
     report: Report,
-    shown: Mapping[str, Any],
     lines: Callable[[Summary, float], list[str]],
     elsewhere: Optional[WriteElsewhere] = None,
     adapter: Optional[MergedAdapter] = None,
@@ -87,7 +85,6 @@ def carry_out(
     Args:
         request: the conversion.
         report: gets warnings and notes.
-        shown: the options of `options.output`.
         lines: the summary in words, with the seconds that verification took.
         elsewhere: writes the files; None to write them here.
         adapter: the added adapter, for verification.
@@ -95,7 +92,7 @@ def carry_out(
     Raises:
         ReshardError: it is impossible, or failed.
     """
-    progress = progress_of(shown["quiet"], shown["progress"])
+    progress = progress_of()
     differences = None
     with prepare(request, report, progress) as prepared:
         try:
@@ -106,8 +103,8 @@ def carry_out(
         if request.task.dry_run:
             from reshard.cli.plan import print_plan
 
-            if shown["as_json"] or not shown["quiet"]:
-                print_plan(prepared, summary, as_json=shown["as_json"], verbose=shown["verbose"])
+            if is_json() or not is_quiet():
+                print_plan(prepared, summary)
             return
         # Verification treats the files that the conversion found damaged as missing, too.
         request = request._replace(damaged=prepared.plan.request.damaged)
@@ -117,15 +114,15 @@ def carry_out(
 
         differences = verify_written(request, summary, progress, adapter)
     verifying = time.monotonic() - before
-    if shown["as_json"]:
+    if is_json():
         rows = None if differences is None else [difference._asdict() for difference in differences]
         echo_json({**summary_json(summary), **({} if request.task.recover else {"differences": rows})})
-    if not shown["quiet"]:
+    if not is_quiet():
         say("\n".join(lines(summary, verifying)), to_standard_error=True)
     if differences is not None:
         from reshard.cli.verify import print_differences
 
-        print_differences(differences, shown["quiet"])
+        print_differences(differences)
 
 
 def _next_command(prepared: Prepared) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from typing import Any, Callable, Optional
+from typing import Callable, Optional
 
 from reshard.asked import Conversion, Edits, Effort, Source, Target, Task
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import carry_out, contents_words, detail_lines
-from reshard.cli.output import listener
+from reshard.cli.output import is_verbose, listener
 from reshard.convert import Summary, WriteElsewhere
 from reshard.convert.ends import request_of
 from reshard.convert.recorded import with_absolute_paths
@@ -57,7 +56,6 @@ def convert(
     target: Target,
     edits: Edits,
     effort: Effort,
-    **shown: Any,
 ) -> None:
     """Convert the checkpoint in SRC to another layout or another form, and write it to DST.
 
@@ -68,7 +66,7 @@ def convert(
     Run the same command again to continue after an interruption.
     """
     asked = Conversion(source, target, edits, effort, files, shard)
-    _convert(asked, Task(dry_run=dry_run, verify=verify), shown, scheduler)
+    _convert(asked, Task(dry_run=dry_run, verify=verify), scheduler)
 
 
 @command(
@@ -95,7 +93,6 @@ def by_rank(
     target: Target,
     edits: Edits,
     effort: Effort,
-    **shown: Any,
 ) -> None:
     """Convert the checkpoint in SRC for one RANK of the target strategy.
 
@@ -104,14 +101,14 @@ def by_rank(
     lists them, and the source must be complete. The run that writes the last missing rank completes DST.
     """
     asked = Conversion(source, target, edits, effort, (rank,))
-    _convert(asked, Task(by_rank=True, dry_run=dry_run, verify=verify), shown)
+    _convert(asked, Task(by_rank=True, dry_run=dry_run, verify=verify))
 
 
-def _convert(asked: Conversion, task: Task, shown: Mapping[str, Any], scheduler: Optional[str] = None) -> None:
+def _convert(asked: Conversion, task: Task, scheduler: Optional[str] = None) -> None:
     report = Report(listener())
     request = request_of(asked, report, task)
     elsewhere = None if scheduler is None else _on_cluster(scheduler, asked, report)
-    carry_out(request, report, shown, summary_lines(request, shown), elsewhere)
+    carry_out(request, report, summary_lines(request), elsewhere)
 
 
 def _on_cluster(scheduler: str, asked: Conversion, report: Report) -> WriteElsewhere:
@@ -135,7 +132,7 @@ def _on_cluster(scheduler: str, asked: Conversion, report: Report) -> WriteElsew
     return writer(scheduler, with_absolute_paths(asked), report)
 
 
-def summary_lines(request: Request, shown: Mapping[str, Any]) -> Callable[[Summary, float], list[str]]:
+def summary_lines(request: Request) -> Callable[[Summary, float], list[str]]:
     """For `carry_out`: written files and their contents in a line each; the rest with -v."""
 
     def lines(summary: Summary, verifying: float) -> list[str]:
@@ -156,7 +153,7 @@ def summary_lines(request: Request, shown: Mapping[str, Any]) -> Callable[[Summa
         contents = [f"{step_words(summary.step)}: {contents_words(summary)}"] if summary.target_files else []
         if contents and request.source.is_as_cut:
             contents.append(f"{plural(len(summary.target_files), 'rank file')} copied, still cut as before")
-        if shown["verbose"]:
+        if is_verbose():
             contents += detail_lines(summary, request, verifying)
         elif summary.manifest and (request.asked.files is not None or shard is not None):
             # Other runs wrote the rest.
@@ -198,7 +195,6 @@ def recover(
     edits: Edits,
     effort: Effort,
     dry_run: bool,
-    **shown: Any,
 ) -> None:
     """Rebuild the checkpoint of every lost rank from replicas.
 
@@ -240,10 +236,10 @@ def recover(
         else:
             reason = f"{complete} already complete in {dst}" if summary.done_before else "no rank is lost"
             rows = [f"nothing to write: {reason}"]
-        if shown["verbose"]:
+        if is_verbose():
             rows += [f"{step_words(summary.step)}: {contents_words(summary)}", *detail_lines(summary, request)]
         if lost_only and summary.ranks and not summary.manifest and target.prefix is None:
             rows.append(f"file names are those of {src}: copy them back into it")
         return rows
 
-    carry_out(request, report, shown, lines)
+    carry_out(request, report, lines)

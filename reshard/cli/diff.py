@@ -17,7 +17,7 @@ from reshard.cli.opened import (
     opened,
     shape_words,
 )
-from reshard.cli.output import echo_json, exit_different, listener, say
+from reshard.cli.output import echo_json, exit_different, is_json, is_verbose, listener, say
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import alarming_lines, table
 from reshard.errors import UsageError
@@ -61,7 +61,6 @@ def diff(
     source: Source,
     edits: Edits,
     effort: Effort,
-    **typed: Any,
 ) -> None:
     """Compare the tensors of the checkpoints in A and B.
 
@@ -72,7 +71,6 @@ def diff(
     anything differs, and 2 if they have no names in common. Options of names and types apply to A: use them to
     compare B with its source A. `reshard strategy diff` compares strategies.
     """
-    quiet = typed["quiet"]
     report = Report(listener())
     with contextlib.ExitStack() as stack:
         read_a = replace(source, path=a, strategy=a_strategy, step=a_step or source.step)
@@ -80,17 +78,17 @@ def diff(
         opened_a = stack.enter_context(_opened("a", read_a, strategy, edits, effort, report))
         selection = Edits(edits.include, edits.exclude)
         opened_b = stack.enter_context(_opened("b", read_b, strategy, selection, effort, report))
-        progress = progress_of(quiet, typed["progress"])
+        progress = progress_of()
         for one, other in ((opened_a, opened_b), (opened_b, opened_a)) if effort.crc == "auto" else ():
             check_crcs(one, filter(other.__contains__, one), edits, progress, report)
         result = differences(opened_a, opened_b, effort.max_memory // 3, progress)
         sides = {"a": _side(a, opened_a), "b": _side(b, opened_b)}
-    if typed["as_json"]:
+    if is_json():
         differing, identical = result.differing, len(result.pairs) - len(result.differing)
         only = {"only_a": result.only_a, "only_b": result.only_b, "shapes": result.shapes}
         echo_json({**sides, "equal": result.equal, **only, "identical": identical, "differing": differing})
     else:
-        _print(result, typed["verbose"])
+        _print(result)
     if not result.pairs and not result.shapes:
         raise UsageError(
             "no tensor was compared: A and B have no names in common",
@@ -100,8 +98,8 @@ def diff(
         exit_different()
 
 
-def _print(result: Differences, verbose: bool) -> None:
-    for line in _heads(result, verbose):
+def _print(result: Differences) -> None:
+    for line in _heads(result):
         say(line)
     differing = result.differing
     if differing:
@@ -116,11 +114,11 @@ def _print(result: Differences, verbose: bool) -> None:
         say(f"{plural(len(result.pairs), 'tensor')} in both with the same shape, all equal in every byte")
 
 
-def _heads(result: Differences, verbose: bool) -> Iterator[str]:
+def _heads(result: Differences) -> Iterator[str]:
     for names, where in ((result.only_a, "only in A"), (result.only_b, "only in B")):
         if names:
             text = listing(names)
-            yield f"{len(names)} {where}: {full_text(text) if verbose else text}"
+            yield f"{len(names)} {where}: {full_text(text) if is_verbose() else text}"
     rename = _rename_by_prefix(result.only_a, result.only_b)
     if rename is not None:
         yield f"names differ by a prefix; to compare the tensors, add --rename '{rename}'"

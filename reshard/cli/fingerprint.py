@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import click
 
@@ -16,7 +15,7 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
 from reshard.cli.opened import shape_words
-from reshard.cli.output import echo_json, listener
+from reshard.cli.output import echo_json, is_json, listener
 from reshard.cli.progress import progress_of
 from reshard.convert.verifying import reading_sources
 from reshard.execute import Budget
@@ -50,7 +49,7 @@ reshard fingerprint hf/ --names qwen3,gate_up=interleaved,qkv=grouped
     Effort, "crc", *options.LIMITS, crc={"help": "Check the CRCs that files record; damaged files count as absent."}
 )
 @options.output
-def fingerprint(source: Read, edits: Edits, effort: Effort, **shown: Any) -> None:
+def fingerprint(source: Read, edits: Edits, effort: Effort) -> None:
     """Print a fingerprint of every parameter of the checkpoint in SRC.
 
     A fingerprint depends only on name, type, shape and values, so no conversion to another layout or form
@@ -64,7 +63,7 @@ def fingerprint(source: Read, edits: Edits, effort: Effort, **shown: Any) -> Non
     asked = Conversion(source, Target(os.curdir), edits, effort)
     request = reading_request(asked, report, option="--strategy ")
     rules = request.edits
-    progress = progress_of(shown["quiet"], shown["progress"])
+    progress = progress_of()
     with reading_sources(effort, progress, report) as (means, crcs):
 
         def read(damaged: Mapping[str, str]) -> Source:
@@ -86,7 +85,7 @@ def fingerprint(source: Read, edits: Edits, effort: Effort, **shown: Any) -> Non
         result = fingerprints(target, means, filters.admit, model_names)
     for name in result.differing:
         report.warn(f"{quoted(name)} differs between files; its fingerprint is that of the lowest")
-    if shown["as_json"]:
+    if is_json():
         echo_json(result.to_json())
     else:
         _print(result)

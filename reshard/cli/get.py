@@ -22,7 +22,7 @@ from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.opened import opened, shape_words
-from reshard.cli.output import echo_json, is_quiet, is_verbose, listener, say
+from reshard.cli.output import echo_json, is_json, is_quiet, is_verbose, listener, say
 from reshard.errors import CheckpointError, UsageError
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.tensor import select
@@ -73,11 +73,9 @@ def get(
     name: str,
     index: Optional[str],
     output: Optional[str],
-    as_json: bool,
     source: Source,
     edits: Edits,
     effort: Effort,
-    **shown: Any,
 ) -> None:
     """Print the tensor NAME of the checkpoint in SRC, or write it to a file.
 
@@ -94,7 +92,7 @@ def get(
             if output is not None or index is not None:
                 raise UsageError(f"{quoted(name)} is no tensor", hint="leave out --output and --slice")
             value = checkpoint.get_object(name)
-            if as_json:
+            if is_json():
                 echo_json([{"name": name, "object": value}])
             else:
                 _print_object(name, value)
@@ -103,7 +101,7 @@ def get(
         if not names and (output is not None or index is not None):
             raise UsageError(f"{quoted(name)} matches no tensor", hint="leave out --output and --slice")
         if output is not None:
-            if as_json:
+            if is_json():
                 raise UsageError("--output and --json do not go together")
             if len(names) > 1:
                 raise UsageError(
@@ -114,7 +112,7 @@ def get(
         arrays = [(checkpoint[match], _array(checkpoint[match], chosen, index)) for match in names]
         values = dict(_shown(checkpoint, objects, report))
         checkpoint.check_unchanged()
-    if as_json:
+    if is_json():
         rows = [_row(tensor, array) for tensor, array in arrays]
         echo_json([*rows, *({"name": match, "object": value} for match, value in values.items())])
         return

@@ -13,7 +13,7 @@ import click
 from reshard.asked import Source
 from reshard.cli import completion, options
 from reshard.cli.command import command
-from reshard.cli.output import echo_json, say, show_notes, totals_json, totals_words
+from reshard.cli.output import echo_json, is_json, is_verbose, say, show_notes, totals_json, totals_words
 from reshard.cli.tables import say_more, table
 from reshard.errors import UsageError
 from reshard.forms.registry import form_named, form_of
@@ -63,7 +63,7 @@ reshard inspect ckpt/rank_0/net-3_10.ckpt
 @options.json_output
 @options.verbose("Every name, step and finding, nothing abbreviated.")
 @options.common
-def inspect(source: Source, as_json: bool, verbose: bool) -> None:
+def inspect(source: Source) -> None:
     """Show the contents of the checkpoint at PATH: of any form, of one rank, or in one file.
 
     Only names, sizes and headers are read: of a rank tree, the headers of the newest step or of --step. With
@@ -82,7 +82,7 @@ def inspect(source: Source, as_json: bool, verbose: bool) -> None:
                 f"{path} is one file; --strategy, --step and --file-suffix are for rank trees",
                 hint="name the directory that holds rank_0/, rank_1/ ...",
             )
-        _inspect_file(path, as_json, verbose)
+        _inspect_file(path)
         return
     from reshard.inspection.checkpoint import inspect as inspect_checkpoint
     from reshard.strategies import read_strategy
@@ -93,12 +93,12 @@ def inspect(source: Source, as_json: bool, verbose: bool) -> None:
     if judged_by is not None:
         show_notes(judged_by.notes)
     inspected = inspect_checkpoint(source, judged_by)
-    if as_json:
+    if is_json():
         echo_json(_tree_json(inspected, step) if by_rank else _form_json(inspected))
     elif by_rank:
-        _show_tree(inspected, step, verbose)
+        _show_tree(inspected, step)
     else:
-        _show_form(inspected, verbose)
+        _show_form(inspected)
 
 
 def _file_json(path: str, index: CheckpointIndex, contents: InspectedContents) -> dict[str, object]:
@@ -202,12 +202,12 @@ def _form_json(form: Inspected) -> dict[str, object]:
     }
 
 
-def _inspect_file(path: str, as_json: bool, verbose: bool) -> None:
+def _inspect_file(path: str) -> None:
     from reshard.inspection.contents import contents_of, conversion_findings, inspect_file
 
     index = inspect_file(path)
     contents = contents_of({0: index})
-    if as_json:
+    if is_json():
         echo_json(_file_json(path, index, contents))
         return
     crc = "no CRC" if index.crc is None else f"CRC {index.crc:08x}"
@@ -216,8 +216,8 @@ def _inspect_file(path: str, as_json: bool, verbose: bool) -> None:
     marks = {key: value for key, value in index.metadata.items() if key not in index.tensors and key != "crc_num"}
     if marks:
         say("metadata: " + ", ".join(f"{one_line(key)}={one_line(value)}" for key, value in marks.items()))
-    _show_findings([*conversion_findings(contents)], verbose)
-    _show_tensors(contents, verbose, per_file=True)
+    _show_findings([*conversion_findings(contents)])
+    _show_tensors(contents, per_file=True)
 
 
 def _show_totals(contents: InspectedContents) -> None:
@@ -226,11 +226,11 @@ def _show_totals(contents: InspectedContents) -> None:
             say(f"{title}: {totals_words(totals)}")
 
 
-def _by_pattern(items: Sequence[T], kind: Callable[[T], object], verbose: bool) -> list[tuple[str, int, T]]:
+def _by_pattern(items: Sequence[T], kind: Callable[[T], object]) -> list[tuple[str, int, T]]:
     """For each tensor its name and 1; if these are too many, for each pattern of names their number, and an example."""
     from reshard.text.names import name_patterns
 
-    if verbose or len(items) <= _MAX_ROWS:
+    if is_verbose() or len(items) <= _MAX_ROWS:
         return [(item.name, 1, item) for item in items]
     groups: dict[object, list[T]] = defaultdict(list)
     for item in items:
@@ -243,17 +243,17 @@ def _by_pattern(items: Sequence[T], kind: Callable[[T], object], verbose: bool) 
     ]
 
 
-def _first_rows(items: Sequence[T], verbose: bool) -> Sequence[T]:
-    return items if verbose else items[:_MAX_ROWS]
+def _first_rows(items: Sequence[T]) -> Sequence[T]:
+    return items if is_verbose() else items[:_MAX_ROWS]
 
 
-def _show_tensors(contents: InspectedContents, verbose: bool, per_file: bool = False) -> None:
+def _show_tensors(contents: InspectedContents, per_file: bool = False) -> None:
     """A row per tensor; if these are too many, a row per pattern of names of one type and shape."""
-    plain = verbose or len(contents.stored) <= _MAX_ROWS
-    rows = _by_pattern(contents.stored, lambda item: (item.dtypes, item.shapes, item.files), verbose)
+    plain = is_verbose() or len(contents.stored) <= _MAX_ROWS
+    rows = _by_pattern(contents.stored, lambda item: (item.dtypes, item.shapes, item.files))
     columns = ["tensor", "dtype", "shape", "size"] if plain else ["tensors", "number", "dtype", "shape", "size each"]
     cells = []
-    for name, count, item in _first_rows(rows, verbose):
+    for name, count, item in _first_rows(rows):
         number = [] if plain else [str(count)]
         # With several shapes only a mean size exists.
         size = ("about " if len(item.shapes) > 1 else "") + byte_size(item.nbytes // item.files)
@@ -267,13 +267,13 @@ def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
     return str(list(shapes[0])) + (f" and {len(shapes) - 1} more" if len(shapes) > 1 else "")
 
 
-def _show_tree(tree: Inspected, step: str, verbose: bool) -> None:
+def _show_tree(tree: Inspected, step: str) -> None:
     size = byte_size(sum(item.nbytes for item in tree.steps))
     ranks = {rank for item in tree.steps for rank in item.ranks}
     of_whom = f"rank {tree.ranks[0]}" if tree.one_rank else plural(len(ranks), "rank")
     say(f"{tree.path}: {of_whom}, {plural(len(tree.steps), 'step')}, {size}")
     judged = tree.strategy is not None
-    shown = _first_rows(tree.steps, verbose)
+    shown = _first_rows(tree.steps)
     rows = []
     for item in shown:
         cells = [item.step or "-", stepped_ranges(item.ranks), str(len(item.files)), byte_size(item.nbytes)]
@@ -288,7 +288,7 @@ def _show_tree(tree: Inspected, step: str, verbose: bool) -> None:
     for item in tree.steps:
         if item.complete is False:
             say(f"{_label(item)} is not complete:")
-            _show_lines(item.missing, verbose)
+            _show_lines(item.missing)
     if judged and step == "latest":
         say("latest: no complete step" if tree.latest is None else f"latest takes {_label(tree.latest)}")
     elif tree.one_rank:
@@ -296,11 +296,11 @@ def _show_tree(tree: Inspected, step: str, verbose: bool) -> None:
         say(f"the directory of one rank; `reshard inspect {root}` shows all ranks and which steps are complete")
     elif not judged:
         say("to check which steps are complete: add --strategy FILE, DIR or none")
-    _show_findings(tree.findings, verbose)
+    _show_findings(tree.findings)
     # The chosen step; without one, the newest that was read.
     detailed = [item for item in tree.steps if item.contents is not None]
-    for item in detailed if verbose else [tree.shown] if detailed else []:
-        _show_contents(item, verbose)
+    for item in detailed if is_verbose() else [tree.shown] if detailed else []:
+        _show_contents(item)
 
 
 def _label(step: InspectedStep) -> str:
@@ -338,28 +338,28 @@ def _state(step: InspectedStep, judged: bool) -> str:
     return ", ".join(words)
 
 
-def _show_findings(findings: Sequence[Finding], verbose: bool) -> None:
+def _show_findings(findings: Sequence[Finding]) -> None:
     """Findings as lines; errors of a conversion are marked."""
-    shown = findings if verbose else findings[:_MAX_FINDINGS]
+    shown = findings if is_verbose() else findings[:_MAX_FINDINGS]
     for finding in shown:
-        first, *details = (full_text(finding.text) if verbose else finding.text).split("\n")
+        first, *details = (full_text(finding.text) if is_verbose() else finding.text).split("\n")
         of = "" if finding.step is None else f" of step {finding.step}"
-        _show_lines([first], verbose, f"a conversion{of} refuses: " if finding.refuses else "note: ")
-        _show_lines(details, verbose)
-        _show_lines(finding.hint.split("\n") if finding.hint else [], verbose)
+        _show_lines([first], f"a conversion{of} refuses: " if finding.refuses else "note: ")
+        _show_lines(details)
+        _show_lines(finding.hint.split("\n") if finding.hint else [])
     if len(shown) < len(findings):
         say(f"... and {plural(len(findings) - len(shown), 'more finding')}; -v shows all")
 
 
-def _show_lines(lines: Sequence[str], verbose: bool, before: str = "  ") -> None:
+def _show_lines(lines: Sequence[str], before: str = "  ") -> None:
     """Lines, limited to a screen."""
-    for line in map(full_text, lines) if verbose else lines[:_MAX_FINDINGS]:
+    for line in map(full_text, lines) if is_verbose() else lines[:_MAX_FINDINGS]:
         say(before + line)
-    if not verbose and len(lines) > _MAX_FINDINGS:
+    if not is_verbose() and len(lines) > _MAX_FINDINGS:
         say(f"{before}... and {len(lines) - _MAX_FINDINGS} more; -v shows all")
 
 
-def _show_contents(step: InspectedStep, verbose: bool) -> None:
+def _show_contents(step: InspectedStep) -> None:
     from reshard.text.names import pattern_lines
 
     contents = step.contents
@@ -375,23 +375,23 @@ def _show_contents(step: InspectedStep, verbose: bool) -> None:
         say("all files hold the same names")
     elif sets:
         say(f"{len(sets)} sets of names (pipeline stages, a de-duplicated save, or files that lack something):")
-        _show_lines([f"{stepped_rank_ranges(ranks)}: {plural(len(names), 'name')}" for ranks, names in sets], verbose)
+        _show_lines([f"{stepped_rank_ranges(ranks)}: {plural(len(names), 'name')}" for ranks, names in sets])
     if step.not_saved:
         say(f"in the strategy but in no file: {plural(len(step.not_saved), 'parameter')}")
         all_names = {item.name for item in contents.stored}.union(step.not_saved)
-        for line in step.not_saved if verbose else pattern_lines(step.not_saved, all_names, 5):
+        for line in step.not_saved if is_verbose() else pattern_lines(step.not_saved, all_names, 5):
             say(f"  {line}")
-    _show_tensors(contents, verbose)
+    _show_tensors(contents)
 
 
-def _show_form(form: Inspected, verbose: bool) -> None:
+def _show_form(form: Inspected) -> None:
     shown = form.shown
     name = form.form.name
     tensors = 0 if shown.checkpoint is None else len(shown.checkpoint.tensors)
     title = name if shown.step is None else f"{name}, iteration {shown.step}"
     counts = f"{plural(len(shown.files), 'file')}, {byte_size(shown.nbytes)}, {plural(tensors, 'tensor')}"
     say(f"{form.path}: {title}: {counts}" + ("" if shown.complete else ", not complete"))
-    _show_iterations(form, verbose)
+    _show_iterations(form)
     if shown.contents is not None:
         say(f"types: {totals_words(shown.contents.by_dtype())}")
         whole = byte_size(shown.full_bytes or 0)
@@ -403,16 +403,16 @@ def _show_form(form: Inspected, verbose: bool) -> None:
     lists += [] if shown.checkpoint is None else [("beside the weights", list(shown.checkpoint.extra_files), "")]
     for title, names, more in lists:
         if names:
-            say(f"{title}: {one_line(', '.join(names) if verbose else some_names(names))}{more}")
-    _show_findings(form.findings, verbose)
-    _show_files(form, verbose)
-    _show_laid_out(form, verbose)
+            say(f"{title}: {one_line(', '.join(names) if is_verbose() else some_names(names))}{more}")
+    _show_findings(form.findings)
+    _show_files(form)
+    _show_laid_out(form)
 
 
-def _show_iterations(form: Inspected, verbose: bool) -> None:
+def _show_iterations(form: Inspected) -> None:
     if not form.iterations:
         return
-    iterations = form.iterations if verbose else form.iterations[-_MAX_ROWS:]
+    iterations = form.iterations if is_verbose() else form.iterations[-_MAX_ROWS:]
     states = {None: "unknown whether finished", False: "newer than the last finished iteration", True: "finished"}
     table(
         "",
@@ -426,11 +426,11 @@ def _show_iterations(form: Inspected, verbose: bool) -> None:
         say(f"... and {plural(len(form.iterations) - len(iterations), 'older iteration')}; -v shows all")
 
 
-def _show_files(form: Inspected, verbose: bool) -> None:
+def _show_files(form: Inspected) -> None:
     files = form.shown.files
     if not files:
         return
-    shown = _first_rows(files, verbose)
+    shown = _first_rows(files)
     rows = [
         [
             "-" if file.number is None else str(file.number),
@@ -444,14 +444,14 @@ def _show_files(form: Inspected, verbose: bool) -> None:
     say_more(len(files) - len(shown), "file")
 
 
-def _show_laid_out(form: Inspected, verbose: bool) -> None:
+def _show_laid_out(form: Inspected) -> None:
     """A row per tensor; if these are too many, a row per pattern of names of one layout."""
     tensors = form.tensors()
     if not tensors:
         return
-    rows = _by_pattern(tensors, lambda item: item._replace(name=""), verbose)
+    rows = _by_pattern(tensors, lambda item: item._replace(name=""))
     cells = []
-    for name, count, item in _first_rows(rows, verbose):
+    for name, count, item in _first_rows(rows):
         cut = " x ".join(map(str, item.cuts)) if any(cuts > 1 for cuts in item.cuts) else "whole"
         over = "" if item.ranks is None else f" on {plural(item.ranks, 'rank')}"
         lost = f", {item.lost} lost" if item.lost else ""

@@ -6,7 +6,7 @@ import os
 import shlex
 from collections import Counter
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Optional
 
 from reshard.asked import Conversion, Edits, Effort, Source, Target, Task
 from reshard.cli import completion, options
@@ -67,7 +67,6 @@ def merge_lora(
     effort: Effort,
     dry_run: bool,
     verify: bool,
-    **shown: Any,
 ) -> None:
     """Merge the LoRA adapter in ADAPTER into the weights in BASE, and write the result to OUT.
 
@@ -115,7 +114,7 @@ def merge_lora(
                 check_beside(tensors, adapter, weights)
         request = request._replace(edits=request.edits._replace(additions=additions))
         added = MergedAdapter(tensors.request, scale)
-        carry_out(request, report, shown, summary_lines(request, shown), adapter=added)
+        carry_out(request, report, summary_lines(request), adapter=added)
         tensors.check_unchanged()
     if infinite:
         report.warn(

@@ -29,7 +29,7 @@ from reshard.asked import (
 )
 from reshard.cli import completion
 from reshard.cli.command import Parsed, option
-from reshard.cli.output import set_debug, set_quiet, set_verbose
+from reshard.cli.output import set_debug, set_json, set_progress, set_quiet, set_verbose
 from reshard.errors import UsageError
 from reshard.forms import FORM_CLASSES, SHORT_NAMES
 from reshard.storage import is_directory, use_endpoint
@@ -195,6 +195,9 @@ def group(of: type[Group], *names: str, path: Optional[str] = None, **changes: A
     return add
 
 
+# Options that act by themselves: the function of the command does not get their value, functions of `output` return it.
+_ASIDE = {"expose_value": False, "is_eager": True}
+
 SELECTION = ("include", "exclude")
 """Fields of `Edits`: which parameters are taken."""
 
@@ -225,9 +228,9 @@ def flag(group: str, *names: str, text: str, **attributes: Any) -> Callable[[F],
     return option(group, *names, is_flag=True, help=text, **attributes)
 
 
-def verbose(text: str, **attributes: Any) -> Callable[[F], F]:
+def verbose(text: str) -> Callable[[F], F]:
     """-v; messages name every parameter with it."""
-    return flag("Output", "-v", "--verbose", text=text, callback=set_verbose, **attributes)
+    return flag("Output", "-v", "--verbose", text=text, callback=set_verbose, **_ASIDE)
 
 
 def svg(text: str) -> Callable[[F], F]:
@@ -247,9 +250,6 @@ def proof(text: str) -> Callable[[F], F]:
     return flag("Checks", "--verify", text=text)
 
 
-# Options that act by themselves: the function of the command does not get their value.
-_ASIDE = {"expose_value": False, "is_eager": True}
-
 _service_and_debug = together(
     option(
         "Stores",
@@ -267,26 +267,27 @@ common = together(
     flag("Output", "--quiet", "-q", text="Only results, warnings and errors.", callback=set_quiet, **_ASIDE),
     _service_and_debug,
 )
-"""Options of every command; `output.is_quiet` returns the value of --quiet."""
+"""Options of every command."""
 
-names_in_full = verbose("Name every parameter in messages.", **_ASIDE)
+names_in_full = verbose("Name every parameter in messages.")
 """-v of commands that list parameters in messages only."""
 
-json_output = flag("Output", "--json", "as_json", text="Print JSON to standard output.")
+json_output = flag("Output", "--json", text="Print JSON to standard output.", callback=set_json, **_ASIDE)
 """--json."""
 
 output = together(
     json_output,
-    flag("Output", "--quiet", "-q", text="Only warnings and errors.", callback=set_quiet),
     option(
         "Output",
         "--progress/--no-progress",
         default=None,
         show_default="unless --quiet",
         help="Show progress: a bar, or without a terminal a line every 30 s.",
+        callback=set_progress,
+        **_ASIDE,
     ),
     verbose("Print details: phases, checks, and the name of every parameter."),
-    _service_and_debug,
+    common,
 )
 """Options of output for long-running commands."""
 

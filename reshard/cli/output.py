@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any, Callable, NoReturn
+from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
 
 import click
 
@@ -82,33 +82,45 @@ def listener() -> Callable[[str, str], None]:
     return show
 
 
-def _remembered(name: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
+def _remembered(name: str) -> Callable[[click.Context, click.Parameter, Optional[bool]], None]:
     """Callback of a flag whose value all modules can read from the root context."""
 
-    def remember(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
-        if value:
-            ctx.find_root().meta[f"reshard.{name}"] = True
-        return value
+    def remember(ctx: click.Context, _: click.Parameter, value: Optional[bool]) -> None:
+        # A command that runs another one, such as resume, passes its flags on.
+        if value or (name == "progress" and value is not None):
+            ctx.find_root().meta[f"reshard.{name}"] = value
 
     return remember
 
 
-set_debug, set_verbose, set_quiet = map(_remembered, ("debug", "verbose", "quiet"))
+set_debug, set_json, set_progress, set_quiet, set_verbose = map(
+    _remembered, ("debug", "json", "progress", "quiet", "verbose")
+)
 
 
 def is_verbose() -> bool:
     """Whether -v was given: everything is named, and nothing shortened."""
-    return _is_set("reshard.verbose")
+    return bool(_flag("verbose"))
 
 
 def is_quiet() -> bool:
     """Whether -q was given: only results, warnings and errors are shown."""
-    return _is_set("reshard.quiet")
+    return bool(_flag("quiet"))
 
 
-def _is_set(name: str) -> bool:
+def is_json() -> bool:
+    """Whether --json was given: standard output is one JSON document."""
+    return bool(_flag("json"))
+
+
+def progress_requested() -> Optional[bool]:
+    """The value of --progress or --no-progress; None without either."""
+    return _flag("progress")
+
+
+def _flag(name: str) -> Optional[bool]:
     context = click.get_current_context(silent=True)
-    return context is not None and bool(context.find_root().meta.get(name))
+    return None if context is None else context.find_root().meta.get(f"reshard.{name}")
 
 
 def set_next_command(text: str) -> None:

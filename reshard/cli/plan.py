@@ -9,7 +9,7 @@ from reshard.asked import Conversion, Edits, Effort, Source, Target, Task
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
 from reshard.cli.conversion import contents_words, detail_lines, summary_json
-from reshard.cli.output import echo_json, fill, listener, say, terminal_width, write_picture
+from reshard.cli.output import echo_json, fill, is_json, is_verbose, listener, say, terminal_width, write_picture
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import table
 from reshard.convert import Prepared, Summary, prepare
@@ -60,7 +60,7 @@ def plan(
     effort: Effort,
     verify: bool,
     svg: Optional[str],
-    **shown: Any,
+    **_: Any,
 ) -> None:
     """Print the plan of convert with the same arguments and options; DST is not changed.
 
@@ -71,31 +71,24 @@ def plan(
     report = Report(listener())
     asked = Conversion(source, target, edits, effort, files, shard)
     request = request_of(asked, report, Task(dry_run=True, verify=verify))
-    progress = progress_of(shown["quiet"], shown["progress"])
+    progress = progress_of()
     with prepare(request, report, progress) as prepared:
         summary = prepared.carry_out()
-        print_plan(prepared, summary, as_json=shown["as_json"], verbose=shown["verbose"], svg=svg)
+        print_plan(prepared, summary, svg)
 
 
-def print_plan(
-    prepared: Prepared,
-    summary: Summary,
-    *,
-    as_json: bool,
-    verbose: bool,
-    svg: Optional[str] = None,
-) -> None:
+def print_plan(prepared: Prepared, summary: Summary, svg: Optional[str] = None) -> None:
     """Print a plan as text or JSON, and draw it to the file of --svg."""
     moved = transfers_of(prepared.plan, prepared.state.work, prepared.state.execution)
     if svg is not None:
         _draw(prepared, moved, svg)
-    if as_json:
+    if is_json():
         echo_json(_json(prepared, summary, moved))
         return
     width = terminal_width()
-    for line in _lines(prepared, summary, moved, verbose):
+    for line in _lines(prepared, summary, moved):
         say("\n".join(fill(line, width, " " * (_LABEL if line.startswith(" ") else 2))))
-    _print_targets(prepared, moved, verbose)
+    _print_targets(prepared, moved)
 
 
 def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, Any]:
@@ -136,7 +129,7 @@ def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, A
     }
 
 
-def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool) -> list[str]:
+def _lines(prepared: Prepared, summary: Summary, moved: Transfers) -> list[str]:
     plan, state = prepared.plan, prepared.state
     request = plan.request
     files, source_files = request.to.options.unit, request.form.options.unit
@@ -176,17 +169,17 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
     if unread and summary.ranks and len(summary.ranks) == plan.form.count:
         lines.append(f"  unread   source {rank_ranges(unread, source_files)}: the others hold all that is written")
     lines.append(f"  holds    {contents_words(summary)}")
-    if summary.replicas is not None and not verbose:
+    if summary.replicas is not None and not is_verbose():
         lines.append(f"  checked  {summary.replicas}")
-    return lines + ([f"  {line}" for line in detail_lines(summary, request)] if verbose else [])
+    return lines + ([f"  {line}" for line in detail_lines(summary, request)] if is_verbose() else [])
 
 
-def _print_targets(prepared: Prepared, moved: Transfers, verbose: bool) -> None:
+def _print_targets(prepared: Prepared, moved: Transfers) -> None:
     """A row per target file, limited to the first ones."""
     state, request = prepared.state, prepared.plan.request
     target, source = request.to.options.unit, request.form.options.unit
     sources = _source_bytes(moved)
-    ranks = state.work if verbose else state.work[:_MAX_ROWS]
+    ranks = state.work if is_verbose() else state.work[:_MAX_ROWS]
     rows = [
         [str(rank), byte_size(state.sizes[rank]), str(len(sources[rank])), number_ranges(sources[rank])]
         for rank in ranks

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, NoReturn, Optional
 
-from reshard.cli.output import say
+from reshard.cli.output import is_quiet, progress_requested, say
 from reshard.execute import Progress
 from reshard.processes import OWN_THREAD
 from reshard.text.messages import byte_size
@@ -25,14 +25,10 @@ _WIDE_BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt}, {rate_fmt}
 _NARROW_BAR = "{desc} {percentage:3.0f}% {rate_fmt} {remaining}"
 
 
-def progress_of(quiet: bool, requested: Optional[bool]) -> Progress:
-    """Who shows progress.
-
-    Args:
-        quiet: only warnings and errors; --progress overrides it.
-        requested: --progress or --no-progress; None without either.
-    """
-    if quiet if requested is None else not requested:
+def progress_of() -> Progress:
+    """Who shows progress; --progress and --no-progress override --quiet."""
+    requested = progress_requested()
+    if is_quiet() if requested is None else not requested:
         return Progress()
     return _Bar() if _has_room() else _Lines()
 

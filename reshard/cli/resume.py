@@ -15,7 +15,7 @@ from reshard.asked import Conversion, Effort
 from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.conversion import summary_json
-from reshard.cli.output import echo_json, listener, say
+from reshard.cli.output import echo_json, is_json, is_quiet, listener, say
 from reshard.convert import Summary
 from reshard.convert.recorded import source_exists
 from reshard.errors import InputError, ReplaceableError, TargetError, UsageError
@@ -45,7 +45,7 @@ reshard resume out/ --shard auto
 @options.group(Effort, *options.LIMITS, "io")
 @options.output
 @click.pass_context
-def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, verify: bool, **_: Any) -> None:
+def resume(ctx: click.Context, /, dst: str, verify: bool, **_: Any) -> None:
     """Resume the conversion or recovery in DST.
 
     The records in DST contain source, strategies, step and options. The requested target ranks that are missing
@@ -63,12 +63,12 @@ def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, verify: 
     # The records do not show whether verification ran.
     verify = verify or (command is not None and command.verify)
     if not verify and _is_done(status, command):
-        if as_json:
+        if is_json():
             differences = {"differences": None} if status.plan.task == "convert" else {}
             summary = Summary(status.plan.step)
             summary.done_before, summary.manifest = list(status.done), status.manifest
             echo_json({**summary_json(summary), **differences})
-        if not quiet:
+        if not is_quiet():
             say(_done_words(status, dst), to_standard_error=True)
         return
     if command is None:
@@ -184,7 +184,9 @@ def _typed(ctx: click.Context) -> list[str]:
     words = []
     for param in ctx.command.params:
         name = str(param.name)
-        if isinstance(param, click.Option) and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT:
+        typed = ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
+        # Flags that are not exposed are those of the root context, and hold for the other command, too.
+        if isinstance(param, click.Option) and param.expose_value and typed:
             value = ctx.params.get(name)
             if param.is_flag:
                 words += (param.opts if value else param.secondary_opts)[:1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import click
 
@@ -17,7 +17,7 @@ from reshard.cli.opened import (
     opened,
     shape_words,
 )
-from reshard.cli.output import alarming, echo_json, exit_different, listener
+from reshard.cli.output import alarming, echo_json, exit_different, is_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import alarming_lines, table
 from reshard.errors import UsageError
@@ -56,7 +56,7 @@ reshard stats iterations/ --exclude 'adam_*' --fail-on nan,inf""",
     Effort, "crc", *options.LIMITS, crc={"help": "Check the CRCs that files record; a damaged file is an error."}
 )
 @options.output
-def stats(fail_on: tuple[str, ...], source: Source, edits: Edits, effort: Effort, **typed: Any) -> None:
+def stats(fail_on: tuple[str, ...], source: Source, edits: Edits, effort: Effort) -> None:
     """Print statistics of every tensor of the checkpoint in SRC.
 
     For each tensor: the numbers of elements that are NaN, infinite and zero, and minimum, maximum, mean and
@@ -65,10 +65,9 @@ def stats(fail_on: tuple[str, ...], source: Source, edits: Edits, effort: Effort
     copies are not. With --fail-on every copy is read, and the numbers of a tensor are those of the copy with the
     most NaN and infinite elements. Text is skipped.
     """
-    quiet, verbose = typed["quiet"], typed["verbose"]
     report = Report(listener())
     with opened(source, edits, effort, report) as checkpoint:
-        progress = progress_of(quiet, typed["progress"])
+        progress = progress_of()
         if effort.crc == "auto":
             check_crcs(checkpoint, checkpoint, edits, progress, report, copies=bool(fail_on))
         statistics = statistics_of(checkpoint, effort.max_memory // 2, progress, copies=bool(fail_on))
@@ -77,7 +76,7 @@ def stats(fail_on: tuple[str, ...], source: Source, edits: Edits, effort: Effort
             files = rank_ranges(unread, counted_as(checkpoint.form))
             report.note(f"copies on {files} were not read; to read every copy: --fail-on nan,inf")
         step, form = checkpoint.step, checkpoint.form
-    if typed["as_json"]:
+    if is_json():
         rows = [{key: value for key, value in vars(tensor).items() if key != "magnitudes"} for tensor in statistics]
         echo_json({"form": form, "step": step, "tensors": rows})
     else:
@@ -86,7 +85,7 @@ def stats(fail_on: tuple[str, ...], source: Source, edits: Edits, effort: Effort
         alarming_lines(list(map(_nonfinite_line, bad)))
         table(source.path, _COLUMNS, [_cells(tensor) for tensor in ordered], _SPARE, range(len(bad)))
         click.echo(_summary(statistics))
-    failures = [line for kind in fail_on for line in _failure_lines(kind, statistics, verbose)]
+    failures = [line for kind in fail_on for line in _failure_lines(kind, statistics)]
     for line in failures:
         click.echo(alarming(line), err=True)
     if failures:
@@ -117,10 +116,10 @@ def _summary(statistics: Sequence[TensorStatistics]) -> str:
     return f"{plural(len(statistics), 'tensor')}, {plural(count, 'element')}: {nan} NaN, {inf} infinite, {zeros} zero"
 
 
-def _failure_lines(kind: str, statistics: Sequence[TensorStatistics], verbose: bool) -> list[str]:
+def _failure_lines(kind: str, statistics: Sequence[TensorStatistics]) -> list[str]:
     """A line with the tensors that have elements of a kind; none without such tensors."""
     names = [tensor.name for tensor in statistics if getattr(tensor, kind)]
     if not names:
         return []
     text = listing(names)
-    return [f"reshard: {_KINDS[kind]} in {plural(len(names), 'tensor')}: {full_text(text) if verbose else text}"]
+    return [f"reshard: {_KINDS[kind]} in {plural(len(names), 'tensor')}: {full_text(text) if is_verbose() else text}"]

@@ -10,7 +10,7 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command
-from reshard.cli.output import echo_json, say
+from reshard.cli.output import echo_json, is_json, say
 from reshard.cli.resume import combined, overwriting, shown
 from reshard.convert.recorded import was_merged
 from reshard.convert.target_directory import beside
@@ -28,7 +28,7 @@ _MAX_SINGLE = 3
 @click.argument("dst", shell_complete=completion.paths)
 @options.json_output
 @options.common
-def status(dst: str, as_json: bool) -> None:
+def status(dst: str) -> None:
     """Print which target ranks in DST are done and which are missing.
 
     Only the records in DST are read: the source and the strategies are not needed, and runs may be writing
@@ -36,7 +36,7 @@ def status(dst: str, as_json: bool) -> None:
     """
     progress = status_of(dst)
     foreign = beside(dst, progress.plan)
-    if as_json:
+    if is_json():
         echo_json(
             {
                 "complete": progress.complete,

@@ -9,7 +9,7 @@ import click
 from reshard.asked import Source, Target
 from reshard.cli import completion, options
 from reshard.cli.command import Group, LazyGroup, argument, command, option
-from reshard.cli.output import echo_json, is_quiet, say, show_notes
+from reshard.cli.output import echo_json, is_json, is_quiet, say, show_notes
 from reshard.errors import NamesError, UsageError
 from reshard.text.messages import one_line, plural
 
@@ -54,7 +54,7 @@ def strategy_group() -> None:
 @options.json_output
 @options.names_in_full
 @options.common
-def rank_list(rank: int, source: Source, target: Target, as_json: bool) -> None:
+def rank_list(rank: int, source: Source, target: Target) -> None:
     """Print the source ranks that target RANK needs: ascending, on one line, each of them necessary.
 
     Only the strategies are read. `reshard plan` prints the source files of every target of any form.
@@ -73,7 +73,7 @@ def rank_list(rank: int, source: Source, target: Target, as_json: bool) -> None:
     readable = saved.without(source.without_ranks) if source.without_ranks else None
     show_notes((*saved.notes, *wanted.notes))
     ranks = ReplicaChoice(saved, wanted).ranks(rank, readable)
-    if as_json:
+    if is_json():
         echo_json({"rank": rank, "ranks": ranks})
     else:
         click.echo(" ".join(map(str, ranks)))
@@ -88,7 +88,7 @@ def group_info() -> None:
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", shell_complete=completion.paths)
 @options.json_output
 @options.common
-def group_info_inspect(files: tuple[str, ...], as_json: bool) -> None:
+def group_info_inspect(files: tuple[str, ...]) -> None:
     """Print the restore list and the groups of each FILE.
 
     The restore list contains the ranks with identical checkpoints.
@@ -96,7 +96,7 @@ def group_info_inspect(files: tuple[str, ...], as_json: bool) -> None:
     from reshard.strategies import read_group_info
 
     infos = [read_group_info(path) for path in files]
-    if as_json:
+    if is_json():
         echo_json(
             [
                 {
@@ -136,7 +136,7 @@ reshard replicas --group-info ckpt_dir*/group_info.pb
 @options.json_output
 @options.names_in_full
 @options.common
-def replicas(strategy: Optional[str], group_info: tuple[str, ...], more: tuple[str, ...], as_json: bool) -> None:
+def replicas(strategy: Optional[str], group_info: tuple[str, ...], more: tuple[str, ...]) -> None:
     """Print the groups of ranks with identical checkpoints, one group per line.
 
     With --strategy, all groups are exact, and a rank without replicas is a group of its own. group_info files
@@ -156,7 +156,7 @@ def replicas(strategy: Optional[str], group_info: tuple[str, ...], more: tuple[s
         # A shell expands a pattern after --group-info to several words.
         result = replicas_of_group_infos([read_group_info(path) for path in (*group_info, *more)])
     show_notes(result.notes)
-    if as_json:
+    if is_json():
         echo_json([{"ranks": list(group.ranks), "stage": group.stage} for group in result.groups])
         return
     for group in result.groups:
@@ -171,12 +171,12 @@ def names() -> None:
 @names.command("list", epilog="reshard names list\nreshard names list --json")
 @options.json_output
 @options.common
-def names_list(as_json: bool) -> None:
+def names_list() -> None:
     """Print the built-in tables."""
     from reshard.names import builtin_names, rules_named
 
     tables = [rules_named(name) for name in builtin_names()]
-    if as_json:
+    if is_json():
         echo_json(
             [
                 {"name": table.path, "title": table.title, "options": [option.name for option in table.options]}
@@ -200,7 +200,7 @@ reshard names show llama > mine.toml
 @click.argument("rules", metavar="NAME|FILE", shell_complete=completion.tables)
 @options.json_output
 @options.common
-def names_show(rules: str, as_json: bool) -> None:
+def names_show(rules: str) -> None:
     """Print a table: a built-in one, or that of a file, which is checked.
 
     With --json, the rules as data.
@@ -209,7 +209,7 @@ def names_show(rules: str, as_json: bool) -> None:
     from reshard.storage.toml_tables import TomlFile
 
     table = rules_named(rules)
-    if not as_json:
+    if not is_json():
         click.echo(table.text, nl=False)
         return
     echo_json(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from typing import Any
 
 import click
 
@@ -11,7 +10,7 @@ from reshard.asked import Edits, Effort, Source
 from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import command
-from reshard.cli.output import echo_json, exit_different, listener, say
+from reshard.cli.output import echo_json, exit_different, is_json, is_quiet, is_verbose, listener, say
 from reshard.cli.progress import progress_of
 from reshard.cli.strategy_show import strategy_words
 from reshard.execute import Budget
@@ -38,7 +37,7 @@ reshard strategy check src_strategy.ckpt ckpt/
 @options.group(Edits, *options.SELECTION)
 @options.group(Effort, *options.LIMITS)
 @options.output
-def strategy_check(strategy: str, source: Source, edits: Edits, effort: Effort, verbose: bool, **shown: Any) -> None:
+def strategy_check(strategy: str, source: Source, edits: Edits, effort: Effort) -> None:
     """Check whether the checkpoint in CKPT was saved with strategy S.
 
     The slices of every rank must have the shapes that the layouts give, and where S lists replicas, all their
@@ -50,24 +49,24 @@ def strategy_check(strategy: str, source: Source, edits: Edits, effort: Effort, 
     path = source.path
     with FileHandles() as handles:
         budget = Budget.of(effort.cpus, effort.max_memory, storage_of(path))
-        progress = progress_of(shown["quiet"], shown["progress"])
+        progress = progress_of()
         result = check_strategy(opened, source, edits.filters, handles, budget, progress, report)
     comparison = result.comparison
-    if shown["as_json"]:
+    if is_json():
         compared = {"replicas": comparison.check, "differing": comparison.differing, "gradients": comparison.gradients}
         rows = {key: value for key, value in vars(result).items() if key != "comparison"}
         echo_json({"strategy": strategy, "checkpoint": path, "fits": result.fits, **rows, **compared})
-    elif not (shown["quiet"] and result.fits):
-        say("\n".join(_lines(result, opened, path, verbose)))
+    elif not (is_quiet() and result.fits):
+        say("\n".join(_lines(result, opened, path)))
     if not result.fits:
         exit_different()
 
 
-def _lines(result: StrategyCheck, strategy: Strategy, path: str, verbose: bool) -> Iterator[str]:
+def _lines(result: StrategyCheck, strategy: Strategy, path: str) -> Iterator[str]:
     all_names = {*strategy.parameters, *result.parameters, *result.not_listed, *result.not_described}
 
     def names(of: Sequence[str]) -> list[str]:
-        lines = [one_line(name) for name in of] if verbose else pattern_lines(of, all_names, _MAX_PATTERNS)
+        lines = [one_line(name) for name in of] if is_verbose() else pattern_lines(of, all_names, _MAX_PATTERNS)
         return [f"    {line}" for line in lines]
 
     yield f"strategy: {strategy_words(strategy)}"
@@ -84,18 +83,18 @@ def _lines(result: StrategyCheck, strategy: Strategy, path: str, verbose: bool) 
         yield f"{beyond} have files, but the strategy has {devices}{missing}"
     if result.parameters:
         yield f"{plural(len(result.parameters), 'parameter')}: slices have the shapes of the strategy"
-    for misfit in result.misfits[: len(result.misfits) if verbose else _MAX_MISFITS]:
+    for misfit in result.misfits[: len(result.misfits) if is_verbose() else _MAX_MISFITS]:
         yield f"{plural(len(misfit.parameters), 'parameter')}: slices have other shapes than in the strategy"
         yield from names(misfit.parameters)
         yield f"  {misfit.detail}"
     hidden = sum(len(misfit.parameters) for misfit in result.misfits[_MAX_MISFITS:])
-    if hidden and not verbose:
+    if hidden and not is_verbose():
         yield f"{plural(hidden, 'more parameter')} with other shapes: -v lists all"
     comparison = result.comparison
     if comparison.differing:
         count = f"{len(comparison.differing)} of {plural(comparison.check.parameters, 'parameter')} compared"
         yield f"{count} differ between ranks that are replicas in the strategy"
-        yield from (f"  {full_text(line) if verbose else line}" for line in comparison.lines())
+        yield from (f"  {full_text(line) if is_verbose() else line}" for line in comparison.lines())
     else:
         yield str(comparison.check)
     if result.same_slices:

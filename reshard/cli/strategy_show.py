@@ -9,7 +9,17 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command, nearest, option
-from reshard.cli.output import echo_json, exit_different, fill, say, show_notes, terminal_width, write_picture
+from reshard.cli.output import (
+    echo_json,
+    exit_different,
+    fill,
+    is_json,
+    is_verbose,
+    say,
+    show_notes,
+    terminal_width,
+    write_picture,
+)
 from reshard.cli.tables import table
 from reshard.errors import LayoutError, StrategyError, UsageError
 from reshard.layout import Layout
@@ -53,7 +63,7 @@ reshard strategy show src_strategy.ckpt \\
 @options.verbose("Without PARAM: list every parameter.")
 @options.json_output
 @options.common
-def strategy_show(path: str, parameter: Optional[str], svg: Optional[str], verbose: bool, as_json: bool) -> None:
+def strategy_show(path: str, parameter: Optional[str], svg: Optional[str]) -> None:
     """Show layouts, or the slices of one PARAM.
 
     FILE is a strategy file, DIR a directory of them. Without PARAM, parameters are grouped by layout; names
@@ -67,12 +77,12 @@ def strategy_show(path: str, parameter: Optional[str], svg: Optional[str], verbo
     show_notes(strategy.notes)
     chosen = strategy.parameters if parameter is None else _chosen(strategy, parameter)
     if parameter is not None and len(chosen) == 1:
-        _show_parameter(strategy, chosen[0], svg, as_json)
+        _show_parameter(strategy, chosen[0], svg)
         return
     if svg is not None and parameter is not None:
         raise UsageError(f"--svg draws one parameter: {len(chosen)} fit {quoted(parameter)}", parameter=parameter)
     stages = [_narrowed(stage, frozenset(chosen)) for stage in strategy.stages]
-    if as_json:
+    if is_json():
         rows = ((stage, name, layout) for stage in stages for name, layout in stage.layouts.items())
         echo_json(
             [
@@ -87,7 +97,7 @@ def strategy_show(path: str, parameter: Optional[str], svg: Optional[str], verbo
     for stage in stages:
         if parameter is not None and not stage.layouts:
             continue
-        if verbose or len(stage.layouts) <= _MAX_LISTED:
+        if is_verbose() or len(stage.layouts) <= _MAX_LISTED:
             rows_of = [[name, *_layout_words(layout).values()] for name, layout in stage.layouts.items()]
             columns = ["device matrix", "tensor map", "cuts", "optimizer shards", "replicas"]
             table(stage.label, ["parameter", *columns], rows_of)
@@ -163,13 +173,13 @@ def strategy_words(strategy: Strategy) -> str:
     return f"{strategy.path}: {devices} in {stages}{parameters}"
 
 
-def _show_parameter(strategy: Strategy, name: str, svg: Optional[str], as_json: bool) -> None:
+def _show_parameter(strategy: Strategy, name: str, svg: Optional[str]) -> None:
     arrangements = [_arranged(strategy, stage, name) for stage in strategy.stages if name in stage.layouts]
     if svg is not None:
         from reshard.pictures.slices import parameter_picture
 
         write_picture(svg, parameter_picture(name, arrangements))
-    if as_json:
+    if is_json():
         echo_json({"parameter": name, "stages": [_stage_row(arrangement) for arrangement in arrangements]})
         return
     say(one_line(name))
@@ -253,7 +263,7 @@ reshard strategy diff compiled/ made.ckpt --exit-code
 @options.json_output
 @options.verbose("Name every parameter in the summary.")
 @options.common
-def strategy_diff(source: str, target: str, exit_code: bool, as_json: bool, verbose: bool) -> None:
+def strategy_diff(source: str, target: str, exit_code: bool) -> None:
     """Show the differences from strategy A to strategy B.
 
     A and B are files, directories, or none. The summary counts the parameters that are unchanged, move to
@@ -269,7 +279,7 @@ def strategy_diff(source: str, target: str, exit_code: bool, as_json: bool, verb
     changes = changes_between(before, after)
     by_effect = changes.by_effect()
     only = {"left_out": changes.left_out, "missing": changes.missing}
-    if as_json:
+    if is_json():
         sides = {
             side: {"path": each.path, "devices": each.device_count, "stages": len(each.stages)}
             for side, each in (("source", before), ("target", after))
@@ -299,7 +309,7 @@ def strategy_diff(source: str, target: str, exit_code: bool, as_json: bool, verb
         for effect, names in {**by_effect, **only}.items():
             if names:
                 text = listing(names, _MAX_SUMMED)
-                say(f"{len(names)} {words[effect]}: {full_text(text) if verbose else text}")
+                say(f"{len(names)} {words[effect]}: {full_text(text) if is_verbose() else text}")
         all_names = {*before.parameters, *after.parameters}
         for change in changes.changes:
             say(f"\n{plural(len(change.names), 'parameter')}: {change.problem or words[change.effect]}")

@@ -11,7 +11,7 @@ import click
 from reshard.asked import Source
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.output import echo_json, fill, say
+from reshard.cli.output import echo_json, fill, is_json, say
 from reshard.defaults import MAX_DEVICES
 from reshard.text.messages import byte_size, one_line, plural, step_words
 
@@ -44,7 +44,7 @@ reshard suggest ckpt/ --src-strategy src.ckpt
 )
 @options.json_output
 @options.common
-def suggest(source: Source, devices: Optional[int], as_json: bool) -> None:
+def suggest(source: Source, devices: Optional[int]) -> None:
     """Print the commands for the usual aims with the checkpoint SRC of any form.
 
     The aims are another cluster size, Hugging Face for inference, lost ranks, MindSpore, PyTorch and quantised
@@ -60,7 +60,7 @@ def suggest(source: Source, devices: Optional[int], as_json: bool) -> None:
     service = endpoint()
     words += [] if service is None else ["--endpoint-url", service]
     suggestions = suggestions_of(source, devices, words)
-    if as_json:
+    if is_json():
         echo_json(_json(suggestions))
     else:
         _show(suggestions)

@@ -6,14 +6,14 @@ import contextlib
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Optional
 
 import click
 
 from reshard.asked import CHANGES, Conversion, Edits, Effort, Source, Target
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
-from reshard.cli.output import alarming, echo_json, exit_different, is_verbose, listener
+from reshard.cli.output import alarming, echo_json, exit_different, is_json, is_quiet, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert.recorded import command_with_source, merge_hint, recorded_source, was_merged
 from reshard.convert.replicas import verify_replicas
@@ -73,7 +73,6 @@ def verify(
     ranks: Optional[tuple[int, ...]],
     edits: Edits,
     effort: Effort,
-    **shown: Any,
 ) -> None:
     """Verify the checkpoint in OUT; the exit status is 4 if anything differs.
 
@@ -113,7 +112,7 @@ def verify(
         src, manifest = recorded.asked.source.path, None
         source = replace(source, file_suffix=source.file_suffix or recorded.asked.source.file_suffix)
         report.note(f"the manifest lacks checksums; contents are compared with the recorded source: --src {src}")
-    progress = progress_of(shown["quiet"], shown["progress"])
+    progress = progress_of()
     with reading_sources(effort, progress, report) as (means, crcs):
         if replicas:
             read = replace(source, path=out, strategy=strategy)
@@ -134,7 +133,7 @@ def verify(
             differences = against_manifest(out, manifest, ranks, means)
             verdict = "verified: no differences from the manifest in sizes, headers and checksums"
     unchecked = [] if manifest is None else [file.rank for file in manifest.files if file.crc32 is None]
-    if shown["as_json"]:
+    if is_json():
         echo_json({"differences": [difference._asdict() for difference in differences], "unchecked_ranks": unchecked})
     if manifest is not None and unchecked:
         noun = counted_as(manifest.plan.form)
@@ -150,7 +149,7 @@ def verify(
                 "add --headers-only if names and sizes are enough; convert --checksum crc32 records checksums",
             )
         verdict = f"no differences in sizes and headers; {contents}"
-    print_differences(differences, shown["quiet"], not shown["as_json"], verdict)
+    print_differences(differences, not is_json(), verdict)
 
 
 def _without_checksums(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Optional[RecordedCommand]:
@@ -163,7 +162,6 @@ def _without_checksums(out: str, manifest: Manifest, ranks: Optional[tuple[int, 
 
 def print_differences(
     differences: Sequence[Difference],
-    quiet: bool,
     to_standard_output: bool = False,
     verdict: str = "verified: no differences",
 ) -> None:
@@ -171,7 +169,6 @@ def print_differences(
 
     Args:
         differences: the differences.
-        quiet: print nothing without differences.
         to_standard_output: where the differences go; the rest goes to standard error.
         verdict: the line without differences; none if empty.
     """
@@ -181,7 +178,7 @@ def print_differences(
         text = f"reshard: {plural(len(differences), 'difference')}: this checkpoint must not be used"
         click.echo(alarming(text), err=True)
         exit_different()
-    if verdict and not quiet:
+    if verdict and not is_quiet():
         click.echo(printable(verdict), err=True)
 
 

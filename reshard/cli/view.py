@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from reshard.asked import Conversion, Edits, Effort, Source, Target
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.output import is_quiet, listener, plain, write_file
+from reshard.cli.output import listener, plain, write_file
 from reshard.errors import InputError, UsageError
 from reshard.text.messages import Report, listing, plural
 
@@ -140,7 +140,7 @@ def _statistics(asked: Conversion, inspected: Inspected, problems: list[Problem]
     try:
         read = replace(source, strategy=source.strategy or default)
         with opened(read, asked.edits, effort, report) as checkpoint:
-            progress = progress_of(is_quiet(), None)
+            progress = progress_of()
             check_crcs(checkpoint, checkpoint, asked.edits, progress, report, copies=True, hint=None)
             statistics = statistics_of(checkpoint, effort.max_memory // 2, progress, magnitudes=True, copies=True)
     except InputError as error:

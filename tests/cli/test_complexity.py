@@ -17,7 +17,7 @@ from reshard.layout.overlap import Cell
 from reshard.plan.replicas import choose
 from reshard.text.globs import Glob, Globs
 from tests.bounds import refused, within
-from tests.running import Argument, done
+from tests.running import done
 from tests.small import COPIED, World, tensors
 from tests.strategy_writing import layout, protobuf
 from tests.trees import cut_ranks, same_ranks
@@ -99,17 +99,6 @@ def test_rank_lists_of_thousands_of_ranks_contain_all_needed_ranks(tmp_path: Pat
         report = done("rank-list", 0, "--src-strategy", path, "--dst-strategy", "none", "--json").json
     assert report["ranks"] == list(range(16384))
     assert cells["cells"] == 16384
-
-
-def test_a_stage_count_over_the_limit_is_refused(tmp_path: Path) -> None:
-    def stages(count: int) -> Path:
-        return write(tmp_path / "s.ckpt", {f"{n}-w": layout([1], [0]) for n in range(count)}, list(range(count)))
-
-    assert len(done("strategy", "show", stages(1024), "--json").json) == 1024
-    path = stages(1025)
-    uses: list[list[Argument]] = [["strategy", "show", path], ["replicas", "--strategy", path]]
-    for words in uses:
-        refused(3, *words, texts=[path, "1025 pipeline stages"])
 
 
 # Patterns

@@ -13,17 +13,22 @@ from tests.small import World, tensors
 
 SCRIPT = """
 import sys, time
+from reshard.cli import options
+from reshard.cli.command import command
 from reshard.cli.output import listener
 from reshard.cli.progress import progress_of
-asked = {"--progress": True, "--no-progress": False}
-bar = progress_of("--quiet" in sys.argv, next((asked[word] for word in sys.argv if word in asked), None))
-bar.begin(4 << 30, "checking CRCs")
-for number in range(4):
-    time.sleep(0.2)
-    bar.wrote(1 << 30)
-    if number == 3:
-        listener()("warning", "look here")
-bar.end()
+@command("move", "")
+@options.output
+def move():
+    bar = progress_of()
+    bar.begin(4 << 30, "checking CRCs")
+    for number in range(4):
+        time.sleep(0.2)
+        bar.wrote(1 << 30)
+        if number == 3:
+            listener()("warning", "look here")
+    bar.end()
+move()
 """
 
 
@@ -105,7 +110,7 @@ def test_progress_lines_are_printed_while_no_bytes_move(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("reshard.cli.progress.BETWEEN_LINES", 0.05)
-    bar = progress_of(quiet=False, requested=True)
+    bar = progress_of()
     bar.begin(4 << 30, "writing")
     bar.wrote(1 << 30)
     text = ""
