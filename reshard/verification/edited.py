@@ -41,7 +41,7 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         InputError: the edits do not fit the source.
     """
     # Imported only here: most checkpoints are compared without rules.
-    from reshard.names import apply_rules
+    from reshard.names import apply_rules, plain_names, trainer_names
 
     base.check_read(lambda name: True)
     tied: list[tuple[Content, Content]] = []
@@ -57,10 +57,9 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         return {**of_tensors, **{name: base.value(name, base.values[name][0]).shape for name in kept_values}}
 
     recipes = {name: _Recipe((), (name,)) for name in originals}
-    # The conversion has noted which tensors it left out.
-    first_names = edits.first_names(originals, base.checkpoint, Report())
-    if first_names:
-        recipes = {new: recipes[old] for old, new in first_names.items() if new is not None}
+    if edits.plain is not None:
+        plain = plain_names(originals, base.checkpoint.objects, base.checkpoint.nested, edits.plain != "weights")
+        recipes = {new: recipes[old] for old, new in plain.names.items() if new is not None}
     edits = edits.for_experts(recipes)
     if edits.table is not None:
         applied = edits.apply_table(shapes())
@@ -76,7 +75,9 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         applied = apply_rules(edits.renames, shapes(), optimizer=True, values=values)
         recipes, kept_values = _ruled(recipes, kept_values, applied)
     model_names = edits.model_names(recipes.keys(), base.checkpoint)
-    last_names = {name: new or name for name, new in edits.last_names(recipes.keys(), Report()).items()}
+    last_names: dict[str, str] = {}
+    if edits.trainer:
+        last_names = {name: new or name for name, new in trainer_names(recipes.keys()).items()}
     model_names = {last_names.get(name, name): model_names[name] for name in recipes}
     recipes = {last_names.get(name, name): recipe for name, recipe in recipes.items()}
     types = _types({*recipes, *kept_values}, recipes, edits.casts)

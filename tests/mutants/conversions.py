@@ -14,7 +14,7 @@ from tests.names.models import table_of
 from tests.packed_model import CONFIG, RULES, SHAPES
 from tests.quantised.models import SCHEMES, write_model
 from tests.reference import Strategy
-from tests.running import Argument
+from tests.running import Argument, done
 from tests.small import COPIED, SOURCE, TARGET, tensors
 from tests.trees import (
     Checkpoint,
@@ -123,6 +123,15 @@ def build(root: Path) -> Mapping[str, list[str]]:
     # Written under a trainer's names, which the strategy does not list.
     trained = {state + name: value(state + name, (8, 12)) for state in _STATES for name in ("a", "b", "s")}
     created.add("dcp", _with_moments(stages), _with_moments(after), trained, "--to", "dcp")
+    # And from these names to those of a model.
+    created.add("trainer", single({name: layout([2], [0, -1]) for name in trained}), [], trained, "--to", "dcp")
+    state = root / "trainer" / "state"
+    done(*(str(state) if word == "OUT" else word for word in created.commands["trainer"]))
+    moments = {name: layout([4], [-1, 0]) for name in trained}
+    strategy = write_strategy(root / "trainer" / "cut", single(moments), {name: (8, 12) for name in trained})
+    created.commands["trainer"] = [
+        "convert", str(state), "OUT", "--dst-strategy", str(strategy), "--to", "ranks", "--verify", "-q",
+    ]  # fmt: skip
 
     experts = {
         "up": value("up", (4, 6, 8), "BFloat16"),
