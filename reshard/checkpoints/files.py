@@ -80,10 +80,6 @@ class FileHandles:
         """Make `borrow` return a `PlacedFile`, whose tensors are read by their places."""
         self._placements[path] = placement
 
-    def placement(self, path: str) -> Optional[Placement]:
-        """The places of a file's tensors, if `borrow` returns a `PlacedFile`."""
-        return self._placements.get(path)
-
     def as_stored(self, path: str) -> bool:
         """Whether the file that `borrow` returns has its bytes as they are stored."""
         return path not in self._placements
@@ -114,21 +110,17 @@ class FileHandles:
         """Open a file for `borrow`; the only place that opens source files."""
         file = self._open_again(path)
         try:
-            self._check_unchanged(path, file.status())
+            status = file.status()
+            with self._lock:
+                if self._first_seen.setdefault(path, status) != status:
+                    raise OSError(errno.ESTALE, _CHANGED, path)
+                self.opened += 1
+                if file.pinned:
+                    self._pinned.add(path)
         except OSError:
             file.close()
             raise
-        with self._lock:
-            self.opened += 1
-            if file.pinned:
-                self._pinned.add(path)
         return file
-
-    def _check_unchanged(self, path: str, status: FileStatus) -> None:
-        with self._lock:
-            first_seen = self._first_seen.setdefault(path, status)
-        if status != first_seen:
-            raise OSError(errno.ESTALE, _CHANGED, path)
 
     @property
     def seen(self) -> int:

@@ -31,18 +31,12 @@ _IN_FLIGHT = 16
 Header = Union[CheckpointIndex, DamagedCheckpointError]
 
 
-def read_headers(
-    handles: FileHandles, files: Mapping[int, str], holder: str = "rank", structures: Optional[KnownStructures] = None
-) -> Iterator[tuple[int, Header]]:
+def read_headers(handles: FileHandles, files: Mapping[int, str], holder: str = "rank") -> Iterator[tuple[int, Header]]:
     """Headers of files, or errors of damaged ones, by holder number in the given order.
 
-    Args:
-        handles: where to borrow the files from.
-        files: path by holder number.
-        holder: the unit of the numbers in messages.
-        structures: structures of files read before, if any; these files' are added.
+    ``holder`` is the unit of the numbers in messages.
     """
-    structures = KnownStructures(handles) if structures is None else structures
+    structures = KnownStructures(handles)
 
     def read(number: int) -> Header:
         path = files[number]
