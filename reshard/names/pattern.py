@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.names.sizes import product
-from reshard.text.products import ExpressionError, Product
+from reshard.text.products import ExpressionError, Product, product
 
 _PARTS = re.compile(r"(\*|\{[^{}]*\})")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")

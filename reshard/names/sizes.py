@@ -8,7 +8,6 @@ error: it is never guessed from shapes.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,16 +16,10 @@ from typing import Any, Optional
 from reshard.errors import NamesError
 from reshard.text.messages import quoted
 from reshard.text.names import near_names
-from reshard.text.products import Product, SizeError, read_product
+from reshard.text.products import Product, SizeError
 
-_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 _LARGEST = 1 << 62
 _NONE: Mapping[str, int] = {}
-
-
-def product(text: str) -> Product:
-    return read_product(text, _KEY, _NUMBER, "heads*head_dim")
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from reshard.names.model import EITHER, FORWARD, NameRule, NameRules, TableOptio
 from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Transpose
 from reshard.names.options import with_options
 from reshard.names.pattern import PatternError, pattern
-from reshard.names.sizes import Configuration, ModelSize, product
+from reshard.names.sizes import Configuration, ModelSize
 from reshard.storage import exists, is_directory, is_regular_file, read_json
 from reshard.storage.toml_tables import BuiltinFiles, Schema, TomlFile, did_you_mean
 from reshard.text.messages import quoted
-from reshard.text.products import Product
+from reshard.text.products import Product, product
 
 RENAME = "rename"
 """The path of a table of renames."""

@@ -6,7 +6,11 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Protocol
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 class ExpressionError(ValueError):
@@ -24,9 +28,9 @@ class SizeLookup(Protocol):
         """The size."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Product:
-    """A product of numbers and named sizes, some of them divisors.
+    """A product of numbers and named sizes, some of them divisors; equal ones may have another order of sizes.
 
     Attributes:
         number: the product of its numbers.
@@ -35,6 +39,18 @@ class Product:
 
     number: Fraction
     powers: tuple[tuple[str, int], ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Product) and (self.number, {*self.powers}) == (other.number, {*other.powers})
+
+    def __hash__(self) -> int:
+        return hash((self.number, frozenset(self.powers)))
+
+    def __mul__(self, other: Product) -> Product:
+        powers = dict(self.powers)
+        for name, power in other.powers:
+            powers[name] = powers.get(name, 0) + power
+        return Product(self.number * other.number, tuple((name, power) for name, power in powers.items() if power))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,14 +92,9 @@ class Product:
         return int(value)
 
 
-def read_product(text: str, name: re.Pattern[str], number: re.Pattern[str], example: str) -> Product:
-    """Read a product.
-
-    Args:
-        text: the product; blanks around names and numbers are ignored.
-        name: expression that names match.
-        number: expression that numbers match.
-        example: an example product for messages.
+@lru_cache(maxsize=1024)
+def product(text: str) -> Product:
+    """Read a product; blanks around names and numbers are ignored.
 
     Raises:
         ExpressionError: the text is not a product.
@@ -95,10 +106,10 @@ def read_product(text: str, name: re.Pattern[str], number: re.Pattern[str], exam
         part = part.strip()
         if index % 2:
             power = -1 if part == "/" else 1
-        elif name.fullmatch(part):
+        elif _NAME.fullmatch(part):
             powers[part] += power
-        elif number.fullmatch(part) and (power > 0 or int(part)):
+        elif _NUMBER.fullmatch(part) and (power > 0 or int(part)):
             multiplied *= Fraction(int(part)) ** power
         else:
-            raise ExpressionError(f"{text!r} is not a product of sizes such as {example}")
+            raise ExpressionError(f"{text!r} is not a product of sizes such as heads*head_dim or dp*cp/ep")
     return Product(multiplied, tuple((each, count) for each, count in powers.items() if count))

@@ -15,14 +15,12 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import lru_cache
 from typing import NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES, MAX_STAGES
 from reshard.errors import UsageError
 from reshard.layout import Layout
-from reshard.text.products import ExpressionError, Product, read_product
+from reshard.text.products import ExpressionError, Product, product
 from reshard.threads import cached_property
 
 STAGES = "pp"
@@ -30,9 +28,7 @@ EXPERTS = "ep"
 NAMES = ("dp", "mp", "pp", "cp", "ep")
 """Data, model (tensor), pipeline, context and expert parallel: 1 by default."""
 
-_WRITTEN = ("dp", "cp", "mp", "ep", "pp")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 # Megatron's names, which would be taken for a model's own axes.
 _ELSEWHERE = {"tp": "mp", "sp": "cp"}
 
@@ -96,30 +92,7 @@ def parse_sizes(text: str) -> AxisSizes:
     return sizes
 
 
-def _order(power: tuple[str, int]) -> tuple[int, str]:
-    name = power[0]
-    return _WRITTEN.index(name) if name in _WRITTEN else len(_WRITTEN), name
-
-
-class AxisProduct(Product):
-    """A product of sizes and numbers, with divisors: ``dp*cp/ep``; equal products have one order of sizes."""
-
-    def __mul__(self, other: Product) -> AxisProduct:
-        powers = dict(self.powers)
-        for name, power in other.powers:
-            powers[name] = powers.get(name, 0) + power
-        return AxisProduct(
-            self.number * other.number, tuple(sorted(((n, power) for n, power in powers.items() if power), key=_order))
-        )
-
-
-@lru_cache(maxsize=1024)
-def product(text: str) -> AxisProduct:
-    """Read a product."""
-    return AxisProduct(Fraction(1), ()) * read_product(text, _NAME, _NUMBER, "dp*cp/ep")
-
-
-Matrix = tuple[AxisProduct, ...]
+Matrix = tuple[Product, ...]
 """The axes of a device matrix, slowest first."""
 
 SlicesByDevice = tuple[tuple[tuple[int, int], ...], ...]
@@ -177,7 +150,7 @@ class AxisCut:
         where_divides: whole where the dimension does not divide.
     """
 
-    factors: tuple[AxisProduct, ...] = ()
+    factors: tuple[Product, ...] = ()
     most: Optional[int] = None
     where_divides: bool = False
 
@@ -229,12 +202,12 @@ class Candidate(NamedTuple):
     def is_capped(self, sizes: AxisSizes) -> bool:
         return any(cut.is_capped(sizes) for cut in self.cuts)
 
-    def strides(self) -> tuple[Optional[AxisProduct], ...]:
+    def strides(self) -> tuple[Optional[Product], ...]:
         """The distance of ranks with neighbouring slices, per factor of the cuts, for any sizes.
 
         None for a product that is not an axis of the matrix: it must not cut.
         """
-        strides: list[Optional[AxisProduct]] = []
+        strides: list[Optional[Product]] = []
         for factor in (factor for cut in self.cuts for factor in cut.factors):
             try:
                 stop = _run_of(self.matrix, factor).stop
@@ -346,7 +319,7 @@ class _Run(NamedTuple):
     slices: int
 
 
-def _run_of(matrix: Matrix, factor: AxisProduct) -> range:
+def _run_of(matrix: Matrix, factor: Product) -> range:
     """The neighbouring axes whose product is a factor.
 
     Raises:

@@ -17,10 +17,10 @@ from reshard.checkpoints.formats.dtypes import dtype_named
 from reshard.errors import StrategyError, UsageError
 from reshard.storage.toml_tables import BuiltinFiles, Schema, TomlFile
 from reshard.strategies.model import RecordedLayout
-from reshard.strategies.rules.candidates import DEFAULT_MATRIX, WHOLE, AxisCut, Candidate, Matrix, product
+from reshard.strategies.rules.candidates import DEFAULT_MATRIX, WHOLE, AxisCut, Candidate, Matrix
 from reshard.text.globs import Globs
 from reshard.text.messages import quoted
-from reshard.text.products import ExpressionError
+from reshard.text.products import ExpressionError, product
 from reshard.threads import cached_property
 
 LAYER = "{layer}"
