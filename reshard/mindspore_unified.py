@@ -145,7 +145,7 @@ def load_distributed_checkpoint(
             "load_distributed_checkpoint: predict_strategy is not a path", hint="pass the path of its file"
         )
     src, target = str(unified_safetensors_dir), read_strategy(strategy_of(predict_strategy))
-    form = form_named(form_of(src))
+    form = form_of(src)
     if form.options.cut:
         raise UsageError(
             f"{src}: holds files of ranks, not unified weights",

@@ -207,7 +207,7 @@ def recover(
     Files are named as in SRC (rank_3/llama_rank_3-1_200.ckpt): the files of --lost-only can be
     copied back into SRC; with --prefix they are named as in a conversion.
     """
-    src, dst, form = source.path, target.path, form_named(form_of(source.path))
+    src, dst, form = source.path, target.path, form_of(source.path)
     if not form.options.by_rank:
         to = form if form.options.written else form_named("huggingface")
         raise UsageError(

@@ -21,7 +21,7 @@ from reshard.cli.output import echo_json, exit_different, is_json, is_verbose, l
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import alarming_lines, table
 from reshard.errors import UsageError
-from reshard.forms.registry import form_named, form_of
+from reshard.forms.registry import form_of
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.opened import OpenedCheckpoint
 from reshard.text.messages import Report, full_text, listing, one_line, plural
@@ -172,7 +172,7 @@ def _opened(
     Options of both are ignored by a form without them, and the strategy by a checkpoint that has its own: the source
     and the target of a conversion have different ones.
     """
-    form = form_named(form_of(read.path))
+    form = form_of(read.path)
     if not form.options.by_rank:
         read, shared_strategy = replace(read, file_suffix=None), None
     if not form.options.steps:

@@ -16,7 +16,7 @@ from reshard.cli.command import command
 from reshard.cli.output import echo_json, is_json, is_verbose, say, show_notes, totals_json, totals_words
 from reshard.cli.tables import say_more, table
 from reshard.errors import UsageError
-from reshard.forms.registry import form_named, form_of
+from reshard.forms.registry import form_of
 from reshard.storage import absolute, exists, is_directory, listings_cached
 from reshard.text.messages import (
     byte_size,
@@ -74,7 +74,7 @@ def inspect(source: Source) -> None:
     """
     path, strategy, step = source.path, source.strategy, source.step
     with listings_cached():
-        by_rank = form_named(form_of(path)).options.by_rank
+        by_rank = form_of(path).options.by_rank
         one_file = by_rank and "{rank}" not in path and exists(path) and not is_directory(path)
     if one_file:
         if source != Source(path):

@@ -125,7 +125,7 @@ def merge_lora(
 
 def _with_form(base: str, target: Target) -> Target:
     """The target with a form, if none is asked for, and the strategy of BASE, if the form needs one."""
-    form = form_named(form_of(base))
+    form = form_of(base)
     cut = target.strategy is not None or target.shards is not None
     to = target.form or (DEFAULT_FORM if cut else form.name)
     if not form_named(to).options.cut or cut:

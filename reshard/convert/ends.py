@@ -65,7 +65,7 @@ def with_ends(asked: Conversion, report: Report, task: Task = Task()) -> Request
         ReshardError: a strategy cannot be read.
     """
     src = asked.source.path
-    form = form_named(form_of(src))
+    form = form_of(src)
     source_path, target_path = asked.source.strategy, target_named(asked.target.strategy, asked.target.shards)
     name = asked.target.form or (DEFAULT_FORM if target_path is not None or form.options.by_rank else None)
     if name is None and form.options.layouts is Layouts.WHOLE and (asked.edits.dequantize or asked.edits.cast):

@@ -140,7 +140,7 @@ def with_records(out: str, asked: Conversion, to: Form, plan: Identity, report: 
         edits = replace(edits, include=plan.include, exclude=plan.exclude)
     asked = replace(asked, source=source, edits=edits)
     missing = {
-        "--src-strategy": source.strategy is None and form_named(form_of(source.path)).options.needs_strategy,
+        "--src-strategy": source.strategy is None and form_of(source.path).options.needs_strategy,
         "--dst-strategy": target.strategy is None and target.shards is None and to.options.cut,
     }
     commands = _commands_or_warn(out, plan, report) if any(missing.values()) else []

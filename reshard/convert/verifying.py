@@ -100,7 +100,7 @@ def verify_with_source(
     if manifest is not None:
         differences += against_manifest(out, of_ranks(manifest, ranks), ranks, means)
     plan = recorded_plan(out, manifest, report)
-    to = form_named(form_of(out) if plan is None else plan.form)
+    to = form_of(out) if plan is None else form_named(plan.form)
     by_rank = to.options.by_rank
     if not by_rank and ranks is not None:
         raise UsageError(

@@ -14,7 +14,7 @@ from reshard.errors import CheckpointError, LayoutError, StrategyError
 from reshard.forms.form import ReadRequest
 from reshard.forms.ranks.naming import RANK
 from reshard.forms.ranks.tree import find_checkpoints
-from reshard.forms.registry import form_named, form_of
+from reshard.forms.registry import form_of
 from reshard.storage import is_directory
 from reshard.strategies import Stage, Strategy, read_strategy
 from reshard.strategies.rules import FullTensor, ModelTensors, model_tensors
@@ -38,8 +38,8 @@ def read_shapes(path: str, strategy: Optional[Strategy], handles: FileHandles, r
         report: gets notes on skipped parts.
     """
     form = form_of(path)
-    if not form_named(form).options.needs_strategy:
-        checkpoint = form_named(form).read(ReadRequest(path, handles, report, required=lambda name: False))
+    if not form.options.needs_strategy:
+        checkpoint = form.read(ReadRequest(path, handles, report, required=lambda name: False))
         tensors: Iterable[FullTensor] = (
             FullTensor(name, tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()
         )

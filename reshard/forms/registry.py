@@ -34,9 +34,9 @@ def counted_as(form: str) -> str:
 
 
 @listings_cached()
-def form_of(src: str) -> str:
+def form_of(src: str) -> Form:
     """The form of a source, by names alone; `DEFAULT_FORM` if no form recognises it, even for a missing source."""
-    return next((form.name for form in all_forms() if form.recognise(src)), DEFAULT_FORM)
+    return next((form for form in all_forms() if form.recognise(src)), form_named(DEFAULT_FORM))
 
 
 def check_exists(src: str) -> None:

@@ -16,7 +16,7 @@ from reshard.errors import InputError, UsageError
 from reshard.forms.form import Description, Form, ReadRequest, SavedStep
 from reshard.forms.objects import shown_object
 from reshard.forms.ranks.selection import LostParameter
-from reshard.forms.registry import form_named, form_of
+from reshard.forms.registry import form_of
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings
 from reshard.storage import exists, is_directory, listings_cached, names_in, status_of_each
 from reshard.strategies import Strategy
@@ -248,7 +248,7 @@ def inspect(read: Source, strategy: Optional[Strategy] = None) -> Inspected:
     """
     path = read.path
     with listings_cached():
-        form = form_named(form_of(path))
+        form = form_of(path)
         one_file = exists(path) and not is_directory(path)
     if form.options.by_rank:
         from reshard.inspection.tree import inspect_tree

@@ -83,7 +83,7 @@ def reading_request(
         ReshardError: the checkpoint is missing, or a strategy cannot be read.
     """
     read = asked.source
-    form = form_named(form_of(read.path))
+    form = form_of(read.path)
     if read.without_ranks and not form.options.by_rank:
         raise UsageError("--without-ranks is for rank files", hint="remove --without-ranks")
     source = source_strategy(read, form, report, option, unrecorded)

@@ -402,13 +402,9 @@ def recorded_name(table: NameRules) -> str:
     return table.path if table.path in builtin_names() else absolute(table.path)
 
 
-def edits_to_model(form: str) -> EditRules:
-    """The edits that give tensors the names in the model, and MindSpore's names for optimizer state.
-
-    Args:
-        form: of the source.
-    """
-    return NO_EDITS if form_named(form).options.names is Names.MODEL else EditRules(plain=PLAIN_KNOWN)
+def edits_to_model(form: Form) -> EditRules:
+    """The edits that give tensors of a source the names in the model, and MindSpore's names for optimizer state."""
+    return NO_EDITS if form.options.names is Names.MODEL else EditRules(plain=PLAIN_KNOWN)
 
 
 _CONFIG = "config.json"
@@ -429,7 +425,7 @@ def edit_rules(src: str, asked: Edits, to: Optional[Form] = None) -> EditRules:
     rules = _asked_rules(src, asked)
     if to is None:
         return rules
-    return between_forms(rules, src, form_named(form_of(src)), to, keep=asked.names is not None)
+    return between_forms(rules, src, form_of(src), to, keep=asked.names is not None)
 
 
 def _asked_rules(src: str, asked: Edits) -> EditRules:
@@ -439,7 +435,7 @@ def _asked_rules(src: str, asked: Edits) -> EditRules:
             raise UsageError(f"--{option} needs --names", hint="name a table: `reshard names list`")
     if not asked.changes:
         return NO_EDITS._replace(exactly=exactly)
-    if not (is_directory(src) or form_named(form_of(src)).options.by_rank):
+    if not (is_directory(src) or form_of(src).options.by_rank):
         # An index or the one file of a model.
         src = os.path.dirname(src)
     if names not in (None, NO_TABLE) and config is None and is_regular_file(os.path.join(src, _CONFIG)):

@@ -28,7 +28,7 @@ from reshard.checkpoints.placed import PlacedFile, Placement, Stored
 from reshard.errors import CheckpointError
 from reshard.forms.form import ReadRequest
 from reshard.forms.recorded import ChunkedCheckpoint
-from reshard.forms.registry import form_named, form_of
+from reshard.forms.registry import form_of
 from reshard.storage import FileStatus, ReadableFile
 from reshard.text.messages import Report
 from tests.checkpoint_writing import parts, record, write_safetensors
@@ -52,7 +52,7 @@ def named(case: Case) -> str:
 
 
 def read(path: Path, handles: FileHandles) -> ChunkedCheckpoint:
-    checkpoint = form_named(form_of(str(path))).read(ReadRequest(str(path), handles, Report()))
+    checkpoint = form_of(str(path)).read(ReadRequest(str(path), handles, Report()))
     assert isinstance(checkpoint, ChunkedCheckpoint)
     return checkpoint
 
@@ -86,7 +86,7 @@ def test_checkpoints_of_libraries_are_read_correctly_or_refused(case: Case, tmp_
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_a_written_directory_is_read_again(case: Case, form: str, tmp_path: Path) -> None:
     done("convert", case.path, tmp_path / "there", "--to", form, "--shards", 3, "--verify")
-    assert form_of(str(tmp_path / "there")) == form
+    assert form_of(str(tmp_path / "there")).name == form
     done("convert", tmp_path / "there", tmp_path / "back", *WHOLE, "--verify")
     assert held_in(tmp_path / "back") == case.tensors
     if form in WRITTEN:
@@ -603,7 +603,7 @@ def test_megatrons_names_in_a_directory_of_hugging_face_give_a_warning(tmp_path:
 def test_the_tracker_names_the_iteration_that_is_read(tmp_path: Path) -> None:
     root = megatron(tmp_path / "root", 10, 20, 30)
     (root / "latest_checkpointed_iteration.txt").write_text("20")
-    assert form_of(str(root)) == "dcp"
+    assert form_of(str(root)).name == "dcp"
     result = done("inspect", root, "--json")
     assert "20" in json.dumps(result.json)
     done("convert", root, tmp_path / "out", *WHOLE, "--step", 10)
