@@ -397,14 +397,14 @@ def check_copies(
 
 
 class _Effort(NamedTuple):
-    """Limits of sampling: samples of a parameter, requests, and seconds."""
+    """Limits of sampling: samples of a parameter, requests (twice as many for probes), and seconds."""
 
     turns: int
     most_reads: int
     seconds: float
 
 
-_EFFORTS = {"auto": _Effort(1, 512, 1.0), "more": _Effort(4, 1 << 15, 60.0)}
+_EFFORTS = {"auto": _Effort(1, 256, 1.0), "more": _Effort(4, 1 << 15, 60.0)}
 
 
 class _Chosen(NamedTuple):
@@ -415,6 +415,7 @@ class _Chosen(NamedTuple):
     replicated: Replicated
     holders: list[Holder]
     number: int
+    is_probe: bool
 
     def at(self, place: int) -> Sample:
         box = sample_box(self.replicated, self.parameter, number_of(self.number, place))
@@ -443,7 +444,8 @@ def _compare_samples(
                     constant.append(one)
                 elif len(found) > 1 or len(found[first]) > 1:
                     comparison.add(one.group, one.parameter)
-                    probed.add(one.group.structure)
+                    if one.is_probe:
+                        probed.add(one.group.structure)
                     if len(found) > 1:
                         comparison.add_difference(one.parameter.name, one.replicated.box, list(found.values()))
             pending = constant
@@ -456,16 +458,18 @@ def _chosen(
     chosen: set[object] = set()
     for group in groups:
         # At least once for each box, because two exchanged ranks differ in a few boxes only.
-        if turn >= max(len(group.parameters) * effort.turns, len(group)) or reads >= effort.most_reads:
+        if turn >= max(len(group.parameters) * effort.turns, len(group)):
+            continue
+        is_probe = group.structure not in probed | chosen
+        if reads >= effort.most_reads * (1 + is_probe):
             continue
         parameter = group.parameters[turn % len(group.parameters)]
         number = number_of(parameter.name, turn)
         replicated = group.replicated((number_of(group.parameters[0].name) + turn) % len(group))
-        is_probe = group.structure not in probed | chosen
         holders = replicated.probe() if is_probe else replicated.pair(number)
         chosen.add(group.structure)
         reads += len(holders)
-        yield _Chosen(group, parameter, replicated, holders, number)
+        yield _Chosen(group, parameter, replicated, holders, number, is_probe)
 
 
 # Everything, in several threads and bounded memory.
