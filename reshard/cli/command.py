@@ -14,7 +14,7 @@ from reshard.signals import unwinding
 from reshard.text.names import near_names
 
 if TYPE_CHECKING:
-    pass
+    from click.shell_completion import CompletionItem
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -61,7 +61,11 @@ def option(group: str, *names: str, **attributes: Any) -> Callable[[F], F]:
     return click.option(*names, cls=GroupedOption, group=group, **attributes)
 
 
-argument = click.argument
+def argument(name: str, **attributes: Any) -> Callable[[F], F]:
+    """Decorator: an argument; one without a type is a path, which shells complete."""
+    if "type" not in attributes:
+        attributes.setdefault("shell_complete", paths)
+    return click.argument(name, **attributes)
 
 
 class Command(click.Command):
@@ -203,3 +207,28 @@ def nearest(typed: str, names: Iterable[str]) -> str:
     """`` Did you mean ...?`` with similar names, or an empty text."""
     candidates = near_names(typed, names)
     return f" Did you mean {' or '.join(candidates)}?" if candidates else ""
+
+
+def paths(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
+    # Loaded only here: a command runs without it.
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(typed, type="file")]
+
+
+def tables(ctx: click.Context, param: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Built-in tables of names; files where none fits: click's script for bash shows one or the other."""
+    from click.shell_completion import CompletionItem
+
+    from reshard.names.tables import builtin_names
+
+    names = [CompletionItem(name) for name in builtin_names() if name.startswith(typed)]
+    return names or paths(ctx, param, typed)
+
+
+def types(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem
+
+    from reshard.checkpoints.formats.dtypes import CAST_TO
+
+    return [CompletionItem(name) for name in CAST_TO if name.lower().startswith(typed.lower())]

@@ -6,7 +6,7 @@ import shlex
 from typing import Callable, Optional
 
 from reshard.asked import Conversion, Edits, Effort, Source, Target, Task
-from reshard.cli import completion, options
+from reshard.cli import options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import carry_out, contents_words, detail_lines
 from reshard.cli.output import is_verbose, listener
@@ -39,8 +39,8 @@ reshard convert ckpt/ out/ --scheduler tcp://host:8786 \\
     --src-strategy src.ckpt --dst-strategy dst.ckpt
 """,
 )
-@argument("src", shell_complete=completion.paths)
-@argument("dst", shell_complete=completion.paths)
+@argument("src")
+@argument("dst")
 @options.group(Conversion)
 @options.scheduler
 @options.conversion
@@ -80,8 +80,8 @@ done
 """,
 )
 @argument("rank", type=options.RANK)
-@argument("src", shell_complete=completion.paths)
-@argument("dst", shell_complete=completion.paths)
+@argument("src")
+@argument("dst")
 @options.conversion
 @options.dry_run
 @options.proof("Compare every tensor with the source after writing.")
@@ -177,8 +177,8 @@ reshard recover ckpt/ lost/ --lost-only --strategy strategy/
 cp -rf lost/rank_* ckpt/
 """,
 )
-@argument("src", shell_complete=completion.paths)
-@argument("dst", shell_complete=completion.paths)
+@argument("src")
+@argument("dst")
 @options.ranks("Target", "Write only these ranks.")
 @option("Target", "--lost-only", is_flag=True, help="Write only lost and damaged ranks.")
 @options.group(Source, path="src", strategy=_SAVED)

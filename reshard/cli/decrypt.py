@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from reshard.cli import completion, options
-from reshard.cli.command import argument, command, option
+from reshard.cli import options
+from reshard.cli.command import argument, command, option, paths
 from reshard.cli.output import is_quiet, listener, say
 from reshard.text.messages import plural
 
@@ -15,14 +15,14 @@ reshard decrypt ckpt/ plain/ --key-file key
 print-the-key | reshard decrypt net.ckpt plain/ --key-file -
 """,
 )
-@argument("src", shell_complete=completion.paths)
-@argument("dst", shell_complete=completion.paths)
+@argument("src")
+@argument("dst")
 @option(
     "Source",
     "--key-file",
     required=True,
     metavar="FILE|-",
-    shell_complete=completion.paths,
+    shell_complete=paths,
     help="File with the key, MindSpore's enc_key; - is standard input.",
 )
 @options.common

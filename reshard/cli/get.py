@@ -19,8 +19,8 @@ from reshard.checkpoints.formats.dtypes import INT4, can_hold
 from reshard.checkpoints.formats.elements import widen
 from reshard.checkpoints.formats.output import Literal, OutputTensor, lay_out_safetensors
 from reshard.checkpoints.formats.pickles import NotPlain
-from reshard.cli import completion, options
-from reshard.cli.command import argument, command, option
+from reshard.cli import options
+from reshard.cli.command import argument, command, option, paths
 from reshard.cli.opened import opened, shape_words
 from reshard.cli.output import echo_json, is_json, is_quiet, is_verbose, listener, say
 from reshard.errors import CheckpointError, UsageError
@@ -49,7 +49,7 @@ reshard get unified/ '*.wq.weight' --slice '0:4,:8'
 reshard get iterations/ lm_head.weight -o head.npy
 """,
 )
-@argument("src", shell_complete=completion.paths)
+@argument("src")
 @click.argument("name")
 @options.group(Source, "strategy", "step", "file_suffix", path="src", strategy=options.SAVED)
 @option(
@@ -61,7 +61,7 @@ reshard get iterations/ lm_head.weight -o head.npy
     "-o",
     metavar="FILE|-",
     callback=options.path_to_write("--output", ".npy", _SAFETENSORS, standard_output=True),
-    shell_complete=completion.paths,
+    shell_complete=paths,
     help="Write a .npy file for numpy.load, or a .safetensors file; - is a .npy file to standard output.",
 )
 @options.group(Edits, *CHANGES)

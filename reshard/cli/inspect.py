@@ -8,11 +8,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
-import click
-
 from reshard.asked import Source
-from reshard.cli import completion, options
-from reshard.cli.command import command
+from reshard.cli import options
+from reshard.cli.command import argument, command
 from reshard.cli.output import echo_json, is_json, is_verbose, say, show_notes, totals_json, totals_words
 from reshard.cli.tables import say_more, table
 from reshard.errors import UsageError
@@ -50,7 +48,7 @@ reshard inspect iterations/ --step 1000
 reshard inspect ckpt/rank_0/net-3_10.ckpt
 """,
 )
-@click.argument("path", shell_complete=completion.paths)
+@argument("path")
 @options.group(
     Source,
     *("strategy", "step", "file_suffix"),

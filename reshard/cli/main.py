@@ -30,7 +30,7 @@ _COMMANDS = {
         "inspect": ("inspect", "inspect", "Show the contents of a checkpoint of any form."),
         "view": ("view", "view", "Write an HTML page that shows a checkpoint and a conversion."),
         "get": ("get", "get", "Print a tensor or a slice of one, or write it to a file."),
-        "stats": ("stats", "stats", "Print NaN, zeros, min, max, mean and norm of every tensor."),
+        "stats": ("numbers", "stats", "Print NaN, zeros, min, max, mean and norm of every tensor."),
     },
     "Convert": {
         "plan": ("plan", "plan", "Print the plan of a conversion: ranks, files, bytes, memory."),
@@ -44,8 +44,8 @@ _COMMANDS = {
     },
     "Prove": {
         "verify": ("verify", "verify", "Prove that a converted checkpoint is right."),
-        "diff": ("diff", "diff", "Compare the tensors of two checkpoints."),
-        "fingerprint": ("fingerprint", "fingerprint", "Print layout-independent fingerprints of all parameters."),
+        "diff": ("numbers", "diff", "Compare the tensors of two checkpoints."),
+        "fingerprint": ("verify", "fingerprint", "Print layout-independent fingerprints of all parameters."),
     },
     "Repair": {
         "recover": ("convert", "recover", "Rebuild the checkpoints of lost ranks from replicas."),

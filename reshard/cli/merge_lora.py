@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Optional
 
 from reshard.asked import Conversion, Edits, Effort, Source, Target, Task
-from reshard.cli import completion, options
+from reshard.cli import options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import carry_out
 from reshard.cli.convert import summary_lines
@@ -36,9 +36,9 @@ reshard merge-lora base/ adapter/ merged/ \\
     --src-strategy base.ckpt --adapter-strategy adapter.ckpt --alpha 32
 """,
 )
-@argument("base", shell_complete=completion.paths)
-@argument("adapter", shell_complete=completion.paths)
-@argument("out", shell_complete=completion.paths)
+@argument("base")
+@argument("adapter")
+@argument("out")
 @options.group(Source, path="base")
 @options.strategy("Strategy that the adapter's ranks were saved with.", flag="--adapter-strategy")
 @option("Source", "--adapter-step", default="latest", show_default=True, metavar="STEP|latest", help="Step of ADAPTER.")

@@ -27,8 +27,7 @@ from reshard.asked import (
     fields_of,
     parse_ranks,
 )
-from reshard.cli import completion
-from reshard.cli.command import Parsed, option
+from reshard.cli.command import Parsed, option, paths, tables, types
 from reshard.cli.output import set_debug, set_json, set_progress, set_quiet, set_verbose
 from reshard.errors import UsageError
 from reshard.forms import FORM_CLASSES, SHORT_NAMES
@@ -149,7 +148,7 @@ def _click(option_of_field: Option, default: Any) -> Callable[[F], F]:
     if asked.metavar is not None:
         attributes["metavar"] = asked.metavar
     if asked.completes is not None:
-        attributes["shell_complete"] = getattr(completion, asked.completes)
+        attributes["shell_complete"] = {"paths": paths, "tables": tables, "types": types}[asked.completes]
     names = (*asked.names, asked.parameter)
     return option(asked.section, *names, default=default or None, multiple=asked.kind is TEXTS, **attributes)
 
@@ -214,7 +213,7 @@ LIMITS = ("jobs", "max_memory")
 
 def strategy(text: str, *names: str, flag: str = "--strategy") -> Callable[[F], F]:
     """A strategy; --strategy by default."""
-    return option("Strategies", flag, *names, metavar="FILE|DIR|none", shell_complete=completion.paths, help=text)
+    return option("Strategies", flag, *names, metavar="FILE|DIR|none", shell_complete=paths, help=text)
 
 
 def ranks(section: str, text: str) -> Callable[[F], F]:
@@ -240,7 +239,7 @@ def svg(text: str) -> Callable[[F], F]:
         "--svg",
         metavar="FILE",
         callback=path_to_write("--svg", ".svg"),
-        shell_complete=completion.paths,
+        shell_complete=paths,
         help=text,
     )
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any, Optional
 
 from reshard.asked import Conversion, Edits, Effort, Source, Target, Task
-from reshard.cli import completion, options
+from reshard.cli import options
 from reshard.cli.command import argument, command
 from reshard.cli.conversion import contents_words, detail_lines, summary_json
 from reshard.cli.output import echo_json, fill, is_json, is_verbose, listener, say, terminal_width, write_picture
@@ -43,8 +43,8 @@ reshard plan ckpt/ out/ --svg transfers.svg \\
     --src-strategy src.ckpt --dst-strategy none
 """,
 )
-@argument("src", shell_complete=completion.paths)
-@argument("dst", shell_complete=completion.paths)
+@argument("src")
+@argument("dst")
 @options.group(Conversion)
 @options.scheduler
 @options.conversion

@@ -12,8 +12,8 @@ import click
 from click.core import ParameterSource
 
 from reshard.asked import Conversion, Effort
-from reshard.cli import completion, options
-from reshard.cli.command import command
+from reshard.cli import options
+from reshard.cli.command import argument, command
 from reshard.cli.conversion import summary_json
 from reshard.cli.output import echo_json, is_json, is_quiet, listener, say
 from reshard.convert import Summary
@@ -37,7 +37,7 @@ On many machines that see out/ and the source under the same paths:
 reshard resume out/ --shard auto
 """,
 )
-@click.argument("dst", shell_complete=completion.paths)
+@argument("dst")
 @options.group(Conversion, "shard")
 @options.scheduler
 @options.dry_run

@@ -6,10 +6,8 @@ import contextlib
 import shlex
 from typing import Optional
 
-import click
-
-from reshard.cli import completion, options
-from reshard.cli.command import command
+from reshard.cli import options
+from reshard.cli.command import argument, command
 from reshard.cli.output import echo_json, is_json, say
 from reshard.cli.resume import combined, overwriting, shown
 from reshard.convert.recorded import was_merged
@@ -25,7 +23,7 @@ _MAX_SINGLE = 3
 
 
 @command("status", "reshard status out/")
-@click.argument("dst", shell_complete=completion.paths)
+@argument("dst")
 @options.json_output
 @options.common
 def status(dst: str) -> None:

@@ -7,16 +7,16 @@ from typing import Optional
 import click
 
 from reshard.asked import Source, Target
-from reshard.cli import completion, options
-from reshard.cli.command import Group, LazyGroup, argument, command, option
+from reshard.cli import options
+from reshard.cli.command import Group, LazyGroup, argument, command, option, paths, tables
 from reshard.cli.output import echo_json, is_json, is_quiet, say, show_notes
 from reshard.errors import NamesError, UsageError
 from reshard.text.messages import one_line, plural
 
 
 @command("merge-pipeline", "reshard merge-pipeline output/strategy merged/src_strategy.ckpt")
-@click.argument("strategy_dir", shell_complete=completion.paths)
-@click.argument("dst_file", shell_complete=completion.paths)
+@argument("strategy_dir")
+@argument("dst_file")
 @options.names_in_full
 @options.common
 def merge_pipeline(strategy_dir: str, dst_file: str) -> None:
@@ -85,7 +85,7 @@ def group_info() -> None:
 
 
 @group_info.command("inspect", epilog="reshard group-info inspect ckpt_dir0/group_info.pb")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...", shell_complete=completion.paths)
+@argument("files", nargs=-1, required=True, metavar="FILE...")
 @options.json_output
 @options.common
 def group_info_inspect(files: tuple[str, ...]) -> None:
@@ -129,10 +129,10 @@ reshard replicas --group-info ckpt_dir*/group_info.pb
     "--group-info",
     multiple=True,
     metavar="FILE",
-    shell_complete=completion.paths,
+    shell_complete=paths,
     help="group_info file of one rank (repeatable).",
 )
-@click.argument("more", nargs=-1, metavar="[FILE...]", shell_complete=completion.paths)
+@argument("more", nargs=-1, metavar="[FILE...]")
 @options.json_output
 @options.names_in_full
 @options.common
@@ -197,7 +197,7 @@ To begin a table of your own:
 reshard names show llama > mine.toml
 """,
 )
-@click.argument("rules", metavar="NAME|FILE", shell_complete=completion.tables)
+@argument("rules", metavar="NAME|FILE", shell_complete=tables)
 @options.json_output
 @options.common
 def names_show(rules: str) -> None:

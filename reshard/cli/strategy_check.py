@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 
-import click
-
 from reshard.asked import Edits, Effort, Source
 from reshard.checkpoints import FileHandles
-from reshard.cli import completion, options
-from reshard.cli.command import command
+from reshard.cli import options
+from reshard.cli.command import argument, command
 from reshard.cli.output import echo_json, exit_different, is_json, is_quiet, is_verbose, listener, say
 from reshard.cli.progress import progress_of
 from reshard.cli.strategy_show import strategy_words
@@ -31,8 +29,8 @@ _MAX_GROUPS = 8
 reshard strategy check src_strategy.ckpt ckpt/
 """,
 )
-@click.argument("strategy", metavar="S", shell_complete=completion.paths)
-@click.argument("path", metavar="CKPT", shell_complete=completion.paths)
+@argument("strategy", metavar="S")
+@argument("path", metavar="CKPT")
 @options.group(Source, "step", "file_suffix", path="path")
 @options.group(Edits, *options.SELECTION)
 @options.group(Effort, *options.LIMITS)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Optional, TypeVar
 import click
 
 from reshard._version import __version__
-from reshard.cli import completion, options
-from reshard.cli.command import Parsed, command, nearest, option
+from reshard.cli import options
+from reshard.cli.command import Parsed, argument, command, nearest, option, paths, tables
 from reshard.cli.output import is_quiet, say, show_notes
 from reshard.errors import StrategyError, UsageError
 from reshard.storage import is_directory
@@ -57,7 +57,7 @@ def _sizes(group: str, *names: str, text: str, **attributes: Any) -> Callable[[F
 
 def _shapes(text: str, **attributes: Any) -> Callable[[F], F]:
     metavar = "CKPT|INDEX|STRATEGY.json"
-    return option("Source", "--shapes", metavar=metavar, shell_complete=completion.paths, help=text, **attributes)
+    return option("Source", "--shapes", metavar=metavar, shell_complete=paths, help=text, **attributes)
 
 
 _target_options = options.together(
@@ -97,7 +97,7 @@ _names = options.together(
         "Source",
         "--names",
         metavar="TABLE",
-        shell_complete=completion.tables,
+        shell_complete=tables,
         show_default="unchanged",
         help="Apply this table of names to --shapes first, as convert --names does.",
     ),
@@ -105,7 +105,7 @@ _names = options.together(
         "Source",
         "--config",
         metavar="FILE|DIR",
-        shell_complete=completion.paths,
+        shell_complete=paths,
         show_default="config.json beside --shapes",
         help="File with the sizes that the table of names needs.",
     ),
@@ -127,14 +127,14 @@ reshard strategy make mcore target.ckpt --shapes qwen3-hf/ --names qwen3 \\
     --set vocab_emb_dp=false --sizes mp=2,pp=2 --weights-only
 """,
 )
-@click.argument("rules", metavar="RULES", shell_complete=completion.paths)
-@click.argument("out", metavar="OUT", shell_complete=completion.paths)
+@argument("rules", metavar="RULES")
+@argument("out", metavar="OUT")
 @_shapes("Full shapes: a checkpoint of any form, the index of one, or a JSON strategy.", required=True)
 @option(
     "Source",
     "--src-strategy",
     metavar="FILE|DIR",
-    shell_complete=completion.paths,
+    shell_complete=paths,
     help="Strategy of --shapes, if that is a rank tree.",
 )
 @_names
@@ -214,15 +214,15 @@ reshard strategy derive src.ckpt dst.ckpt --shapes qwen3-hf/ --names qwen3 \\
     --src-sizes dp=4,mp=2 --dst-sizes mp=2 --weights-only
 """,
 )
-@click.argument("src", metavar="SRC", shell_complete=completion.paths)
-@click.argument("out", metavar="OUT", shell_complete=completion.paths)
+@argument("src", metavar="SRC")
+@argument("out", metavar="OUT")
 @_sizes("Source", "--src-sizes", text="Devices of SRC's run: dp, mp, pp, cp, ep.", required=True)
 @option(
     "Source",
     "--also",
     multiple=True,
     metavar="FILE|DIR",
-    shell_complete=completion.paths,
+    shell_complete=paths,
     help="One more strategy of the model (repeatable, with --also-sizes).",
 )
 @_sizes("Source", "--also-sizes", text="Devices of --also's run.", multiple=True)
@@ -233,7 +233,7 @@ reshard strategy derive src.ckpt dst.ckpt --shapes qwen3-hf/ --names qwen3 \\
     "--rules",
     "stated",
     metavar="FILE",
-    shell_complete=completion.paths,
+    shell_complete=paths,
     help="Rules for parameters that the strategies leave open.",
 )
 @_sizes("Target", "--dst-sizes", text="Devices of OUT's run.", required=True)

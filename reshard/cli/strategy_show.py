@@ -7,8 +7,8 @@ from typing import Optional
 
 import click
 
-from reshard.cli import completion, options
-from reshard.cli.command import command, nearest, option
+from reshard.cli import options
+from reshard.cli.command import argument, command, nearest, option
 from reshard.cli.output import (
     echo_json,
     exit_different,
@@ -57,7 +57,7 @@ reshard strategy show src_strategy.ckpt \\
     backbone.blocks.0.attention.dense1.weight --svg dense1.svg
 """,
 )
-@click.argument("path", metavar="FILE|DIR", shell_complete=completion.paths)
+@argument("path", metavar="FILE|DIR")
 @click.argument("parameter", required=False, metavar="[PARAM]")
 @options.svg("With PARAM: draw its slices and the ranks that hold them.")
 @options.verbose("Without PARAM: list every parameter.")
@@ -257,8 +257,8 @@ In a script:
 reshard strategy diff compiled/ made.ckpt --exit-code
 """,
 )
-@click.argument("source", metavar="A", shell_complete=completion.paths)
-@click.argument("target", metavar="B", shell_complete=completion.paths)
+@argument("source", metavar="A")
+@argument("target", metavar="B")
 @option("Checks", "--exit-code", is_flag=True, help="Exit status 4 if they differ.")
 @options.json_output
 @options.verbose("Name every parameter in the summary.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Optional
 import click
 
 from reshard.asked import Source
-from reshard.cli import completion, options
+from reshard.cli import options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, fill, is_json, say
 from reshard.defaults import MAX_DEVICES
@@ -30,7 +30,7 @@ reshard suggest ckpt/ --devices 16
 reshard suggest ckpt/ --src-strategy src.ckpt
 """,
 )
-@argument("src", shell_complete=completion.paths)
+@argument("src")
 @option(
     "Target",
     "--devices",

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.asked import Conversion, Edits, Effort, Source, Target
-from reshard.cli import completion, options
-from reshard.cli.command import argument, command, option
+from reshard.cli import options
+from reshard.cli.command import argument, command, option, paths
 from reshard.cli.output import listener, plain, write_file
 from reshard.errors import InputError, UsageError
 from reshard.text.messages import Report, listing, plural
@@ -26,7 +26,7 @@ reshard view ckpt/ --src-strategy src.ckpt --dst-strategy dst.ckpt -o new.html
 reshard view iterations/ --dst-strategy same --stats
 """,
 )
-@argument("src", shell_complete=completion.paths)
+@argument("src")
 @options.group(
     Source, "strategy", "step", "file_suffix", path="src", strategy={"names": ("--src-strategy", "--strategy")}
 )
@@ -37,7 +37,7 @@ reshard view iterations/ --dst-strategy same --stats
     "--output",
     metavar="FILE.html",
     callback=options.path_to_write("-o", ".html", ".htm"),
-    shell_complete=completion.paths,
+    shell_complete=paths,
     show_default="name of SRC, in this directory",
     help="Page to write. A page of reshard view is replaced only if it is named here.",
 )

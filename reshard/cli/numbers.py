@@ -1,4 +1,4 @@
-"""diff: differences between two checkpoints."""
+"""stats: statistics of the numbers in every tensor; diff: differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Optional
 
+import click
+
 from reshard.asked import CHANGES, Edits, Effort, Source
-from reshard.cli import completion, options
+from reshard.cli import options
 from reshard.cli.command import argument, command, option
 from reshard.cli.opened import (
     check_crcs,
@@ -17,14 +19,114 @@ from reshard.cli.opened import (
     opened,
     shape_words,
 )
-from reshard.cli.output import echo_json, exit_different, is_json, is_verbose, listener, say
+from reshard.cli.output import alarming, echo_json, exit_different, is_json, is_verbose, listener, say
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import alarming_lines, table
 from reshard.errors import UsageError
-from reshard.forms.registry import form_of
+from reshard.forms.registry import counted_as, form_of
 from reshard.numbers.difference import Differences, TensorPair, differences
+from reshard.numbers.statistics import TensorStatistics, statistics_of
 from reshard.opened import OpenedCheckpoint
-from reshard.text.messages import Report, full_text, listing, one_line, plural
+from reshard.text.messages import Report, full_text, listing, one_line, plural, rank_ranges
+
+_KINDS = {"nan": "NaN", "inf": "Inf"}
+
+
+def _kinds(_: click.Context, __: click.Parameter, value: Optional[str]) -> tuple[str, ...]:
+    kinds = tuple(part.strip().lower() for part in (value or "").split(",") if part.strip())
+    unknown = [kind for kind in kinds if kind not in _KINDS]
+    if unknown:
+        raise UsageError(f"--fail-on {value}: {unknown[0]!r} is neither nan nor inf")
+    return kinds
+
+
+@command(
+    "stats",
+    """
+reshard stats ckpt/ --strategy src.ckpt
+reshard stats iterations/ --exclude 'adam_*' --fail-on nan,inf""",
+)
+@argument("src")
+@options.group(Source, "strategy", "step", "file_suffix", "without_ranks", path="src", strategy=options.SAVED)
+@options.group(Edits, *options.SELECTION, *CHANGES)
+@option(
+    "Checks",
+    "--fail-on",
+    metavar="nan,inf",
+    callback=_kinds,
+    help="Read every copy of each tensor; exit with status 4 if any holds one of these.",
+)
+@options.group(
+    Effort, "crc", *options.LIMITS, crc={"help": "Check the CRCs that files record; a damaged file is an error."}
+)
+@options.output
+def stats(fail_on: tuple[str, ...], source: Source, edits: Edits, effort: Effort) -> None:
+    """Print statistics of every tensor of the checkpoint in SRC.
+
+    For each tensor: the numbers of elements that are NaN, infinite and zero, and minimum, maximum, mean and
+    Euclidean norm of the finite elements. Every element counts once, however many ranks hold it, so the
+    numbers are the same in every layout and form. One copy of each slice is read, and a note names the ranks whose
+    copies are not. With --fail-on every copy is read, and the numbers of a tensor are those of the copy with the
+    most NaN and infinite elements. Text is skipped.
+    """
+    report = Report(listener())
+    with opened(source, edits, effort, report) as checkpoint:
+        progress = progress_of()
+        if effort.crc == "auto":
+            check_crcs(checkpoint, checkpoint, edits, progress, report, copies=bool(fail_on))
+        statistics = statistics_of(checkpoint, effort.max_memory // 2, progress, copies=bool(fail_on))
+        unread = set() if fail_on else checkpoint.contents.unread(tensor.name for tensor in statistics)
+        if unread:
+            files = rank_ranges(unread, counted_as(checkpoint.form))
+            report.note(f"copies on {files} were not read; to read every copy: --fail-on nan,inf")
+        step, form = checkpoint.step, checkpoint.form
+    if is_json():
+        rows = [{key: value for key, value in vars(tensor).items() if key != "magnitudes"} for tensor in statistics]
+        echo_json({"form": form, "step": step, "tensors": rows})
+    else:
+        ordered = sorted(statistics, key=lambda tensor: tensor.first_nonfinite is None)
+        bad = [tensor for tensor in ordered if tensor.first_nonfinite is not None]
+        alarming_lines(list(map(_nonfinite_element, bad)))
+        table(source.path, _STATS_COLUMNS, [_stats_cells(tensor) for tensor in ordered], _STATS_SPARE, range(len(bad)))
+        click.echo(_summary(statistics))
+    failures = [line for kind in fail_on for line in _failure_lines(kind, statistics)]
+    for line in failures:
+        click.echo(alarming(line), err=True)
+    if failures:
+        exit_different()
+
+
+_STATS_SPARE = ("norm", "zeros", "mean")
+_STATS_COLUMNS = ["parameter", "type", "shape", "NaN", "Inf", "zeros", "min", "max", "mean", "norm"]
+
+
+def _nonfinite_element(tensor: TensorStatistics) -> str:
+    """Where NaN and infinite elements begin."""
+    assert tensor.first_nonfinite is not None
+    counts = f"{tensor.nan} NaN, {tensor.inf} infinite"
+    return f"{one_line(tensor.name)}: {counts}; the first at {location_words(tensor.first_nonfinite)}"
+
+
+def _stats_cells(tensor: TensorStatistics) -> list[str]:
+    numbers = (tensor.nan, tensor.inf, tensor.zeros, tensor.min, tensor.max, tensor.mean, tensor.norm)
+    return [tensor.name, tensor.dtype, shape_words(tensor.shape), *map(number_words, numbers)]
+
+
+def _summary(statistics: Sequence[TensorStatistics]) -> str:
+    count = sum(tensor.count for tensor in statistics)
+    nan, inf, zeros = (
+        (sum(numbers) for numbers in zip(*((t.nan, t.inf, t.zeros) for t in statistics))) if statistics else (0,) * 3
+    )
+    return f"{plural(len(statistics), 'tensor')}, {plural(count, 'element')}: {nan} NaN, {inf} infinite, {zeros} zero"
+
+
+def _failure_lines(kind: str, statistics: Sequence[TensorStatistics]) -> list[str]:
+    """A line with the tensors that have elements of a kind; none without such tensors."""
+    names = [tensor.name for tensor in statistics if getattr(tensor, kind)]
+    if not names:
+        return []
+    text = listing(names)
+    return [f"reshard: {_KINDS[kind]} in {plural(len(names), 'tensor')}: {full_text(text) if is_verbose() else text}"]
 
 
 @command(
@@ -35,8 +137,8 @@ reshard diff ckpt/ huggingface/ --a-strategy src.ckpt --exit-code
 reshard diff ckpt/ ckpt/ --strategy src.ckpt --a-step 1_100 --b-step 1_200
 """,
 )
-@argument("a", shell_complete=completion.paths)
-@argument("b", shell_complete=completion.paths)
+@argument("a")
+@argument("b")
 @options.strategy("Strategy of rank files in A and B that have no recorded strategy.", "--src-strategy", "strategy")
 @options.strategy("Strategy of A.", flag="--a-strategy")
 @options.strategy("Strategy of B.", flag="--b-strategy")
@@ -88,7 +190,7 @@ def diff(
         only = {"only_a": result.only_a, "only_b": result.only_b, "shapes": result.shapes}
         echo_json({**sides, "equal": result.equal, **only, "identical": identical, "differing": differing})
     else:
-        _print(result)
+        _print_differences(result)
     if not result.pairs and not result.shapes:
         raise UsageError(
             "no tensor was compared: A and B have no names in common",
@@ -98,7 +200,7 @@ def diff(
         exit_different()
 
 
-def _print(result: Differences) -> None:
+def _print_differences(result: Differences) -> None:
     for line in _heads(result):
         say(line)
     differing = result.differing
@@ -106,8 +208,8 @@ def _print(result: Differences) -> None:
         title = f"{plural(len(differing), 'tensor')} of {len(result.pairs)} differ:"
         ordered = sorted(differing, key=lambda pair: pair.first_nonfinite is None)
         bad = [pair for pair in ordered if pair.first_nonfinite is not None]
-        alarming_lines(list(map(_nonfinite_line, bad)))
-        table(title, _COLUMNS, [_cells(pair) for pair in ordered], _SPARE, range(len(bad)))
+        alarming_lines(list(map(_nonfinite_pair, bad)))
+        table(title, _DIFF_COLUMNS, [_diff_cells(pair) for pair in ordered], _DIFF_SPARE, range(len(bad)))
     elif result.equal:
         say(f"{plural(len(result.pairs), 'tensor')}, all equal in every byte")
     elif result.pairs:
@@ -136,11 +238,11 @@ def _rename_by_prefix(only_a: Sequence[str], only_b: Sequence[str]) -> Optional[
     return None
 
 
-_SPARE = ("type", "relative", "shape")
-_COLUMNS = ["parameter", "type", "shape", "differing", "NaN", "difference", "relative", "at"]
+_DIFF_SPARE = ("type", "relative", "shape")
+_DIFF_COLUMNS = ["parameter", "type", "shape", "differing", "NaN", "difference", "relative", "at"]
 
 
-def _nonfinite_line(pair: TensorPair) -> str:
+def _nonfinite_pair(pair: TensorPair) -> str:
     """Where elements begin that are NaN or infinite in one only."""
     assert pair.first_nonfinite is not None
     sides = [f"{count} NaN in {side} only" for side, count in zip("AB", pair.nan) if count]
@@ -149,7 +251,7 @@ def _nonfinite_line(pair: TensorPair) -> str:
     return f"{one_line(pair.name)}: {problem}; the first at {a} in A, {b} in B"
 
 
-def _cells(pair: TensorPair) -> list[str]:
+def _diff_cells(pair: TensorPair) -> list[str]:
     dtypes = pair.dtypes[0] if pair.dtypes[0] == pair.dtypes[1] else " and ".join(pair.dtypes)
     if pair.differing is None:
         numbers = ["-"] * 4
