@@ -16,7 +16,7 @@ import numpy.typing as npt
 from benchmarks.against_mindformers import ENVIRONMENT, MINDFORMERS, WITH_JOB
 from benchmarks.against_mindspore import CONTEST, OUR_RUNS, contest
 from benchmarks.measure import Run, Section, memory_backed, remove, reshard, run
-from reshard.strategies.formats import protobuf_bytes
+from reshard.strategies.files import protobuf_bytes
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 
 Array = npt.NDArray[Any]

@@ -11,7 +11,7 @@ from benchmarks.measure import MIB, Section, memory_backed, reshard, run, times
 from benchmarks.synthetic import Model, Scheme, write_strategy
 from reshard.plan.replicas import ReplicaChoice
 from reshard.strategies import read_strategy
-from reshard.strategies.formats import parse_protobuf, protobuf_bytes
+from reshard.strategies.files import parse_protobuf, protobuf_bytes
 from reshard.strategies.model import RecordedLayout
 from tests.corpus import CORPUS
 

@@ -25,7 +25,7 @@ from reshard.checkpoints import (
 )
 from reshard.layout import Layout
 from reshard.storage import read_range
-from reshard.strategies.formats import protobuf_bytes
+from reshard.strategies.files import protobuf_bytes
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 
 Words = npt.NDArray[np.uint32]

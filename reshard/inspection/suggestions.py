@@ -25,7 +25,7 @@ from reshard.forms.ranks.tree import find_rank
 from reshard.forms.registry import form_named
 from reshard.inspection.checkpoint import Inspected, Problem, inspect, problems_of
 from reshard.names import Configuration, builtin_names, config_beside, rules_named
-from reshard.names.options import settle, side_of
+from reshard.names.rules import settle, side_of
 from reshard.plan.checks import needed
 from reshard.plan.editing import edited, words_of_packing
 from reshard.plan.edits import NO_TABLE, edit_rules

@@ -1,14 +1,13 @@
 """Names and packing of tensors: rules that convert the tensors of one model code to those of another.
 
-`model` contains the types of a table of rules, `tables` reads it; `options` finds the rules that match names,
+`rules` contains the types of a table and finds the rules that match names, `tables` reads it,
 `apply` computes the results as views. This room does not depend on files of tensors, dtypes or layouts.
 """
 
 from reshard.names.apply import Applied, AppliedStep, NamedView, apply_rules
 from reshard.names.frameworks import name_before, plain_names, possible_plain_names, trainer_keys, trainer_names
-from reshard.names.model import HUB_SIDE, NameRules
 from reshard.names.operations import SizedOperation
-from reshard.names.options import UndeterminedError, possible_options
+from reshard.names.rules import HUB_SIDE, NameRules, UndeterminedError, possible_options
 from reshard.names.sizes import Configuration
 from reshard.names.tables import (
     builtin_names,

@@ -12,12 +12,14 @@ from typing import NamedTuple, Optional
 from reshard.errors import NamesError, UsageError
 from reshard.layout.views import ZEROS, View
 from reshard.names.misfits import Completeness, Misfits
-from reshard.names.model import HUB_SIDE, NameRules
 from reshard.names.operations import PAD, TAKE, UNPAD, Shape, SizedOperation, apply_all
-from reshard.names.options import (
+from reshard.names.pattern import Pattern, SizedPattern
+from reshard.names.rules import (
+    HUB_SIDE,
     NONE_RECORDED,
     InstanceKey,
     NameMatch,
+    NameRules,
     Settled,
     Side,
     SidedRule,
@@ -26,7 +28,6 @@ from reshard.names.options import (
     side_of,
     with_options,
 )
-from reshard.names.pattern import Pattern, SizedPattern
 from reshard.text.messages import listing, plural, quoted
 from reshard.text.names import OTHER, WEIGHTS, is_value, kind_of, state_prefix
 from reshard.text.products import SizeError

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Optional
 
 from reshard.errors import NamesError
-from reshard.names.options import InstanceKey, Side, SidedRule
+from reshard.names.rules import InstanceKey, Side, SidedRule
 from reshard.text.messages import block, joined, listing, quoted
 from reshard.text.names import near_names
 

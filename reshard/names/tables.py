@@ -13,10 +13,9 @@ from dataclasses import replace
 from typing import Any, Callable, Optional
 
 from reshard.errors import NamesError, UsageError
-from reshard.names.model import EITHER, FORWARD, NameRule, NameRules, TableOption
 from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Transpose
-from reshard.names.options import with_options
 from reshard.names.pattern import PatternError, pattern
+from reshard.names.rules import EITHER, FORWARD, NameRule, NameRules, TableOption, with_options
 from reshard.names.sizes import Configuration, ModelSize
 from reshard.storage import exists, is_directory, is_regular_file, read_json
 from reshard.storage.toml_tables import BuiltinFiles, Schema, TomlFile, did_you_mean

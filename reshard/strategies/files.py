@@ -1,20 +1,32 @@
-"""One file: a strategy, a group_info file, or another kind.
+"""Strategy files in protobuf and JSON, group_info files, which share the protobuf messages, and other kinds of files.
 
 The first bytes identify most other kinds, so that a checkpoint of tens of GB is never read in full. A file with the
 first bytes or the name of a strategy that cannot be parsed is damaged, which is an error. Any other file is an
 `OtherFile`, which is skipped in a directory.
+
+Message types are created at run time, in a separate descriptor pool and package: a process that imported
+MindSpore has its messages registered under the usual names. Names are declared as bytes, with the same
+encoding, so that this module reports invalid UTF-8.
+
+Values of JSON are checked when they are read: any program may have written the file. Sections other than strategy
+items and parameter layouts are skipped.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from typing import NamedTuple, Optional, Union
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple, Optional, Union
 
 from reshard.errors import StrategyError
 from reshard.storage import UnfitError, opened_regular, read_range, reading
 from reshard.storage.files import cipher_of, is_ckpt, kind_by_head
-from reshard.strategies.formats import parse_group_map, parse_json_strategy, parse_protobuf
-from reshard.strategies.model import StrategyFile
+from reshard.storage.json_text import Fields, JsonError, integers, parse_json
+from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
+from reshard.text.messages import quoted
 from reshard.text.names import similar_path_hint
 
 # Real files have some ten KB per hundred parameters. Parsed JSON takes several times its size.
@@ -162,4 +174,299 @@ def read_group_info(path: str) -> GroupInfo:
         f"{path} is not a group_info file" + (f": it is {kind}" if kind else ""),
         file=path,
         hint="pass the complete file that MindSpore wrote where GROUP_INFO_FILE pointed",
+    )
+
+
+# Field: name, number, type; "*" marks a repeated field, all others are required.
+_MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
+    "ParallelStrategy": (("dim", 1, "uint32*"),),
+    "DevMatrix": (("dim", 1, "uint32*"),),
+    "TensorMap": (("dim", 1, "int32*"),),
+    "ParamSplitShape": (("dim", 1, "int64*"),),
+    "IndicesOffset": (("dim", 1, "int64*"),),
+    "ParallelGroupRanks": (("dim", 1, "uint32*"),),
+    "ParallelStrategys": (("stage", 1, "uint32"), ("parallel_strategy", 2, "ParallelStrategy*")),
+    "ParallelStrategyItem": (("node_name", 1, "bytes"), ("parallel_strategys", 2, "ParallelStrategys")),
+    "ParallelLayouts": (
+        ("dev_matrix", 1, "DevMatrix*"),
+        ("tensor_map", 2, "TensorMap*"),
+        ("param_split_shape", 3, "ParamSplitShape*"),
+        ("indices_offset", 4, "IndicesOffset*"),
+        ("field", 5, "int32"),
+        ("opt_weight_shard_step", 6, "int32"),
+        ("opt_weight_shard_size", 7, "int32"),
+    ),
+    "ParallelLayoutItem": (("param_name", 1, "bytes"), ("parallel_layouts", 2, "ParallelLayouts")),
+    "ParallelStrategyMap": (
+        ("current_stage", 1, "uint32"),
+        ("parallel_strategy_item", 2, "ParallelStrategyItem*"),
+        ("parallel_layout_item", 3, "ParallelLayoutItem*"),
+    ),
+    "ParallelGroupItem": (("group_name", 1, "bytes"), ("parallel_group_ranks", 2, "ParallelGroupRanks")),
+    "ParallelGroupMap": (
+        ("parallel_group_item", 1, "ParallelGroupItem*"),
+        ("ckpt_restore_rank_list", 2, "ParallelGroupRanks"),
+    ),
+}
+_PACKAGE = "reshard.strategies"
+Ranks = tuple[int, ...]
+
+_AGAIN = "copy the original again, or have MindSpore write it again"
+_STAGE, _ITEMS, _LAYOUTS = "current_stage", "parallel_strategy_item", "parallel_layout_item"
+_INT32 = 2**31
+_UINT32 = 2**32
+_INT64 = 2**63
+
+
+def parse_protobuf(data: bytes, path: str) -> Optional[StrategyFile]:
+    """The content of a strategy file, or None for bytes that are not its message.
+
+    Raises:
+        StrategyError: its values are damaged.
+    """
+    message = _parsed("ParallelStrategyMap", data)
+    if message is None:
+        return None
+    # Thousands of operators and parameters share tens of strategies and layouts.
+    strategys: dict[bytes, tuple[int, tuple[Ranks, ...]]] = {}
+    items = []
+    for item in message.parallel_strategy_item:
+        stored = item.parallel_strategys
+        key = stored.SerializeToString()
+        known = strategys.get(key)
+        if known is None:
+            known = strategys[key] = stored.stage, tuple(tuple(entry.dim) for entry in stored.parallel_strategy)
+        items.append(StrategyItem(_text(item.node_name, path), *known))
+    distinct: dict[bytes, RecordedLayout] = {}
+    layouts: dict[str, RecordedLayout] = {}
+    for item in message.parallel_layout_item:
+        # Checkpoints and other strategies have the same names.
+        name = sys.intern(_text(item.param_name, path))
+        if name in layouts:
+            raise StrategyError(f"{path} lists parameter {quoted(name)} twice", file=path, parameter=name)
+        key = item.parallel_layouts.SerializeToString()
+        recorded = distinct.get(key)
+        if recorded is None:
+            recorded = distinct[key] = _recorded(item.parallel_layouts, path, name)
+        layouts[name] = recorded
+    return StrategyFile(path, "protobuf", tuple(items), layouts, message.current_stage)
+
+
+def protobuf_bytes(file: StrategyFile) -> bytes:
+    """The bytes of a strategy file, which MindSpore reads as its own.
+
+    Raises:
+        StrategyError: a number does not fit its field.
+    """
+    message = _message_class("ParallelStrategyMap")(current_stage=file.current_stage)
+    name = ""
+    try:
+        for item in file.items:
+            name = item.node
+            added = message.parallel_strategy_item.add(node_name=item.node.encode())
+            added.parallel_strategys.stage = item.stage
+            for strategy in item.strategies:
+                added.parallel_strategys.parallel_strategy.add(dim=strategy)
+        for name, recorded in file.layouts.items():
+            layouts = message.parallel_layout_item.add(param_name=name.encode()).parallel_layouts
+            layouts.dev_matrix.add(dim=recorded.device_matrix)
+            for entry in recorded.tensor_maps:
+                layouts.tensor_map.add(dim=entry)
+            if recorded.nested and len(recorded.tensor_maps) == 1:
+                # A single map would be read as a flat one.
+                layouts.tensor_map.add()
+            layouts.param_split_shape.add(dim=recorded.split_sizes)
+            layouts.indices_offset.add(dim=recorded.split_offsets)
+            layouts.field = recorded.field
+            layouts.opt_weight_shard_step = recorded.shard_step
+            layouts.opt_weight_shard_size = recorded.shard_size
+    except ValueError as error:
+        raise StrategyError(f"{quoted(name)} cannot be written to {file.path}: {error}", file=file.path) from error
+    return bytes(message.SerializeToString(deterministic=True))
+
+
+def parse_group_map(data: bytes, path: str) -> Optional[tuple[Ranks, tuple[tuple[str, Ranks], ...]]]:
+    """The restore list and the named groups of a group_info file, or None for other bytes.
+
+    Raises:
+        StrategyError: a group's name is damaged.
+    """
+    message = _parsed("ParallelGroupMap", data)
+    if message is None:
+        return None
+    groups = [
+        (_text(item.group_name, path), tuple(item.parallel_group_ranks.dim)) for item in message.parallel_group_item
+    ]
+    return tuple(message.ckpt_restore_rank_list.dim), tuple(groups)
+
+
+def _recorded(layouts: Any, path: str, name: str) -> RecordedLayout:
+    def only(entries: Sequence[Any], label: str) -> Ranks:
+        if len(entries) > 1:
+            problem = f"{path}: parameter {quoted(name)} has {len(entries)} {label} entries"
+            raise StrategyError(problem, file=path, parameter=name)
+        return tuple(entries[0].dim) if entries else ()
+
+    return RecordedLayout(
+        device_matrix=only(layouts.dev_matrix, "dev_matrix"),
+        tensor_maps=tuple(tuple(entry.dim) for entry in layouts.tensor_map),
+        nested=len(layouts.tensor_map) > 1,
+        field=layouts.field,
+        shard_step=layouts.opt_weight_shard_step,
+        shard_size=layouts.opt_weight_shard_size,
+        split_sizes=only(layouts.param_split_shape, "param_split_shape"),
+        split_offsets=only(layouts.indices_offset, "indices_offset"),
+    )
+
+
+def _text(name: bytes, path: str) -> str:
+    try:
+        text = name.decode()
+    except UnicodeDecodeError:
+        problem = f"{path} is damaged: it contains a name that is not UTF-8: {name!r}"
+        raise StrategyError(problem, file=path) from None
+    if not text:
+        raise StrategyError(f"{path} is damaged: it contains an empty name", file=path)
+    return text
+
+
+def _parsed(name: str, data: bytes) -> Any:
+    """The message; None for bytes that are not one, or that lack a required field."""
+    from google.protobuf.message import DecodeError
+
+    message = _message_class(name)()
+    try:
+        message.ParseFromString(data)
+    except (DecodeError, ValueError, RuntimeError, SystemError):
+        # protobuf 3.20 reports some damage as SystemError.
+        return None
+    return message if message.IsInitialized() else None
+
+
+@cache
+def _message_class(name: str) -> Any:
+    from google.protobuf import message_factory
+
+    descriptor = _pool().FindMessageTypeByName(f"{_PACKAGE}.{name}")
+    if hasattr(message_factory, "GetMessageClass"):
+        return message_factory.GetMessageClass(descriptor)
+    older: Any = message_factory
+    return older.MessageFactory(_pool()).GetPrototype(descriptor)
+
+
+@cache
+def _pool() -> Any:
+    from google.protobuf import descriptor_pb2, descriptor_pool
+
+    field_type = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="reshard.proto", package=_PACKAGE, syntax="proto2")
+    for message, fields in _MESSAGES.items():
+        described = file.message_type.add(name=message)
+        for name, number, declared in fields:
+            kind = declared.rstrip("*")
+            label = field_type.LABEL_REPEATED if declared.endswith("*") else field_type.LABEL_REQUIRED
+            added = described.field.add(name=name, number=number, label=label)
+            if kind in _MESSAGES:
+                added.type, added.type_name = field_type.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
+            else:
+                added.type = getattr(field_type, f"TYPE_{kind.upper()}")
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return pool
+
+
+def parse_json_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
+    """The content of a strategy file, or None for JSON of another kind.
+
+    Raises:
+        StrategyError: the file is not valid JSON, or its values are damaged.
+    """
+    try:
+        content = parse_json(data)
+        if not isinstance(content, dict) or not content.keys() & {_ITEMS, _LAYOUTS}:
+            return None
+        return _json_strategy(Fields(content, "the file"), path)
+    except JsonError as error:
+        raise StrategyError(f"{path} is damaged: {error}", file=path, hint=_AGAIN) from error
+
+
+def _json_strategy(content: Fields, path: str) -> StrategyFile:
+    items = [_item(node, item) for node, item in content.members(_ITEMS)] if _ITEMS in content else []
+    layouts: dict[str, RecordedLayout] = {}
+    # Thousands of parameters share tens of layouts, and their names are those of checkpoints.
+    distinct: dict[RecordedLayout, RecordedLayout] = {}
+    for name, item in content.members(_LAYOUTS) if _LAYOUTS in content else ():
+        recorded = _json_layout(name, item)
+        layouts[sys.intern(name)] = distinct.setdefault(recorded, recorded)
+    current = content.integer(_STAGE, 0, _UINT32) if _STAGE in content else 1
+    return StrategyFile(path, "json", tuple(items), layouts, current)
+
+
+def _item(node: str, item: Fields) -> StrategyItem:
+    return StrategyItem(
+        node,
+        item.integer("stage", 0, _UINT32),
+        tuple(
+            integers(entry, f"{quoted(node)}: parallel_strategy", 0, _UINT32)
+            for entry in item.entries("parallel_strategy")
+        ),
+    )
+
+
+def json_bytes(file: StrategyFile) -> bytes:
+    """The bytes of a strategy file. Of several operators with one name, the last is written."""
+    items = {
+        item.node: {"stage": item.stage, "parallel_strategy": [list(inputs) for inputs in item.strategies]}
+        for item in file.items
+    }
+    content = {
+        _STAGE: file.current_stage,
+        _ITEMS: items,
+        _LAYOUTS: {name: _layout_item(recorded) for name, recorded in file.layouts.items()},
+    }
+    return json.dumps(content).encode()
+
+
+def _layout_item(recorded: RecordedLayout) -> dict[str, Any]:
+    maps = [list(entry) for entry in recorded.tensor_maps]
+    item: dict[str, Any] = {
+        "dev_matrix": list(recorded.device_matrix),
+        "field": recorded.field,
+        "opt_weight_shard_size": recorded.shard_size,
+        "opt_weight_shard_step": recorded.shard_step,
+        "tensor_map": maps if recorded.nested else maps[0] if maps else [],
+    }
+    # Unknown values are omitted: MindSpore reads the file without them.
+    if recorded.tensor_shape is not None:
+        item["tensor_shape"] = list(recorded.tensor_shape)
+    if recorded.split_sizes:
+        item["param_split_shape"] = list(recorded.split_sizes)
+    if recorded.split_offsets:
+        item["indices_offset"] = list(recorded.split_offsets)
+    return item
+
+
+def _json_layout(name: str, item: Fields) -> RecordedLayout:
+    maps = item.entries("tensor_map")
+    nested = any(isinstance(entry, list) for entry in maps)
+    label = f"parameter {quoted(name)}: tensor_map"
+
+    def optional(key: str) -> Optional[tuple[int, ...]]:
+        return item.integers(key, -_INT64, _INT64) if key in item else None
+
+    if nested:
+        entries = (entry if isinstance(entry, list) else [entry] for entry in maps)
+        tensor_maps = tuple(integers(entry, label, -_INT32, _INT32) for entry in entries)
+    else:
+        tensor_maps = (integers(maps, label, -_INT32, _INT32),)
+    return RecordedLayout(
+        device_matrix=item.integers("dev_matrix", 0, _UINT32),
+        tensor_maps=tensor_maps,
+        nested=nested,
+        tensor_shape=optional("tensor_shape"),
+        field=item.integer("field", -_INT32, _INT32),
+        shard_step=item.integer("opt_weight_shard_step", -_INT32, _INT32),
+        shard_size=item.integer("opt_weight_shard_size", -_INT32, _INT32),
+        split_sizes=optional("param_split_shape") or (),
+        split_offsets=optional("indices_offset") or (),
     )

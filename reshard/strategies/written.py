@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 from reshard.errors import LayoutError, StrategyError, TargetError, UsageError
 from reshard.layout import Layout
 from reshard.storage import exists, is_directory, names_in, real, remove_file, store_of, write_whole, writing
-from reshard.strategies.files import ENDINGS, RECORD, OtherFile, parse, read_content
-from reshard.strategies.formats import json_bytes, protobuf_bytes
+from reshard.strategies.files import ENDINGS, RECORD, OtherFile, json_bytes, parse, protobuf_bytes, read_content
 from reshard.strategies.model import RecordedLayout, Strategy, StrategyFile, StrategyItem
 from reshard.strategies.read import StageRecord, is_merged, preferred, read_records
 from reshard.text.messages import listing, plural, quoted

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from google.protobuf.internal import api_implementation
 
-from reshard.strategies.formats import parse_protobuf
+from reshard.strategies.files import parse_protobuf
 from reshard.strategies.model import RecordedLayout, StrategyItem
 from tests.strategy_writing import numbers
 from tests.wire import field, varint

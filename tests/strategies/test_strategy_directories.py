@@ -11,7 +11,7 @@ import pytest
 
 from reshard.errors import StrategyError
 from reshard.layout import Layout
-from reshard.strategies import Strategy, files, formats, read_strategy
+from reshard.strategies import Strategy, files, read_strategy
 from tests.running import done, fails
 from tests.strategy_writing import group_info, json_content, layout, protobuf, write_merged, write_strategy
 from tests.trees import value, write_checkpoint
@@ -62,7 +62,7 @@ def test_identical_copies_are_parsed_once(tmp_path: Path, monkeypatch: pytest.Mo
     for rank in range(100):
         write_strategy(tmp_path / f"rank_{rank}.ckpt", rank // 50, (FIRST, SECOND)[rank // 50])
     parsed = []
-    parse = formats.parse_protobuf
+    parse = files.parse_protobuf
 
     def counting(data: bytes, path: str) -> Any:
         parsed.append(path)

@@ -23,7 +23,6 @@ from reshard.strategies import (
     StrategyFile,
     StrategyItem,
     files,
-    formats,
     read_strategy,
     read_strategy_file,
 )
@@ -109,15 +108,11 @@ def test_every_written_layout_is_read_with_the_same_slices(data: st.DataObject) 
     # Slices of one row, beside another dimension that is cut: there JSON can be read in several ways.
     shape = tuple(data.draw(st.lists(st.sampled_from([4, 8, 2, 6, 1]), max_size=4)))
     layout_record = data.draw(layouts(data.draw(st.sampled_from([16, 8, 12, 1])), shape))
-    expected = formats.parse_protobuf(
-        strategy_bytes([{"devices": 1, "layouts": {"w": layout_record}}], [0]), "said.ckpt"
-    )
+    expected = files.parse_protobuf(strategy_bytes([{"devices": 1, "layouts": {"w": layout_record}}], [0]), "said.ckpt")
     assert expected is not None
     stage = Stage(0, 0, math.prod(layout_record["dev_matrix"]), {"w": expected.layouts["w"].layout()}, ("said.ckpt",))
-    as_ckpt = formats.parse_protobuf(formats.protobuf_bytes(expected), "again.ckpt")
-    as_json = formats.parse_json_strategy(
-        merged_json(Strategy((stage,), "said"), {"w": shape}, "made", ""), "again.json"
-    )
+    as_ckpt = files.parse_protobuf(files.protobuf_bytes(expected), "again.ckpt")
+    as_json = files.parse_json_strategy(merged_json(Strategy((stage,), "said"), {"w": shape}, "made", ""), "again.json")
     assert as_ckpt is not None and as_json is not None
     for record in (as_ckpt.layouts["w"], as_json.layouts["0-w"]):
         fitting = [each for each in record.layout().regroupings() if len(each.cuts) == len(shape)]
@@ -583,8 +578,8 @@ def test_written_strategies_are_read_again(
     items: list[StrategyItem], layouts: dict[str, RecordedLayout], current: int
 ) -> None:
     for form, parse, write in (
-        ("protobuf", formats.parse_protobuf, formats.protobuf_bytes),
-        ("json", formats.parse_json_strategy, formats.json_bytes),
+        ("protobuf", files.parse_protobuf, files.protobuf_bytes),
+        ("json", files.parse_json_strategy, files.json_bytes),
     ):
         file = StrategyFile("path", form, tuple(items), layouts, current)
         again = parse(write(file), "path")
@@ -596,7 +591,7 @@ def test_written_strategies_are_read_again(
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_written_protobuf_equals_mindspores_byte_for_byte(name: str) -> None:
     for path in (case_directory(name) / "strategy").glob("*.ckpt"):
-        assert formats.protobuf_bytes(read_strategy_file(str(path))) == path.read_bytes()
+        assert files.protobuf_bytes(read_strategy_file(str(path))) == path.read_bytes()
 
 
 THEIRS = """
