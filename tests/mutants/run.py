@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Callable, Optional, TypeVar
 
+from tests.corpus import ROOT
 from tests.mutants.operators import Mutant, install, mutants_of
 
 MODULES = (
@@ -35,11 +36,7 @@ MODULES = (
     "reshard.checkpoints.formats.elements",
     *(f"reshard.quantised.{name}" for name in ("values", "decoding")),
     *(f"reshard.execute.{name}" for name in ("filling", "parts", "reader", "run", "runs", "casts")),
-    *(
-        f"reshard.plan.{name}"
-        for name in ("plan", "planner", "target_tensors", "groups", "pieces", "replicas", "values")
-    ),
-    *(f"reshard.plan.{name}" for name in ("casts", "editing", "edits", "changes", "checks", "missing", "recovery")),
+    *(f"reshard.plan.{path.stem}" for path in sorted((ROOT / "reshard" / "plan").glob("[a-z]*.py"))),
 )
 REFUSED, SAME, FOUND, CERTIFIED, ENDLESS = "refused", "same", "found", "certified", "endless"
 _WORST = (SAME, REFUSED, ENDLESS, FOUND, CERTIFIED)
