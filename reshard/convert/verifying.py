@@ -209,13 +209,7 @@ def _manifest(out: str) -> Optional[Manifest]:
 
 
 def recorded_step(src: str, form: str, step: Optional[str]) -> str:
-    """The step to read for a recorded conversion.
-
-    Args:
-        src: its source.
-        form: the source's form.
-        step: the recorded step; None without one.
-    """
+    """The step to read for a conversion that recorded a step, or none."""
     source_form = form_named(form)
     # The directory of a single iteration is read without a step: its name may lack the number.
     several = source_form.options.steps and (source_form.options.by_rank or source_form.steps(src))
@@ -223,15 +217,7 @@ def recorded_step(src: str, form: str, step: Optional[str]) -> str:
 
 
 def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Optional[Identity]:
-    """The conversion of a directory, from its manifest or else from the records of unfinished runs.
-
-    Args:
-        out: the directory.
-        manifest: its manifest, if it has one.
-        report: gets warnings about unreadable records.
-
-    Returns:
-        None if the directory has no records.
+    """The conversion of a directory, from its manifest or else from the records of unfinished runs, if it has any.
 
     Raises:
         RetryableError: records cannot be read.
@@ -250,13 +236,7 @@ def written_ranks(out: str, report: Report) -> Optional[tuple[int, ...]]:
     """The ranks to compare in a directory without a manifest, from its records.
 
     A recovery of some ranks is whole without the others. A conversion is not: the runs of other machines are missing.
-
-    Args:
-        out: the directory.
-        report: gets a note about ranks that are not compared, or how to compare only the written ones.
-
-    Returns:
-        The ranks; None for all, or without records.
+    None stands for all ranks.
     """
     try:
         status = status_of(out)
@@ -283,11 +263,6 @@ def converted_files(
     """The files of a converted checkpoint by rank, and a difference for each file of another step.
 
     Without a manifest, the newest step counts.
-
-    Args:
-        out: the directory.
-        manifest: its manifest, if it has one.
-        ranks: compared ranks; None for all.
 
     Raises:
         ReshardError: manifest and files are missing, or the newest step is ambiguous.

@@ -86,7 +86,6 @@ class Dequantised(Content):
 
     @property
     def stored_name(self) -> str:
-        """Its name in the files."""
         return self.name
 
     @property
@@ -95,11 +94,9 @@ class Dequantised(Content):
         return [each for each in (self.codes, self.scales, self.offsets) if each is not None]
 
     def paths(self) -> Collection[str]:
-        """The files that may be read."""
         return {path for source in self.sources for path in source.paths()}
 
     def read(self, box: Box, handles: FileHandles, room: Any = None) -> Words:
-        """The elements of a box."""
         if self.swapped:
             box = (*box[:-2], box[-1], box[-2])
         numbers = self._codes(box, handles)
@@ -219,11 +216,9 @@ class Sum(Content):
     shards: ShardReading = AS_RECORDED
 
     def paths(self) -> Collection[str]:
-        """The files that may be read."""
         return {*self.weight.paths(), *self.up.paths(), *self.down.paths()}
 
     def read(self, box: Box, handles: FileHandles) -> Words:
-        """The weight's elements."""
         return self.weight.read(box, handles)
 
     def tiles(self, box: Box) -> Iterator[Box]:

@@ -133,11 +133,7 @@ class RecordedCrcs:
         self._checked: set[object] = set()
 
     def damaged(self, indexes: Iterable[CheckpointIndex]) -> dict[str, str]:
-        """The damage of files, by path, for damaged files that were not checked before.
-
-        Raises:
-            ReshardError: a file cannot be read.
-        """
+        """The damage of files, by path, for damaged files that were not checked before."""
         new = unchecked(indexes, self._checked)
         if not new:
             return {}

@@ -291,9 +291,6 @@ def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means, counted: bool =
 
     Yields:
         The key of each part, and its sum, in order.
-
-    Raises:
-        ReshardError: a file cannot be read, or was cut short meanwhile.
     """
     parts = iter(parts)
     spaces = threading.local()

@@ -167,11 +167,9 @@ class DerivedTensor(Content):
     shards: ShardReading = AS_RECORDED
 
     def paths(self) -> Collection[str]:
-        """The files that may be read."""
         return set().union(*(source.paths() for source in self.sources))
 
     def read(self, box: Box, handles: FileHandles) -> Words:
-        """The elements of a box."""
         node: Union[_Leaf, _Step]
         nodes: Sequence[Union[_Leaf, _Step]] = [_Leaf(self, source, handles) for source in self.sources]
         for operation in self.operations:

@@ -169,9 +169,6 @@ def compare(comparisons: Iterable[Comparison], means: Means, counted: bool = Tru
         comparisons: the comparisons; consumed lazily.
         means: files, threads and memory.
         counted: whether to count bytes in the progress, which the caller begins and ends.
-
-    Raises:
-        ReshardError: a file cannot be read, or was cut short meanwhile.
     """
     mismatches, buffers = Mismatches(defaultdict(set), set()), Buffers()
 

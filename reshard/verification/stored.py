@@ -238,11 +238,7 @@ class StoredTensor(Content):
 
 
 def read_box(index: CheckpointIndex, name: str, slice_box: Box, box: Box, out: Words, handles: FileHandles) -> None:
-    """Read a box of the slice of ``slice_box`` into ``out``, which is contiguous and has the shape of the box.
-
-    Raises:
-        ReshardError: the file cannot be read.
-    """
+    """Read a box of the slice of ``slice_box`` into ``out``, which is contiguous and has the shape of the box."""
     tensor = index.tensors[name]
     target = out.reshape(-1).view(np.uint8).data if out.nbytes else memoryview(b"")
     with reading(index.path), handles.borrow(index.path) as file:
