@@ -133,6 +133,21 @@ def build(root: Path) -> Mapping[str, list[str]]:
         "convert", str(state), "OUT", "--dst-strategy", str(strategy), "--to", "ranks", "--verify", "-q",
     ]  # fmt: skip
 
+    # Two of eight ranks are lost.
+    lost = [
+        {"devices": 4, "layouts": {"a": layout([2, 2], [0, -1]), "t": layout([2, 2], [-1, 0])}},
+        {"devices": 4, "layouts": {"b": layout([2, 2], [-1, 0]), "t": layout([2, 2], [0, -1])}},
+    ]
+    place = root / "recover"
+    held = cut_ranks(lost, {name: value(name, (8, 12)) for name in ("a", "b", "t")}, COPIED)
+    write_tree(place / "src", {rank: tensors for rank, tensors in held.items() if rank not in (1, 6)})
+    strategy = write_strategy(place / "old", lost, dict.fromkeys(("a", "b", "t"), (8, 12)))
+    created.commands["recover"] = [
+        "recover", str(place / "src"), "OUT", "--strategy", str(strategy), "-q",
+        "then", "verify", "OUT", "--src", str(place / "src"), "--src-strategy", str(strategy),
+        "--dst-strategy", str(strategy), "-q",
+    ]  # fmt: skip
+
     experts = {
         "up": value("up", (4, 6, 8), "BFloat16"),
         "down": value("down", (4, 8, 6), "BFloat16"),
