@@ -260,10 +260,6 @@ class Form(Protocol):
         """The layout of a tensor in metadata; None if metadata does not list it."""
         return None
 
-    def warn_of_unlisted(self, checkpoint: Checkpoint, source: Strategy, report: Report) -> None:
-        """Warn of parameters in files whose strategy does not list them."""
-        return
-
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """The target files for a checkpoint of any form; a ReshardError if the form cannot hold it."""
 

@@ -52,10 +52,10 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         request = request._replace(target=Strategy.shards(shards, shapes))
     recovery: Optional[Recovery] = None
+    ranks = rank_checkpoint_of(base)
     if request.task.recover:
         from reshard.plan.recovery import RecoveredFiles, Recovery
 
-        ranks = rank_checkpoint_of(base)
         assert ranks is not None
         recovery = Recovery(request, ranks, handles)
         form: TargetForm = RecoveredFiles(request, ranks, recovery)
@@ -72,8 +72,8 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     values.warn_of_differing(report)
     plan = Plan(request, checkpoint, form, values_of, sort(request, checkpoint, form, values), Cuts(), choice)
     problems = problems_of_form(plan) if recovery is None else recovery.problems(plan.requested)
-    if recovery is None and request.edits.is_empty:
-        source.warn_of_unlisted(base, request.source, report)
+    if ranks is not None and recovery is None and request.edits.is_empty:
+        ranks.warn_of_unlisted(request.source, report)
     check(plan, values, problems, report)
     if recovery is not None:
         recovery.note(plan.requested, form, values, report)

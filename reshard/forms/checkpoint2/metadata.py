@@ -88,8 +88,6 @@ class _Reader:
             axes.append(tuple(axis for axis in numbers if axis >= 0))
         ranks = record.integers("rank_list", 0, MAX_DEVICES)
         matrix = record.integers("device_matrix", 1, MAX_DEVICES + 1)
-        if max(len(axes), len(matrix)) > _MOST_DIMENSIONS:
-            raise JsonError(f"{where}: its layout has more than {_MOST_DIMENSIONS} dimensions")
         interleaved = "interleaved_parallel" in record and record.flag("interleaved_parallel")
         layout: LayoutRecord = self._once(
             LayoutRecord(self._once(matrix), self._once(tuple(axes)), self._once(ranks), interleaved)

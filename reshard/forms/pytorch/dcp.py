@@ -17,7 +17,6 @@ from reshard.checkpoints.checkpoint import StoredObject
 from reshard.checkpoints.formats.dtypes import ARCHIVES, FROM_TORCH, dtype_named
 from reshard.checkpoints.formats.pickles import (
     MAX_PICKLE,
-    MAX_SIZES,
     Global,
     PickledInstance,
     PickleError,
@@ -51,8 +50,6 @@ from reshard.forms.tracker import HOW_TO_CHOOSE, TRACKER, Iteration
 from reshard.storage import names_in, read_small, reading, status_of_each
 from reshard.text.messages import Report, quoted, some_names
 from reshard.text.names import natural_order
-
-_MAX_NAMED = 8
 
 TORCH = "torch.distributed.checkpoint."
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata."
@@ -279,9 +276,7 @@ class _Reader:
 
 
 def _are_keys(keys: Any) -> bool:
-    if not isinstance(keys, tuple) or len(keys) > MAX_SIZES:
-        return False
-    return all(type(key) in (str, int) for key in keys)
+    return isinstance(keys, tuple) and all(type(key) in (str, int) for key in keys)
 
 
 def _dtype(properties: Any) -> Optional[str]:

@@ -33,7 +33,6 @@ from reshard.text.names import layers_in_order, natural_order
 OFFSETS, FULL_SHAPE = "saved_offsets", "global_shape"
 # Keys of newer headers for the name of the tensor, where an entry has another name.
 _NAMES = ("fqn", "logical_fqn")
-_LARGEST_NUMBER = 1 << 63
 
 
 class HeaderEntry(NamedTuple):
@@ -102,9 +101,7 @@ def sharding_info(index: CheckpointIndex) -> Optional[dict[str, Any]]:
 
 def _are_numbers(numbers: object, count: int) -> bool:
     return (
-        isinstance(numbers, list)
-        and len(numbers) == count
-        and all(type(each) is int and 0 <= each < _LARGEST_NUMBER for each in numbers)
+        isinstance(numbers, list) and len(numbers) == count and all(type(each) is int and each >= 0 for each in numbers)
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Optional, Union
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archives import TENSOR_NAMES, Archive, Elements
 from reshard.checkpoints.formats.dtypes import ARCHIVES
-from reshard.checkpoints.formats.pickles import MAX_SIZES, PickledInstance, among, named, sizes_of
+from reshard.checkpoints.formats.pickles import PickledInstance, among, named, sizes_of
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
@@ -176,7 +176,7 @@ def _cuts(placements: Sequence[Any], mesh_shape: Sequence[int], dimensions: int,
 
 def _recorded_order(order: Any) -> dict[int, list[int]]:
     """The same as `_cuts`, as newer versions of torch record it; empty for anything else."""
-    entries = order if isinstance(order, (tuple, list)) and len(order) <= MAX_SIZES else ()
+    entries = order if isinstance(order, (tuple, list)) else ()
     pairs = [each.args for each in entries if isinstance(each, PickledInstance) and len(each.args) == 2]
     return {dimension: [*(sizes_of(cut) or ())] for dimension, cut in pairs if type(dimension) is int}
 

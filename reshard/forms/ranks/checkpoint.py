@@ -32,7 +32,7 @@ from reshard.forms.ranks.tree import StepFiles
 from reshard.layout import Box, Grid, Layout, whole
 from reshard.storage import absolute, common_directory
 from reshard.strategies import Holding, Stage, Strategy
-from reshard.text.messages import Report, as_pattern, plural, quoted, rank_ranges, step_words
+from reshard.text.messages import Report, as_pattern, listing, number_ranges, plural, quoted, rank_ranges, step_words
 from reshard.text.names import ACCUMULATED_GRADIENTS, trained
 
 
@@ -194,6 +194,29 @@ class RankCheckpoint:
     def holders(self, name: str) -> list[int]:
         sets = {number for names, number in self._sets.items() if name in names}
         return sorted(rank for rank, number in self._set_of_rank.items() if number in sets)
+
+    def warn_of_unlisted(self, source: Strategy, report: Report) -> None:
+        """Warn of parameters that a stage's ranks hold although only another stage's strategy lists them."""
+        listed = frozenset(source.parameters)
+        unlisted: dict[int, set[str]] = {}
+        for stage in source.stages if len(source.stages) > 1 else ():
+            stored: set[str] = set()
+            for names in {frozenset(self.indexes[rank].tensors) for rank in self.loaded(stage)}:
+                stored |= names
+            if stored & listed - stage.layouts.keys():
+                unlisted[stage.number] = stored & listed - stage.layouts.keys()
+        if unlisted:
+            every = sorted(set().union(*unlisted.values()))
+            stages = f"stage{'s' if len(unlisted) > 1 else ''} {number_ranges(unlisted)}"
+            text = f"ranks of pipeline {stages} hold " + listing(every)
+            text += (
+                ", which the source strategy lists only for other stages: tensors are read from there, and the "
+                "target's last stage may expect them too"
+            )
+            nowhere = [name for name in every if name not in self.tensors]
+            if nowhere:
+                text += "; no file there holds " + listing(nowhere) + ", which counts as missing"
+            report.warn(text)
 
 
 def rank_checkpoint_of(checkpoint: Checkpoint) -> Optional[RankCheckpoint]:

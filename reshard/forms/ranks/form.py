@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Optional, cast
+from typing import Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.checkpoints.formats.output import DEDUPLICATED
@@ -20,7 +20,7 @@ from reshard.forms.ranks.tree import StepFiles, find_checkpoints, holds_ranks_on
 from reshard.forms.target import FinishingFile, Section, TargetForm, WholeLayouts
 from reshard.storage import exists
 from reshard.strategies import SAME, Strategy
-from reshard.text.messages import Report, plural, rank_ranges
+from reshard.text.messages import plural, rank_ranges
 
 _CHOOSE_FORMAT = "choose the target's with --format ckpt or --format safetensors"
 _NAME_FORMAT = "name the files of one format, as in 'ckpt/rank_{rank}/*.ckpt'; ranks that have none then count as lost"
@@ -61,12 +61,6 @@ class RanksForm(Form):
                 doubt = f"if the run had {plural(len(ranks), 'rank')}, {request.source.path} is not its strategy"
                 error.hint = doubt if error.hint is None else f"{error.hint}\n{doubt}"
             raise
-
-    def warn_of_unlisted(self, checkpoint: Checkpoint, source: Strategy, report: Report) -> None:
-        from reshard.forms.ranks.checkpoint import RankCheckpoint
-        from reshard.forms.ranks.selection import warn_of_unlisted
-
-        warn_of_unlisted(cast(RankCheckpoint, checkpoint), source, report)
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         with_strategy = request.target.path == SAME and request.target.stages != request.source.stages

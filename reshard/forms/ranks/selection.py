@@ -39,7 +39,7 @@ from reshard.forms.target import Cuts, Section
 from reshard.layout import Grid, Overlap
 from reshard.strategies import Stage, Strategy
 from reshard.text.globs import Filters
-from reshard.text.messages import Message, Report, block, joined, listing, number_ranges, plural, rank_ranges
+from reshard.text.messages import Message, Report, block, joined, listing, plural, rank_ranges
 from reshard.text.names import is_weight
 
 _MOST_GROUPS = 8
@@ -133,30 +133,6 @@ def _in_words(groups: frozenset[frozenset[int]]) -> str:
     if len(several) > _MOST_GROUPS:
         words.append(f"one each of {len(several) - _MOST_GROUPS} more groups of replicas")
     return " and ".join(words)
-
-
-def warn_of_unlisted(checkpoint: RankCheckpoint, source: Strategy, report: Report) -> None:
-    """Warn of parameters that a stage's ranks hold although only another stage's strategy lists them."""
-    listed = frozenset(source.parameters)
-    unlisted: dict[int, set[str]] = {}
-    for stage in source.stages if len(source.stages) > 1 else ():
-        stored: set[str] = set()
-        for names in {frozenset(checkpoint.indexes[rank].tensors) for rank in checkpoint.loaded(stage)}:
-            stored |= names
-        if stored & listed - stage.layouts.keys():
-            unlisted[stage.number] = stored & listed - stage.layouts.keys()
-    if unlisted:
-        every = sorted(set().union(*unlisted.values()))
-        stages = f"stage{'s' if len(unlisted) > 1 else ''} {number_ranges(unlisted)}"
-        text = f"ranks of pipeline {stages} hold " + listing(every)
-        text += (
-            ", which the source strategy lists only for other stages: tensors are read from there, and the target's "
-            "last stage may expect them too"
-        )
-        nowhere = [name for name in every if name not in checkpoint.tensors]
-        if nowhere:
-            text += "; no file there holds " + listing(nowhere) + ", which counts as missing"
-        report.warn(text)
 
 
 def check_ranks(tree: SourceTree, source: Strategy, handles: FileHandles) -> None:
