@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
-from reshard.cli.output import echo_json, is_json, is_quiet, say, set_next_command, totals_json, totals_words
+from reshard.cli.output import echo_json, is_json, is_quiet, say, set_next_command, totals_words
 from reshard.cli.progress import progress_of
 from reshard.convert import Prepared, Summary, WriteElsewhere, prepare
 from reshard.errors import ReshardError
@@ -26,9 +26,7 @@ MIN_SHOWN = 0.1
 
 def summary_json(summary: Summary) -> dict[str, Any]:
     """A summary as `--json` prints it."""
-    fields = {name: value for name, value in vars(summary).items() if name not in ("target_files", "all_names")}
-    replicas = None if summary.replicas is None else summary.replicas._asdict()
-    return {**fields, "kinds": totals_json(summary.kinds), "replicas": replicas, "phases": summary.phases._asdict()}
+    return {name: value for name, value in vars(summary).items() if name not in ("target_files", "all_names")}
 
 
 def contents_words(summary: Summary) -> str:
@@ -115,8 +113,7 @@ def carry_out(
         differences = verify_written(request, summary, progress, adapter)
     verifying = time.monotonic() - before
     if is_json():
-        rows = None if differences is None else [difference._asdict() for difference in differences]
-        echo_json({**summary_json(summary), **({} if request.task.recover else {"differences": rows})})
+        echo_json({**summary_json(summary), **({} if request.task.recover else {"differences": differences})})
     if not is_quiet():
         say("\n".join(lines(summary, verifying)), to_standard_error=True)
     if differences is not None:

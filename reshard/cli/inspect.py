@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 from reshard.asked import Source
 from reshard.cli import options
 from reshard.cli.command import argument, command
-from reshard.cli.output import echo_json, is_json, is_verbose, say, show_notes, totals_json, totals_words
+from reshard.cli.output import echo_json, is_json, is_verbose, say, show_notes, shown_text, totals_words
 from reshard.cli.tables import say_more, table
 from reshard.errors import UsageError
 from reshard.forms.registry import form_of
@@ -122,7 +122,7 @@ def _file_json(path: str, index: CheckpointIndex, contents: InspectedContents) -
 
 def _totals_json(contents: Optional[InspectedContents]) -> dict[str, object]:
     by_dtype, by_kind = ({}, {}) if contents is None else (contents.by_dtype(), contents.by_kind())
-    return {"dtypes": totals_json(by_dtype), "kinds": totals_json(by_kind)}
+    return {"dtypes": by_dtype, "kinds": by_kind}
 
 
 def _tree_json(tree: Inspected, step: str) -> dict[str, object]:
@@ -340,7 +340,7 @@ def _show_findings(findings: Sequence[Finding]) -> None:
     """Findings as lines; errors of a conversion are marked."""
     shown = findings if is_verbose() else findings[:_MAX_FINDINGS]
     for finding in shown:
-        first, *details = (full_text(finding.text) if is_verbose() else finding.text).split("\n")
+        first, *details = shown_text(finding.text).split("\n")
         of = "" if finding.step is None else f" of step {finding.step}"
         _show_lines([first], f"a conversion{of} refuses: " if finding.refuses else "note: ")
         _show_lines(details)

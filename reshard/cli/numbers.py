@@ -19,7 +19,7 @@ from reshard.cli.opened import (
     opened,
     shape_words,
 )
-from reshard.cli.output import alarming, echo_json, exit_different, is_json, is_verbose, listener, say
+from reshard.cli.output import alarming, echo_json, exit_different, is_json, listener, say, shown_text
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import alarming_lines, table
 from reshard.errors import UsageError
@@ -27,7 +27,7 @@ from reshard.forms.registry import counted_as, form_of
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.numbers.statistics import TensorStatistics, statistics_of
 from reshard.opened import OpenedCheckpoint
-from reshard.text.messages import Report, full_text, listing, one_line, plural, rank_ranges
+from reshard.text.messages import Report, listing, one_line, plural, rank_ranges
 
 _KINDS = {"nan": "NaN", "inf": "Inf"}
 
@@ -126,7 +126,7 @@ def _failure_lines(kind: str, statistics: Sequence[TensorStatistics]) -> list[st
     if not names:
         return []
     text = listing(names)
-    return [f"reshard: {_KINDS[kind]} in {plural(len(names), 'tensor')}: {full_text(text) if is_verbose() else text}"]
+    return [f"reshard: {_KINDS[kind]} in {plural(len(names), 'tensor')}: {shown_text(text)}"]
 
 
 @command(
@@ -220,7 +220,7 @@ def _heads(result: Differences) -> Iterator[str]:
     for names, where in ((result.only_a, "only in A"), (result.only_b, "only in B")):
         if names:
             text = listing(names)
-            yield f"{len(names)} {where}: {full_text(text) if is_verbose() else text}"
+            yield f"{len(names)} {where}: {shown_text(text)}"
     rename = _rename_by_prefix(result.only_a, result.only_b)
     if rename is not None:
         yield f"names differ by a prefix; to compare the tensors, add --rename '{rename}'"

@@ -233,7 +233,7 @@ def verbose(text: str) -> Callable[[F], F]:
 
 
 def svg(text: str) -> Callable[[F], F]:
-    """--svg, for `output.write_picture`."""
+    """--svg."""
     return option(
         "Output",
         "--svg",

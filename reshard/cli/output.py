@@ -58,13 +58,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-def totals_json(totals: Mapping[str, Total]) -> dict[str, dict[str, int]]:
-    return {key: {"tensors": total.names, "bytes": total.nbytes} for key, total in totals.items()}
-
-
 def totals_words(totals: Mapping[str, Total]) -> str:
     """``weights 68 (332.6 KiB), optimizer state 136 (665.2 KiB)``."""
-    return ", ".join(f"{key} {total.names} ({byte_size(total.nbytes)})" for key, total in totals.items())
+    return ", ".join(f"{key} {total.tensors} ({byte_size(total.bytes)})" for key, total in totals.items())
 
 
 def listener() -> Callable[[str, str], None]:
@@ -133,6 +129,11 @@ def exit_different() -> NoReturn:
     click.get_current_context().exit(DIFFERENT)
 
 
+def shown_text(text: str) -> str:
+    """A text as shown: with every name if -v was given."""
+    return full_text(text) if is_verbose() else text
+
+
 def show_notes(notes: Iterable[str]) -> None:
     show = listener()
     for note in notes:
@@ -197,15 +198,6 @@ def write_file(path: str, content: bytes, verb: str) -> None:
     except OSError as error:
         raise writing_error(path, error) from error
     listener()("note", f"{verb} {path}")
-
-
-def write_picture(path: str, picture: bytes) -> None:
-    """Write an SVG file as `write_file` does.
-
-    Raises:
-        ReshardError: it cannot be written.
-    """
-    write_file(path, picture, "drew")
 
 
 def on_terminal() -> bool:

@@ -9,7 +9,7 @@ from reshard.asked import Conversion, Edits, Effort, Source, Target, Task
 from reshard.cli import options
 from reshard.cli.command import argument, command
 from reshard.cli.conversion import contents_words, detail_lines, summary_json
-from reshard.cli.output import echo_json, fill, is_json, is_verbose, listener, say, terminal_width, write_picture
+from reshard.cli.output import echo_json, fill, is_json, is_verbose, listener, say, terminal_width, write_file
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import table
 from reshard.convert import Prepared, Summary, prepare
@@ -269,4 +269,4 @@ def _draw(prepared: Prepared, moved: Transfers, path: str) -> None:
         source_noun=request.form.options.unit,
         target_noun=request.to.options.unit,
     )
-    write_picture(path, picture)
+    write_file(path, picture, "drew")

@@ -8,14 +8,14 @@ from reshard.asked import Edits, Effort, Source
 from reshard.checkpoints import FileHandles
 from reshard.cli import options
 from reshard.cli.command import argument, command
-from reshard.cli.output import echo_json, exit_different, is_json, is_quiet, is_verbose, listener, say
+from reshard.cli.output import echo_json, exit_different, is_json, is_quiet, is_verbose, listener, say, shown_text
 from reshard.cli.progress import progress_of
 from reshard.cli.strategy_show import strategy_words
 from reshard.execute import Budget
 from reshard.source_replicas.contradictions import StrategyCheck, check_strategy
 from reshard.storage import storage_of
 from reshard.strategies import Strategy, typed_strategy
-from reshard.text.messages import Report, full_text, number_ranges, one_line, plural, quoted, rank_ranges, step_words
+from reshard.text.messages import Report, number_ranges, one_line, plural, quoted, rank_ranges, step_words
 from reshard.text.names import is_weight, pattern_lines
 
 _MAX_PATTERNS = 6
@@ -92,7 +92,7 @@ def _lines(result: StrategyCheck, strategy: Strategy, path: str) -> Iterator[str
     if comparison.differing:
         count = f"{len(comparison.differing)} of {plural(comparison.check.parameters, 'parameter')} compared"
         yield f"{count} differ between ranks that are replicas in the strategy"
-        yield from (f"  {full_text(line) if is_verbose() else line}" for line in comparison.lines())
+        yield from (f"  {shown_text(line)}" for line in comparison.lines())
     else:
         yield str(comparison.check)
     if result.same_slices:

@@ -17,8 +17,9 @@ from reshard.cli.output import (
     is_verbose,
     say,
     show_notes,
+    shown_text,
     terminal_width,
-    write_picture,
+    write_file,
 )
 from reshard.cli.tables import table
 from reshard.errors import LayoutError, StrategyError, UsageError
@@ -27,7 +28,6 @@ from reshard.pictures.slices import Arrangement, shown_positions
 from reshard.strategies import Holding, Stage, Strategy, read_strategy
 from reshard.text.globs import Filters
 from reshard.text.messages import (
-    full_text,
     listing,
     one_line,
     plural,
@@ -178,7 +178,7 @@ def _show_parameter(strategy: Strategy, name: str, svg: Optional[str]) -> None:
     if svg is not None:
         from reshard.pictures.slices import parameter_picture
 
-        write_picture(svg, parameter_picture(name, arrangements))
+        write_file(svg, parameter_picture(name, arrangements), "drew")
     if is_json():
         echo_json({"parameter": name, "stages": [_stage_row(arrangement) for arrangement in arrangements]})
         return
@@ -309,7 +309,7 @@ def strategy_diff(source: str, target: str, exit_code: bool) -> None:
         for effect, names in {**by_effect, **only}.items():
             if names:
                 text = listing(names, _MAX_SUMMED)
-                say(f"{len(names)} {words[effect]}: {full_text(text) if is_verbose() else text}")
+                say(f"{len(names)} {words[effect]}: {shown_text(text)}")
         all_names = {*before.parameters, *after.parameters}
         for change in changes.changes:
             say(f"\n{plural(len(change.names), 'parameter')}: {change.problem or words[change.effect]}")

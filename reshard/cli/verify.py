@@ -150,7 +150,7 @@ def verify(
             verdict = "verified: no differences from the manifest in sizes, headers and checksums"
     unchecked = [] if manifest is None else [file.rank for file in manifest.files if file.crc32 is None]
     if is_json():
-        echo_json({"differences": [difference._asdict() for difference in differences], "unchecked_ranks": unchecked})
+        echo_json({"differences": differences, "unchecked_ranks": unchecked})
     if manifest is not None and unchecked:
         noun = counted_as(manifest.plan.form)
         contents = f"contents of {rank_ranges(unchecked, noun)} were not compared"
@@ -220,13 +220,7 @@ def _warn_of_changed(out: str, unchecked: Sequence[int], noun: str, report: Repo
     with contextlib.suppress(TargetError):
         changed = sorted(set(status_of(out).changed) & set(unchecked))
         if changed:
-            numbered = rank_ranges(changed, noun)
-            files = numbered if noun == "file" else f"files of {numbered}"
-            has, they_were = ("has", "it was") if files == numbered and len(changed) == 1 else ("have", "they were")
-            report.warn(
-                f"{files} {has} another time than when {they_were} written, so {they_were.split()[0]} may have been "
-                "changed since"
-            )
+            report.warn(f"{rank_ranges(changed, noun)}: modified after they were written, by the times of the files")
 
 
 @command(

@@ -128,7 +128,7 @@ def _totals(items: Iterator[tuple[str, int]]) -> dict[str, Total]:
     for key, nbytes in items:
         names, size = totals.get(key, (0, 0))
         totals[key] = Total(names + 1, size + nbytes)
-    return dict(sorted(totals.items(), key=lambda item: -item[1].nbytes))
+    return dict(sorted(totals.items(), key=lambda item: -item[1].bytes))
 
 
 def conversion_findings(contents: InspectedContents) -> Iterator[Finding]:

@@ -30,10 +30,10 @@ KINDS = (WEIGHTS, OPTIMIZER_STATE, GRADIENTS, OTHER)
 
 
 class Total(NamedTuple):
-    """Number of names, and bytes of tensor contents."""
+    """Number of names, and bytes of tensor contents; fields are named as in JSON."""
 
-    names: int
-    nbytes: int
+    tensors: int
+    bytes: int
 
 
 # Prefixes of MindSpore's and MindFormers' optimizers that are no names of modules.

@@ -119,7 +119,7 @@ def test_the_summary_states_the_comparison(world: World) -> None:
     flip(world.dst / "rank_1" / "checkpoint_1.ckpt", "w")
     result = done("verify", world.dst, "--headers-only")
     assert "contents of ranks 0-1 were not compared" in result.err
-    assert "files of rank 1 have another time" in result.err
+    assert "rank 1: modified after they were written" in result.err
     assert "its checksum is" in fails(4, "verify", world.dst).out
 
 
@@ -152,7 +152,7 @@ def test_a_modified_file_gives_a_warning_where_contents_are_not_compared(world: 
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    fails(2, "verify", world.dst, texts=["files of rank 1 have another time"])
+    fails(2, "verify", world.dst, texts=["rank 1: modified after they were written"])
     assert world.verify().status == 4
 
 
