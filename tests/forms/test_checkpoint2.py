@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import shutil
+import tempfile
+import tracemalloc
 from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.checkpoint2.form import find_iterations, recognise
+from reshard.forms.checkpoint2.form import COMMON, find_iterations, parse_key, recognise
+from reshard.forms.checkpoint2.written_files import Checkpoint2Files
+from reshard.forms.target import FinishingFile
+from reshard.layout import Layout
+from reshard.strategies.read import read_strategy
 from reshard.text.messages import Report
+from tests.checkpoint2_writing import Laid, Saving, numbered
 from tests.checkpoint_writing import STORED
 from tests.corpus import CORPUS2, FIXTURES
 from tests.forms.reading import content, full_bytes, read
+from tests.trees import layout, single, write_strategy
 
 HERE = FIXTURES / "checkpoint2"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -155,3 +166,102 @@ def test_other_directories_are_not_recognised(tmp_path: Path) -> None:
     assert not recognise(str(tmp_path))
     (tmp_path / "model-0000000-0000001.safetensors").write_bytes(b"")
     assert recognise(str(tmp_path))
+
+
+@pytest.mark.deep
+def test_memory_for_metadata_does_not_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
+    ranks, peaks = 256, []
+    for count in (10, 80):
+        names = [f"layers.{number}.w" for number in range(count)]
+        stages = single({name: layout([ranks], [0, -1]) for name in names})
+        strategy = read_strategy(str(write_strategy(tmp_path / f"{count}", stages)))
+        tensors = {name: GlobalTensor(name, "Float32", 4, (ranks, 2), ()) for name in names}
+        common = FinishingFile(COMMON, lambda: [b""])
+        metadata = Checkpoint2Files(strategy, tensors, tensors, (), 0, "", common).finishing()[0]
+        tracemalloc.start()
+        size = sum(map(len, metadata.make()))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        document = json.loads(b"".join(metadata.make()))
+        assert len(document["state_dict_metadata"]) == count and len(document["storage_data"]) == count * ranks
+    assert size > 3 << 20 and peaks[1] < peaks[0] + (1 << 20)
+
+
+NAMES = st.text(min_size=1, max_size=12)
+
+
+@st.composite
+def laid(draw: Any, ranks: range, start: int) -> Laid:
+    """A tensor over a stage: any device matrix, any axes of it on any dimension; or whole."""
+    count = len(ranks)
+    if draw(st.integers(0, 5)) == 0:
+        return Laid(numbered(draw(st.lists(st.integers(0, 3), max_size=2)), start), None, (), ranks)
+    matrix = []
+    while count > 1:
+        size = draw(st.sampled_from([size for size in range(2, count + 1) if count % size == 0]))
+        matrix.append(size)
+        count //= size
+    matrix.insert(draw(st.integers(0, len(matrix))), 1)
+    axes = draw(st.permutations(range(len(matrix))))
+    tensor_map: list[Any] = []
+    shape = []
+    for _ in range(draw(st.integers(0, 3))):
+        used, axes = axes[: (number := draw(st.integers(0, 2)))], axes[number:]
+        cut = int(np.prod([matrix[-1 - axis] for axis in used]))
+        shape.append(cut * draw(st.integers(1, 2)))
+        tensor_map.append(used[0] if len(used) == 1 else list(used) or -1)
+    return Laid(numbered(shape, start), matrix, tensor_map, ranks)
+
+
+@st.composite
+def savings(draw: Any) -> Saving:
+    """Up to three stages, of equal numbers of ranks."""
+    per_stage, stages = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    tensors: dict[str, Laid] = {}
+    for stage in range(stages):
+        ranks = range(stage * per_stage, (stage + 1) * per_stage)
+        for name in draw(st.lists(NAMES, min_size=1, max_size=3, unique=True)):
+            for whole in (name, f"adam_m.{name}"):
+                tensors[whole] = draw(laid(ranks, 1000 * len(tensors)))
+    return Saving(
+        tensors,
+        per_stage * stages,
+        {},
+        {"learning_rate": np.array(0.5, np.float32)},
+        deduplicated=draw(st.booleans()),
+        groups=draw(st.booleans()),
+        indent=draw(st.sampled_from([None, 4])),
+        prefix=draw(st.sampled_from([None, "llm", "a-model-b"])),
+    )
+
+
+@given(savings())
+def test_any_layouts_are_read_correctly(saving: Saving) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        report = Report()
+        checkpoint = read(saving.write_root(Path(directory)), report=report)
+        for name, item in saving.tensors.items():
+            if name not in checkpoint.values():
+                assert checkpoint.tensors[name].shape == item.array.shape
+                assert full_bytes(checkpoint, name) == item.array.tobytes()
+        assert not checkpoint.unplaced and not report.warnings
+        layouts = {name: layout for laid_out in checkpoint.layouts().values() for name, layout in laid_out.items()}
+        for name, item in saving.tensors.items():
+            if item.matrix is not None and saving.world > 1:
+                assert layouts[name].slice_of_rank == [item.part(rank)[0] for rank in item.ranks]
+                assert isinstance(layouts[name], Layout)
+
+
+@given(st.text(), st.integers(0, 10**17))
+def test_keys_are_parsed_as_python_writes_them(name: str, number: int) -> None:
+    expected = (name, number) if name.encode(errors="replace").decode() == name else None
+    assert parse_key(repr((name, (number,)))) == expected
+    assert parse_key(ascii((name, (number,)))) == expected
+
+
+@given(st.text(alphabet="('a\\\", )0x1u{}[]d"))
+def test_invalid_keys_are_refused_and_never_evaluated(text: str) -> None:
+    for key in (text, f"('{text}', (0,))", f'("{text}", (0,))', f"('w', ({text},))"):
+        actual = parse_key(key)
+        if actual is not None:
+            assert ast.literal_eval(key) == (actual[0], (actual[1],))

@@ -189,7 +189,6 @@ class _Choice(NamedTuple):
     """A complete candidate: the number of newer candidates, its scope, and its gaps in the widest scope."""
 
     newer: int
-    candidate: StepFiles
     checkpoint: RankCheckpoint
     scope: Scope
     gaps: Optional[Incomplete]
@@ -259,7 +258,7 @@ class StepSelector:
             for scope in self._scopes:
                 if scope not in gaps[-1]:
                     widest = gaps[-1].get(Scope.EVERYTHING)
-                    choices.setdefault(scope, _Choice(len(gaps) - 1, candidate, checkpoint, scope, widest))
+                    choices.setdefault(scope, _Choice(len(gaps) - 1, checkpoint, scope, widest))
         for scope in self._scopes:
             if scope in choices:
                 choice = choices[scope]
@@ -460,7 +459,7 @@ class StepSelector:
     def _report_choice(self, choice: _Choice, skipped: Sequence[Incomplete], steps: Sequence[Optional[Step]]) -> None:
         for newer in skipped:
             self._report.warn(f"{newer.label} is not complete and is skipped: " + joined("; ", newer.lines(3)))
-        for note in choice.candidate.notes:
+        for note in choice.checkpoint.step_files.notes:
             self._report.warn(note)
         step = choice.checkpoint
         absent = sorted(set(range(self._source.device_count)) - step.readable)
