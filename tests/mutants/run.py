@@ -83,7 +83,9 @@ def _tensors(path: Path, cast: bool) -> tuple[object, dict[str, tuple[object, ..
     metadata = None
     if path.suffix == ".safetensors":
         data = path.read_bytes()
-        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__")
+        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+        # Loaders take a missing key for False.
+        metadata.setdefault("remove_redundancy", "False")
     tensors: dict[str, tuple[object, ...]] = {}
     for name, (dtype, array) in read_checkpoint(path).items():
         if cast and dtype in _INFINITE:
