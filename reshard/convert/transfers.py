@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import Data
 from reshard.execute import Budget
@@ -62,17 +62,19 @@ def transfers_of(plan: Plan, work: Sequence[int], budget: Budget) -> Transfers:
         transfers.taken[holder, file] += size
         transfers.read[holder] += size
         transfers.requests[holder, file] += 1
-    # Of files with the same tensors, one tensor of each kind is counted; of others, all tensors.
-    alone = [file for file in resharded if plan.form.names_in(file) is not None]
-    together = [file for file in resharded if plan.form.names_in(file) is None]
+    # Of files with the same tensors, one tensor of each kind is counted.
     for section in plan.sections:
-        in_this = in_section(section, together)
-        if in_this:
-            alike = {kind.tensors[0].name: len(kind.tensors) for kind in plan.kinds_of(section)}
-            for group in plan.groups(in_this, budget.limits, alike.keys()):
+        files_by_names: dict[Optional[frozenset[str]], list[int]] = {}
+        for file in in_section(section, resharded):
+            files_by_names.setdefault(plan.form.names_in(file), []).append(file)
+        for names, files in files_by_names.items():
+            alike: dict[str, int] = {}
+            for kind in plan.kinds_of(section):
+                names_of_kind = [tensor.name for tensor in kind.tensors if names is None or tensor.name in names]
+                if names_of_kind:
+                    alike[names_of_kind[0]] = len(names_of_kind)
+            for group in plan.groups(files, budget.limits, alike.keys()):
                 _add_group(transfers, group, alike, budget)
-    for group in plan.groups(alone, budget.limits, plan.checkpoint.tensors.keys()):
-        _add_group(transfers, group, dict.fromkeys(plan.checkpoint.tensors, 1), budget)
     for file in resharded:
         for value in plan.values_of(file):
             transfers.taken[value.holder, file] += value.tensor.nbytes

@@ -228,7 +228,7 @@ class Plan:
                 names,
             )
             if key not in size_of_key:
-                size_of_key[key] = self.target_file(file).layout.size
+                size_of_key[key] = self.layout_of(file).size
             sizes[file] = size_of_key[key]
         return sizes
 

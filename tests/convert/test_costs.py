@@ -12,7 +12,7 @@ import pytest
 from reshard.checkpoints.formats import headers as opening
 from reshard.checkpoints.formats import safetensors_index
 from reshard.execute import budget, reader
-from reshard.storage import ReadableFile, fill
+from reshard.storage import ReadableFile, fill, local
 from reshard.storage import costs as storage_costs
 from tests.counting import count_opened
 from tests.reference import Strategy
@@ -141,7 +141,8 @@ def convert(place: Path, kind: Kind, *options: Argument) -> dict[int, dict[str, 
 @pytest.fixture
 def no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request goes to the file, as those for large tensors do."""
-    monkeypatch.setattr(storage_costs, "LOCAL", storage_costs.LOCAL._replace(small=0))
+    for module in (storage_costs, local):
+        monkeypatch.setattr(module, "LOCAL", storage_costs.LOCAL._replace(small=0))
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -11,6 +11,7 @@ fill it in at `OutputLayout.entries`. Elements begin at a multiple of 64 bytes o
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
@@ -410,12 +411,7 @@ def lay_out_archives(tensors: Sequence[OutputTensor], starts: Sequence[tuple[int
     pending = b""
     offset = 0
     for index, (tensor, start) in enumerate(zip(tensors, starts)):
-        archive = _Archive()
-        archive.add("data.pkl", _described(tensor))
-        archive.add("byteorder", b"little")
-        head = archive.begin("data/0", tensor.nbytes)
-        archive.add("version", b"3\n")
-        tail = archive.end()
+        head, tail, crc_places = _around(tensor.dtype, tensor.dims, tensor.nbytes)
         pending += head
         if tensor.nbytes:
             layout.add(pending, index, 0, tensor.nbytes)
@@ -424,7 +420,7 @@ def lay_out_archives(tensors: Sequence[OutputTensor], starts: Sequence[tuple[int
         length = len(head) + tensor.nbytes + len(tail)
         if tensor.nbytes:
             first = offset + len(head)
-            places = tuple(offset + place for place in archive.crc_places)
+            places = tuple(offset + place for place in crc_places)
             layout.entries.append(CheckedEntry(first, first + tensor.nbytes, places))
         layout.records.append(WrittenRecord(tensor, start, offset, length))
         offset += length
@@ -441,17 +437,27 @@ def archive_of_pickle(data: bytes) -> bytes:
     return archive.end()
 
 
-def _described(tensor: OutputTensor) -> bytes:
+@functools.lru_cache(maxsize=4096)
+def _around(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[bytes, bytes, tuple[int, ...]]:
+    """The bytes before and after the content of an archive of one tensor, and where its CRC is in the archive."""
+    archive = _Archive()
+    archive.add("data.pkl", _described(dtype, shape, nbytes))
+    archive.add("byteorder", b"little")
+    head = archive.begin("data/0", nbytes)
+    archive.add("version", b"3\n")
+    return head, archive.end(), archive.crc_places
+
+
+def _described(dtype: str, shape: tuple[int, ...], nbytes: int) -> bytes:
     """The pickle of a tensor that is all of the storage ``0``."""
-    shape = tensor.dims
     strides = tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
-    typed = _STORAGE_OF.get(tensor.dtype)
-    elements = math.prod(shape) if typed else tensor.nbytes
+    typed = _STORAGE_OF.get(dtype)
+    elements = math.prod(shape) if typed else nbytes
     storage = PickledInstance(("storage", inert_class(typed or UNTYPED), "0", "cpu", elements))
     args = (storage, 0, shape, strides, False, _ORDERED)
     if typed:
         return pickled(inert(REBUILD, *args))
-    return pickled(inert(REBUILD_TYPED, *args, inert_class(TORCH_NAMES[tensor.dtype])))
+    return pickled(inert(REBUILD_TYPED, *args, inert_class(TORCH_NAMES[dtype])))
 
 
 class _Archive:
