@@ -5,9 +5,20 @@ tensor of a given shape; `Overlap` lists the source slices of a target slice. Fe
 a tensor of strided boxes of others, and `ViewOverlap` lists their source slices.
 """
 
-from reshard.layout.grid import Box, Grid, boxes_of_range, inside, intersection, placed, shape_of, volume_of, whole_box
-from reshard.layout.layout import Layout, whole
-from reshard.layout.overlap import Cell, Overlap, stand_in_shape
+from reshard.layout.grid import (
+    Box,
+    Cell,
+    Grid,
+    Overlap,
+    boxes_of_range,
+    inside,
+    intersection,
+    placed,
+    shape_of,
+    volume_of,
+    whole_box,
+)
+from reshard.layout.layout import Layout, stand_in_shape, whole
 
 __all__ = [
     "Box",

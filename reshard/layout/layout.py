@@ -341,3 +341,24 @@ class Layout:
 def whole(dimensions: int) -> Layout:
     """The layout of an unsharded tensor on one device."""
     return Layout((), ((),) * dimensions)
+
+
+def stand_in_shape(sources: Sequence[Layout], target: Layout) -> tuple[int, ...]:
+    """The smallest shape that all layouts divide evenly, for planning without files.
+
+    Even cuts overlap in the same way for every size, so a tensor of this shape needs the same source slices as the
+    real one, whose shape strategy files may not contain.
+
+    Raises:
+        LayoutError: the layouts have different numbers of dimensions.
+    """
+    dimensions = {len(layout.cuts) for layout in (*sources, target)}
+    if len(dimensions) > 1:
+        maps = ", ".join(layout.map_text for layout in (*sources, target))
+        raise LayoutError(f"tensor maps {maps} lay out different numbers of dimensions")
+    shape = []
+    for dimension in range(len(target.cuts)):
+        by_hand = [sum(layout.uneven) for layout in (*sources, target) if dimension == 0 and layout.uneven is not None]
+        even = math.lcm(*(layout.cuts[dimension] for layout in (*sources, target)))
+        shape.append(by_hand[0] if by_hand else even)
+    return tuple(shape)

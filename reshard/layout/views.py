@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from reshard.errors import LayoutError
-from reshard.layout.grid import Box, Grid
-from reshard.layout.overlap import Cell, refined, slices_at
+from reshard.layout.grid import Box, Cell, Grid, refined, slices_at
 from reshard.threads import cached_property
 
 ZEROS = -1

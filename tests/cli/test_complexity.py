@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from reshard.layout import Layout, overlap
-from reshard.layout.overlap import Cell
+from reshard.layout import Cell, Layout, grid
 from reshard.plan.replicas import choose
 from reshard.text.globs import Glob, Globs
 from tests.bounds import refused, within
@@ -61,7 +60,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counts: Counter[str] = Counter()
     edges = Layout.boundaries
 
-    def counted(*parts: Any) -> overlap.Cell:
+    def counted(*parts: Any) -> Cell:
         counts["cells"] += 1
         return Cell(*parts)
 
@@ -70,7 +69,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["edges"] += len(created)
         return created
 
-    monkeypatch.setattr(overlap, "Cell", counted)
+    monkeypatch.setattr(grid, "Cell", counted)
     monkeypatch.setattr(Layout, "boundaries", counted_edges)
     return counts
 

@@ -32,7 +32,7 @@ from tests.corpus import ROOT
 from tests.mutants.operators import Mutant, install, mutants_of
 
 MODULES = (
-    *(f"reshard.layout.{name}" for name in ("layout", "grid", "overlap", "views")),
+    *(f"reshard.layout.{name}" for name in ("layout", "grid", "views")),
     "reshard.checkpoints.formats.elements",
     *(f"reshard.quantised.{name}" for name in ("values", "decoding")),
     *(f"reshard.execute.{name}" for name in ("filling", "parts", "reader", "run", "runs", "casts")),
