@@ -7,10 +7,10 @@ may exceed the memory.
 
 from __future__ import annotations
 
-import bisect
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Callable, NamedTuple, Optional
+from weakref import WeakValueDictionary
 
 from reshard.checkpoints import CheckpointIndex, OutputLayout, lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint
@@ -19,7 +19,7 @@ from reshard.forms.registry import counted_as
 from reshard.forms.target import Cut, Cuts, Section, TargetForm
 from reshard.layout import Box, shape_of, volume_of
 from reshard.plan.groups import ALL_LINKED, GroupLimits, linked_files, splits_rows
-from reshard.plan.pieces import FileOrder, Kind, Orders, Piece, StoredSlice, TargetFile, TargetTensor, TargetTensors
+from reshard.plan.pieces import FileOrder, Kind, Piece, StoredSlice, TargetFile, TargetTensor, TargetTensors, order_of
 from reshard.plan.replicas import ReplicaChoice, choose
 from reshard.plan.request import Request
 from reshard.plan.values import CopiedValue
@@ -52,7 +52,7 @@ class Plan:
 
     Args:
         values: returns the copied values of a file.
-        sorted: the source's tensors by their treatment.
+        treatment: the source's tensors by their treatment.
         choice: the replicas to read; None where strategies alone do not determine them.
 
     Attributes:
@@ -66,14 +66,14 @@ class Plan:
         checkpoint: Checkpoint,
         form: TargetForm,
         values: Callable[[int], list[CopiedValue]],
-        sorted: Sorted,
+        treatment: Sorted,
         cuts: Cuts,
         choice: Optional[ReplicaChoice],
     ) -> None:
         self.request = request
         self.checkpoint = checkpoint
         self.form = form
-        self.sorted = sorted
+        self.sorted = treatment
         self.requested = requested_files(request, form)
         self.sections = sections_of(form, self.requested)
         self._values = values
@@ -81,8 +81,9 @@ class Plan:
         self._choice = choice
         self._kinds: dict[int, Sequence[Kind]] = {}
         self._needs: dict[int, tuple[int, ...]] = {}
-        self._orders = Orders(form)
-        self._unholdable = frozenset(sorted.unholdable)
+        self._orders: WeakValueDictionary[object, FileOrder] = WeakValueDictionary()
+        self._resharded = frozenset(treatment.resharded)
+        self._unholdable = frozenset(treatment.unholdable)
         self._edited = not request.edits.is_empty
         form.planned(self.layout_of)
 
@@ -138,11 +139,7 @@ class Plan:
         return shared, nbytes
 
     def names_of(self, section: Section) -> list[str]:
-        resharded = self.sorted.resharded
-        if len(section.layouts) >= len(resharded):
-            return [name for name in resharded if name in section.layouts]
-        # Full weights may have hundreds of sections, each with some of a hundred thousand tensors.
-        return sorted(name for name in section.layouts if _holds(resharded, name))
+        return sorted(self._resharded.intersection(section.layouts))
 
     def cut_of(self, name: str, section: Section) -> Cut:
         return self._cuts.of(self.checkpoint.tensors[name], section)
@@ -278,9 +275,22 @@ class Plan:
     def _order_of(
         self, file: int, kinds: Sequence[Kind], values: Sequence[CopiedValue], inside: Optional[Collection[str]]
     ) -> FileOrder:
+        """The order of a file of these tensors; files of the same ones share it."""
         section = self.form.section_of(file)
         boxes = [kind.box_of(section.position(file)) for kind in kinds]
-        return self._orders.of(section.number, kinds, boxes, [value.tensor for value in values], inside)
+        tensors = [value.tensor for value in values]
+        key = (
+            section.number,
+            tuple(boxes if self.form.boxed else map(shape_of, boxes)),
+            tuple((tensor.name, tensor.dtype, tensor.dims, tensor.nbytes) for tensor in tensors),
+            None if inside is None else frozenset(inside),
+        )
+        order = self._orders.get(key)
+        if order is None:
+            order = self._orders[key] = order_of(self.form, kinds, boxes, tensors, inside)
+        # Other orders live as long as a file that is being written refers to them.
+        self._last_order = order
+        return order
 
     def _paths_of_added(self, names: Iterable[str]) -> frozenset[str]:
         if self.request.edits.additions is None:
@@ -430,11 +440,6 @@ def sections_of(form: TargetForm, files: Sequence[int]) -> list[Section]:
 
 def in_section(section: Section, files: Sequence[int]) -> Sequence[int]:
     return [file for file in files if file in section.files]
-
-
-def _holds(ascending: Sequence[str], name: str) -> bool:
-    place = bisect.bisect_left(ascending, name)
-    return place < len(ascending) and ascending[place] == name
 
 
 def _intersection(first: Optional[frozenset[str]], second: Optional[Collection[str]]) -> Optional[Collection[str]]:
