@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 from reshard.errors import CheckpointError
@@ -98,8 +97,7 @@ class TypedShape(NamedTuple):
     shape: Shape
 
 
-@dataclass(frozen=True)
-class Quantised:
+class Quantised(NamedTuple):
     """A quantised tensor.
 
     Attributes:
@@ -160,6 +158,7 @@ def recognise(
     settings = _settings(config, place, description)
     quantised: dict[str, Quantised] = {}
     used: set[str] = set()
+    examples: dict[object, Quantised] = {}
     for name, tensor in stored.items():
         pair = _scale_of(name, stored)
         if pair is None:
@@ -173,7 +172,13 @@ def recognise(
                 parameter=name,
                 hint="name the model's own config.json with --config",
             )
-        quantised[new_name] = _quantised(name, tensor, scales, offsets, new_name, stored, settings or {}, description)
+        # Decided once for all of the same types and shapes, unless the description lists each tensor.
+        types = tensor, stored[scales], scales.endswith("_scales"), offsets and stored[offsets]
+        example = None if description is not None else examples.get(types)
+        if example is None:
+            example = _quantised(name, tensor, scales, offsets, new_name, stored, settings or {}, description)
+            examples[types] = example
+        quantised[new_name] = example._replace(name=new_name, codes=name, scales=scales, offsets=offsets)
         used.update(quantised[new_name].sources)
     left_out = [name for name in stored if name not in used and name.endswith(_OF_ACTIVATIONS)]
     used.update(left_out)
