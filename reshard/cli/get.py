@@ -51,7 +51,7 @@ reshard get iterations/ lm_head.weight -o head.npy
 )
 @argument("src")
 @click.argument("name")
-@options.group(Source, "strategy", "step", "file_suffix", path="src", strategy=options.SAVED)
+@options.group(Source, *options.STORED, path="src", strategy=options.SAVED)
 @option(
     "Parameters", "--slice", "index", metavar="INDEX", help="Part of the tensor in NumPy's notation: '0:4,:', '-1'."
 )

@@ -51,7 +51,7 @@ reshard inspect ckpt/rank_0/net-3_10.ckpt
 @argument("path")
 @options.group(
     Source,
-    *("strategy", "step", "file_suffix"),
+    *options.STORED,
     path="path",
     strategy={
         "names": ("--strategy", "--src-strategy"),
@@ -85,8 +85,6 @@ def inspect(source: Source) -> None:
     from reshard.inspection.checkpoint import inspect as inspect_checkpoint
     from reshard.strategies import read_strategy
 
-    if strategy is not None and not by_rank:
-        raise UsageError(f"{path} records its layouts; --strategy is for rank trees", hint="remove --strategy")
     judged_by = None if strategy is None else read_strategy(strategy)
     if judged_by is not None:
         show_notes(judged_by.notes)

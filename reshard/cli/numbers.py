@@ -47,7 +47,7 @@ reshard stats ckpt/ --strategy src.ckpt
 reshard stats iterations/ --exclude 'adam_*' --fail-on nan,inf""",
 )
 @argument("src")
-@options.group(Source, "strategy", "step", "file_suffix", "without_ranks", path="src", strategy=options.SAVED)
+@options.group(Source, *options.STORED, "without_ranks", path="src", strategy=options.SAVED)
 @options.group(Edits, *options.SELECTION, *CHANGES)
 @option(
     "Checks",
@@ -144,7 +144,7 @@ reshard diff ckpt/ ckpt/ --strategy src.ckpt --a-step 1_100 --b-step 1_200
 @options.strategy("Strategy of B.", flag="--b-strategy")
 @option("Source", "--a-step", metavar="EPOCH_STEP|latest", show_default="--step", help="Step of A.")
 @option("Source", "--b-step", metavar="EPOCH_STEP|latest", show_default="--step", help="Step of B.")
-@options.group(Source, "step", "file_suffix")
+@options.group(Source, *options.STORED[1:])
 @options.group(Edits, *options.SELECTION, *CHANGES)
 @option("Checks", "--exit-code", is_flag=True, help="Exit status 4 if they differ.")
 @options.group(

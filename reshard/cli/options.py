@@ -207,6 +207,9 @@ SAVED = {
 }
 """--strategy of commands that read one checkpoint."""
 
+STORED = ("strategy", "step", "file_suffix")
+"""Fields of `Source`: which files are read, and how they are cut."""
+
 LIMITS = ("jobs", "max_memory")
 """Fields of `Effort` for commands that only read."""
 

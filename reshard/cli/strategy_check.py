@@ -31,7 +31,7 @@ reshard strategy check src_strategy.ckpt ckpt/
 )
 @argument("strategy", metavar="S")
 @argument("path", metavar="CKPT")
-@options.group(Source, "step", "file_suffix", path="path")
+@options.group(Source, *options.STORED[1:], path="path")
 @options.group(Edits, *options.SELECTION)
 @options.group(Effort, *options.LIMITS)
 @options.output

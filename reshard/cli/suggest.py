@@ -39,9 +39,7 @@ reshard suggest ckpt/ --src-strategy src.ckpt
     show_default="a placeholder",
     help="Number of devices of the next cluster.",
 )
-@options.group(
-    Source, "strategy", "step", "file_suffix", path="src", strategy={"names": ("--src-strategy", "--strategy")}
-)
+@options.group(Source, *options.STORED, path="src", strategy={"names": ("--src-strategy", "--strategy")})
 @options.json_output
 @options.common
 def suggest(source: Source, devices: Optional[int]) -> None:
@@ -56,7 +54,7 @@ def suggest(source: Source, devices: Optional[int]) -> None:
     from reshard.inspection.suggestions import suggest as suggestions_of
     from reshard.storage.registry import endpoint
 
-    words = [part for word in source.words(("step", "file_suffix")) for part in word.split("=", 1)]
+    words = [part for word in source.words(options.STORED[1:]) for part in word.split("=", 1)]
     service = endpoint()
     words += [] if service is None else ["--endpoint-url", service]
     suggestions = suggestions_of(source, devices, words)

@@ -65,7 +65,7 @@ reshard verify out/ --src ckpt/ --cast BFloat16 \\
     shell_complete=paths,
     help="The checkpoint that OUT was converted from.",
 )
-@options.group(Source, "strategy", "step", "file_suffix")
+@options.group(Source, *options.STORED)
 @options.group(Target, "strategy", "shards", path="out")
 @options.strategy("Strategy of OUT, for --replicas.")
 @option("Checks", "--replicas", is_flag=True, help="Compare copies of the same slices within OUT.")
@@ -232,7 +232,7 @@ reshard fingerprint hf/ --names qwen3,gate_up=interleaved,qkv=grouped
 """,
 )
 @argument("src")
-@options.group(Source, "strategy", "step", "file_suffix", path="src", strategy=options.SAVED)
+@options.group(Source, *options.STORED, path="src", strategy=options.SAVED)
 @options.group(Edits, *options.SELECTION, *CHANGES)
 @options.group(
     Effort, "crc", *options.LIMITS, crc={"help": "Check the CRCs that files record; damaged files count as absent."}

@@ -27,9 +27,7 @@ reshard view iterations/ --dst-strategy same --stats
 """,
 )
 @argument("src")
-@options.group(
-    Source, "strategy", "step", "file_suffix", path="src", strategy={"names": ("--src-strategy", "--strategy")}
-)
+@options.group(Source, *options.STORED, path="src", strategy={"names": ("--src-strategy", "--strategy")})
 @options.group(Target, "strategy", "shards")
 @option(
     "Output",

@@ -6,17 +6,17 @@ from dataclasses import replace
 from typing import Optional
 
 from reshard.asked import Conversion, Source, Target, Task
-from reshard.checkpoints import FileHandles
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms import DEFAULT_FORM
-from reshard.forms.form import Form, Layouts, ReadRequest
+from reshard.forms.form import Form, Layouts
 from reshard.forms.ranks.naming import RANK
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import (
     all_forms,
     check_exists,
     check_holds_ranks,
+    check_options,
     form_named,
     form_of,
 )
@@ -78,13 +78,13 @@ def with_ends(asked: Conversion, report: Report, task: Task = Task()) -> Request
             hint=f"add --dst-strategy FILE for rank files, or --to {', '.join(names)} or {last}",
         )
     to = form_named(name)
-    _check_source(asked.source, form)
+    check_options(asked.source, form)
     _check_target(asked.target, target_path, form, to, src)
     needs_strategy = form.options.needs_strategy
     if source_path is None:
         (check_holds_ranks if needs_strategy else check_exists)(src)
     if _keeps_cut(asked, form, to, target_path):
-        strategy = _as_cut(src, asked.source.file_suffix)
+        strategy = _as_cut(asked.source)
         return Request(asked, form, strategy, to, strategy, task=task)
     if to.options.shards and target_path is None:
         raise UsageError(
@@ -114,13 +114,13 @@ def _keeps_cut(asked: Conversion, form: Form, to: Form, target: Optional[str]) -
     return asked.source.strategy is None and target is None and asked.target.format in to.options.formats
 
 
-def _as_cut(src: str, file_suffix: Optional[str]) -> Strategy:
+def _as_cut(source: Source) -> Strategy:
     """The cut of the files of a rank tree, of any layouts.
 
     Raises:
         CheckpointError: ranks are missing between others, or files are.
     """
-    ranks = find_checkpoints(src, file_suffix).ranks
+    src, ranks = source.path, find_checkpoints(source).ranks
     missing = sorted(set(range(ranks[-1])).difference(ranks))
     if missing:
         raise CheckpointError(
@@ -131,41 +131,6 @@ def _as_cut(src: str, file_suffix: Optional[str]) -> Strategy:
             "--src-strategy and --dst-strategy",
         )
     return Strategy.as_cut(len(ranks))
-
-
-def with_recorded_target(request: Request, step: str) -> Request:
-    """The same with the target strategy that the source records.
-
-    Args:
-        request: as asked.
-        step: the step to read.
-
-    Raises:
-        ReshardError: the source cannot be read, or records no strategy.
-    """
-    if not request.target.is_placeholder:
-        return request
-    if shards_of(request.target.path) is not None:
-        # Verification compares full tensors, so it does not need the shapes of the cut rows.
-        return request._replace(target=Strategy.none())
-    with FileHandles() as handles:
-        # Reading the tensors later prints the warnings.
-        checkpoint = request.form.read(ReadRequest(request.src, handles, Report(), step, required=lambda name: False))
-        return request._replace(target=request.form.strategy_of(checkpoint))
-
-
-def _check_source(source: Source, form: Form) -> None:
-    """Refuse options that make no sense with the source's form."""
-    if form.options.layouts is Layouts.RECORDED and source.strategy is not None:
-        raise UsageError(
-            f"{source.path}: is {form.options.title}, whose metadata contains the layouts",
-            hint="leave out --src-strategy",
-        )
-    if not form.options.cut and source.strategy not in (None, NONE):
-        raise UsageError(f"{source.path}: holds full weights, which have no strategy", hint="leave out --src-strategy")
-    for name, value in (("--file-suffix", source.file_suffix), ("--without-ranks", source.without_ranks)):
-        if not form.options.by_rank and value:
-            raise UsageError(f"{name} is for rank files", hint=f"remove {name}")
 
 
 def _check_target(target: Target, strategy: Optional[str], form: Form, to: Form, src: str) -> None:

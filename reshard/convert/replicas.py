@@ -140,7 +140,7 @@ def _minority(name: str, groups: Sequence[Sequence[int]]) -> Difference:
 def _files_of_step(request: Request, handles: FileHandles, report: Report) -> Mapping[int, str]:
     """The files of the requested step of a rank tree, by rank."""
     path = request.src
-    tree = find_checkpoints(path, request.asked.source.file_suffix)
+    tree = find_checkpoints(request.asked.source)
     check_ranks(tree, request.source, handles)
     candidate = next(iter(tree.candidates(request.asked.source.step)), None)
     if candidate is None:

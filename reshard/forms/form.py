@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol, Union
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol
 
+from reshard.asked import Source, Target
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError, InputError, UsageError
@@ -106,10 +107,9 @@ class ReadRequest(NamedTuple):
     """A request to read a checkpoint. Forms ignore attributes that do not concern them.
 
     Attributes:
-        src: the source, or the file of each rank.
+        asked: the source.
         handles: open files.
         report: gets notes on skipped parts.
-        step: ``latest``, or a step in the notation of the form.
         damaged: per path of a file that counts as absent, the reason.
         required: whether a tensor has to be complete.
         complete: refuse an incomplete step.
@@ -117,17 +117,13 @@ class ReadRequest(NamedTuple):
         target: the strategy of the target.
         ranks: the requested target ranks; None for all.
         filters: the selection of names.
-        file_suffix: only files whose stem ends so.
-        fallback: whether ``latest`` may be an older step, if the newest is incomplete.
-        without_ranks: source ranks that count as lost.
         edit: edits a checkpoint, complete or not; raises an InputError if the edits do not fit. None without
             edits.
     """
 
-    src: Union[str, Mapping[int, str]]
+    asked: Source
     handles: FileHandles
     report: Report
-    step: str = "latest"
     damaged: Mapping[str, str] = {}
     required: Callable[[str], bool] = _all
     complete: bool = True
@@ -135,49 +131,45 @@ class ReadRequest(NamedTuple):
     target: Strategy = Strategy.none()
     ranks: Optional[Sequence[int]] = None
     filters: Filters = Filters()
-    file_suffix: Optional[str] = None
-    fallback: bool = True
-    without_ranks: Sequence[int] = ()
     edit: Optional[Callable[[Checkpoint], EditedStep]] = None
 
     @property
     def path(self) -> str:
-        """The source; rank files alone may be a mapping."""
-        return str(self.src)
+        """The path of the source."""
+        return self.asked.path
 
 
 class WriteRequest(NamedTuple):
     """A request to write a checkpoint. Forms ignore attributes that do not concern them.
 
     Attributes:
-        dst: the target directory, or the exact file.
+        asked: the target.
         source: the strategy of the source.
         target: the strategy of the target; `none` where tensors are whole.
         handles: open source files.
         report: gets warnings and notes.
         admit: whether a name is written.
-        format: of the files, or ``same``.
-        prefix: the beginning of target file names; None keeps the names of the source's files.
-        max_shard_size: bytes of tensors in a file; None for the default.
-        on_disk: a directory is written, not one exact file or none.
+        in_memory: nothing is written.
         config: the model's configuration, or its directory; None if none was read.
         cast: casts were requested.
         dequantised: quantised weights are written as numbers.
     """
 
-    dst: str
+    asked: Target
     source: Strategy
     target: Strategy
     handles: FileHandles
     report: Report
     admit: Callable[[str], bool]
-    format: str = "same"
-    prefix: Optional[str] = None
-    max_shard_size: Optional[int] = None
-    on_disk: bool = True
+    in_memory: bool = False
     config: Optional[str] = None
     cast: bool = False
     dequantised: bool = False
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether a directory is written, not one exact file or none."""
+        return not (self.asked.is_file or self.in_memory)
 
 
 class SavedStep(NamedTuple):
@@ -298,5 +290,5 @@ class Form(Protocol):
 
 def check_latest(form: Form, request: ReadRequest) -> None:
     """Refuse a step of a form without steps."""
-    if request.step != "latest":
-        raise UsageError(f"{request.src}: is of the form {form.name}, which has no steps", hint="leave out --step")
+    if request.asked.step != "latest":
+        raise UsageError(f"{request.path}: is of the form {form.name}, which has no steps", hint="leave out --step")

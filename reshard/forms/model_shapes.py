@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from typing import Optional
 
+from reshard.asked import Source
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, read_index
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS
 from reshard.errors import CheckpointError, LayoutError, StrategyError
@@ -39,7 +40,7 @@ def read_shapes(path: str, strategy: Optional[Strategy], handles: FileHandles, r
     """
     form = form_of(path)
     if not form.options.needs_strategy:
-        checkpoint = form.read(ReadRequest(path, handles, report, required=lambda name: False))
+        checkpoint = form.read(ReadRequest(Source(path), handles, report, required=lambda name: False))
         tensors: Iterable[FullTensor] = (
             FullTensor(name, tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()
         )
@@ -105,7 +106,7 @@ def _of_ranks(path: str, strategy: Optional[Strategy], handles: FileHandles) -> 
             file=path,
             hint="pass the strategy that it was saved with, --src-strategy S, or the file itself",
         )
-    step = next(iter(find_checkpoints(path, None).candidates("latest")), None)
+    step = next(iter(find_checkpoints(path).candidates("latest")), None)
     if step is None:
         raise CheckpointError(f"{path}: holds no checkpoints", file=path)
     if list(step.files) == [0] and RANK not in path:

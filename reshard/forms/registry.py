@@ -6,13 +6,15 @@ import functools
 import importlib
 from collections.abc import Iterator, Sequence
 
-from reshard.errors import CheckpointError
+from reshard.asked import Source
+from reshard.errors import CheckpointError, UsageError
 from reshard.forms import DEFAULT_FORM, FORM_CLASSES, READ_ONLY_CLASSES
 from reshard.forms.form import Form
 from reshard.forms.ranks.naming import RANK
 from reshard.forms.ranks.tree import find_checkpoints, named_for_rank
 from reshard.storage import exists, listings_cached
 from reshard.storage.store import OWN
+from reshard.strategies import NONE
 from reshard.text.names import similar_path_hint
 
 
@@ -43,6 +45,21 @@ def check_exists(src: str) -> None:
     """Refuse a missing source. A path with ``{rank}`` passes: only its readers look for it."""
     if RANK not in src and not exists(src):
         raise CheckpointError(f"{src}: does not exist", file=src, hint=similar_path_hint(src))
+
+
+def check_options(source: Source, form: Form) -> None:
+    """Refuse options that make no sense with the form of a source.
+
+    Raises:
+        UsageError: an option is for rank files.
+    """
+    if not form.options.needs_strategy and source.strategy not in (None, NONE):
+        raise UsageError(
+            f"{source.path}: is of the form {form.name}, which needs no strategy", hint="leave out --src-strategy"
+        )
+    for name, value in (("--file-suffix", source.file_suffix), ("--without-ranks", source.without_ranks)):
+        if not form.options.by_rank and value:
+            raise UsageError(f"{name} is for rank files", hint=f"remove {name}")
 
 
 def check_holds_ranks(src: str) -> None:

@@ -12,11 +12,11 @@ from reshard.asked import Source
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.pickles import NotPlain
-from reshard.errors import InputError, UsageError
+from reshard.errors import InputError
 from reshard.forms.form import Description, Form, ReadRequest, SavedStep
 from reshard.forms.objects import shown_object
 from reshard.forms.ranks.selection import LostParameter
-from reshard.forms.registry import form_of
+from reshard.forms.registry import check_options, form_of
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings
 from reshard.storage import exists, is_directory, listings_cached, names_in, status_of_each
 from reshard.strategies import Strategy
@@ -258,23 +258,20 @@ def inspect(read: Source, strategy: Optional[Strategy] = None) -> Inspected:
         inspected = inspect_tree(read, form, strategy)
         inspected.find_quantised()
         return inspected
-    if strategy is not None or read.file_suffix is not None:
-        raise UsageError(
-            f"{path} is of the form {form.name}; --src-strategy and --file-suffix are for rank trees",
-            hint="remove these options",
-        )
-    return _of_form(path, form, read.step)
+    check_options(read, form)
+    return _of_form(read, form)
 
 
 @listings_cached()
-def _of_form(path: str, form: Form, step: str) -> Inspected:
+def _of_form(read: Source, form: Form) -> Inspected:
+    path = read.path
     inspected = Inspected(path, form, iterations=form.steps(path))
     # A missing step that was requested is an error, not a finding.
-    form.check_step(path, step)
+    form.check_step(path, read.step)
     report = Report()
     with FileHandles() as handles:
         try:
-            checkpoint = form.read(ReadRequest(path, handles, report, step, complete=False))
+            checkpoint = form.read(ReadRequest(read, handles, report, complete=False))
         except InputError as error:
             inspected.shown.files, inspected.shown.complete = _files_in(path), False
             if not inspected.shown.files and not inspected.iterations:

@@ -52,9 +52,9 @@ def inspect_tree(read: Source, form: Form, strategy: Optional[Strategy]) -> Insp
     with listings_cached():
         one_rank = None
         try:
-            tree = find_checkpoints(path, read.file_suffix)
+            tree = find_checkpoints(read)
         except CheckpointError as error:
-            one_rank = find_rank(path, read.file_suffix)
+            one_rank = find_rank(read)
             if one_rank is None:
                 if is_directory(path) and _converted(path):
                     raise CheckpointError(

@@ -12,7 +12,7 @@ from reshard.checkpoints import FileHandles
 from reshard.errors import UsageError
 from reshard.forms import DEFAULT_FORM
 from reshard.forms.form import Form, Layouts, ReadRequest
-from reshard.forms.registry import check_exists, check_holds_ranks, form_named, form_of
+from reshard.forms.registry import check_exists, check_holds_ranks, check_options, form_named, form_of
 from reshard.in_python import errors_in_python, in_python
 from reshard.opened.checkpoint import OpenedCheckpoint
 from reshard.plan.edits import EditRules, edit_rules
@@ -20,7 +20,7 @@ from reshard.plan.request import Request
 from reshard.records.identity import strategy_digest
 from reshard.records.ledger import recorded_strategy
 from reshard.storage import listings_cached
-from reshard.strategies import NONE, SAME, Strategy, shards_of, target_named, target_words, typed_strategy
+from reshard.strategies import SAME, Strategy, shards_of, target_named, target_words, typed_strategy
 from reshard.text.messages import Report, logged, plural
 
 
@@ -84,8 +84,7 @@ def reading_request(
     """
     read = asked.source
     form = form_of(read.path)
-    if read.without_ranks and not form.options.by_rank:
-        raise UsageError("--without-ranks is for rank files", hint="remove --without-ranks")
+    check_options(read, form)
     source = source_strategy(read, form, report, option, unrecorded)
     target, file = _target(asked, form, source, rank, report)
     rules = edit_rules(read.path, asked.edits) if edits is None else edits
@@ -130,12 +129,6 @@ def source_strategy(
                 hint=f"add {option}FILE or {option}DIR; for an unsharded checkpoint: {option}none",
             )
         return typed_strategy(strategy, report)
-    if strategy not in (None, NONE):
-        raise UsageError(f"{src}: is of the form {form.name}, which needs no strategy", hint="leave it out")
-    if read.file_suffix is not None:
-        raise UsageError(
-            f"{src}: is of the form {form.name}; a file suffix is only for rank directories", hint="leave it out"
-        )
     return Strategy.none()
 
 
@@ -157,7 +150,7 @@ def _target(
         target = typed_strategy(strategy, report)
     elif form.options.layouts is Layouts.RECORDED:
         with FileHandles() as handles:
-            reading = ReadRequest(src, handles, Report(), asked.source.step, required=lambda name: False)
+            reading = ReadRequest(asked.source, handles, Report(), required=lambda name: False)
             target = form.strategy_of(form.read(reading))
     elif form.options.needs_strategy:
         # Cut like the source, under any names.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Callable, Optional
 
 from reshard.checkpoints import FileHandles, can_hold
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.formats.dtypes import MEMORY, TEXT
+from reshard.checkpoints.formats.dtypes import TEXT
 from reshard.errors import UsageError
 from reshard.forms.form import Names, ReadRequest, WriteRequest
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
@@ -98,12 +98,10 @@ def read_source(
         ReshardError: the source is incomplete or damaged, or cannot be read.
     """
     shards = shards_of(request.target.path) is not None
-    asked = request.asked.source
     reading = ReadRequest(
-        asked.path if asked.files is None else asked.files,
+        request.asked.source,
         handles,
         report,
-        asked.step,
         request.damaged,
         required or _is_required(request),
         source=request.source,
@@ -111,27 +109,21 @@ def read_source(
         target=Strategy.none() if shards else request.target,
         ranks=None if shards else request.target_ranks,
         filters=request.filters,
-        file_suffix=asked.file_suffix,
-        fallback=asked.fallback,
-        without_ranks=asked.without_ranks,
         edit=None if request.edits.is_empty else request.edits.step_editor(request.target),
     )
     return request.form.read(reading)
 
 
 def _write_request(request: Request, handles: FileHandles, report: Report) -> WriteRequest:
-    edits, asked = request.edits, request.asked.target
+    edits = request.edits
     return WriteRequest(
-        asked.path,
+        request.asked.target,
         request.source,
         request.target,
         handles,
         report,
         request.filters.admit,
-        MEMORY if request.task.in_memory else asked.format,
-        asked.prefix,
-        asked.max_shard_size,
-        not (asked.is_file or request.task.in_memory),
+        request.task.in_memory,
         edits.config_path or getattr(edits.config, "path", None),
         bool(edits.casts),
         edits.quantisation is not None,

@@ -214,7 +214,7 @@ def hint_of_swap(source: Strategy, target: Strategy, read: Source, handles: File
         if read.files is None and source is not target and not lost:
             # The error itself reports unreadable files.
             with contextlib.suppress(ReshardError, OSError):
-                files = next(iter(find_checkpoints(read.path, read.file_suffix).candidates(read.step)))
+                files = next(iter(find_checkpoints(read).candidates(read.step)))
                 if _fits(target, files, handles) and not _fits(source, files, handles):
                     swapped = f"the files fit --dst-strategy ({target.path}), by shapes: are the two swapped?"
                     error.hint = "\n".join(filter(None, [swapped, error.hint]))
@@ -321,7 +321,7 @@ def check_strategy(
     Raises:
         ReshardError: the files cannot be read.
     """
-    source = RankCheckpoint(_step(find_checkpoints(read.path, read.file_suffix), read.step), handles, report)
+    source = RankCheckpoint(_step(find_checkpoints(read), read.step), handles, report)
     if not source.indexes:
         raise CheckpointError(f"{read.path}: no file of {source.label} is readable", file=read.path)
     warn_of_unmatched(filters, (strategy.parameters, source.names()), report)

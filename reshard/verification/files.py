@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Callable, Optional
 
+from reshard import asked
 from reshard.checkpoints import CheckpointIndex, FileHandles, read_index, unchecked
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.crc import check_crcs, crc_of_file
@@ -195,7 +196,7 @@ def read_written(
         RetryableError: reading failed.
     """
     try:
-        checkpoint = form_named(form).read(ReadRequest(directory, handles, Report()))
+        checkpoint = form_named(form).read(ReadRequest(asked.Source(directory), handles, Report()))
         source = stored_source(checkpoint, Strategy.none())
         problems = form_named(form).check_written(directory, checkpoint)
         differences = [Difference("file", None, (), text, (name,)) for name, text in problems]

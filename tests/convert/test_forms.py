@@ -87,7 +87,7 @@ def test_options_that_do_not_apply_to_a_form_are_wrong_usage(world: World) -> No
     hf, new = world.root / "hf", world.root / "new"
     done("convert", world.src, hf, "--src-strategy", world.old, "--to", "huggingface")
     fails(2, "convert", hf, new, texts=["--dst-strategy", "checkpoint2, unified or huggingface"])
-    fails(2, "convert", hf, new, "--src-strategy", world.old, "--dst-strategy", world.new, texts=["full weights"])
+    fails(2, "convert", hf, new, "--src-strategy", world.old, "--dst-strategy", world.new, texts=["needs no strategy"])
     fails(2, "convert", hf, new, "--to", "unified", "--dst-strategy", world.new, texts=["leave out --dst-strategy"])
     fails(2, "convert", hf, new, "--to", "unified", "--format", "ckpt", texts=[".safetensors"])
     fails(2, "convert", hf, new, "--dst-strategy", "same", texts=["no strategy"])

@@ -8,6 +8,7 @@ from typing import Any, Optional
 import numpy as np
 import numpy.typing as npt
 
+from reshard.asked import Source
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.forms.checkpoint2.checkpoint import Checkpoint2, read_checkpoint2
@@ -18,7 +19,7 @@ from reshard.text.messages import Report
 def read(path: Path, step: str = "latest", report: Optional[Report] = None, **options: Any) -> Checkpoint2:
     """Read a checkpoint as a command would."""
     with FileHandles() as handles:
-        return read_checkpoint2(ReadRequest(str(path), handles, report or Report(), step, **options))
+        return read_checkpoint2(ReadRequest(Source(str(path), step=step), handles, report or Report(), **options))
 
 
 def full_bytes(checkpoint: Checkpoint, name: str) -> bytes:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from reshard.asked import Source
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archives import Archive, archive_of_pickle, archived_tensor, lay_out_archives
 from reshard.checkpoints.formats.output import Literal, OutputTensor
@@ -52,7 +53,7 @@ def named(case: Case) -> str:
 
 
 def read(path: Path, handles: FileHandles) -> ChunkedCheckpoint:
-    checkpoint = form_of(str(path)).read(ReadRequest(str(path), handles, Report()))
+    checkpoint = form_of(str(path)).read(ReadRequest(Source(str(path)), handles, Report()))
     assert isinstance(checkpoint, ChunkedCheckpoint)
     return checkpoint
 

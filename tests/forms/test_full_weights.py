@@ -13,6 +13,7 @@ from typing import Any, Optional
 import numpy as np
 import pytest
 
+from reshard.asked import Source
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, ReshardError
@@ -35,7 +36,7 @@ def read(path: Path, report: Optional[Report] = None) -> FullWeights:
     form = full_weights_form(str(path))
     assert form is not None
     with FileHandles() as handles:
-        return readers[form](ReadRequest(str(path), handles, report or Report()))
+        return readers[form](ReadRequest(Source(str(path)), handles, report or Report()))
 
 
 def refused(path: Path, *texts: str) -> ReshardError:
@@ -183,7 +184,7 @@ def test_a_file_known_to_be_damaged_is_not_used(tmp_path: Path) -> None:
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}})
     with FileHandles() as handles, pytest.raises(CheckpointError, match="its CRC differs"):
         damaged = {str(directory / TWO): f"{TWO}: its CRC differs"}
-        read_huggingface(ReadRequest(str(directory), handles, Report(), damaged=damaged))
+        read_huggingface(ReadRequest(Source(str(directory)), handles, Report(), damaged=damaged))
 
 
 def test_a_git_lfs_pointer_is_named_as_such(tmp_path: Path) -> None:

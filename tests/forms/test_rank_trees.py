@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard.asked import Source
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.ranks.naming import Step, name_families, parse_stem
 from reshard.forms.ranks.tree import SourceTree, find_checkpoints
@@ -176,7 +177,7 @@ def test_a_second_runs_steps_cannot_be_compared_with_the_firsts(tmp_path: Path) 
     tree = find_checkpoints(str(plant(tmp_path, names)))
     ambiguous(tree, str(tmp_path / "rank_0/net-5_10.ckpt"), str(tmp_path / "rank_0/net_1-1_10.ckpt"))
     assert steps_of(tree, "1_10") == {"1_10": ["rank_0/net_1-1_10.ckpt", "rank_1/net_1-1_10.ckpt"]}
-    tree = find_checkpoints(str(tmp_path), "net_1-1_10")
+    tree = find_checkpoints(Source(str(tmp_path), file_suffix="net_1-1_10"))
     assert steps_of(tree) == {"1_10": ["rank_0/net_1-1_10.ckpt", "rank_1/net_1-1_10.ckpt"]}
 
 
@@ -232,11 +233,11 @@ def test_families_of_names_are_found_for_any_ranks(prefixes: list[str], ranks: I
 def test_a_suffix_matches_the_end_of_the_stem(tmp_path: Path) -> None:
     names = ["rank_0/net-1_10.ckpt", "rank_0/net-1_10_breakpoint.ckpt", "rank_1/net-1_10_breakpoint.ckpt"]
     names += ["rank_2/net-1_10.ckpt"]
-    tree = find_checkpoints(str(plant(tmp_path, names)), "_breakpoint")
+    tree = find_checkpoints(Source(str(plant(tmp_path, names)), file_suffix="_breakpoint"))
     assert steps_of(tree) == {"1_10": names[1:3]}
     assert tree.ranks == (0, 1, 2)
     with pytest.raises(CheckpointError, match=r"'\.ckpt'(.|\n)*--file-suffix"):
-        find_checkpoints(str(tmp_path), ".ckpt")
+        find_checkpoints(Source(str(tmp_path), file_suffix=".ckpt"))
 
 
 # One file.

@@ -78,7 +78,7 @@ def test_commands_accept_a_registered_form(world: World, toy: Form) -> None:
     one, other = (done("fingerprint", *source).out for source in ([out], [world.src, "--strategy", world.old]))
     assert one == other
     done("diff", out, world.src, "--b-strategy", world.old)
-    fails(2, "convert", out, world.root / "no", "--src-strategy", world.old, "--to", "toy", texts=["full weights"])
+    fails(2, "convert", out, world.root / "no", "--src-strategy", world.old, "--to", "toy", texts=["needs no strategy"])
     fails(2, "convert", out, world.root / "no", "--to", "toy", "--max-shard-size", "5G", texts=["--max-shard-size"])
     fails(2, "convert", out, world.root / "no", texts=["is of the form toy", "--to toy, "])
 

@@ -15,6 +15,7 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
+from reshard.asked import Source
 from reshard.checkpoints import CheckpointIndex, FileHandles, read_index
 from reshard.decryption import decrypt
 from reshard.forms.form import ReadRequest
@@ -133,7 +134,7 @@ def read_names(path: Path) -> None:
     try:
         if not inside(src):
             src = ""
-        tree = find_checkpoints(os.path.join(str(root), src), suffix or None)
+        tree = find_checkpoints(Source(os.path.join(str(root), src), file_suffix=suffix or None))
         for step in tree.candidates():
             for rank, tensors in step.files.items():
                 assert rank in tree.ranks
@@ -210,7 +211,7 @@ def read_rank_pickle(path: Path) -> None:
 
 def read_chunks(form: str, directory: Path) -> None:
     with FileHandles() as handles:
-        checkpoint = form_named(form).read(ReadRequest(str(directory), handles, Report()))
+        checkpoint = form_named(form).read(ReadRequest(Source(str(directory)), handles, Report()))
         for index in checkpoint.indexes.values():
             for tensor in index.tensors.values():
                 for start, size in tensor.extents:
@@ -225,7 +226,7 @@ def read_map(path: Path) -> None:
             write_safetensors(path.parent / file, tensors)
     read = read_unified if path.name == UNIFIED_MAP else read_huggingface
     with FileHandles() as handles:
-        checkpoint = read(ReadRequest(str(path), handles, Report()))
+        checkpoint = read(ReadRequest(Source(str(path)), handles, Report()))
     assert checkpoint.tensors.keys() <= {name for tensors in _WEIGHTS.values() for name in tensors}
     for name, tensor in checkpoint.tensors.items():
         (number,) = checkpoint.holders(name)

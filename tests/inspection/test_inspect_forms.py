@@ -77,7 +77,7 @@ def test_inspect_shows_files_tensors_and_layouts(form: str, world: World) -> Non
     assert report["step"] == ("41" if laid_out else None)
     output = done("inspect", target).out
     assert form in output and "global_step" in output and ("1 x 2 on 2 ranks" in output) == laid_out
-    fails(2, "inspect", target, "--strategy", world.new, texts=["rank tree"])
+    fails(2, "inspect", target, "--strategy", world.new, texts=["needs no strategy"])
 
 
 def test_inspect_counts_files() -> None:

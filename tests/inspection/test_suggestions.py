@@ -441,11 +441,6 @@ def test_a_path_without_a_checkpoint_is_an_error(demo: Path, path: str, text: st
     fails(3, "suggest", demo / path, texts=[text])
 
 
-def test_the_strategy_of_a_form_that_records_layouts_is_wrong_usage(demo: Path) -> None:
-    result = reshard("suggest", demo / "dcp", "--src-strategy", "none")
-    assert result.status == 2
-
-
 def test_json_and_text_contain_the_same_commands(demo: Path) -> None:
     text = done("suggest", demo / "ranks").out.replace(" \\\n", " ")
     commands = [shlex.split(line) for line in text.splitlines() if line and not line.startswith("#")]

@@ -262,7 +262,7 @@ def test_a_full_comparison_groups_ranks_by_content(tree: Tree, monkeypatch: pyte
         tree.change(rank, "blocks.3.norm")
     tree.change(6, "blocks.3.norm")
     with FileHandles() as handles:
-        step = RankCheckpoint(next(iter(find_checkpoints(str(tree.src), None).candidates("latest"))), handles, Report())
+        step = RankCheckpoint(next(iter(find_checkpoints(str(tree.src)).candidates("latest"))), handles, Report())
         tensors, different = entries_as_tensors(["blocks.3.norm", "blocks.2.norm"], step)
         execution = Budget.of(2, 1 << 30, storage=storage_of(str(tree.src)))
         comparison = compare_replicas(tensors, step, handles, execution, Progress(), "all")

@@ -123,7 +123,7 @@ def _stages(placements: Iterable[TensorPlacement]) -> list[RankList]:
 
 def read_checkpoint2(request: ReadRequest) -> Checkpoint2:
     """Read the requested iteration, by default the last finished one."""
-    candidates = choose(request.path, request.step, request.report)
+    candidates = choose(request.path, request.asked.step, request.report)
     if not request.complete:
         return _read_iteration(candidates[0], request)
     refused: Optional[InputError] = None

@@ -271,7 +271,8 @@ def target_files(form: str, checkpoint: Checkpoint, request: WriteRequest) -> Ch
         report.warn(
             "not in metadata.json, so loaders do not find them, because their layouts are unknown: " + listing(unlisted)
         )
-    prefix = "" if request.prefix in (None, DEFAULT_PREFIX) else str(request.prefix).rstrip("-") + "-"
+    prefix = request.asked.prefix
+    prefix = "" if prefix in (None, DEFAULT_PREFIX) else str(prefix).rstrip("-") + "-"
     iteration = int((training.get("global_step") if checkpoint.form != form else checkpoint.step) or 0)
     if iteration < 0:
         report.warn(f"global_step is {iteration}, and Checkpoint 2.0 counts iterations from 0: iteration 0 is written")

@@ -272,7 +272,7 @@ class UnifiedForm(_FullForm):
             and checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name].shape
         ]
         return FullDirectory(
-            self.name, chosen.tensors, chosen.values, request.max_shard_size, (), chosen.names, weights
+            self.name, chosen.tensors, chosen.values, request.asked.max_shard_size, (), chosen.names, weights
         )
 
 
@@ -300,7 +300,7 @@ class HuggingFaceForm(_FullForm):
             )
         extra_files = files_beside(checkpoint, chosen.tensors, request)
         return FullDirectory(
-            self.name, chosen.tensors, chosen.values, request.max_shard_size, extra_files, chosen.names
+            self.name, chosen.tensors, chosen.values, request.asked.max_shard_size, extra_files, chosen.names
         )
 
     def check_beside(

@@ -310,7 +310,7 @@ def choose(src: str, step: str, report: Report) -> Iteration:
 
 
 def read_distributed(form: str, reading: ReadRequest) -> ChunkedCheckpoint:
-    iteration = choose(reading.path, reading.step, reading.report)
+    iteration = choose(reading.path, reading.asked.step, reading.report)
     directory = iteration.path
     names = names_in(directory)
     metadata = read_metadata(_metadata_of(form, directory, names))

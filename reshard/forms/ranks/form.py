@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
+from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.checkpoints.formats.output import DEDUPLICATED
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, IncompleteSourceError
@@ -43,7 +44,7 @@ class RanksForm(Form):
         # Imported late: `rank-list` in a loop reads only strategies.
         from reshard.forms.ranks.selection import StepSelector
 
-        request.source.without(request.without_ranks)
+        request.source.without(request.asked.without_ranks)
         selector = StepSelector(
             request.source,
             request.target,
@@ -68,12 +69,14 @@ class RanksForm(Form):
             request.report.warn("no strategy file is written: a pipeline stage has no selected parameter")
             with_strategy = False
         if with_strategy and request.on_disk:
-            request.report.note(f"the strategy of these ranks is written to {os.path.join(request.dst, STRATEGY_FILE)}")
+            request.report.note(
+                f"the strategy of these ranks is written to {os.path.join(request.asked.path, STRATEGY_FILE)}"
+            )
         files = RankFiles(
             request.target,
             checkpoint.tensors,
-            target_format(request.format, checkpoint),
-            rank_names(request.prefix, checkpoint),
+            target_format(MEMORY if request.in_memory else request.asked.format, checkpoint),
+            rank_names(request.asked.prefix, checkpoint),
             with_strategy,
         )
         whole = request.source.is_none and request.target.is_none
@@ -93,29 +96,30 @@ def _candidates(request: ReadRequest) -> tuple[Iterable[StepFiles], Sequence[Opt
     """The candidate steps, newest first, the list of all steps for ``latest``, and the ranks of the tree."""
     from reshard.forms.ranks.selection import check_ranks
 
-    if not isinstance(request.src, str):
-        beyond = [rank for rank in request.src if not 0 <= rank < request.source.device_count]
+    asked = request.asked
+    if asked.files is not None:
+        beyond = [rank for rank in asked.files if not 0 <= rank < request.source.device_count]
         if beyond:
             raise CheckpointError(
                 f"{rank_ranges(beyond)} given, but the source strategy has {request.source.device_count} devices",
                 rank=beyond[0],
             )
-        for rank, path in request.src.items():
+        for rank, path in asked.files.items():
             if not exists(path):
                 raise CheckpointError(f"{path}: does not exist (rank {rank})", file=path, rank=rank)
-        return [StepFiles(None, dict(request.src))], (), ()
-    tree = find_checkpoints(request.src, request.file_suffix)
+        return [StepFiles(None, dict(asked.files))], (), ()
+    tree = find_checkpoints(asked)
     check_ranks(tree, request.source, request.handles)
-    candidates = tree.candidates(request.step)
-    if request.step != "latest":
+    candidates = tree.candidates(asked.step)
+    if asked.step != "latest":
         return candidates, (), tree.ranks
-    return candidates if request.fallback else itertools.islice(candidates, 1), tree.steps, tree.ranks
+    return candidates if asked.fallback else itertools.islice(candidates, 1), tree.steps, tree.ranks
 
 
 def _with_damage(candidates: Iterable[StepFiles], request: ReadRequest) -> Iterator[StepFiles]:
     """Candidates, with the files marked that count as absent."""
     for candidate in candidates:
-        left_out = candidate.files.keys() & set(request.without_ranks)
+        left_out = candidate.files.keys() & set(request.asked.without_ranks)
         reasons = {rank: f"rank {rank} counts as lost (--without-ranks)" for rank in sorted(left_out)}
         damaged = request.damaged
         reasons.update((rank, damaged[path]) for rank, path in candidate.files.items() if path in damaged)

@@ -13,8 +13,9 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
+from reshard.asked import Source
 from reshard.checkpoints.formats.headers import FORMATS, format_of
 from reshard.errors import CheckpointError, ReshardError, UsageError
 from reshard.forms.ranks.naming import (
@@ -203,13 +204,15 @@ class SourceTree:
 
 
 @listings_cached()
-def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
-    """Find the checkpoint files of a source.
+def find_checkpoints(source: Union[str, Source]) -> SourceTree:
+    """Find the checkpoint files of a source, or at a path.
 
-    Args:
-        src: a directory of rank directories, one file, or a path with ``{rank}`` and wildcards.
-        file_suffix: only files whose stem, the name without its ending, ends so.
+    Raises:
+        CheckpointError: the source is missing, unreadable, or of an unsupported form.
+        RetryableError: listing failed in a way that may pass.
     """
+    read = Source(source) if isinstance(source, str) else source
+    src, file_suffix = read.path, read.file_suffix
     try:
         if _is_pattern(src):
             _refuse_unfinished(fixed_directory(src))
@@ -262,8 +265,10 @@ def holds_ranks_only(directory: str) -> bool:
     return bool(names) and all(map(named_for_rank, names))
 
 
-def find_rank(directory: str, file_suffix: Optional[str] = None) -> Optional[SourceTree]:
+def find_rank(source: Union[str, Source]) -> Optional[SourceTree]:
     """The checkpoint files of a single rank's directory, ``rank_3`` or ``ckpt_dir3``; None for others."""
+    read = Source(source) if isinstance(source, str) else source
+    directory, file_suffix = read.path, read.file_suffix
     name = os.path.basename(os.path.abspath(directory))
     match = _RANK_DIRECTORY.fullmatch(name) or re.fullmatch(_FAULT_DIRECTORY, name)
     if match is None or not is_directory(directory):
