@@ -6,8 +6,8 @@
 2. In a directory, every rank may have written its own file: contents are compared first, so that identical copies are
    parsed once. Files that are not strategies are skipped, with a note. If the directory itself holds no strategies,
    those in its ``rank_0/``, ``rank_1/`` ... are used.
-3. All records of a stage, in files of any form, merged or not, must agree on every parameter. Values that only one
-   form records come from the record that has them.
+3. Merged files, and the files of single stages together, must have the same stages. All records of a stage must
+   agree on every parameter; values that only one form records come from the record that has them.
 """
 
 from __future__ import annotations
@@ -168,7 +168,19 @@ def _records_in(directory: str, leave_out: Optional[str]) -> tuple[list[StageRec
         )
     # Merged JSON may lack items of the stages, so their own files are the first.
     files.sort(key=lambda file: is_merged(file[0]))
-    return [record for file, paths in files for record in stage_records(file, paths)], notes
+    found: list[StageRecord] = []
+    stages: dict[str, set[Optional[int]]] = {}
+    for file, paths in files:
+        records = list(stage_records(file, paths))
+        found += records
+        stages.setdefault(file.path if is_merged(file) else "", set()).update(record.number for record in records)
+    if len(set(map(frozenset, stages.values()))) > 1 and all(record.number is not None for record in found):
+        raise StrategyError(
+            f"{directory}: {_names(found)}: merged files have other stages than the files beside them",
+            file=directory,
+            hint="pass one merged file, or keep the files of one run in the directory",
+        )
+    return found, notes
 
 
 def _names_in(directory: str, leave_out: Optional[str]) -> list[str]:
