@@ -212,22 +212,4 @@ def names_show(rules: str) -> None:
     if not is_json():
         click.echo(table.text, nl=False)
         return
-    echo_json(
-        {
-            "name": table.path,
-            "title": table.title,
-            "sides": list(table.sides),
-            "options": [
-                {
-                    "name": option.name,
-                    "values": list(option.values),
-                    "default": option.default,
-                    "config": option.key,
-                    "name_values": {name.text: value for name, value in option.name_values},
-                    "about": option.about,
-                }
-                for option in table.options
-            ],
-            "content": TomlFile(table.path, NamesError).parse(table.text),
-        }
-    )
+    echo_json({"name": table.path, "content": TomlFile(table.path, NamesError).parse(table.text)})
