@@ -6,5 +6,3 @@ boxes and byte ranges, not layouts.
 
 from reshard.execute.budget import Budget, Progress
 from reshard.execute.run import convert
-
-__all__ = ["Budget", "Progress", "convert"]

@@ -19,20 +19,3 @@ from reshard.layout.grid import (
     whole_box,
 )
 from reshard.layout.layout import Layout, stand_in_shape, whole
-
-__all__ = [
-    "Box",
-    "Cell",
-    "Grid",
-    "Layout",
-    "Overlap",
-    "boxes_of_range",
-    "inside",
-    "intersection",
-    "placed",
-    "shape_of",
-    "stand_in_shape",
-    "volume_of",
-    "whole",
-    "whole_box",
-]

@@ -2,5 +2,3 @@
 
 from reshard.lora.adapter import Adapter, check_beside
 from reshard.lora.scale import MAX_ALPHA, MIN_ALPHA, Scale, scale_of
-
-__all__ = ["MAX_ALPHA", "MIN_ALPHA", "Adapter", "Scale", "check_beside", "scale_of"]

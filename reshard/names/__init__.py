@@ -4,10 +4,10 @@
 `apply` computes the results as views. This room does not depend on files of tensors, dtypes or layouts.
 """
 
-from reshard.names.apply import Applied, AppliedStep, NamedView, apply_rules
+from reshard.names.apply import Applied, NamedView, apply_rules
 from reshard.names.frameworks import name_before, plain_names, possible_plain_names, trainer_keys, trainer_names
 from reshard.names.operations import SizedOperation
-from reshard.names.rules import HUB_SIDE, NameRules, UndeterminedError, possible_options
+from reshard.names.rules import HUB_SIDE, NameRules, possible_options
 from reshard.names.sizes import Configuration
 from reshard.names.tables import (
     builtin_names,
@@ -19,29 +19,3 @@ from reshard.names.tables import (
     read_rules,
     rules_named,
 )
-
-__all__ = [
-    "HUB_SIDE",
-    "Applied",
-    "AppliedStep",
-    "Configuration",
-    "NameRules",
-    "NamedView",
-    "SizedOperation",
-    "UndeterminedError",
-    "apply_rules",
-    "builtin_names",
-    "config_beside",
-    "experts_table",
-    "name_before",
-    "parse_renames",
-    "parse_rules",
-    "plain_names",
-    "possible_options",
-    "possible_plain_names",
-    "read_config",
-    "read_rules",
-    "rules_named",
-    "trainer_keys",
-    "trainer_names",
-]

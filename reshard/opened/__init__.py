@@ -7,10 +7,3 @@ NumPy's indexing. It writes nothing.
 from reshard.opened.checkpoint import OpenedCheckpoint
 from reshard.opened.opening import open, reading_request
 from reshard.opened.tensor import LazyTensor
-
-__all__ = [
-    "LazyTensor",
-    "OpenedCheckpoint",
-    "open",
-    "reading_request",
-]

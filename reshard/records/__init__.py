@@ -5,19 +5,3 @@ from reshard.records.identity import Identity, header_digest, strategy_digest
 from reshard.records.ledger import DoneRecord, Ledger
 from reshard.records.manifest import MANIFEST_NAME, FinishingRecord, Manifest, ManifestFile, read_manifest
 from reshard.records.sources import SourceFile, SourceSampler
-
-__all__ = [
-    "MANIFEST_NAME",
-    "DoneRecord",
-    "FinishingRecord",
-    "Identity",
-    "Ledger",
-    "Manifest",
-    "ManifestFile",
-    "RecordedCommand",
-    "SourceFile",
-    "SourceSampler",
-    "header_digest",
-    "read_manifest",
-    "strategy_digest",
-]

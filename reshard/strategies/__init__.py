@@ -7,10 +7,8 @@ trust their input. This room does not use checkpoints.
 
 from reshard.strategies.files import GroupInfo, read_group_info, read_strategy_file
 from reshard.strategies.model import (
-    AS_CUT,
     NONE,
     SAME,
-    SHARDS,
     Holding,
     RecordedLayout,
     Stage,
@@ -24,27 +22,3 @@ from reshard.strategies.model import (
     target_words,
 )
 from reshard.strategies.read import read_strategy, required_strategies, typed_strategy
-
-__all__ = [
-    "AS_CUT",
-    "NONE",
-    "SAME",
-    "SHARDS",
-    "GroupInfo",
-    "Holding",
-    "RecordedLayout",
-    "Stage",
-    "Strategy",
-    "StrategyFile",
-    "StrategyItem",
-    "names_files",
-    "read_group_info",
-    "read_strategy",
-    "read_strategy_file",
-    "required_strategies",
-    "rows_over",
-    "shards_of",
-    "target_named",
-    "target_words",
-    "typed_strategy",
-]

@@ -10,22 +10,3 @@ from reshard.strategies.rules.make import MadeStage, TargetRun, make_strategy
 from reshard.strategies.rules.optimizer_shards import DEFAULT_THRESHOLD, ShardSetting
 from reshard.strategies.rules.rules import LayoutRules, builtin_names, is_builtin, parse_rules, read_rules, rules_named
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors, model_tensors
-
-__all__ = [
-    "DEFAULT_THRESHOLD",
-    "AxisSizes",
-    "FullTensor",
-    "LayoutRules",
-    "MadeStage",
-    "ModelTensors",
-    "ShardSetting",
-    "TargetRun",
-    "builtin_names",
-    "is_builtin",
-    "make_strategy",
-    "model_tensors",
-    "parse_rules",
-    "parse_sizes",
-    "read_rules",
-    "rules_named",
-]
