@@ -42,6 +42,7 @@ _REPLACED = {
     "--available": "For ranks that cannot be read: --without-ranks 3,7.",
     "--all": "strategy check compares everything: leave it out.",
     "--decrypt-key-file": _DECRYPT,
+    "--strict": "Missing weights are an error without it; --allow-missing GLOB accepts them.",
     "--merge": "A machine proves its own ranks: verify OUT --src SRC --ranks 0-3.",
     "--src": "rank-list reads strategies alone; for the sources of each target: reshard plan SRC DST.",
     "--assume": 'State it in a file for --rules: matrix = ["dp", "cp", "mp"], or the cuts in map.',
@@ -68,6 +69,11 @@ def argument(name: str, **attributes: Any) -> Callable[[F], F]:
     return click.argument(name, **attributes)
 
 
+def _refuse_empty(ctx: click.Context, name: str) -> None:
+    if not ctx.resilient_parsing:
+        raise UsageError(f"{name} is empty", hint="is a variable of the shell unset?")
+
+
 class Command(click.Command):
     """A command; its epilog is its examples, one or more lines each."""
 
@@ -75,17 +81,20 @@ class Command(click.Command):
         """Parse, with advice on replaced options; refuse empty values, which come from unset variables of a shell."""
         for place, word in enumerate(args):
             if not word or re.fullmatch(r"--[\w-]+=", word):
-                option = word or (args[place - 1] if place else "")
-                name = option.rstrip("=") if option.startswith("-") else "an argument"
-                if not ctx.resilient_parsing:
-                    raise UsageError(f"{name} is empty", hint="is a variable of the shell unset?")
+                name = word.rstrip("=") or (args[place - 1] if place else "")
+                if name.startswith("-"):
+                    _refuse_empty(ctx, name.replace("_", "-"))
         try:
-            return super().parse_args(ctx, args)
+            remaining = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             if error.option_name not in _REPLACED:
                 raise
             advice = _REPLACED[error.option_name]
             raise click.UsageError(f"No such option: {error.option_name}. {advice}", ctx) from error
+        for param in self.params:
+            if isinstance(param, click.Argument) and param.name is not None and ctx.params.get(param.name) == "":
+                _refuse_empty(ctx, param.human_readable_name)
+        return remaining
 
     def invoke(self, ctx: click.Context) -> Any:
         """Do the work, which ends in good order when a signal comes."""

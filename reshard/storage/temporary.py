@@ -159,7 +159,10 @@ def make_directory(path: str) -> bool:
         return False
     try:
         os.makedirs(path, exist_ok=True)
-    except FileExistsError as error:
+    except (FileExistsError, NotADirectoryError) as error:
+        # Parents that are missing are made first: the nearest name that exists is no directory.
+        while not os.path.lexists(path):
+            path = os.path.dirname(path)
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
     return True
 

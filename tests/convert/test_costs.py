@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -12,7 +13,7 @@ import pytest
 from reshard.checkpoints.formats import headers as opening
 from reshard.checkpoints.formats import safetensors_index
 from reshard.execute import budget, reader
-from reshard.storage import ReadableFile, fill, local
+from reshard.storage import ReadableFile, fill, local, scatter
 from reshard.storage import costs as storage_costs
 from tests.counting import count_opened
 from tests.reference import Strategy
@@ -63,8 +64,15 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Costs:
         counted.reads.append((file.path, len(out)))
         fill(file, offset, out, *rank)
 
+    def counting_scatter(
+        file: ReadableFile, offset: int, outs: Sequence[memoryview], nbytes: int, *rank: Optional[int]
+    ) -> None:
+        counted.reads.append((file.path, nbytes))
+        scatter(file, offset, outs, nbytes, *rank)
+
     monkeypatch.setattr(opening.KnownStructures, "find", counting_find)
     monkeypatch.setattr(reader, "fill", counting_fill)
+    monkeypatch.setattr(reader, "scatter", counting_scatter)
     for module, name in ((opening, "read_ckpt_index"), (safetensors_index, "read_safetensors_index")):
         parse = getattr(module, name)
 

@@ -18,7 +18,7 @@ from reshard.text.messages import Report
 from tests.asking import request_between
 from tests.corpus import ROOT
 from tests.reference import Strategy
-from tests.running import Argument, done, fails, flat, reshard
+from tests.running import Argument, done, fails
 from tests.small import COPIED, PLAIN_TARGET, World, tensors
 from tests.trees import cut_ranks, layout, same_ranks, single, value, write_strategy, write_tree
 
@@ -237,19 +237,7 @@ def test_an_ambiguous_older_step_is_ignored(plain: World) -> None:
 def test_an_empty_rank_directory_over_the_device_count_is_an_error(world: World) -> None:
     world.save(FULL)
     (world.src / "rank_4").mkdir()
-    world.refuses(3, "rank 4", "last pipeline stage")
-
-
-def test_a_small_strategy_of_another_network_is_called_that_first(world: World) -> None:
-    """Not a pipeline stage that is missing."""
-    world.save(FULL)
-    other = write_strategy(world.root / "other", single({"x": layout([2], [0])}))
-    words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", other, "--dst-strategy", "none"]
-    result = fails(3, *words, texts=[other, "another network", "ranks 2-3", world.src])
-    assert "stage" not in result.err
-    check = reshard("strategy", "check", other, world.src)
-    assert check.status == 4 and "missing?" not in check.out
-    assert flat(check.out).index("another network") < flat(check.out).index("ranks 2-3 have files")
+    world.refuses(3, "rank 4", "4 devices")
 
 
 @pytest.mark.parametrize("below", ["sub", "sub/deep"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from reshard.errors import UsageError
 from tests.asking import conversion_of, open_checkpoint
 from tests.corpus import ROOT
-from tests.running import Argument, done, fails, flat, warns
+from tests.running import Argument, done, fails, warns
 from tests.small import World, tensors
 from tests.trees import Value, cut_ranks, same_ranks, subset, write_tree
 
@@ -46,18 +45,13 @@ def test_a_slice_only_on_ranks_that_are_left_out_is_lost(wrong: World) -> None:
     wrong.refuses(3, "ranks 0,2", "--without-ranks", options=("--without-ranks", "0,2"))
 
 
-def test_ranks_that_are_left_out_are_not_called_missing(plain: World) -> None:
-    """Neither in the list of absent ranks, nor in the advice on parameters that only they may have saved."""
+def test_replicas_stand_in_for_ranks_that_are_left_out_and_a_note_names_them(plain: World) -> None:
     plain.save(tensors(names=["v"]))
-    texts = ["without rank 0", "counts as lost (--without-ranks)", "take rank 0 out of --without-ranks"]
     words = ["plan", *plain.words()[1:], "--allow-missing", "w", "--without-ranks", "0"]
     result = done(*words)
-    warns(result, *texts)
+    warns(result, "rank 0", "replicas")
     (line,) = [line for line in result.out.splitlines() if "replicas replace" in line]
     assert "rank 0" in line and "left out" in line
-    assert "has no file of" not in flat(result.err) and "bring these ranks back" not in flat(result.err)
-    shutil.rmtree(plain.src / "rank_1")
-    warns(done(*words), "no file of rank 1 and", "bring these ranks back", *texts)
 
 
 def test_ranks_that_do_not_exist_cannot_be_left_out(wrong: World) -> None:

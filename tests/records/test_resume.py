@@ -247,7 +247,7 @@ def test_another_conversion_removes_files_of_killed_runs(options: tuple[str, ...
     world.save(FULL)
     code = (
         "import os\nfrom reshard.execute import writing\n"
-        "writing.TargetWriter.part_done = lambda self: os._exit(9)\n" + LAUNCHER
+        "writing.TargetWriter.commit = lambda self: os._exit(9)\n" + LAUNCHER
     )
     words = list(map(str, world.words("--ranks", "1")))
     assert subprocess.run([sys.executable, "-c", code, *words]).returncode == 9
