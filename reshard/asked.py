@@ -152,7 +152,6 @@ class Option(NamedTuple):
         choices: the possible values; the kind is then `TEXT`.
         limits: smallest and largest number.
         completes: what a shell completes: ``paths``, ``tables`` or ``types``.
-        same_bytes: it decides no byte that is written.
     """
 
     help: str
@@ -164,7 +163,6 @@ class Option(NamedTuple):
     choices: Collection[str] = ()
     limits: Optional[tuple[int, int]] = None
     completes: Optional[str] = None
-    same_bytes: bool = False
 
     @property
     def parameter(self) -> str:
@@ -394,14 +392,12 @@ class Target(Group):
         "Replace existing targets, including those of another conversion.",
         "Target",
         kind=FLAG,
-        same_bytes=True,
     )
     checksum: str = _option(
         "none",
         "Record checksums in the manifest for `reshard verify DST`, and CRCs in archives of dcp.",
         "Checks",
         choices=("none", "crc32"),
-        same_bytes=True,
     )
     is_file: bool = False
 
@@ -437,7 +433,6 @@ class Edits(Group):
         kind=TEXTS,
         metavar="GLOB",
         shown="none",
-        same_bytes=True,
     )
     names: Optional[str] = _option(
         None,
@@ -527,7 +522,6 @@ class Effort(Group):
         metavar="N",
         limits=(1, 1024),
         shown="all available",
-        same_bytes=True,
     )
     max_memory: int = _option(
         MAX_MEMORY,
@@ -536,28 +530,24 @@ class Effort(Group):
         kind=MEMORY,
         metavar="SIZE",
         shown="8M for each CPU, at least 64M",
-        same_bytes=True,
     )
     io: str = _option(
         "auto",
         "How sources are read; auto is pread. With mmap, a file that is truncated meanwhile kills the run.",
         "Effort",
         choices=("auto", "mmap", "pread"),
-        same_bytes=True,
     )
     crc: str = _option(
         "auto",
         "Check the CRCs of source files, and of tensors in archives, that are read whole.",
         "Checks",
         choices=("auto", "never"),
-        same_bytes=True,
     )
     check_replicas: str = _option(
         "auto",
         "Compare replicas on the source ranks before writing: auto compares samples, and all that recover uses.",
         "Checks",
         choices=("auto", "all", "never"),
-        same_bytes=True,
     )
 
     @property
@@ -585,7 +575,6 @@ class Conversion(Group):
         kind=RANKS,
         metavar="0-7,12",
         shown="all",
-        same_bytes=True,
     )
     shard: Optional[tuple[int, int]] = _option(
         None,
@@ -593,7 +582,6 @@ class Conversion(Group):
         "Target",
         kind=SHARE,
         metavar="I/N|auto",
-        same_bytes=True,
     )
 
     @property
@@ -635,6 +623,13 @@ class Conversion(Group):
         from reshard.api import verify
 
         verify(self)
+
+
+# Each field is documented once, by the help of its option.
+for _group in (Source, Target, Edits, Effort, Conversion):
+    _doc = (_group.__doc__ or "").rstrip()
+    _entries = [f"        {name}: {option.help}" for name, (option, _) in fields_of(_group).items()]
+    _group.__doc__ = "\n".join([_doc, *([] if "Attributes:" in _doc else ["", "    Attributes:"]), *_entries, ""])
 
 
 class Task(NamedTuple):

@@ -70,6 +70,11 @@ def test_a_pasted_command_asks_for_the_same(of: type[Group], name: str) -> None:
 
 
 @pytest.mark.parametrize(("of", "name"), FIELDS)
+def test_a_field_is_documented_by_the_help_of_its_option(of: type[Group], name: str) -> None:
+    assert f"{name}: {fields_of(of)[name][0].help}" in str(of.__doc__)
+
+
+@pytest.mark.parametrize(("of", "name"), FIELDS)
 def test_messages_in_python_name_the_field(of: type[Group], name: str) -> None:
     (option, _) = fields_of(of)[name]
     assert name in in_python(f"leave out {option.names[0]}")
