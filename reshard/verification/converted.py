@@ -324,7 +324,11 @@ class _Files(TargetComparison):
         """Whether the slices with elements are those of no stage of the target's strategy."""
         for stage in self._new.stages:
             if content.name in stage.layouts:
-                boxes = target_boxes(layout_in(stage, content, self._new), content.shape)
+                try:
+                    boxes = target_boxes(layout_in(stage, content, self._new), content.shape)
+                except LayoutError as error:
+                    yield error.message
+                    return
                 if {*filter(volume_of, boxes)} == {*filter(volume_of, written)}:
                     return
         yield "is not cut as by the target's strategy"

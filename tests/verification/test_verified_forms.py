@@ -207,14 +207,18 @@ def test_finishing_files_are_compared_with_the_files_without_a_manifest(form: st
     differs("verify", target, "--src", world.src, *words(form, world), texts=["'v'"])
 
 
-def test_layouts_other_than_the_target_strategy_gives_are_found(world: World) -> None:
-    target = make("checkpoint2", world)
+@pytest.mark.parametrize(
+    ("form", "texts"),
+    [("checkpoint2", ["'w'", "[1, 2]", "[2, 1]"]), ("dcp", ["'w'", "is not cut as by the target's strategy"])],
+)
+def test_layouts_other_than_the_target_strategy_gives_are_found(form: str, texts: list[str], world: World) -> None:
+    target = make(form, world)
     other = write_strategy(
         world.root / "strategies" / "other",
         single({"w": layout([2], [0, -1]), "v": layout([2], [-1]), "m.w": layout([2], [0, -1])}),
     )
     options: list[Argument] = ["--src-strategy", world.old, "--dst-strategy", other]
-    differs("verify", target, "--src", world.src, *options, texts=["'w'", "[1, 2]", "[2, 1]"])
+    differs("verify", target, "--src", world.src, *options, texts=texts)
 
 
 def test_parts_of_a_form_are_not_verified_alone(world: World) -> None:
