@@ -104,14 +104,15 @@ def carry_out(
             if is_json() or not is_quiet():
                 print_plan(prepared, summary)
             return
-        # Verification treats the files that the conversion found damaged as missing, too.
-        request = request._replace(damaged=prepared.plan.request.damaged)
-    before = time.monotonic()
+    verifying = 0.0
     if request.task.verify:
         from reshard.convert.verifying import verify_written
 
+        before = time.monotonic()
+        # Files that the conversion found damaged are missing for the verification, too.
+        request = request._replace(damaged=prepared.plan.request.damaged)
         differences = verify_written(request, summary, progress, adapter)
-    verifying = time.monotonic() - before
+        verifying = time.monotonic() - before
     if is_json():
         echo_json({**summary_json(summary), **({} if request.task.recover else {"differences": differences})})
     if not is_quiet():

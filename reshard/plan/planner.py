@@ -98,20 +98,21 @@ def read_source(
         ReshardError: the source is incomplete or damaged, or cannot be read.
     """
     shards = shards_of(request.target.path) is not None
-    reading = ReadRequest(
-        request.asked.source,
-        handles,
-        report,
-        request.damaged,
-        required or _is_required(request),
-        source=request.source,
-        # Rows of everything are cut, whatever the source holds.
-        target=Strategy.none() if shards else request.target,
-        ranks=None if shards else request.target_ranks,
-        filters=request.filters,
-        edit=None if request.edits.is_empty else request.edits.step_editor(request.target),
+    return request.form.read(
+        ReadRequest(
+            request.asked.source,
+            handles,
+            report,
+            request.damaged,
+            required or _is_required(request),
+            source=request.source,
+            # Rows of everything are cut, whatever the source holds.
+            target=Strategy.none() if shards else request.target,
+            ranks=None if shards else request.target_ranks,
+            filters=request.filters,
+            edit=None if request.edits.is_empty else request.edits.step_editor(request.target),
+        )
     )
-    return request.form.read(reading)
 
 
 def _write_request(request: Request, handles: FileHandles, report: Report) -> WriteRequest:
