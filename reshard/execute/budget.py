@@ -135,7 +135,6 @@ class Budget(NamedTuple):
         # Two threads may meet in the middle of a part, so there may be two parts of each file.
         parts_held = limits.most * 2 * part_bytes
         held = storage.held + parts_held
-        uploads = 0
         if part_bytes:
             # Other threads send the parts, within the rest of the memory. A few more threads than CPUs fill parts,
             # because they compete with many that send.
@@ -144,7 +143,7 @@ class Budget(NamedTuple):
             threads = min(threads, max(1, memory // 2 // fair_share))
             uploads = max(1, min(in_flight[1], (memory - threads * fair_share) // part_bytes))
         else:
-            threads = max(threads, in_flight[1])
+            threads, uploads = max(threads, in_flight[1]), 0
         least = least_memory(storage, part_bytes, limits.most)
         share = max(least, memory - uploads * part_bytes) // threads
         own = max(0, share - parts_held)
@@ -231,7 +230,6 @@ def writing_budget(
     store, storage = store_of(plan.request.dst), _storage_of(plan)
     target, nbytes = store.costs(plan.request.dst), sum(sizes.values())
     part_bytes = max(map(store.part_bytes, sizes.values()), default=0)
-    decoded = plan.request.edits.quantisation is not None
 
     def budget_of(limits: GroupLimits, work: Optional[tuple[int, int]] = None) -> Budget:
         return Budget.of(
@@ -242,7 +240,7 @@ def writing_budget(
             target=target,
             part_bytes=part_bytes,
             limits=limits,
-            decoded=decoded,
+            decoded=plan.request.edits.quantisation is not None,
             transposed=transposed,
             work=work,
         )
@@ -253,8 +251,8 @@ def writing_budget(
     else:
         # Each thread may open a whole group of targets and its sources: keep below the limit of open files.
         together = MAX_GROUP if len(sizes) <= max_open // 4 else max_open // 4 // alone.threads
-    small = nbytes < _SMALL_FILE * len(sizes)
-    beside = max(_MIN_FILES, alone.threads if small else alone.cpus, int(_MAX_PART_OF_FILES * len(sizes)))
+    writers = alone.threads if nbytes < _SMALL_FILE * len(sizes) else alone.cpus
+    beside = max(_MIN_FILES, writers, int(_MAX_PART_OF_FILES * len(sizes)))
     limits = GroupLimits(max(1, min(MAX_GROUP, together)), beside, storage.remote and not target.remote)
     most = max(map(len, plan.reading_groups([*sizes], limits)), default=1)
     needed = least_memory(storage, part_bytes, most)

@@ -29,7 +29,7 @@ of the part, and whether to compute checksums. A file without a descriptor is no
 
 
 class PartProcesses:
-    """Worker processes that write parts, from the side of the conversion; a context manager."""
+    """Worker processes that write parts, from the side of the conversion; ``crew`` has to be closed."""
 
     def __init__(
         self, target_of: TargetOf, handles: FileHandles, budget: Budget, sampled: Iterable[TargetFile]
@@ -37,17 +37,7 @@ class PartProcesses:
         serve = PartServer(target_of, handles, budget)
         serve.load_for(sampled)
         self._handles = handles
-        self._crew = Crew(budget.processes, budget.threads // budget.processes, serve)
-
-    def __enter__(self) -> PartProcesses:
-        self._crew.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._crew.__exit__(*error)
-
-    def kill(self) -> None:
-        self._crew.kill()
+        self.crew = Crew(budget.processes, budget.threads // budget.processes, serve)
 
     def write(self, writers: Sequence[TargetWriter], number: int, notify: Notify) -> None:
         """Have a process write a part of some files.
@@ -68,7 +58,7 @@ class PartProcesses:
             ]
             request: PartRequest = (members, number, writers[0].checksums is not None)
             files = [descriptor for descriptor in descriptors if descriptor is not None]
-            results, versions = self._crew.call(request, files, notify)
+            results, versions = self.crew.call(request, files, notify)
         for writer, result in zip(writers, results):
             writer.adopt(*result)
         self._handles.see(versions)

@@ -74,7 +74,8 @@ def convert(
         if target_of is not None and budget.processes > 1 and may_fork():
             others = set(samples).difference(target.rank for target in itertools.chain(*first))
             sampled = itertools.chain(*first, map(target_of, others))
-            processes = stack.enter_context(PartProcesses(target_of, handles, budget, sampled))
+            processes = PartProcesses(target_of, handles, budget, sampled)
+            stack.enter_context(processes.crew)
         _Execution(groups, handles, budget, progress, finish, checksum, processes).run()
 
 
@@ -192,8 +193,8 @@ class _Execution:
         self._processes = processes
         self._sending = Sending(budget.uploads) if budget.uploads else None
         self._commits: list[Future[None]] = []
-        limits = budget.limits
-        self._schedule = Schedule(groups, budget.threads, max(0, limits.in_flight - limits.most), self._writer_of)
+        beside = max(0, budget.limits.in_flight - budget.limits.most)
+        self._schedule = Schedule(groups, budget.threads, beside, self._writer_of)
         self._handles = handles
         self._budget = budget
         self._reader = BoxReader(handles, budget, self._overflowed)
@@ -370,7 +371,7 @@ class _Execution:
         self._stop.set()
         if self._processes is not None:
             # Threads that wait for a worker then end at once.
-            self._processes.kill()
+            self._processes.crew.kill()
 
 
 def _lost(error: LostWorkerError, targets: Sequence[TargetFile], first: TargetFile) -> ReshardError:

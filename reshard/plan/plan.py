@@ -123,9 +123,11 @@ class Plan:
                 alike.setdefault(self.form.names_in(file), []).append(file)
             for members in alike.values():
                 for linked in linked_files(members, section, cuts):
-                    together = limits.most
-                    if len(linked) > limits.in_flight:
-                        together = limits.together(len(linked), *self._shared_bytes(section, linked))
+                    together = (
+                        limits.most
+                        if len(linked) <= limits.in_flight
+                        else limits.together(len(linked), *self._shared_bytes(section, linked))
+                    )
                     for start in range(0, len(linked), together):
                         yield tuple(linked[start : start + together])
 
