@@ -176,13 +176,12 @@ def _option(default: Any, help: str, section: str, *names: str, **attributes: An
 
 def fields_of(group: type) -> dict[str, tuple[Option, Any]]:
     """The option and the default of every field of a group that has an option, by the field's name."""
-    options = {}
-    for each in dataclasses.fields(group):
-        if "option" in each.metadata:
-            option = each.metadata["option"]
-            names = option.names or (f"--{each.name.replace('_', '-')}",)
-            options[each.name] = (option._replace(names=names), each.default)
-    return options
+    fields = [field for field in dataclasses.fields(group) if "option" in field.metadata]
+    return {field.name: (_named(field.metadata["option"], field.name), field.default) for field in fields}
+
+
+def _named(option: Option, field: str) -> Option:
+    return option if option.names else option._replace(names=(f"--{field.replace('_', '-')}",))
 
 
 class Group:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from reshard.asked import Source
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms import DEFAULT_FORM, FORM_CLASSES, READ_ONLY_CLASSES
-from reshard.forms.form import Form
+from reshard.forms.form import Form, Layouts
 from reshard.forms.ranks.naming import RANK
 from reshard.forms.ranks.tree import find_checkpoints, named_for_rank
 from reshard.storage import exists, listings_cached
@@ -53,7 +53,9 @@ def check_options(source: Source, form: Form) -> None:
     Raises:
         UsageError: an option is for rank files.
     """
-    if not form.options.needs_strategy and source.strategy not in (None, NONE):
+    # Full weights are unsharded; a form that records its layouts may be sharded.
+    unsharded = (None, NONE) if form.options.layouts is Layouts.WHOLE else (None,)
+    if not form.options.needs_strategy and source.strategy not in unsharded:
         raise UsageError(
             f"{source.path}: is of the form {form.name}, which needs no strategy", hint="leave out --src-strategy"
         )
