@@ -15,7 +15,7 @@ import time
 from typing import Any, Callable
 
 from reshard.cli.main import main
-from reshard.storage import costs as storage
+from reshard.storage import store as storage
 
 
 def delayed(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, TypeVar, 
 from reshard.defaults import DEFAULT_PREFIX, MAX_DEVICES, MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
 from reshard.forms import FORM_CLASSES, SHORT_NAMES
-from reshard.text.globs import Filters
 from reshard.text.messages import number_ranges
+from reshard.text.names import Filters
 
 if TYPE_CHECKING:
     from reshard.api import Planned

@@ -15,8 +15,8 @@ from reshard.forms import DEFAULT_FORM
 from reshard.forms.ranks.naming import RANK, as_prefix
 from reshard.forms.registry import form_named
 from reshard.plan.edits import edit_rules
+from reshard.plan.plan import Request
 from reshard.plan.replicas import ReplicaChoice
-from reshard.plan.request import Request
 from reshard.storage import is_directory, names_in, real
 from reshard.strategies import NONE, read_group_info, read_strategy
 from reshard.strategies.written import merge_pipeline

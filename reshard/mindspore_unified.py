@@ -15,12 +15,11 @@ from reshard.forms.full.form import UNIFIED
 from reshard.forms.registry import form_named, form_of
 from reshard.mindspore_api import LOG, checked_format, strategy_of
 from reshard.plan.edits import edit_rules
-from reshard.plan.request import Request
+from reshard.plan.plan import Request
 from reshard.storage import real
 from reshard.strategies import Strategy, read_strategy
-from reshard.text.globs import pattern_of
 from reshard.text.messages import listing, logged
-from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight
+from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight, pattern_of
 
 
 def unified_safetensors(

@@ -11,8 +11,7 @@ from typing import Optional
 from reshard.asked import Conversion, Edits, Effort, Source, Target, Task
 from reshard.cli import options
 from reshard.cli.command import argument, command, option
-from reshard.cli.conversion import carry_out
-from reshard.cli.convert import summary_lines
+from reshard.cli.convert import carry_out, summary_lines
 from reshard.cli.opened import opened
 from reshard.cli.output import listener
 from reshard.convert.ends import request_of

@@ -8,7 +8,7 @@ from typing import Any, Optional
 from reshard.asked import Conversion, Edits, Effort, Source, Target, Task
 from reshard.cli import options
 from reshard.cli.command import argument, command
-from reshard.cli.conversion import contents_words, detail_lines, summary_json
+from reshard.cli.convert import contents_words, detail_lines, summary_json
 from reshard.cli.output import echo_json, fill, is_json, is_verbose, listener, say, terminal_width, write_file
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import table

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from reshard.asked import Conversion, Effort
 from reshard.cli import options
 from reshard.cli.command import argument, command
-from reshard.cli.conversion import summary_json
+from reshard.cli.convert import summary_json
 from reshard.cli.output import echo_json, is_json, is_quiet, listener, say
 from reshard.convert import Summary
 from reshard.convert.recorded import source_exists

@@ -33,8 +33,8 @@ from reshard.plan.planner import read_source
 from reshard.records import Manifest, RecordedCommand, read_manifest
 from reshard.records.status import status_of
 from reshard.storage import storage_of
-from reshard.text.globs import warn_of_unmatched
 from reshard.text.messages import MAX_LINES, Report, joined, listing, one_line, plural, printable, quoted, rank_ranges
+from reshard.text.names import warn_of_unmatched
 from reshard.verification.edited import edited_source
 from reshard.verification.files import read_sound
 from reshard.verification.fingerprint import Fingerprints, fingerprints

@@ -8,20 +8,19 @@ from collections.abc import Mapping, Sequence
 
 from reshard.checkpoints import FileHandles, files_alike
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.convert.source_crcs import damaged_files
+from reshard.convert.prepared import damaged_files
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.execute import Budget, Progress
 from reshard.forms.ranks.checkpoint import read_some_ranks
 from reshard.forms.ranks.selection import check_ranks
 from reshard.forms.ranks.tree import StepFiles, find_checkpoints
+from reshard.plan.plan import Request
 from reshard.plan.planner import read_source
-from reshard.plan.request import Request
 from reshard.source_replicas.compare import compare_replicas, entries_as_tensors
 from reshard.storage import is_directory, storage_of
 from reshard.strategies import Strategy
-from reshard.text.globs import Filters, warn_of_unmatched
 from reshard.text.messages import Message, Report, joined, listing, plural, rank_ranges
-from reshard.text.names import belongs_to_rank
+from reshard.text.names import Filters, belongs_to_rank, warn_of_unmatched
 from reshard.verification.reading import Difference, kind_of_tensor
 
 _MAX_SHOWN = 3

@@ -19,8 +19,8 @@ from reshard.errors import CheckpointError, InputError, NamesError, TargetError,
 from reshard.execute import Progress
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import counted_as, form_named, form_of
+from reshard.plan.plan import Request
 from reshard.plan.planner import read_source
-from reshard.plan.request import Request
 from reshard.records import Identity, Manifest, read_manifest
 from reshard.records.ledger import ledger_in
 from reshard.records.status import status_of

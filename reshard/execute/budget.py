@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
-from reshard.plan.groups import MAX_GROUP, ONE_FILE, GroupLimits
+from reshard.plan.pieces import MAX_GROUP, ONE_FILE, GroupLimits
 from reshard.processes import BASE_OF_PROCESSES, MIN_MEMORY_PER_CPU, may_fork, private_bytes, process_count
 from reshard.storage import storage_of, store_of
-from reshard.storage.costs import LOCAL, Storage, busy_cpus
+from reshard.storage.store import LOCAL, Storage, busy_cpus
 
 if TYPE_CHECKING:
     from reshard.plan.plan import Plan

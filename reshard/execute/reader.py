@@ -26,7 +26,7 @@ from reshard.execute.runs import NEVER, Run, runs_of_box
 from reshard.layout import Box, boxes_of_range, placed, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetTensor
 from reshard.storage import between, cut_short, fill, reading_error, scatter
-from reshard.storage.costs import LOCAL, Storage
+from reshard.storage.store import LOCAL, Storage
 from reshard.threads import cached_property, renew_in_children, thread_pool, wait_for
 
 if TYPE_CHECKING:

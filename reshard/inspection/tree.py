@@ -37,9 +37,8 @@ from reshard.storage import (
 )
 from reshard.strategies import Strategy
 from reshard.strategies.replicas import replicas_of_strategy
-from reshard.text.globs import Filters
 from reshard.text.messages import Report, plural, rank_ranges, some_names
-from reshard.text.names import CURRENT_RANK
+from reshard.text.names import CURRENT_RANK, Filters
 
 # Maximum names in a line.
 _MAX_PATTERNS = 6

@@ -23,12 +23,11 @@ from reshard.forms.objects import shown_object
 from reshard.layout import Box, shape_of, whole_box
 from reshard.opened.tensor import LazyTensor
 from reshard.plan.pieces import Kind, Piece, StoredSlice, TargetTensor, TargetTensors
-from reshard.plan.plan import Plan
+from reshard.plan.plan import Plan, Request
 from reshard.plan.planner import make_plan
-from reshard.plan.request import Request
 from reshard.plan.values import CopiedValue
 from reshard.storage import storage_of
-from reshard.storage.costs import LOCAL, Storage
+from reshard.storage.store import LOCAL, Storage
 from reshard.text.messages import Report, quoted
 from reshard.text.names import near_names
 from reshard.threads import ThreadLock

@@ -16,7 +16,7 @@ from reshard.forms.registry import check_exists, check_holds_ranks, check_option
 from reshard.in_python import errors_in_python, in_python
 from reshard.opened.checkpoint import OpenedCheckpoint
 from reshard.plan.edits import EditRules, edit_rules
-from reshard.plan.request import Request
+from reshard.plan.plan import Request
 from reshard.records.identity import strategy_digest
 from reshard.records.ledger import recorded_strategy
 from reshard.storage import listings_cached

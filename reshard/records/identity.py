@@ -1,8 +1,14 @@
 """What makes two runs the same conversion, so that one may go on where the other stopped.
 
-One part is the content of the strategies, step, filters, format and prefix. The other is the source files
-(`sources`): a run may read only some of them, so each file is recorded by itself, and
-runs agree if the files that both have read are the same. Ranks, jobs and I/O options do not count.
+One part is the content of the strategies, step, filters, format and prefix. The other is the source
+files: a run may read only some of them, so each file is recorded by itself, and runs agree if the files that both have
+read are the same. Ranks, jobs and I/O options do not count.
+
+Times are unreliable: copies have others, and another checkpoint can be given the same times. So a source file is
+identified by its size, its headers, and samples of its contents: all of a few small values, such as ``global_step``,
+and some bytes of a few tensors, different ones in each rank's file. Two steps of a training, or two models, differ in
+these; a copy does not. Runs on several machines may have no file in common. Then only the small values that all ranks
+share can be compared.
 """
 
 from __future__ import annotations
@@ -11,18 +17,22 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Callable, NamedTuple, Optional, Union, get_type_hints
 
-from reshard.checkpoints import Literal, OutputLayout
+from reshard.checkpoints import CheckpointIndex, FileHandles, Literal, OutputLayout, Tensor
 from reshard.checkpoints.formats.headers import ALL_FORMATS
 from reshard.defaults import MAX_DEVICES
 from reshard.forms import FORM_CLASSES
 from reshard.forms.ranks.naming import FileNames
 from reshard.layout import Layout
+from reshard.storage import ReadableFile, read_each, reading, storage_of
 from reshard.storage.json_text import Fields, JsonError
 from reshard.strategies import Strategy
 from reshard.text.messages import quoted
+from reshard.text.names import belongs_to_rank, is_value
+from reshard.threads import thread_pool
 
 _DIGEST_LENGTH = 16
 # Readers of a record's members, by the attribute's type.
@@ -153,3 +163,180 @@ def digest_of(parts: Iterable[Union[bytes, memoryview]]) -> str:
     for part in parts:
         hashed.update(part)
     return hashed.hexdigest()[:_DIGEST_LENGTH]
+
+
+# Number of sampled tensors of a file, and bytes of each sample.
+_TENSORS = 8
+_BYTES = 256
+# Number of values outside the parameters that are read whole, and their maximum size.
+_VALUES = 8
+_VALUE_BYTES = 256
+# Steps of this fraction of a list spread evenly and repeat late.
+_GOLDEN = 0.6180339887498949
+_DIGESTS = r"\.".join(4 * [r"([0-9a-f]{16})"])
+_RECORD = rf"(\d{{1,9}})\.(\d{{1,20}})\.{_DIGESTS}\.(-?\d{{1,20}})\.(\d{{1,20}})\.(-?\d{{1,20}})"
+
+
+class SourceFile(NamedTuple):
+    """A source file as a run read it.
+
+    Attributes:
+        rank: source rank.
+        size: bytes.
+        headers: digest of its headers and its recorded CRC.
+        contents: digest of samples of its contents.
+        value_names: digest of the names of the sampled small values that are shared by all ranks.
+        values: digest of their contents.
+        modified: time of last modification, in nanoseconds; only a hint, because files get copied.
+        inode: its inode; only a hint, too.
+        changed: differs after every change, see `FileStatus`; a hint that writers cannot set.
+    """
+
+    rank: int
+    size: int
+    headers: str
+    contents: str
+    value_names: str
+    values: str
+    modified: int
+    inode: int
+    changed: int
+
+    @property
+    def content(self) -> tuple[int, str, str]:
+        """Equal for the same content: size, headers and samples."""
+        return self.size, self.headers, self.contents
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Differs after the file was replaced, or modified and given its old time."""
+        return self.inode, self.changed
+
+    @property
+    def record(self) -> str:
+        """As text: the name of an empty file."""
+        return ".".join(map(str, self))
+
+    @classmethod
+    def parse(cls, text: str) -> Optional[SourceFile]:
+        """The file in a text from `record`; None for other text."""
+        match = re.fullmatch(_RECORD, text)
+        if match is None:
+            return None
+        rank, size, headers, contents, value_names, values, *times = match.groups()
+        modified, inode, changed = map(int, times)
+        return cls(int(rank), int(size), headers, contents, value_names, values, modified, inode, changed)
+
+
+class _HeaderStructure(NamedTuple):
+    """The samples of files with equal structure.
+
+    Attributes:
+        digest: of their tensors' names, types, shapes and places.
+        common: small values that all ranks should share, read whole.
+        of_rank: likewise the rank's own.
+        names: all other tensors with contents, sorted.
+        tensors: all tensors by name.
+    """
+
+    digest: str
+    common: tuple[Tensor, ...]
+    of_rank: tuple[Tensor, ...]
+    names: tuple[str, ...]
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> _HeaderStructure:
+        names = sorted(name for name, tensor in tensors.items() if tensor.nbytes)
+        small = (tensors[name] for name in names if tensors[name].nbytes <= _VALUE_BYTES)
+        common: list[Tensor] = []
+        of_rank: list[Tensor] = []
+        for tensor in filter(_is_value, small):
+            values = of_rank if belongs_to_rank(tensor.name) else common
+            if len(values) < _VALUES:
+                values.append(tensor)
+        chosen = {tensor.name for tensor in (*common, *of_rank)}
+        return cls(
+            digest_of(repr(tuple(tensor)).encode() for tensor in tensors.values()),
+            tuple(common),
+            tuple(of_rank),
+            tuple(name for name in names if name not in chosen),
+            tensors,
+        )
+
+    @property
+    def value_names(self) -> str:
+        """A digest of the names of the values that all ranks should share."""
+        return short_digest(*(repr(tensor.name).encode() for tensor in self.common))
+
+    def values(self) -> list[tuple[int, int]]:
+        """The (offset, bytes) ranges of these values."""
+        return [extent for tensor in self.common for extent in tensor.extents]
+
+    def samples(self, rank: int) -> list[tuple[int, int]]:
+        """The (offset, bytes) ranges of a rank's other samples."""
+        ranges = [extent for tensor in self.of_rank for extent in tensor.extents]
+        for number in range(min(_TENSORS, len(self.names))):
+            place = (rank * _TENSORS + number + 1) * _GOLDEN % 1
+            tensor = self.tensors[self.names[int(place * len(self.names))]]
+            offset, size = tensor.extents[len(tensor.extents) // 2]
+            count = min(_BYTES, size)
+            ranges.append((offset + (size - count) // 2, count))
+        return ranges
+
+
+def _is_value(tensor: Tensor) -> bool:
+    return is_value(tensor.name, tensor.nbytes // tensor.item_size)
+
+
+class SourceSampler:
+    """Samples source files; the structure of equal files is computed once.
+
+    Args:
+        handles: open source files.
+    """
+
+    def __init__(self, handles: FileHandles) -> None:
+        self._handles = handles
+        self._structures: dict[int, _HeaderStructure] = {}
+
+    def look_at(self, indexes: Mapping[int, CheckpointIndex]) -> list[SourceFile]:
+        """The source files of these ranks, ascending.
+
+        Raises:
+            ReshardError: a file can no longer be opened or read.
+        """
+        ranks = sorted(indexes)
+        for index in indexes.values():
+            if id(index.tensors) not in self._structures:
+                self._structures[id(index.tensors)] = _HeaderStructure.of(index.tensors)
+        storage = storage_of(indexes[ranks[0]].path) if ranks else None
+        if storage is None or not storage.remote:
+            return [self._file(rank, indexes[rank]) for rank in ranks]
+        with thread_pool(4 * storage.in_flight) as pool:
+            return list(pool.map(lambda rank: self._file(rank, indexes[rank]), ranks))
+
+    def _file(self, rank: int, index: CheckpointIndex) -> SourceFile:
+        structure = self._structures[id(index.tensors)]
+        headers = repr((index.format, structure.digest, index.crc, sorted(index.metadata.items())))
+        with reading(index.path), self._handles.borrow(index.path) as file:
+            runs = structure.values()
+            sampled = _samples(file, [*runs, *structure.samples(rank)])
+            values, samples = sampled[: len(runs)], sampled[len(runs) :]
+            status = file.status()
+        return SourceFile(
+            rank,
+            index.size,
+            short_digest(headers.encode()),
+            short_digest(*values, *samples),
+            structure.value_names,
+            short_digest(*values),
+            status.modified,
+            status.inode,
+            status.changed,
+        )
+
+
+def _samples(file: ReadableFile, runs: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Bytes of a file, by offset and number."""
+    return list(read_each(file, runs))

@@ -32,8 +32,7 @@ from reshard.forms.ranks.form import STRATEGY_FILE
 from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.ranks.tree import RankFile, find_checkpoints
 from reshard.records.commands import RecordedCommand, commands_in, is_command
-from reshard.records.identity import Identity, strategy_digest
-from reshard.records.sources import SourceFile
+from reshard.records.identity import Identity, SourceFile, strategy_digest
 from reshard.storage import (
     FileStatus,
     Notify,

@@ -19,9 +19,22 @@ from contextlib import AbstractContextManager
 from typing import Optional
 
 from reshard.storage import temporary
-from reshard.storage.costs import LOCAL, REMOTE, Measured, Storage, file_system_of, storage_on
 from reshard.storage.registry import absolute
-from reshard.storage.store import DirectoryEntry, FileStatus, NewFile, Notify, OpenFile, Sending, Store
+from reshard.storage.store import (
+    LOCAL,
+    REMOTE,
+    DirectoryEntry,
+    FileStatus,
+    Measured,
+    NewFile,
+    Notify,
+    OpenFile,
+    Sending,
+    Storage,
+    Store,
+    file_system_of,
+    storage_on,
+)
 
 # Larger reads take the time of their bytes.
 _SMALL = 64 << 10

@@ -20,8 +20,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, Union, cast
 
 from reshard.errors import UsageError
-from reshard.storage.costs import Storage
-from reshard.storage.store import DirectoryEntry, FileStatus, Store
+from reshard.storage.store import DirectoryEntry, FileStatus, Storage, Store
 from reshard.threads import thread_pool
 
 if TYPE_CHECKING:

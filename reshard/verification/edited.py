@@ -14,9 +14,8 @@ from reshard.checkpoints.checkpoint import ShardReading
 from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.strategies import Strategy
-from reshard.text.globs import Glob
 from reshard.text.messages import Report, listing, quoted
-from reshard.text.names import is_weight, near_names
+from reshard.text.names import Glob, is_weight, near_names
 from reshard.verification.boxes import Shape
 from reshard.verification.operations import DerivedTensor, lists_of, needed_sources
 from reshard.verification.stored import Content, Source, StoredTensor

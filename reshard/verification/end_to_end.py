@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.forms.form import Names
 from reshard.strategies import SAME, Strategy, shards_of
-from reshard.text.globs import warn_of_unmatched
 from reshard.text.messages import Report, listing, plural, quoted
-from reshard.text.names import TRAINER_OPTIMIZERS
+from reshard.text.names import TRAINER_OPTIMIZERS, warn_of_unmatched
 from reshard.verification.boxes import whole_box
 from reshard.verification.computed import sums_of
 from reshard.verification.converted import compare_form, object_differences, training_differences
@@ -25,7 +24,7 @@ from reshard.verification.stored import Source, files_read, stored_source
 if TYPE_CHECKING:
     from reshard.lora import Scale
     from reshard.plan.edits import EditRules
-    from reshard.plan.request import Request
+    from reshard.plan.plan import Request
 
 _MAX_SHOWN = 3
 

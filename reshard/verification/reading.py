@@ -17,7 +17,7 @@ import numpy as np
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor
 from reshard.processes import MIN_BYTES_PER_PROCESS, Crew, Notify, may_fork, private_bytes, process_count
 from reshard.storage import FileStatus, storage_of
-from reshard.storage.costs import busy_cpus
+from reshard.storage.store import busy_cpus
 from reshard.text.messages import one_line, quoted, rank_ranges, some_names
 from reshard.verification.boxes import Box, shape_of, volume_of, whole_box, within
 from reshard.verification.computed import Sum

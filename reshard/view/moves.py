@@ -8,10 +8,10 @@ from typing import Any, Optional
 from reshard.checkpoints import FileHandles
 from reshard.convert.transfers import Transfers, transfers_of
 from reshard.execute import Budget
+from reshard.plan.plan import Request
 from reshard.plan.planner import make_plan
-from reshard.plan.request import Request
 from reshard.storage import storage_of
-from reshard.storage.costs import LOCAL
+from reshard.storage.store import LOCAL
 from reshard.text.messages import Report
 from reshard.view.page import Table, repeats
 

@@ -9,8 +9,8 @@ import pytest
 
 from reshard import defaults
 from reshard.defaults import usable_cpus
-from reshard.storage import costs
-from reshard.storage.costs import LOCAL, OBJECTS, REMOTE, busy_cpus
+from reshard.storage import store as costs
+from reshard.storage.store import LOCAL, OBJECTS, REMOTE, busy_cpus
 
 V2, V1 = "0::/job/step\n", "5:memory:/m\n4:cpu,cpuacct:/docker/abc\n0::/\n"
 CPU = "/sys/fs/cgroup/cpu,cpuacct"

@@ -127,7 +127,7 @@ def test_progress_lines_are_printed_while_no_bytes_move(
 
 
 def test_the_summary_lists_the_time_of_each_phase(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.cli.conversion.MIN_SHOWN", 0.0)
+    monkeypatch.setattr("reshard.cli.convert.MIN_SHOWN", 0.0)
     world.save(tensors())
     output = world.convert("--verify", "-v").err
     assert re.search(r"planning \d+\.\d s, checking \d+\.\d s, writing \d+\.\d s, verifying \d+\.\d s", output)

@@ -14,7 +14,7 @@ from reshard.checkpoints.formats import headers as opening
 from reshard.checkpoints.formats import safetensors_index
 from reshard.execute import budget, reader
 from reshard.storage import ReadableFile, fill, local, scatter
-from reshard.storage import costs as storage_costs
+from reshard.storage import store as storage_costs
 from tests.counting import count_opened
 from tests.reference import Strategy
 from tests.running import Argument, done

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
 from reshard.execute import budget as execution
-from reshard.plan.groups import GroupLimits
+from reshard.plan.pieces import GroupLimits
 from reshard.plan.planner import make_plan
-from reshard.storage import costs as storage_module
+from reshard.storage import store as storage_module
 from reshard.storage.local import LOCAL_STORE
 from reshard.text.messages import Report
 from tests.asking import request_between

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy, wrong_slices
 from reshard.cli.shard import Share, launched_as
-from reshard.plan.groups import share_of
+from reshard.plan.pieces import share_of
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
 

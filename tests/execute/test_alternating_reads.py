@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reshard.checkpoints import FileHandles
 from reshard.execute.reader import FileReader
 from reshard.plan.pieces import StoredSlice
-from reshard.storage.costs import REMOTE
+from reshard.storage.store import REMOTE
 from tests.counting import reads_of_local_files
 from tests.layouts import examples
 

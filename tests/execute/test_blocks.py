@@ -24,7 +24,7 @@ from reshard.execute.runs import Run, runs_of_box
 from reshard.layout import Box, boxes_of_range, intersection
 from reshard.layout.views import ZEROS, View
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
-from reshard.storage.costs import LOCAL, REMOTE, Storage, file_system_of
+from reshard.storage.store import LOCAL, REMOTE, Storage, file_system_of
 from tests.layouts import examples
 
 READERS = pytest.mark.parametrize(("storage", "mapped"), list(itertools.product([LOCAL, REMOTE], [False, True])))

@@ -24,7 +24,7 @@ from reshard.errors import CheckpointError, RetryableError
 from reshard.execute import budget, part_server, parts
 from reshard.numbers import sweep
 from reshard.processes import OWN_THREAD, Crew, LostWorkerError, Notify, may_fork
-from reshard.storage import costs
+from reshard.storage import store as costs
 from reshard.storage.local import NewLocalFile, WrittenFile
 from reshard.verification import reading
 from tests.conftest import LONG

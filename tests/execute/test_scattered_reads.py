@@ -23,7 +23,7 @@ from reshard.execute.runs import runs_of_box
 from reshard.layout import Box, boxes_of_range, inside, intersection, volume_of
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.storage import between
-from reshard.storage.costs import LOCAL
+from reshard.storage.store import LOCAL
 from tests.layouts import examples
 from tests.running import fails
 from tests.small import world_of

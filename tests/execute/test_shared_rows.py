@@ -11,7 +11,7 @@ import pytest
 from reshard.execute import parts, reader, writing
 from reshard.forms.target import Cut, Section
 from reshard.layout import Layout, Overlap
-from reshard.plan.groups import GroupLimits, linked_files
+from reshard.plan.pieces import GroupLimits, linked_files
 from reshard.storage import ReadableFile, fill
 from tests.reference import Strategy
 from tests.running import Argument, done

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from reshard.execute import Budget
 from reshard.execute.budget import least_memory
-from reshard.storage.costs import LOCAL
+from reshard.storage.store import LOCAL
 from tests.counting import reads_into_buffers
 from tests.running import Argument, done
 from tests.trees import layout, single, write_strategy

@@ -21,8 +21,8 @@ from reshard.convert.writing import Counted
 from reshard.forms.registry import form_named
 from reshard.lora import scale_of
 from reshard.lora.adapter import LowRank, MatrixCache
+from reshard.plan.plan import Request
 from reshard.plan.planner import read_source
-from reshard.plan.request import Request
 from reshard.strategies import Strategy
 from reshard.text.messages import Report
 from reshard.verification.end_to_end import MergedAdapter, Verified, verify_conversion

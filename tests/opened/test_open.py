@@ -156,7 +156,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return actual
 
 
-# Surplus bytes that are cheaper than a request: see reshard/storage/costs.py.
+# Surplus bytes that are cheaper than a request: see reshard/storage/store.py.
 GRANULE = 16 << 10
 
 
@@ -184,7 +184,7 @@ def test_an_index_reads_its_bytes_and_small_gaps_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if stored == "remote":
-        monkeypatch.setattr("reshard.storage.costs.file_system_of", lambda path: "nfs4")
+        monkeypatch.setattr("reshard.storage.store.file_system_of", lambda path: "nfs4")
     source, strategy, array = wide
     with open_checkpoint(source, src_strategy=strategy) as opened:
         tensor = opened["w"]

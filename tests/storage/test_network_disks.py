@@ -22,8 +22,8 @@ from reshard.execute import Budget
 from reshard.execute.budget import choose_io
 from reshard.execute.reader import FileReader
 from reshard.plan.pieces import StoredSlice
-from reshard.storage.costs import LOCAL, OBJECTS, REMOTE, Measured, Storage, round_trip_of, storage_with
 from reshard.storage.local import LocalStore
+from reshard.storage.store import LOCAL, OBJECTS, REMOTE, Measured, Storage, round_trip_of, storage_with
 from reshard.text.messages import Report
 from tests.asking import conversion_of
 from tests.corpus import FIXTURES, ROOT
@@ -133,7 +133,7 @@ def slow_open(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def test_only_network_file_systems_report_a_round_trip(
     file_system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reshard.storage.costs.file_system_of", lambda path: file_system)
+    monkeypatch.setattr("reshard.storage.store.file_system_of", lambda path: file_system)
     path = tmp_path / "a"
     path.write_bytes(bytes(range(100)))
     store = LocalStore()

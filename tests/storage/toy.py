@@ -14,8 +14,8 @@ from urllib.parse import quote, unquote
 from uuid import uuid4
 
 from reshard.storage import DirectoryEntry, FileStatus, NewFile, OpenFile, Sending, Store
-from reshard.storage.costs import LOCAL, Storage
 from reshard.storage.s3.store import ObjectEntry
+from reshard.storage.store import LOCAL, Storage
 
 SCHEME = "toy://"
 

@@ -38,9 +38,8 @@ from reshard.forms.ranks.tree import SourceTree, StepFiles
 from reshard.forms.target import Cuts, Section
 from reshard.layout import Grid, Overlap
 from reshard.strategies import Stage, Strategy
-from reshard.text.globs import Filters
 from reshard.text.messages import Message, Report, block, joined, listing, plural, rank_ranges
-from reshard.text.names import is_weight
+from reshard.text.names import Filters, is_weight
 
 _MOST_GROUPS = 8
 

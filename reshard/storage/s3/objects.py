@@ -20,9 +20,8 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from reshard.storage.costs import Measured
 from reshard.storage.s3.service import CHANGED, Address, Service, number_of, unexpected
-from reshard.storage.store import FileStatus, NewFile, Sending
+from reshard.storage.store import FileStatus, Measured, NewFile, Sending
 from reshard.threads import ThreadLock, thread_pool
 
 # Bytes read when an object is opened, in the request that returns its size: most files' headers fit.

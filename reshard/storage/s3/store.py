@@ -11,10 +11,9 @@ import time
 from typing import Any, NamedTuple, Optional
 
 from reshard.errors import InputError
-from reshard.storage.costs import Storage
 from reshard.storage.s3.objects import HELD, NewObject, ObjectFile, ObjectReader, Version, metadata_of, part_bytes
 from reshard.storage.s3.service import Address, Service, number_of, service
-from reshard.storage.store import DirectoryEntry, FileStatus, Sending, Store
+from reshard.storage.store import DirectoryEntry, FileStatus, Sending, Storage, Store
 
 
 class ObjectEntry(NamedTuple):
