@@ -338,13 +338,14 @@ reshard strategy rules llama > model.toml
 """,
 )
 @click.argument("name", metavar="[NAME]", required=False)
+@option("Output", "--list", "as_list", is_flag=True, help="List the built-in rules, as without NAME.")
 @options.common
-def strategy_rules(name: Optional[str]) -> None:
+def strategy_rules(name: Optional[str], as_list: bool) -> None:
     """Print the built-in rules NAME, to start from, or list all of them."""
     from reshard.strategies.rules import builtin_names, rules_named
 
     names = builtin_names()
-    if name is None:
+    if name is None or as_list:
         width = max(map(len, names))
         # The first line of each is a comment with the models that it is for.
         titles = {each: rules_named(each).text.partition("\n")[0].lstrip("# ") for each in names}

@@ -28,6 +28,7 @@ from reshard.text.messages import Report, logged, plural
 def open(
     source: Union[Path, Source],
     *,
+    src_strategy: Optional[Path] = None,
     dst_strategy: Optional[Path] = None,
     shards: Optional[int] = None,
     rank: Optional[int] = None,
@@ -41,6 +42,7 @@ def open(
 
     Args:
         source: the checkpoint, or its path.
+        src_strategy: strategy of a source that is given by its path.
         dst_strategy: strategy of the requested slices; ``"same"`` for the source's.
         shards: number of ranks over which rows are cut, as PyTorch's FSDP cuts them, in place of ``dst_strategy``.
         rank: rank of ``dst_strategy`` or ``shards`` whose slices are read.
@@ -52,7 +54,12 @@ def open(
         ReshardError: the checkpoint is missing, or a strategy cannot be read.
     """
     report = logged(in_python)
-    read = source if isinstance(source, Source) else Source(os.fspath(source))
+    if isinstance(source, Source):
+        if src_strategy is not None:
+            raise UsageError("src_strategy belongs to the path of a source", hint="Source has it: strategy=")
+        read = source
+    else:
+        read = Source(os.fspath(source), None if src_strategy is None else os.fspath(src_strategy))
     strategy = None if dst_strategy is None else os.fspath(dst_strategy)
     target = Target(os.curdir, strategy=strategy, shards=shards)
     request = reading_request(Conversion(read, target, edits, effort), report, rank)

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import reshard
 from reshard.errors import IncompleteSourceError, ReshardError, RetryableError, UsageError
 from reshard.opened import LazyTensor
 from tests.asking import open_checkpoint
@@ -221,6 +222,18 @@ def test_opening_reads_no_contents(plain: World, monkeypatch: pytest.MonkeyPatch
         assert looked_into and not any(path.endswith("net-1_10.ckpt") for path in looked_into)
         assert len(opened) == 3
         assert any(path.endswith("net-1_10.ckpt") for path in looked_into)
+
+
+def test_a_path_and_both_strategies_are_enough(plain: World) -> None:
+    full = small_tensors(names=["w"])
+    plain.save(full)
+    with reshard.open(plain.src, src_strategy=plain.old) as opened:
+        assert same(opened["w"][...], full["w"].array)
+    asked = open_checkpoint(plain.src, src_strategy=plain.old, dst_strategy=plain.new, rank=0)
+    with asked, reshard.open(plain.src, src_strategy=plain.old, dst_strategy=plain.new, rank=0) as opened:
+        assert same(opened["w"][...], asked["w"][...])
+    with pytest.raises(UsageError, match="src_strategy"):
+        reshard.open(reshard.Source(str(plain.src)), src_strategy=plain.old)
 
 
 def test_replicas_replace_lost_ranks_and_a_missing_slice_is_an_error(plain: World) -> None:

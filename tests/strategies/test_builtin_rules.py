@@ -141,6 +141,7 @@ def test_layouts_that_depend_on_the_configuration_stay_undecided() -> None:
 
 def test_built_in_rules_are_listed_and_printed() -> None:
     output = done("strategy", "rules").out
+    assert done("strategy", "rules", "--list").out == output
     for name in builtin_names():
         assert f"{name} " in output
         assert done("strategy", "rules", name).out == rules_named(name).text
