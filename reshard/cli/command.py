@@ -42,6 +42,7 @@ _REPLACED = {
     "--available": "For ranks that cannot be read: --without-ranks 3,7.",
     "--all": "strategy check compares everything: leave it out.",
     "--decrypt-key-file": _DECRYPT,
+    "--decrypt-mode": _DECRYPT,
     "--strict": "Missing weights are an error without it; --allow-missing GLOB accepts them.",
     "--merge": "A machine proves its own ranks: verify OUT --src SRC --ranks 0-3.",
     "--src": "rank-list reads strategies alone; for the sources of each target: reshard plan SRC DST.",
