@@ -131,8 +131,10 @@ def verify(
     progress = progress_of()
     with reading_sources(effort, progress, report) as (means, crcs):
         if replicas:
-            read = replace(source, path=out, strategy=strategy)
-            request = reading_request(Conversion(read, target, edits, effort), report, option="--strategy ")
+            # The other options of strategies, names and types are those of SRC.
+            read, selection = replace(source, path=out, strategy=strategy), Edits(edits.include, edits.exclude)
+            asked = Conversion(read, Target(os.curdir), selection, effort)
+            request = reading_request(asked, report, option="--strategy ")
             differences, verdict = verify_replicas(request, means.handles, progress, report)
         if src is not None:
             try:

@@ -6,7 +6,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from reshard.checkpoints import FileHandles, files_alike
+from reshard.checkpoints import FileHandles, files_alike, unchecked
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.convert.prepared import damaged_files
 from reshard.errors import CheckpointError, InputError, UsageError
@@ -52,11 +52,16 @@ def verify_replicas(
         step_files = StepFiles(None, dict(files), damaged=damaged_ranks)
         return read_some_ranks(step_files, strategy, handles, Report(), filters.admit)
 
-    checkpoint, problems = read({})
-    if effort.crc == "auto":
-        damaged = damaged_files([*checkpoint.indexes.values()], budget, handles, report, progress)
-        if damaged:
-            checkpoint, problems = read({path: error.message for path, error in damaged.items()})
+    damage: dict[str, str] = {}
+    checked: set[object] = set()
+    while True:
+        checkpoint, problems = read(damage)
+        unread = unchecked(checkpoint.indexes.values(), checked) if effort.crc == "auto" else []
+        damaged = damaged_files(unread, budget, handles, report, progress) if unread else {}
+        if not damaged:
+            break
+        # Another step may be read without these files.
+        damage.update((path, error.message) for path, error in damaged.items())
     warn_of_unmatched(filters, (strategy.parameters, checkpoint.names()), report)
     if not any(map(filters.admit, [*checkpoint.names(), *problems])):
         raise CheckpointError(

@@ -305,6 +305,14 @@ def test_replicas_of_a_target_are_compared_by_its_recorded_strategy(world: World
     assert "'v'" in texts
 
 
+def test_copies_and_the_source_are_compared_in_one_run(world: World) -> None:
+    world.save(FULL)
+    done("convert", world.src, world.dst, "--src-strategy", world.old, "--dst-strategy", world.old, "--cast", "fp16")
+    source: list[Argument] = ["--src", world.src, "--src-strategy", world.old, "--dst-strategy", world.old]
+    result = done("verify", world.dst, "--replicas", "--strategy", world.old, *source, "--cast", "fp16")
+    assert "no CRC is recorded" not in result.err
+
+
 def slice_moved_by_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(plan, "StoredSlice", off_by_one)
 
