@@ -29,6 +29,7 @@ Path = Union[str, "os.PathLike[str]"]
 Texts = Union[str, Sequence[str]]
 G = TypeVar("G", bound="Group")
 
+_SIZES = (1, 1 << 62)
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -375,6 +376,7 @@ class Target(Group):
         "Target",
         kind=SIZE,
         metavar="SIZE",
+        limits=_SIZES,
         shown="5GB, unified 3GiB",
     )
     prefix: Optional[str] = _option(
@@ -528,6 +530,7 @@ class Effort(Group):
         "Effort",
         kind=MEMORY,
         metavar="SIZE",
+        limits=_SIZES,
         shown="8M for each CPU, at least 64M",
     )
     io: str = _option(

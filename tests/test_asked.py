@@ -118,3 +118,10 @@ def test_a_value_of_another_kind_is_refused(values: dict[str, Any], error: str) 
 def test_groups_are_exported() -> None:
     names = [field.name for field in fields(Conversion)]
     assert [getattr(reshard, name.title()) for name in names[:4]] == [Source, Target, Edits, Effort]
+
+
+def test_sizes_below_one_byte_are_wrong_usage() -> None:
+    with pytest.raises(UsageError, match="max_memory=0"):
+        Effort(max_memory=0)
+    with pytest.raises(UsageError, match="max_shard_size=-1"):
+        Target("/dst", max_shard_size=-1)

@@ -229,6 +229,9 @@ class Prepared:
             self._check_step(plan, damage.checkpoint)
         request, sources = plan.request, plan.checkpoint.files.values()
         if asked.target.is_file:
+            if len(plan.requested) != 1:
+                count = plural(len(plan.requested), request.to.options.unit)
+                raise UsageError(f"{request.dst}: is one file, and {count} are requested", hint="name one: files=(0,)")
             strategies = (s.path for s in (request.source, request.target) if not s.is_none)
             check_apart(request.dst, sources, strategies)
         else:

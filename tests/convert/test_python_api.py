@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import reshard
 from reshard.errors import CheckpointError, ReshardError, TargetError, UsageError, VerificationError
 from reshard.in_python import in_python
 from tests.asking import conversion_of, open_checkpoint
@@ -51,6 +52,18 @@ def test_a_conversion_writes_the_bytes_of_the_command_line(tmp_path: Path, argum
     assert contents(tmp_path / "called") == contents(tmp_path / "typed")
     assert summary.manifest and planned.summary.bytes_written == summary.bytes_written
     conversion.verify()
+
+
+def test_a_file_holds_one_rank(tmp_path: Path) -> None:
+    path = tmp_path / "one.ckpt"
+    source, strategy = reshard.Source(str(SRC), str(STRATEGIES["src_strategy"])), str(STRATEGIES["dst_strategy"])
+    target = reshard.Target(str(path), strategy, is_file=True)
+    with pytest.raises(UsageError, match="4 ranks"):
+        reshard.Conversion(source, target).convert()
+    assert not path.exists()
+    assert reshard.Conversion(source, target, files=(2,)).convert().files == [str(path)]
+    conversion_of(SRC, tmp_path / "ranks", **STRATEGIES).convert()
+    assert path.read_bytes() == (tmp_path / "ranks" / "rank_2" / "checkpoint_2.ckpt").read_bytes()
 
 
 def test_a_conversion_with_names_packs_tensors(tmp_path: Path) -> None:
