@@ -143,6 +143,13 @@ def test_without_a_tracker_the_newest_complete_iteration_is_read(tmp_path: Path)
     assert read(root, report=report).step == "10"
     assert "it is unknown which iterations are finished" in report.warnings[0]
     assert any("iteration 20 is not complete and is skipped" in warning for warning in report.warnings)
+    # The only iteration may be unfinished, too.
+    only, report = iterations(tmp_path / "only", 2), Report()
+    assert read(only, report=report).step == "2"
+    assert "it is unknown which iterations are finished" in report.warnings[0]
+    report = Report()
+    assert read(only, "2", report).step == "2"
+    assert not report.warnings
 
 
 @pytest.mark.parametrize("text", ["", "ten", "1" * 300, "release", "-1", "\0"])

@@ -153,7 +153,7 @@ def choose(path: str, step: str, report: Report) -> list[Iteration]:
             hint=hint_of_checkpoints_below(path) or "a root of Checkpoint 2.0 has one for each saved iteration",
         )
     chosen = ITERATIONS.choose(path, iterations, step, report)
-    if len(chosen) > 1:
+    if step == "latest" and read_tracker(path) is None:
         report.warn(
             f"{os.path.join(path, TRACKER)} is missing, so it is unknown which iterations are finished: "
             "the newest complete one is read"
