@@ -161,7 +161,7 @@ def make_directory(path: str) -> bool:
         os.makedirs(path, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         # Parents that are missing are made first: the nearest name that exists is no directory.
-        while not os.path.lexists(path):
+        while path and not os.path.lexists(path):
             path = os.path.dirname(path)
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
     return True

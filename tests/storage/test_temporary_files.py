@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from reshard.storage import temporary
 from tests.corpus import ROOT
 from tests.running import Argument, done
 from tests.small import World, tensors
@@ -74,6 +76,15 @@ os.waitpid(child, 0)
 assert os.listdir(sys.argv[1]) == [os.path.basename(path)]
 signals.leave(0)
 """
+
+
+def test_a_file_in_the_place_of_a_directory_may_be_gone_before_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(path: str, **_: object) -> None:
+        raise FileExistsError(errno.EEXIST, "File exists", path)
+
+    monkeypatch.setattr(os, "makedirs", taken)
+    with pytest.raises(NotADirectoryError):
+        temporary.make_directory("gone/meanwhile")
 
 
 def test_the_end_of_a_forked_child_leaves_its_parents_files_alone(tmp_path: Path) -> None:
