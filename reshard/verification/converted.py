@@ -248,20 +248,20 @@ class _Files(TargetComparison):
             yield f"its metadata has no 'format', which should be {self._format!r}"
 
     def _values(self) -> Iterator[tuple[str, int, Sequence[int]]]:
-        expected = self._file_of_values()
+        expected, weights = self._file_of_values(), {*self._source.checkpoint.without_layout()}
         for name, files in self._value_files.items():
             numbers = self._written.holders.get(name, ())
             for number in numbers:
                 yield name, number, files[:1]
             if not numbers:
                 self._add("missing", name, "is in no file")
-            elif expected is not None and expected not in numbers:
+            elif expected is not None and expected not in numbers and name not in weights:
                 self._add("missing", name, "is not in the file with the values", [expected])
             if len(numbers) > 1:
                 self._add("extra", name, "is in several files, of which loaders read one", numbers)
 
     def _file_of_values(self) -> Optional[int]:
-        """The file with all values: the first, of optimizer state if any; None where an index lists it."""
+        """The file with all values but weights: the first, of optimizer state if any; None where an index lists it."""
         if self._form.options.layouts is Layouts.WHOLE:
             return None
         paths = self._written.checkpoint.files
