@@ -111,6 +111,8 @@ def verify(
             "--strategy needs --replicas",
             hint="to compare with the source, pass --src SRC with --src-strategy and --dst-strategy",
         )
+    if replicas and src is None and ranks is not None:
+        raise UsageError("--replicas compares the copies on all ranks", hint="leave out --ranks, or add --src SRC")
     if src is None and edits.changes:
         raise UsageError("--src is missing", hint="options of names and types need --src SRC")
     if src is None and (source.strategy or target.strategy or target.shards):

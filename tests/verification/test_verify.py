@@ -280,6 +280,7 @@ def test_contents_without_a_checksum_are_listed_with_their_ranks(world: World, w
     [
         ("--headers-only", "--src", "SRC"),
         ("--headers-only", "--replicas"),
+        ("--replicas", "--ranks", "0"),
         ("--strategy", "x"),
         ("--src-strategy", "x"),
     ],
