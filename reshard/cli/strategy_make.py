@@ -279,9 +279,11 @@ def strategy_derive(
     else:
         listed = (strategy_shapes(source.strategy) for source in sources)
         known = next((each for each in listed if each is not None), None)
-        if known is None or names is not None or config is not None:
+        if names is not None or config is not None:
+            raise UsageError("--shapes is missing", hint="--names and --config apply to the tensors of --shapes")
+        if known is None:
             raise UsageError(
-                f"--shapes is missing: --names and --config apply to it, and {src} may not contain tensor shapes",
+                f"--shapes is missing: {src} does not contain tensor shapes",
                 hint=f"add --shapes CKPT, the checkpoint that was saved with {src}, or the index of its full weights",
             )
         tensors = known
