@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from reshard.asked import Conversion, Task
+from reshard.asked import GROUPS, Conversion, Task
 from reshard.convert import Summary, prepare
 from reshard.convert.ends import request_of
 from reshard.convert.transfers import Transfers, transfers_of
-from reshard.errors import VerificationError
+from reshard.errors import UsageError, VerificationError
 from reshard.execute import Progress
 from reshard.execute.destination import Space
 from reshard.in_python import errors_in_python, in_python
@@ -35,6 +35,7 @@ class Planned(NamedTuple):
 @errors_in_python()
 def plan(asked: Conversion) -> Planned:
     """See `Conversion.plan`."""
+    _check_groups(asked)
     report = logged(in_python)
     with prepare(request_of(asked, report, Task(dry_run=True)), report) as prepared:
         summary = prepared.carry_out()
@@ -46,6 +47,7 @@ def plan(asked: Conversion) -> Planned:
 @errors_in_python()
 def convert(asked: Conversion, verify: bool) -> Summary:
     """See `Conversion.convert`."""
+    _check_groups(asked)
     report = logged(in_python)
     request = request_of(asked, report, Task(verify=verify))
     with prepare(request, report) as prepared:
@@ -62,12 +64,19 @@ def convert(asked: Conversion, verify: bool) -> Summary:
 @errors_in_python()
 def verify(asked: Conversion) -> None:
     """See `Conversion.verify`."""
+    _check_groups(asked)
     from reshard.convert.verifying import reading_sources, verify_with_source
 
     report = logged(in_python)
     with reading_sources(asked.effort, Progress(), report) as (means, crcs):
         differences = verify_with_source(asked, means, report, crcs)
     _refuse(differences, asked.target.path)
+
+
+def _check_groups(asked: Conversion) -> None:
+    for name, group in GROUPS.items():
+        if not isinstance(getattr(asked, name), group):
+            raise UsageError(f"{name}={getattr(asked, name)!r} is not a reshard.{group.__name__}")
 
 
 def _refuse(differences: Sequence[object], dst: str) -> None:

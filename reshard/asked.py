@@ -241,15 +241,14 @@ class Group:
             UsageError: a value is unknown or invalid.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        groups: dict[str, type[Group]] = {"source": Source, "target": Target, "edits": Edits, "effort": Effort}
         arguments = dict(values)
         for name, value in values.items():
-            if name not in fields_of(cls) and not (name in fields and name in ("path", *groups)):
+            if name not in fields_of(cls) and not (name in fields and name in ("path", *GROUPS)):
                 raise UsageError(f"{name!r} is unknown")
-            if name in groups:
+            if name in GROUPS:
                 if not isinstance(value, dict):
                     raise UsageError(f"{name} is not an object")
-                arguments[name] = groups[name].from_json(value)
+                arguments[name] = GROUPS[name].from_json(value)
         try:
             return cls(**arguments)
         except TypeError as error:
@@ -556,6 +555,9 @@ class Effort(Group):
     def cpus(self) -> int:
         """The CPUs to keep busy."""
         return self.jobs or usable_cpus()
+
+
+GROUPS: dict[str, type[Group]] = {"source": Source, "target": Target, "edits": Edits, "effort": Effort}
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from reshard.forms import DEFAULT_FORM
 from reshard.forms.full.form import UNIFIED
 from reshard.forms.registry import form_named, form_of
 from reshard.mindspore_api import LOG, checked_format, strategy_of
-from reshard.plan.edits import edit_rules
-from reshard.plan.plan import Request
+from reshard.plan.edits import Request, edit_rules
 from reshard.storage import real
 from reshard.strategies import Strategy, read_strategy
 from reshard.text.messages import listing, logged

@@ -8,7 +8,7 @@ import reshard
 from reshard.asked import Conversion, Edits, Effort, Group, Source, Target, fields_of
 from reshard.convert.ends import request_of
 from reshard.opened import OpenedCheckpoint
-from reshard.plan.plan import Request
+from reshard.plan.edits import Request
 from reshard.text.messages import Report
 from tests.small import World
 

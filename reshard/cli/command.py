@@ -44,6 +44,8 @@ _REPLACED = {
     "--decrypt-key-file": _DECRYPT,
     "--decrypt-mode": _DECRYPT,
     "--strict": "Missing weights are an error without it; --allow-missing GLOB accepts them.",
+    "--svg": "Pictures: strategy show PARAM --svg, plan --svg, and the page of view.",
+    "--ranks": "A machine proves its own ranks: verify OUT --src SRC --ranks 0-3.",
     "--merge": "A machine proves its own ranks: verify OUT --src SRC --ranks 0-3.",
     "--src": "rank-list reads strategies alone; for the sources of each target: reshard plan SRC DST.",
     "--assume": 'State it in a file for --rules: matrix = ["dp", "cp", "mp"], or the cuts in map.',

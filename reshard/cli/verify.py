@@ -22,7 +22,7 @@ from reshard.cli.progress import progress_of
 from reshard.convert.recorded import command_with_source, merge_hint, recorded_source, was_merged
 from reshard.convert.replicas import verify_replicas
 from reshard.convert.verifying import against_manifest, of_ranks, reading_sources, verify_with_source
-from reshard.errors import InputError, TargetError, UsageError
+from reshard.errors import CheckpointError, InputError, TargetError, UsageError
 from reshard.execute import Budget
 from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader
@@ -270,7 +270,11 @@ def fingerprint(source: Source, edits: Edits, effort: Effort) -> None:
         if not rules.is_empty:
             converted = make_edits(stored.checkpoint, rules, Report())
             _check_equal(converted, [name for name in target.names if filters.admit(name)], means)
-        warn_of_unmatched(filters, (() if edited else request.source.parameters, target.names), report)
+        warn_of_unmatched(filters, (target.names, () if edited else request.source.parameters), report)
+        if target.names and not any(map(filters.admit, target.names)):
+            raise CheckpointError(
+                "no parameter or value of the checkpoint is selected", hint="check --include and --exclude"
+            )
         model_names = {} if edited else rules.model_names(stored.checkpoint.tensors, stored.checkpoint)
         if len({*model_names.values()}) < len(model_names):
             # Two tensors would have one name.

@@ -20,8 +20,7 @@ from reshard.forms.registry import (
     form_named,
     form_of,
 )
-from reshard.plan.edits import edit_rules
-from reshard.plan.plan import Request
+from reshard.plan.edits import Request, edit_rules
 from reshard.records.ledger import ledger_in
 from reshard.storage import exists, is_directory, listings_cached
 from reshard.strategies import NONE, SAME, Strategy, required_strategies, shards_of, target_named, typed_strategy

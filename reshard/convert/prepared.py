@@ -23,8 +23,9 @@ from reshard.execute.runs import largest_transposed
 from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of, stage_shardings
 from reshard.forms.ranks.naming import check_prefix
 from reshard.forms.registry import counted_as
+from reshard.plan.edits import Request
 from reshard.plan.pieces import share_of
-from reshard.plan.plan import Plan, Request
+from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
 from reshard.records import SourceFile, SourceSampler
 from reshard.source_replicas import (

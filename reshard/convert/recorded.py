@@ -13,8 +13,8 @@ from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.forms.form import Form
 from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.registry import form_named, form_of
-from reshard.plan.edits import NO_TABLE, EditRules, edit_rules
-from reshard.plan.plan import Plan, Request
+from reshard.plan.edits import NO_TABLE, EditRules, Request, edit_rules
+from reshard.plan.plan import Plan
 from reshard.records import Identity, RecordedCommand, strategy_digest
 from reshard.records.identity import short_digest
 from reshard.records.ledger import Ledger, ledger_in, packing_of

@@ -14,7 +14,7 @@ from reshard.execute import Budget, Progress
 from reshard.forms.ranks.checkpoint import read_some_ranks
 from reshard.forms.ranks.selection import check_ranks
 from reshard.forms.ranks.tree import StepFiles, find_checkpoints
-from reshard.plan.plan import Request
+from reshard.plan.edits import Request
 from reshard.plan.planner import read_source
 from reshard.source_replicas.compare import compare_replicas, entries_as_tensors
 from reshard.storage import is_directory, storage_of
@@ -62,7 +62,7 @@ def verify_replicas(
             break
         # Another step may be read without these files.
         damage.update((path, error.message) for path, error in damaged.items())
-    warn_of_unmatched(filters, (strategy.parameters, checkpoint.names()), report)
+    warn_of_unmatched(filters, (checkpoint.names(), strategy.parameters), report)
     if not any(map(filters.admit, [*checkpoint.names(), *problems])):
         raise CheckpointError(
             "nothing to compare: no parameter of the checkpoint is selected",

@@ -19,7 +19,7 @@ from reshard.errors import CheckpointError, InputError, NamesError, TargetError,
 from reshard.execute import Progress
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import counted_as, form_named, form_of
-from reshard.plan.plan import Request
+from reshard.plan.edits import Request
 from reshard.plan.planner import read_source
 from reshard.records import Identity, Manifest, read_manifest
 from reshard.records.ledger import ledger_in

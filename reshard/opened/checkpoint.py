@@ -22,8 +22,9 @@ from reshard.execute.reader import BoxReader, in_order
 from reshard.forms.objects import shown_object
 from reshard.layout import Box, shape_of, whole_box
 from reshard.opened.tensor import LazyTensor
+from reshard.plan.edits import Request
 from reshard.plan.pieces import Kind, Piece, StoredSlice, TargetTensor, TargetTensors
-from reshard.plan.plan import Plan, Request
+from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
 from reshard.plan.values import CopiedValue
 from reshard.storage import storage_of

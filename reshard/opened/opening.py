@@ -15,8 +15,7 @@ from reshard.forms.form import Form, Layouts, ReadRequest
 from reshard.forms.registry import check_exists, check_holds_ranks, check_options, form_named, form_of
 from reshard.in_python import errors_in_python, in_python
 from reshard.opened.checkpoint import OpenedCheckpoint
-from reshard.plan.edits import EditRules, edit_rules
-from reshard.plan.plan import Request
+from reshard.plan.edits import EditRules, Request, edit_rules
 from reshard.records.identity import strategy_digest
 from reshard.records.ledger import recorded_strategy
 from reshard.storage import listings_cached

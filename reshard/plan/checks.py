@@ -94,8 +94,8 @@ def _check_not_empty(plan: Plan) -> None:
     resharded = any(admit(name) and name in everywhere for name in tensors)
     if not resharded and not plan.sorted.copied:
         raise CheckpointError(
-            "nothing would be written: the options select no parameter of the checkpoint",
-            hint="check --include and --exclude, and that both strategies are of the same model",
+            "the options select no parameter of the checkpoint",
+            hint="check --include and --exclude, and that strategies are of the checkpoint's model",
         )
     if not plan.form.count:
         raise CheckpointError(

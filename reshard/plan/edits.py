@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Protocol
 
-from reshard.asked import Edits
+from reshard.asked import Conversion, Edits, Task
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor
 from reshard.checkpoints.formats.dtypes import CAST_TO, dtype_named
@@ -19,7 +19,7 @@ from reshard.forms.registry import form_named, form_of
 from reshard.storage import absolute, is_directory, is_regular_file
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import Report, as_glob, listing, plural, quoted
-from reshard.text.names import fused_expert, is_near_experts
+from reshard.text.names import Filters, fused_expert, is_near_experts
 
 if TYPE_CHECKING:
     from reshard.names import Applied, NameRules
@@ -474,3 +474,47 @@ def _quantisation(dequantize: str, src: str, config: Optional[Mapping[str, objec
     if dtype not in CAST_TO:
         raise UsageError(f"--dequantize {dequantize}: is none of {', '.join(CAST_TO)}")
     return quantisation_of(src, dtype, config)
+
+
+class Request(NamedTuple):
+    """A conversion and its two ends.
+
+    Attributes:
+        asked: the conversion.
+        form: of the source.
+        source: strategy the checkpoint was saved with; `none` where the checkpoint records its layouts.
+        to: form of the target.
+        target: strategy it is converted to; `none` for full tensors, `same` for the source's own.
+        edits: other names, packing and types.
+        task: what the run does.
+        damaged: source files that count as absent, with the reason, by path.
+    """
+
+    asked: Conversion
+    form: Form
+    source: Strategy
+    to: Form
+    target: Strategy
+    edits: EditRules = NO_EDITS
+    task: Task = Task()
+    damaged: Mapping[str, str] = {}
+
+    @property
+    def src(self) -> str:
+        """The source."""
+        return self.asked.source.path
+
+    @property
+    def dst(self) -> str:
+        """The target directory, or the file itself."""
+        return self.asked.target.path
+
+    @property
+    def filters(self) -> Filters:
+        """The selection of names."""
+        return self.asked.edits.filters
+
+    @property
+    def target_ranks(self) -> Optional[tuple[int, ...]]:
+        """The requested target ranks, ascending; None for all, and for forms without rank files."""
+        return self.asked.files if self.to.options.by_rank else None

@@ -12,15 +12,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Callable, NamedTuple, Optional
 from weakref import WeakValueDictionary
 
-from reshard.asked import Conversion, Task
 from reshard.checkpoints import CheckpointIndex, OutputLayout, lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint
 from reshard.errors import IncompleteSourceError
-from reshard.forms.form import Form
 from reshard.forms.registry import counted_as
 from reshard.forms.target import Cut, Cuts, Section, TargetForm
 from reshard.layout import Box, shape_of, volume_of
-from reshard.plan.edits import NO_EDITS, EditRules
+from reshard.plan.edits import Request
 from reshard.plan.pieces import (
     ALL_LINKED,
     FileOrder,
@@ -37,54 +35,8 @@ from reshard.plan.pieces import (
 )
 from reshard.plan.replicas import ReplicaChoice, choose
 from reshard.plan.values import CopiedValue
-from reshard.strategies import Strategy
 from reshard.text.messages import quoted
-from reshard.text.names import Filters
 from reshard.threads import cached_property
-
-
-class Request(NamedTuple):
-    """A conversion and its two ends.
-
-    Attributes:
-        asked: the conversion.
-        form: of the source.
-        source: strategy the checkpoint was saved with; `none` where the checkpoint records its layouts.
-        to: form of the target.
-        target: strategy it is converted to; `none` for full tensors, `same` for the source's own.
-        edits: other names, packing and types.
-        task: what the run does.
-        damaged: source files that count as absent, with the reason, by path.
-    """
-
-    asked: Conversion
-    form: Form
-    source: Strategy
-    to: Form
-    target: Strategy
-    edits: EditRules = NO_EDITS
-    task: Task = Task()
-    damaged: Mapping[str, str] = {}
-
-    @property
-    def src(self) -> str:
-        """The source."""
-        return self.asked.source.path
-
-    @property
-    def dst(self) -> str:
-        """The target directory, or the file itself."""
-        return self.asked.target.path
-
-    @property
-    def filters(self) -> Filters:
-        """The selection of names."""
-        return self.asked.edits.filters
-
-    @property
-    def target_ranks(self) -> Optional[tuple[int, ...]]:
-        """The requested target ranks, ascending; None for all, and for forms without rank files."""
-        return self.asked.files if self.to.options.by_rank else None
 
 
 class Sorted(NamedTuple):

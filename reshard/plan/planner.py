@@ -14,7 +14,8 @@ from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as
 from reshard.forms.target import Cuts, TargetForm, laid_out_names
 from reshard.plan.checks import check, problems_of_form
-from reshard.plan.plan import Plan, Request, Sorted, requested_files, sections_of
+from reshard.plan.edits import Request
+from reshard.plan.plan import Plan, Sorted, requested_files, sections_of
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.values import CopiedValues
 from reshard.strategies import SAME, Strategy, shards_of

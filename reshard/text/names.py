@@ -122,10 +122,11 @@ def _expression(token: str) -> str:
 
 
 def warn_of_unmatched(filters: Filters, names: Iterable[Iterable[str]], report: Report) -> None:
-    """Warn of the patterns of each option that match none of the names, which come from several sources."""
+    """Warn of the patterns of each option that match none of the names: the checkpoint's, then those of strategies."""
     if not filters.include and not filters.exclude:
         return
-    all_names = set().union(*names)
+    stored, *listed = map(frozenset, names)
+    all_names = stored.union(*listed)
     for option, patterns in (("--include", filters.include), ("--exclude", filters.exclude)):
         unmatched = [pattern for pattern in dict.fromkeys(patterns) if not any(map(Glob(pattern).matches, all_names))]
         if option == "--exclude":
@@ -134,7 +135,7 @@ def warn_of_unmatched(filters: Filters, names: Iterable[Iterable[str]], report: 
             shown = some_names(list(map(quoted, unmatched)))
             report.warn(
                 f"no parameter or value of the checkpoint matches {option} {shown}; "
-                f"{advice_on_unmatched(unmatched[0], all_names)}"
+                f"{advice_on_unmatched(unmatched[0], stored)}"
             )
 
 

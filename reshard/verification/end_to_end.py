@@ -23,8 +23,7 @@ from reshard.verification.stored import Source, files_read, stored_source
 
 if TYPE_CHECKING:
     from reshard.lora import Scale
-    from reshard.plan.edits import EditRules
-    from reshard.plan.plan import Request
+    from reshard.plan.edits import EditRules, Request
 
 _MAX_SHOWN = 3
 

@@ -8,7 +8,7 @@ from typing import Any, Optional
 from reshard.checkpoints import FileHandles
 from reshard.convert.transfers import Transfers, transfers_of
 from reshard.execute import Budget
-from reshard.plan.plan import Request
+from reshard.plan.edits import Request
 from reshard.plan.planner import make_plan
 from reshard.storage import storage_of
 from reshard.storage.store import LOCAL

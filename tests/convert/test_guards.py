@@ -260,7 +260,7 @@ def test_a_file_above_dst_is_named_and_stays(below: str, world: World) -> None:
 
 def test_a_conversion_without_parameters_is_refused(world: World) -> None:
     world.save(FULL)
-    world.refuses(3, "nothing would be written", options=("--include", "nomatch*"))
+    world.refuses(3, "select no parameter", options=("--include", "nomatch*"))
 
 
 def test_a_target_strategy_of_another_model_is_refused(world: World) -> None:

@@ -166,3 +166,12 @@ def test_another_conversion_in_the_target_is_refused(tmp_path: Path) -> None:
 )
 def test_messages_spell_options_as_python_parameters(text: str, expected: str) -> None:
     assert in_python(text) == expected
+
+
+@pytest.mark.parametrize("groups", [{"source": "ckpt"}, {"target": None}, {"edits": reshard.Effort(jobs=1)}])
+def test_a_value_in_the_place_of_a_group_is_wrong_usage(groups: dict[str, Any]) -> None:
+    (name,) = groups
+    conversion = reshard.Conversion(**{"source": reshard.Source("ckpt"), "target": reshard.Target("out"), **groups})
+    for command in (conversion.plan, conversion.convert, conversion.verify):
+        with pytest.raises(UsageError, match=f"{name}=.*reshard.{name.capitalize()}"):
+            command()

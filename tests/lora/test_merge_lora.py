@@ -21,7 +21,7 @@ from reshard.convert.writing import Counted
 from reshard.forms.registry import form_named
 from reshard.lora import scale_of
 from reshard.lora.adapter import LowRank, MatrixCache
-from reshard.plan.plan import Request
+from reshard.plan.edits import Request
 from reshard.plan.planner import read_source
 from reshard.strategies import Strategy
 from reshard.text.messages import Report

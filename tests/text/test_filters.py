@@ -64,7 +64,7 @@ def test_each_pattern_is_checked_separately(adam: World) -> None:
 
 
 def test_an_empty_selection_is_an_error_with_similar_names(adam: World) -> None:
-    texts = ("nothing would be written", "did you mean 'lm_head.weight'")
+    texts = ("select no parameter", "did you mean 'lm_head.weight'")
     adam.refuses(3, *texts, options=("--include", "lm-head.weight"))
 
 

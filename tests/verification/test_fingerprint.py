@@ -355,3 +355,8 @@ def test_a_checkpoint_is_read_as_a_whole(world: World) -> None:
     fails(2, "fingerprint", texts=["SRC"])
     fails(2, "fingerprint", world.src, texts=["--strategy", "none"])
     fails(2, "fingerprint", "--merge", "part.json", texts=["--merge", "verify OUT --src SRC --ranks"])
+
+
+def test_a_selection_of_nothing_is_an_error(saved: World) -> None:
+    """Else any two checkpoints had the same value."""
+    fails(3, "fingerprint", saved.src, "--strategy", saved.old, "--include", "nomatch*", texts=["--include"])
