@@ -474,7 +474,7 @@ class StepSelector:
             )
         elif absent:
             replicas = f"replicas on {rank_ranges(step.readable)} are used"
-            self._report.note(f"{step.label} has no file of {rank_ranges(absent)}; {replicas}")
+            self._report.note(f"{step.label} is read without {rank_ranges(absent)}; {replicas}")
         elif skipped:
             self._report.note(f"{step.label} is used")
         # Other runs write the other ranks, and could choose another step.
