@@ -151,7 +151,11 @@ def _serve() -> None:
 
     def reap(*_: object) -> None:
         for process in list(living):
-            actual, status = os.waitpid(process, os.WNOHANG)
+            try:
+                actual, status = os.waitpid(process, os.WNOHANG)
+            except ChildProcessError:
+                # Another signal interrupted this loop, and its handler has reported the end.
+                continue
             if actual:
                 living.discard(process)
                 _send(process=process, status=os.waitstatus_to_exitcode(status))

@@ -224,7 +224,6 @@ def _grid(run: Run) -> list[Operator]:
 
 _GRID = """
 optimizer_states = ["adam_m", "adam_v"]
-matrix = ["dp", "x", "y"]
 
 [[parameter]]
 match = "table"
@@ -233,21 +232,25 @@ map = "None"
 
 [[parameter]]
 match = "both"
+matrix = ["dp", "x", "y"]
 map = [["x", "y"], "None"]
 nested = true
 
 [[parameter]]
 match = "turned"
+matrix = ["dp", "x", "y"]
 map = ["None", ["y", "x"]]
 nested = true
 
 [[parameter]]
 match = "square"
+matrix = ["dp", "x", "y"]
 map = ["y", "x"]
 nested = true
 
 [[parameter]]
 match = "scale"
+matrix = ["dp", "x", "y"]
 map = ["y"]
 nested = true
 """

@@ -100,7 +100,7 @@ def test_made_json_strategies_equal_compiled_ones(network: str, name: str, tmp_p
     oracles.done([compile_run(oracles.MINDSPORE[0], network, run, tmp_path / "theirs", "json")])
     (tmp_path / "rules.toml").write_text(NETWORKS[network].rules)
     full = shapes(network, run, tmp_path / "full.safetensors")
-    out = tmp_path / "ours" / "ckpt_strategy_rank_{rank}.json"
+    out = tmp_path / "ours" / "ckpt_strategy_rank_0.json"
     done("strategy", "make", tmp_path / "rules.toml", out, "--shapes", full, "--sizes", run.text, *run.options())
     ours, theirs = (
         json.loads((tmp_path / of / "ckpt_strategy_rank_0.json").read_text())["parallel_layout_item"]
