@@ -264,6 +264,7 @@ def files(draw: Any) -> tuple[bytes, dict[str, tuple[str, list[int], bytes]]]:
     return data, expected
 
 
+@pytest.mark.deep
 @given(files())
 def test_any_field_order_and_unknown_fields_are_accepted(
     tmp_path_factory: pytest.TempPathFactory, file: tuple[bytes, dict[str, tuple[str, list[int], bytes]]]

@@ -113,6 +113,7 @@ def test_a_crc_after_the_last_block_is_ignored(mode: str, tmp_path: Path) -> Non
     assert decrypted(path) == data
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["AES-GCM", "AES-CBC"])
 def test_memory_does_not_grow_with_blocks(mode: str, tmp_path: Path) -> None:
     data = ckpt_bytes({"w": value("w", (5000, 2000))})

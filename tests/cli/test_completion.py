@@ -83,6 +83,7 @@ def place(world: World) -> Path:
     return world.root
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("shell", SHELLS)
 def test_tab_completes_commands_options_and_values(shell: str, place: Path, world: World, command: Path) -> None:
     source, strategy = world.src.name, world.old.relative_to(place)

@@ -53,6 +53,7 @@ USES = [
 ]  # fmt: skip
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("ending", [".ckpt", ".safetensors"])
 @pytest.mark.parametrize("kind", SPECIAL)
@@ -138,6 +139,7 @@ def test_unreadable_files_are_refused(world: World) -> None:
 NAMES = ["a\0b", "../../etc/passwd", "/etc/passwd", "..", ".", " ", "a\nb", "\x1b[31mred", "\u202egnp", "-", "x" * 9999]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
 @pytest.mark.parametrize("name", NAMES)
 def test_parameter_names_are_never_paths(tmp_path: Path, name: str, ending: str) -> None:

@@ -154,6 +154,7 @@ def commands_with_json() -> Iterator[str]:
             yield name
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", list(commands_with_json()))
 def test_every_json_document_has_the_documented_keys(name: str, examples: dict[str, list[Any]]) -> None:
     allowed = documented()

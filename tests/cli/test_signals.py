@@ -149,6 +149,7 @@ def test_a_signal_at_any_call_ends_the_run(world: World, command: str) -> None:
         assert sum(pool.map(stop, range(SOME // 3))) > SOME // 6
 
 
+@pytest.mark.deep
 def test_a_signal_at_any_time_ends_the_run(world: World) -> None:
     world.save(FULL)
     world.convert()
@@ -224,6 +225,7 @@ LOST = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("where", LOST)
 def test_a_signal_ends_the_run_although_its_exception_is_swallowed(where: str) -> None:
     script = f"""
@@ -259,6 +261,7 @@ main()
 """
 
 
+@pytest.mark.deep
 def test_a_timeout_ends_a_run_on_a_slow_disk(world: World) -> None:
     world.save(FULL)
     words = ["-c", SLOW_DISK, "1", *map(str, world.words())]
@@ -272,6 +275,7 @@ def test_a_timeout_ends_a_run_on_a_slow_disk(world: World) -> None:
     nothing_half_written(world.dst, {})
 
 
+@pytest.mark.deep
 def test_a_closed_terminal_ends_the_run(world: World) -> None:
     world.save(FULL)
     terminal, end = pty.openpty()

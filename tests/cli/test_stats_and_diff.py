@@ -94,6 +94,7 @@ def plant_nan(path: Path, name: str) -> None:
     path.write_bytes(data.replace(content, content[:-4] + np.array([np.nan], "<f4").tobytes()))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("name", ["w", "v", "scale"])
 def test_fail_on_reads_every_copy(plain: World, rank: int, name: str) -> None:

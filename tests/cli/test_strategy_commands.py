@@ -37,6 +37,7 @@ def on_terminal(columns: int, *words: object, **environment: str) -> str:
 # strategy show.
 
 
+@pytest.mark.deep
 @needs_corpus
 @pytest.mark.parametrize("columns", [60, 80])
 @pytest.mark.parametrize("name", [WEIGHT, "backbone.blocks.2.attention.dense1.weight", "backbone.layernorm.gamma"])

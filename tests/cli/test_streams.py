@@ -79,6 +79,7 @@ def test_closed_output_keeps_the_exit_status_of_the_conversion(
     assert run("verify", world.dst, "--json", out=lost).status == 4
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("words", [["--help"], ["inspect", "OLD"], ["rank-list", "0"], ["rank-list", "0", "--json"]])
 def test_a_result_that_cannot_be_printed_is_a_failure(world: World, words: list[str], nobody: int, full: int) -> None:
     world.save(FULL)
@@ -104,6 +105,7 @@ def test_a_json_summary_that_cannot_be_printed_is_a_failure(world: World, full: 
     assert json.loads(run(*world.words("--json")).out)["ranks"] == []
 
 
+@pytest.mark.deep
 def test_a_slow_reader_receives_the_whole_output(world: World) -> None:
     """A program on the other side of a terminal or of ssh may have made the pipe one that does not block."""
     reads, writes = os.pipe()
@@ -151,6 +153,7 @@ def foreign(tmp_path: Path) -> World:
     return world
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("encoding", some_of(["latin-1", "cp437"], 2))
 def test_any_name_is_printed_in_any_encoding(foreign: World, encoding: str) -> None:
     file = foreign.src / "rank_0" / "net-1_10.ckpt"

@@ -30,6 +30,7 @@ def plain(message: str) -> list[str]:
     return [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", message).splitlines()]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("command", ["stats", "inspect", "diff"])
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_table_fits_the_terminal(columns: int, command: str, checkpoint: Path) -> None:

@@ -74,6 +74,7 @@ def test_full_tensors_become_every_ranks_own_slices(name: str, tmp_path: Path) -
     same_ranks(read_tree(tmp_path / "out"), ranks_of(case, full))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", cases.all_cases())
 def test_all_ranks_become_the_full_tensors(name: str, tmp_path: Path) -> None:
     case = cases.load(name)
@@ -110,6 +111,7 @@ PAIRS: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_one_layout_of_a_network_becomes_the_other(source: str, target: str, tmp_path: Path) -> None:
     old, new = cases.load(source), cases.load(target)
@@ -177,6 +179,7 @@ def test_every_form_of_a_strategy_gives_the_same_files(name: str, tmp_path: Path
         convert(form, tmp_path / f"out{index}")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", form_cases([name for name in MERGED if name not in FORMS]))
 @pytest.mark.parametrize("ending", ["ckpt", "json"])
 def test_the_output_of_merge_pipeline_gives_the_same_conversion(name: str, ending: str, tmp_path: Path) -> None:
@@ -251,6 +254,7 @@ def one_of_each(source: Case, target: Case) -> dict[str, tuple[int, ...]]:
     return dict(kinds.values())
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("source", "target", "mindspores"), rank_list_pairs())
 def test_rank_lists_are_sufficient_and_irredundant(source: str, target: str, mindspores: dict[str, list[int]]) -> None:
     old, new = (None if name == "None" else cases.load(name) for name in (source, target))

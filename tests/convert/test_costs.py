@@ -164,6 +164,7 @@ def test_each_byte_is_read_at_most_once(name: str, jobs: int, tmp_path: Path, co
         assert costs.bytes_read <= 2 * SIZE
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("io", ["mmap", "pread"])
 def test_every_source_file_is_opened_once(name: str, io: str, tmp_path: Path, costs: Costs) -> None:

@@ -93,6 +93,7 @@ class Side:
             same_ranks(read_tree(root), cut_ranks(self.strategy, self.full))
 
 
+@pytest.mark.deep
 @examples(70)
 @given(random_rules(), st.data())
 def test_any_rules_give_numpys_result_in_any_layout_and_form(rule: RandomRule, data: st.DataObject) -> None:
@@ -147,6 +148,7 @@ def test_packed_elements_are_moved_by_whole_bytes_or_refused(tmp_path: Path, rul
     same_checkpoints(read_checkpoint(tmp_path / "dst" / "model.safetensors"), {"c.w": packed(expected(*used.values()))})
 
 
+@pytest.mark.deep
 @examples(30)
 @given(st.data())
 def test_renamed_tensors_keep_their_layout(data: st.DataObject) -> None:

@@ -41,6 +41,7 @@ def test_every_form_converts_to_every_other(first: str, second: str, world: Worl
     same_ranks(read_tree(ranks), world.expected(FULL))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_weights_of_one_element_come_back(form: str, ending: str, world: World) -> None:

@@ -248,6 +248,7 @@ def test_the_given_configuration_is_copied_beside_the_weights(tmp_path: Path) ->
     assert (back / "config.json").read_text() == "{}"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", ["huggingface", "hf-sharded"])
 def test_the_tokenizer_comes_along_from_the_directory_of_the_configuration(tmp_path: Path, form: str) -> None:
     world = World(tmp_path, "llama")
@@ -269,6 +270,7 @@ def test_the_tokenizer_comes_along_from_the_directory_of_the_configuration(tmp_p
     fails(3, "convert", tmp_path / "same", tmp_path / "none", "--src-strategy", "none", *words, "--config", tmp_path)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
 def test_the_configuration_records_the_dtype_of_cast_weights(tmp_path: Path, key: str) -> None:
     world = World(tmp_path, "qwen3")
@@ -322,6 +324,7 @@ def bits(tensor: Value) -> Value:
     return Value(tensor.dtype, tensor.array ^ 1)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replicas_replace_ranks_that_were_lost(tmp_path: Path, family: str) -> None:
     world = World(tmp_path, family)
@@ -406,6 +409,7 @@ def test_every_command_refuses_packing_that_nothing_determines(tmp_path: Path) -
     done("verify", out, "--src", hf)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", ["huggingface", "dcp", "hf-sharded"])
 def test_names_of_hugging_face_are_not_changed_for_its_own_loaders(tmp_path: Path, form: str) -> None:
     hf = FIXTURES / "models" / "qwen3"
@@ -418,6 +422,7 @@ def test_names_of_hugging_face_are_not_changed_for_its_own_loaders(tmp_path: Pat
     done("convert", hf, tmp_path / "hyper", "--to", "hyper-parallel", "--shards", 2, "--names", table_of("qwen3"))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", ["dcp", "hf-sharded"])
 @pytest.mark.parametrize("moments", [False, True])
 def test_names_change_in_one_pass_between_trainers_forms(tmp_path: Path, form: str, moments: bool) -> None:
@@ -458,6 +463,7 @@ def test_the_model_of_the_documentation_equals_its_scripts_output(tmp_path: Path
     assert tree_bytes(tmp_path / "made") == tree_bytes(target / "qwen3")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("between", [False, True])
 def test_the_way_back_with_other_packing_is_refused(tmp_path: Path, between: bool) -> None:
     world = World(tmp_path, "qwen3", ["gate_up=halves", "qkv=contiguous"])

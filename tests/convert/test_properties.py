@@ -88,6 +88,7 @@ def test_any_layout_converts_to_any_other(data: st.DataObject) -> None:
         same_ranks(world.found(), world.expected(subset(full, sorted(expected)), COPIED))
 
 
+@pytest.mark.deep
 @examples(15)
 @given(st.data())
 def test_a_round_trip_is_the_identity(data: st.DataObject) -> None:
@@ -100,6 +101,7 @@ def test_a_round_trip_is_the_identity(data: st.DataObject) -> None:
         same_ranks(world.found("again"), cut_ranks(source, full, COPIED))
 
 
+@pytest.mark.deep
 @examples(15)
 @given(st.data())
 def test_full_tensors_are_cut_and_joined(data: st.DataObject) -> None:
@@ -126,6 +128,7 @@ def removable(strategy: Strategy, ranks: dict[int, dict[str, Value]], full: dict
     return True
 
 
+@pytest.mark.deep
 @examples(40)
 @given(st.data())
 def test_replicas_replace_lost_and_deduplicated_ranks(data: st.DataObject) -> None:
@@ -147,6 +150,7 @@ def test_replicas_replace_lost_and_deduplicated_ranks(data: st.DataObject) -> No
         same_ranks(world.found(), world.expected(full, COPIED))
 
 
+@pytest.mark.deep
 @examples(15)
 @given(st.data())
 def test_a_missing_slice_is_an_error(data: st.DataObject) -> None:
@@ -161,6 +165,7 @@ def test_a_missing_slice_is_an_error(data: st.DataObject) -> None:
         world.refuses(3)
 
 
+@pytest.mark.deep
 @examples(40)
 @given(st.data())
 def test_any_remaining_files_are_converted_correctly_or_refused(data: st.DataObject) -> None:
@@ -265,6 +270,7 @@ def test_damage_is_reported_without_a_traceback(data: st.DataObject) -> None:
         assert world.run().status in (0, 3)
 
 
+@pytest.mark.deep
 @examples(30)
 @given(st.data())
 def test_rank_lists_of_any_layouts_are_sufficient_and_irredundant(data: st.DataObject) -> None:
@@ -326,6 +332,7 @@ def covered_by_one_stage(
     return covered >= names_of(source)
 
 
+@pytest.mark.deep
 @examples(10)
 @given(st.data())
 def test_output_does_not_depend_on_io_options(data: st.DataObject) -> None:

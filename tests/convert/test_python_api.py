@@ -28,6 +28,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in files if "reshard-" not in path.name}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -29,6 +29,7 @@ def test_each_rank_is_in_exactly_one_shard_and_shards_are_balanced(sizes: dict[i
         assert sum(sizes[rank] for rank in share) <= fair + max(sizes.values(), default=0)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("count", [1, 3, 12, 20])
 def test_shards_in_any_order_and_repeated_give_one_manifest(count: int, tmp_path: Path) -> None:
     old, new = Scheme(data=2, model=4, sharded=True), Scheme(stages=2, data=2, model=3)

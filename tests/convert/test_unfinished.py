@@ -63,6 +63,7 @@ def all_can_be_read(paths: list[Path]) -> bool:
     return True
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FORMS)
 def test_an_incomplete_directory_contains_a_file_that_no_loader_accepts(form: str, world: World) -> None:
     world.save(FULL)
@@ -81,6 +82,7 @@ def test_an_incomplete_directory_contains_a_file_that_no_loader_accepts(form: st
     assert contents(world.dst) == contents(world.root / "whole")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FORMS)
 def test_the_marker_returns_with_a_missing_file(form: str, world: World) -> None:
     world.save(FULL)
@@ -106,6 +108,7 @@ def test_the_same_command_removes_a_remaining_marker(form: str, world: World) ->
     assert contents(world.dst) == before
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", ["ranks", *FORMS])
 def test_files_of_another_run_are_refused_before_writing(form: str, world: World) -> None:
     """As after `cp -r`: the copy is complete, and stays so."""

@@ -125,6 +125,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.deep
 def test_every_message_in_troubleshooting_exists_in_the_source() -> None:
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     messages = "\1".join(messages_of_the_program())
@@ -150,6 +151,7 @@ def messages_of_the_program() -> Iterator[str]:
                 yield node.value
 
 
+@pytest.mark.deep
 def test_pictures_of_forms_match_written_files(tmp_path: Path) -> None:
     created = pictures.pictures(tmp_path)
     assert len(created) == 4

@@ -59,6 +59,7 @@ def machine(tmp_path: Path, environment: dict[str, str]) -> Machine:
     return Machine(tmp_path, environment)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_script_is_valid_bash(name: str, machine: Machine) -> None:
     checked = machine.run("bash", "-n", name)
@@ -73,6 +74,7 @@ def test_the_loop_over_ssh_converts_everything(machine: Machine) -> None:
     assert machine.complete
 
 
+@pytest.mark.deep
 def test_the_tasks_of_a_slurm_array_convert_everything(machine: Machine) -> None:
     for task in range(4):
         ran = machine.run("bash", "convert.sbatch", **slurm(task))
@@ -146,6 +148,7 @@ def kubernetes_job() -> Any:
     return yaml.safe_load(FILES["convert.yaml"])["spec"]
 
 
+@pytest.mark.deep
 def test_ranks_written_without_a_shared_disk_can_be_gathered(machine: Machine) -> None:
     machine.stand_in("scp", 'exec cp -rp "${2#store:}" "$3"')
     store = f"store:{FIXTURES / 'demo' / 'src_checkpoints'}"

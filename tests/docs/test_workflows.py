@@ -62,6 +62,7 @@ def test_a_from_8_ranks_to_4_for_fine_tuning(shell: Shell) -> None:
     same_ranks(read_tree(shell.directory / "converted"), cut_ranks(target.strategy, full, COPIED))
 
 
+@pytest.mark.deep
 def test_b_the_same_rank_by_rank_with_only_the_files_it_needs(shell: Shell) -> None:
     source, target = cases.load("10o_dp2mp4pp1_optm1"), cases.load("10_dp1mp4pp1")
     full = save(shell, source)
@@ -123,6 +124,7 @@ def test_e_group_info_lists_ranks_0_and_4_as_replicas(shell: Shell) -> None:
     assert "[0, 4]" in [line.strip() for line in lines]
 
 
+@pytest.mark.deep
 def test_f_an_end_of_life_checkpoint_is_converted_as_it_is(shell: Shell) -> None:
     source, target = cases.load("10_dp2mp4pp1"), cases.load("10_dp1mp4pp1")
     old = {name: value("old " + name, tensor.array.shape) for name, tensor in source.full().items()}

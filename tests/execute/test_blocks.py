@@ -143,6 +143,7 @@ def reader(storage: Storage, mapped: bool, handles: FileHandles) -> FileReader:
     return FileReader(handles, storage, max_maps=4 if mapped else 0)
 
 
+@pytest.mark.deep
 @READERS
 def test_a_tensor_is_the_same_through_any_reader_and_buffer_size(
     storage: Storage, mapped: bool, tmp_path: Path
@@ -254,6 +255,7 @@ class Views:
         return TargetTensor("w", values.itemsize, box, tuple(pieces), dtype, padded), values
 
 
+@pytest.mark.deep
 @READERS
 def test_views_are_the_same_through_any_reader_and_buffer_size(storage: Storage, mapped: bool, tmp_path: Path) -> None:
     """One filler fills blocks of several tensors in turns, so what it keeps of one must not show in another."""

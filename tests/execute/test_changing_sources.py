@@ -74,6 +74,7 @@ def at_first_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[]
     yield todo
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("crc", [False, True])
 @pytest.mark.parametrize("io", ["mmap", "pread"])

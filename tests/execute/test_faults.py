@@ -34,6 +34,7 @@ def survivors_are_whole(world: World) -> None:
         same_checkpoints(read_checkpoint(path), expected[rank], f"rank {rank}")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "options", some_of([(("--io", "pread", "--jobs", "2"),), (("--io", "mmap", "--jobs", "1"),)], 2)
 )
@@ -63,6 +64,7 @@ def test_a_failing_system_call_leaves_a_resumable_target(
         assert not list(world.dst.rglob(".reshard-tmp-*")), where
 
 
+@pytest.mark.deep
 def test_temporarily_missing_records_are_not_removed(world: World) -> None:
     """File servers report this for files that were just created."""
     world.save(FULL)
@@ -143,6 +145,7 @@ def converted(world: World) -> World:
     return world
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("kind", "command"), some_of(itertools.product(["status", "lists", "open"], COMMANDS), 2))
 def test_a_failed_look_is_not_reported_as_a_missing_file(kind: str, command: str, converted: World) -> None:
     words = commands(converted)[command]
@@ -161,6 +164,7 @@ def test_a_failed_look_is_not_reported_as_a_missing_file(kind: str, command: str
             assert str(converted.root) in result.err.replace("\n", ""), where
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("arguments", "command"), some_of(itertools.product([0, 1, 9], COMMANDS), 3))
 def test_a_short_read_is_continued(arguments: int, command: str, converted: World) -> None:
     """Nothing of a file is called damaged, or different, because a network file system gave a part of it."""

@@ -58,6 +58,7 @@ def test_memory_stays_under_the_limit(kind: str, io: str, place: Path) -> None:
     convert(place, Model(layers=4, matrices=2, rows=2304, columns=2304), kind, io, "16M", 16 * MIB + 100 * MIB)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", some_of(SCHEMES, 3))
 def test_mapped_pages_are_released(kind: str, place: Path) -> None:
     """Resident memory is that of the buffers and the pages looked at last, not that of the source."""
@@ -66,6 +67,7 @@ def test_mapped_pages_are_released(kind: str, place: Path) -> None:
     assert convert(place, model, kind, "mmap", "16M", 116 * MIB, jobs=1).resident < 200 * MIB
 
 
+@pytest.mark.deep
 def test_sparsely_read_pages_are_released(tmp_path: Path) -> None:
     """Reading a few bytes makes a whole page resident, and the kernel adds cached pages around it."""
     size, step = 256 * MIB, 64 << 10

@@ -63,6 +63,7 @@ def bytes_of(segments: Sequence[Segment]) -> Iterator[tuple[int, object]]:
                 yield segment.offset + place - segment.start, (segment.tensor, place)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("part_bytes", [16, 100, 3000])
 def test_every_byte_of_every_file_is_in_one_part(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "MIN_PART_BYTES", part_bytes)

@@ -186,6 +186,7 @@ def imported_by_workers(words: Sequence[str]) -> str:
 WORKERS = [(2, 5000), (5, 64 << 20), (16, 5000), (5, 5000), (16, 64 << 20), (2, 64 << 20)]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("checksum", ["none", "crc32"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_and_processes_write_the_same_files(
@@ -361,6 +362,7 @@ def test_a_failed_write_in_a_worker_names_the_file(world: World, crews: list[int
     same_ranks(world.found(), world.expected(FULL))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("at", [1, 3, *((2, *range(4, 20)) if LONG else ())])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_worker_ends_the_run_and_the_next_run_resumes(kind: str, at: int, tmp_path: Path) -> None:
@@ -376,6 +378,7 @@ def test_a_killed_worker_ends_the_run_and_the_next_run_resumes(kind: str, at: in
     done("verify", words[2], "--src", words[1], *words[3:])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("sent", "status"),
     [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],

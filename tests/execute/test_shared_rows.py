@@ -47,6 +47,7 @@ def convert(place: Path, old: object, new: Strategy, *options: Argument) -> None
     same_ranks(read_tree(place / "dst"), cut_ranks(new, FULL))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("part_bytes", [64 << 20, 1000])
 @pytest.mark.parametrize(("data", "model"), [(1, 8), (3, 8), (2, 3)])
 def test_a_full_tensor_is_read_once_for_all_its_column_slices(

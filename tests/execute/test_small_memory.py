@@ -42,6 +42,7 @@ def converted(source: Path, target: Path, *words: Argument) -> Mapping[str, Any]
     return load_file(min(target.rglob("*.safetensors")))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["transposed", "transposed and cast", "columns"])
 def test_more_jobs_do_not_make_reads_smaller_where_memory_is_small(
     kind: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

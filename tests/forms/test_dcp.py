@@ -71,6 +71,7 @@ def objects_in(path: Path) -> dict[str, Any]:
     return actual
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("case", [*CASES, *corpus()], ids=named)
 def test_checkpoints_of_libraries_are_read_correctly_or_refused(case: Case, tmp_path: Path) -> None:
     result = reshard("convert", case.path, tmp_path / "out", *WHOLE, "--verify")
@@ -83,6 +84,7 @@ def test_checkpoints_of_libraries_are_read_correctly_or_refused(case: Case, tmp_
     assert held_in(tmp_path / "out") == case.tensors
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", [*WRITTEN, "hf-sharded"])
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_a_written_directory_is_read_again(case: Case, form: str, tmp_path: Path) -> None:
@@ -94,6 +96,7 @@ def test_a_written_directory_is_read_again(case: Case, form: str, tmp_path: Path
         assert objects_in(tmp_path / "there") == case.objects
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("case", some_of([(case,) for case in corpus() if not case.refused], 8), ids=named)
 @pytest.mark.parametrize("through", ["dcp", "hyper-parallel", "hf-sharded", "same"])
 def test_checkpoints_of_libraries_survive_every_other_form(case: Case, through: str, tmp_path: Path) -> None:
@@ -147,6 +150,7 @@ def test_records_are_readable_as_plain_zip_files(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_archives_have_crcs_with_checksums(jobs: int, tmp_path: Path) -> None:
     """Those of tensors that several processes write in parts, too."""

@@ -310,6 +310,7 @@ def test_a_value_that_rows_leave_to_one_rank_is_no_difference(tmp_path: Path) ->
     same_checkpoints(read_checkpoint(tmp_path / "full" / "model.safetensors"), full)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("case", CORPUS, ids=lambda case: case.name)
 def test_files_of_torch_are_read_correctly_or_refused(case: Path, tmp_path: Path) -> None:
     answer = json.loads((case / "expected.json").read_text())

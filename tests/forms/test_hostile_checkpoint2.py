@@ -234,6 +234,7 @@ def see_that_it_is_right(iteration: Path, tensors: Mapping[str, Laid]) -> None:
     checkpoint.layouts()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("seed", range(400 if LONG else 60))
 def test_damaged_bytes_of_real_directories_give_right_values_or_an_error(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)

@@ -51,6 +51,7 @@ def toy() -> Iterator[Form]:
         FORM_CLASSES.update(others)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", [*FORMS, "toy"])
 def test_a_registered_form_converts_both_ways(form: str, world: World, toy: Form) -> None:
     world.save(FULL)

@@ -130,6 +130,7 @@ def test_every_command_for_one_device_runs(demo: Path) -> None:
         run_all(suggested(demo / form, "--devices", 1))
 
 
+@pytest.mark.deep
 def test_one_file_counts_as_whole_only_if_the_user_states_it(demo: Path, tmp_path: Path) -> None:
     done("convert", demo / "unified", tmp_path / "one", "--dst-strategy", "none", "--quiet")
     file = shutil.copy(tmp_path / "one" / "rank_0" / "checkpoint_0.safetensors", tmp_path / "model.safetensors")
@@ -312,6 +313,7 @@ def test_a_conversion_asks_for_a_prefix_that_may_be_the_models_own(tmp_path: Pat
     run(of_aim(suggested(tmp_path / "dcp"), "huggingface"))
 
 
+@pytest.mark.deep
 def test_the_recorded_strategy_of_a_converted_tree_is_used(demo: Path, tmp_path: Path) -> None:
     target = shutil.copy(demo / "strategy/dst_strategy.ckpt", tmp_path / "new.ckpt")
     source: list[Argument] = ["--src-strategy", demo / "strategy/src_strategy.ckpt"]

@@ -95,6 +95,7 @@ def made(draw: Any) -> tuple[View, Array, list[Array]]:
     return views[0], arrays[0], sources
 
 
+@pytest.mark.deep
 @given(made())
 @settings(max_examples=300)
 def test_a_chain_of_operations_equals_numpys(case: tuple[View, Array, list[Array]]) -> None:
@@ -105,6 +106,7 @@ def test_a_chain_of_operations_equals_numpys(case: tuple[View, Array, list[Array
         assert region.volume <= math.prod(stop - start for start, stop in region.box)
 
 
+@pytest.mark.deep
 @given(made(), st.data())
 @settings(max_examples=200)
 def test_regions_of_a_box_equal_its_elements(case: tuple[View, Array, list[Array]], data: Any) -> None:
@@ -133,6 +135,7 @@ def test_sources_with_swapped_dimensions_give_the_same_elements(
     np.testing.assert_array_equal(elements(view.regions, view.shape, stored), array)
 
 
+@pytest.mark.deep
 @given(made(), st.data())
 @settings(max_examples=200)
 def test_cutting_a_source_keeps_each_element_once(case: tuple[View, Array, list[Array]], data: Any) -> None:

@@ -149,6 +149,7 @@ def test_a_weight_with_a_row_for_each_input_gets_the_product_transposed(tmp_path
     )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("style", ["lora_a", "mindpet_delta_lora_a"])
 def test_adapters_stored_among_the_weights_of_ranks_are_merged(tmp_path: Path, style: str) -> None:
     """As MindFormers saves them: cut, and the base itself is the adapter."""
@@ -459,6 +460,7 @@ def in_place(path: Path, name: str, index: tuple[int, ...], change: Callable[[An
     save_file({**tensors, name: array}, path, metadata={"format": "pt"})
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", ["f4", "f2"])
 def test_merged_weights_are_verified(tmp_path: Path, dtype: str) -> None:
     src, adapter = base(tmp_path / "base", weights(dtype)), peft(tmp_path / "adapter", matrices())
@@ -476,6 +478,7 @@ def test_merged_weights_are_verified(tmp_path: Path, dtype: str) -> None:
     assert compared(src, other, out) == [("content", CHANGED[0])]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("name", "index", "change"),
     [

@@ -200,6 +200,7 @@ def test_names_are_unchanged_between_forms_of_torch(tmp_path: Path) -> None:
     assert converted(tmp_path / "shards", tmp_path / "out").keys() == FULL.keys()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", ["dcp", "hyper-parallel"])
 @pytest.mark.parametrize("between", [[], ["dcp"], ["hyper-parallel"], ["hyper-parallel", "dcp"]], ids="-".join)
 def test_weights_alone_lose_the_prefix_on_the_way_back(form: str, between: list[str], tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def huggingface(directory: Path) -> dict[str, Value]:
     return {name: each for path in directory.glob("*.safetensors") for name, each in read_checkpoint(path).items()}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", ["dcp", "hf-sharded"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_fused_experts_get_their_published_names(family: str, form: str, tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def test_another_number_of_experts_than_configured_is_an_error(tmp_path: Path) -
     )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_fused_experts_become_mindformers_with_their_optimizer_state(family: str, tmp_path: Path) -> None:
     model = numbered(family)

@@ -176,6 +176,7 @@ def check_statistics(row: TensorStatistics, value: Value) -> None:
     assert isinstance(row.min, float) is value.dtype.startswith(("Float", "BFloat", "F8"))
 
 
+@pytest.mark.deep
 @examples(40)
 @given(st.data())
 def test_statistics_equal_numpys_in_any_layout(data: st.DataObject) -> None:
@@ -203,6 +204,7 @@ def test_statistics_equal_numpys_in_any_layout(data: st.DataObject) -> None:
             assert differences(one, other, MEMORY, Progress()).equal
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "numbers",
     [

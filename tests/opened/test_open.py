@@ -69,6 +69,7 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
     return tuple(parts)
 
 
+@pytest.mark.deep
 @examples(60)
 @given(st.data())
 def test_every_rank_of_every_strategy_equals_the_reference(data: st.DataObject) -> None:
@@ -566,6 +567,7 @@ sys.exit(max(os.waitpid(child, 0)[1] for child in children) != 0)
 """
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("jobs", ["1", "default"])
 def test_forked_children_read_for_themselves(tmp_path: Path, jobs: str) -> None:
     """Their buffers are their own, and they wait for no thread of their parent."""
@@ -604,6 +606,7 @@ sys.exit(max(os.waitpid(child, 0)[1] for child in children) != 0)
 """
 
 
+@pytest.mark.deep
 def test_children_forked_while_a_thread_reads_headers_or_tensors_do_not_wait_for_it(tmp_path: Path) -> None:
     full = {f"w{number}": value(f"w{number}", (64, 64)) for number in range(64)}
     rows = single({name: layout([16], [0, -1]) for name in full})

@@ -35,6 +35,7 @@ def contents(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.safetensors")}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FILES)
 def test_each_planned_file_can_be_written_alone(form: str, tmp_path: Path) -> None:
     src, strategy = source(tmp_path)

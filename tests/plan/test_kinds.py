@@ -58,6 +58,7 @@ def test_the_summary_of_some_ranks_counts_their_parameters(trained: World) -> No
         assert {part[kind]["tensors"] for part in parts} == {total["tensors"]}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("target", ["10_dp2mp2pp2", "10_dp1mp2pp4", "10_dp3mp8pp1", "10_dp1mp1pp1"])
 def test_kinds_of_a_model_in_stages_equal_those_of_its_files(tmp_path: Path, target: str) -> None:
     words: list[Argument] = [DEMO / "src_checkpoints", tmp_path, "--src-strategy", DEMO / "src_strategy.ckpt"]

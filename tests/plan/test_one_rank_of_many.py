@@ -219,6 +219,7 @@ def test_the_files_of_a_rank_list_suffice_for_its_rank(data: st.DataObject) -> N
         assert len(tree_bytes(world.dst)) == 1
 
 
+@pytest.mark.deep
 @examples(15)
 @given(st.data())
 def test_the_sources_of_a_plan_suffice_with_names_and_casts(data: st.DataObject) -> None:
@@ -256,6 +257,7 @@ def test_the_sources_of_a_plan_suffice_with_names_and_casts(data: st.DataObject)
         assert len(tree_bytes(world.dst)) == 1
 
 
+@pytest.mark.deep
 @examples(30)
 @given(st.data())
 def test_recover_restores_ranks_or_reports_missing_slices(data: st.DataObject) -> None:

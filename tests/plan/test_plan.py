@@ -67,6 +67,7 @@ def test_planned_source_files_suffice(world: World, rank: int) -> None:
     assert world.found()[rank].keys() == world.expected(SMALL)[rank].keys()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_read_bytes_equal_the_plan(name: str, jobs: int, tmp_path: Path, costs: Costs, no_windows: None) -> None:

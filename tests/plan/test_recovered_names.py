@@ -90,6 +90,7 @@ def test_lost_ranks_can_be_copied_back_into_the_tree(named: str, lost: list[int]
     is_whole(plain, source, pattern)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("named", NAMED)
 def test_the_recovered_tree_is_named_as_the_source(named: str, plain: World) -> None:
     pattern, below = NAMED[named]

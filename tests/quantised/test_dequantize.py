@@ -48,6 +48,7 @@ def test_a_cast_of_quantised_weights_suggests_dequantize(tmp_path: Path) -> None
     fails(3, "convert", tmp_path / "src", tmp_path / "out", "--cast", "BFloat16", texts=["cannot be cast", hint])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", ["BFloat16", "Float16", "Float32"])
 def test_a_directory_is_dequantised_to_the_given_dtype(tmp_path: Path, scheme: str, dtype: str) -> None:
@@ -98,6 +99,7 @@ def test_the_state_of_a_trainer_is_dequantised_under_the_names_of_the_model(
         same_checkpoints(read_checkpoint(written), expected(quantised))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype, cast", [("BFloat16", "Float32"), ("Float16", "BFloat16"), ("Float32", "Float16")])
 def test_elements_are_rounded_once_to_the_type_of_a_cast(tmp_path: Path, scheme: str, dtype: str, cast: str) -> None:
@@ -360,6 +362,7 @@ def test_a_source_without_quantised_tensors_gives_a_warning(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_reading_command_dequantises_alike(tmp_path: Path, scheme: str) -> None:
     quantised = write_model(tmp_path / "src", scheme)

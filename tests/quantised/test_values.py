@@ -139,6 +139,7 @@ def test_any_box_equals_elements_times_their_scales(data: st.DataObject) -> None
     assert overflowed == infinite
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("columns", [64, 100, 640, 4096, 4224])
 @pytest.mark.parametrize("memory_size", [1 << 16, 1 << 20])
 @pytest.mark.parametrize("block", [(128, 128), (1, 32), (1000, 128)])

@@ -51,6 +51,7 @@ def lock_of(world: World) -> Path:
     return world.dst / ".reshard" / "lock"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", [fcntl.LOCK_EX, fcntl.LOCK_SH])
 def test_a_lock_that_is_never_released_is_an_error_that_names_it(started: World, kind: int) -> None:
     path = lock_of(started)

@@ -389,6 +389,7 @@ DAMAGE: dict[str, Any] = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_an_invalid_recorded_command_is_refused(world: World, damage: Any) -> None:
     world.save(FULL)

@@ -113,6 +113,7 @@ CONVERSIONS: dict[str, tuple[str, list[Argument]]] = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", CONVERSIONS)
 def test_a_strategy_that_swaps_axes_is_refused_and_nothing_is_written(kind: str, tree: Tree) -> None:
     tree.save()
@@ -539,6 +540,7 @@ def test_a_probe_of_a_thousand_ranks_reads_a_dozen_files() -> None:
     assert len(actual) == 12 and set(actual) <= set(some) and max(actual) == some[-1]
 
 
+@pytest.mark.deep
 def test_every_pair_of_small_layouts_is_distinguished(tmp_path: Path) -> None:
     """Through the command line: eight ranks, every two layouts of four slices of rows."""
     cuts: list[tuple[list[int], list[Any]]] = [

@@ -123,6 +123,7 @@ def test_network_failures_do_not_change_the_output(name: str, objects: Objects, 
     assert outcome == locally(KINDS[name], tmp_path / "local")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("delay", some_of([0.02, 0.1], 2))
 def test_latency_does_not_change_the_output(delay: float, objects: Objects, tmp_path: Path) -> None:
     objects.faults.delay = delay
@@ -131,6 +132,7 @@ def test_latency_does_not_change_the_output(delay: float, objects: Objects, tmp_
     )
 
 
+@pytest.mark.deep
 def test_headers_are_requested_concurrently(objects: Objects, tmp_path: Path) -> None:
     # The first header tells what the others are to be; those are held back here until all have been asked for.
     others = threading.Barrier(7)
@@ -146,6 +148,7 @@ def test_headers_are_requested_concurrently(objects: Objects, tmp_path: Path) ->
     assert next(headers) >= 8 and not others.broken
 
 
+@pytest.mark.deep
 def test_each_header_takes_one_request(objects: Objects, tmp_path: Path) -> None:
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
     words: list[Argument] = ["plan", source, tmp_path / "out", "--src-strategy", DEMO / "src_strategy.ckpt", *TO_DEMO]
@@ -244,6 +247,7 @@ def test_reading_commands_accept_paths_in_a_store(objects: Objects, tmp_path: Pa
     done("verify", tmp_path / "out", "--src", source, "--src-strategy", strategy, "--dst-strategy", target)
 
 
+@pytest.mark.deep
 def test_lost_ranks_are_recovered_from_a_store(objects: Objects, tmp_path: Path) -> None:
     remaining, cut = some_ranks_left(objects, tmp_path / "whole")
     done("recover", remaining, tmp_path / "out", "--strategy", cut)
@@ -302,6 +306,7 @@ def test_endpoint_url_selects_the_service(objects: Objects, monkeypatch: pytest.
     fails(2, "inspect", path, "--endpoint-url", "localhost:9000", texts=["--endpoint-url: is no URL"])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("key", ["nothing", "ckpt/rank_0/mlp-2_10.ckp"])
 def test_a_missing_object_does_not_exist(key: str, objects: Objects) -> None:
     objects.upload(DEMO / "src_checkpoints", "ckpt")

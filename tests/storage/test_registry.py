@@ -45,6 +45,7 @@ def fetched(path: str, toy: ToyStore, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FORMS)
 def test_a_registered_store_is_converted_from_and_to(form: str, world: World, toy: ToyStore) -> None:
     world.save(FULL)

@@ -34,6 +34,7 @@ CAN_MOUNT = (
 )
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(not CAN_MOUNT, reason="mounts need a mount namespace of one's own")
 @pytest.mark.parametrize(("options", "mount"), some_of(itertools.product(OPTIONS, MOUNTS), 4))
 def test_a_bind_mount_of_the_source_is_refused_as_target(

@@ -47,6 +47,7 @@ def test_status_distinguishes_files_directories_and_missing_paths(place: Place) 
         assert status_at(absent) is None and not exists(absent)
 
 
+@pytest.mark.deep
 def test_entries_lists_names_in_a_directory(place: Place) -> None:
     for name in ("b/x", "b/y/z", "a", "a.more", "c d/e", "ü", "100%", "#1"):
         place.put(name, name.encode())
@@ -192,6 +193,7 @@ def test_a_directory_marker_is_not_a_file(objects: Objects) -> None:
     assert names_in(objects.path("run/rank_0")) == ["file"]
 
 
+@pytest.mark.deep
 def test_an_unreachable_store_is_a_retryable_error(objects: Objects) -> None:
     path = objects.put("file", content(MIB))
     file = opened(path)
@@ -209,6 +211,7 @@ def test_small_reads_nearby_share_requests(objects: Objects) -> None:
     assert objects.faults.requests["GET"] - before <= 7
 
 
+@pytest.mark.deep
 def test_headers_at_equal_distances_are_read_ahead(objects: Objects) -> None:
     distance = 5 * MIB // 4
     file = opened(objects.put("file", bytes(20 * distance)))

@@ -88,6 +88,7 @@ def random_array(shape: Sequence[int], width: int, seed: int = 1) -> Array:
     return np.random.RandomState(seed).randint(0, 256, (*shape, width)).astype("u1").view(f"V{width}")[..., 0]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if math.prod(shape) < 3000], ids=str)
 def test_the_sum_follows_its_definition(shape: tuple[int, ...], width: int) -> None:

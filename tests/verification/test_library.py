@@ -36,6 +36,7 @@ def compared(form: str, world: World) -> list[Argument]:
     return [world.dst, "--src", world.src, "--src-strategy", world.old, *strategy]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FORMS)
 def test_verify_finds_a_mistake_common_to_writer_and_reader(
     form: str, world: World, monkeypatch: pytest.MonkeyPatch

@@ -128,6 +128,7 @@ def test_every_conversion_verifies_and_every_byte_is_read(data: st.DataObject) -
         assert pair.progress.total >= sum(tensor.array.nbytes for held_ in written for tensor in held_.values())
 
 
+@pytest.mark.deep
 @examples(80)
 @given(st.data())
 def test_damage_is_found_at_its_rank_and_parameter(data: st.DataObject) -> None:

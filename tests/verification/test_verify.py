@@ -62,6 +62,7 @@ def test_verify_of_another_checkpoint_names_the_commands_that_check_it(world: Wo
         fails(3, "verify", place, texts=texts)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
 @pytest.mark.parametrize("name", ["w", "v", "m.w", "global_step"])
 @pytest.mark.parametrize("rank", [0, 1])
@@ -469,6 +470,7 @@ def test_recovered_lost_ranks_are_verified_alone(tmp_path: Path) -> None:
     fails(4, "verify", lost, *words[2:])
 
 
+@pytest.mark.deep
 def test_requested_ranks_of_a_recovery_are_verified_alone(tmp_path: Path) -> None:
     words, _ = recovery(tmp_path)
     some = tmp_path / "some"
