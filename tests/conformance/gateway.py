@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
-_START_SECONDS = 120
+_START_SECONDS = 300
 _CONFIGURATION = """\
 [global]
 fsid = {fsid}
