@@ -18,7 +18,7 @@ COMPRESSED = compressed-tensors==0.20.0
 WORKERS = $(shell cpus=$$(nproc 2>/dev/null || echo 3); echo $$((cpus < 4 ? cpus + 1 : 4)))
 PYTEST = -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: help demo quick test test-all check conformance conformance-transformers package matrix bench docs site clean
+.PHONY: help demo quick test test-deep test-all check conformance conformance-transformers package matrix bench docs site clean
 
 help:
 	@echo 'make demo          convert a bundled checkpoint and show what happened (takes a minute the first time)'

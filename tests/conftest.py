@@ -105,9 +105,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if QUICK and cache is not None:
         seconds = cache.get(_DURATIONS, {})
         items.sort(key=lambda item: (not item.get_closest_marker("quick"), seconds.get(item.nodeid, _UNKNOWN)))
-    excluded = [item for item in items if not _is_selected(item)]
-    config.hook.pytest_deselected(items=excluded)
-    items[:] = [item for item in items if _is_selected(item)]
+    is_selected = [_is_selected(item) for item in items]
+    config.hook.pytest_deselected(items=[item for item, selected in zip(items, is_selected) if not selected])
+    items[:] = [item for item, selected in zip(items, is_selected) if selected]
 
 
 def _is_selected(item: pytest.Item) -> bool:
@@ -119,11 +119,8 @@ def _is_selected(item: pytest.Item) -> bool:
 
 
 def pytest_report_header() -> list[str]:
+    tests = "all" if LONG else "without the long ones" if DEEP else "without the deep and the long ones"
     return [
-        "tests: all"
-        if LONG
-        else "tests: with the deep ones"
-        if DEEP
-        else "tests: make test-deep and test-all run more",
+        f"tests: {tests}; make test-deep and make test-all run more",
         "conformance: make conformance (RESHARD_CONFORMANCE=1) compares with MindSpore and other libraries",
     ]

@@ -259,7 +259,7 @@ def test_a_thread_waiting_for_a_worker_ends_after_an_error(
     done(*words, "--jobs", 1)
     late = iter([False] * 6 + [True])
 
-    class HeldUp(reading.Crew):
+    class HeldUp(Crew):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             own: Any = self
