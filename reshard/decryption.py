@@ -95,7 +95,7 @@ def read_key(key_file: str) -> bytes:
 
 
 def decrypt(src: str, dst: str, key: bytes, report: Report) -> tuple[int, int]:
-    """Write the `.ckpt` files of a file or a rank tree to a directory, decrypted; those that are plain are copied.
+    """Write the `.ckpt` files of a file or a rank tree to a directory, decrypted; plain ones are copied.
 
     A written file has its source's time of modification, in seconds: by it, another run finds it finished.
 
@@ -118,7 +118,7 @@ def decrypt(src: str, dst: str, key: bytes, report: Report) -> tuple[int, int]:
             raise CheckpointError(f"{src}: holds no encrypted .ckpt file", file=src, hint="use it as it is")
         for directory in {os.path.dirname(target) for target in targets}:
             store_of(directory).remove_dead(directory)
-        # Nobody else may read what was encrypted.
+        # Only the owner may read decrypted files.
         mask = os.umask(0o077)
         try:
             for target, path in targets.items():
@@ -160,10 +160,14 @@ def _write_plain(path: str, target: str, key: bytes, handles: FileHandles) -> bo
         size, modified = file.size(), file.status().modified // _SECOND
         blocks = [] if mode is None else list(_blocks(file, mode, size))
         most = size if mode is None else sum(block.size for block in blocks)
-        there = status_at(target, through_links=False)
-        if there is not None:
+        existing = status_at(target, through_links=False)
+        if existing is not None:
             padding = 0 if mode in (None, _GCM) else len(blocks) * _UNIT
-            if there.regular and there.modified // _SECOND == modified and most - padding <= there.size <= most:
+            if (
+                existing.regular
+                and existing.modified // _SECOND == modified
+                and most - padding <= existing.size <= most
+            ):
                 return False
             raise TargetError(
                 f"{target}: exists, and was not made of {path}", file=target, hint="remove it, or choose another DST"
@@ -224,7 +228,7 @@ def _decrypted(file: ReadableFile, mode: str, blocks: Sequence[_Block], key: byt
         unpadder = None if mode == _GCM else unpadder_of()
         for data in _read(file, block.offset, block.size):
             plain = decryptor.update(data)
-            # With a wrong key it is noise.
+            # A wrong key decrypts to noise.
             if not begun and not is_ckpt(plain[:_UNIT]):
                 raise EncryptedCheckpointError(
                     f"{file.path}: cannot be decrypted with {mode}: the key is wrong, or the file is damaged",
@@ -243,7 +247,7 @@ def _decrypted(file: ReadableFile, mode: str, blocks: Sequence[_Block], key: byt
 
 
 def _ciphers(mode: str, key: bytes, path: str) -> tuple[Callable[[_Block], Any], type[Exception], Callable[[], Any]]:
-    """What makes the decryptor of a block, the exception for a wrong tag, and what makes an unpadder."""
+    """The function that creates a block's decryptor, the exception for a wrong tag, and the unpadder's function."""
     if mode == _SM4 and len(key) != _SM4_KEY_SIZE:
         raise EncryptedCheckpointError(
             f"{path}: is encrypted with {mode}, which needs a key of 16 bytes; this key has {len(key)}", file=path

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Optional
 
-from reshard.storage import FileStatus, OpenFile, ReadableFile, changed_meanwhile, store_of
+from reshard.storage import CHANGED, FileStatus, OpenFile, ReadableFile, changed_meanwhile, store_of
 from reshard.threads import ThreadLock
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 # Half of the process's limit: outputs, pipes and libraries need the other half.
 _SHARE_OF_LIMIT = 2
 _MOST_HANDLES = 1024
-
-_CHANGED = "it was replaced or changed while it was read"
 
 
 class _Handle:
@@ -113,7 +111,7 @@ class FileHandles:
             status = file.status()
             with self._lock:
                 if self._first_seen.setdefault(path, status) != status:
-                    raise OSError(errno.ESTALE, _CHANGED, path)
+                    raise OSError(errno.ESTALE, CHANGED, path)
                 self.opened += 1
                 if file.pinned:
                     self._pinned.add(path)
@@ -139,7 +137,7 @@ class FileHandles:
                 path for path, version in versions.items() if self._first_seen.setdefault(path, version) != version
             ]
         for path in changed:
-            raise changed_meanwhile(path, _CHANGED)
+            raise changed_meanwhile(path, CHANGED)
 
     def check_unchanged(self, paths: Iterable[str]) -> None:
         """Check that files are unchanged since their first open, by name and by open handle.
@@ -164,7 +162,7 @@ class FileHandles:
             except OSError as error:
                 raise changed_meanwhile(path, f"cannot be opened any more: {error.strerror or error}") from error
             if any(version != first_seen for version in versions):
-                raise changed_meanwhile(path, _CHANGED)
+                raise changed_meanwhile(path, CHANGED)
 
     def _close_idle(self, keep: int) -> None:
         surplus = len(self._handles) - keep

@@ -154,7 +154,7 @@ class Placement:
 
     def _check(self, tensor: Stored, elements: Elements) -> None:
         # Megatron's local tensors have fewer dimensions than their boxes, which begin with ones.
-        # Of a tensor without elements, metadata lists the full shape.
+        # For a tensor without elements, metadata lists the full shape.
         shapes = [
             [size for size in shape if size != 1] if math.prod(shape) else [0]
             for shape in (tensor.shape, elements.shape)

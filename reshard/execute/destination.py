@@ -109,7 +109,7 @@ class Destination:
             remove_file(path)
 
     def tidy(self, directories: Iterable[str]) -> None:
-        """Remove temporary files of killed runs, here and in directories relative to it, and those that are empty."""
+        """Remove temporary files of killed runs, here and in directories relative to it, and then empty directories."""
         places = [self.path, *(self._path(name) for name in directories if name)]
         for_each(lambda place: store_of(place).remove_dead(place), places)
         for place in places[1:]:

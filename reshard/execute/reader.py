@@ -129,7 +129,7 @@ class FileReader:
         """
         decoding = source.decoding
         if decoding is None:
-            self.scatter(source, start, [out], len(out))
+            self._read_stored(source, start, out)
             return
         overflowed = decoding.read_into(self._read_stored, source, start, out, self._decoding_memory)
         if overflowed:
@@ -256,8 +256,8 @@ class Worker:
 
     Attributes:
         block: a buffer for the owner of the worker.
-        copied_bytes: bytes to read and write at a time where nothing is gathered: between local files so few that they
-            are still in the cache when they are written.
+        copied_bytes: bytes to read and write at a time where nothing is gathered: between local files few enough
+            to be still in the cache when they are written.
     """
 
     def __init__(self, reader: FileReader, budget: Budget, overflowed: Overflowed) -> None:
@@ -381,6 +381,7 @@ class BoxReader:
         return Worker(reader, budget, self._count_overflow)
 
     def _count_overflow(self, name: str, count: int) -> None:
+        # Looked up at every call: worker processes replace it.
         self.overflowed(name, count)
 
     def read(self, tensor: TargetTensor, box: Box, out: memoryview) -> None:

@@ -57,7 +57,7 @@ def convert(
     Args:
         groups: target files; those of a group read the same rows. Taken lazily.
         finish: called for a file whose bytes are on disk, before it gets its name.
-        checksum: compute a CRC-32 of every target file, and those that files hold.
+        checksum: compute a CRC-32 of every target file, and fill in the CRCs inside it.
         target_of: plans the same files again, in worker processes; without it there are none.
         samples: numbers of files that may need other modules than the first group; workers share what they need.
 
@@ -85,7 +85,6 @@ class FileGroup:
     Attributes:
         begun: number of parts that threads have begun.
         done: number of parts that are done.
-        complete: whether no more parts are begun.
         threads: number of threads that write parts.
     """
 
@@ -93,7 +92,6 @@ class FileGroup:
         self.writers = writers
         self.parts = Parts(files, threads, alone=True)
         self.begun = self.done = self.threads = 0
-        self.complete = False
 
 
 class Schedule:
@@ -145,7 +143,6 @@ class Schedule:
     def close(self, group: FileGroup) -> None:
         """Begin no more parts of a group: there are no more, or its files cannot be finished."""
         with self._lock:
-            group.complete = True
             if group in self._open:
                 self._open.remove(group)
 
@@ -153,7 +150,7 @@ class Schedule:
         """A part of a group is done; returns whether it was the last."""
         with self._lock:
             group.done += 1
-            return group.complete and group.done == group.begun
+            return group not in self._open and group.done == group.begun
 
     def committed(self, writer: TargetWriter) -> None:
         with self._lock:

@@ -35,7 +35,7 @@ class TargetWriter:
 
     Args:
         finish: called when its bytes are on disk, before it gets its name.
-        checksum: compute a CRC-32 of the whole file on the way, and fill in those that the file holds.
+        checksum: compute a CRC-32 of the whole file on the way, and fill in the CRCs inside it.
         sending: sends its parts, if its store takes files in parts.
         file: the open file, if another process has created it.
         allocated: allocate its space first if possible, so that it is `mapped`.

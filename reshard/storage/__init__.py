@@ -4,6 +4,7 @@ This room does not interpret files.
 """
 
 from reshard.storage.files import (
+    CHANGED,
     UnfitError,
     between,
     changed_meanwhile,

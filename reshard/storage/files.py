@@ -28,7 +28,7 @@ from reshard.errors import (
     is_read_only,
 )
 from reshard.storage.registry import cached_entry, for_each, scheme_of, store_of
-from reshard.storage.store import FileStatus, NewFile, ReadableFile, Sending
+from reshard.storage.store import FileStatus, NewFile, ReadableFile, Sending, status_or_none
 
 # Paths of written directories must not contain links.
 _NO_DIRECTORY = (errno.ENOTDIR, errno.ELOOP)
@@ -51,6 +51,9 @@ _SHOWN = 300
 _MAX_BUFFERS = 1024
 # Smaller parts are joined up to this size before they are written.
 _WORTH_WRITING = 1 << 20
+
+CHANGED = "it was replaced or changed while it was read"
+"""The problem of a source file with another version than at its first open."""
 
 HEAD = 16
 """Bytes that `kind_by_head` needs."""
@@ -212,16 +215,8 @@ def status_at(path: str, through_links: bool = True) -> Optional[FileStatus]:
         InputError: permission is denied.
         RetryableError: its status cannot be read at the moment.
     """
-    try:
-        return store_of(path).status(path, through_links)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        # ValueError: no file can have a name with a NUL, or one that cannot be encoded.
-        return None
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            # A circle of links counts as missing, like a dangling link.
-            return None
-        raise status_error(path, error) from error
+    with inspecting(path):
+        return status_or_none(lambda: store_of(path).status(path, through_links))
 
 
 def status_of_each(paths: Sequence[str], through_links: bool = True) -> list[Optional[FileStatus]]:
@@ -318,7 +313,7 @@ def read_json(
         path: the file.
         most: maximum size in bytes.
         kind: class of the error for a file that is unfit, damaged or no JSON object.
-        hint: for such an error.
+        hint: of that error.
         through_links: follow symbolic links.
         file_names: accept bytes that are not UTF-8, as Python represents them in names of files.
     """

@@ -33,6 +33,7 @@ from reshard.storage.store import (
     Storage,
     Store,
     file_system_of,
+    status_or_none,
     storage_on,
 )
 
@@ -274,15 +275,7 @@ class LocalStore(Store):
         return temporary.lock(path, notify)
 
     def _status_or_none(self, path: str) -> Optional[FileStatus]:
-        """The status of what a path leads to, if it leads to anything."""
-        try:
-            return self.status(path)
-        except (FileNotFoundError, NotADirectoryError, ValueError):
-            return None
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                return None
-            raise
+        return status_or_none(lambda: self.status(path))
 
 
 LOCAL_STORE: Store = LocalStore()

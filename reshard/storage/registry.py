@@ -242,7 +242,7 @@ class _CachedStore:
         return entries
 
     def __getattr__(self, name: str) -> Any:
-        """The other attributes of the store; those that may write end the cache."""
+        """The other attributes of the store; an attribute that may write ends the cache."""
         if name not in _READING:
             self._cache.valid = False
         return getattr(self._store, name)

@@ -64,7 +64,7 @@ OBJECTS = Storage(remote=True, in_flight=4, worth_skipping=64 << 10, window=256 
 
 
 def busy_cpus(jobs: int, *storages: Storage) -> int:
-    """How many of ``jobs`` CPUs to keep busy: between local files at most those there are; more would only take turns.
+    """How many of ``jobs`` CPUs to keep busy: between local files at most this machine's, as more would take turns.
 
     Requests to other storage wait for it, and more of them can be in flight.
     """
@@ -73,7 +73,7 @@ def busy_cpus(jobs: int, *storages: Storage) -> int:
 
 # Assumed round trip to an object store before one is measured.
 _USUAL_ROUND_TRIP = 0.05
-# Bytes per second of one of many requests in flight; so many bytes arrive during the round trip of another.
+# Bytes per second of one of many requests in flight: the bytes of one round trip cost as much as another request.
 _SHARE = 16 << 20
 # While one request is in flight, a CPU processes the bytes of some others, each in this time.
 _SECONDS_PER_REQUEST = 1.5e-3
@@ -201,6 +201,20 @@ class FileStatus(NamedTuple):
             status.st_dev,
             status.st_ino,
         )
+
+
+def status_or_none(look: Callable[[], FileStatus]) -> Optional[FileStatus]:
+    """The status that ``look`` returns; None if nothing is at its path."""
+    try:
+        return look()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        # ValueError: no file can have a name with a NUL, or one that cannot be encoded.
+        return None
+    except OSError as error:
+        # A circle of links counts as missing, like a dangling link.
+        if error.errno == errno.ELOOP:
+            return None
+        raise
 
 
 class ReadableFile(Protocol):

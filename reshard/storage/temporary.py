@@ -1,4 +1,4 @@
-"""Files under temporary names, and the removal of those of dead runs.
+"""Files under temporary names, and the removal of temporary files of dead runs.
 
 A temporary file is in its final file's directory, so that renaming it is atomic, and is locked by the process that
 writes it. On this machine, a file whose lock is free belongs to a dead process. Locks may not reach other machines, or

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from reshard.storage.s3.service import CHANGED, Address, Service, number_of, unexpected
+from reshard.storage.files import CHANGED
+from reshard.storage.s3.service import Address, Service, number_of, unexpected
 from reshard.storage.store import FileStatus, Measured, NewFile, Sending
 from reshard.threads import ThreadLock, thread_pool
 
@@ -136,7 +137,7 @@ class ObjectReader:
         for tries in range(self.service.tries, 0, -1):
             begun = time.perf_counter()
             answer = self.service.request(path, "get_object", Range=wanted, **condition)
-            # Of an error, the rest of the content is not read: the connection cannot be used again.
+            # After an error, the rest of the content is not read: the connection cannot be used again.
             with contextlib.closing(answer["Body"]) as body:
                 match = _RANGE.fullmatch(answer.get("ContentRange") or "")
                 if match is None:
@@ -201,7 +202,7 @@ class _Jumps:
         self._lengths: list[int] = []
         # The request after the last jump, and the last request of all.
         self._last = self._near = 0
-        # How many were predicted last, and the last one of them.
+        # The number of offsets in the last prediction, and the last offset.
         self._ahead, self._predicted = 4, 0
 
     def to(self, offset: int) -> None:
@@ -212,7 +213,7 @@ class _Jumps:
         self._near = offset
 
     def next(self) -> list[int]:
-        """Probable offsets of the next requests: a few at first, and many if those were right."""
+        """Probable offsets of the next requests: a few at first, and many after a correct prediction."""
         lengths = self._lengths
         # The earlier jump that resembles the last one in most of the jumps before it, too.
         alike, before = max(((self._alike(index), index) for index in range(len(lengths) - 1)), default=(0, 1))

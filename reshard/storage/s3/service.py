@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Optional
 from urllib.parse import urlsplit
 
 from reshard.errors import InputError, UsageError
+from reshard.storage.files import CHANGED
 from reshard.storage.registry import endpoint
 
 _SCHEME = "s3://"
@@ -25,7 +26,6 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _NO_NAMES = ("", ".", "..")
 _MAX_KEY_LENGTH = 1024
 
-CHANGED = "it was replaced or changed while it was read"
 # Connections for reading and for sending threads.
 _CONNECTIONS = 192
 _CONNECT_SECONDS = 10
@@ -193,7 +193,7 @@ class Service:
 
     @contextlib.contextmanager
     def errors_as_of_files(self, path: str) -> Iterator[None]:
-        """Raise errors of boto3 in a block as those of a file: `OSError`, or `InputError` for a missing bucket."""
+        """Raise errors of boto3 in a block as errors of a file: `OSError`, or `InputError` for a missing bucket."""
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
         from urllib3.exceptions import HTTPError
