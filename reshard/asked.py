@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from reshard.convert.summary import Summary
 
 Path = Union[str, "os.PathLike[str]"]
-Texts = Union[str, Sequence[str]]
 G = TypeVar("G", bound="Group")
 
 _SIZES = (1, 1 << 62)
@@ -137,7 +136,7 @@ NUMBER = Kind("number", operator.index)
 RANKS = Kind("ranks", _ranks, parse_ranks, number_ranges)
 SIZE = Kind("size", operator.index, parse_size)
 MEMORY = Kind("size", operator.index, parse_memory, lambda size: f"{size}B")
-SHARE = Kind("shard", _share)
+SHARE = Kind("shard", _share, words=lambda share: "/".join(map(str, share)))
 
 
 class Option(NamedTuple):

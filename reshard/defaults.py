@@ -15,15 +15,6 @@ MAX_STAGES = 1 << 10
 # Prefix of converted files; the rank follows.
 DEFAULT_PREFIX = "checkpoint_"
 
-# The values of options that take one of a few words; the first is the default.
-CHOICES = {
-    "format": ("same", "ckpt", "safetensors"),
-    "io": ("auto", "mmap", "pread"),
-    "crc": ("auto", "never"),
-    "check_replicas": ("auto", "all", "never"),
-    "checksum": ("none", "crc32"),
-}
-
 
 def usable_cpus() -> int:
     """The CPUs that this process may use: those of its affinity, or fewer by the quota of its control groups."""

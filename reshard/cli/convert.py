@@ -284,7 +284,7 @@ def summary_lines(request: Request) -> Callable[[Summary, float], list[str]]:
     return lines
 
 
-_SAVED = {"names": ("--strategy",), "help": "Strategy the checkpoint was saved with.", "metavar": "FILE|DIR|none"}
+_SAVED = {"names": ("--strategy",), "help": "Strategy the checkpoint was saved with."}
 
 
 @command(
@@ -300,7 +300,7 @@ cp -rf lost/rank_* ckpt/
 )
 @argument("src")
 @argument("dst")
-@options.ranks("Target", "Write only these ranks.")
+@options.ranks("Write only these ranks.")
 @option("Target", "--lost-only", is_flag=True, help="Write only lost and damaged ranks.")
 @options.group(Source, path="src", strategy=_SAVED)
 @options.group(Target, "prefix", "overwrite", "checksum", path="dst", prefix={"initial": None, "shown": "as in SRC"})

@@ -25,7 +25,6 @@ from reshard.asked import (
     Source,
     Target,
     fields_of,
-    parse_ranks,
 )
 from reshard.cli.command import Parsed, option, paths, tables, types
 from reshard.cli.output import set_debug, set_json, set_progress, set_quiet, set_verbose
@@ -203,7 +202,6 @@ SELECTION = ("include", "exclude")
 SAVED = {
     "names": ("--strategy", "--src-strategy"),
     "help": "Strategy the checkpoint was saved with; none for an unsharded one.",
-    "metavar": "FILE|DIR|none",
 }
 """--strategy of commands that read one checkpoint."""
 
@@ -219,10 +217,10 @@ def strategy(text: str, *names: str, flag: str = "--strategy") -> Callable[[F], 
     return option("Strategies", flag, *names, metavar="FILE|DIR|none", shell_complete=paths, help=text)
 
 
-def ranks(section: str, text: str) -> Callable[[F], F]:
-    """--ranks."""
-    kind = Parsed("ranks", parse_ranks)
-    return option(section, "--ranks", type=kind, metavar="0-7,12", show_default="all", help=text)
+def ranks(text: str) -> Callable[[F], F]:
+    """--ranks of commands that do not receive a `Conversion`'s fields."""
+    asked, default = fields_of(Conversion)["files"]
+    return _click(asked._replace(help=text), default)
 
 
 def flag(group: str, *names: str, text: str, **attributes: Any) -> Callable[[F], F]:

@@ -94,7 +94,7 @@ def print_plan(prepared: Prepared, summary: Summary, svg: Optional[str] = None) 
 def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, Any]:
     plan, state = prepared.plan, prepared.state
     execution = state.execution
-    uploads, part_bytes = state.execution.uploads, state.execution.part_bytes
+    uploads, part_bytes = execution.uploads, execution.part_bytes
     sources = _source_bytes(moved)
     return {
         **summary_json(summary),
@@ -116,12 +116,12 @@ def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, A
         "over_read": round(moved.over_read, 4),
         "memory": {
             "buffers": execution.buffer_bytes,
-            "most_buffers": state.execution.max_memory,
+            "most_buffers": execution.max_memory,
             "expected": _expected_memory(execution),
         },
         "threads": execution.threads,
         "io": dict(zip(("way", "why"), execution.io)),
-        "requests": _requests_json(state.execution),
+        "requests": _requests_json(execution),
         "uploads": {"at_a_time": uploads, "part_bytes": part_bytes} if part_bytes else None,
         "space": [
             {"directory": space.place, "bytes_needed": space.needed, "bytes_free": space.free} for space in state.space
@@ -138,19 +138,18 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers) -> list[str]:
         counts = f"{plural(_sources(prepared), source_files)} to {plural(plan.form.count, files)}"
     lines = [f"{step_words(summary.step)} of {request.src}, {counts}, to {request.dst} ({plan.form.format})"]
     if summary.ranks:
-        spaces = state.space
+        spaces, execution = state.space, state.execution
         write_size, read_size = byte_size(summary.bytes_written), byte_size(sum(moved.read.values()))
-        execution = state.execution
         memory, buffers = byte_size(_expected_memory(execution)), byte_size(execution.buffer_bytes)
-        parts = f"{state.execution.uploads} parts at a time, of up to {byte_size(state.execution.part_bytes)}"
-        uploads = [f"  uploads  {parts}"] if state.execution.part_bytes else []
+        parts = f"{execution.uploads} parts at a time, of up to {byte_size(execution.part_bytes)}"
+        uploads = [f"  uploads  {parts}"] if execution.part_bytes else []
         who = plural(execution.threads, "thread" if execution.processes < 2 else "worker")
         lines += [
             f"  write    {plural(len(summary.ranks), 'file')}, {write_size}: {rank_ranges(summary.ranks, files)}",
             f"  read     {plural(len(moved.read), 'file')}, {read_size}: "
             f"source {rank_ranges(moved.read, source_files)}{_over_read(moved)}",
             f"  memory   about {memory}, {buffers} of it buffers of {who}",
-            *_requests(state.execution),
+            *_requests(execution),
             *uploads,
             "  io       {}, {}".format(*execution.io),
             *(_room(space, several=len(spaces) > 1) for space in spaces),

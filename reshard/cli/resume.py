@@ -11,7 +11,7 @@ from typing import Any, Optional
 import click
 from click.core import ParameterSource
 
-from reshard.asked import Conversion, Effort
+from reshard.asked import Conversion, Effort, fields_of
 from reshard.cli import options
 from reshard.cli.command import argument, command
 from reshard.cli.convert import summary_json
@@ -165,7 +165,7 @@ def overwriting(command: RecordedCommand, dst: str, rank: Optional[int] = None) 
 
 def shown(words: Sequence[str]) -> str:
     """A command to paste."""
-    return " ".join(["reshard", *map(shlex.quote, words)])
+    return shlex.join(["reshard", *words])
 
 
 def _run(ctx: click.Context, words: Sequence[str]) -> None:
@@ -181,6 +181,7 @@ def _run(ctx: click.Context, words: Sequence[str]) -> None:
 
 def _typed(ctx: click.Context) -> list[str]:
     """The options that were typed, as words."""
+    kinds = {option.parameter: option.kind for of in (Conversion, Effort) for option, _ in fields_of(of).values()}
     words = []
     for param in ctx.command.params:
         name = str(param.name)
@@ -191,8 +192,5 @@ def _typed(ctx: click.Context) -> list[str]:
             if param.is_flag:
                 words += (param.opts if value else param.secondary_opts)[:1]
             else:
-                text = "/".join(map(str, ctx.params["shard"])) if name == "shard" else value
-                if name == "max_memory":
-                    text = f"{value}B"
-                words.append(f"{param.opts[0]}={text}")
+                words.append(f"{param.opts[0]}={kinds[name].words(value) if name in kinds else value}")
     return words

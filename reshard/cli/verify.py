@@ -70,7 +70,7 @@ reshard verify out/ --src ckpt/ --cast BFloat16 \\
 @options.strategy("Strategy of OUT, for --replicas.")
 @option("Checks", "--replicas", is_flag=True, help="Compare copies of the same slices within OUT.")
 @option("Checks", "--headers-only", is_flag=True, help="Check sizes and headers only; read no contents.")
-@options.ranks("Target", "Verify only these ranks of OUT.")
+@options.ranks("Verify only these ranks of OUT.")
 @options.group(Edits, *options.SELECTION, *CHANGES)
 @options.group(
     Effort,

@@ -2,4 +2,4 @@
 
 from reshard.convert.prepared import Prepared, prepare, transform
 from reshard.convert.summary import Summary
-from reshard.convert.writing import Counted, WriteElsewhere
+from reshard.convert.writing import WriteElsewhere

@@ -29,7 +29,7 @@ def command_of(plan: Plan) -> Optional[RecordedCommand]:
     Args:
         plan: with the step and format that were chosen.
     """
-    request = plan.request
+    request, task = plan.request, plan.request.task
     if request.edits.additions is not None or not request.asked.is_typed:
         return None
     try:
@@ -39,9 +39,9 @@ def command_of(plan: Plan) -> Optional[RecordedCommand]:
         return None
     # A table leaves other packing than the source's, or none.
     packing = packing_of(request.src) if request.edits.table is None else plan.checkpoint.packing
-    choice = len(request.to.options.formats) > 1 and not request.task.recover
+    choice = len(request.to.options.formats) > 1 and not task.recover
     # To resume one of several runs is to resume all of them.
-    several = request.task.by_rank or asked.shard is not None
+    several = task.by_rank or asked.shard is not None
     recorded = Conversion(
         replace(asked.source, step=plan.checkpoint.step or "latest", fallback=True),
         replace(asked.target, path=os.curdir, format=plan.form.format if choice else "same", overwrite=False),
@@ -49,8 +49,8 @@ def command_of(plan: Plan) -> Optional[RecordedCommand]:
         Effort(crc=asked.effort.crc, check_replicas=asked.effort.check_replicas),
         None if several else asked.files,
     )
-    task, how = "recover" if request.task.recover else "convert", request.task
-    return RecordedCommand(recorded, os.uname().nodename, task, how.verify, how.lost_only, packing)
+    name = "recover" if task.recover else "convert"
+    return RecordedCommand(recorded, os.uname().nodename, name, task.verify, task.lost_only, packing)
 
 
 def with_absolute_paths(asked: Conversion) -> Conversion:
@@ -247,10 +247,8 @@ def was_merged(out: str, plan: Identity) -> bool:
     if not plan.edits:
         return False
     with contextlib.suppress(TargetError):
-        commands = _commands(out, plan)
-        return _ledger(out, plan) is not None and not any(
-            _words(each) or _names_by_form(each, plan) for each in commands
-        )
+        ledger = _ledger(out, plan)
+        return ledger is not None and not any(_words(each) or _names_by_form(each, plan) for each in ledger.commands())
     return False
 
 

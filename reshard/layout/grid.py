@@ -159,6 +159,11 @@ class Cell(NamedTuple):
     slices: tuple[int, ...]
     region: Optional[Region] = None
 
+    @property
+    def source_number(self) -> int:
+        """The number of its source tensor, for a view of several."""
+        return 0 if self.region is None else self.region.source
+
 
 class Overlap:
     """The cells of every target slice of one tensor; created once per kind of parameter.

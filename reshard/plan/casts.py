@@ -73,7 +73,7 @@ def cast(
     refused: dict[tuple[str, str], list[str]] = {}
     for name, recipe in recipes.items():
         types = {checkpoint.tensors[source].dtype for source in recipe.sources}
-        floating = not all(_is_no_float(dtype_of_part) for dtype_of_part in types)
+        floating = any("Float" in dtype_of_part for dtype_of_part in types)
         dtype = requested.of(name, floating)
         if dtype is None or types == {dtype} or not floating:
             cast_recipes[name] = recipe
@@ -149,10 +149,6 @@ class _RequestedTypes:
                     f"--cast {glob.pattern}={dtype}: matches no tensor of the target; "
                     + advice_on_unmatched(glob.pattern, names),
                 )
-
-
-def _is_no_float(dtype: str) -> bool:
-    return "Float" not in dtype
 
 
 def _warn_of_uncast(

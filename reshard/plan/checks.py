@@ -15,7 +15,7 @@ from reshard.plan.plan import Plan
 from reshard.plan.values import CopiedValues
 from reshard.strategies import Strategy
 from reshard.text.messages import Report, as_glob, as_pattern, listing, plural, quoted
-from reshard.text.names import Globs, is_training_value, is_weight, state_prefix
+from reshard.text.names import Globs, is_training_value, is_weight, state_prefix, warn_of_unmatched
 
 # Minimum prefix length: shorter prefixes match too many names.
 _MIN_PREFIX = 3
@@ -34,8 +34,6 @@ def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], repor
     # Patterns match the names as they are written, so a source's names count only where no edit changes them.
     source = request.source.parameters if request.edits.is_empty else ()
     if request.filters.include or request.filters.exclude:
-        from reshard.text.names import warn_of_unmatched
-
         warn_of_unmatched(request.filters, (plan.checkpoint.names(), source, request.target.parameters), report)
     _check_not_empty(plan)
     for section in plan.sections:

@@ -1,4 +1,4 @@
-"""EditRules of names, packing and types, as options request them."""
+"""A request: a conversion with its two ends, and the rules of names, packing and types that options ask for."""
 
 from __future__ import annotations
 

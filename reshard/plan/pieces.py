@@ -205,7 +205,7 @@ class Kind(NamedTuple):
 
     def holders(self, cell: Cell) -> list[tuple[int, int]]:
         """The files that hold a cell, each with the number of its sharding; none for elements without a source."""
-        first = 0 if cell.region is None else self.cut.firsts[cell.region.source] if cell.slices else 0
+        first = self.cut.firsts[cell.source_number] if cell.slices else 0
         holders: list[tuple[int, int]] = []
         for index, number in enumerate(cell.slices, first):
             sharding, present = self.cut.shardings[index], self.present[index]

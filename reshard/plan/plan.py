@@ -179,7 +179,7 @@ class Plan:
         position = self.form.section_of(file).position(file)
         for cell in cut.overlap.cells(cut.slice_of(position)):
             if cell.slices:
-                first = cut.firsts[0 if cell.region is None else cell.region.source]
+                first = cut.firsts[cell.source_number]
                 holders = kind.holders(cell)
                 copies.append([(one, cut.shardings[i].stored_box(cell.slices[i - first])) for one, i in holders])
         return copies
@@ -302,7 +302,7 @@ class Plan:
         order = self._orders.get(key)
         if order is None:
             order = self._orders[key] = order_of(self.form, kinds, boxes, tensors, inside)
-        # Other orders live as long as a file that is being written refers to them.
+        # The cache holds only weak references: this one keeps the last order alive between two files.
         self._last_order = order
         return order
 
@@ -405,7 +405,7 @@ class Plan:
                 continue
             holders = kind.holders(cell)
             if not holders:
-                name = kind.tensors[0].name
+                name = example.name
                 raise IncompleteSourceError(
                     f"a slice of {quoted(name)} for target {counted_as(self.form.name)} {file} is in no readable file",
                     rank=file,
@@ -418,7 +418,7 @@ class Plan:
                     break
             else:
                 holder, index = holders[turn % len(holders)]
-            source = 0 if cell.region is None else cell.region.source
+            source = cell.source_number
             number = cell.slices[index - cut.firsts[source]]
             slice_box = cut.shardings[index].stored_box(number)
             stored = StoredSlice(self.checkpoint.files[holder], holder, (), slice_box)

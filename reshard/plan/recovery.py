@@ -37,7 +37,6 @@ class Recovery:
     def __init__(self, request: Request, checkpoint: RankCheckpoint, handles: FileHandles) -> None:
         self._strategy = request.source
         self._checkpoint = checkpoint
-        self._step = checkpoint
         self.format = target_format(request.asked.target.format, checkpoint, recover=True)
         self._handles = handles
         self._admit = request.filters.admit
@@ -47,7 +46,7 @@ class Recovery:
 
     def intact(self, rank: int) -> bool:
         """Whether a rank's own file holds everything that its stage has at this step."""
-        index = self._step.indexes.get(rank)
+        index = self._checkpoint.indexes.get(rank)
         if index is None or index.format != self.format:
             return False
         if self._strategy.is_none:
@@ -94,7 +93,7 @@ class Recovery:
     def note(self, ranks: Sequence[int], form: TargetForm, values: CopiedValues, report: Report) -> None:
         """Note the new names of lost files; warn of contents that only lost ranks had."""
         lost = [rank for rank in ranks if not self.intact(rank)]
-        unnamed = [rank for rank in lost if rank not in self._step.step_files.files]
+        unnamed = [rank for rank in lost if rank not in self._checkpoint.step_files.files]
         if form.names.own and unnamed:
             report.note(
                 f"file names differ in their prefixes; {rank_ranges(unnamed)} gets the most frequent one: "
@@ -108,7 +107,7 @@ class Recovery:
                 "rank is written instead"
             )
         for stage in self._strategy.stages:
-            if self._step.loaded(stage) or not set(lost).intersection(stage.ranks):
+            if self._checkpoint.loaded(stage) or not set(lost).intersection(stage.ranks):
                 continue
             # A stage holds unlisted copies of other stages' tied parameters.
             listed_names = {name for each in self._strategy.stages for name in each.layouts}
@@ -125,7 +124,7 @@ class Recovery:
         of_rank = values.of(rank)
         if self.intact(rank):
             return of_rank
-        index = self._step.indexes.get(rank)
+        index = self._checkpoint.indexes.get(rank)
         if index is not None:
             # Its own file survives, but lacks other parameters.
             of_rank = [
@@ -133,7 +132,7 @@ class Recovery:
                 for value in of_rank
             ]
         unlisted = [
-            CopiedValue(name, holder, self._step.indexes[holder].tensors[name])
+            CopiedValue(name, holder, self._checkpoint.indexes[holder].tensors[name])
             for name, holder in self._unlisted(rank).items()
             if holder is not None
         ]
@@ -142,10 +141,10 @@ class Recovery:
     def _held_in(self, stage: Stage) -> tuple[Counter[str], int]:
         """Per name the number of a stage's files that hold it, and the number of files."""
         if stage.number not in self._held:
-            loaded = self._step.loaded(stage)
+            loaded = self._checkpoint.loaded(stage)
             counts: Counter[str] = Counter()
-            for ranks in files_alike({rank: self._step.indexes[rank] for rank in loaded}):
-                counts.update(dict.fromkeys(self._step.indexes[ranks[0]].tensors, len(ranks)))
+            for ranks in files_alike({rank: self._checkpoint.indexes[rank] for rank in loaded}):
+                counts.update(dict.fromkeys(self._checkpoint.indexes[ranks[0]].tensors, len(ranks)))
             self._held[stage.number] = counts, len(loaded)
         return self._held[stage.number]
 
@@ -156,13 +155,13 @@ class Recovery:
         counts, ranks = self._held_in(stage)
         listed_elsewhere = {name for other in strategy.stages if other is not stage for name in other.layouts}
         # A parameter that other ranks of the stage lack may have been missing on the lost rank, too.
-        least = 1 if self._step.deduplicated(stage) else max(1, ranks - 1)
+        least = 1 if self._checkpoint.deduplicated(stage) else max(1, ranks - 1)
         names = sorted(name for name in listed_elsewhere - stage.layouts.keys() if counts[name] >= least)
         return {name: self._unlisted_holder(name, rank, stage) for name in names}
 
     def _unlisted_holder(self, name: str, rank: int, stage: Stage) -> Optional[int]:
         """The rank with a certain replica of a rank's tensor, itself first; None without one."""
-        index = self._step.indexes.get(rank)
+        index = self._checkpoint.indexes.get(rank)
         if index is not None and name in index.tensors:
             return rank
         key = (name, stage.number)
@@ -177,11 +176,11 @@ class Recovery:
         slices follow some layout: where all layouts that fit the surviving files give a rank the slice of the
         same survivors, the rank held that slice.
         """
-        holders = [rank for rank in self._step.loaded(stage) if name in self._step.indexes[rank].tensors]
+        holders = [rank for rank in self._checkpoint.loaded(stage) if name in self._checkpoint.indexes[rank].tensors]
         if not holders or name not in self._checkpoint.tensors:
             return {}
         full = self._checkpoint.tensors[name]
-        shapes = {self._step.indexes[rank].tensors[name].shape for rank in holders}
+        shapes = {self._checkpoint.indexes[rank].tensors[name].shape for rank in holders}
         cuts = cuts_of(full.shape, shapes.pop()) if len(shapes) == 1 else None
         ways = None if cuts is None else possible_holders(stage.device_count, cuts)
         if not ways:

@@ -98,7 +98,7 @@ def commands_in(directory: str) -> list[RecordedCommand]:
     """
     names = [name for name in names_in(directory) if is_command(name)]
     if len(names) > _MAX_RECORDS:
-        raise TargetError(f"{directory}: holds {len(names)} records of commands", file=directory, hint=_AGAIN)
+        raise TargetError(f"{directory}: holds {len(names)} records of commands", file=directory, hint=_HINT)
     commands: list[tuple[int, str, RecordedCommand]] = []
     for path in [os.path.join(directory, name) for name in names]:
         status, command = status_at(path), _read(path)
@@ -114,11 +114,11 @@ def requested_ranks(commands: Iterable[RecordedCommand]) -> Optional[tuple[int, 
     return None if None in ranks else tuple(sorted({rank for numbers in ranks for rank in numbers or ()}))
 
 
-_AGAIN = "run the command that began the conversion again"
+_HINT = "run the command that began the conversion again"
 
 
 def _read(path: str) -> Optional[RecordedCommand]:
-    content = read_json(path, _MAX_BYTES, TargetError, _AGAIN, through_links=False, file_names=True)
+    content = read_json(path, _MAX_BYTES, TargetError, _HINT, through_links=False, file_names=True)
     if content is None:
         return None
     version = content.pop("version", None)
@@ -128,7 +128,7 @@ def _read(path: str) -> Optional[RecordedCommand]:
             file=path,
             hint="use the version of reshard that wrote it, or a newer one",
         )
-    with reading(path, TargetError, _AGAIN):
+    with reading(path, TargetError, _HINT):
         try:
             return _parsed(Fields(content, "the record"))
         except UsageError as error:

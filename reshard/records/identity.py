@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Callable, NamedTuple, Optional, Union, get_type_hints
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Literal, OutputLayout, Tensor
@@ -27,7 +27,7 @@ from reshard.defaults import MAX_DEVICES
 from reshard.forms import FORM_CLASSES
 from reshard.forms.ranks.naming import FileNames
 from reshard.layout import Layout
-from reshard.storage import ReadableFile, read_each, reading, storage_of
+from reshard.storage import read_each, reading, storage_of
 from reshard.storage.json_text import Fields, JsonError
 from reshard.strategies import Strategy
 from reshard.text.messages import quoted
@@ -35,13 +35,11 @@ from reshard.text.names import belongs_to_rank, is_value
 from reshard.threads import thread_pool
 
 _DIGEST_LENGTH = 16
-# Readers of a record's members, by the attribute's type.
+# Readers of an identity's members, by the attribute's type.
 _READERS: dict[object, Callable[[Fields, str], Any]] = {
     str: Fields.text,
     Optional[str]: Fields.optional_text,
     tuple[str, ...]: Fields.texts,
-    bool: Fields.flag,
-    Optional[int]: lambda fields, key: None if fields.is_null(key) else fields.integer(key, 1, 1 << 63),
     FileNames: lambda fields, key: FileNames.from_fields(fields.fields(key)),
     tuple[int, ...]: lambda fields, key: fields.integers(key, 0, MAX_DEVICES),
     int: lambda fields, key: fields.integer(key, 1, MAX_DEVICES + 1),
@@ -105,28 +103,20 @@ class Identity(NamedTuple):
         Raises:
             JsonError: a member is missing, unknown or invalid.
         """
-        identity = cls(**attributes_of(cls, fields))
+        unknown = [key for key in fields if key not in cls._fields]
+        if unknown:
+            raise JsonError(f"{quoted(unknown[0])} is unknown")
+        values = {
+            name: _READERS[kind](fields, name)
+            for name, kind in get_type_hints(cls).items()
+            if name in fields or name not in cls._field_defaults
+        }
+        identity = cls(**values)
         if identity.format not in ALL_FORMATS:
             raise JsonError(f"{quoted(identity.format)} is not a format")
         if identity.form not in FORM_CLASSES:
             raise JsonError(f"{quoted(identity.form)} is not a form")
         return identity
-
-
-def attributes_of(record: type[NamedTuple], fields: Fields) -> dict[str, Any]:
-    """The values of a record's attributes, read by their types; those that are missing have defaults.
-
-    Raises:
-        JsonError: a member is missing, unknown or invalid.
-    """
-    unknown = [key for key in fields if key not in record._fields]
-    if unknown:
-        raise JsonError(f"{quoted(unknown[0])} is unknown")
-    return {
-        name: _READERS[kind](fields, name)
-        for name, kind in get_type_hints(record).items()
-        if name in fields or name not in record._field_defaults
-    }
 
 
 def strategy_digest(strategy: Strategy) -> str:
@@ -321,7 +311,7 @@ class SourceSampler:
         headers = repr((index.format, structure.digest, index.crc, sorted(index.metadata.items())))
         with reading(index.path), self._handles.borrow(index.path) as file:
             runs = structure.values()
-            sampled = _samples(file, [*runs, *structure.samples(rank)])
+            sampled = list(read_each(file, [*runs, *structure.samples(rank)]))
             values, samples = sampled[: len(runs)], sampled[len(runs) :]
             status = file.status()
         return SourceFile(
@@ -335,8 +325,3 @@ class SourceSampler:
             status.inode,
             status.changed,
         )
-
-
-def _samples(file: ReadableFile, runs: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Bytes of a file, by offset and number."""
-    return list(read_each(file, runs))

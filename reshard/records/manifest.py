@@ -34,7 +34,7 @@ VERSION = 1
 
 # Some hundred bytes per rank.
 _MAX_BYTES = 64 << 20
-_AGAIN = "remove it and run the conversion's command again, which rewrites it"
+_HINT = "remove it and run the conversion's command again, which rewrites it"
 
 
 class ManifestFile(NamedTuple):
@@ -115,10 +115,10 @@ def read_manifest(directory: str) -> Manifest:
         CheckpointError: it is missing or damaged.
     """
     path = os.path.join(directory, MANIFEST_NAME)
-    content = read_json(path, _MAX_BYTES, hint=_AGAIN, file_names=True)
+    content = read_json(path, _MAX_BYTES, hint=_HINT, file_names=True)
     if content is None:
         raise _missing(directory, path)
-    with reading(path, hint=_AGAIN):
+    with reading(path, hint=_HINT):
         fields = Fields(content, "the manifest")
         version = fields.integer("version", 0, 1 << 31)
         if version != VERSION:

@@ -158,17 +158,17 @@ def _differences(
         return ["the adapter, names or types"]
     if command is not None and recorded and field in _FIELDS:
         group, names = _FIELDS[field]
-        there, here = getattr(recorded[0].asked, group), getattr(command.asked, group)
+        recorded_group, asked_group = getattr(recorded[0].asked, group), getattr(command.asked, group)
         # A digest also differs as a consequence of other options.
-        different = [name for name in names if getattr(there, name) != getattr(here, name)]
-        return [f"--{name.replace('_', '-')}{_both(there, here, name)}" for name in different]
+        different = [name for name in names if getattr(recorded_group, name) != getattr(asked_group, name)]
+        return [f"--{name.replace('_', '-')}{_both(recorded_group, asked_group, name)}" for name in different]
     # A digest is of no use to a reader.
     digest = field.endswith("_strategy") or field in _FIELDS
     return [_FIELD_WORDS.get(field, field) + ("" if digest else _both(theirs, mine, field))]
 
 
-def _both(there: object, here: object, name: str) -> str:
-    return f" ({_shown(getattr(there, name))} there, {_shown(getattr(here, name))} here)"
+def _both(theirs: object, mine: object, name: str) -> str:
+    return f" ({_shown(getattr(theirs, name))} there, {_shown(getattr(mine, name))} here)"
 
 
 def _shown(value: object) -> str:

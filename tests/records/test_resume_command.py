@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from reshard import transform_checkpoints
-from reshard.convert import Counted
+from reshard.convert.writing import Counted
 from tests.running import Argument, done, fails, reshard
 from tests.small import COPIED, SOURCE, TARGET, World, tensors
 from tests.trees import layout, same_ranks, scalar, single, tree_bytes, value, version

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from reshard.convert import Counted
+from reshard.convert.writing import Counted
 from tests.running import Argument, Result, done, fails
 from tests.small import World, tensors
 from tests.trees import value, write_checkpoint

@@ -448,7 +448,7 @@ class StepSelector:
                 if not cell.slices:
                     # Padding.
                     continue
-                number = 0 if cell.region is None else cell.region.source
+                number = cell.source_number
                 source = tensor.sources[number]
                 shardings = cut.shardings[cut.firsts[number] :]
                 ranks = {r for sharding, n in zip(shardings, cell.slices) for r in sharding.holders(n)}
