@@ -126,9 +126,8 @@ def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return add
 
 
-def _click(option_of_field: Option, default: Any) -> Callable[[F], F]:
+def _click(asked: Option, default: Any) -> Callable[[F], F]:
     """The click option of a field."""
-    asked = option_of_field
     attributes: dict[str, Any] = {"help": asked.help}
     if asked.kind is FLAG:
         # An option such as --no-fallback turns off what is on.

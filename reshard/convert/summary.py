@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from typing import NamedTuple, Optional
 
-from reshard.plan.plan import Plan, in_section
+from reshard.plan.plan import Plan
 from reshard.source_replicas import ReplicaCheck
 from reshard.text.names import KINDS, Total, kind_of
 
@@ -110,15 +110,10 @@ def _tensor_totals(plan: Plan, files: Collection[int]) -> Iterator[tuple[str, in
     copies = [plan.checkpoint.indexes[holder] for holder in taken_over.values() if holder is not None]
     resharded = sorted(file for file, holder in taken_over.items() if holder is None)
     for section in plan.sections:
-        in_this = in_section(section, resharded)
-        # Files that hold the same ones of the section's tensors.
-        alike: dict[object, list[int]] = defaultdict(list)
-        for file in in_this:
-            alike[plan.form.names_in(file)].append(file)
-        for kind in plan.kinds_of(section) if in_this else ():
+        alike = plan.by_names(section, resharded)
+        for kind in plan.kinds_of(section) if alike else ():
             elements = math.prod(kind.tensors[0].shape)
-            for members in alike.values():
-                names = plan.form.names_in(members[0])
+            for names, members in alike.items():
                 nbytes = sum(plan.slice_bytes(kind, section, members).values())
                 for tensor in kind.tensors:
                     if names is None or tensor.name in names:

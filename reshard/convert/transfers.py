@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.checkpoints import Data
 from reshard.execute import Budget
@@ -17,7 +17,7 @@ from reshard.execute.parts import SharedRows, parts_of
 from reshard.execute.runs import byte_strides, loops_in_source, runs, span_of
 from reshard.layout import intersection, shape_of, volume_of
 from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
-from reshard.plan.plan import Plan, in_section
+from reshard.plan.plan import Plan
 
 # Smallest read through a memory map.
 _PAGE = 4096
@@ -64,10 +64,7 @@ def transfers_of(plan: Plan, work: Sequence[int], budget: Budget) -> Transfers:
         transfers.requests[holder, file] += 1
     # Of files with the same tensors, one tensor of each kind is counted.
     for section in plan.sections:
-        files_by_names: dict[Optional[frozenset[str]], list[int]] = {}
-        for file in in_section(section, resharded):
-            files_by_names.setdefault(plan.form.names_in(file), []).append(file)
-        for names, files in files_by_names.items():
+        for names, files in plan.by_names(section, resharded).items():
             alike: dict[str, int] = {}
             for kind in plan.kinds_of(section):
                 names_of_kind = [tensor.name for tensor in kind.tensors if names is None or tensor.name in names]

@@ -130,10 +130,7 @@ class Plan:
         """Some of the target files, ascending, in groups that read the same rows."""
         for section in self.sections:
             cuts = {kind.cut.number: kind.cut for kind in self.kinds_of(section)}.values()
-            alike: dict[Optional[frozenset[str]], list[int]] = {}
-            for file in in_section(section, files):
-                alike.setdefault(self.form.names_in(file), []).append(file)
-            for members in alike.values():
+            for members in self.by_names(section, files).values():
                 for linked in linked_files(members, section, cuts):
                     together = (
                         limits.most
@@ -142,6 +139,13 @@ class Plan:
                     )
                     for start in range(0, len(linked), together):
                         yield tuple(linked[start : start + together])
+
+    def by_names(self, section: Section, files: Sequence[int]) -> dict[Optional[frozenset[str]], list[int]]:
+        """The files of a section among some files, by the names of their tensors; None for all names of the section."""
+        alike: dict[Optional[frozenset[str]], list[int]] = {}
+        for file in in_section(section, files):
+            alike.setdefault(self.form.names_in(file), []).append(file)
+        return alike
 
     def _shared_bytes(self, section: Section, files: Sequence[int]) -> tuple[int, int]:
         """Bytes of the tensors of which target files share rows, and of all their tensors."""
