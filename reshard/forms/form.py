@@ -115,7 +115,8 @@ class ReadRequest(NamedTuple):
         complete: refuse an incomplete step.
         source: the strategy of the source, where the form needs one.
         target: the strategy of the target.
-        ranks: the requested target ranks; None for all.
+        ranks: the requested target ranks; None for all, and for forms without rank files: the tensors of such a file
+            depend on all tensors of the step.
         filters: the selection of names.
         edit: edits a checkpoint, complete or not; raises an InputError if the edits do not fit. None without
             edits.

@@ -7,7 +7,6 @@ conversion is a finding here.
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 from collections.abc import Collection, Mapping
@@ -18,7 +17,7 @@ from reshard.asked import Source
 from reshard.checkpoints import FileHandles
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, InputError, ReshardError, UsageError
-from reshard.forms.form import Form
+from reshard.forms.form import Form, ReadRequest
 from reshard.forms.ranks.checkpoint import RankCheckpoint
 from reshard.forms.ranks.naming import Step, saved_at_fault
 from reshard.forms.ranks.selection import Incomplete, StepSelector, check_ranks
@@ -38,7 +37,7 @@ from reshard.storage import (
 from reshard.strategies import Strategy
 from reshard.strategies.replicas import replicas_of_strategy
 from reshard.text.messages import Report, plural, rank_ranges, some_names
-from reshard.text.names import CURRENT_RANK, Filters
+from reshard.text.names import CURRENT_RANK
 
 # Maximum names in a line.
 _MAX_PATTERNS = 6
@@ -205,8 +204,7 @@ class _Inspection:
     def _judge(self, requested: Optional[Step], handles: FileHandles) -> Optional[InspectedStep]:
         """Check steps as a conversion does, newest first; the step that it would read."""
         assert self._strategy is not None
-        target = Strategy.none()
-        selector = StepSelector(self._strategy, target, None, Filters(), handles, Report())
+        selector = StepSelector(ReadRequest(Source(self._tree.root), handles, Report(), source=self._strategy))
         source: Optional[RankCheckpoint] = None
         number: Optional[Step] = None
         try:
@@ -247,7 +245,7 @@ def _note_verdict(step: InspectedStep, checkpoint: RankCheckpoint, missing: Opti
         step.missing, step.lost = missing.lines(_MAX_PATTERNS), missing.lost
     tensors = checkpoint.tensors
     step.not_saved = sorted(checkpoint.laid_out - tensors.keys())
-    step.full_bytes = sum(math.prod(item.shape) * item.item_size for item in tensors.values())
+    step.full_bytes = sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _named(step: Optional[Step]) -> Optional[str]:

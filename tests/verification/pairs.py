@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Callable, Optional
 
+from reshard import asked
 from reshard.convert.replicas import differing_copies
 from reshard.execute import Budget, Progress
+from reshard.forms.form import ReadRequest
 from reshard.forms.ranks.checkpoint import read_some_ranks
 from reshard.forms.ranks.selection import StepSelector
 from reshard.forms.ranks.tree import StepFiles
@@ -49,8 +51,8 @@ def read_source(
 ) -> Source:
     chosen = None if ranks is None else sorted(ranks)
     target = Strategy.none() if target is None else target
-    selector = StepSelector(strategy, target, chosen, Filters(), means.handles, Report())
-    return stored_source(selector.select([StepFiles(None, dict(files))]), strategy)
+    request = ReadRequest(asked.Source("source"), means.handles, Report(), source=strategy, target=target, ranks=chosen)
+    return stored_source(StepSelector(request).select([StepFiles(None, dict(files))]), strategy)
 
 
 def compare_trees(

@@ -45,18 +45,9 @@ class RanksForm(Form):
         from reshard.forms.ranks.selection import StepSelector
 
         request.source.without(request.asked.without_ranks)
-        selector = StepSelector(
-            request.source,
-            request.target,
-            request.ranks,
-            request.filters,
-            request.handles,
-            request.report,
-            request.edit,
-        )
         candidates, steps, ranks = _candidates(request)
         try:
-            return selector.select(_with_damage(candidates, request), steps)
+            return StepSelector(request).select(_with_damage(candidates, request), steps)
         except IncompleteSourceError as error:
             if ranks == tuple(range(len(ranks))) and 0 < len(ranks) < request.source.device_count:
                 doubt = f"if the run had {plural(len(ranks), 'rank')}, {request.source.path} is not its strategy"

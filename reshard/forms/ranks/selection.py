@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, read_index
-from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
-from reshard.forms.form import EditedStep
+from reshard.forms.form import EditedStep, ReadRequest
 from reshard.forms.ranks.checkpoint import (
     RankCheckpoint,
     listed_by_source,
@@ -38,8 +38,8 @@ from reshard.forms.ranks.tree import SourceTree, StepFiles
 from reshard.forms.target import Cuts, Section
 from reshard.layout import Grid, Overlap
 from reshard.strategies import Stage, Strategy
-from reshard.text.messages import Message, Report, block, joined, listing, plural, rank_ranges
-from reshard.text.names import Filters, is_weight
+from reshard.text.messages import Message, block, joined, listing, plural, rank_ranges
+from reshard.text.names import is_weight
 
 _MOST_GROUPS = 8
 
@@ -89,18 +89,16 @@ def _holders_of_lost(tensor: GlobalTensor, present: Sequence[frozenset[int]]) ->
     return frozenset(lost)
 
 
-def unread_parameters(
-    source: Strategy, step: RankCheckpoint, stages: Iterable[Stage], present: set[str]
-) -> list[LostParameter]:
+def unread_parameters(source: Strategy, step: RankCheckpoint) -> list[LostParameter]:
     """Parameters in no file that an absent rank may have held (de-duplicated saves)."""
     result: dict[str, set[int]] = {}
     # A stage with a single file shows a de-duplicated save only in the other stages' files.
     if source.is_none or not any(step.deduplicated(stage) for stage in source.stages):
         return []
-    for stage in stages:
+    for stage in source.stages:
         absent = step.absent(stage)
         for name in stage.layouts if absent else ():
-            if name not in present:
+            if name not in step.tensors:
                 result.setdefault(name, set()).update(absent)
     return [LostParameter(name, frozenset([frozenset(ranks)])) for name, ranks in result.items()]
 
@@ -194,42 +192,22 @@ class _Choice(NamedTuple):
 
 
 class StepSelector:
-    """Finds the step to convert; arguments as in `ReadRequest`.
+    """Finds the step that a request reads."""
 
-    Args:
-        source: strategy of the source.
-        target: strategy of the target.
-        ranks: the requested target ranks; None for all, and for forms without rank files: the tensors of such a
-            file depend on all tensors of the step.
-        filters: the selection of names.
-        handles: open source files.
-        report: gets notes on skipped steps and damaged files.
-        edit: edits a checkpoint; None without edits.
-    """
-
-    def __init__(
-        self,
-        source: Strategy,
-        target: Strategy,
-        ranks: Optional[Sequence[int]],
-        filters: Filters,
-        handles: FileHandles,
-        report: Report,
-        edit: Optional[Callable[[Checkpoint], EditedStep]] = None,
-    ) -> None:
-        self._edit = edit
+    def __init__(self, request: ReadRequest) -> None:
+        self._edit = request.edit
         # The error of edits on an incomplete step.
         self._unfit: Optional[InputError] = None
-        self._source = source
-        self._target = target
-        self._ranks = ranks
-        self._filters = filters
-        self._handles = handles
-        self._report = report
+        self._source = request.source
+        self._target = request.target
+        self._ranks = request.ranks
+        self._filters = request.filters
+        self._handles = request.handles
+        self._report = request.report
         self._scopes = [Scope.EVERYTHING]
-        if not target.is_none:
+        if not self._target.is_none:
             self._scopes.append(Scope.TARGET)
-        if ranks is not None:
+        if self._ranks is not None:
             self._scopes.append(Scope.REQUESTED)
 
     def select(self, candidates: Iterable[StepFiles], steps: Sequence[Optional[Step]] = ()) -> RankCheckpoint:
@@ -317,17 +295,16 @@ class StepSelector:
             self._unfit = error
             raise _EditsDoNotFit from error
 
-    def _gaps_in(self, checkpoint: RankCheckpoint, scope: Scope) -> Optional[Incomplete]:
-        step, parameters = checkpoint, checkpoint.tensors
-        edited = None if scope is Scope.EVERYTHING else self._edited(checkpoint)
+    def _gaps_in(self, step: RankCheckpoint, scope: Scope) -> Optional[Incomplete]:
+        edited = None if scope is Scope.EVERYTHING else self._edited(step)
         needed = None if edited is None else self._needed_names(scope, edited)
         if edited is not None and scope is Scope.REQUESTED:
-            lost = list(self._lost_to_requested(checkpoint, edited))
+            lost = list(self._lost_to_requested(step, edited))
         else:
-            lost = lost_slices((item for item in parameters.values() if needed is None or item.name in needed), step)
-        unread = unread_parameters(self._source, step, self._source.stages, set(parameters))
+            lost = lost_slices((item for item in step.tensors.values() if needed is None or item.name in needed), step)
+        unread = unread_parameters(self._source, step)
         lost += [item for item in unread if needed is None or item.parameter in needed]
-        stages = self._empty_stages(checkpoint, needed, scope)
+        stages = self._empty_stages(step, needed, scope)
         if not stages and not lost and not self._lacks_files(step, scope):
             return None
         causes = list(step.damaged.values())
@@ -355,22 +332,21 @@ class StepSelector:
         sources = {source.name for name in names & edited.tensors.keys() for source in edited.tensors[name].sources}
         return sources.union(name for name, new in edited.unseen.items() if new is None or new in names)
 
-    def _empty_stages(self, checkpoint: RankCheckpoint, needed: Optional[set[str]], scope: Scope) -> list[str]:
-        step, parameters, laid_out = checkpoint, checkpoint.tensors, checkpoint.laid_out
+    def _empty_stages(self, step: RankCheckpoint, needed: Optional[set[str]], scope: Scope) -> list[str]:
         stages = [stage for stage in self._source.stages if stage.layouts or self._source.is_none]
         empty = {stage.number: line for stage in stages for line in self._nothing_of(stage, step, scope)}
         lines = []
         for stage in stages:
             if stage.number not in empty:
                 continue
-            names = stage.layouts.keys() - parameters.keys()
+            names = stage.layouts.keys() - step.tensors.keys()
             if stage.layouts and not names and not step.loaded(stage):
                 # All its parameters are tied, and another stage's ranks hold them.
                 continue
             if needed is None or any(name in needed and self._only_in(name, empty) for name in names):
                 lines.append(empty[stage.number])
-        if not lines and laid_out and not parameters:
-            count = plural(len(laid_out), "parameter")
+        if not lines and step.laid_out and not step.tensors:
+            count = plural(len(step.laid_out), "parameter")
             lines.append(f"none of the {count} of {self._source.path} is in the files: they are of different models")
         return lines or ([] if step.indexes else ["no file is readable"])
 
@@ -458,9 +434,9 @@ class StepSelector:
     def _report_choice(self, choice: _Choice, skipped: Sequence[Incomplete], steps: Sequence[Optional[Step]]) -> None:
         for newer in skipped:
             self._report.warn(f"{newer.label} is not complete and is skipped: " + joined("; ", newer.lines(3)))
-        for note in choice.checkpoint.step_files.notes:
-            self._report.warn(note)
         step = choice.checkpoint
+        for note in step.step_files.notes:
+            self._report.warn(note)
         absent = sorted(set(range(self._source.device_count)) - step.readable)
         if choice.scope is Scope.TARGET and choice.gaps is not None:
             self._report.warn(
@@ -485,15 +461,14 @@ class StepSelector:
                 f"--step {step.step}, so that all of them use the same step, even if newer ones are saved"
             )
         if choice.scope is Scope.EVERYTHING:
-            self._report_unsaved(choice.checkpoint)
+            self._report_unsaved(step)
 
-    def _report_unsaved(self, checkpoint: RankCheckpoint) -> None:
+    def _report_unsaved(self, step: RankCheckpoint) -> None:
         """Name parameters in no file that an absent rank may have saved."""
-        step, parameters = checkpoint, checkpoint.tensors
         strategy_names = frozenset(self._source.parameters)
         for stage in self._source.stages:
             away = step.absent(stage)
-            unseen = sorted(name for name in stage.layouts if name not in parameters)
+            unseen = sorted(name for name in stage.layouts if name not in step.tensors)
             if away and unseen:
                 # A warning only for weights: strategies often list other parameters that are never saved.
                 log = (
