@@ -38,7 +38,7 @@ class Iteration(NamedTuple):
 
 
 class IterationNames(NamedTuple):
-    """Names of directories: a prefix, and the number in at least so many digits."""
+    """Names of directories: a prefix, and the number in at least ``digits`` digits."""
 
     prefix: str
     digits: int
@@ -74,8 +74,8 @@ class IterationNames(NamedTuple):
             _warn_of_unfinished(iteration, read_tracker(os.path.dirname(absolute(path))), report)
         return iteration
 
-    def choose(self, root: str, iterations: Sequence[Iteration], step: str, report: Report) -> list[Iteration]:
-        """The iteration that ``step`` requests; for ``latest`` that of the tracker, and all, newest first, without one.
+    def choose(self, root: str, iterations: Sequence[Iteration], step: str, report: Report) -> Optional[Iteration]:
+        """The iteration that ``step`` requests; for ``latest`` that of the tracker, None without a tracker.
 
         Raises:
             UsageError: ``step`` is not a number.
@@ -84,9 +84,9 @@ class IterationNames(NamedTuple):
         requested, tracked = parse_iteration_number(step), read_tracker(root)
         number = tracked if requested is None else requested
         if number is None:
-            return [*reversed(iterations)]
-        chosen = [iteration for iteration in iterations if iteration.number == number]
-        if not chosen:
+            return None
+        chosen = next((iteration for iteration in iterations if iteration.number == number), None)
+        if chosen is None:
             tracker = os.path.join(root, TRACKER)
             request = f"{tracker} names iteration {number}, but" if requested is None else f"--step {step}:"
             existing = some_names([str(iteration.number) for iteration in reversed(iterations)])
@@ -96,7 +96,7 @@ class IterationNames(NamedTuple):
                 hint=f"{HOW_TO_CHOOSE}; its iterations: {existing}",
             )
         if requested is not None:
-            _warn_of_unfinished(chosen[0], tracked, report)
+            _warn_of_unfinished(chosen, tracked, report)
         newer = [str(iteration.number) for iteration in iterations if (iteration.number or 0) > number]
         if requested is None and newer:
             noun = "iteration" if len(newer) == 1 else "iterations"

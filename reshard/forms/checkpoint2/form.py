@@ -40,7 +40,7 @@ class Checkpoint2Form(Form):
     options = FormOptions(title="Checkpoint 2.0", layouts=Layouts.RECORDED, steps=True, prefix=True)
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
-        return is_directory(src) and recognise(src, names)
+        return recognise(src, names)
 
     @listings_cached()
     def read(self, request: ReadRequest) -> Checkpoint2:
@@ -153,12 +153,13 @@ def choose(path: str, step: str, report: Report) -> list[Iteration]:
             hint=hint_of_checkpoints_below(path) or "a root of Checkpoint 2.0 has one for each saved iteration",
         )
     chosen = ITERATIONS.choose(path, iterations, step, report)
-    if step == "latest" and read_tracker(path) is None:
-        report.warn(
-            f"{os.path.join(path, TRACKER)} is missing, so it is unknown which iterations are finished: "
-            "the newest complete one is read"
-        )
-    return chosen
+    if chosen is not None:
+        return [chosen]
+    report.warn(
+        f"{os.path.join(path, TRACKER)} is missing, so it is unknown which iterations are finished: "
+        "the newest complete one is read"
+    )
+    return [*reversed(iterations)]
 
 
 def read_common(directory: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from reshard.forms.recorded import (
     tensor_fault,
 )
 from reshard.forms.tracker import HOW_TO_CHOOSE, TRACKER, Iteration
-from reshard.storage import names_in, read_small, reading, status_of_each
+from reshard.storage import names_in, read_small, reading, status_at
 from reshard.text.messages import Report, quoted, some_names
 from reshard.text.names import natural_order
 
@@ -301,20 +301,23 @@ def choose(src: str, step: str, report: Report) -> Iteration:
     names = names_in(src)
     if kind_of_directory(names) is not None:
         return ITERATIONS.of_directory(src, step, report)
-    chosen = ITERATIONS.choose(src, iterations(src, names), step, report)
-    if len(chosen) != 1:
+    in_root = iterations(src, names)
+    chosen = ITERATIONS.choose(src, in_root, step, report)
+    if chosen is not None:
+        return chosen
+    if len(in_root) != 1:
         raise CheckpointError(
-            f"{src}: {TRACKER} names no iteration, and there are {len(chosen)}", file=src, hint=HOW_TO_CHOOSE
+            f"{src}: {TRACKER} names no iteration, and there are {len(in_root)}", file=src, hint=HOW_TO_CHOOSE
         )
-    return chosen[0]
+    return in_root[0]
 
 
-def read_distributed(form: str, reading: ReadRequest) -> ChunkedCheckpoint:
-    iteration = choose(reading.path, reading.asked.step, reading.report)
+def read_distributed(form: str, request: ReadRequest) -> ChunkedCheckpoint:
+    iteration = choose(request.path, request.asked.step, request.report)
     directory = iteration.path
     names = names_in(directory)
     metadata = read_metadata(_metadata_of(form, directory, names))
-    files = _Files(directory, metadata, reading)
+    files = _Files(directory, metadata, request)
     checkpoint = chunked_checkpoint(
         form, directory, files.indexes, files.tensors(), {**metadata.faults, **files.faults}, _HINT
     )
@@ -322,8 +325,8 @@ def read_distributed(form: str, reading: ReadRequest) -> ChunkedCheckpoint:
     checkpoint.nested = metadata.nested
     checkpoint.step = None if iteration.number is None else str(iteration.number)
     checkpoint.label = iteration.label
-    if reading.complete:
-        checkpoint.check(reading.required)
+    if request.complete:
+        checkpoint.check(request.required)
     return checkpoint
 
 
@@ -332,7 +335,7 @@ def _common(directory: str, names: Sequence[str]) -> dict[str, StoredObject]:
     if COMMON not in names:
         return {}
     path = os.path.join(directory, COMMON)
-    (status,) = status_of_each([path])
+    status = status_at(path)
     return {} if status is None else {COMMON: StoredObject(path, 0, status.size, True)}
 
 
@@ -367,7 +370,7 @@ class _Files:
         faults: tensors that cannot be read, and why, by name.
     """
 
-    def __init__(self, directory: str, described: ReadMetadata, reading: ReadRequest) -> None:
+    def __init__(self, directory: str, described: ReadMetadata, request: ReadRequest) -> None:
         self.faults: dict[str, InputError] = {}
         self._described = described
         chunks_of_file: dict[str, list[tuple[Record, Stored, tuple[int, ...]]]] = {}
@@ -379,7 +382,7 @@ class _Files:
                 chunks_of_file.setdefault(record.file, []).append((record, stored, offsets))
         self._names = natural_order(chunks_of_file)
         alone = {record.file for record in described.objects.values()}.difference(self._names)
-        self._sizes, problems = sizes_of_files(directory, [*self._names, *sorted(alone)], reading.damaged, _HINT)
+        self._sizes, problems = sizes_of_files(directory, [*self._names, *sorted(alone)], request.damaged, _HINT)
         if problems:
             raise one_error(problems, f"{directory} is not complete")
         paths = [os.path.join(directory, name) for name in self._names]
@@ -388,7 +391,7 @@ class _Files:
         self.indexes = [CheckpointIndex(path, ARCHIVES, self._sizes[path], {}, archived=True) for path in paths]
         self._tensors: dict[tuple[str, tuple[int, ...], str], Tensor] = {}
         for name, path in zip(self._names, paths):
-            problem = self._place(path, chunks_of_file[name], reading)
+            problem = self._place(path, chunks_of_file[name], request)
             if problem is not None:
                 problems.append(problem)
         for record in described.objects.values():
@@ -398,7 +401,7 @@ class _Files:
             raise one_error(problems, f"{directory} is not complete")
 
     def _place(
-        self, path: str, chunks: Sequence[tuple[Record, Stored, tuple[int, ...]]], reading: ReadRequest
+        self, path: str, chunks: Sequence[tuple[Record, Stored, tuple[int, ...]]], request: ReadRequest
     ) -> Optional[InputError]:
         """Give the tensors of a file their places; an error where the file is too short, or records overlap."""
         if not chunks:
@@ -421,7 +424,7 @@ class _Files:
         placement = Placement(path, [stored for _, stored, _ in chunks])
         for (record, stored, offsets), tensor in zip(chunks, placement.tensors()):
             self._tensors[stored.name, offsets, record.file] = tensor
-        reading.handles.place(path, placement)
+        request.handles.place(path, placement)
         return None
 
     def _short(self, path: str, record: Record) -> InputError:

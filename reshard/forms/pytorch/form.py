@@ -55,8 +55,8 @@ def kind_of_directory(names: Sequence[str]) -> Optional[str]:
 
 def iterations(directory: str, names: Sequence[str]) -> list[Iteration]:
     """The iterations that a root of Megatron holds, oldest first."""
-    found = ITERATIONS.in_root(directory, names)
-    return [iteration for iteration in found if kind_of_directory(names_in(iteration.path)) == DCP]
+    candidates = ITERATIONS.in_root(directory, names)
+    return [iteration for iteration in candidates if kind_of_directory(names_in(iteration.path)) == DCP]
 
 
 class _ChunkedForm(Form):
@@ -74,13 +74,13 @@ class _ChunkedForm(Form):
 
 
 class _DistributedForm(_ChunkedForm):
-    """The methods of both forms."""
+    """The common part of torch DCP and hyper-parallel's form."""
 
     @listings_cached()
-    def read(self, reading: ReadRequest) -> Checkpoint:
+    def read(self, request: ReadRequest) -> Checkpoint:
         from reshard.forms.pytorch.dcp import read_distributed
 
-        return read_distributed(self.name, reading)
+        return read_distributed(self.name, request)
 
     def marks(self, files: Sequence[str]) -> list[str]:
         return [METADATA]
@@ -183,11 +183,11 @@ class HfShardedForm(_ChunkedForm):
         return directory == src or (directory is not None and not consolidated)
 
     @listings_cached()
-    def read(self, reading: ReadRequest) -> Checkpoint:
+    def read(self, request: ReadRequest) -> Checkpoint:
         from reshard.forms.pytorch.shards import read_shards
 
-        check_latest(self, reading)
-        return read_shards(self.name, reading)
+        check_latest(self, request)
+        return read_shards(self.name, request)
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         from reshard.forms.full.beside import files_beside

@@ -144,26 +144,26 @@ class ShardFiles(ChunkFiles):
         return self._others
 
 
-def read_shards(form: str, reading: ReadRequest) -> ChunkedCheckpoint:
-    names = names_in(reading.path) if is_directory(reading.path) else []
-    directory = shards_in(reading.path, names)
+def read_shards(form: str, request: ReadRequest) -> ChunkedCheckpoint:
+    names = names_in(request.path) if is_directory(request.path) else []
+    directory = shards_in(request.path, names)
     if directory is None:
         raise CheckpointError(
-            f"{reading.path}: is one file of a sharded checkpoint",
-            file=reading.path,
-            hint=f"give the directory as SRC: {os.path.dirname(reading.path) or os.curdir}",
+            f"{request.path}: is one file of a sharded checkpoint",
+            file=request.path,
+            hint=f"give the directory as SRC: {os.path.dirname(request.path) or os.curdir}",
         )
-    present = names if directory == reading.path else names_in(directory)
+    present = names if directory == request.path else names_in(directory)
     files = natural_order(filter(SHARD.fullmatch, present))
-    report_unread(directory, present, files, SHARD, None, reading.report)
-    contents = Contents.read(directory, files, reading.handles, reading.damaged)
+    report_unread(directory, present, files, SHARD, None, request.report)
+    contents = Contents.read(directory, files, request.handles, request.damaged)
     shards = _Shards(directory, files, [contents.indexes[number] for number in range(len(files))])
     tensors, faults = shards.tensors()
-    shards.check_files(tensors, faults, reading.report)
+    shards.check_files(tensors, faults, request.report)
     checkpoint = chunked_checkpoint(form, directory, shards.indexes, tensors.values(), faults, shards.hint)
     checkpoint.extra_files = extra_files_in(directory, present, files)
-    if reading.complete:
-        checkpoint.check(reading.required)
+    if request.complete:
+        checkpoint.check(request.required)
     return checkpoint
 
 
