@@ -10,6 +10,7 @@ tensors, which will be written; only readers of bytes use the tensors in the fil
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -208,6 +209,11 @@ class GlobalTensor(NamedTuple):
     view: Optional[View] = None
     added: Optional[Addition] = None
     decoding: Optional[Decoding] = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its elements."""
+        return math.prod(self.shape) * self.item_size
 
     @property
     def sources(self) -> tuple[GlobalTensor, ...]:

@@ -1,4 +1,4 @@
-"""Checkpoints whose files and metadata record all of them; those of chunks.
+"""Checkpoints whose files and metadata record all of them, whole or in chunks.
 
 Metadata lists chunks: offsets, sizes, and the place of the bytes. Chunks are slices of a grid, or any boxes. A file may
 hold several chunks of one tensor. Its contents are then divided over several holder numbers, each with one chunk of a

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Callable, NamedTuple, Optional
 
@@ -62,7 +61,7 @@ def share_out(
     layouts: dict[str, Layout] = {}
     names: dict[int, list[str]] = {0: []} if first else {}
     holders: dict[Layout, npt.NDArray[np.int64]] = {}
-    for tensor in sorted(tensors, key=lambda tensor: (-_size(tensor), tensor.name)):
+    for tensor in sorted(tensors, key=lambda tensor: (-tensor.nbytes, tensor.name)):
         fits = True
         try:
             layout = layout_in(tensor, section.layouts[tensor.name], section.in_pipeline)
@@ -75,7 +74,7 @@ def share_out(
             holders[layout] = order.reshape(layout.slice_count, layout.copies)
         ranks = holders[layout]
         place = int(loads[ranks].max(axis=0).argmin())
-        loads[ranks[:, place]] += _size(tensor) // layout.slice_count
+        loads[ranks[:, place]] += tensor.nbytes // layout.slice_count
         writers: list[int] = ranks[:, place].tolist()
         if fits and not empty:
             boxes = [layout.slice_box(tensor.shape, int(layout.slice_of_rank[device])) for device in writers]
@@ -137,10 +136,6 @@ class SharedFiles(TargetForm):
 
     def names_in(self, file: int) -> Optional[frozenset[str]]:
         return self._files[file].names
-
-
-def _size(tensor: GlobalTensor) -> int:
-    return math.prod(tensor.shape) * tensor.item_size
 
 
 def note_uncopied_files(checkpoint: Checkpoint, report: Report) -> None:

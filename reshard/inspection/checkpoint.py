@@ -294,7 +294,7 @@ def _describe(inspected: Inspected, checkpoint: Checkpoint) -> None:
         index, earlier = checkpoint.indexes[number], files.get(path)
         names = len(index.tensors) + (earlier.names or 0 if earlier else 0)
         files[path] = InspectedFile(earlier.number if earlier else number, path, index.size, names)
-    full_bytes = sum(math.prod(tensor.shape) * tensor.item_size for tensor in checkpoint.tensors.values())
+    full_bytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     contents, error = contents_of(checkpoint.indexes), description.incomplete
     inspected.shown = InspectedStep(
         checkpoint.step, [*files.values()], contents, checkpoint, error is None, full_bytes=full_bytes

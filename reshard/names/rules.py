@@ -1,4 +1,4 @@
-"""Rules of names: names on one side, names on the other, operations between them; and those that fit a checkpoint.
+"""Rules of names: names on one side, names on the other, operations between them; the rules that fit a checkpoint.
 
 A table has options. The value of one is stated, or from config.json, from names, from records, or its default.
 """
@@ -339,6 +339,8 @@ class Side:
     """The side of a table that a checkpoint is on: the left, or the right where the rules are reversed.
 
     Attributes:
+        sizes: of the model.
+        reverse: whether it is the right side.
         sided: the applicable rules in this direction.
         counts: the number of values of each number in names, None if unknown.
     """

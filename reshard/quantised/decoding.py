@@ -240,7 +240,7 @@ class ScaledCodes:
         return overflowed
 
     def _scaled(self, read: ReadBytes, box: Box, around: Box, most: int) -> _Scaled:
-        """At least the scales of a box; ahead of it in the slice ``around``, at most so many."""
+        """At least the scales of a box; ahead of it in the slice ``around``, at most ``most`` of them."""
         recent: Optional[_Scaled] = getattr(_RECENT, "scaled", None)
         if recent is not None and recent.owner is self:
             if intersection(recent.box, box) == box:

@@ -164,7 +164,7 @@ def recognise(
         if pair is None:
             continue
         scales, new_name = pair
-        offsets = _offsets_of(name, scales, stored)
+        offsets = _offsets_of(name, stored)
         if settings is None and description is None:
             missing = f"{place} does not exist" if config is None else f"{place} has no quantization_config"
             raise CheckpointError(
@@ -281,7 +281,7 @@ def _scale_of(name: str, stored: Mapping[str, TypedShape]) -> Optional[tuple[str
     return None
 
 
-def _offsets_of(name: str, scales: str, stored: Mapping[str, TypedShape]) -> Optional[str]:
+def _offsets_of(name: str, stored: Mapping[str, TypedShape]) -> Optional[str]:
     stem = name[: -len(".weight")]
     return next((stem + end for end in _OFFSETS if name.endswith(".weight") and stem + end in stored), None)
 

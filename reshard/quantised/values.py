@@ -23,7 +23,6 @@ from reshard.layout import Box, shape_of
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[Any]
-Flags = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.intp]
 
 E2M1 = "E2M1"

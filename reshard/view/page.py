@@ -150,7 +150,7 @@ class _Parameters:
             item, tensor = stored.get(name), tensors.get(name)
             in_files = (0, 0) if item is None else (item.nbytes, item.files)
             if tensor is not None:
-                nbytes = math.prod(tensor.shape) * tensor.item_size
+                nbytes = tensor.nbytes
                 kind = kind_of(name, math.prod(tensor.shape), tensors) if item is None else item.kind
                 self._add(name, (tensor.dtype, (tensor.shape,), nbytes, *in_files, kind), self.layouts.of(tensor))
                 self.full_bytes = (self.full_bytes or 0) + nbytes

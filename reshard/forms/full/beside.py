@@ -12,7 +12,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.forms.form import WriteRequest
-from reshard.forms.full.form import extra_files_in
+from reshard.forms.full.form import CONFIG, extra_files_in
 from reshard.forms.target import FinishingFile
 from reshard.storage import (
     UnfitError,
@@ -29,7 +29,6 @@ from reshard.storage import (
 from reshard.text.messages import Report, quoted, some_names
 from reshard.text.names import is_weight
 
-CONFIG = "config.json"
 TYPE_KEYS = ("dtype", "torch_dtype")
 """Keys of config.json for the type in which loaders hold the weights, the newer first."""
 

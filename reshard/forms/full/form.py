@@ -39,7 +39,7 @@ UNIFIED, HUGGINGFACE = "unified", "huggingface"
 MAP_FILES = {UNIFIED: UNIFIED_MAP, HUGGINGFACE: HUGGINGFACE_INDEX}
 """The map or index of each form."""
 
-_CONFIG = "config.json"
+CONFIG = "config.json"
 # A name and its file take some hundred bytes; the largest models have some hundred thousand.
 _LARGEST = 128 << 20
 _WEIGHTS = "weight_map"
@@ -119,7 +119,7 @@ def full_weights_form(path: str, names: Optional[Sequence[str]] = None) -> Optio
 
 def _is_of_a_model(directory: str) -> bool:
     """Whether a single file there holds full weights: files of ranks may have its name, but no config.json beside."""
-    return is_regular_file(os.path.join(directory, _CONFIG)) and find_rank(directory) is None
+    return is_regular_file(os.path.join(directory, CONFIG)) and find_rank(directory) is None
 
 
 def index_in(directory: str, names: Sequence[str]) -> Optional[str]:

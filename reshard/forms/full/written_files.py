@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
@@ -17,7 +16,14 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import UsageError
-from reshard.forms.full.form import HUGGINGFACE, HUGGINGFACE_INDEX, HYPER_PARAMETERS, UNIFIED, UNIFIED_MAP
+from reshard.forms.full.form import (
+    HUGGINGFACE,
+    HUGGINGFACE_INDEX,
+    HYPER_PARAMETERS,
+    UNIFIED,
+    UNIFIED_MAP,
+    WEIGHTS_ENDING,
+)
 from reshard.forms.ranks.naming import FileNames
 from reshard.forms.target import FinishingFile, Section, TargetForm, WholeLayouts
 
@@ -135,9 +141,6 @@ def _map(files: Iterable[FullFile], sizes: Sizes) -> Mapping[str, Mapping[str, o
     }
 
 
-_ENDING = ".safetensors"
-
-
 class FullDirectory(TargetForm):
     """The files of a directory of full weights; see `TargetForm`.
 
@@ -168,7 +171,7 @@ class FullDirectory(TargetForm):
     ) -> None:
         self.name = name
         self._extra_files = extra_files
-        self._sizes: Sizes = [(tensor.name, math.prod(tensor.shape) * tensor.item_size) for tensor in tensors.values()]
+        self._sizes: Sizes = [(tensor.name, tensor.nbytes) for tensor in tensors.values()]
         if name == HUGGINGFACE:
             self.metadata: Optional[Mapping[str, str]] = {"format": HUGGINGFACE_FORMAT}
             self._sizes = [*self._sizes, *values.items()]
@@ -188,7 +191,7 @@ class FullDirectory(TargetForm):
         self._file_of_value = {
             value: number for number, file in enumerate(self._files) for value in file.tensors if value in values
         }
-        names = [file.name[: -len(_ENDING)] for file in self._files]
+        names = [file.name[: -len(WEIGHTS_ENDING)] for file in self._files]
         self.names = FileNames("file{rank}", dict(enumerate(names)))
         self.sections: Sequence[Section] = [
             Section(

@@ -152,7 +152,7 @@ def _cuts(placements: Sequence[Any], mesh_shape: Sequence[int], dimensions: int,
         PlacementError: it is placed otherwise.
     """
     cuts: dict[int, list[int]] = {}
-    # From the last one on, as a strided part is cut after others to its right, in so many parts as it records.
+    # From the last one on, as a strided part is cut after others to its right, in as many parts as it records.
     for number in reversed(range(len(placements))):
         kind, fields = _class(placements[number]), _fields(placements[number])
         if kind == _REPLICATE:

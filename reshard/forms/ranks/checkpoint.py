@@ -29,7 +29,7 @@ from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.output import DEDUPLICATED
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.ranks.tree import StepFiles
-from reshard.layout import Box, Grid, Layout, whole
+from reshard.layout import Box, Grid, Layout, shape_of, whole
 from reshard.storage import absolute, common_directory
 from reshard.strategies import Holding, Stage, Strategy
 from reshard.text.messages import Report, as_pattern, listing, number_ranges, plural, quoted, rank_ranges, step_words
@@ -376,7 +376,7 @@ def _full_shape(layout: Layout, on_stage: _Stored) -> Optional[tuple[int, ...]]:
         return shape if all(tensor.shape == first_shape for tensor in on_stage.tensors) else None
     for rank, tensor in zip(on_stage.ranks, on_stage.tensors):
         number = layout.slice_of_rank[rank - on_stage.stage.first_rank]
-        if tuple(stop - start for start, stop in layout.slice_box(shape, number)) != tensor.shape:
+        if shape_of(layout.slice_box(shape, number)) != tensor.shape:
             return None
     return shape
 
