@@ -54,8 +54,6 @@ def test_a_pasted_command_asks_for_the_same(of: type[Group], name: str) -> None:
     assert len(words) == (2 if fields_of(of)[name][1] == () and fields_of(of)[name][0].kind is not RANKS else 1)
     command = cli.get_command(click.Context(cli), "convert")
     assert command is not None and command.callback is not None
-    if name == "shard":
-        words = ["--shard=0/4"]
     context = command.make_context("convert", ["/src", "/dst", *words])
     typed = {key: value for key, value in context.params.items() if key not in ("dry_run", "verify", "scheduler")}
     parameters = {option.parameter: (each, name) for each in GROUPS for name, (option, _) in fields_of(each).items()}
