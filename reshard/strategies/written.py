@@ -205,7 +205,7 @@ def write_strategy(
         TargetError: an existing file must not be replaced, or would be read as a stage of the strategy.
         ReshardError: writing failed.
     """
-    files = {path: _made_file(path, of, merged=len(of) > 1) for path, of in _files(out, stages).items()}
+    files = {path: _made_file(path, of) for path, of in _files(out, stages).items()}
     contents = {path: _WRITERS[file.form](file) for path, file in files.items()}
     for path in files:
         _check_no_source(path, sources)
@@ -246,14 +246,14 @@ def _files(out: str, stages: Sequence[MadeStage]) -> dict[str, list[MadeStage]]:
     return {os.path.join(out, f"ckpt_strategy_rank_{stage.first_rank}.ckpt"): [stage] for stage in stages}
 
 
-def _made_file(path: str, stages: Sequence[MadeStage], merged: bool) -> StrategyFile:
+def _made_file(path: str, stages: Sequence[MadeStage]) -> StrategyFile:
     layouts = {stage.number: stage.layouts for stage in stages}
     if path.endswith(".json"):
         layouts = {
             stage.number: {name: _with_shape(layout, stage.shapes[name]) for name, layout in stage.layouts.items()}
             for stage in stages
         }
-    return _new_file(path, "made", layouts, merged)
+    return _new_file(path, "made", layouts, merged=len(stages) > 1)
 
 
 def _is_there(path: str, data: bytes, overwrite: bool) -> bool:

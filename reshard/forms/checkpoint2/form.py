@@ -61,7 +61,7 @@ class Checkpoint2Form(Form):
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         from reshard.forms.checkpoint2.written_files import target_files
 
-        return target_files(self.name, checkpoint, request)
+        return target_files(checkpoint, request)
 
     def marks(self, files: Sequence[str]) -> list[str]:
         iteration = files[0].rpartition("/")[0]

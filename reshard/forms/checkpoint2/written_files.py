@@ -256,8 +256,8 @@ def plain_layout(layout: Layout) -> Layout:
     return plain
 
 
-def target_files(form: str, checkpoint: Checkpoint, request: WriteRequest) -> Checkpoint2Files:
-    """The files of one iteration; ``form`` is the name of this form."""
+def target_files(checkpoint: Checkpoint, request: WriteRequest) -> Checkpoint2Files:
+    """The files of one iteration."""
     report = request.report
     tensors, values, _ = selected(checkpoint, request)
     training = _training_state(checkpoint, request.handles)
@@ -273,7 +273,7 @@ def target_files(form: str, checkpoint: Checkpoint, request: WriteRequest) -> Ch
         )
     prefix = request.asked.prefix
     prefix = "" if prefix in (None, DEFAULT_PREFIX) else str(prefix).rstrip("-") + "-"
-    iteration = int((training.get("global_step") if checkpoint.form != form else checkpoint.step) or 0)
+    iteration = int((training.get("global_step") if checkpoint.form != Checkpoint2Files.name else checkpoint.step) or 0)
     if iteration < 0:
         report.warn(f"global_step is {iteration}, and Checkpoint 2.0 counts iterations from 0: iteration 0 is written")
         iteration = 0
