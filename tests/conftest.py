@@ -5,7 +5,7 @@ depth, pages, memory. Those marked `long` run with RESHARD_LONG=1 only, as `make
 deep ones. In a module marked `long`, a test marked `short` is not long.
 
 With RESHARD_QUICK=SECONDS, as `make quick` sets it, those marked `quick` run first, then the tests that were fastest
-last time; those that would begin after so many seconds are skipped.
+last time; tests that would begin later are skipped.
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ def tree_bytes(root: Union[str, Path]) -> dict[str, bytes]:
 
 
 def version(path: Path) -> tuple[int, int]:
-    """Inode and time of a file: one that was written again has others. File systems use an inode again at once."""
+    """Inode and time of a file: a rewritten file has another pair, although file systems reuse inodes at once."""
     status = path.stat()
     return status.st_ino, status.st_mtime_ns
 

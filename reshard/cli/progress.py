@@ -26,7 +26,7 @@ _NARROW_BAR = "{desc} {percentage:3.0f}% {rate_fmt} {remaining}"
 
 
 def progress_of() -> Progress:
-    """Who shows progress; --progress and --no-progress override --quiet."""
+    """The progress display; --progress and --no-progress override --quiet."""
     requested = progress_requested()
     if is_quiet() if requested is None else not requested:
         return Progress()
@@ -105,7 +105,7 @@ class _Lines(Progress):
     def begin(self, total: int, doing: str) -> None:
         self._done = 0
         self._ended = threading.Event()
-        # Not waited for where a command ends without a word to `end`.
+        # A daemon thread: a command may fail without calling `end`.
         name, arguments = f"{OWN_THREAD}-lines", (total, doing, self._ended)
         self._thread = threading.Thread(target=self._print_lines, name=name, args=arguments, daemon=True)
         self._thread.start()

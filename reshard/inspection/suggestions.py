@@ -52,7 +52,7 @@ _NUMBER = re.compile(r"[0-9]+")
 
 
 class Missing(NamedTuple):
-    """A thing that only the user has: the word that stands for it, None if the command runs without it, and a text."""
+    """Information that only the user has: its placeholder, None if the command runs without it, and a text."""
 
     placeholder: Optional[str]
     text: str

@@ -30,7 +30,7 @@ FULL = tensors()
 
 
 def ages(world: World) -> dict[str, tuple[int, int]]:
-    """Version per target file: one that was written again has another."""
+    """Version per target file: a rewritten file has another."""
     return {str(path.relative_to(world.dst)): version(path) for path in world.dst.glob("rank_*/[!.]*")}
 
 

@@ -108,11 +108,11 @@ def test_every_written_layout_is_read_with_the_same_slices(data: st.DataObject) 
     # Slices of one row, beside another dimension that is cut: there JSON can be read in several ways.
     shape = tuple(data.draw(st.lists(st.sampled_from([4, 8, 2, 6, 1]), max_size=4)))
     layout_record = data.draw(layouts(data.draw(st.sampled_from([16, 8, 12, 1])), shape))
-    expected = files.parse_protobuf(strategy_bytes([{"devices": 1, "layouts": {"w": layout_record}}], [0]), "said.ckpt")
+    expected = files.parse_protobuf(strategy_bytes([{"devices": 1, "layouts": {"w": layout_record}}], [0]), "run.ckpt")
     assert expected is not None
-    stage = Stage(0, 0, math.prod(layout_record["dev_matrix"]), {"w": expected.layouts["w"].layout()}, ("said.ckpt",))
-    as_ckpt = files.parse_protobuf(files.protobuf_bytes(expected), "again.ckpt")
-    as_json = files.parse_json_strategy(merged_json(Strategy((stage,), "said"), {"w": shape}, "made", ""), "again.json")
+    stage = Stage(0, 0, math.prod(layout_record["dev_matrix"]), {"w": expected.layouts["w"].layout()}, ("run.ckpt",))
+    as_ckpt = files.parse_protobuf(files.protobuf_bytes(expected), "copy.ckpt")
+    as_json = files.parse_json_strategy(merged_json(Strategy((stage,), "run"), {"w": shape}, "made", ""), "copy.json")
     assert as_ckpt is not None and as_json is not None
     for record in (as_ckpt.layouts["w"], as_json.layouts["0-w"]):
         fitting = [each for each in record.layout().regroupings() if len(each.cuts) == len(shape)]
