@@ -53,6 +53,10 @@ class ReshardError(Exception):
         """The message, then the hint on a line of its own."""
         return f"{self.message}\n{self.hint}" if self.hint else self.message
 
+    def add_hint(self, hint: Optional[str], first: bool = False) -> None:
+        """Add lines below the hint, or above it; None adds nothing."""
+        self.hint = joined("\n", filter(None, (hint, self.hint) if first else (self.hint, hint))) or None
+
     @property
     def full(self) -> str:
         """The same with the name of every parameter."""

@@ -28,7 +28,7 @@ from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.tensor import select
 from reshard.storage import store_of, write_parts, writing_error
 from reshard.text.messages import Report, listing, one_line, plural, quoted
-from reshard.text.names import Glob, near_names
+from reshard.text.names import Glob, did_you_mean
 
 Array = npt.NDArray[Any]
 
@@ -172,11 +172,10 @@ def _names(checkpoint: OpenedCheckpoint, typed: str) -> tuple[list[str], list[st
     matches = [name for name in checkpoint if glob.matches(name)]
     objects = [name for name in checkpoint.objects if glob.matches(name)]
     if not matches and not objects:
-        near = near_names(typed, [*checkpoint, *checkpoint.objects])
         raise CheckpointError(
             f"no tensor {quoted(typed)}",
             parameter=typed,
-            hint=f"did you mean {' or '.join(map(quoted, near))}?" if near else "`reshard inspect SRC` lists them",
+            hint=did_you_mean(typed, [*checkpoint, *checkpoint.objects]) or "`reshard inspect SRC` lists them",
         )
     return matches, objects
 

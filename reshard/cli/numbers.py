@@ -114,9 +114,7 @@ def _stats_cells(tensor: TensorStatistics) -> list[str]:
 
 def _summary(statistics: Sequence[TensorStatistics]) -> str:
     count = sum(tensor.count for tensor in statistics)
-    nan, inf, zeros = (
-        (sum(numbers) for numbers in zip(*((t.nan, t.inf, t.zeros) for t in statistics))) if statistics else (0,) * 3
-    )
+    nan, inf, zeros = (sum(getattr(tensor, kind) for tensor in statistics) for kind in ("nan", "inf", "zeros"))
     return f"{plural(len(statistics), 'tensor')}, {plural(count, 'element')}: {nan} NaN, {inf} infinite, {zeros} zero"
 
 

@@ -83,7 +83,7 @@ def resume(ctx: click.Context, /, dst: str, verify: bool, **_: Any) -> None:
     try:
         _run(ctx, words)
     except ReplaceableError as error:
-        error.hint = f"{error.hint}\nthe command that has --overwrite:\n{overwriting(command, dst)}"
+        error.add_hint(f"the command that has --overwrite:\n{overwriting(command, dst)}")
         raise
 
 

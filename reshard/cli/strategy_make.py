@@ -181,7 +181,7 @@ def strategy_make(
     except StrategyError as error:
         unmatched = (name for name in tensors.weights if not any(rule.matches(name) for rule in model_rules.rules))
         if names is None and any(unmatched):
-            error.hint = f"{error.hint or ''}\nif the model has another code's names: --names TABLE".lstrip()
+            error.add_hint("if the model has another code's names: --names TABLE")
         raise
     more = {
         "rules_file": rules,

@@ -128,7 +128,7 @@ def _group_parameters(stage: Stage) -> None:
     words: dict[int, str] = {}
     for name, layout in stage.layouts.items():
         if id(layout) not in words:
-            words[id(layout)] = ", ".join(f"{title} {text}" for title, text in _layout_words(layout).items())
+            words[id(layout)] = _layout_line(layout)
         groups.setdefault(words[id(layout)], []).append(name)
     say(f"{stage.label}: {plural(len(stage.layouts), 'parameter')}, {plural(len(groups), 'different layout')}")
     for text, names in sorted(groups.items(), key=lambda group: -len(group[1])):
@@ -152,6 +152,10 @@ def _layout_words(layout: Layout) -> dict[str, str]:
         "optimizer shards": str(layout.shards) if layout.shards != 1 else "-",
         "replicas": str(layout.copies),
     }
+
+
+def _layout_line(layout: Layout) -> str:
+    return ", ".join(f"{title} {text}" for title, text in _layout_words(layout).items())
 
 
 def _layout_row(layout: Layout) -> dict[str, object]:
@@ -343,8 +347,7 @@ def _say_layouts(sources: Sequence[Holding], targets: Sequence[Holding]) -> None
 def _stage_lines(holdings: Sequence[Holding]) -> Iterator[str]:
     alike: dict[str, list[Stage]] = {}
     for holding in holdings:
-        words = ", ".join(f"{title} {text}" for title, text in _layout_words(holding.layout).items())
-        alike.setdefault(words, []).append(holding.stage)
+        alike.setdefault(_layout_line(holding.layout), []).append(holding.stage)
     for words, stages in alike.items():
         numbers = f"{'stage' if len(stages) == 1 else 'stages'} {stepped_ranges(stage.number for stage in stages)}"
         yield f"{numbers}: {rank_ranges(rank for stage in stages for rank in stage.ranks)}, {words}"

@@ -6,14 +6,13 @@ import contextlib
 import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Optional
 
 import click
 
 from reshard.asked import CHANGES, Conversion, Edits, Effort, Source, Target
-from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.cli import options
 from reshard.cli.command import argument, command, option, paths
 from reshard.cli.opened import shape_words
@@ -21,26 +20,21 @@ from reshard.cli.output import alarming, echo_json, exit_different, is_json, is_
 from reshard.cli.progress import progress_of
 from reshard.convert.recorded import command_with_source, merge_hint, recorded_source, was_merged
 from reshard.convert.replicas import verify_replicas
-from reshard.convert.verifying import against_manifest, of_ranks, reading_sources, verify_with_source
-from reshard.errors import CheckpointError, InputError, TargetError, UsageError
-from reshard.execute import Budget
-from reshard.execute.equal import check_equal, equal_of
-from reshard.execute.reader import BoxReader
+from reshard.convert.verifying import (
+    against_manifest,
+    of_ranks,
+    reading_sources,
+    source_fingerprints,
+    verify_with_source,
+)
+from reshard.errors import InputError, TargetError, UsageError
 from reshard.forms.registry import counted_as, form_named
 from reshard.opened.opening import reading_request
-from reshard.plan.editing import edited as make_edits
-from reshard.plan.planner import read_source
 from reshard.records import Manifest, RecordedCommand, read_manifest
 from reshard.records.status import status_of
-from reshard.storage import storage_of
-from reshard.text.messages import MAX_LINES, Report, joined, listing, one_line, plural, printable, quoted, rank_ranges
-from reshard.text.names import warn_of_unmatched
-from reshard.verification.edited import edited_source
-from reshard.verification.files import read_sound
-from reshard.verification.fingerprint import Fingerprints, fingerprints
-from reshard.verification.reading import Difference, Means
-from reshard.verification.stored import Source as StoredSource
-from reshard.verification.stored import stored_source
+from reshard.text.messages import MAX_LINES, Report, listing, one_line, plural, printable, quoted, rank_ranges
+from reshard.verification.fingerprint import Fingerprints
+from reshard.verification.reading import Difference
 
 
 @command(
@@ -144,7 +138,7 @@ def verify(
                 differences += verify_with_source(asked, means, report, crcs)
             except InputError as error:
                 if recorded is not None:
-                    error.hint = joined("\n", filter(None, [error.hint, "to check sizes and headers: --headers-only"]))
+                    error.add_hint("to check sizes and headers: --headers-only")
                 raise
             verdict = f"verified: no differences from {src}"
         elif manifest is not None:
@@ -252,50 +246,16 @@ def fingerprint(source: Source, edits: Edits, effort: Effort) -> None:
     fingerprint is that of the converted checkpoint.
     """
     report = Report(listener())
-    edited, filters = edits.changes, edits.filters
     asked = Conversion(source, Target(os.curdir), edits, effort)
     request = reading_request(asked, report, option="--strategy ")
-    rules = request.edits
-    progress = progress_of()
-    with reading_sources(effort, progress, report) as (means, crcs):
-
-        def read(damaged: Mapping[str, str]) -> StoredSource:
-            checkpoint = read_source(request._replace(damaged=damaged), means.handles, report)
-            return stored_source(checkpoint, request.source)
-
-        stored = read_sound(read, crcs, report)
-        if not request.form.options.by_rank:
-            _check_equal(stored.checkpoint, [name for name in stored.tensors if filters.admit(name)], means)
-        target = stored if rules.is_empty else edited_source(stored, rules, report)
-        if not rules.is_empty:
-            converted = make_edits(stored.checkpoint, rules, Report())
-            _check_equal(converted, [name for name in target.names if filters.admit(name)], means)
-        warn_of_unmatched(filters, (target.names, () if edited else request.source.parameters), report)
-        if target.names and not any(map(filters.admit, target.names)):
-            raise CheckpointError(
-                "no parameter or value of the checkpoint is selected", hint="check --include and --exclude"
-            )
-        model_names = {} if edited else rules.model_names(stored.checkpoint.tensors, stored.checkpoint)
-        if len({*model_names.values()}) < len(model_names):
-            # Two tensors would have one name.
-            model_names = {}
-        result = fingerprints(target, means, filters.admit, model_names)
+    with reading_sources(effort, progress_of(), report) as (means, crcs):
+        result = source_fingerprints(request, means, report, crcs)
     for name in result.differing:
         report.warn(f"{quoted(name)} differs between files; its fingerprint is that of the lowest")
     if is_json():
         echo_json(result.to_json())
     else:
         _print_fingerprints(result)
-
-
-def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> None:
-    """Compare tied tensors."""
-    equals = equal_of(checkpoint, names)
-    if equals:
-        storage = storage_of(next(iter(checkpoint.files.values())))
-        budget = Budget.of(means.jobs, means.max_memory, storage)
-        with contextlib.closing(BoxReader(means.handles, budget)) as reader:
-            check_equal(checkpoint, equals, reader)
 
 
 def _print_fingerprints(result: Fingerprints) -> None:

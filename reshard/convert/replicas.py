@@ -21,7 +21,7 @@ from reshard.storage import is_directory, storage_of
 from reshard.strategies import Strategy
 from reshard.text.messages import Message, Report, joined, listing, plural, rank_ranges
 from reshard.text.names import Filters, belongs_to_rank, warn_of_unmatched
-from reshard.verification.reading import Difference, kind_of_tensor
+from reshard.verification.reading import Difference
 
 _MAX_SHOWN = 3
 
@@ -122,7 +122,7 @@ def differing_copies(
     for name in different:
         by_kind: dict[object, list[int]] = defaultdict(list)
         for file in checkpoint.holders(name):
-            by_kind[kind_of_tensor(checkpoint.indexes[file].tensors[name])].append(file)
+            by_kind[checkpoint.indexes[file].tensors[name].header].append(file)
         differences.append(_minority(name, [*by_kind.values()]))
     ordered = sorted(
         differences, key=lambda difference: (difference.parameter or "", difference.kind, difference.ranks)
@@ -143,15 +143,12 @@ def _minority(name: str, groups: Sequence[Sequence[int]]) -> Difference:
 
 def _files_of_step(request: Request, handles: FileHandles, report: Report) -> Mapping[int, str]:
     """The files of the requested step of a rank tree, by rank."""
-    path = request.src
     tree = find_checkpoints(request.asked.source)
     check_ranks(tree, request.source, handles)
-    candidate = next(iter(tree.candidates(request.asked.source.step)), None)
-    if candidate is None:
-        raise CheckpointError(f"{path}: holds no checkpoints", file=path)
-    if candidate.step is not None:
-        report.note(f"step {candidate.step} is compared")
-    return candidate.files
+    newest = tree.newest(request.asked.source.step)
+    if newest.step is not None:
+        report.note(f"step {newest.step} is compared")
+    return newest.files
 
 
 def _by_file(difference: Difference, files: Mapping[int, str], root: str) -> Difference:
@@ -179,7 +176,7 @@ def _note_not_held(checkpoint: Checkpoint, strategy: Strategy, filters: Filters,
         sets = sorted(by_ranks, key=lambda ranks: (len(ranks), ranks))
         lines = [listing(by_ranks[ranks], _MAX_SHOWN) + f" not on {rank_ranges(ranks)}" for ranks in sets]
         more = len(sets) - _MAX_SHOWN
-        shown = joined("; ", lines[:_MAX_SHOWN]) + (f"; and {more} more such sets" if more > 0 else "")
+        shown = joined("; ", lines[:_MAX_SHOWN]) + (f"; and {more} more sets of ranks" if more > 0 else "")
         report.note(
             f"{plural(len(lacking), 'parameter')} missing in some files, as in a de-duplicated save; the copies "
             "in other files are compared: " + Message(shown, joined("; ", lines).full)

@@ -5,31 +5,39 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Optional
 
 from reshard.asked import Conversion, Effort, Task
 from reshard.checkpoints import FileHandles
+from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.convert.ends import with_ends
 from reshard.convert.recorded import edits_of_target, other_source, with_records
 from reshard.convert.summary import Summary
 from reshard.errors import CheckpointError, InputError, NamesError, TargetError, UsageError
-from reshard.execute import Progress
+from reshard.execute import Budget, Progress
+from reshard.execute.equal import check_equal, equal_of
+from reshard.execute.reader import BoxReader
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import counted_as, form_named, form_of
+from reshard.plan.editing import edited as make_edits
 from reshard.plan.edits import Request
 from reshard.plan.planner import read_source
 from reshard.records import Identity, Manifest, read_manifest
 from reshard.records.ledger import ledger_in
 from reshard.records.status import status_of
 from reshard.source_replicas import hint_of_swap
-from reshard.storage import exists, is_regular_file, real
-from reshard.text.messages import Report, are, joined, number_ranges, rank_ranges, some_names
+from reshard.storage import exists, is_regular_file, real, storage_of
+from reshard.text.messages import Report, are, number_ranges, rank_ranges, some_names
+from reshard.text.names import warn_of_unmatched
+from reshard.verification.edited import edited_source
 from reshard.verification.end_to_end import MergedAdapter, Verified, as_asked, between_forms, verify_conversion
-from reshard.verification.files import RecordedCrcs, compare_with_manifest
+from reshard.verification.files import RecordedCrcs, compare_with_manifest, read_sound
+from reshard.verification.fingerprint import Fingerprints, fingerprints
 from reshard.verification.reading import Difference, Means
+from reshard.verification.stored import Source, stored_source
 
 
 @contextlib.contextmanager
@@ -136,15 +144,56 @@ def verify_with_source(
             try:
                 differing = verify_conversion(conversion, means, report, crcs)
             except (NamesError, UsageError) as error:
-                # The records are those of the last of several conversions, perhaps, and SRC is the first one's source.
+                # Records list only the last of several conversions, and SRC may be the source of the first.
                 fingerprints = f"reshard fingerprint {shlex.quote(src)}, and of {shlex.quote(out)}"
-                hint = f"to compare checkpoints with the same names: {fingerprints}"
-                error.hint = joined("\n", filter(None, [error.hint, hint]))
+                error.add_hint(f"to compare checkpoints with the same names: {fingerprints}")
                 raise
     other = None if plan is None or not differing else other_source(out, src, plan)
     if other is not None:
         report.warn(other)
     return [*differences, *differing]
+
+
+def source_fingerprints(request: Request, means: Means, report: Report, crcs: Optional[RecordedCrcs]) -> Fingerprints:
+    """The fingerprints of the selected tensors and values of a source, with the names and types of its edits.
+
+    Raises:
+        CheckpointError: nothing is selected, or tied tensors or pipeline stages differ.
+        ReshardError: a file cannot be read.
+    """
+    filters, rules, edited = request.filters, request.edits, request.asked.edits.changes
+
+    def read(damaged: Mapping[str, str]) -> Source:
+        checkpoint = read_source(request._replace(damaged=damaged), means.handles, report)
+        return stored_source(checkpoint, request.source)
+
+    stored = read_sound(read, crcs, report)
+    if not request.form.options.by_rank:
+        _check_equal(stored.checkpoint, [name for name in stored.tensors if filters.admit(name)], means)
+    target = stored if rules.is_empty else edited_source(stored, rules, report)
+    if not rules.is_empty:
+        converted = make_edits(stored.checkpoint, rules, Report())
+        _check_equal(converted, [name for name in target.names if filters.admit(name)], means)
+    warn_of_unmatched(filters, (target.names, () if edited else request.source.parameters), report)
+    if target.names and not any(map(filters.admit, target.names)):
+        raise CheckpointError(
+            "no parameter or value of the checkpoint is selected", hint="check --include and --exclude"
+        )
+    model_names = {} if edited else rules.model_names(stored.checkpoint.tensors, stored.checkpoint)
+    if len({*model_names.values()}) < len(model_names):
+        # Two tensors would have one name.
+        model_names = {}
+    return fingerprints(target, means, filters.admit, model_names)
+
+
+def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> None:
+    """Compare tied tensors."""
+    equals = equal_of(checkpoint, names)
+    if equals:
+        storage = storage_of(next(iter(checkpoint.files.values())))
+        budget = Budget.of(means.jobs, means.max_memory, storage)
+        with contextlib.closing(BoxReader(means.handles, budget)) as reader:
+            check_equal(checkpoint, equals, reader)
 
 
 @contextlib.contextmanager
@@ -153,8 +202,7 @@ def _naming_other_source(out: str, src: str, plan: Optional[Identity]) -> Iterat
     try:
         yield
     except InputError as error:
-        other = None if plan is None else other_source(out, src, plan)
-        error.hint = joined("\n", filter(None, [other, error.hint])) or None
+        error.add_hint(None if plan is None else other_source(out, src, plan), first=True)
         raise
 
 
@@ -271,9 +319,7 @@ def converted_files(
         paths = {file.rank: os.path.join(out, file.file) for file in manifest.files}
         return {rank: path for rank, path in paths.items() if is_regular_file(path)}, []
     tree = find_checkpoints(out)
-    newest = next(iter(tree.candidates()), None)
-    if newest is None:
-        raise CheckpointError(f"{out}: holds no checkpoints", file=out)
+    newest = tree.newest()
     other_steps = [
         Difference("file", None, (file.rank,), f"{file.path} is not of the newest step, which was compared")
         for file in tree.files

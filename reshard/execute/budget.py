@@ -216,7 +216,7 @@ def choose_io(requested: str, storage: Storage) -> tuple[str, str]:
 
 def reading_budget(plan: Plan, jobs: int, max_memory: int) -> Budget:
     """The budget for reading a plan's sources alone."""
-    return Budget.of(jobs, max_memory, _storage_of(plan))
+    return Budget.of(jobs, max_memory, source_storage(plan))
 
 
 def writing_budget(
@@ -227,7 +227,7 @@ def writing_budget(
     Raises:
         UsageError: the parts of an object store need more memory.
     """
-    store, storage = store_of(plan.request.dst), _storage_of(plan)
+    store, storage = store_of(plan.request.dst), source_storage(plan)
     target, nbytes = store.costs(plan.request.dst), sum(sizes.values())
     part_bytes = max(map(store.part_bytes, sizes.values()), default=0)
 
@@ -265,7 +265,8 @@ def writing_budget(
     return budget_of(limits._replace(most=most), (len(sizes), nbytes) if may_fork() else None)
 
 
-def _storage_of(plan: Plan) -> Storage:
+def source_storage(plan: Plan) -> Storage:
+    """The storage of a plan's sources; local without files."""
     example = next(iter(plan.checkpoint.files.values()), None)
     return LOCAL if example is None else storage_of(example)
 

@@ -106,9 +106,7 @@ def _of_ranks(path: str, strategy: Optional[Strategy], handles: FileHandles) -> 
             file=path,
             hint="pass the strategy that it was saved with, --src-strategy S, or the file itself",
         )
-    step = next(iter(find_checkpoints(path).candidates("latest")), None)
-    if step is None:
-        raise CheckpointError(f"{path}: holds no checkpoints", file=path)
+    step = find_checkpoints(path).newest()
     if list(step.files) == [0] and RANK not in path:
         file = step.files[0]
         if strategy.is_none:

@@ -1,4 +1,4 @@
-"""What lies at a path: a checkpoint of any form, its steps, files, tensors and problems, from headers alone."""
+"""The contents of a path: a checkpoint of any form, its steps, files, tensors and problems, from headers alone."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.errors import CheckpointError
-from reshard.execute import Budget
+from reshard.execute.budget import Budget, source_storage
 from reshard.execute.casts import Overflowed
 from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader, in_order
@@ -27,10 +27,9 @@ from reshard.plan.pieces import Kind, Piece, StoredSlice, TargetTensor, TargetTe
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
 from reshard.plan.values import CopiedValue
-from reshard.storage import storage_of
-from reshard.storage.store import LOCAL, Storage
+from reshard.storage.store import Storage
 from reshard.text.messages import Report, quoted
-from reshard.text.names import near_names
+from reshard.text.names import did_you_mean
 from reshard.threads import ThreadLock
 
 Array = npt.NDArray[Any]
@@ -238,17 +237,15 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
     @property
     def reader(self) -> BoxReader:
         """Reads the tensors."""
-        checkpoint = self.contents.plan.checkpoint
+        plan = self.contents.plan
         with self._lock:
             if self._reader is None:
-                example = next(iter(checkpoint.files.values()), None)
-                storage = LOCAL if example is None else storage_of(example)
                 effort = self._request.asked.effort
                 # The other half is for tensors that are read ahead.
                 budget = Budget.of(
                     effort.cpus,
                     effort.max_memory // 2,
-                    _for_single_elements(storage),
+                    _for_single_elements(source_storage(plan)),
                     io=effort.io,
                     decoded=self._request.edits.quantisation is not None,
                 )
@@ -295,8 +292,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
     def __getitem__(self, name: str) -> LazyTensor:
         entry = self.contents.entries.get(name)
         if entry is None:
-            near = near_names(str(name), self.contents.entries)
-            hint = f"did you mean {' or '.join(map(quoted, near))}?" if near else None
+            hint = did_you_mean(str(name), self.contents.entries)
             raise NoSuchTensorError(f"no tensor {quoted(str(name))}", parameter=str(name), hint=hint)
         return LazyTensor(self, entry)
 

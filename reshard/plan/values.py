@@ -167,9 +167,8 @@ def same_value(source: Checkpoint, handles: FileHandles, name: str, first_file: 
     Raises:
         ReshardError: a file cannot be read.
     """
-    first = source.indexes[first_file].tensors[name]
-    second = source.indexes[second_file].tensors[name]
-    if (first.dtype, first.shape, first.nbytes) != (second.dtype, second.shape, second.nbytes):
+    first, second = source.indexes[first_file].tensors[name], source.indexes[second_file].tensors[name]
+    if first.header != second.header:
         return False
     blocks = zip(_blocks(source.files[first_file], handles, first), _blocks(source.files[second_file], handles, second))
     return all(mine == theirs for mine, theirs in blocks)

@@ -291,12 +291,12 @@ class ReplicaFiles:
         else:
             results = ((call() for call in some) for some in calls)
         for one, read in zip(samples, results):
-            found: Contents = {}
+            by_content: Contents = {}
             for holder, data in zip(one.holders, read):
                 if data is not None:
-                    found.setdefault(data, []).append(holder.rank)
+                    by_content.setdefault(data, []).append(holder.rank)
             self.requests += len(one.holders)
-            yield found
+            yield by_content
 
     def _sample(self, parameter: GlobalTensor, holder: Holder, box: Box) -> Optional[bytes]:
         data = bytearray(volume_of(box) * parameter.item_size)
@@ -366,8 +366,7 @@ def entries_as_tensors(names: Iterable[str], source: Checkpoint) -> tuple[list[G
     for name in names:
         files = source.holders(name)
         first, *others = (source.indexes[file].tensors[name] for file in files)
-        kind = first.dtype, first.shape, first.nbytes
-        if any((other.dtype, other.shape, other.nbytes) != kind for other in others):
+        if any(other.header != first.header for other in others):
             different.append(name)
             continue
         # Text has no elements: its bytes are compared.
@@ -438,16 +437,16 @@ def _compare_samples(
             return
         for place in range(MOST_PLACES):
             constant = []
-            for one, found in zip(pending, files.contents(one.at(place) for one in pending)):
-                first = next(iter(found), b"")
-                if len(found) < 2 and is_constant(first, one.parameter.item_size):
+            for one, by_content in zip(pending, files.contents(one.at(place) for one in pending)):
+                first = next(iter(by_content), b"")
+                if len(by_content) < 2 and is_constant(first, one.parameter.item_size):
                     constant.append(one)
-                elif len(found) > 1 or len(found[first]) > 1:
+                elif len(by_content) > 1 or len(by_content[first]) > 1:
                     comparison.add(one.group, one.parameter)
                     if one.is_probe:
                         probed.add(one.group.structure)
-                    if len(found) > 1:
-                        comparison.add_difference(one.parameter.name, one.replicated.box, list(found.values()))
+                    if len(by_content) > 1:
+                        comparison.add_difference(one.parameter.name, one.replicated.box, list(by_content.values()))
             pending = constant
 
 

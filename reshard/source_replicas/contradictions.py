@@ -1,4 +1,4 @@
-"""What contradicts a strategy although replicas agree, such as slices that are equal; and `strategy check`.
+"""Contradictions of a strategy whose replicas agree, such as equal slices; and `strategy check`.
 
 A strategy with finer cuts than the true strategy passes every comparison of replicas, because it has fewer replicas or
 none. But then some of its different slices are replicas. Slices of a trained weight are never equal, unless they have
@@ -82,9 +82,9 @@ def same_slices(
             for parameter, place in itertools.product(group.parameters[:_MOST_TRIED], range(MOST_PLACES)):
                 if len(holders) < 2:
                     break
-                (found,) = files.contents([_own_sample(parameter, holders, place)])
-                varied = [ranks for data, ranks in found.items() if _is_varied(data, parameter.item_size)]
-                if not varied or sum(map(len, found.values())) < len(holders):
+                (by_content,) = files.contents([_own_sample(parameter, holders, place)])
+                varied = [ranks for data, ranks in by_content.items() if _is_varied(data, parameter.item_size)]
+                if not varied or sum(map(len, by_content.values())) < len(holders):
                     continue
                 compared += 1
                 equal = next((ranks for ranks in varied if len(ranks) > 1), None)
@@ -159,13 +159,13 @@ def ranks_by_content(
     sharding = stage_shardings(parameter)[0]
     ranks = sorted(step.ranks_with(parameter.name, sharding.stage))[:_MOST_GROUPED]
     holders = [Holder(rank, sharding.grid.slice_box(sharding.slice_of(rank))) for rank in ranks]
-    found: Contents = {}
+    by_content: Contents = {}
     with contextlib.closing(ReplicaFiles(step, handles, budget)) as files:
         for place in range(MOST_PLACES):
-            (found,) = files.contents([_own_sample(parameter, holders, place)])
-            if len(found) > 1:
+            (by_content,) = files.contents([_own_sample(parameter, holders, place)])
+            if len(by_content) > 1:
                 break
-    return list(found.values())
+    return list(by_content.values())
 
 
 def misplaced(strategy: Strategy, step: RankCheckpoint) -> list[str]:
@@ -213,10 +213,10 @@ def hint_of_swap(source: Strategy, target: Strategy, read: Source, handles: File
         if read.files is None and source is not target and not lost:
             # The error itself reports unreadable files.
             with contextlib.suppress(ReshardError, OSError):
-                files = next(iter(find_checkpoints(read).candidates(read.step)))
+                files = find_checkpoints(read).newest(read.step)
                 if _fits(target, files, handles) and not _fits(source, files, handles):
                     swapped = f"the files fit --dst-strategy ({target.path}), by shapes: are the two swapped?"
-                    error.hint = "\n".join(filter(None, [swapped, error.hint]))
+                    error.add_hint(swapped, first=True)
         raise
 
 
@@ -357,14 +357,8 @@ def check_strategy(
 
 def _step(tree: SourceTree, step: str) -> StepFiles:
     """The files of the newest step that all ranks have, or else of the newest step."""
-    newest: Optional[StepFiles] = None
-    for candidate in tree.candidates(step):
-        if len(candidate.files) == len(tree.ranks):
-            return candidate
-        newest = newest or candidate
-    if newest is None:
-        raise CheckpointError(f"{tree.root}: holds no checkpoints", file=tree.root)
-    return newest
+    of_all = (candidate for candidate in tree.candidates(step) if len(candidate.files) == len(tree.ranks))
+    return next(of_all, None) or tree.newest(step)
 
 
 def _misfits(names: Sequence[str], strategy: Strategy, step: RankCheckpoint) -> list[Misfit]:

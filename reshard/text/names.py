@@ -150,10 +150,7 @@ def _is_for_absent_state(pattern: str, names: Collection[str]) -> bool:
 
 def advice_on_unmatched(pattern: str, names: Collection[str]) -> str:
     """Names that are similar to a pattern without a match, or all names in short."""
-    near = near_names(pattern, names)
-    if near:
-        return f"did you mean {' or '.join(map(quoted, near))}?"
-    return f"the checkpoint contains {listing(sorted(names))}"
+    return did_you_mean(pattern, names) or f"the checkpoint contains {listing(sorted(names))}"
 
 
 ACCUMULATED_GRADIENTS = "accu_grads."
@@ -461,6 +458,12 @@ def near_names(typed: str, names: Iterable[str]) -> list[str]:
     if not longer or len(typed) < _MIN_PREFIX:
         return [spelled[name] for name in get_close_matches(typed.lower(), spelled)]
     return [spelled[name] for name in longer[:3]]
+
+
+def did_you_mean(typed: str, names: Iterable[str]) -> Optional[str]:
+    """A hint with similar names, or None."""
+    near = near_names(typed, names)
+    return f"did you mean {' or '.join(map(quoted, near))}?" if near else None
 
 
 def similar_path_hint(path: str) -> Optional[str]:

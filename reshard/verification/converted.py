@@ -25,13 +25,14 @@ from reshard.storage import read_range, reading
 from reshard.strategies import Stage, Strategy
 from reshard.text.messages import number_ranges, quoted, rank_ranges
 from reshard.verification.boxes import Box, LayoutValues, device_boxes, target_boxes, volume_of, whole_box
-from reshard.verification.reading import Comparison, Difference, Means, compare, kind_of_tensor
+from reshard.verification.reading import Comparison, Difference, Means, compare
 from reshard.verification.stored import (
     Content,
     SliceSet,
     Source,
     StoredTensor,
     recorded_layout,
+    stage_layout,
     value_content,
 )
 
@@ -65,9 +66,7 @@ def layout_in(stage: Stage, content: Content, strategy: Strategy) -> LayoutValue
     Raises:
         IncompleteSourceError: only missing files show whether the source has optimizer shards.
     """
-    if strategy.is_none:
-        return LayoutValues((stage.device_count,), ((),) * len(content.shape))
-    layout, shards = recorded_layout(stage.layouts[content.name]), content.shards
+    layout, shards = stage_layout(strategy, stage, content.name, content.shape), content.shards
     if shards.plain or (shards.unsharded and len(strategy.stages) > 1):
         return layout.unsharded()
     if shards.undecided and layout.shards > 1:
@@ -169,7 +168,7 @@ class TargetComparison:
     def _value_problem(self, name: str, number: int, origin: int) -> Optional[tuple[str, str]]:
         """The difference between the header of a file's value and the source's: kind and detail, or None."""
         mine, theirs = self._indexes[number].tensors[name], self._source.value(name, origin)
-        if kind_of_tensor(mine) != kind_of_tensor(theirs):
+        if mine.header != theirs.header:
             kind = "shape" if mine.dtype == theirs.dtype else "type"
             return kind, f"is {mine.dtype} {list(mine.shape)}, but {theirs.dtype} {list(theirs.shape)} in the source"
         formats = {self._indexes[number].format, self._source.indexes[origin].format}

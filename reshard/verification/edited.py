@@ -1,6 +1,6 @@
 """The tensors of a source with other names, packing and types.
 
-The rules, as numeric operations, come from `names`. `rules` executes them and `rounding` casts, both with NumPy alone.
+The rules, as numeric operations, come from `names`. `operations` executes them and casts, with NumPy alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.strategies import Strategy
 from reshard.text.messages import Report, listing, quoted
-from reshard.text.names import Glob, is_weight, near_names
+from reshard.text.names import Glob, did_you_mean, is_weight
 from reshard.verification.boxes import Shape
 from reshard.verification.operations import DerivedTensor, lists_of, needed_sources
 from reshard.verification.stored import Content, Source, StoredTensor
@@ -214,10 +214,6 @@ def _types(
         glob = None if pattern is None else Glob(pattern)
         matching = [name for name in names if (is_weight(name, all_names) if glob is None else glob.matches(name))]
         if pattern is not None and not matching:
-            near = near_names(pattern, [*names])
-            raise CheckpointError(
-                f"--cast {pattern}={dtype}: matches no tensor",
-                hint=f"did you mean {' or '.join(map(quoted, near))}?" if near else None,
-            )
+            raise CheckpointError(f"--cast {pattern}={dtype}: matches no tensor", hint=did_you_mean(pattern, names))
         types.update(dict.fromkeys(matching, dtype))
     return types

@@ -14,7 +14,7 @@ from typing import Any, Callable, NamedTuple, Optional, Protocol
 
 import numpy as np
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor
+from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.processes import MIN_BYTES_PER_PROCESS, Crew, Notify, may_fork, private_bytes, process_count
 from reshard.storage import FileStatus, storage_of
 from reshard.storage.store import busy_cpus
@@ -65,11 +65,6 @@ class Difference(NamedTuple):
             where = f" in {files}" if names else files
         subject = f"{names}{where}".lstrip()
         return f"{subject}: {self.detail}" if subject else self.detail
-
-
-def kind_of_tensor(tensor: Tensor) -> tuple[str, tuple[int, ...], int]:
-    """Type, shape and size, which must agree before contents are compared."""
-    return tensor.dtype, tensor.shape, tensor.nbytes
 
 
 class Progress(Protocol):

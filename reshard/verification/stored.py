@@ -448,9 +448,7 @@ class _StoredTensors(ByName[Content]):
         for stage in self._strategy.stages:
             if not self._strategy.is_none and name not in stage.layouts:
                 continue
-            layout = LayoutValues((stage.device_count,), ((),) * len(tensor.shape))
-            if not self._strategy.is_none:
-                layout = recorded_layout(stage.layouts[name])
+            layout = stage_layout(self._strategy, stage, name, tensor.shape)
             ranks, samples = self._ranks_with(name, stage)
             if layout.shards > 1:
                 recording.append(stage)
@@ -555,6 +553,13 @@ def recorded_layout(layout: Any) -> LayoutValues:
         layout.recorded_shape,
         layout.expandable,
     )
+
+
+def stage_layout(strategy: Strategy, stage: Stage, name: str, shape: Shape) -> LayoutValues:
+    """The recorded layout of a tensor in a stage; without a strategy, every device has all of it."""
+    if strategy.is_none:
+        return LayoutValues((stage.device_count,), ((),) * len(shape))
+    return recorded_layout(stage.layouts[name])
 
 
 def value_content(indexes: Mapping[int, CheckpointIndex], name: str, file: int) -> StoredTensor:

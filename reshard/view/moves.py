@@ -7,11 +7,9 @@ from typing import Any, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.convert.transfers import Transfers, transfers_of
-from reshard.execute import Budget
+from reshard.execute.budget import reading_budget
 from reshard.plan.edits import Request
 from reshard.plan.planner import make_plan
-from reshard.storage import storage_of
-from reshard.storage.store import LOCAL
 from reshard.text.messages import Report
 from reshard.view.page import Table, repeats
 
@@ -34,9 +32,7 @@ def moves_data(request: Request, report: Report) -> dict[str, Any]:
     effort = request.asked.effort
     with FileHandles() as handles:
         plan = make_plan(request, handles, report)
-        example = next(iter(plan.checkpoint.files.values()), None)
-        storage = LOCAL if example is None else storage_of(example)
-        moved = transfers_of(plan, plan.requested, Budget.of(effort.cpus, effort.max_memory, storage))
+        moved = transfers_of(plan, plan.requested, reading_budget(plan, effort.cpus, effort.max_memory))
         sizes = plan.file_bytes(plan.requested)
     by_rank = request.form.options.by_rank
     sources = request.source.device_count if by_rank else max(plan.checkpoint.files, default=-1) + 1

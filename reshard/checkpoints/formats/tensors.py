@@ -47,6 +47,11 @@ class Tensor(NamedTuple):
         elements = math.prod(self.shape)
         return self.nbytes // elements if elements else ITEM_SIZES.get(self.dtype, 1)
 
+    @property
+    def header(self) -> tuple[str, tuple[int, ...], int]:
+        """Type, shape and bytes, which must agree before contents are compared."""
+        return self.dtype, self.shape, self.nbytes
+
     def same_type(self, other: Tensor) -> bool:
         """Whether two tensors have elements of one type; a type of unknown size needs elements to compare sizes."""
         if self.dtype != other.dtype:
@@ -129,7 +134,7 @@ def logical_shape(dtype: str, dims: Sequence[int], nbytes: int) -> tuple[int, ..
 
 
 def content_size(dtype: str, dims: Sequence[int], nbytes: int) -> Optional[int]:
-    """Bytes of a tensor by type and dimensions; None for an unknown type. ``nbytes`` tells whether [0] is a scalar."""
+    """Bytes of a tensor by type and dimensions; None for an unknown type. With ``nbytes``, [0] is a scalar."""
     item_size = ITEM_SIZES.get(dtype)
     if item_size is None:
         return None

@@ -50,8 +50,8 @@ class RanksForm(Form):
             return StepSelector(request).select(_with_damage(candidates, request), steps)
         except IncompleteSourceError as error:
             if ranks == tuple(range(len(ranks))) and 0 < len(ranks) < request.source.device_count:
-                doubt = f"if the run had {plural(len(ranks), 'rank')}, {request.source.path} is not its strategy"
-                error.hint = doubt if error.hint is None else f"{error.hint}\n{doubt}"
+                run = f"if the run had {plural(len(ranks), 'rank')}"
+                error.add_hint(f"{run}, {request.source.path} is not its strategy")
             raise
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:

@@ -121,7 +121,7 @@ class StepFiles(NamedTuple):
 
 
 class SourceTree:
-    """All checkpoint files of a source, by name.
+    """All checkpoint files of a source, by name; at least one.
 
     Attributes:
         root: the source as the user wrote it.
@@ -153,6 +153,10 @@ class SourceTree:
         # Lazily: an ambiguous older step does not matter if a newer one is complete.
         for number in self.steps:
             yield self.of_step(number)
+
+    def newest(self, step: Optional[str] = None) -> StepFiles:
+        """The first of `candidates`: a tree has files."""
+        return next(self.candidates(step))
 
     def named(self, text: str) -> Step:
         names = ["none in the name" if saved is None else str(saved) for saved in self.steps]
