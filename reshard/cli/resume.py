@@ -19,6 +19,7 @@ from reshard.cli.output import echo_json, is_json, is_quiet, listener, say
 from reshard.convert import Summary
 from reshard.convert.recorded import source_exists
 from reshard.errors import InputError, ReplaceableError, TargetError, UsageError
+from reshard.execute.destination import Destination
 from reshard.forms.registry import counted_as
 from reshard.records import Ledger, RecordedCommand, strategy_digest
 from reshard.records.commands import requested_ranks
@@ -63,6 +64,10 @@ def resume(ctx: click.Context, /, dst: str, verify: bool, **_: Any) -> None:
     # The records do not show whether verification ran.
     verify = verify or (command is not None and command.verify)
     if not verify and _is_done(status, command):
+        if not ctx.params["dry_run"]:
+            # Of runs that were killed while another one wrote what was left.
+            Destination(dst).tidy({os.path.dirname(status.plan.file_of(rank)) for rank in status.wanted})
+            ledger.remove_dead_temporaries()
         if is_json():
             differences = {"differences": None} if status.plan.task == "convert" else {}
             summary = Summary(status.plan.step)

@@ -230,14 +230,21 @@ def test_only_temporary_files_of_dead_runs_are_removed(world: World) -> None:
             process.communicate()
 
 
-def test_a_run_that_writes_nothing_removes_files_of_killed_runs_among_records(world: World) -> None:
-    """As of a run that was killed while it recorded its command, and another one wrote all targets."""
+@pytest.mark.parametrize("command", ["convert", "resume"])
+@pytest.mark.parametrize("place", [".reshard", "rank_1"])
+def test_a_run_that_writes_nothing_removes_files_of_killed_runs(command: str, place: str, world: World) -> None:
+    """As of a run that was killed while it wrote what another one wrote first."""
     world.save(FULL)
     world.convert()
     code = "import os, sys\nfrom reshard.storage import temporary\ntemporary.create(sys.argv[1])\nos._exit(9)"
-    assert subprocess.run([sys.executable, "-c", code, str(world.dst / ".reshard")]).returncode == 9
+    assert subprocess.run([sys.executable, "-c", code, str(world.dst / place)]).returncode == 9
     assert len(list(world.dst.rglob(".reshard-tmp-*"))) == 1
-    world.convert()
+    if command == "resume":
+        done("resume", world.dst, "--dry-run")
+        assert len(list(world.dst.rglob(".reshard-tmp-*"))) == 1
+        done("resume", world.dst)
+    else:
+        world.convert()
     assert not list(world.dst.rglob(".reshard-tmp-*"))
 
 
