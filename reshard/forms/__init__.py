@@ -3,6 +3,7 @@
 FORM_CLASSES = {
     "ranks": "reshard.forms.ranks.form:RanksForm",
     "hyper-parallel": "reshard.forms.pytorch.form:HyperParallelForm",
+    "megatron": "reshard.forms.megatron.form:MegatronForm",
     "dcp": "reshard.forms.pytorch.form:DcpForm",
     "hf-sharded": "reshard.forms.pytorch.form:HfShardedForm",
     "checkpoint2": "reshard.forms.checkpoint2.form:Checkpoint2Form",

@@ -29,8 +29,8 @@ from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.form import ReadRequest
 from reshard.forms.pytorch.form import (
-    DCP,
     ENDING,
+    HYPER_PARALLEL,
     ITERATIONS,
     METADATA,
     OF_HYPER_RANK,
@@ -342,7 +342,7 @@ def _common(directory: str, names: Sequence[str]) -> dict[str, StoredObject]:
 def _metadata_of(form: str, directory: str, names: Sequence[str]) -> list[str]:
     if METADATA in names:
         return [os.path.join(directory, METADATA)]
-    pattern = OF_RANK if form == DCP else OF_HYPER_RANK
+    pattern = OF_HYPER_RANK if form == HYPER_PARALLEL else OF_RANK
     numbered: dict[int, str] = {}
     for name in names:
         match = pattern.fullmatch(name)

@@ -1,0 +1,1 @@
+"""Megatron-Core's checkpoints: ``torch_dist`` directories and legacy trees of ``.pt`` files."""

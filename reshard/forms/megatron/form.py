@@ -1,0 +1,105 @@
+"""The form of Megatron-Core's checkpoints, recognised by names.
+
+A root holds ``latest_checkpointed_iteration.txt`` and a directory for each iteration. An iteration is a ``torch_dist``
+directory (``.metadata``, ``.distcp``, and ``metadata.json``, which is written last) or a legacy tree (``mp_rank_00``
+and the like, with ``model_optim_rng.pt``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Optional, cast
+
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.errors import CheckpointError
+from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, ReadRequest, SavedStep, WriteRequest
+from reshard.forms.pytorch.form import DCP, ITERATIONS, METADATA, kind_of_directory
+from reshard.forms.tracker import Iteration, saved_steps
+from reshard.storage import is_directory, listings_cached, names_in
+from reshard.strategies import Strategy
+from reshard.text.messages import Report
+
+if TYPE_CHECKING:
+    from reshard.forms.target import TargetForm
+
+MEGATRON = "megatron"
+"""The name of the form."""
+
+COMMON = "common.pt"
+"""The file of objects, before core 0.19."""
+
+BACKEND = "metadata.json"
+"""The file that names the library that it was saved with; it is written last."""
+
+RANK_DIRECTORY = re.compile(r"mp_rank_([0-9]{2,})(?:_([0-9]{3,}))?(?:_([0-9]{3,}))?")
+"""A directory of a legacy tree: tensor rank, then pipeline or expert rank, or both."""
+
+TORCH_DIST, LEGACY = "torch_dist", "torch"
+"""Kinds of iterations."""
+
+
+def kind_of_iteration(names: Sequence[str]) -> Optional[str]:
+    """The kind of a directory of one checkpoint, by the names in it; None where it is not Megatron's."""
+    if any(map(RANK_DIRECTORY.fullmatch, names)):
+        return LEGACY
+    if kind_of_directory(names) == DCP and (BACKEND in names or COMMON in names):
+        return TORCH_DIST
+    return None
+
+
+def iterations(root: str, names: Sequence[str]) -> list[Iteration]:
+    """The iterations that a root holds, oldest first."""
+    return [each for each in ITERATIONS.in_root(root, names) if kind_of_iteration(names_in(each.path)) is not None]
+
+
+class MegatronForm(Form):
+    """Checkpoints of Megatron-Core."""
+
+    name = MEGATRON
+    options = FormOptions(
+        title="Megatron's",
+        layouts=Layouts.RECORDED,
+        steps=True,
+        shards=True,
+        formats=("distcp",),
+        mindspore=False,
+        names=Names.TRAINER,
+    )
+
+    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+        if not is_directory(src):
+            return False
+        names = names_in(src) if names is None else names
+        return kind_of_iteration(names) is not None or bool(iterations(src, names))
+
+    @listings_cached()
+    def read(self, request: ReadRequest) -> Checkpoint:
+        from reshard.forms.pytorch.dcp import read_distributed
+
+        return read_distributed(self.name, request)
+
+    def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
+        from reshard.forms.recorded import ChunkedCheckpoint, strategy_of
+
+        return strategy_of(cast(ChunkedCheckpoint, checkpoint))
+
+    def describe(self, checkpoint: Checkpoint) -> Description:
+        from reshard.forms.recorded import ChunkedCheckpoint, described
+
+        return described(cast(ChunkedCheckpoint, checkpoint))
+
+    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
+        raise CheckpointError(f"{checkpoint.place}: --to {self.name} is not written yet", file=checkpoint.place)
+
+    def marks(self, files: Sequence[str]) -> list[str]:
+        return [METADATA, BACKEND]
+
+    def check_step(self, src: str, step: str) -> None:
+        from reshard.forms.pytorch.dcp import choose
+
+        if step != "latest":
+            choose(src, step, Report())
+
+    def steps(self, src: str) -> list[SavedStep]:
+        return saved_steps(src, iterations(src, names_in(src)))
