@@ -107,14 +107,21 @@ class _Editing:
         return {name for name in self.unseen.values() if name is not None}
 
     def rename(self, names: Mapping[str, Optional[str]]) -> None:
-        """Give tensors other names; None skips a tensor. Values keep their names."""
-        remaining = {name for name in self.values if names.get(name, name) is not None}
+        """Give tensors other names; None skips a tensor. Values keep their names.
+
+        A weight without a layout is a tensor and a value; under another name it is a tensor.
+        """
+        remaining = {
+            name
+            for name in self.values
+            if (new := names.get(name, name)) == name or (new is not None and name not in self.recipes)
+        }
         recipes: dict[str, Recipe] = {}
         for name, recipe in self.recipes.items():
             new = names.get(name, name)
             if new is None:
                 continue
-            if new in recipes or new in remaining:
+            if new in recipes or (new in remaining and new != name):
                 raise CheckpointError(
                     f"{quoted(name)}: another tensor would also get the name {quoted(new)}",
                     parameter=name,

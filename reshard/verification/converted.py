@@ -219,10 +219,12 @@ class _Files(TargetComparison):
         super().__init__(source, target_files.indexes, strategy, means, admit)
         self._written, self._directory = target_files, directory
         self._form = form_named(target_files.checkpoint.form)
+        # Weights without a layout are cut where tensors are; elsewhere they are copied like values.
         self._value_files = {
             name: files
             for name, files in self._value_files.items()
             if can_hold("safetensors", source.value(name, files[0]).dtype)
+            and not (self._form.options.shards and name in source.tensors)
         }
         # Each loader refuses a "format" other than its own.
         self._format = "ms" if self._form.options.mindspore else "pt"

@@ -79,6 +79,8 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         last_names = {name: new or name for name, new in trainer_names(recipes.keys()).items()}
     model_names = {last_names.get(name, name): model_names[name] for name in recipes}
     recipes = {last_names.get(name, name): recipe for name, recipe in recipes.items()}
+    # A weight without a layout is a tensor, and a value while it keeps its name.
+    kept_values = {name for name in kept_values if name in recipes or name not in originals}
     types = _types({*recipes, *kept_values}, recipes, edits.casts)
     return replace(
         base,

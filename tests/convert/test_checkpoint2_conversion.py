@@ -57,6 +57,16 @@ def test_rank_files_of_the_same_layouts_equal_the_saved_ranks(tmp_path: Path) ->
         }
 
 
+@pytest.mark.parametrize("form", ["hf-sharded", "dcp", "hyper-parallel"])
+def test_weights_without_a_layout_are_tensors_of_forms_of_pytorch(form: str, tmp_path: Path) -> None:
+    source = saving(unlisted={"table": numbered((4,), 7)}).write_root(tmp_path / "src")
+    done("convert", source, tmp_path / "dst", "--to", form, "--shards", 3, "--verify")
+    done("convert", source, tmp_path / "whole", "--to", "unified")
+    done("convert", tmp_path / "dst", tmp_path / "back", "--to", "unified", "--verify")
+    assert full(tmp_path / "back") == full(tmp_path / "whole")
+    assert full(tmp_path / "back")["table"]
+
+
 def test_weights_without_a_layout_are_copied_to_every_rank(tmp_path: Path) -> None:
     listing = {
         "bias": Laid(numbered((3,), 5), None, (), range(4)),
