@@ -39,6 +39,35 @@ _SPAN_BYTES = 1 << 20
 _SPAN_FACTOR = 4
 
 
+class Part(NamedTuple):
+    """Which elements of a record a tensor has, where it has not all of them.
+
+    Attributes:
+        of: the shape of the record's tensor, whose elements are counted in C order.
+        first: the first element.
+        strides: elements from one to the next, per dimension.
+    """
+
+    of: tuple[int, ...]
+    first: int
+    strides: tuple[int, ...]
+
+    def span(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The first of the elements of a part of a shape, and the one after the last."""
+        last = self.first + sum((size - 1) * stride for size, stride in zip(shape, self.strides))
+        return self.first, last + 1 if math.prod(shape) else self.first
+
+
+def run_from(first: int, shape: Sequence[int], of: Sequence[int]) -> Part:
+    """The part of a record that a tensor in C order is, from an element of the record on."""
+    return Part(tuple(of), first, c_strides(shape))
+
+
+def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one to the next, per dimension, in C order."""
+    return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
+
+
 class Stored(NamedTuple):
     """A tensor of a file, as metadata describes it.
 
@@ -49,6 +78,8 @@ class Stored(NamedTuple):
         offset: where the record begins that holds it; 0 where the file has a header of its own.
         length: bytes of that record; -1 where the file has a header of its own.
         key: its name in the header of the file.
+        part: its elements of the record; None for all of them.
+        data: its bytes, for a number that the file has in a pickle; None for a tensor.
     """
 
     name: str
@@ -57,6 +88,8 @@ class Stored(NamedTuple):
     offset: int = 0
     length: int = -1
     key: str = ""
+    part: Optional[Part] = None
+    data: Optional[bytes] = None
 
     @property
     def nbytes(self) -> int:
@@ -68,8 +101,9 @@ class Placement:
 
     Args:
         path: the file.
-        tensors: its tensors, records in the order of their offsets; all of them are records, or none is.
-        located: where the elements of each are; empty if that is looked up when they are read.
+        tensors: its tensors, records in the order of their offsets; all of them are records, or none is. Those with
+            bytes of their own come last.
+        located: where the elements of each are that is not such; empty if that is looked up when they are read.
 
     Attributes:
         size: the end of the last place.
@@ -82,11 +116,14 @@ class Placement:
         self._starts = array("Q")
         self._given = located
         self._located: dict[int, Elements] = dict(enumerate(located))
-        self._reading = ThreadLock()
+        # Records that several tensors are parts of, by offset, and those of them whose checksums are right.
+        self._records: dict[int, Elements] = {}
+        self._right: set[int] = set()
+        self._reading, self._checking = ThreadLock(), ThreadLock()
         for stored in tensors:
             # So far apart as the records are, windows of the file are windows of these places.
             self._starts.append(self.size)
-            self.size += max(stored.nbytes, stored.length)
+            self.size += stored.nbytes if stored.part else max(stored.nbytes, stored.length)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Placement, (self._path, self._tensors, self._given)
@@ -110,7 +147,11 @@ class Placement:
     def around(self, first: int, last: int) -> Optional[tuple[int, int]]:
         """From where to where the records of some tensors lie; None where they are no records."""
         begin, end = self._tensors[first], self._tensors[last]
-        return None if begin.length < 0 else (begin.offset, end.offset + end.length)
+        return None if min(begin.length, end.length) < 0 else (begin.offset, end.offset + end.length)
+
+    def data(self, number: int) -> Optional[bytes]:
+        """The bytes of a number that the file has in a pickle; None for a tensor."""
+        return self._tensors[number].data
 
     def locate(self, file: ReadableFile, number: int) -> Elements:
         """Where the elements of a tensor are, by its number, in the file or in a part of it that was read already.
@@ -122,9 +163,7 @@ class Placement:
         if elements is None:
             stored = self._tensors[number]
             if stored.length >= 0:
-                elements = archived_tensor(file, stored.offset, stored.length)
-                self._check(stored, elements)
-                self._located[number] = elements
+                elements = self._located[number] = self._of_record(file, stored)
             else:
                 with self._reading:
                     if number not in self._located:
@@ -132,9 +171,30 @@ class Placement:
                 elements = self._located[number]
         return elements
 
+    def _of_record(self, file: ReadableFile, stored: Stored) -> Elements:
+        """Where the elements of a tensor are that is a record, or a part of one."""
+        part = stored.part
+        elements = self._records.get(stored.offset) if part else None
+        if elements is None:
+            elements = archived_tensor(file, stored.offset, stored.length)
+            self._check(stored._replace(shape=part.of) if part else stored, elements)
+        if part is None:
+            return elements
+        self._records[stored.offset] = elements
+        begin, end = part.span(stored.shape)
+        if not elements.in_order or begin < 0 or end > math.prod(elements.shape):
+            raise DamagedCheckpointError(
+                f"{self._path}: the record of {quoted(stored.name)} does not hold its elements {begin} to {end} in "
+                "C order",
+                file=self._path,
+                parameter=stored.name,
+            )
+        first = elements.offset + begin * ITEM_SIZES[elements.dtype]
+        return elements._replace(shape=stored.shape, strides=part.strides, offset=first)
+
     def _by_header(self, file: ReadableFile) -> list[Elements]:
         """Where the elements of all tensors are, in a file with one header, whatever its name ends in."""
-        keys = [stored.key for stored in self._tensors]
+        keys = [stored.key for stored in self._tensors if stored.data is None]
         if file.read(0, len(HEAD)) == HEAD:
             archived = archived_tensors(file, keys)
             located = [archived[key] for key in keys]
@@ -149,8 +209,8 @@ class Placement:
         if tensor is None:
             raise DamagedCheckpointError(f"{self._path}: does not hold {quoted(key)}", file=self._path, parameter=key)
         offset = tensor.extents[0][0] if tensor.extents else 0
-        strides = [math.prod(tensor.shape[dimension + 1 :]) for dimension in range(len(tensor.shape))]
-        return Elements(tensor.dtype, tensor.shape, tuple(strides), offset, ArchiveEntry(offset, tensor.nbytes, None))
+        strides = c_strides(tensor.shape)
+        return Elements(tensor.dtype, tensor.shape, strides, offset, ArchiveEntry(offset, tensor.nbytes, None))
 
     def _check(self, tensor: Stored, elements: Elements) -> None:
         # Megatron's local tensors have fewer dimensions than their boxes, which begin with ones.
@@ -180,6 +240,7 @@ class Placement:
             on_block: called with the bytes checked since the last time.
         """
         numbers = sorted(bisect_right(self._starts, tensor.extents[0][0]) - 1 for tensor in tensors if tensor.nbytes)
+        numbers = [number for number in numbers if self._tensors[number].data is None]
         buffer = memoryview(bytearray(block_bytes))
         checked: set[ArchiveEntry] = set()
         near, stop = file, 0
@@ -193,16 +254,30 @@ class Placement:
                 near, stop = (_Ahead(file, begin, end), end) if end - begin <= block_bytes else (file, end)
             entry, stored = self.locate(near, number).entry, self._tensors[number]
             try:
-                if stored.length >= 0:
-                    Archive(near, stored.offset, stored.length).check(buffer, on_block)
                 # Tensors may share a storage.
-                elif entry not in checked and not check_entry(near, entry, buffer, on_block):
+                if entry in checked and stored.part is None:
+                    continue
+                if stored.part is not None:
+                    self._check_shared(near, stored, buffer, on_block)
+                elif stored.length >= 0:
+                    Archive(near, stored.offset, stored.length).check(buffer, on_block)
+                elif not check_entry(near, entry, buffer, on_block):
                     raise DamagedCheckpointError(f"{self._path}: is damaged: the CRC-32 of its storage is another one")
             except DamagedCheckpointError as error:
                 raise DamagedCheckpointError(
                     f"{error.message} (tensor {quoted(stored.name)})", file=self._path, parameter=stored.name
                 ) from error
             checked.add(entry)
+
+    def _check_shared(
+        self, file: ReadableFile, stored: Stored, buffer: memoryview, on_block: Callable[[int], None]
+    ) -> None:
+        """Check a record once for all tensors that are parts of it; bytes of this tensor are counted."""
+        with self._checking:
+            if stored.offset not in self._right:
+                Archive(file, stored.offset, stored.length).check(buffer, lambda count: on_block(0))
+                self._right.add(stored.offset)
+        on_block(stored.nbytes)
 
 
 class PlacedFile:
@@ -250,6 +325,10 @@ class PlacedFile:
 
     def _copy(self, file: ReadableFile, number: int, inside: int, out: memoryview) -> None:
         """Fill ``out`` with bytes of a tensor, from one of them on."""
+        data = self._placement.data(number)
+        if data is not None:
+            out[:] = data[inside : inside + len(out)]
+            return
         elements = self._placement.locate(file, number)
         if elements.in_order:
             fill(file, elements.offset + inside, out)
@@ -258,12 +337,13 @@ class PlacedFile:
         item = ITEM_SIZES[elements.dtype]
         first, last = inside // item, -(-(inside + len(out)) // item)
         boxes = boxes_of_range(elements.shape, first, last, last - first)
-        data = b"".join(_box(file, elements, box, item).tobytes() for box in boxes)
-        out[:] = data[inside - first * item : inside - first * item + len(out)]
+        chunk = b"".join(_box(file, elements, box, item).tobytes() for box in boxes)
+        out[:] = chunk[inside - first * item : inside - first * item + len(out)]
 
     def locate_all(self) -> None:
         for number, _, _ in self._placement.within(0, self._placement.size + 1):
-            self._placement.locate(self._file, number)
+            if self._placement.data(number) is None:
+                self._placement.locate(self._file, number)
 
     def check(self, tensors: Iterable[Tensor], block_bytes: int, on_block: Callable[[int], None]) -> None:
         self._placement.check(self._file, tensors, block_bytes, on_block)

@@ -25,7 +25,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archives import Archive, archive_of_pickle, archived_tensor, lay_out_archives
 from reshard.checkpoints.formats.output import Literal, OutputTensor
 from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_class, pickled, plain, read_pickle
-from reshard.checkpoints.placed import PlacedFile, Placement, Stored
+from reshard.checkpoints.placed import Part, PlacedFile, Placement, Stored, run_from
 from reshard.errors import CheckpointError
 from reshard.forms.form import ReadRequest
 from reshard.forms.recorded import ChunkedCheckpoint
@@ -608,7 +608,7 @@ def test_megatrons_names_in_a_directory_of_hugging_face_give_a_warning(tmp_path:
 def test_the_tracker_names_the_iteration_that_is_read(tmp_path: Path) -> None:
     root = megatron(tmp_path / "root", 10, 20, 30)
     (root / "latest_checkpointed_iteration.txt").write_text("20")
-    assert form_of(str(root)).name == "dcp"
+    assert form_of(str(root)).name == "megatron"
     result = done("inspect", root, "--json")
     assert "20" in json.dumps(result.json)
     done("convert", root, tmp_path / "out", *WHOLE, "--step", 10)
@@ -687,6 +687,60 @@ def test_strides_and_windows_read_every_element(seed: int, tmp_path: Path) -> No
                 begin = int(random.integers(0, placement.size))
                 count = int(random.integers(0, placement.size))
                 assert file.read(begin, count) == expected[begin : begin + count]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_of_a_record_are_read_as_tensors_of_their_own(seed: int, tmp_path: Path) -> None:
+    """Flat ranges and transposed blocks of one record, numbers of a pickle, and a checksum that is of all of it."""
+    random = np.random.default_rng(seed)
+    rows, columns = (int(size) for size in random.integers(2, 6, 2))
+    values = random.integers(0, 1 << 30, 7 + 2 * rows * columns).astype("<i4")
+    block = values[7 : 7 + rows * columns].reshape(rows, columns)
+    archive = record_of(values.tobytes(), values.shape, [1])
+    path = tmp_path / "__0_0.distcp"
+    path.write_bytes(archive)
+    of, second = values.shape, 7 + rows * columns
+    tensors = [
+        Stored("range", "Int32", (7,), 0, len(archive), part=run_from(0, (7,), of)),
+        Stored("transposed", "Int32", (columns, rows), 0, len(archive), part=Part(of, 7, (1, columns))),
+        Stored("block", "Int32", (rows, columns), 0, len(archive), part=run_from(second, (rows, columns), of)),
+        Stored("step", "Int32", (1,), data=b"\3\0\0\0"),
+    ]
+    expected = [values[:7], block.T, values[second:].reshape(rows, columns), np.array([3], "<i4")]
+    with FileHandles() as handles:
+        placement = Placement(str(path), tensors)
+        handles.place(str(path), placement)
+        with handles.borrow(str(path)) as file:
+            assert isinstance(file, PlacedFile)
+            assert file.read(0, placement.size) == b"".join(each.tobytes() for each in expected)
+            for _ in range(50):
+                begin, count = (int(each) for each in random.integers(0, placement.size, 2))
+                whole = b"".join(each.tobytes() for each in expected)
+                assert file.read(begin, count) == whole[begin : begin + count]
+            counted: list[int] = []
+            file.check(placement.tensors(), 64, counted.append)
+            assert sum(counted) == values.nbytes
+        changed = bytearray(archive)
+        changed[archive.index(values.tobytes())] ^= 1
+        path.write_bytes(bytes(changed))
+    with FileHandles() as handles:
+        handles.place(str(path), Placement(str(path), tensors))
+        with handles.borrow(str(path)) as file:
+            assert isinstance(file, PlacedFile)
+            with pytest.raises(CheckpointError):
+                file.check(list(placement.tensors())[1:2], 64, lambda count: None)
+
+
+def test_a_part_beyond_its_record_is_refused(tmp_path: Path) -> None:
+    archive = record_of(bytes(64), (16,), [1])
+    path = tmp_path / "__0_0.distcp"
+    path.write_bytes(archive)
+    for first, strides, of in ((10, (1, 4), (16,)), (0, (1, 4), (17,)), (0, (9, 1), (16,))):
+        with FileHandles() as handles:
+            stored = Stored("t", "Int32", (4, 2), 0, len(archive), part=Part(of, first, strides))
+            handles.place(str(path), Placement(str(path), [stored]))
+            with handles.borrow(str(path)) as file, pytest.raises(CheckpointError):
+                file.read(0, 32)
 
 
 def record_of(data: bytes, shape: tuple[int, ...], strides: list[int]) -> bytes:

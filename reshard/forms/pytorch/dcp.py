@@ -7,6 +7,7 @@ as data: no class of it is imported and nothing of it is run.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -25,7 +26,7 @@ from reshard.checkpoints.formats.pickles import (
     sizes_of,
 )
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
-from reshard.checkpoints.placed import Placement, Stored
+from reshard.checkpoints.placed import Part, Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.form import ReadRequest
 from reshard.forms.pytorch.form import (
@@ -119,11 +120,12 @@ class Record(NamedTuple):
 
 
 class DescribedChunk(NamedTuple):
-    """A box of a tensor and its record."""
+    """A box of a tensor and its record, or the part of a record that it is."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     record: Record
+    part: Optional[Part] = None
 
 
 class DescribedTensor(NamedTuple):
@@ -362,6 +364,21 @@ def _metadata_of(form: str, directory: str, names: Sequence[str]) -> list[str]:
     return [os.path.join(directory, numbered[rank]) for rank in sorted(numbered)]
 
 
+def _begin(stored: Stored) -> int:
+    return stored.part.first if stored.part else 0
+
+
+def _share_bytes(before: Record, first: Stored, record: Record, second: Stored) -> bool:
+    """Whether two chunks of a file, the first of which begins before the second, have bytes in common."""
+    if record.length < 0:
+        return record.key == before.key
+    if record != before or first.part is None or second.part is None:
+        return record.offset < before.offset + before.length
+    # Parts with gaps may lie in those of one another; whoever makes such has to see to it.
+    begin, end = first.part.span(first.shape)
+    return second.part.first < end and (end - begin == math.prod(first.shape) or second.part.first == begin)
+
+
 class _Files:
     """The files that metadata names.
 
@@ -377,8 +394,8 @@ class _Files:
         for name, tensor in described.tensors.items():
             if name in described.faults:
                 continue
-            for offsets, sizes, record in tensor.chunks:
-                stored = Stored(name, tensor.dtype, sizes, record.offset, record.length, record.key)
+            for offsets, sizes, record, part in tensor.chunks:
+                stored = Stored(name, tensor.dtype, sizes, record.offset, record.length, record.key, part)
                 chunks_of_file.setdefault(record.file, []).append((record, stored, offsets))
         self._names = natural_order(chunks_of_file)
         alone = {record.file for record in described.objects.values()}.difference(self._names)
@@ -406,7 +423,7 @@ class _Files:
         """Give the tensors of a file their places; an error where the file is too short, or records overlap."""
         if not chunks:
             return None
-        chunks = sorted(chunks, key=lambda each: (each[0].offset, each[0].length, each[0].key))
+        chunks = sorted(chunks, key=lambda each: (each[0].offset, each[0].length, each[0].key, _begin(each[1])))
         records = {record.length >= 0 for record, _, _ in chunks}
         if len(records) > 1:
             return CheckpointError(f"{path}: holds records and a header by its metadata", file=path, hint=_HINT)
@@ -414,7 +431,7 @@ class _Files:
         if last.length >= 0 and last.offset + last.length > self._sizes[path]:
             return self._short(path, last)
         for (before, first, _), (record, second, _) in zip(chunks, chunks[1:]):
-            if record.offset < before.offset + before.length if record.length >= 0 else record.key == before.key:
+            if _share_bytes(before, first, record, second):
                 return CheckpointError(
                     f"{path}: chunks of {quoted(first.name)} and {quoted(second.name)} share bytes by the metadata",
                     file=path,
@@ -444,7 +461,7 @@ class _Files:
                 shape,
                 [
                     Chunk(offsets, sizes, self._numbers[record.file], self._tensors[name, offsets, record.file])
-                    for offsets, sizes, record in chunks
+                    for offsets, sizes, record, _ in chunks
                 ],
             )
 
