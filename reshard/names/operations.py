@@ -119,16 +119,7 @@ class Join(Operation):
         expected = self._lengths(sum(lengths), sizes)
         if lengths != expected:
             raise SizeError(f"shapes {_shapes(views)} contradict {sizes.source}: {self._parts_text(expected)}")
-        operation = self._sized(JOIN, lengths, sizes)
-        return [self._joined(joined, operation) for joined in operands], operation
-
-    @staticmethod
-    def _joined(views: Sequence[View], operation: SizedOperation) -> View:
-        dimension, groups, shape = operation.dimension, operation.groups, views[0].shape
-        if groups == 1:
-            return View.concat(views, dimension)
-        grouped = [view.reshape(_resized(shape, dimension, groups, size)) for view, size in zip(views, operation.sizes)]
-        return View.concat(grouped, dimension + 1).reshape(_resized(shape, dimension, groups * sum(operation.sizes)))
+        return _results(self._sized(JOIN, lengths, sizes), views)
 
     def _split(self, views: Sequence[View], sizes: ModelSizes) -> Results:
         dimension = self.dimension
@@ -139,16 +130,7 @@ class Join(Operation):
             raise SizeError(
                 f"shape {list(views[0].shape)} contradicts {sizes.source}: dimension {dimension} has {parts}"
             )
-        operation = self._sized(CUT, lengths, sizes)
-        groups, results = operation.groups, []
-        grouped = [view.reshape(_resized(view.shape, dimension, groups, total // groups)) for view in views]
-        start = 0
-        for size in operation.sizes:
-            for view, whole in zip(grouped, views):
-                part = view.part(dimension + 1, start, start + size)
-                results.append(part.reshape(_resized(whole.shape, dimension, groups * size)))
-            start += size
-        return results, operation
+        return _results(self._sized(CUT, lengths, sizes), views)
 
     def _lengths(self, total: int, sizes: ModelSizes) -> tuple[int, ...]:
         if self.parts is None:
@@ -206,20 +188,11 @@ class Stack(Operation):
         dimension = self.dimension
         if self.inverted:
             count = _length(dimension, views)
-            return [
-                view.part(dimension, number, number + 1).reshape(_resized(view.shape, dimension))
-                for view in views
-                for number in range(count)
-            ], SizedOperation(UNSTACK, dimension, count=count)
+            return _results(SizedOperation(UNSTACK, dimension, count=count), views)
         count = len(views) // self.columns
-        results = []
         for start in range(0, len(views), count):
-            stacked = views[start : start + count]
-            shape = _one_shape(stacked)
-            _check_dimension(dimension, (*shape, 0))
-            rows = [view.reshape((*shape[:dimension], 1, *shape[dimension:])) for view in stacked]
-            results.append(View.concat(rows, dimension))
-        return results, SizedOperation(STACK, dimension, count=count)
+            _check_dimension(dimension, (*_one_shape(views[start : start + count]), 0))
+        return _results(SizedOperation(STACK, dimension, count=count), views)
 
 
 @dataclass(frozen=True)
@@ -239,7 +212,7 @@ class Transpose(Operation):
         order = tuple(reversed(range(len(views[0].shape)))) if self.order is None else self.order
         if any(len(view.shape) != len(order) for view in views):
             raise SizeError(f"shapes {_shapes(views)} do not have {len(order)} dimensions")
-        return [view.transpose(order) for view in views], SizedOperation(TRANSPOSE, order=order)
+        return _results(SizedOperation(TRANSPOSE, order=order), views)
 
 
 @dataclass(frozen=True)
@@ -264,7 +237,7 @@ class Reshape(Operation):
         new_shape = tuple(expression.whole(all_sizes) for expression in self.after)
         if math.prod(new_shape) != math.prod(shape):
             raise SizeError(f"shape {list(shape)} cannot become {list(new_shape)}: the numbers of elements differ")
-        return [view.reshape(new_shape) for view in views], SizedOperation(RESHAPE, shape=new_shape)
+        return _results(SizedOperation(RESHAPE, shape=new_shape), views)
 
 
 @dataclass(frozen=True)
@@ -318,11 +291,7 @@ class Pad(Operation):
                 )
         if before == after:
             return views, None
-        operation = SizedOperation(UNPAD if self.inverted else PAD, dimension, sizes=(before, after))
-        if self.inverted:
-            return [view.part(dimension, 0, after) for view in views], operation
-        zeros = [View.zeros(_resized(view.shape, dimension, after - before)) for view in views]
-        return [View.concat(both, dimension) for both in zip(views, zeros)], operation
+        return _results(SizedOperation(UNPAD if self.inverted else PAD, dimension, sizes=(before, after)), views)
 
 
 @dataclass(frozen=True)
@@ -334,11 +303,69 @@ class Copy(Operation):
 
     def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
         if not self.inverted:
-            return [*views] * self.count, SizedOperation(COPY, count=self.count)
+            return _results(SizedOperation(COPY, count=self.count), views)
         each = len(views) // self.count
         if any(view.shape != views[number % each].shape for number, view in enumerate(views)):
             raise SizeError(f"shapes {_shapes(views)} differ, so the tensors are not equal")
-        return views[:each], SizedOperation(TAKE, count=self.count)
+        return _results(SizedOperation(TAKE, count=self.count), views)
+
+
+def _results(operation: SizedOperation, views: Sequence[View]) -> Results:
+    return repeated(operation, views), operation
+
+
+def repeated(operation: SizedOperation, views: Sequence[View]) -> Sequence[View]:
+    """The results of an operation with its sizes, for operands of the shapes that it was made for."""
+    kind, at, count = operation.kind, operation.dimension, operation.count
+    if kind == JOIN:
+        per_column = len(views) // len(operation.sizes)
+        return [_joined(views[number::per_column], operation) for number in range(per_column)]
+    if kind == CUT:
+        return _cut(views, operation)
+    if kind == STACK:
+        rows = [view.reshape((*view.shape[:at], 1, *view.shape[at:])) for view in views]
+        return [View.concat(rows[start : start + count], at) for start in range(0, len(rows), count)]
+    if kind == UNSTACK:
+        return [
+            view.part(at, number, number + 1).reshape(_resized(view.shape, at))
+            for view in views
+            for number in range(count)
+        ]
+    if kind == TRANSPOSE:
+        return [view.transpose(operation.order) for view in views]
+    if kind == RESHAPE:
+        return [view.reshape(operation.shape) for view in views]
+    if kind == PAD:
+        before, after = operation.sizes
+        zeros = [View.zeros(_resized(view.shape, at, after - before)) for view in views]
+        return [View.concat(both, at) for both in zip(views, zeros)]
+    if kind == UNPAD:
+        return [view.part(at, 0, operation.sizes[1]) for view in views]
+    if kind == COPY:
+        return [*views] * count
+    assert kind == TAKE, kind
+    return views[: len(views) // count]
+
+
+def _joined(views: Sequence[View], operation: SizedOperation) -> View:
+    dimension, groups, shape = operation.dimension, operation.groups, views[0].shape
+    if groups == 1:
+        return View.concat(views, dimension)
+    grouped = [view.reshape(_resized(shape, dimension, groups, size)) for view, size in zip(views, operation.sizes)]
+    return View.concat(grouped, dimension + 1).reshape(_resized(shape, dimension, groups * sum(operation.sizes)))
+
+
+def _cut(views: Sequence[View], operation: SizedOperation) -> list[View]:
+    dimension, groups, results = operation.dimension, operation.groups, []
+    total = sum(operation.sizes)
+    grouped = [view.reshape(_resized(view.shape, dimension, groups, total)) for view in views]
+    start = 0
+    for size in operation.sizes:
+        for view, whole in zip(grouped, views):
+            part = view.part(dimension + 1, start, start + size)
+            results.append(part.reshape(_resized(whole.shape, dimension, groups * size)))
+        start += size
+    return results
 
 
 def apply_all(
