@@ -284,6 +284,14 @@ class Form(Protocol):
         """All steps of a source that holds several, oldest first."""
         return []
 
+    def configuration(self, src: str, step: str) -> Optional[Mapping[str, object]]:
+        """What a source records of its model, under the keys of config.json; None if the form records nothing.
+
+        Raises:
+            InputError: what it records is damaged, or says that rows of weights mean something else than elsewhere.
+        """
+        return None
+
     def describe(self, checkpoint: Checkpoint) -> Description:
         """Properties for inspection."""
         return Description()

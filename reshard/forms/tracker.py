@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.forms.form import SavedStep
-from reshard.storage import UnfitError, absolute, read_small, reading_error
+from reshard.storage import UnfitError, absolute, is_directory, names_in, read_small, reading_error
 from reshard.text.messages import Report, some_names
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """The name of the tracker."""
+
+RELEASE = "release"
+"""The directory of a root that holds weights without a number, as converters to Megatron write them."""
 
 HOW_TO_CHOOSE = "name one with --step, or give its directory"
 """Hint where it is unknown which iteration to read."""
@@ -38,10 +41,11 @@ class Iteration(NamedTuple):
 
 
 class IterationNames(NamedTuple):
-    """Names of directories: a prefix, and the number in at least ``digits`` digits."""
+    """Names of directories: a prefix, and the number in at least ``digits`` digits; or `RELEASE`."""
 
     prefix: str
     digits: int
+    releases: bool = False
 
     def of(self, number: int) -> str:
         return f"{self.prefix}{number:0{self.digits}d}"
@@ -55,6 +59,32 @@ class IterationNames(NamedTuple):
         """The iterations among the names in a root, oldest first."""
         numbers = ((self.number(name), os.path.join(root, name)) for name in names)
         return sorted(Iteration(number, path) for number, path in numbers if number is not None)
+
+    def find(self, src: str, holds: Callable[[Sequence[str]], bool], step: str, report: Report) -> Iteration:
+        """The directory of the requested step: the source, or one of the directories in a root.
+
+        Args:
+            src: the source.
+            holds: whether names are those of a directory of one checkpoint.
+            step: ``latest``, a number, or `RELEASE`.
+            report: receives warnings.
+        """
+        names = names_in(src)
+        if holds(names):
+            return self.of_directory(src, "latest" if step == RELEASE else step, report)
+        release = os.path.join(src, RELEASE)
+        released = self.releases and RELEASE in names and is_directory(release) and holds(names_in(release))
+        in_root = [each for each in self.in_root(src, names) if holds(names_in(each.path))]
+        if released and (step == RELEASE or (step == "latest" and (_text_of_tracker(src) == RELEASE or not in_root))):
+            return Iteration(None, release)
+        chosen = self.choose(src, in_root, step, report)
+        if chosen is not None:
+            return chosen
+        if len(in_root) != 1:
+            raise CheckpointError(
+                f"{src}: {TRACKER} names no iteration, and there are {len(in_root)}", file=src, hint=HOW_TO_CHOOSE
+            )
+        return in_root[0]
 
     def of_directory(self, path: str, step: str, report: Report) -> Iteration:
         """The iteration of a source that is the directory of one.
@@ -71,7 +101,7 @@ class IterationNames(NamedTuple):
             )
         iteration = Iteration(number, path)
         if number is not None:
-            _warn_of_unfinished(iteration, read_tracker(os.path.dirname(absolute(path))), report)
+            _warn_of_unfinished(iteration, self._tracked(os.path.dirname(absolute(path))), report)
         return iteration
 
     def choose(self, root: str, iterations: Sequence[Iteration], step: str, report: Report) -> Optional[Iteration]:
@@ -81,7 +111,7 @@ class IterationNames(NamedTuple):
             UsageError: ``step`` is not a number.
             CheckpointError: the iteration does not exist.
         """
-        requested, tracked = parse_iteration_number(step), read_tracker(root)
+        requested, tracked = parse_iteration_number(step), self._tracked(root)
         number = tracked if requested is None else requested
         if number is None:
             return None
@@ -106,6 +136,9 @@ class IterationNames(NamedTuple):
             )
         return chosen
 
+    def _tracked(self, root: str) -> Optional[int]:
+        return None if self.releases and _text_of_tracker(root) == RELEASE else read_tracker(root)
+
 
 def parse_iteration_number(step: str) -> Optional[int]:
     """The iteration that ``--step`` requests; None for ``latest``."""
@@ -121,18 +154,26 @@ def parse_iteration_number(step: str) -> Optional[int]:
 
 def read_tracker(root: str) -> Optional[int]:
     """The iteration in the tracker of a root; None without a tracker."""
+    text = _text_of_tracker(root)
+    if text is None:
+        return None
+    if not _NUMBER.fullmatch(text):
+        path = os.path.join(root, TRACKER)
+        raise CheckpointError(f"{path}: names no iteration", file=path, hint=HOW_TO_CHOOSE)
+    return int(text)
+
+
+def _text_of_tracker(root: str) -> Optional[str]:
+    """The text of the tracker of a root; None without a tracker."""
     path = os.path.join(root, TRACKER)
     try:
-        text = read_small(path, _LONGEST_TRACKER).decode("ascii").strip()
+        return read_small(path, _LONGEST_TRACKER).decode("ascii").strip()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise reading_error(path, error) from error
     except (UnicodeError, UnfitError):
-        text = ""
-    if not _NUMBER.fullmatch(text):
-        raise CheckpointError(f"{path}: names no iteration", file=path, hint=HOW_TO_CHOOSE)
-    return int(text)
+        return ""
 
 
 def _warn_of_unfinished(chosen: Iteration, tracked: Optional[int], report: Report) -> None:

@@ -7,15 +7,16 @@ and the like, with ``model_optim_rng.pt``).
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Optional, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError
 from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, ReadRequest, SavedStep, WriteRequest
 from reshard.forms.pytorch.form import DCP, ITERATIONS, METADATA, kind_of_directory
-from reshard.forms.tracker import Iteration, saved_steps
+from reshard.forms.tracker import RELEASE, Iteration, saved_steps
 from reshard.storage import is_directory, listings_cached, names_in
 from reshard.strategies import Strategy
 from reshard.text.messages import Report
@@ -32,6 +33,9 @@ COMMON = "common.pt"
 BACKEND = "metadata.json"
 """The file that names the library that it was saved with; it is written last."""
 
+MODEL_FILE = "model_optim_rng.pt"
+"""The file of a rank in a legacy tree."""
+
 RANK_DIRECTORY = re.compile(r"mp_rank_([0-9]{2,})(?:_([0-9]{3,}))?(?:_([0-9]{3,}))?")
 """A directory of a legacy tree: tensor rank, then pipeline or expert rank, or both."""
 
@@ -46,6 +50,11 @@ def kind_of_iteration(names: Sequence[str]) -> Optional[str]:
     if kind_of_directory(names) == DCP and (BACKEND in names or COMMON in names):
         return TORCH_DIST
     return None
+
+
+def choose(src: str, step: str, report: Report) -> Iteration:
+    """The directory of the requested step: the source, or one in a root."""
+    return ITERATIONS.find(src, lambda names: kind_of_iteration(names) is not None, step, report)
 
 
 def iterations(root: str, names: Sequence[str]) -> list[Iteration]:
@@ -71,7 +80,10 @@ class MegatronForm(Form):
         if not is_directory(src):
             return False
         names = names_in(src) if names is None else names
-        return kind_of_iteration(names) is not None or bool(iterations(src, names))
+        if kind_of_iteration(names) is not None or iterations(src, names):
+            return True
+        release = os.path.join(src, RELEASE)
+        return RELEASE in names and is_directory(release) and kind_of_iteration(names_in(release)) is not None
 
     @listings_cached()
     def read(self, request: ReadRequest) -> Checkpoint:
@@ -96,10 +108,20 @@ class MegatronForm(Form):
         return [METADATA, BACKEND]
 
     def check_step(self, src: str, step: str) -> None:
-        from reshard.forms.pytorch.dcp import choose
-
         if step != "latest":
             choose(src, step, Report())
+
+    def configuration(self, src: str, step: str) -> Optional[Mapping[str, object]]:
+        from reshard.checkpoints.files import FileHandles
+        from reshard.forms.megatron.arguments import configuration_of
+        from reshard.forms.megatron.common import common_of
+        from reshard.names.sizes import Configuration
+
+        with FileHandles() as handles:
+            common = common_of(choose(src, step, Report()).path, handles)
+        if common is None or not common.args:
+            return None
+        return Configuration(configuration_of(common.args, common.path), common.path)
 
     def steps(self, src: str) -> list[SavedStep]:
         return saved_steps(src, iterations(src, names_in(src)))

@@ -36,7 +36,6 @@ from reshard.forms.pytorch.form import (
     METADATA,
     OF_HYPER_RANK,
     OF_RANK,
-    iterations,
     kind_of_directory,
 )
 from reshard.forms.recorded import (
@@ -47,7 +46,7 @@ from reshard.forms.recorded import (
     sizes_of_files,
     tensor_fault,
 )
-from reshard.forms.tracker import HOW_TO_CHOOSE, TRACKER, Iteration
+from reshard.forms.tracker import Iteration
 from reshard.storage import names_in, read_small, reading, status_at
 from reshard.text.messages import Report, quoted, some_names
 from reshard.text.names import natural_order
@@ -300,18 +299,7 @@ BACKEND = "metadata.json"
 
 def choose(src: str, step: str, report: Report) -> Iteration:
     """The directory of the requested step: the source, or one of its iterations."""
-    names = names_in(src)
-    if kind_of_directory(names) is not None:
-        return ITERATIONS.of_directory(src, step, report)
-    in_root = iterations(src, names)
-    chosen = ITERATIONS.choose(src, in_root, step, report)
-    if chosen is not None:
-        return chosen
-    if len(in_root) != 1:
-        raise CheckpointError(
-            f"{src}: {TRACKER} names no iteration, and there are {len(in_root)}", file=src, hint=HOW_TO_CHOOSE
-        )
-    return in_root[0]
+    return ITERATIONS.find(src, lambda names: kind_of_directory(names) is not None, step, report)
 
 
 def read_distributed(form: str, request: ReadRequest) -> ChunkedCheckpoint:

@@ -37,7 +37,7 @@ ENDING = f".{ARCHIVES}"
 DCP, HYPER_PARALLEL = "dcp", "hyper-parallel"
 """The names of the forms."""
 
-ITERATIONS = IterationNames("iter_", 7)
+ITERATIONS = IterationNames("iter_", 7, releases=True)
 # Metadata of one rank: torch's, and hyper-parallel's of two generations.
 OF_RANK = re.compile(r"__([0-9]{1,7})\.metadata")
 OF_HYPER_RANK = re.compile(r"\.rank([0-9]{1,7})_metadata|([0-9]{1,7})\.metadata")
