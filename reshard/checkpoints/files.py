@@ -66,7 +66,7 @@ class FileHandles:
                 if handle.opened is None:
                     handle.opened = self.open_file(path)
             placement = self._placements.get(path)
-            yield handle.opened if placement is None else placement.placed(handle.opened)
+            yield handle.opened if placement is None else placement.placed(handle.opened, self)
         finally:
             with self._lock:
                 handle.users -= 1
@@ -144,7 +144,9 @@ class FileHandles:
 
         Then all reads so far are of one version. Else it is a `ReshardError`.
         """
-        for path in paths:
+        paths = list(paths)
+        beside = (self._placements[path].beside for path in paths if path in self._placements)
+        for path in dict.fromkeys([*paths, *itertools.chain.from_iterable(beside)]):
             first_seen = self._first_seen.get(path)
             if first_seen is None or path in self._pinned:
                 continue

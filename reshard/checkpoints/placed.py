@@ -7,11 +7,12 @@ and where the bytes really are is looked up when they are first read.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Callable, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +35,13 @@ from reshard.storage import FileStatus, ReadableFile, fill
 from reshard.text.messages import quoted
 from reshard.threads import ThreadLock
 
+if TYPE_CHECKING:
+    from reshard.checkpoints.files import FileHandles
+
 # Limits of one read of elements out of C order: bytes, or a multiple of the requested bytes.
 _SPAN_BYTES = 1 << 20
 _SPAN_FACTOR = 4
+_OTHER_SAVE = "the files and the metadata are not of one save: copy the checkpoint again"
 
 
 class Part(NamedTuple):
@@ -68,6 +73,26 @@ def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
 
 
+class Run(NamedTuple):
+    """Elements of a record, in C order, that are part of a tensor joined from several.
+
+    Attributes:
+        path: the file, which may be another one than that of the tensor.
+        offset: where the record begins.
+        length: bytes of the record.
+        first: the first element.
+        elements: how many there are.
+        located: where the record's elements are; None if that is looked up when they are read.
+    """
+
+    path: str
+    offset: int
+    length: int
+    first: int
+    elements: int
+    located: Optional[Elements] = None
+
+
 class Stored(NamedTuple):
     """A tensor of a file, as metadata describes it.
 
@@ -80,6 +105,8 @@ class Stored(NamedTuple):
         key: its name in the header of the file.
         part: its elements of the record; None for all of them.
         data: its bytes, for a number that the file has in a pickle; None for a tensor.
+        runs: the runs that it is joined from, of records of any files; empty for a record or a part of one.
+        strides: elements from one to the next of the joined ones, per dimension; None where they are in C order.
     """
 
     name: str
@@ -90,6 +117,8 @@ class Stored(NamedTuple):
     key: str = ""
     part: Optional[Part] = None
     data: Optional[bytes] = None
+    runs: tuple[Run, ...] = ()
+    strides: Optional[tuple[int, ...]] = None
 
     @property
     def nbytes(self) -> int:
@@ -102,15 +131,17 @@ class Placement:
     Args:
         path: the file.
         tensors: its tensors, records in the order of their offsets; all of them are records, or none is. Those with
-            bytes of their own come last.
+            bytes of their own, or joined from runs, come last.
         located: where the elements of each are that is not such; empty if that is looked up when they are read.
 
     Attributes:
         size: the end of the last place.
+        beside: other files with elements of its tensors.
     """
 
     def __init__(self, path: str, tensors: Sequence[Stored], located: Sequence[Elements] = ()) -> None:
         self.size = 0
+        self.beside = frozenset(run.path for stored in tensors for run in stored.runs) - {path}
         self._path = path
         self._tensors = tensors
         self._starts = array("Q")
@@ -118,6 +149,7 @@ class Placement:
         self._located: dict[int, Elements] = dict(enumerate(located))
         # Records that several tensors are parts of, by offset, and those of them whose checksums are right.
         self._records: dict[int, Elements] = {}
+        self._of_runs: dict[Run, Elements] = {}
         self._right: set[int] = set()
         self._reading, self._checking = ThreadLock(), ThreadLock()
         for stored in tensors:
@@ -128,8 +160,8 @@ class Placement:
     def __reduce__(self) -> tuple[Any, ...]:
         return Placement, (self._path, self._tensors, self._given)
 
-    def placed(self, file: ReadableFile) -> PlacedFile:
-        return PlacedFile(file, self)
+    def placed(self, file: ReadableFile, handles: FileHandles) -> PlacedFile:
+        return PlacedFile(file, self, handles)
 
     def tensors(self) -> Iterator[Tensor]:
         for stored, start in zip(self._tensors, self._starts):
@@ -152,6 +184,35 @@ class Placement:
     def data(self, number: int) -> Optional[bytes]:
         """The bytes of a number that the file has in a pickle; None for a tensor."""
         return self._tensors[number].data
+
+    def joined(self, number: int, file: ReadableFile, handles: FileHandles) -> Optional[tuple[_Joined, Elements]]:
+        """The runs of a tensor as one file, and where its elements are in that; None for others.
+
+        Raises:
+            CheckpointError: a record does not hold a run.
+        """
+        stored = self._tensors[number]
+        if not stored.runs:
+            return None
+        strides = c_strides(stored.shape) if stored.strides is None else stored.strides
+        joined = _Joined(file, handles, [(run, self._of_run(stored, run, file, handles)) for run in stored.runs])
+        return joined, Elements(stored.dtype, stored.shape, strides, 0, ArchiveEntry(0, joined.size(), None))
+
+    def _of_run(self, stored: Stored, run: Run, file: ReadableFile, handles: FileHandles) -> Elements:
+        elements = run.located or self._of_runs.get(run)
+        if elements is None:
+            with _stored_file(handles, run.path, file) as other:
+                elements = self._of_runs[run] = archived_tensor(other, run.offset, run.length)
+        count = math.prod(elements.shape)
+        if elements.dtype != stored.dtype or not elements.in_order or run.first + run.elements > count:
+            raise DamagedCheckpointError(
+                f"{run.path}: a record of {quoted(stored.name)} has {count} elements of {elements.dtype} in the file, "
+                f"and {run.first + run.elements} of {stored.dtype} by the metadata",
+                file=run.path,
+                parameter=stored.name,
+                hint=_OTHER_SAVE,
+            )
+        return elements
 
     def locate(self, file: ReadableFile, number: int) -> Elements:
         """Where the elements of a tensor are, by its number, in the file or in a part of it that was read already.
@@ -225,23 +286,30 @@ class Placement:
                 f"{tensor.dtype} {list(tensor.shape)} by the metadata",
                 file=self._path,
                 parameter=tensor.name,
-                hint="the files and the metadata are not of one save: copy the checkpoint again",
+                hint=_OTHER_SAVE,
             )
 
     def check(
-        self, file: ReadableFile, tensors: Iterable[Tensor], block_bytes: int, on_block: Callable[[int], None]
+        self,
+        file: ReadableFile,
+        handles: FileHandles,
+        tensors: Iterable[Tensor],
+        block_bytes: int,
+        on_block: Callable[[int], None],
     ) -> None:
         """Compare the bytes of tensors with the CRCs beside them, where there are any, and records as a whole.
 
         Args:
             file: the file.
+            handles: open files, for records in other files.
             tensors: the tensors, of these places.
             block_bytes: bytes to read at a time; several small records are read at once.
             on_block: called with the bytes checked since the last time.
         """
         numbers = sorted(bisect_right(self._starts, tensor.extents[0][0]) - 1 for tensor in tensors if tensor.nbytes)
-        numbers = [number for number in numbers if self._tensors[number].data is None]
         buffer = memoryview(bytearray(block_bytes))
+        self._check_runs(file, handles, numbers, buffer, on_block)
+        numbers = [at for at in numbers if self._tensors[at].data is None and not self._tensors[at].runs]
         checked: set[ArchiveEntry] = set()
         near, stop = file, 0
         for at, number in enumerate(numbers):
@@ -279,22 +347,52 @@ class Placement:
                 self._right.add(stored.offset)
         on_block(stored.nbytes)
 
+    def _check_runs(
+        self,
+        file: ReadableFile,
+        handles: FileHandles,
+        numbers: Sequence[int],
+        buffer: memoryview,
+        on_block: Callable[[int], None],
+    ) -> None:
+        """Check the records that tensors are joined from, each once; bytes of the tensors are counted."""
+        checked: set[tuple[str, int]] = set()
+        for stored in (self._tensors[number] for number in numbers):
+            for run in stored.runs:
+                if (run.path, run.offset) in checked:
+                    continue
+                checked.add((run.path, run.offset))
+                try:
+                    with _stored_file(handles, run.path, file) as other:
+                        Archive(other, run.offset, run.length).check(buffer, lambda count: on_block(0))
+                except DamagedCheckpointError as error:
+                    raise DamagedCheckpointError(
+                        f"{error.message} (tensor {quoted(stored.name)})", file=run.path, parameter=stored.name
+                    ) from error
+            if stored.runs:
+                on_block(stored.nbytes)
+
 
 class PlacedFile:
-    """A file, read by the places of its tensors; zeros between them."""
+    """A file, read by the places of its tensors; zeros between them.
+
+    Attributes:
+        stored: the file as it is stored.
+    """
 
     descriptor: Optional[int] = None
 
-    def __init__(self, file: ReadableFile, placement: Placement) -> None:
+    def __init__(self, file: ReadableFile, placement: Placement, handles: FileHandles) -> None:
         self.path = file.path
-        self._file = file
+        self.stored = file
         self._placement = placement
+        self._handles = handles
 
     def size(self) -> int:
         return self._placement.size
 
     def status(self) -> FileStatus:
-        return self._file.status()
+        return self.stored.status()
 
     def read(self, offset: int, count: int) -> bytes:
         out = memoryview(bytearray(max(0, min(count, self._placement.size - offset))))
@@ -304,7 +402,7 @@ class PlacedFile:
     def read_into(self, offset: int, out: memoryview) -> int:
         stop = min(offset + len(out), self._placement.size)
         parts = list(self._placement.within(offset, stop))
-        file = self._near(parts, stop - offset) if len(parts) > 1 else self._file
+        file = self._near(parts, stop - offset) if len(parts) > 1 else self.stored
         position = offset
         for number, start, nbytes in parts:
             begin, end = max(start, offset), min(start + nbytes, stop)
@@ -320,8 +418,8 @@ class PlacedFile:
         """The file, with several small records of it read at once."""
         span = self._placement.around(parts[0][0], parts[-1][0])
         if span is None or not 0 < span[1] - span[0] <= max(_SPAN_BYTES, _SPAN_FACTOR * count):
-            return self._file
-        return _Ahead(self._file, *span)
+            return self.stored
+        return _Ahead(self.stored, *span)
 
     def _copy(self, file: ReadableFile, number: int, inside: int, out: memoryview) -> None:
         """Fill ``out`` with bytes of a tensor, from one of them on."""
@@ -329,7 +427,8 @@ class PlacedFile:
         if data is not None:
             out[:] = data[inside : inside + len(out)]
             return
-        elements = self._placement.locate(file, number)
+        joined = self._placement.joined(number, self.stored, self._handles)
+        file, elements = joined or (file, self._placement.locate(file, number))
         if elements.in_order:
             fill(file, elements.offset + inside, out)
             return
@@ -342,11 +441,60 @@ class PlacedFile:
 
     def locate_all(self) -> None:
         for number, _, _ in self._placement.within(0, self._placement.size + 1):
-            if self._placement.data(number) is None:
-                self._placement.locate(self._file, number)
+            if self._placement.data(number) is None and not self._placement.joined(number, self.stored, self._handles):
+                self._placement.locate(self.stored, number)
 
     def check(self, tensors: Iterable[Tensor], block_bytes: int, on_block: Callable[[int], None]) -> None:
-        self._placement.check(self._file, tensors, block_bytes, on_block)
+        self._placement.check(self.stored, self._handles, tensors, block_bytes, on_block)
+
+
+@contextlib.contextmanager
+def _stored_file(handles: FileHandles, path: str, file: ReadableFile) -> Iterator[ReadableFile]:
+    """A file as it is stored; ``file`` if it is that."""
+    if path == file.path:
+        yield file
+        return
+    with handles.borrow(path) as other:
+        yield other.stored if isinstance(other, PlacedFile) else other
+
+
+class _Joined:
+    """Runs of records, one after the other, as a file."""
+
+    descriptor: Optional[int] = None
+
+    def __init__(self, file: ReadableFile, handles: FileHandles, runs: Sequence[tuple[Run, Elements]]) -> None:
+        self.path = file.path
+        self._file = file
+        self._handles = handles
+        # Per run its file and its first byte there; and where each begins here.
+        self._places: list[tuple[str, int]] = []
+        self._starts = [0]
+        for run, elements in runs:
+            item = ITEM_SIZES[elements.dtype]
+            self._places.append((run.path, elements.offset + run.first * item))
+            self._starts.append(self._starts[-1] + run.elements * item)
+
+    def size(self) -> int:
+        return self._starts[-1]
+
+    def status(self) -> FileStatus:
+        return self._file.status()
+
+    def read(self, offset: int, count: int) -> bytes:
+        out = memoryview(bytearray(max(0, min(count, self.size() - offset))))
+        return bytes(out[: self.read_into(offset, out)])
+
+    def read_into(self, offset: int, out: memoryview) -> int:
+        position, stop = offset, min(offset + len(out), self.size())
+        while position < stop:
+            number = bisect_right(self._starts, position) - 1
+            path, place = self._places[number]
+            end = min(stop, self._starts[number + 1])
+            with _stored_file(self._handles, path, self._file) as file:
+                fill(file, place + position - self._starts[number], out[position - offset : end - offset])
+            position = end
+        return max(0, stop - offset)
 
 
 class _Ahead:
