@@ -44,30 +44,6 @@ _SPAN_FACTOR = 4
 _OTHER_SAVE = "the files and the metadata are not of one save: copy the checkpoint again"
 
 
-class Part(NamedTuple):
-    """Which elements of a record a tensor has, where it has not all of them.
-
-    Attributes:
-        of: the shape of the record's tensor, whose elements are counted in C order.
-        first: the first element.
-        strides: elements from one to the next, per dimension.
-    """
-
-    of: tuple[int, ...]
-    first: int
-    strides: tuple[int, ...]
-
-    def span(self, shape: Sequence[int]) -> tuple[int, int]:
-        """The first of the elements of a part of a shape, and the one after the last."""
-        last = self.first + sum((size - 1) * stride for size, stride in zip(shape, self.strides))
-        return self.first, last + 1 if math.prod(shape) else self.first
-
-
-def run_from(first: int, shape: Sequence[int], of: Sequence[int]) -> Part:
-    """The part of a record that a tensor in C order is, from an element of the record on."""
-    return Part(tuple(of), first, c_strides(shape))
-
-
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Elements from one to the next, per dimension, in C order."""
     return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
@@ -103,9 +79,8 @@ class Stored(NamedTuple):
         offset: where the record begins that holds it; 0 where the file has a header of its own.
         length: bytes of that record; -1 where the file has a header of its own.
         key: its name in the header of the file.
-        part: its elements of the record; None for all of them.
         data: its bytes, for a number that the file has in a pickle; None for a tensor.
-        runs: the runs that it is joined from, of records of any files; empty for a record or a part of one.
+        runs: the runs that it is joined from, of records of any files; empty for a record.
         strides: elements from one to the next of the joined ones, per dimension; None where they are in C order.
     """
 
@@ -115,7 +90,6 @@ class Stored(NamedTuple):
     offset: int = 0
     length: int = -1
     key: str = ""
-    part: Optional[Part] = None
     data: Optional[bytes] = None
     runs: tuple[Run, ...] = ()
     strides: Optional[tuple[int, ...]] = None
@@ -147,15 +121,12 @@ class Placement:
         self._starts = array("Q")
         self._given = located
         self._located: dict[int, Elements] = dict(enumerate(located))
-        # Records that several tensors are parts of, by offset, and those of them whose checksums are right.
-        self._records: dict[int, Elements] = {}
         self._of_runs: dict[Run, Elements] = {}
-        self._right: set[int] = set()
-        self._reading, self._checking = ThreadLock(), ThreadLock()
+        self._reading = ThreadLock()
         for stored in tensors:
             # So far apart as the records are, windows of the file are windows of these places.
             self._starts.append(self.size)
-            self.size += stored.nbytes if stored.part else max(stored.nbytes, stored.length)
+            self.size += max(stored.nbytes, stored.length)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Placement, (self._path, self._tensors, self._given)
@@ -224,34 +195,15 @@ class Placement:
         if elements is None:
             stored = self._tensors[number]
             if stored.length >= 0:
-                elements = self._located[number] = self._of_record(file, stored)
+                elements = archived_tensor(file, stored.offset, stored.length)
+                self._check(stored, elements)
+                self._located[number] = elements
             else:
                 with self._reading:
                     if number not in self._located:
                         self._located.update(enumerate(self._by_header(file)))
                 elements = self._located[number]
         return elements
-
-    def _of_record(self, file: ReadableFile, stored: Stored) -> Elements:
-        """Where the elements of a tensor are that is a record, or a part of one."""
-        part = stored.part
-        elements = self._records.get(stored.offset) if part else None
-        if elements is None:
-            elements = archived_tensor(file, stored.offset, stored.length)
-            self._check(stored._replace(shape=part.of) if part else stored, elements)
-        if part is None:
-            return elements
-        self._records[stored.offset] = elements
-        begin, end = part.span(stored.shape)
-        if not elements.in_order or begin < 0 or end > math.prod(elements.shape):
-            raise DamagedCheckpointError(
-                f"{self._path}: the record of {quoted(stored.name)} does not hold its elements {begin} to {end} in "
-                "C order",
-                file=self._path,
-                parameter=stored.name,
-            )
-        first = elements.offset + begin * ITEM_SIZES[elements.dtype]
-        return elements._replace(shape=stored.shape, strides=part.strides, offset=first)
 
     def _by_header(self, file: ReadableFile) -> list[Elements]:
         """Where the elements of all tensors are, in a file with one header, whatever its name ends in."""
@@ -322,30 +274,16 @@ class Placement:
                 near, stop = (_Ahead(file, begin, end), end) if end - begin <= block_bytes else (file, end)
             entry, stored = self.locate(near, number).entry, self._tensors[number]
             try:
-                # Tensors may share a storage.
-                if entry in checked and stored.part is None:
-                    continue
-                if stored.part is not None:
-                    self._check_shared(near, stored, buffer, on_block)
-                elif stored.length >= 0:
+                if stored.length >= 0:
                     Archive(near, stored.offset, stored.length).check(buffer, on_block)
-                elif not check_entry(near, entry, buffer, on_block):
+                # Tensors may share a storage.
+                elif entry not in checked and not check_entry(near, entry, buffer, on_block):
                     raise DamagedCheckpointError(f"{self._path}: is damaged: the CRC-32 of its storage is another one")
             except DamagedCheckpointError as error:
                 raise DamagedCheckpointError(
                     f"{error.message} (tensor {quoted(stored.name)})", file=self._path, parameter=stored.name
                 ) from error
             checked.add(entry)
-
-    def _check_shared(
-        self, file: ReadableFile, stored: Stored, buffer: memoryview, on_block: Callable[[int], None]
-    ) -> None:
-        """Check a record once for all tensors that are parts of it; bytes of this tensor are counted."""
-        with self._checking:
-            if stored.offset not in self._right:
-                Archive(file, stored.offset, stored.length).check(buffer, lambda count: on_block(0))
-                self._right.add(stored.offset)
-        on_block(stored.nbytes)
 
     def _check_runs(
         self,

@@ -7,6 +7,7 @@ as data: no class of it is imported and nothing of it is run.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -26,7 +27,7 @@ from reshard.checkpoints.formats.pickles import (
     sizes_of,
 )
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
-from reshard.checkpoints.placed import Part, Placement, Stored
+from reshard.checkpoints.placed import Placement, Run, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.form import ReadRequest
 from reshard.forms.pytorch.form import (
@@ -98,6 +99,8 @@ NAMES = frozenset(
         ),
     }
 )
+# What Megatron calls the shape of a tensor whose blocks it flattens.
+_TRUE_SHAPE = "nd_reformulated_orig_global_shape"
 _ABSOLUTE = re.compile(r"/|\\|[A-Za-z][A-Za-z0-9+.-]*:")
 _HINT = "copy the checkpoint again, or take another step"
 
@@ -119,12 +122,36 @@ class Record(NamedTuple):
 
 
 class DescribedChunk(NamedTuple):
-    """A box of a tensor and its record, or the part of a record that it is."""
+    """A box of a tensor and its record; or the runs of records that it is joined from, and their strides.
+
+    Of joined ones, ``record`` names the file only that counts as theirs; see `joined_chunk`.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     record: Record
-    part: Optional[Part] = None
+    runs: tuple[Run, ...] = ()
+    strides: Optional[tuple[int, ...]] = None
+
+
+def joined_chunk(
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    runs: Sequence[tuple[Record, int, int]],
+    directory: str,
+    strides: Optional[tuple[int, ...]] = None,
+) -> DescribedChunk:
+    """The chunk that is joined from elements of records.
+
+    Args:
+        offsets: its first element per dimension of the tensor.
+        sizes: its elements per dimension.
+        runs: records, each with the first of its elements and their number, in order.
+        directory: of the files.
+        strides: elements from one to the next of the joined ones, per dimension; None where they are in C order.
+    """
+    joined = (Run(os.path.join(directory, each.file), *each[1:3], first, count) for each, first, count in runs)
+    return DescribedChunk(offsets, sizes, Record(runs[0][0].file, 0, -1, ""), tuple(joined), strides)
 
 
 class DescribedTensor(NamedTuple):
@@ -135,18 +162,39 @@ class DescribedTensor(NamedTuple):
     chunks: list[DescribedChunk]
 
 
+class StoredValue(NamedTuple):
+    """A value that a file holds in a pickle, with its bytes."""
+
+    path: str
+    stored: Stored
+
+
 class ReadMetadata(NamedTuple):
-    """The contents of metadata."""
+    """The contents of metadata.
+
+    Attributes:
+        tensors: per name a tensor.
+        objects: per name the record of what is no tensor.
+        nested: per name the keys of nested dictionaries, where they are recorded.
+        faults: per name the error of a tensor that cannot be read.
+        flattened: per name the true shape of a tensor whose last dimension is blocks of it, flattened, and whose
+            others count these blocks, as Megatron saves optimizer state.
+    """
 
     tensors: dict[str, DescribedTensor]
     objects: dict[str, Record]
     nested: dict[str, tuple[Any, ...]]
     faults: dict[str, InputError]
+    flattened: dict[str, tuple[int, ...]]
+
+    def fault(self, path: str, name: str, problem: str, cure: str = "") -> None:
+        """Make a tensor unreadable; the first reason counts."""
+        self.faults.setdefault(name, tensor_fault(path, name, problem, cure))
 
 
 def read_metadata(paths: Iterable[str]) -> ReadMetadata:
     """Read metadata: one file of all ranks, or one for each rank."""
-    metadata = ReadMetadata({}, {}, {}, {})
+    metadata = ReadMetadata({}, {}, {}, {}, {})
     for path in paths:
         with reading(path):
             data = read_small(path, MAX_PICKLE)
@@ -195,9 +243,15 @@ class _Reader:
                 if isinstance(name, str) and _are_keys(keys):
                     self._metadata.nested.setdefault(name, keys)
         reshaped = fields.get("mcore_data")
-        for name in reshaped if isinstance(reshaped, dict) else ():
-            if name in self._metadata.tensors:
-                self._fault(str(name), "is flattened optimizer state of Megatron, which is not read")
+        for name, about in reshaped.items() if isinstance(reshaped, dict) else ():
+            # Core 0.14 has an entry for every tensor, without contents for ordinary ones.
+            if not about or name not in self._metadata.tensors:
+                continue
+            shape = sizes_of(about.get(_TRUE_SHAPE)) if isinstance(about, dict) and len(about) == 1 else None
+            if shape is None:
+                self._fault(name, "is stored in a way of Megatron that is not read")
+            else:
+                self._metadata.flattened[name] = shape
 
     def _records(self, stored: Mapping[Any, Any]) -> dict[tuple[str, Optional[tuple[int, ...]]], Record]:
         """Where everything is, by name and offsets; None for an object."""
@@ -273,7 +327,7 @@ class _Reader:
         raise CheckpointError(f"{self._path}: {problem}", file=self._path, hint=_HINT)
 
     def _fault(self, name: str, problem: str) -> None:
-        self._metadata.faults.setdefault(name, tensor_fault(self._path, name, problem))
+        self._metadata.fault(self._path, name, problem)
 
 
 def _are_keys(keys: Any) -> bool:
@@ -305,18 +359,33 @@ def choose(src: str, step: str, report: Report) -> Iteration:
 def read_distributed(form: str, request: ReadRequest) -> ChunkedCheckpoint:
     iteration = choose(request.path, request.asked.step, request.report)
     directory = iteration.path
-    names = names_in(directory)
-    metadata = read_metadata(_metadata_of(form, directory, names))
-    files = _Files(directory, metadata, request)
+    metadata = read_metadata(_metadata_of(form, directory, names_in(directory)))
+    for name in metadata.flattened:
+        metadata.fault(
+            directory,
+            name,
+            "is optimizer state that Megatron flattened in blocks, which are no slices of it",
+            "write it as Megatron's of today with --to megatron",
+        )
+    checkpoint = checkpoint_of(form, iteration, metadata, request)
+    if request.complete:
+        checkpoint.check(request.required)
+    return checkpoint
+
+
+def checkpoint_of(
+    form: str, iteration: Iteration, metadata: ReadMetadata, request: ReadRequest, values: Sequence[StoredValue] = ()
+) -> ChunkedCheckpoint:
+    """The checkpoint that metadata describes, complete or not, with values that files hold in pickles."""
+    directory = iteration.path
+    files = _Files(directory, metadata, request, values)
     checkpoint = chunked_checkpoint(
         form, directory, files.indexes, files.tensors(), {**metadata.faults, **files.faults}, _HINT
     )
-    checkpoint.objects = {**files.objects(), **_common(directory, names)}
+    checkpoint.objects = {**files.objects(), **_common(directory, names_in(directory))}
     checkpoint.nested = metadata.nested
     checkpoint.step = None if iteration.number is None else str(iteration.number)
     checkpoint.label = iteration.label
-    if request.complete:
-        checkpoint.check(request.required)
     return checkpoint
 
 
@@ -352,19 +421,39 @@ def _metadata_of(form: str, directory: str, names: Sequence[str]) -> list[str]:
     return [os.path.join(directory, numbered[rank]) for rank in sorted(numbered)]
 
 
-def _begin(stored: Stored) -> int:
-    return stored.part.first if stored.part else 0
+def _share_bytes(path: str, first: str, second: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: chunks of {quoted(first)} and {quoted(second)} share bytes by the metadata",
+        file=path,
+        parameter=second,
+        hint=_HINT,
+    )
 
 
-def _share_bytes(before: Record, first: Stored, record: Record, second: Stored) -> bool:
-    """Whether two chunks of a file, the first of which begins before the second, have bytes in common."""
-    if record.length < 0:
-        return record.key == before.key
-    if record != before or first.part is None or second.part is None:
-        return record.offset < before.offset + before.length
-    # Parts with gaps may lie in those of one another; whoever makes such has to see to it.
-    begin, end = first.part.span(first.shape)
-    return second.part.first < end and (end - begin == math.prod(first.shape) or second.part.first == begin)
+def _runs_of_files(
+    joined: Iterable[Sequence[tuple[Stored, tuple[int, ...]]]],
+) -> dict[str, list[tuple[int, int, int, str]]]:
+    """Per file the runs that tensors are joined from: record, first element, end, and the tensor's name."""
+    found: dict[str, list[tuple[int, int, int, str]]] = {}
+    for stored, _ in itertools.chain.from_iterable(joined):
+        for run in stored.runs:
+            place = (run.offset, run.first, run.first + run.elements, stored.name)
+            found.setdefault(run.path, []).append(place)
+    return found
+
+
+def _overlap(
+    path: str, records: Sequence[tuple[Record, Stored]], runs: Iterable[tuple[int, int, int, str]]
+) -> Optional[InputError]:
+    """An error where elements of a file are of several tensors; strides of one may interleave its own runs."""
+    whole = [(record.offset, 0, math.prod(stored.shape), stored.name) for record, stored in records if runs]
+    reached: tuple[int, int, str] = (-1, 0, "")
+    for offset, first, end, name in sorted([*whole, *runs]):
+        if offset == reached[0] and first < reached[1] and name != reached[2]:
+            return _share_bytes(path, reached[2], name)
+        if (offset, end) > reached[:2]:
+            reached = (offset, end, name)
+    return None
 
 
 class _Files:
@@ -375,17 +464,28 @@ class _Files:
         faults: tensors that cannot be read, and why, by name.
     """
 
-    def __init__(self, directory: str, described: ReadMetadata, request: ReadRequest) -> None:
+    def __init__(
+        self, directory: str, described: ReadMetadata, request: ReadRequest, values: Sequence[StoredValue]
+    ) -> None:
         self.faults: dict[str, InputError] = {}
         self._described = described
         chunks_of_file: dict[str, list[tuple[Record, Stored, tuple[int, ...]]]] = {}
+        joined_of_file: dict[str, list[tuple[Stored, tuple[int, ...]]]] = {}
         for name, tensor in described.tensors.items():
             if name in described.faults:
                 continue
-            for offsets, sizes, record, part in tensor.chunks:
-                stored = Stored(name, tensor.dtype, sizes, record.offset, record.length, record.key, part)
-                chunks_of_file.setdefault(record.file, []).append((record, stored, offsets))
-        self._names = natural_order(chunks_of_file)
+            for offsets, sizes, record, runs, strides in tensor.chunks:
+                if runs:
+                    stored = Stored(name, tensor.dtype, sizes, runs=runs, strides=strides)
+                    joined_of_file.setdefault(record.file, []).append((stored, offsets))
+                else:
+                    stored = Stored(name, tensor.dtype, sizes, record.offset, record.length, record.key)
+                    chunks_of_file.setdefault(record.file, []).append((record, stored, offsets))
+        self._values = [(os.path.relpath(path, directory), stored) for path, stored in values]
+        for file, stored in self._values:
+            joined_of_file.setdefault(file, []).append((stored, (0,) * len(stored.shape)))
+        self._names = natural_order({*chunks_of_file, *joined_of_file})
+        runs_of = _runs_of_files(joined_of_file.values())
         alone = {record.file for record in described.objects.values()}.difference(self._names)
         self._sizes, problems = sizes_of_files(directory, [*self._names, *sorted(alone)], request.damaged, _HINT)
         if problems:
@@ -396,7 +496,9 @@ class _Files:
         self.indexes = [CheckpointIndex(path, ARCHIVES, self._sizes[path], {}, archived=True) for path in paths]
         self._tensors: dict[tuple[str, tuple[int, ...], str], Tensor] = {}
         for name, path in zip(self._names, paths):
-            problem = self._place(path, chunks_of_file[name], request)
+            records = chunks_of_file.get(name, [])
+            problem = self._place(path, records, joined_of_file.get(name, []), request)
+            problem = problem or _overlap(path, [each[:2] for each in records], runs_of.get(path, ()))
             if problem is not None:
                 problems.append(problem)
         for record in described.objects.values():
@@ -406,29 +508,27 @@ class _Files:
             raise one_error(problems, f"{directory} is not complete")
 
     def _place(
-        self, path: str, chunks: Sequence[tuple[Record, Stored, tuple[int, ...]]], request: ReadRequest
+        self,
+        path: str,
+        chunks: Sequence[tuple[Record, Stored, tuple[int, ...]]],
+        joined: Sequence[tuple[Stored, tuple[int, ...]]],
+        request: ReadRequest,
     ) -> Optional[InputError]:
         """Give the tensors of a file their places; an error where the file is too short, or records overlap."""
-        if not chunks:
-            return None
-        chunks = sorted(chunks, key=lambda each: (each[0].offset, each[0].length, each[0].key, _begin(each[1])))
+        chunks = sorted(chunks, key=lambda each: (each[0].offset, each[0].length, each[0].key))
         records = {record.length >= 0 for record, _, _ in chunks}
         if len(records) > 1:
             return CheckpointError(f"{path}: holds records and a header by its metadata", file=path, hint=_HINT)
-        last = max((record for record, _, _ in chunks), key=lambda record: record.offset + record.length)
-        if last.length >= 0 and last.offset + last.length > self._sizes[path]:
+        last = max((record for record, _, _ in chunks), key=lambda record: record.offset + record.length, default=None)
+        if last is not None and last.length >= 0 and last.offset + last.length > self._sizes[path]:
             return self._short(path, last)
         for (before, first, _), (record, second, _) in zip(chunks, chunks[1:]):
-            if _share_bytes(before, first, record, second):
-                return CheckpointError(
-                    f"{path}: chunks of {quoted(first.name)} and {quoted(second.name)} share bytes by the metadata",
-                    file=path,
-                    parameter=second.name,
-                    hint=_HINT,
-                )
-        placement = Placement(path, [stored for _, stored, _ in chunks])
-        for (record, stored, offsets), tensor in zip(chunks, placement.tensors()):
-            self._tensors[stored.name, offsets, record.file] = tensor
+            if record.offset < before.offset + before.length if record.length >= 0 else record.key == before.key:
+                return _share_bytes(path, first.name, second.name)
+        entries = [*(each[1:] for each in chunks), *joined]
+        placement = Placement(path, [stored for stored, _ in entries])
+        for (stored, offsets), tensor in zip(entries, placement.tensors()):
+            self._tensors[stored.name, offsets, path] = tensor
         request.handles.place(path, placement)
         return None
 
@@ -447,11 +547,15 @@ class _Files:
                 name,
                 dtype,
                 shape,
-                [
-                    Chunk(offsets, sizes, self._numbers[record.file], self._tensors[name, offsets, record.file])
-                    for offsets, sizes, record, _ in chunks
-                ],
+                [self._chunk(name, offsets, sizes, record.file) for offsets, sizes, record, *_ in chunks],
             )
+        for file, stored in self._values:
+            chunk = self._chunk(stored.name, (0,) * len(stored.shape), stored.shape, file)
+            yield ChunkedTensor(stored.name, stored.dtype, stored.shape, [chunk])
+
+    def _chunk(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], file: str) -> Chunk:
+        entry = self._tensors[name, offsets, os.path.join(self._directory, file)]
+        return Chunk(offsets, sizes, self._numbers[file], entry)
 
     def objects(self) -> Mapping[str, StoredObject]:
         objects = {}
