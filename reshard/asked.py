@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 Path = Union[str, "os.PathLike[str]"]
 G = TypeVar("G", bound="Group")
 
+TORCH = "torch"
+"""--format torch: a legacy tree of Megatron."""
+
 _SIZES = (1, 1 << 62)
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -102,6 +105,33 @@ def _flag(value: Any) -> bool:
     return value
 
 
+_SIZED = ("tp", "pp", "ep")
+
+
+def parse_parallel_sizes(text: str) -> tuple[tuple[str, int], ...]:
+    """The sizes of ``tp=2,pp=4,ep=2``.
+
+    Raises:
+        ValueError: the text is no list of sizes.
+    """
+    pairs = [re.fullmatch(r"\s*([a-z]+)\s*=\s*(\d{1,6})\s*", part) for part in text.split(",")]
+    if not all(pairs):
+        raise ValueError(f"{text!r} is not a list of sizes such as tp=2,pp=4,ep=2")
+    return _parallel_sizes([(pair[1], int(pair[2])) for pair in pairs if pair])
+
+
+def _parallel_sizes(value: Any) -> tuple[tuple[str, int], ...]:
+    pairs = [*value.items()] if isinstance(value, Mapping) else [*value]
+    sizes = {name: operator.index(size) for name, size in pairs}
+    if (
+        len(sizes) < len(pairs)
+        or not sizes.keys() <= {*_SIZED}
+        or not all(0 < size <= MAX_DEVICES for size in sizes.values())
+    ):
+        raise ValueError(f"{value!r}: the sizes are {', '.join(_SIZED)}, each once and at least 1")
+    return tuple((name, sizes[name]) for name in _SIZED if name in sizes)
+
+
 def _share(value: Any) -> tuple[int, int]:
     number, runs = map(operator.index, value)
     if not 0 <= number < runs:
@@ -136,6 +166,9 @@ NUMBER = Kind("number", operator.index)
 RANKS = Kind("ranks", _ranks, parse_ranks, number_ranges)
 SIZE = Kind("size", operator.index, parse_size)
 MEMORY = Kind("size", operator.index, parse_memory, lambda size: f"{size}B")
+PARALLEL = Kind(
+    "sizes", _parallel_sizes, parse_parallel_sizes, lambda sizes: ",".join(f"{name}={size}" for name, size in sizes)
+)
 SHARE = Kind("shard", _share, words=lambda share: "/".join(map(str, share)))
 
 
@@ -384,7 +417,27 @@ class Target(Group):
         metavar="TEXT",
     )
     format: str = _option(
-        "same", "Format of the target files.", "Target", kind=FORMAT, choices=("same", "ckpt", "safetensors")
+        "same",
+        "Format of the target files; torch with --to megatron: a legacy tree of .pt files.",
+        "Target",
+        kind=FORMAT,
+        choices=("same", "ckpt", "safetensors", TORCH),
+    )
+    args: Optional[str] = _option(
+        None,
+        "With --to megatron: the arguments of the training, as a JSON file, or a checkpoint of Megatron that has them.",
+        "Target",
+        metavar="FILE|DIR",
+        completes="paths",
+        shown="those of SRC",
+    )
+    sizes: Optional[tuple[tuple[str, int], ...]] = _option(
+        None,
+        "Parallel sizes of --to megatron --format torch.",
+        "Target",
+        kind=PARALLEL,
+        metavar="tp=2,pp=4,ep=2",
+        shown="1 each",
     )
     overwrite: bool = _option(
         False,

@@ -11,7 +11,21 @@ import pytest
 from click.testing import CliRunner
 
 import reshard
-from reshard.asked import NUMBER, RANKS, Conversion, Edits, Effort, Group, Kind, Option, Source, Target, fields_of
+from reshard.asked import (
+    NUMBER,
+    PARALLEL,
+    RANKS,
+    TEXTS,
+    Conversion,
+    Edits,
+    Effort,
+    Group,
+    Kind,
+    Option,
+    Source,
+    Target,
+    fields_of,
+)
 from reshard.cli.main import cli
 from reshard.cli.options import group
 from reshard.errors import UsageError
@@ -27,7 +41,13 @@ def another(option: Option, default: Any) -> Any:
     """A value that is not the default."""
     if option.parameter in OTHERS:
         return OTHERS[option.parameter]
-    values: dict[Kind, Any] = {RANKS: (3, 7), NUMBER: 5, reshard.asked.SIZE: 5000, reshard.asked.MEMORY: 1 << 30}
+    values: dict[Kind, Any] = {
+        RANKS: (3, 7),
+        NUMBER: 5,
+        PARALLEL: (("tp", 2), ("pp", 4)),
+        reshard.asked.SIZE: 5000,
+        reshard.asked.MEMORY: 1 << 30,
+    }
     if option.kind in values:
         return values[option.kind]
     if isinstance(default, bool):
@@ -51,7 +71,7 @@ def test_a_field_is_recorded(of: type[Group], name: str) -> None:
 def test_a_pasted_command_asks_for_the_same(of: type[Group], name: str) -> None:
     conversion = asked(of, name)
     words = [word for each in conversion.groups for word in each.words()]
-    assert len(words) == (2 if fields_of(of)[name][1] == () and fields_of(of)[name][0].kind is not RANKS else 1)
+    assert len(words) == (2 if fields_of(of)[name][0].kind is TEXTS else 1)
     command = cli.get_command(click.Context(cli), "convert")
     assert command is not None and command.callback is not None
     context = command.make_context("convert", ["/src", "/dst", *words])
@@ -106,6 +126,9 @@ def test_an_option_is_added_in_one_place() -> None:
         ({"prefix": 5}, "prefix=5"),
         ({"overwrite": "yes"}, "overwrite='yes'"),
         ({"max_shard_size": "many"}, "not a size"),
+        ({"sizes": "tp=2,tp=4"}, "each once"),
+        ({"sizes": "tp"}, "not a list of sizes"),
+        ({"sizes": {"dp": 2}}, "tp, pp, ep"),
     ],
 )
 def test_a_value_of_another_kind_is_refused(values: dict[str, Any], error: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Optional
 
-from reshard.asked import Conversion, Source, Target, Task
+from reshard.asked import TORCH, Conversion, Source, Target, Task
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms import DEFAULT_FORM
@@ -86,6 +86,8 @@ def with_ends(asked: Conversion, report: Report, task: Task = Task()) -> Request
         strategy = _as_cut(asked.source)
         return Request(asked, form, strategy, to, strategy, task=task)
     if to.options.shards and target_path is None:
+        target_path = to.default_strategy(asked.target)
+    if to.options.shards and target_path is None:
         raise UsageError(
             f"--to {to.name}: --shards or --dst-strategy is missing",
             hint="add --shards N to cut rows over N files as FSDP does, or --dst-strategy FILE, DIR, same or none",
@@ -147,6 +149,8 @@ def _check_target(target: Target, strategy: Optional[str], form: Form, to: Form,
         )
     if target.format not in ("same", *to.options.formats):
         raise UsageError(f"--to {to.name} writes .{to.options.formats[0]} files", hint="leave out --format")
+    if target.args is not None or target.sizes or target.format == TORCH:
+        _check_arguments(target, strategy, to)
     if not to.options.prefix and target.prefix != DEFAULT_PREFIX:
         raise UsageError(
             f"--prefix: --to {to.name} has fixed file names",
@@ -155,3 +159,18 @@ def _check_target(target: Target, strategy: Optional[str], form: Form, to: Form,
     if not to.options.shard_size and target.max_shard_size is not None:
         sized = " and ".join(f"--to {each.name}" for each in all_forms() if each.options.shard_size)
         raise UsageError(f"--max-shard-size is for {sized}", hint="remove --max-shard-size")
+
+
+def _check_arguments(target: Target, strategy: Optional[str], to: Form) -> None:
+    """Refuse options of trees and arguments of Megatron where they have no meaning."""
+    if not to.options.arguments:
+        named = " and ".join(f"--to {each.name}" for each in all_forms() if each.options.arguments)
+        option = "--sizes" if target.args is None else "--args"
+        raise UsageError(f"{option} is for {named}", hint=f"leave out {option}")
+    if target.format != TORCH and target.sizes:
+        raise UsageError("--sizes is for --format torch", hint="add --format torch, or leave out --sizes")
+    if target.format == TORCH and strategy is not None:
+        raise UsageError(
+            "--format torch writes a tree for tensor, pipeline and expert ranks",
+            hint="give their sizes in place of a strategy: --sizes tp=2,pp=2",
+        )

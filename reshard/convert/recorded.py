@@ -8,7 +8,7 @@ import shlex
 from dataclasses import replace
 from typing import Optional
 
-from reshard.asked import CHANGES, Conversion, Effort
+from reshard.asked import CHANGES, Conversion, Effort, Target
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.forms.form import Form
 from reshard.forms.ranks.naming import RANK, fixed_directory
@@ -39,12 +39,13 @@ def command_of(plan: Plan) -> Optional[RecordedCommand]:
         return None
     # A table leaves other packing than the source's, or none.
     packing = packing_of(request.src) if request.edits.table is None else plan.checkpoint.packing
-    choice = len(request.to.options.formats) > 1 and not task.recover
+    # Files of ranks have the source's format, which may change; those of other forms the form's.
+    format = asked.target.format if not request.to.options.by_rank else "same" if task.recover else plan.form.format
     # To resume one of several runs is to resume all of them.
     several = task.by_rank or asked.shard is not None
     recorded = Conversion(
         replace(asked.source, step=plan.checkpoint.step or "latest", fallback=True),
-        replace(asked.target, path=os.curdir, format=plan.form.format if choice else "same", overwrite=False),
+        replace(asked.target, path=os.curdir, format=format, overwrite=False),
         asked.edits,
         Effort(crc=asked.effort.crc, check_replicas=asked.effort.check_replicas),
         None if several else asked.files,
@@ -62,8 +63,10 @@ def with_absolute_paths(asked: Conversion) -> Conversion:
     return replace(
         asked,
         source=replace(asked.source, path=_absolute(asked.source.path), strategy=_strategy(asked.source.strategy)),
-        target=replace(asked.target, path=absolute(asked.target.path), strategy=_strategy(asked.target.strategy)),
-        edits=replace(asked.edits, names=_names(asked.edits.names), config=_config(asked.edits.config)),
+        target=replace(
+            _with_args(asked.target), path=absolute(asked.target.path), strategy=_strategy(asked.target.strategy)
+        ),
+        edits=replace(asked.edits, names=_names(asked.edits.names), config=_optional(asked.edits.config)),
     )
 
 
@@ -76,7 +79,11 @@ def _strategy(path: Optional[str]) -> Optional[str]:
     return absolute(path) if path is not None and names_files(path) else path
 
 
-def _config(path: Optional[str]) -> Optional[str]:
+def _with_args(target: Target) -> Target:
+    return target if target.args is None else replace(target, args=absolute(target.args))
+
+
+def _optional(path: Optional[str]) -> Optional[str]:
     return None if path is None else absolute(path)
 
 
@@ -138,6 +145,10 @@ def with_records(out: str, asked: Conversion, to: Form, plan: Identity, report: 
     if not (edits.include or edits.exclude):
         edits = replace(edits, include=plan.include, exclude=plan.exclude)
     asked = replace(asked, source=source, edits=edits)
+    if to.options.arguments and target.args is None:
+        recorded_args = [command.asked.target.args for command in _commands_or_warn(out, plan, report)[:1]]
+        target = replace(target, args=next(iter(recorded_args), None))
+        asked = replace(asked, target=target)
     missing = {
         "--src-strategy": source.strategy is None and form_of(source.path).options.needs_strategy,
         "--dst-strategy": target.strategy is None and target.shards is None and to.options.cut,

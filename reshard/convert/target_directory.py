@@ -160,7 +160,7 @@ class TargetDirectory:
         if before is None and ledger_in(self._root) is not None:
             # Another run has begun meanwhile: what is present may be its targets.
             return self.survey()
-        foreign = present - own_names - recorded.keys()
+        foreign = present - own_names - recorded.keys() - {*(() if before is None else _marks(before.identity))}
         if foreign:
             raise self._refusals.foreign(foreign)
         if not self._plan.form.by_rank:
@@ -593,6 +593,6 @@ def beside(directory: str, identity: Identity) -> list[str]:
     Raises:
         ReshardError: it cannot be read.
     """
-    own_names = {identity.file_of(file) for file in range(identity.ranks)}
+    own_names = {*_marks(identity), *(identity.file_of(file) for file in range(identity.ranks))}
     names = Destination(directory).checkpoints({os.path.dirname(name) for name in own_names})
     return [name for name in names if name not in own_names]

@@ -57,6 +57,7 @@ class FormOptions(NamedTuple):
         huggingface: its loaders expect Hugging Face's names, not MindFormers'.
         names: the names that its tensors have.
         metadata: keys in the headers of its files that its reader checks.
+        arguments: it records the arguments of the training, which --args states.
     """
 
     unit: str = "file"
@@ -71,6 +72,7 @@ class FormOptions(NamedTuple):
     huggingface: bool = False
     names: Names = Names.MODEL
     metadata: tuple[str, ...] = ()
+    arguments: bool = False
 
     @property
     def by_rank(self) -> bool:
@@ -251,6 +253,10 @@ class Form(Protocol):
 
     def saved_cut(self, checkpoint: Checkpoint, name: str) -> Optional[SavedCut]:
         """The layout of a tensor in metadata; None if metadata does not list it."""
+        return None
+
+    def default_strategy(self, asked: Target) -> Optional[str]:
+        """The path of the target's strategy where none is given; None if one has to be."""
         return None
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:

@@ -595,6 +595,17 @@ def test_megatrons_common_file_survives_hyper_parallel(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
 
 
+@pytest.mark.parametrize("left", [["reshard-manifest.json"], ["reshard-manifest.json", ".metadata"]])
+def test_a_directory_with_objects_is_completed_by_the_same_command(left: list[str], tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.objects)
+    command: list[Argument] = ["convert", case.path, tmp_path / "out", "--to", "dcp", "--shards", 2]
+    done(*command)
+    assert (tmp_path / "out" / "__0_1.distcp").exists()
+    for name in left:
+        (tmp_path / "out" / name).unlink()
+    done(*command, "--verify")
+
+
 def test_megatrons_names_in_a_directory_of_hugging_face_give_a_warning(tmp_path: Path) -> None:
     root = megatron(tmp_path / "run", 3)
     words: list[Argument] = [root, tmp_path / "out", "--to", "huggingface", "--dry-run"]

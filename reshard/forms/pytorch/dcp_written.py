@@ -17,7 +17,7 @@ from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_cl
 from reshard.errors import CheckpointError
 from reshard.forms.form import Names, WriteRequest
 from reshard.forms.pytorch.dcp import BACKEND, COMMON, HYPER, TORCH, DescribedChunk, DescribedTensor, Record
-from reshard.forms.pytorch.form import DCP, HYPER_PARALLEL, METADATA
+from reshard.forms.pytorch.form import DCP, HYPER_PARALLEL, METADATA, OBJECTS
 from reshard.forms.recorded import tensor_fault
 from reshard.forms.registry import form_named
 from reshard.forms.target import FinishingFile
@@ -175,7 +175,7 @@ class DcpFiles(_DistributedFiles):
 
     name = DCP
     format = ARCHIVES
-    objects_file = "__0_1.distcp"
+    objects_file = OBJECTS
     room = TORCH
     versions = MappingProxyType(
         {

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 METADATA = ".metadata"
 """Metadata of all ranks, which is written last."""
 
+OBJECTS = "__0_1.distcp"
+"""The file of objects of checkpoints that are written here; files of tensors have another last number."""
+
 ENDING = f".{ARCHIVES}"
 
 DCP, HYPER_PARALLEL = "dcp", "hyper-parallel"
@@ -115,6 +118,9 @@ class DcpForm(_DistributedForm):
             return False
         names = names_in(src) if names is None else names
         return kind_of_directory(names) == DCP or bool(iterations(src, names))
+
+    def marks(self, files: Sequence[str]) -> list[str]:
+        return [OBJECTS, METADATA]
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         from reshard.forms.pytorch.dcp_written import DcpFiles
