@@ -65,6 +65,7 @@ class RecordedCheckpoint:
         plain: names without a layout, such as ``global_step``.
         without_layouts: names of weights without a layout, each whole in every file that holds it.
         faults: by name of an unreadable tensor, the error.
+        tied: tied tensors, whose copies are not among the tensors.
     """
 
     form: str
@@ -82,6 +83,7 @@ class RecordedCheckpoint:
     objects: Mapping[str, StoredObject] = field(default_factory=dict)
     nested: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     packing: tuple[str, ...] = ()
+    tied: Sequence[TiedTensors] = ()
 
     @property
     def laid_out(self) -> Collection[str]:
@@ -96,7 +98,7 @@ class RecordedCheckpoint:
         return order_in_files(self)
 
     def tied_tensors(self) -> Sequence[TiedTensors]:
-        return ()
+        return self.tied
 
     def names(self) -> set[str]:
         return {*self.tensors, *self.plain}

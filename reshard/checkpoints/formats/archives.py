@@ -74,9 +74,13 @@ STORAGES = {
 
 UNTYPED = "torch.storage.UntypedStorage"
 REBUILD, REBUILD_TYPED = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
-_PARAMETER = "torch._utils._rebuild_parameter"
+_NPU = "torch_npu.utils.storage._rebuild_npu_tensor"
+_PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+# A tensor or parameter with attributes of its own: the function, the class, arguments, and the attributes.
+_WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
+_CLASSES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
 
-TENSOR_NAMES = frozenset({*FROM_TORCH, *STORAGES, UNTYPED, REBUILD, REBUILD_TYPED, _PARAMETER})
+TENSOR_NAMES = frozenset({*FROM_TORCH, *STORAGES, UNTYPED, REBUILD, REBUILD_TYPED, _PARAMETERS[0]})
 """Names in the pickle of a tensor."""
 
 _ALIGNMENT = 64
@@ -283,14 +287,14 @@ class Archive:
 
     def tensor(self, value: Any) -> Elements:
         """Where the elements of a tensor lie that ``data.pkl`` describes."""
-        if isinstance(value, PickledInstance) and value.name == _PARAMETER and value.args:
-            value = value.args[0]
-        if not isinstance(value, PickledInstance) or value.name not in (REBUILD, REBUILD_TYPED) or len(value.args) < 6:
+        value = plain_tensor(value)
+        if not is_tensor(value) or len(value.args) < 6:
             self._damaged(f"it holds {getattr(value, 'name', '') or 'something else'} where a tensor is expected")
         storage, first, shape, strides, *_ = value.args
         entry_name, dtype, count = self._storage(storage)
         typed = dtype is not None
-        more = value.args[6:]
+        # The last argument of an NPU's tensor is the format that it had there.
+        more = () if value.name == _NPU else value.args[6:]
         if value.name == REBUILD_TYPED:
             dtype_global = more[0] if more else None
             dtype = FROM_TORCH.get(dtype_global.name) if isinstance(dtype_global, Global) else None
@@ -330,6 +334,26 @@ class Archive:
         if (kind.name not in STORAGES and kind.name != UNTYPED) or not isinstance(key, str):
             self._damaged(f"its tensor has a {kind.name}")
         return f"data/{key}", STORAGES.get(kind.name), count
+
+
+def plain_tensor(value: Any) -> Any:
+    """A tensor in a pickle without its attributes and those of a parameter; another value as it is."""
+    while isinstance(value, PickledInstance) and value.args:
+        if value.name in _PARAMETERS:
+            value = value.args[0]
+        elif value.name == _WITH_ATTRIBUTES and len(value.args) > 2 and getattr(value.args[1], "name", "") in _CLASSES:
+            function, _, args = value.args[:3]
+            if not isinstance(function, Global) or not isinstance(args, tuple):
+                return value
+            value = inert(function.name, *args)
+        else:
+            break
+    return value
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value of a pickle, as `plain_tensor` gives it, is a tensor that is read."""
+    return isinstance(value, PickledInstance) and value.name in (REBUILD, REBUILD_TYPED, _NPU)
 
 
 def _name_bytes(info: zipfile.ZipInfo) -> bytes:

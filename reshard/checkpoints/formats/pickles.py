@@ -110,6 +110,15 @@ class _OrderedDict(dict[Any, Any]):
         pass
 
 
+class _DefaultDict(dict[Any, Any]):
+    """A dictionary with a factory of missing values, which stays unused."""
+
+    __slots__ = ()
+
+    def __init__(self, factory: Any = None) -> None:
+        super().__init__()
+
+
 class _Bytes:
     """Bytes, which protocol 2 pickles as a call with text."""
 
@@ -125,6 +134,7 @@ _PLAIN: dict[str, Any] = {
     "_codecs.encode": _Bytes(),
     "__builtin__.bytes": _Bytes(),
     "collections.OrderedDict": _OrderedDict,
+    "collections.defaultdict": _DefaultDict,
     "torch.Size": tuple,
 }
 """What stands for plain values. No state can be set of any of these themselves."""

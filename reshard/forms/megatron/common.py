@@ -64,14 +64,16 @@ _PACKAGES = frozenset(
         ),
     }
 )
-_BUILTINS = frozenset(f"builtins.{name}" for name in ("bytearray", "complex", "frozenset", "getattr", "set", "slice"))
+_BUILTINS = frozenset(
+    f"builtins.{name}" for name in ("bytearray", "complex", "dict", "frozenset", "getattr", "set", "slice")
+)
 _STEPS = ("step", "common_step")
 _DEEPEST = 32
 
 
 def is_named(name: str) -> bool:
     """Whether a pickle of the state may name this class or function, which stays inert."""
-    return name.partition(".")[0] in _PACKAGES or name in _BUILTINS or name == "__builtin__.bytes"
+    return name.partition(".")[0] in _PACKAGES or name in _BUILTINS or name in ("__builtin__.bytes", "__builtin__.dict")
 
 
 class Common(NamedTuple):

@@ -87,6 +87,11 @@ class MegatronForm(Form):
 
     @listings_cached()
     def read(self, request: ReadRequest) -> Checkpoint:
+        iteration = choose(request.path, request.asked.step, request.report)
+        if kind_of_iteration(names_in(iteration.path)) == LEGACY:
+            from reshard.forms.megatron.legacy import read_legacy
+
+            return read_legacy(self.name, iteration, request)
         from reshard.forms.pytorch.dcp import read_distributed
 
         return read_distributed(self.name, request)

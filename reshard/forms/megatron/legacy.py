@@ -1,0 +1,537 @@
+"""Reading legacy trees of Megatron: a directory for each tensor, pipeline and expert rank, with pickles of tensors.
+
+Live names, layers numbered in each stage and parts of tensors become the tensors that Megatron writes as ``torch_dist``
+with a key for each layer. Directories of MindSpeed-LLM's converter are read alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Optional, Union
+
+from reshard.checkpoints.checkpoint import GlobalTensor, TiedTensors
+from reshard.checkpoints.files import FileHandles
+from reshard.checkpoints.formats.archives import Archive, Elements, is_tensor, plain_tensor
+from reshard.checkpoints.formats.dtypes import ARCHIVES, ITEM_SIZES
+from reshard.checkpoints.formats.tensors import CheckpointIndex
+from reshard.checkpoints.placed import Placement, Stored
+from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
+from reshard.forms.form import ReadRequest
+from reshard.forms.megatron.common import STEP, Common, common_in, is_named
+from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY
+from reshard.forms.megatron.live import (
+    LiveError,
+    LiveModule,
+    Rank,
+    Sizes,
+    TensorPart,
+    parse,
+    strides_in,
+)
+from reshard.forms.megatron.stages import Stages, StagesError, stages_of
+from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, tensor_fault
+from reshard.forms.tracker import Iteration
+from reshard.storage import for_each, names_in, reading, status_at
+from reshard.text.messages import plural, some_names
+
+_HINT = "copy the checkpoint again, or take another step"
+_VERSION = 3.0
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_TIED = "the run has tied weights"
+
+
+class Place(NamedTuple):
+    """The ranks of a directory."""
+
+    tensor: int
+    stage: int
+    expert: int
+
+    @property
+    def rank(self) -> Rank:
+        return self.tensor, self.expert
+
+
+class Parameter(NamedTuple):
+    """A parameter of a rank.
+
+    Attributes:
+        chunk: number of the model chunk.
+        name: its live name.
+        elements: where it is stored.
+        parts: which boxes of which tensors it is.
+    """
+
+    chunk: int
+    name: str
+    elements: Elements
+    parts: Sequence[TensorPart] = ()
+
+
+class RankFile(NamedTuple):
+    """What the file of a rank holds.
+
+    Attributes:
+        path: its path.
+        place: its ranks.
+        size: its bytes.
+        models: per chunk of the model its tensors by live name, in their order.
+        others: live names of entries that are no tensors, each with what it is.
+        common: its common state.
+        optimizer: its optimizer's state, as the pickle has it; its tensors by `located`.
+    """
+
+    path: str
+    place: Place
+    size: int
+    models: Sequence[Mapping[str, Elements]]
+    others: Mapping[str, str]
+    common: Common
+
+
+def read_legacy(form: str, iteration: Iteration, request: ReadRequest) -> ChunkedCheckpoint:
+    """A legacy tree from its pickles alone.
+
+    Raises:
+        InputError: it is incomplete, damaged, of an unknown layout, or contradicts itself.
+    """
+    tree = _Tree(iteration.path, request)
+    checkpoint = tree.checkpoint(form)
+    checkpoint.step = None if iteration.number is None else str(iteration.number)
+    checkpoint.label = iteration.label
+    if request.complete:
+        if tree.lacking is not None and (tree.lost_stages or any(map(request.required, checkpoint.faults))):
+            raise tree.lacking
+        checkpoint.check(request.required)
+    if tree.lacking is not None:
+        request.report.warn(f"{tree.lacking.message}; replicas in other files are read")
+    return checkpoint
+
+
+class _Tree:
+    """The files of a tree.
+
+    Attributes:
+        lacking: the error of files that are missing or damaged; None if there are none.
+        lost_stages: ranks of the pipeline without any file.
+    """
+
+    def __init__(self, directory: str, request: ReadRequest) -> None:
+        self._directory = directory
+        self._request = request
+        names = sorted(filter(RANK_DIRECTORY.fullmatch, names_in(directory)))
+        paths = [os.path.join(directory, name, MODEL_FILE) for name in names]
+        results = dict(zip(names, for_each(lambda path: _read_file(path, request), paths)))
+        read = {name: each for name, each in results.items() if isinstance(each, _Contents)}
+        problems = [each for each in results.values() if not isinstance(each, _Contents)]
+        if not read:
+            raise one_error(problems, f"{directory} is not complete")
+        self.args = next(iter(read.values())).common.args
+        self._check_alike(read)
+        self._places, self.sizes, self.stages_count = self._sizes(names, read)
+        self.files = [
+            RankFile(each.path, self._places[name], each.size, each.models, each.others, each.common)
+            for name, each in read.items()
+        ]
+        problems += self._missing(names)
+        self.lacking: Optional[InputError] = one_error(problems, f"{directory} is not complete") if problems else None
+        self.lost_stages = sorted({*range(self.stages_count)}.difference(file.place.stage for file in self.files))
+        if self.lost_stages and request.complete and self.lacking is not None:
+            raise self.lacking
+        self.stages = self._stages()
+        self._check_ends()
+
+    def _refused(self, problem: str, hint: str = _HINT, path: Optional[str] = None) -> CheckpointError:
+        return CheckpointError(f"{path or self._directory}: {problem}", file=path or self._directory, hint=hint)
+
+    def _check_alike(self, read: Mapping[str, _Contents]) -> None:
+        """See that files are of one save."""
+        first_name, first = next(iter(read.items()))
+        for each in read.values():
+            version = each.common.state.get("checkpoint_version")
+            if not isinstance(version, (int, float)) or version < _VERSION:
+                raise self._refused(
+                    f"has checkpoint_version {version!r}, and 3.0 is read: rows of queries, keys and values were in "
+                    "another order before",
+                    "load it in Megatron and save it again",
+                    each.path,
+                )
+            if each.common.iteration != first.common.iteration or len(each.models) != len(first.models):
+                raise self._refused(f"is of another save than {first_name}", path=each.path)
+            for arg in _SIZES_OF_RUNS:
+                if each.common.args.get(arg) != first.common.args.get(arg):
+                    raise self._refused(
+                        f"has {arg} {each.common.args.get(arg)} in its args, and {first_name} has "
+                        f"{first.common.args.get(arg)}",
+                        path=each.path,
+                    )
+
+    def _sizes(self, names: Sequence[str], read: Mapping[str, _Contents]) -> tuple[dict[str, Place], Sizes, int]:
+        """The ranks of directories, the sizes of groups, and the number of pipeline ranks."""
+        numbers = {name: _numbers_of(name) for name in names}
+        lengths = {len(each) for each in numbers.values()}
+        if len(lengths) > 1:
+            raise self._refused("holds directories of several saves: " + some_names(names))
+        length = lengths.pop()
+        tp, pp, ep = (
+            self._argument(name) for name in ("tensor_model_parallel_size", _PIPELINE, "expert_model_parallel_size")
+        )
+        second_is_expert = length == 2 and self._second_is_expert(pp, ep, numbers, read)
+        places: dict[str, Place] = {}
+        for name, each in numbers.items():
+            tensor, *rest = each
+            if length == 2:
+                rest = [0, rest[0]] if second_is_expert else [rest[0], 0]
+            stage, expert = rest if rest else (0, 0)
+            places[name] = Place(tensor, stage, expert)
+        counts = [max(each) + 1 for each in zip(*places.values())]
+        stated = [tp, pp, ep]
+        for kind, count, size, name in zip(Place._fields, counts, stated, names):
+            if size is not None and count > size:
+                raise self._refused(f"holds {name} and others, and has {size} {kind} ranks by its args")
+        tensors, pipelines, experts = (count if size is None else size for count, size in zip(counts, stated))
+        etp = self._argument("expert_tensor_parallel_size") or tensors
+        extended = bool(self.args.get("moe_tp_extend_ep"))
+        return places, Sizes(tensors, experts, etp, extended), pipelines
+
+    def _argument(self, name: str) -> Optional[int]:
+        value = self.args.get(name)
+        if value is None or (type(value) is int and value > 0):
+            return value
+        raise self._refused(f"has {name} = {str(value)[:40]} in its args")
+
+    def _second_is_expert(
+        self,
+        pp: Optional[int],
+        ep: Optional[int],
+        numbers: Mapping[str, Sequence[int]],
+        read: Mapping[str, _Contents],
+    ) -> bool:
+        """Whether the second number of a directory's name is the expert rank, and not the pipeline rank."""
+        if pp is not None and ep is not None and (pp > 1) != (ep > 1):
+            return ep > 1
+        if (pp or 1) > 1 and (ep or 1) > 1:
+            raise self._refused(f"has {pp} pipeline ranks and {ep} expert ranks by its args, and one number for both")
+        # Stages hold the embedding once; expert ranks hold it all.
+        with_embedding = {numbers[name][1] for name, each in read.items() if EMBEDDING in each.models[0]}
+        everywhere = {numbers[name][1] for name in read}
+        if with_embedding == everywhere and len(everywhere) > 1:
+            return True
+        if with_embedding == {0} and len(everywhere) > 1:
+            return False
+        raise self._refused(
+            "does not record in its args whether directories are numbered by pipeline ranks or by expert ranks"
+        )
+
+    def _missing(self, names: Sequence[str]) -> list[InputError]:
+        """The error of directories that should exist."""
+        existing = {*self._places.values()}
+        tp, ep, etp, _ = self.sizes
+        expected = [Place(*ranks) for ranks in itertools.product(range(tp), range(self.stages_count), range(ep))]
+        if etp != tp:
+            # Some pairs of a tensor rank and an expert rank are never written; coverage finds missing experts.
+            held = {(place.tensor, place.stage) for place in existing}
+            expected = [place for place in expected if place.expert == 0 and place[:2] not in held]
+        missing = [self._name_of(place, names) for place in expected if place not in existing]
+        if not missing:
+            return []
+        sizes = f"tensor_model_parallel_size {tp}, {_PIPELINE} {self.stages_count}, expert_model_parallel_size {ep}"
+        text = f"{plural(len(missing), 'rank')} of {len(expected)} missing: {some_names(missing)} (args: {sizes})"
+        path = os.path.join(self._directory, missing[0])
+        return [CheckpointError(f"{self._directory}: {text}", file=path, hint=_HINT)]
+
+    def _name_of(self, place: Place, names: Sequence[str]) -> str:
+        length = len(_numbers_of(names[0]))
+        numbers = [place.stage, place.expert] if length == 3 else [place.stage or place.expert][: length - 1]
+        return "_".join([f"mp_rank_{place.tensor:02d}", *(f"{number:03d}" for number in numbers)])
+
+    def _stages(self) -> Stages:
+        """Layers of every stage, which should be those in the files."""
+        chunks = len(self.files[0].models)
+        try:
+            stages = stages_of(self.args, self.stages_count, chunks)
+        except StagesError as error:
+            raise self._refused(f"{error}") from error
+        for file in self.files:
+            for number, model in enumerate(file.models):
+                layers = {parsed.layer for parsed in map(parse, model) if parsed.layer is not None}
+                expected = {
+                    local for local, layer in enumerate(stages.chunks[file.place.stage][number]) if layer is not None
+                }
+                if layers != expected and model:
+                    raise self._refused(
+                        f"holds the layers {_ranges(layers)} of its stage, and {_ranges(expected)} by its args",
+                        path=file.path,
+                    )
+        return stages
+
+    def _check_ends(self) -> None:
+        """See that the first stage has the embedding: directories of stages may be in another order."""
+        firsts = [file for file in self.files if file.place.stage == 0]
+        others = [file for file in self.files if file.place.stage]
+        if any(EMBEDDING in model for file in others for model in file.models):
+            wrong = [file for file in firsts if EMBEDDING not in file.models[0]]
+            if wrong:
+                raise self._refused("holds no embedding, and a later stage does", path=wrong[0].path)
+
+    def checkpoint(self, form: str) -> ChunkedCheckpoint:
+        gathered = Gathered(self._directory)
+        for stage in range(self.stages_count):
+            self._add_stage([file for file in self.files if file.place.stage == stage], gathered)
+        common = self.files[0].common
+        gathered.add_step(common, {step for file in self.files for step in file.common.steps})
+        if self.lacking is not None:
+            for stage in self.lost_stages:
+                gathered.faults[f"the layers of stage {stage}"] = self.lacking
+        return gathered.checkpoint(form, self._request.handles, self._is_tied())
+
+    def _is_tied(self) -> bool:
+        return self.args.get("untie_embeddings_and_output_weights") is False
+
+    def _add_stage(self, files: Sequence[RankFile], gathered: Gathered) -> None:
+        for number in range(len(files[0].models) if files else 0):
+            modules = self._modules(files, number)
+            for file in files:
+                for name, why in file.others.items():
+                    gathered.fault(file.path, name, why)
+                for name, elements in file.models[number].items():
+                    key, module, within = modules[name]
+                    try:
+                        parts = module.parts(within, file.place.rank)
+                    except LiveError as error:
+                        gathered.fault(file.path, key, str(error))
+                        continue
+                    for part in parts:
+                        gathered.add((file.path, file.size), (file.place.stage, number), part.key, part, elements)
+
+    def _modules(self, files: Sequence[RankFile], number: int) -> dict[str, tuple[str, LiveModule, str]]:
+        """Per live name of a chunk its key, its module and its name there."""
+        shapes: dict[str, dict[str, dict[Rank, tuple[int, ...]]]] = {}
+        places: dict[str, tuple[str, str]] = {}
+        for file in files:
+            for name, elements in file.models[number].items():
+                parsed = parse(name)
+                prefix = parsed.prefix
+                if parsed.layer is not None:
+                    prefix += f"{self.stages.layer(file.place.stage, number, parsed.layer)}."
+                places[name] = prefix, parsed.name
+                shapes.setdefault(prefix, {}).setdefault(parsed.name, {})[file.place.rank] = elements.shape
+        modules = {prefix: LiveModule(prefix, each, self.sizes, self.args) for prefix, each in shapes.items()}
+        return {name: (prefix + within, modules[prefix], within) for name, (prefix, within) in places.items()}
+
+
+_PIPELINE = "pipeline_model_parallel_size"
+_SIZES_OF_RUNS = (
+    *("tensor_model_parallel_size", _PIPELINE, "expert_model_parallel_size", "expert_tensor_parallel_size"),
+    *("num_layers", "hidden_size", "num_experts", "padded_vocab_size", "virtual_pipeline_model_parallel_size"),
+)
+
+
+def _numbers_of(name: str) -> list[int]:
+    match = RANK_DIRECTORY.fullmatch(name)
+    return [int(group) for group in match.groups() if group is not None] if match else []
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    return str(sorted(numbers)[:16])
+
+
+class _Contents(NamedTuple):
+    """The contents of a file, without its ranks; see `RankFile`."""
+
+    path: str
+    size: int
+    models: Sequence[Mapping[str, Elements]]
+    others: Mapping[str, str]
+    common: Common
+
+
+def _read_file(path: str, request: ReadRequest) -> Union[_Contents, InputError]:
+    """The contents of a file; an error if it is missing or damaged."""
+    if path in request.damaged:
+        return DamagedCheckpointError(request.damaged[path], file=path, hint=_HINT)
+    if status_at(path) is None:
+        return CheckpointError(f"{path}: does not exist", file=path, hint=_HINT)
+    with reading(path), contextlib.closing(request.handles.open_file(path)) as file:
+        size = file.size()
+        try:
+            archive = Archive(file, 0, size)
+            state = archive.pickled(is_named)
+            if not isinstance(state, dict):
+                return DamagedCheckpointError(f"{path}: holds no dictionary", file=path, hint=_HINT)
+            models, others = _models(archive, state)
+            common = common_in(state, archive, file)
+        except DamagedCheckpointError as error:
+            return DamagedCheckpointError(error.message, file=path, hint=_HINT)
+    if not models:
+        return DamagedCheckpointError(f"{path}: holds no model", file=path, hint=_HINT)
+    return _Contents(path, size, models, others, common)
+
+
+def _models(archive: Archive, state: Mapping[Any, Any]) -> tuple[list[dict[str, Elements]], dict[str, str]]:
+    """The tensors of every chunk of the model, and entries that are none."""
+    keys = (
+        ["model"] if "model" in state else [*itertools.takewhile(state.__contains__, map("model{}".format, range(999)))]
+    )
+    models: list[dict[str, Elements]] = []
+    others: dict[str, str] = {}
+    for key in keys:
+        model: dict[str, Elements] = {}
+        entries = state[key] if isinstance(state[key], dict) else {}
+        for name, value in entries.items():
+            if not isinstance(name, str) or name.endswith("_extra_state"):
+                continue
+            value = plain_tensor(value)
+            if is_tensor(value):
+                model[name] = archive.tensor(value)
+            else:
+                others[name] = f"is a {getattr(value, 'name', '') or type(value).__name__}, which is not read"
+        models.append(model)
+    return models, others
+
+
+@dataclass
+class _Tensor:
+    """A tensor of the model in the files of one stage."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: list[tuple[str, int, TensorPart]] = field(default_factory=list)
+
+
+class Gathered:
+    """Parts of tensors from all files.
+
+    Attributes:
+        faults: unreadable tensors, and why, by name.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.faults: dict[str, InputError] = {}
+        self._directory = directory
+        self._sizes: dict[str, int] = {}
+        # Per file its tensors: the entry, and where its elements are.
+        self._stored: dict[str, list[tuple[Stored, Elements]]] = defaultdict(list)
+        self._values: dict[str, list[Stored]] = defaultdict(list)
+        # Per key, by stage and chunk.
+        self._tensors: dict[str, dict[tuple[int, int], _Tensor]] = {}
+        self._proofs: list[tuple[str, str]] = []
+
+    def fault(self, path: str, name: str, problem: str) -> None:
+        self.faults.setdefault(name, tensor_fault(path, name, problem))
+
+    def add(
+        self, file: tuple[str, int], stage: tuple[int, int], key: str, part: TensorPart, elements: Elements
+    ) -> None:
+        """Add a part of a parameter.
+
+        Args:
+            file: path and bytes of the file.
+            stage: of the pipeline, and the chunk of it.
+            key: the tensor, which may be the optimizer's state of the parameter's.
+            part: the part.
+            elements: where the parameter, or the state in its shape, is stored.
+        """
+        path, size = file
+        placed = strides_in(part, elements.shape, elements.strides)
+        if placed is None:
+            self.fault(path, key, f"is stored with the strides {list(elements.strides)}, which are not read")
+            return
+        first, strides = placed
+        tensor = self._tensors.setdefault(key, {}).setdefault(stage, _Tensor(elements.dtype, part.shape))
+        if (tensor.dtype, tensor.shape) != (elements.dtype, part.shape):
+            self.fault(
+                path,
+                key,
+                f"is {elements.dtype} {list(part.shape)} by this file, and {tensor.dtype} {list(tensor.shape)} by "
+                "another",
+            )
+            return
+        self._sizes[path] = size
+        stored = self._stored[path]
+        tensor.chunks.append((path, len(stored), part))
+        offset = elements.offset + first * ITEM_SIZES[elements.dtype]
+        stored.append(
+            (
+                Stored(key, elements.dtype, part.sizes),
+                elements._replace(shape=part.sizes, strides=strides, offset=offset),
+            )
+        )
+
+    def prove(self, master: str, weight: str) -> None:
+        """Note that a master, rounded to the type of a weight, should be the weight."""
+        self._proofs.append((master, weight))
+
+    def add_step(self, common: Common, steps: Iterable[int]) -> None:
+        try:
+            value = common.with_steps(frozenset(steps)).step_value()
+        except InputError as error:
+            self.faults[STEP] = error
+            return
+        if value is not None and common.path in self._sizes:
+            self._values[common.path].append(value)
+
+    def checkpoint(self, form: str, handles: FileHandles, tied: bool) -> ChunkedCheckpoint:
+        paths = sorted(self._sizes)
+        numbers = {path: number for number, path in enumerate(paths)}
+        headers = [CheckpointIndex(path, ARCHIVES, self._sizes[path], {}, archived=True) for path in paths]
+        entries = {}
+        for path in paths:
+            stored = self._stored[path]
+            placement = Placement(
+                path, [*(each for each, _ in stored), *self._values[path]], [elements for _, elements in stored]
+            )
+            handles.place(path, placement)
+            entries[path] = [*placement.tensors()]
+        copies: list[tuple[str, str]] = []
+        tensors: list[ChunkedTensor] = []
+        for key, stages in self._tensors.items():
+            if key in self.faults:
+                continue
+            for number, stage in enumerate(sorted(stages)):
+                tensor = stages[stage]
+                name = key if not number else f"{key} of stage {stage[0]}, chunk {stage[1]}"
+                if number:
+                    copies.append((key, name))
+                chunks = [
+                    Chunk(part.start, part.sizes, numbers[path], entries[path][at]) for path, at, part in tensor.chunks
+                ]
+                tensors.append(ChunkedTensor(name, tensor.dtype, tensor.shape, chunks))
+        for path, values in self._values.items():
+            for at, value in enumerate(values, len(self._stored[path])):
+                chunk = Chunk((0,) * len(value.shape), value.shape, numbers[path], entries[path][at])
+                tensors.append(ChunkedTensor(value.name, value.dtype, value.shape, [chunk]))
+        checkpoint = chunked_checkpoint(form, self._directory, headers, tensors, self.faults, _HINT)
+        if tied:
+            copies += [
+                (key[: -len(OUTPUT)] + EMBEDDING, key)
+                for key in self._tensors
+                if key.endswith(OUTPUT) and key[: -len(OUTPUT)] + EMBEDDING in self._tensors
+            ]
+        self._tie(checkpoint, copies)
+        return checkpoint
+
+    def _tie(self, checkpoint: ChunkedCheckpoint, copies: Sequence[tuple[str, str]]) -> None:
+        """Take copies out of a checkpoint, to be compared with what they are copies of."""
+        tensors, faults = dict(checkpoint.tensors), dict(checkpoint.faults)
+        sets: dict[str, list[GlobalTensor]] = {}
+        for key, copy in copies:
+            tensor, fault = tensors.pop(copy, None), faults.pop(copy, None)
+            if tensor is not None:
+                sets.setdefault(key, []).append(tensor)
+            elif fault is not None:
+                faults.setdefault(key, fault)
+        checkpoint.tensors, checkpoint.faults = tensors, faults
+        checkpoint.chunks = {
+            name: chunk for name, chunk in checkpoint.chunks.items() if name in tensors or name in checkpoint.plain
+        }
+        checkpoint.tied = tuple(
+            TiedTensors(tensors[key], tuple(each), _TIED, "take a checkpoint whose copies agree")
+            for key, each in sets.items()
+            if key in tensors
+        )

@@ -1,0 +1,495 @@
+"""Parameters of a rank of Megatron by their live names: which boxes of which tensors of the model they are.
+
+The tensors are those that Megatron writes as ``torch_dist`` with a key for each layer: `TensorPart.key`. A rank has
+rows or columns of a tensor, halves of rows (gated fc1: rows of the gate, then rows of the other half), some of the
+experts, or all of it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+Rank = tuple[int, int]
+"""Tensor rank and expert rank of a file."""
+
+
+class LiveError(ValueError):
+    """A parameter that is not read; the text is the end of a sentence about it."""
+
+
+class Sizes(NamedTuple):
+    """Sizes of the groups that parameters are divided over.
+
+    Attributes:
+        tp: tensor parallel size.
+        ep: expert parallel size.
+        etp: tensor parallel size of experts.
+        extended: MindSpeed's ``moe_tp_extend_ep``: experts are dealt over ``ep * tp`` ranks, uncut.
+    """
+
+    tp: int
+    ep: int = 1
+    etp: int = 1
+    extended: bool = False
+
+
+class TensorPart(NamedTuple):
+    """A box of a tensor of the model, and which elements of a rank's parameter it has.
+
+    Attributes:
+        key: name of the tensor.
+        shape: of the tensor.
+        start: first element of the box, per dimension.
+        sizes: elements of the box, per dimension.
+        first: its first element in the parameter, counted in C order.
+        strides: elements of the parameter from one to the next, per dimension of the box.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: int
+    strides: tuple[int, ...]
+
+
+_QUERY_UP, _KV_UP = "self_attention.linear_q_up_proj.weight", "self_attention.linear_kv_up_proj.weight"
+_QUERY_DOWN, _KV_DOWN = "self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight"
+_QKV, _QUERY = "self_attention.linear_qkv.weight", "self_attention.linear_q_proj.weight"
+_QUERY_NORM, _KV_NORM = "self_attention.q_layernorm.weight", "self_attention.kv_layernorm.weight"
+_ROUTER = "mlp.router.weight"
+# MindSpeed's parts of heads of a projection: the projection, and which part of each head.
+_HEAD_PARTS = {
+    "self_attention.linear_qk_nope.weight": (_QUERY_UP, 0),
+    "self_attention.linear_qk_rope.weight": (_QUERY_UP, 1),
+    "self_attention.linear_kv_nope.weight": (_KV_UP, 0),
+    "self_attention.linear_v.weight": (_KV_UP, 1),
+}
+_PAIRS = (tuple(_HEAD_PARTS)[:2], tuple(_HEAD_PARTS)[2:])
+
+_FC1 = re.compile(r"(mlp\.(?:shared_experts\.)?)linear_fc1\.(?:weight|bias)")
+_ROWS = re.compile(
+    r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)|eh_proj\.weight"
+    r"|self_attention\.linear_(qkv|q_proj|q_up_proj|kv_up_proj)\.(weight|bias)"
+)
+_COLUMNS = re.compile(r"self_attention\.linear_proj\.weight|mlp\.(shared_experts\.)?linear_fc2\.weight")
+_WHOLE = re.compile(
+    r"(.*[._])?(layernorm|layer_norm|norm|enorm|hnorm)[._](weight|bias)|(.*\.)?post_attn_norm\.weight"
+    r"|self_attention\.linear_proj\.bias|mlp\.(shared_experts\.)?linear_fc2\.bias"
+    r"|mlp\.router\.(weight|bias|expert_bias)|mlp\.shared_experts\.gate_weight|embedding\.position_embeddings\.weight"
+    r"|self_attention\.dsa_indexer\..*"
+)
+_VOCABULARY = re.compile(r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)")
+_SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.([0-9]{1,6})\.(linear_fc[12])\.weight")
+_GROUPED_TE = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight([0-9]{0,6})")
+_GROUPED = re.compile(r"mlp\.experts\.weight([12])")
+_EXPERTS = "mlp.experts.experts.{}.weight"
+# Norms that local layers hold beside the linear layers, and Transformer Engine's within them.
+_LOCAL_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+Shapes = Mapping[Rank, tuple[int, ...]]
+
+
+class LiveModule:
+    """The parameters of a layer, or those of the model outside of layers, on all ranks of a stage.
+
+    Args:
+        prefix: of their keys, such as ``decoder.layers.3.``.
+        shapes: per parameter, by its live name after the prefix, its shape on every rank.
+        sizes: of the groups.
+        args: arguments of the run.
+    """
+
+    def __init__(self, prefix: str, shapes: Mapping[str, Shapes], sizes: Sizes, args: Mapping[str, Any]) -> None:
+        self.prefix = prefix
+        self._shapes = shapes
+        self._sizes = sizes
+        self._args = args
+        self._numbered_of: dict[Rank, tuple[int, dict[str, tuple[int, ...]]]] = {}
+        self._latent = any(name in shapes for name in (_KV_UP, _KV_NORM, *_HEAD_PARTS))
+
+    def parts(self, name: str, rank: Rank) -> list[TensorPart]:
+        """The boxes that a parameter is on a rank.
+
+        Raises:
+            LiveError: it is not known which they are.
+        """
+        shape = self._shapes[name][rank]
+        if not all(shape):
+            raise LiveError("has no elements")
+        sequential, grouped_te, grouped = (pattern.fullmatch(name) for pattern in (_SEQUENTIAL, _GROUPED_TE, _GROUPED))
+        if sequential:
+            return self._expert(sequential[2], int(sequential[1]), rank)
+        if grouped_te and grouped_te[2]:
+            return self._expert(grouped_te[1], int(grouped_te[2]), rank)
+        if grouped_te:
+            return self._stacked(grouped_te[1], rank)
+        if grouped:
+            return self._transposed(int(grouped[1]), rank)
+        self._check_replicas(name)
+        if name == _QKV and self._latent:
+            return self._down_projections(shape)
+        if name in _HEAD_PARTS:
+            return self._heads(name, shape, rank)
+        key = self._key(name)
+        gated = _FC1.fullmatch(name)
+        if gated and self._is_gated(gated[1], rank):
+            return self._halves(key, shape, rank)
+        if gated or _ROWS.fullmatch(name) or (name in (_QUERY_DOWN, _KV_DOWN) and not self._is_duplicated(name, rank)):
+            return [self._cut(key, name, rank, 0)]
+        if _COLUMNS.fullmatch(name):
+            return [self._cut(key, name, rank, len(shape) - 1)]
+        if not (_WHOLE.fullmatch(name) or name in (_QUERY_DOWN, _KV_DOWN) or self._sizes.tp == 1):
+            raise LiveError(f"is of no kind that says how it is cut over {self._sizes.tp} tensor ranks")
+        if len(set(self._shapes[name].values())) > 1:
+            raise LiveError("has different shapes on different ranks, which should hold all of it")
+        return [_whole(key, shape)]
+
+    def _key(self, name: str) -> str:
+        """The key of a parameter that is one box of one tensor."""
+        if not self._latent and any(each.startswith("input_layernorm.") for each in self._shapes):
+            for local, within in _LOCAL_NORMS.items():
+                if name.startswith(local):
+                    name = within + name[len(local) :]
+        return self.prefix + name
+
+    def _check_replicas(self, name: str) -> None:
+        """Ranks that differ in their experts alone hold the same."""
+        shapes = self._shapes[name]
+        for (tensor, _), shape in shapes.items():
+            if any(other != shape for (of, _), other in shapes.items() if of == tensor):
+                raise LiveError("has different shapes in files of one tensor rank")
+
+    def _cut(self, key: str, name: str, rank: Rank, dimension: int) -> TensorPart:
+        """Rows or columns of a tensor."""
+        shape = self._shapes[name][rank]
+        size, total = self._share(name, dimension)
+        start = [0] * len(shape)
+        start[dimension] = rank[0] * size
+        full = list(shape)
+        full[dimension] = total
+        return TensorPart(key, tuple(full), tuple(start), shape, 0, _strides(shape))
+
+    def _share(self, name: str, dimension: int) -> tuple[int, int]:
+        """Elements of each tensor rank along a dimension, and of all of them.
+
+        Those of the last rank may be fewer where a converter cut a vocabulary that was not padded.
+        """
+        by_rank = {tensor: shape[dimension] for (tensor, _), shape in self._shapes[name].items()}
+        count, last = self._sizes.tp, self._sizes.tp - 1
+        sizes = {size for tensor, size in by_rank.items() if tensor != last}
+        size = sizes.pop() if sizes else by_rank[last]
+        end = by_rank.get(last, size)
+        if sizes or (end != size and not (_VOCABULARY.fullmatch(name) and end < size)):
+            raise LiveError(f"has {sorted({*by_rank.values()})} elements along dimension {dimension} on tensor ranks")
+        return size, (count - 1) * size + end
+
+    def _halves(self, key: str, shape: tuple[int, ...], rank: Rank) -> list[TensorPart]:
+        """Rows of the gate and rows of the other half, one after the other."""
+        size = shape[0] // 2
+        full = (self._sizes.tp * shape[0], *shape[1:])
+        strides = _strides(shape)
+        box = (size, *shape[1:])
+        rest = (0,) * (len(shape) - 1)
+        return [
+            TensorPart(
+                key,
+                full,
+                ((half * self._sizes.tp + rank[0]) * size, *rest),
+                box,
+                half * size * strides[0],
+                strides,
+            )
+            for half in (0, 1)
+        ]
+
+    def _is_gated(self, module: str, rank: Rank) -> bool:
+        """Whether fc1 of a module has two halves: the second layer has as many columns as one half has rows."""
+        name, second = f"{module}linear_fc1.weight", f"{module}linear_fc2.weight"
+        if name not in self._shapes or second not in self._shapes or rank not in self._shapes[second]:
+            raise LiveError(f"is not beside {name} and {second}, which show whether it is gated")
+        return self._halves_of(self._shapes[name][rank][0], self._shapes[second][rank][-1]) == 2
+
+    def _halves_of(self, rows: int, columns: int) -> int:
+        if rows not in (columns, 2 * columns):
+            raise LiveError(f"has {rows} rows, and the layer after it {columns} columns")
+        interleaved = [name for name in self._args if name.endswith("glu_interleave_size") and self._args[name]]
+        if interleaved and rows != columns:
+            raise LiveError(f"is interleaved by {interleaved[0]} in args, which is not read")
+        return rows // columns
+
+    def _is_duplicated(self, name: str, rank: Rank) -> bool:
+        """Whether every tensor rank has all of a down projection, as Transformer Engine's layers do."""
+        if self._sizes.tp == 1:
+            return True
+        for down, up, arg in ((_QUERY_DOWN, _QUERY_UP, "q_lora_rank"), (_KV_DOWN, _KV_UP, "kv_lora_rank")):
+            rows, columns = self._shapes.get(down, {}).get(rank), self._shapes.get(up, {}).get(rank)
+            if rows is None or columns is None:
+                continue
+            size = columns[-1]
+            more = 0 if down == _QUERY_DOWN else self._args.get("qk_pos_emb_head_dim")
+            if type(more) is int and rows[0] in (size + more, (size + more) // self._sizes.tp):
+                return rows[0] == size + more
+            raise LiveError(f"has {rows[0]} rows, and {arg} is {size}, which does not show whether it is cut")
+        raise LiveError("is not beside the projections that show whether it is cut")
+
+    def _down_projections(self, shape: tuple[int, ...]) -> list[TensorPart]:
+        """MindSpeed's one layer of both down projections, or of the queries and a down projection; all of both."""
+        if any(other != shape for other in self._shapes[_QKV].values()):
+            raise LiveError("has different shapes on different ranks, which should hold all of it")
+        norm, kv_norm = self._shape_of(_QUERY_NORM), self._shape_of(_KV_NORM)
+        rows, width = shape
+        if norm is not None:
+            first, name = norm[0], _QUERY_DOWN
+        else:
+            rope = self._args.get("qk_pos_emb_head_dim", self._args.get("qk_rope_head_dim"))
+            if kv_norm is None or type(rope) is not int:
+                raise LiveError("has the rows of two projections, and nothing shows how many of each")
+            first, name = rows - kv_norm[0] - rope, _QUERY
+        if not 0 < first < rows or (kv_norm is not None and rows - first <= kv_norm[0]):
+            raise LiveError(f"has {rows} rows, which are not those of two projections")
+        return [
+            TensorPart(self.prefix + name, (first, width), (0, 0), (first, width), 0, (width, 1)),
+            TensorPart(
+                self.prefix + _KV_DOWN, (rows - first, width), (0, 0), (rows - first, width), first * width, (width, 1)
+            ),
+        ]
+
+    def _shape_of(self, name: str) -> Optional[tuple[int, ...]]:
+        return next(iter(self._shapes.get(name, {}).values()), None)
+
+    def _heads(self, name: str, shape: tuple[int, ...], rank: Rank) -> list[TensorPart]:
+        """A part of each head of an up projection."""
+        heads = self._args.get("num_attention_heads")
+        up, number = _HEAD_PARTS[name]
+        pair = _PAIRS[0] if up == _QUERY_UP else _PAIRS[1]
+        shapes = [self._shapes.get(each, {}).get(rank) for each in pair]
+        if type(heads) is not int or not heads or heads % self._sizes.tp or None in shapes:
+            raise LiveError("is a part of each head, and args do not record how many heads there are")
+        here = heads // self._sizes.tp
+        rows = [each[0] for each in shapes if each is not None]
+        if any(count % here for count in rows):
+            raise LiveError(f"has {shape[0]} rows, which are no part of {here} heads")
+        of_head = [count // here for count in rows]
+        width, size = shape[1], of_head[number]
+        full = (heads * sum(of_head), width)
+        return [
+            TensorPart(
+                self.prefix + up,
+                full,
+                ((rank[0] * here + head) * sum(of_head) + number * of_head[0], 0),
+                (size, width),
+                head * size * width,
+                (width, 1),
+            )
+            for head in range(here)
+        ]
+
+    def _numbered(self, rank: Rank) -> tuple[int, dict[str, tuple[int, ...]]]:
+        """How many experts a rank has as tensors of their own, and the shapes of their two layers."""
+        numbered = self._numbered_of.get(rank)
+        if numbered is None:
+            numbers: dict[str, set[int]] = {}
+            shapes: dict[str, set[tuple[int, ...]]] = {}
+            for name, on_ranks in self._shapes.items():
+                match = _SEQUENTIAL.fullmatch(name) or _GROUPED_TE.fullmatch(name)
+                linear, number = sorted(match.groups(), reverse=True) if match else ("", "")
+                if number and rank in on_ranks:
+                    numbers.setdefault(linear, set()).add(int(number))
+                    shapes.setdefault(linear, set()).add(on_ranks[rank])
+            counts = {linear: len(each) for linear, each in numbers.items()}
+            count = counts.get("linear_fc1", 0)
+            if [*counts.values()] != [count] * 2 or any(each != {*range(count)} for each in numbers.values()):
+                raise LiveError("is one of experts that are not numbered without gaps, each with both of its layers")
+            if any(len(each) > 1 or len(min(each)) != 2 for each in shapes.values()):
+                raise LiveError("is one of experts of different shapes")
+            numbered = self._numbered_of[rank] = count, {linear: min(each) for linear, each in shapes.items()}
+        return numbered
+
+    def _all_experts(self) -> int:
+        """Experts of the model: the router has a row for each."""
+        router = self._shape_of(_ROUTER)
+        if router is None:
+            raise LiveError("is an expert's, and there is no router beside it that shows how many there are")
+        return router[0]
+
+    def _expert_place(self, count: int, rank: Rank) -> tuple[int, int, int]:
+        """The first expert of a rank, which cut of each it has, and the number of cuts."""
+        tp, ep, etp, extended = self._sizes
+        tensor, expert = rank
+        total = self._all_experts()
+        if extended and count * ep * tp == total:
+            return (expert * tp + tensor) * count, 0, 1
+        if count * ep != total:
+            raise LiveError(f"is one of {count} experts here, and there are {total} over {ep} expert ranks")
+        if tp % etp:
+            raise LiveError(f"is an expert's, cut over {etp} ranks, more than the {tp} tensor ranks")
+        return expert * count, tensor % etp, etp
+
+    def _boxes(
+        self, linear: str, count: int, first: int, cut: tuple[int, int], size: int, width: int, halves: int
+    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]]:
+        """Shape, start and sizes of the boxes of some experts, and the number of each half."""
+        number, cuts = cut
+        total, full = self._all_experts(), size * cuts
+        for half in range(halves if linear == "linear_fc1" else 1):
+            if linear == "linear_fc1":
+                start = (first, half * full + number * size, 0)
+                yield (total, halves * full, width), start, (count, size, width), half
+            else:
+                yield (total, width, full), (first, 0, number * size), (count, width, size), half
+
+    def _expert(self, linear: str, number: int, rank: Rank) -> list[TensorPart]:
+        """One expert's layer as a tensor of its own."""
+        count, shapes = self._numbered(rank)
+        (rows, width), (height, size) = shapes["linear_fc1"], shapes["linear_fc2"]
+        halves = self._halves_of(rows, size)
+        if width != height:
+            raise LiveError(f"is an expert's of {width} columns, and the layer after it has {height} rows")
+        first, *cut = self._expert_place(count, rank)
+        shape = shapes[linear]
+        boxes = self._boxes(linear, 1, first + number, (cut[0], cut[1]), size, width, halves)
+        return [
+            TensorPart(
+                self.prefix + _EXPERTS.format(linear),
+                full,
+                start,
+                sizes,
+                half * size * width,
+                (math.prod(shape), *_strides(shape)),
+            )
+            for full, start, sizes, half in boxes
+        ]
+
+    def _stacked(self, linear: str, rank: Rank) -> list[TensorPart]:
+        """The experts of a rank as one tensor, in their order."""
+        names = [f"mlp.experts.linear_fc{number}.weight" for number in (1, 2)]
+        shapes = [self._shapes.get(name, {}).get(rank) for name in names]
+        count = self._experts_here()
+        stacked: list[tuple[int, int]] = []
+        for shape in shapes:
+            rows = 0 if shape is None else math.prod(shape[:-1])
+            if shape is None or len(shape) not in (2, 3) or rows % count or (len(shape) == 3 and shape[0] != count):
+                raise LiveError(f"is a stack of {count} experts of the shapes {shapes}")
+            stacked.append((rows // count, shape[-1]))
+        (rows, width), (height, size) = stacked
+        halves = self._halves_of(rows, size)
+        if width != height:
+            raise LiveError(f"has {width} columns, and the layer after it {height} rows")
+        first, *cut = self._expert_place(count, rank)
+        of_expert = rows * width if linear == "linear_fc1" else width * size
+        inner = width if linear == "linear_fc1" else size
+        return [
+            TensorPart(
+                self.prefix + _EXPERTS.format(linear), full, start, sizes, half * size * width, (of_expert, inner, 1)
+            )
+            for full, start, sizes, half in self._boxes(linear, count, first, (cut[0], cut[1]), size, width, halves)
+        ]
+
+    def _experts_here(self) -> int:
+        over = self._sizes.ep * (self._sizes.tp if self._sizes.extended else 1)
+        total = self._all_experts()
+        if total % over:
+            raise LiveError(f"holds experts, and {total} of them do not divide over {over} ranks")
+        return total // over
+
+    def _transposed(self, number: int, rank: Rank) -> list[TensorPart]:
+        """The experts of a rank in GroupedMLP's order: transposed layers, one after the other, whatever its shape."""
+        shapes = [self._shapes.get(f"mlp.experts.weight{each}", {}).get(rank) for each in (1, 2)]
+        if shapes[0] is None or shapes[1] is None or len(shapes[0]) != 2 or len(shapes[1]) != 2:
+            raise LiveError("is not beside the other weights of the same experts")
+        (width, columns), (rows, height) = shapes[0], shapes[1]
+        count = self._experts_here()
+        if width != height or rows % count:
+            raise LiveError(f"has the experts' shapes {shapes}, which are none of {count} experts")
+        halves, size = self._halves_of(columns, rows), rows // count
+        first, *cut = self._expert_place(count, rank)
+        linear = f"linear_fc{number}"
+        strides = (width * halves * size, 1, halves * size) if number == 1 else (size * width, 1, width)
+        return [
+            TensorPart(self.prefix + _EXPERTS.format(linear), full, start, sizes, half * size, strides)
+            for full, start, sizes, half in self._boxes(linear, count, first, (cut[0], cut[1]), size, width, halves)
+        ]
+
+
+def is_of_expert(name: str) -> bool:
+    """Whether a parameter, by its live name, is one of experts."""
+    return ".experts." in name
+
+
+def _whole(key: str, shape: tuple[int, ...]) -> TensorPart:
+    return TensorPart(key, shape, (0,) * len(shape), shape, 0, _strides(shape))
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
+
+
+def strides_in(part: TensorPart, shape: Sequence[int], strides: Sequence[int]) -> Optional[tuple[int, tuple[int, ...]]]:
+    """The first element and the strides of a part in a parameter that is stored with other strides than in C order.
+
+    None where the part's steps are no steps along dimensions of the parameter.
+    """
+    usual = _strides(shape)
+    if all(size == 1 or stride == other for size, stride, other in zip(shape, strides, usual)):
+        return part.first, part.strides
+    steps = {step: stride for size, step, stride in zip(shape, usual, strides) if size > 1}
+    within = zip(part.sizes, part.strides)
+    if any(size > 1 and step not in steps for size, step in within):
+        return None
+    first, rest = 0, part.first
+    for step, stride in zip(usual, strides):
+        at, rest = divmod(rest, step)
+        first += at * stride
+    return first, tuple(0 if size == 1 else steps[step] for size, step in zip(part.sizes, part.strides))
+
+
+_LAYER = re.compile(r"decoder\.layers\.([0-9]{1,6})\.(.+)")
+_MTP_LAYER = re.compile(r"mtp\.layers\.([0-9]{1,6})\.(?:transformer_layer|mtp_model_layer)\.(.+)")
+_MTP = re.compile(r"mtp\.layers\.([0-9]{1,6})\.(.+)")
+_MTP_NORM = re.compile(r"mtp\.final_layernorms\.([0-9]{1,6})\.(weight|bias)")
+
+
+class LiveName(NamedTuple):
+    """A live name in two parts.
+
+    Attributes:
+        layer: the local number of a decoder layer; None for others.
+        prefix: of keys; for a decoder layer that of a layer without its number.
+        name: within the layer, or within the model outside of layers.
+    """
+
+    layer: Optional[int]
+    prefix: str
+    name: str
+
+
+def parse(name: str) -> LiveName:
+    """The parts of a live name, with MindSpeed's and older names replaced by Megatron's of today's keys."""
+    match = _LAYER.fullmatch(name)
+    if match:
+        return LiveName(int(match[1]), "decoder.layers.", match[2])
+    match = _MTP_LAYER.fullmatch(name)
+    if match:
+        return LiveName(None, f"mtp.layers.{match[1]}.transformer_layer.", match[2])
+    match = _MTP.fullmatch(name)
+    if match:
+        return LiveName(None, f"mtp.layers.{match[1]}.", match[2])
+    match = _MTP_NORM.fullmatch(name)
+    if match:
+        return LiveName(None, f"mtp.layers.{match[1]}.", f"final_layernorm.{match[2]}")
+    if name.startswith("final_layernorm."):
+        return LiveName(None, "", f"decoder.{name}")
+    return LiveName(None, "", name)
+
+
+def is_parameter(name: str, buffers: Collection[str] = ("expert_bias", "local_tokens_per_expert")) -> bool:
+    """Whether an entry of a model is one of its parameters, which the optimizer has; not a buffer or an object."""
+    last = name.rpartition(".")[2]
+    return last not in buffers and last != "_extra_state"
