@@ -23,6 +23,7 @@ from reshard.text.names import Filters
 
 if TYPE_CHECKING:
     from reshard.forms.target import TargetForm
+    from reshard.names.sizes import Configuration
 
 
 class Layouts(Enum):
@@ -41,6 +42,14 @@ class Names(Enum):
     TRAINER = "likewise; trainers expect the names of their state"
 
 
+class Side(Enum):
+    """The model code whose names and packing the loaders of a form expect: a side of the tables of names."""
+
+    HUGGINGFACE = "huggingface"
+    MINDFORMERS = "mindformers"
+    MEGATRON = "megatron"
+
+
 class FormOptions(NamedTuple):
     """The options of a form, and its words in messages.
 
@@ -54,7 +63,7 @@ class FormOptions(NamedTuple):
         prefix: names of target files can be chosen, with --prefix.
         shards: tensors may be cut by rows over a number of files, with --shards.
         mindspore: MindSpore loads its files.
-        huggingface: its loaders expect Hugging Face's names, not MindFormers'.
+        side: whose names and packing its loaders expect.
         names: the names that its tensors have.
         metadata: keys in the headers of its files that its reader checks.
         arguments: it records the arguments of the training, which --args states.
@@ -69,7 +78,7 @@ class FormOptions(NamedTuple):
     prefix: bool = False
     shards: bool = False
     mindspore: bool = True
-    huggingface: bool = False
+    side: Side = Side.MINDFORMERS
     names: Names = Names.MODEL
     metadata: tuple[str, ...] = ()
     arguments: bool = False
@@ -250,6 +259,14 @@ class Form(Protocol):
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
         """The strategy that a checkpoint records; an InputError if it records none, or not for every tensor."""
         raise CheckpointError(f"{checkpoint.place}: does not record the layouts of its tensors", file=checkpoint.place)
+
+    def configuration(self, src: str, step: str) -> Optional[Configuration]:
+        """The model's sizes that a source records, as keys of a config.json; None if it records none.
+
+        Raises:
+            InputError: what it records contradicts itself, or gives rows another meaning.
+        """
+        return None
 
     def saved_cut(self, checkpoint: Checkpoint, name: str) -> Optional[SavedCut]:
         """The layout of a tensor in metadata; None if metadata does not list it."""

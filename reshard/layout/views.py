@@ -257,20 +257,21 @@ class View:
         )
         return View(tuple(self.shape[dimension] for dimension in order), tuple(regions))
 
-    def with_swapped_source(self, source: int) -> View:
-        """The same elements if the last two dimensions of a source are swapped where it is stored."""
+    def with_sources(self, numbers: Sequence[int]) -> View:
+        """The same view with other numbers of its sources, by the present ones."""
+        if all(number == place for place, number in enumerate(numbers)):
+            return self
+        return View(
+            self.shape,
+            tuple(each if each.is_zeros else each._replace(source=numbers[each.source]) for each in self.regions),
+        )
 
-        def swapped(region: Region) -> Region:
-            *outer, row, column = range(len(region.source_origin))
-            stored = {row: column, column: row}
-            places = [region.source_origin[stored.get(place, place)] for place in (*outer, row, column)]
-            loops = [
-                loop._replace(source_dimension=stored.get(loop.source_dimension, loop.source_dimension))
-                for loop in region.loops
-            ]
-            return _region(source, region.origin, places, loops)
-
-        return View(self.shape, tuple(swapped(each) if each.source == source else each for each in self.regions))
+    def with_needed_sources(self) -> tuple[tuple[int, ...], View]:
+        """The sources that have elements of it, ascending, and the view of these, numbered from 0."""
+        # A view without elements, or of zeros only, still gets its type from a source.
+        needed = sorted({region.source for region in self.regions} - {ZEROS}) or [0]
+        places = {source: place for place, source in enumerate(needed)}
+        return tuple(needed), self.with_sources([places.get(number, 0) for number in range(needed[-1] + 1)])
 
     def reshape(self, shape: Sequence[int]) -> View:
         """The same elements in C order, as a tensor of another shape.

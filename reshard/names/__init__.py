@@ -4,13 +4,23 @@
 `apply` computes the results as views. This room does not depend on files of tensors, dtypes or layouts.
 """
 
-from reshard.names.apply import Applied, NamedView, apply_rules
-from reshard.names.frameworks import name_before, plain_names, possible_plain_names, trainer_keys, trainer_names
-from reshard.names.operations import SizedOperation
+from reshard.names.apply import Applied, AppliedStep, NamedView, apply_rules, is_reversed
+from reshard.names.frameworks import (
+    megatron_name_before,
+    megatron_names,
+    name_before,
+    plain_names,
+    possible_plain_names,
+    trainer_keys,
+    trainer_names,
+)
+from reshard.names.operations import SizedOperation, repeated
 from reshard.names.rules import HUB_SIDE, NameRules, possible_options
-from reshard.names.sizes import Configuration
+from reshard.names.sizes import Configuration, merged
 from reshard.names.tables import (
+    MEGATRON,
     builtin_names,
+    chained_rules,
     config_beside,
     experts_table,
     parse_renames,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.errors import NamesError, UsageError
-from reshard.layout.views import ZEROS, View
+from reshard.layout.views import View
 from reshard.names.misfits import Completeness, Misfits
 from reshard.names.operations import PAD, TAKE, UNPAD, Shape, SizedOperation, apply_all
 from reshard.names.pattern import Pattern, SizedPattern
@@ -153,6 +153,20 @@ def apply_rules(
     if undetermined:
         raise UndeterminedError(rules, undetermined)
     return result
+
+
+def is_reversed(
+    rules: NameRules,
+    shapes: Mapping[str, Shape],
+    config: Optional[Mapping[str, object]] = None,
+    recorded: Mapping[str, str] = NONE_RECORDED,
+) -> bool:
+    """Whether the names of a checkpoint are those of the right side.
+
+    Raises:
+        NamesError: they fit both sides, or none.
+    """
+    return side_of(rules, settle(rules, config, shapes, recorded), shapes, None).reverse
 
 
 def _made(applied: Applied, contents: bool) -> Mapping[str, object]:
@@ -417,10 +431,5 @@ def _padding_note(operation: SizedOperation) -> str:
 
 def _needed(view: View, sources: int) -> tuple[Optional[tuple[int, ...]], View]:
     """The sources that a view needs, None for all, and the view with its sources renumbered."""
-    # A view without elements, or of zeros only, still gets its type from a source.
-    needed = sorted({region.source for region in view.regions} - {ZEROS}) or [0]
-    if len(needed) == sources:
-        return None, view
-    place = {source: number for number, source in enumerate(needed)}
-    regions = (region._replace(source=place.get(region.source, ZEROS)) for region in view.regions)
-    return tuple(needed), View(view.shape, tuple(regions))
+    needed, renumbered = view.with_needed_sources()
+    return None if len(needed) == sources else needed, renumbered

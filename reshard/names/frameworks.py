@@ -5,7 +5,7 @@
 | ``model.NAME`` | ``NAME`` |
 | ``optimizer.state.NAME.exp_avg``, ``optimizer.state.exp_avg.NAME`` | ``adam_m.NAME`` |
 | ``optimizer.state.NAME.exp_avg_sq``, ``optimizer.state.exp_avg_sq.NAME`` | ``adam_v.NAME`` |
-| ``optimizer.state.fp32_param.NAME`` | ``main_param.NAME`` |
+| ``optimizer.state.fp32_param.NAME``, ``optimizer.state.param.NAME`` of Megatron | ``main_param.NAME`` |
 
 Recorded keys around these, such as ``app`` in ``app.model.NAME``, are removed with them. Other optimizer state has no
 place outside of a trainer's state, such as a step for each parameter. Nothing is guessed: where a model's own names may
@@ -21,6 +21,8 @@ from reshard.text.names import TRAINER_OPTIMIZERS, is_weight, state_prefix, trai
 
 MODEL = "model."
 _STATES = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "fp32_param": "main_param."}
+# The masters of Megatron's fully_reshardable optimizer state, beside moments of the same parameter.
+_MASTER = "param"
 # Between these and the names of parameters.
 _INNER = ("optim.", "state.")
 # Modules around others, of torch.compile, FSDP and activation checkpointing.
@@ -83,7 +85,8 @@ def plain_names(
     if len(possible) > 1:
         # MindSpore's optimizers may have state beside the names of a trainer, such as moments.NAME.
         own = [name for name in names if name not in states and state_prefix(name, inner)]
-        parameters = {name.partition(".")[2] for name in (*own, *filter(None, map(_state_name, states)))}
+        state_names = (_state_name(name, states) for name in states)
+        parameters = {name.partition(".")[2] for name in (*own, *filter(None, state_names))}
         decided = {each for each in decided if parameters and parameters <= behind(each, weights)}
     if len(decided) != 1:
         # Recorded names at the root are those of a model, unless the optimizer has others.
@@ -96,7 +99,7 @@ def plain_names(
     new_names: dict[str, Optional[str]] = {}
     for name in names:
         if name in states:
-            new_names[name] = _state_name(name) if optimizer and name.startswith(around) else None
+            new_names[name] = _state_name(name, states) if optimizer and name.startswith(around) else None
         else:
             new_names[name] = _unwrapped(name[len(prefix) :] if name.startswith(prefix) else name)
     left_out = [name for name in names if new_names[name] is None]
@@ -117,21 +120,33 @@ def _is_model(beginning: str) -> bool:
 def possible_plain_names(name: str, optimizer: bool) -> list[str]:
     """The names that `plain_names` may give a tensor, whatever the others are; none where it is left out."""
     if trainer_optimizer(name):
-        state = _state_name(name) if optimizer else None
-        return [] if state is None else [state]
+        return _possible_states(name) if optimizer else []
     # Behind any key "model".
     parts = name.split(".")
     unrooted = [".".join(parts[place + 1 :]) for place, part in enumerate(parts[:-1]) if part == MODEL[:-1]]
-    state = _state_name(name) if optimizer and name.startswith(_BARE_STATE) else None
-    return [_unwrapped(each) for each in (name, *unrooted, *([] if state is None else [state]))]
+    states = _possible_states(name) if optimizer and name.startswith(_BARE_STATE) else []
+    return [_unwrapped(each) for each in (name, *unrooted, *states)]
 
 
-def _state_name(name: str) -> Optional[str]:
-    """MindSpore's name of optimizer state; None where it has none."""
+def _possible_states(name: str) -> list[str]:
+    return [*dict.fromkeys(filter(None, (_state_name(name, states) for states in ((), None))))]
+
+
+def _state_name(name: str, states: Optional[Collection[str]]) -> Optional[str]:
+    """MindSpore's name of optimizer state; None where it has none.
+
+    Args:
+        name: its name.
+        states: the names of all optimizer state; None if unknown.
+    """
     inner_name = name[len(trainer_optimizer(name)) :]
     for inner in _INNER:
         inner_name = inner_name[len(inner) :] if inner_name.startswith(inner) else inner_name
     first, _, behind = inner_name.partition(".")
+    if first == _MASTER:
+        # A module of a model may be called param, too.
+        moment = f"{name[: -len(inner_name)]}exp_avg.{behind}"
+        first = "fp32_param" if states is None or moment in states else first
     before, _, last = inner_name.rpartition(".")
     state, parameter = (first, behind) if first in _STATES else (last, before)
     # A number counts parameters of an unknown order.
@@ -164,6 +179,23 @@ def name_before(name: str) -> str:
     if len(keys) == len(("optimizer", "state", "NAME", "KEY")) and keys[-1] in _STATES:
         return _STATES[keys[-1]] + keys[-2]
     return keys[-1]
+
+
+def megatron_names(names: Collection[str]) -> dict[str, Optional[str]]:
+    """The names of tensors of a model, and of MindSpore's optimizer state, as Megatron's fully_reshardable has them."""
+    all_names = frozenset(names)
+    states = {**{prefix: state for state, prefix in _STATES.items()}, "main_param.": _MASTER}
+    new_names: dict[str, Optional[str]] = {}
+    for name in names:
+        word, dot, parameter = name.partition(".")
+        is_state = word + dot in states and parameter in all_names
+        new_names[name] = f"optimizer.state.{states[word + dot]}.{parameter}" if is_state else name
+    return new_names
+
+
+def megatron_name_before(name: str) -> str:
+    """The name that `megatron_names` replaced."""
+    return _state_name(name, None) or name if trainer_optimizer(name) else name
 
 
 def trainer_names(names: Collection[str]) -> dict[str, Optional[str]]:

@@ -142,7 +142,7 @@ class NameRules:
         return frozenset(options)
 
     def size_values(self, config: Optional[Mapping[str, object]]) -> dict[str, object]:
-        keys = {key for size in self.sizes for one in size.products for key in one.names}
+        keys = {key for size in self.sizes for key in size.keys}
         values = {key: config_value(config, key) for key in sorted(keys)}
         return {key: value for key, value in values.items() if value is not None}
 

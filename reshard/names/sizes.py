@@ -38,6 +38,11 @@ class ModelSize:
     def text(self) -> str:
         return " or ".join(one.text for one in self.products)
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of all its products."""
+        return tuple(key for one in self.products for key in one.names)
+
 
 class Configuration(dict[str, object]):
     """The content of a config.json.
@@ -49,6 +54,42 @@ class Configuration(dict[str, object]):
     def __init__(self, content: Mapping[str, object], path: str) -> None:
         super().__init__(content)
         self.path = path
+
+
+_PADDED = "vocab_size"
+"""A checkpoint's own value may be larger: it counts padding."""
+
+
+def merged(recorded: Configuration, stated: Optional[Configuration], sizes: Iterable[ModelSize] = ()) -> Configuration:
+    """The configuration that a checkpoint records, with what a config.json adds.
+
+    Args:
+        recorded: in the checkpoint.
+        stated: of the model's config.json, if any.
+        sizes: the sizes of tables, which may have other keys in the two.
+
+    Raises:
+        NamesError: the two contradict each other.
+    """
+    if stated is None:
+        return recorded
+    known = {key: value for key, value in stated.items() if value is not None}
+    values = [(key, known[key], value) for key, value in recorded.items() if value is not None and key in known]
+    both = [ModelSizes([*sizes], each) for each in (stated, recorded)]
+    for name in {size.name: None for size in sizes}:
+        ours, theirs = (each.known(name) for each in both)
+        if ours is not None and theirs is not None:
+            values.append((name, ours, theirs))
+    padded = {_PADDED, *(size.name for size in sizes if {*size.keys} == {_PADDED})}
+    for key, first, second in values:
+        smaller = key in padded and isinstance(first, int) and isinstance(second, int) and first <= second
+        if first != second and not smaller:
+            raise NamesError(
+                f"{stated.path}: {key} is {quoted(str(first))}, and {recorded.path} records {quoted(str(second))}",
+                file=stated.path,
+                hint="name the model's config.json with --config, or correct it",
+            )
+    return Configuration({**recorded, **known}, stated.path)
 
 
 class ModelSizes:
@@ -95,8 +136,7 @@ class ModelSizes:
                     f"the rules need the size {name} from config.json ({size.text}), which is missing",
                     hint="add --config FILE with the model's config.json",
                 )
-            keys = [key for one in size.products for key in one.names]
-            near = [near_key for key in keys for near_key in near_names(key, self._config)]
+            near = [near_key for key in size.keys for near_key in near_names(key, self._config)]
             raise NamesError(
                 f"{self.source} does not give the size {name}: it has no {size.text}"
                 + (f", but {quoted(near[0])}" if near else ""),

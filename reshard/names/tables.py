@@ -27,6 +27,11 @@ RENAME = "rename"
 
 _FUSED_EXPERTS = "fused_experts"
 
+MEGATRON = "megatron"
+"""The built-in table between Hugging Face's names and Megatron's, of all families."""
+
+_FAMILY = "family"
+
 _BUILTIN = BuiltinFiles(__file__, "table", NamesError, "reshard names list")
 _OPTIONS = re.compile(r"(?:,[a-z][a-z0-9_]*=[A-Za-z0-9_]+)+\Z")
 _LARGEST_CONFIG = 1 << 22
@@ -78,6 +83,33 @@ def builtin_names() -> list[str]:
 
 def rules_named(text_of_user: str) -> NameRules:
     """The table of a file, or a built-in one; options may follow: ``qwen3,gate_up=halves``."""
+    name, stated = _typed(text_of_user)
+    return with_options(_table(name), stated)
+
+
+def chained_rules(text_of_user: str) -> tuple[NameRules, Optional[NameRules]]:
+    """The table as `rules_named` reads it, and Megatron's for the same family; None for a table of no family.
+
+    An option belongs to every table that has it.
+    """
+    name, stated = _typed(text_of_user)
+    rules, megatron = _table(name), _table(MEGATRON)
+    families = next(option.values for option in megatron.options if option.name == _FAMILY)
+    if name not in families:
+        return with_options(rules, stated), None
+    of_megatron = {option.name for option in megatron.options} - {_FAMILY}
+    of_family = {option.name for option in rules.options}.union(stated.keys() - of_megatron)
+    parts = ({key: value for key, value in stated.items() if key in known} for known in (of_family, of_megatron))
+    of_rules, others = parts
+    return with_options(rules, of_rules), with_options(megatron, {_FAMILY: name, **others})
+
+
+def _table(name: str) -> NameRules:
+    return replace(read_rules(_BUILTIN.path(name) or name), path=name)
+
+
+def _typed(text_of_user: str) -> tuple[str, dict[str, str]]:
+    """The name of a table, and the options that follow it."""
     options = None if is_regular_file(text_of_user) else _OPTIONS.search(text_of_user)
     table = text_of_user if options is None else text_of_user[: options.start()]
     stated: dict[str, str] = {}
@@ -86,7 +118,7 @@ def rules_named(text_of_user: str) -> NameRules:
         if name in stated:
             raise UsageError(f"{text_of_user}: {name} is stated twice")
         stated[name] = value
-    return with_options(replace(read_rules(_BUILTIN.path(table) or table), path=table), stated)
+    return table, stated
 
 
 def experts_table(fused: str, config: Optional[Mapping[str, object]]) -> NameRules:

@@ -93,7 +93,7 @@ def reading_request(
     check_options(read, form)
     source = source_strategy(read, form, report, option, unrecorded)
     target, file = _target(asked, form, source, rank, report)
-    rules = edit_rules(read.path, asked.edits) if edits is None else edits
+    rules = edit_rules(read.path, asked.edits, step=read.step) if edits is None else edits
     one = replace(asked, files=(file,))
     return Request(one, form, source, form_named(DEFAULT_FORM), target, rules, Task(in_memory=True))
 

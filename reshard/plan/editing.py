@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -14,7 +15,7 @@ from reshard.checkpoints.formats.dtypes import INT4, TEXT
 from reshard.errors import CheckpointError, NamesError, UsageError
 from reshard.layout.views import View
 from reshard.plan.casts import cast
-from reshard.plan.edits import Additions, EditRules, recorded_name
+from reshard.plan.edits import Additions, EditRules, Settled, recorded_name
 from reshard.storage import absolute
 from reshard.strategies import Strategy
 from reshard.text.messages import Report, as_pattern, listing, plural, quoted
@@ -43,7 +44,7 @@ def edited(checkpoint: Checkpoint, edits: EditRules, report: Report, complete: b
     edits = edits.for_experts(editing.recipes)
     if edits.additions is not None:
         editing.add(edits.additions, edits.model_names(editing.recipes, checkpoint))
-    identity = edits.identity() if edits.table is None else editing.apply_table(edits.table, edits, complete)
+    identity = edits.identity() if edits.table is None else editing.apply_tables(edits, complete)
     if edits.renames is not None:
         editing.apply_renames(edits.renames)
     if edits.exactly:
@@ -151,14 +152,22 @@ class _Editing:
         }
         self.values = {name for name in self.values if not is_part(name)}
 
-    def apply_table(self, table: NameRules, edits: EditRules, complete: bool) -> str:
+    def apply_tables(self, edits: EditRules, complete: bool) -> str:
         """Apply rules of names and packing; returns the identity of the edits."""
+        if edits.quantisation is None:
+            _check_not_quantised(self._checkpoint)
+        settled: list[Settled] = []
+        for link in edits.chain(self._shapes()):
+            applied = edits.apply_table(link, self._shapes())
+            self._apply_table(link.rules, applied, edits, complete)
+            settled.append((link.rules, applied.options, applied.reversed))
+        self.unseen = dict.fromkeys(self.unseen)
+        return edits.identity(settled)
+
+    def _apply_table(self, table: NameRules, applied: Applied, edits: EditRules, complete: bool) -> None:
         # Loaded only here: most conversions have no rules.
         from reshard.names import HUB_SIDE
 
-        if edits.quantisation is None:
-            _check_not_quantised(self._checkpoint)
-        applied = edits.apply_table(self._shapes())
         old, new = table.sides[:: -1 if applied.reversed else 1]
         self._report.note(f"names and packing by the rules {table.path}: {old} to {new}")
         if applied.tied and not complete:
@@ -167,27 +176,36 @@ class _Editing:
                 f"{quoted(first)} and {quoted(second)} cannot be compared without the whole source",
                 parameter=second,
             )
-        packing = _packing(edits, applied)
-        if old != HUB_SIDE:
+        packing = _packing(edits, table, applied)
+        if old != HUB_SIDE and table is not edits.megatron:
             _check_packing(self._checkpoint.place, edits.source_packing, packing, table.packing_options, self._report)
-        self.packing = () if new == HUB_SIDE else packing
-        tensors, recipes = self._checkpoint.tensors, self.recipes
-        # By the names in the files, which an earlier renaming may have changed. Rules that move values are refused
-        # elsewhere.
-        self.tied = [
-            TiedTensors(
-                tensors[recipes[first].sources[0]],
-                (tensors[recipes[second].sources[0]],),
-                "the rules write only the first, as for a tied model",
-                "if the model does not tie them, set tie_word_embeddings to false in config.json; options of built-in "
-                "rules: reshard names show TABLE",
-            )
-            for first, second in applied.tied
-            if first in recipes and second in recipes
-        ]
+        # Form and names determine all of Megatron's packing.
+        self.packing = () if new == HUB_SIDE or table is edits.megatron else packing
+        # Rules that move values are refused elsewhere.
+        recipes = self.recipes
+        tied = [self._tied(first, second) for first, second in applied.tied if first in recipes and second in recipes]
+        self.tied = [*self.tied, *filter(None, tied)]
         self._apply(applied)
-        self.unseen = dict.fromkeys(self.unseen)
-        return edits.identity(applied.options, applied.reversed)
+
+    def _tied(self, first: str, second: str) -> Optional[TiedTensors]:
+        """Tensors of which rules use the first; None if a table before has made both of the same elements."""
+        recipes = [self.recipes[first], self.recipes[second]]
+        if recipes[0] == recipes[1]:
+            return None
+        if any(recipe.view is not None for recipe in recipes):
+            raise CheckpointError(
+                f"{quoted(first)} and {quoted(second)} are made of parts of tensors, which cannot be compared",
+                parameter=second,
+            )
+        # By the names in the files, which an earlier renaming may have changed.
+        representative, copy = (self._checkpoint.tensors[recipe.sources[0]] for recipe in recipes)
+        return TiedTensors(
+            representative,
+            (copy,),
+            "the rules write only the first, as for a tied model",
+            "if the model does not tie them, set tie_word_embeddings to false in config.json; options of built-in "
+            "rules: reshard names show TABLE",
+        )
 
     def apply_renames(self, renames: NameRules) -> None:
         from reshard.names import apply_rules
@@ -205,10 +223,13 @@ class _Editing:
         """Set the tensors and values after rules; refuse rules that take an entry without a layout."""
         recipes: dict[str, Recipe] = {}
         values: set[str] = set()
+        packed = self._repeated(applied) if any(recipe.view is not None for recipe in self.recipes.values()) else {}
         for name, (_, sources, view) in applied.views.items():
             no_layout = next((source for source in sources if source not in self.recipes), None)
-            if no_layout is None:
-                recipes[name] = self._packed(name, sources, view)
+            if name in packed:
+                recipes[name] = packed[name]
+            elif no_layout is None:
+                recipes[name] = self._packed(sources, view)
             elif sources == (name,) and view.is_all_of(_stored(self._checkpoint, name).shape):
                 values.add(name)
             else:
@@ -225,21 +246,45 @@ class _Editing:
             self._report.note(note)
         self.recipes, self.values = recipes, values
 
-    def _packed(self, name: str, sources: Sequence[str], view: View) -> Recipe:
-        """A tensor that rules make of others; refuse sources that are made of others themselves."""
-        if len(sources) == 1 and view.is_all_of(self._shape(self.recipes[sources[0]])):
-            return self.recipes[sources[0]]
-        for number, source in enumerate(sources):
-            source_view = self.recipes[source].view
-            if source_view is None:
-                continue
-            # Only the first table packs, and before it only dequantised tensors have a view.
-            if source_view != _swapped(self._checkpoint.tensors[self.recipes[source].sources[0]].shape):
-                raise CheckpointError(
-                    f"{quoted(name)}: {quoted(source)} is already made of parts of tensors", parameter=source
-                )
-            view = view.with_swapped_source(number)
+    def _packed(self, sources: Sequence[str], view: View) -> Recipe:
+        """A tensor that rules make of whole tensors, or an unchanged one."""
+        first = self.recipes[sources[0]]
+        if len(sources) == 1 and view.is_all_of(self._shape(first)):
+            return first
+        # Those of views are made by `_repeated`, unless another operand has no layout.
+        part = next((source for source in sources if self.recipes[source].view is not None), None)
+        if part is not None:
+            raise CheckpointError(f"{quoted(part)} is already made of parts of tensors", parameter=part)
         return Recipe(tuple(self.recipes[source].sources[0] for source in sources), view)
+
+    def _repeated(self, applied: Applied) -> dict[str, Recipe]:
+        """The tensors that rules make of tensors which are views themselves: operations repeated on these views."""
+        from reshard.names import repeated
+
+        # Layers that are made alike.
+        made: dict[tuple[object, ...], list[tuple[tuple[int, ...], View]]] = {}
+        recipes: dict[str, Recipe] = {}
+        for step in applied.steps:
+            operands = [self.recipes.get(source) for source in step.sources]
+            if not step.operations or None in operands or all(each is None or each.view is None for each in operands):
+                continue
+            operands_of = [each for each in operands if each is not None]
+            stored = [*dict.fromkeys(itertools.chain.from_iterable(each.sources for each in operands_of))]
+            number_of = {name: number for number, name in enumerate(stored)}
+            views: Sequence[View] = [
+                self._view(each).with_sources([number_of[name] for name in each.sources]) for each in operands_of
+            ]
+            key = (step.operations, *views)
+            if key not in made:
+                for operation in step.operations:
+                    views = repeated(operation, views)
+                made[key] = [view.with_needed_sources() for view in views]
+            for target, (numbers, view) in zip(step.targets, made[key]):
+                recipes[target] = Recipe(tuple(stored[number] for number in numbers), view)
+        return recipes
+
+    def _view(self, recipe: Recipe) -> View:
+        return View.whole(0, self._shape(recipe)) if recipe.view is None else recipe.view
 
     def check_types(self) -> None:
         """Refuse tensors of mixed types, and views that divide a byte."""
@@ -265,13 +310,12 @@ class _Editing:
         return self._checkpoint.tensors[recipe.sources[0]].shape if recipe.view is None else recipe.view.shape
 
 
-def _packing(edits: EditRules, applied: Applied) -> tuple[str, ...]:
+def _packing(edits: EditRules, table: NameRules, applied: Applied) -> tuple[str, ...]:
     """The applied table, its typed and its decisive options, and the sizes, as ``KEY=VALUE``."""
-    assert edits.table is not None
-    texts = [f"table={recorded_name(edits.table)}"]
+    texts = [f"table={recorded_name(table)}"]
     if edits.config_path is not None:
         texts.append(f"config={absolute(edits.config_path)}")
-    recorded = edits.table.packing_options.union(name for name, _ in edits.table.chosen)
+    recorded = table.packing_options.union(name for name, _ in table.chosen)
     texts += (f"option {name}={applied.options[name]}" for name in sorted(recorded))
     return (*texts, *(f"size {name}={value}" for name, value in applied.sizes.items()))
 

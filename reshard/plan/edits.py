@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Protocol
 
@@ -14,7 +15,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor
 from reshard.checkpoints.formats.dtypes import CAST_TO, dtype_named
 from reshard.errors import CheckpointError, NamesError, UsageError
-from reshard.forms.form import EditedStep, Form, Names
+from reshard.forms.form import EditedStep, Form, Names, Side
 from reshard.forms.registry import form_named, form_of
 from reshard.storage import absolute, is_directory, is_regular_file
 from reshard.strategies import SAME, Strategy
@@ -58,11 +59,26 @@ class Additions(Protocol):
         """Whether a tensor belongs to the additions and is not written itself."""
 
 
+class Link(NamedTuple):
+    """A table of a chain, and the direction that it is read in; None for the one that fits."""
+
+    rules: NameRules
+    reverse: Optional[bool]
+
+
+Chain = tuple[Link, ...]
+"""Tables that follow each other: each takes the tensors that the one before makes."""
+
+Settled = tuple["NameRules", Mapping[str, str], bool]
+"""A table that was applied, all its options, and whether it was read from right to left."""
+
+
 class EditRules(NamedTuple):
     """Other names, packing and types.
 
     Attributes:
         table: rules of names and packing.
+        megatron: the rules between Hugging Face's names and Megatron's, where an end is Megatron's: see `chains`.
         renames: rules that give other names, after the table.
         config: the model's sizes for the rules, and its type.
         reverse: whether the table is read from right to left; None: the direction that fits.
@@ -78,10 +94,12 @@ class EditRules(NamedTuple):
             copy codes and scales unchanged.
         config_path: the file or directory of the model's configuration, if it was named or is the source's.
         source_packing: the `packing` that the source's records list; empty without records of a table.
-        to_huggingface: the target's loaders expect Hugging Face's names.
+        source_side: whose names the source's form has.
+        side: whose names the target's loaders expect; None if nothing is written.
     """
 
     table: Optional[NameRules] = None
+    megatron: Optional[NameRules] = None
     renames: Optional[NameRules] = None
     config: Optional[Mapping[str, object]] = None
     reverse: Optional[bool] = None
@@ -95,25 +113,66 @@ class EditRules(NamedTuple):
     quantisation: Optional[Quantisation] = None
     config_path: Optional[str] = None
     source_packing: tuple[str, ...] = ()
-    to_huggingface: bool = False
+    source_side: Optional[Side] = None
+    side: Optional[Side] = None
 
     @property
     def is_empty(self) -> bool:
         """Whether all names, packing and types are unchanged."""
-        return self._replace(config=None, config_path=None, source_packing=(), to_huggingface=False) == NO_EDITS
+        return self.changes == NO_EDITS
 
-    def identity(self, options: Optional[Mapping[str, str]] = None, reverse: bool = False) -> str:
+    @property
+    def changes(self) -> EditRules:
+        """These edits without what changes nothing alone: equal to `NO_EDITS` if names, packing and types stay."""
+        return self._replace(config=None, config_path=None, source_packing=(), source_side=None, side=None)
+
+    def chains(self) -> Sequence[Chain]:
+        """The possible chains of tables.
+
+        Megatron's table leads to Hugging Face's names, and a family's on to MindFormers'; to Megatron, they lead the
+        other way.
+        """
+        if self.table is None:
+            return ((),)
+        if self.megatron is None:
+            return ((Link(self.table, self.reverse),),)
+        last: Chain = ()
+        if self.side is Side.MEGATRON:
+            last = (Link(self.megatron, False),)
+        elif self.side is Side.MINDFORMERS:
+            last = (Link(self.table, False),)
+        if self.source_side is Side.MEGATRON:
+            return ((Link(self.megatron, True), *last),)
+        from_mindformers = (Link(self.table, True), *last)
+        return (from_mindformers,) if self.reverse else (last, from_mindformers)
+
+    def chain(self, shapes: Mapping[str, tuple[int, ...]]) -> Chain:
+        """The tables for tensors of these names and shapes.
+
+        Raises:
+            NamesError: the names are neither Hugging Face's nor MindFormers'.
+        """
+        first, *others = self.chains()
+        if not others:
+            return first
+        from reshard.names import is_reversed
+
+        assert self.table is not None
+        (second,) = others
+        return second if is_reversed(self.table, shapes, self.config, self.recorded_options) else first
+
+    def identity(self, tables: Sequence[Settled] = ()) -> str:
         """A text; edits that make equal tensors have equal texts.
 
         Args:
-            options: the table's options, stated or default.
-            reverse: whether the table is read from right to left.
+            tables: those of the chain.
         """
-        table = None
-        if self.table is not None:
+        texts = []
+        for rules, options, reverse in tables:
             # The rest of a configuration may change between two runs.
-            sizes = json.dumps(self.table.size_values(self.config), sort_keys=True)
-            table = (self.table.text, sorted((options or {}).items()), reverse, self.optimizer, sizes)
+            sizes = json.dumps(rules.size_values(self.config), sort_keys=True)
+            texts.append((rules.text, sorted(options.items()), reverse, self.optimizer, sizes))
+        table = texts[0] if len(texts) == 1 else tuple(texts) or None
         renames = () if self.renames is None else tuple(rule.where for rule in self.renames.rules)
         additions = None if self.additions is None else self.additions.identity
         quantisation = None if self.quantisation is None else self.quantisation.identity
@@ -127,20 +186,19 @@ class EditRules(NamedTuple):
             return {}
         return {key[len("option ") :]: value for key, value in recorded.items() if key.startswith("option ")}
 
-    def apply_table(self, shapes: Mapping[str, tuple[int, ...]]) -> Applied:
-        """Apply the rules of names and packing to tensors of these shapes; see `names.apply_rules`."""
+    def apply_table(self, link: Link, shapes: Mapping[str, tuple[int, ...]]) -> Applied:
+        """Apply rules of names and packing to tensors of these shapes; see `names.apply_rules`."""
         # Loaded only here: most conversions have no rules.
         from reshard.names import apply_rules
 
-        assert self.table is not None
         return apply_rules(
-            self.table,
+            link.rules,
             shapes,
             self.config,
-            self.reverse,
+            link.reverse,
             self.optimizer,
-            recorded=self.recorded_options,
-            to_huggingface=self.to_huggingface,
+            recorded=self.recorded_options if link.rules is self.table else {},
+            to_huggingface=self.side is Side.HUGGINGFACE and self.megatron is None,
         )
 
     def possible_names(self, name: str) -> Iterator[Optional[str]]:
@@ -183,7 +241,11 @@ class EditRules(NamedTuple):
                 file=checkpoint.place,
                 hint=f"`reshard convert` removes it with {' '.join(words)} and keeps all names with --rename '*=*'",
             )
-        if self.plain == PLAIN_WEIGHTS and not _MEGATRON.isdisjoint(name.split("/")[0] for name in checkpoint.objects):
+        if (
+            self.plain == PLAIN_WEIGHTS
+            and self.table is None
+            and not _MEGATRON.isdisjoint(name.split("/")[0] for name in checkpoint.objects)
+        ):
             report.warn("names and stacked layers are Megatron's and stay: transformers does not load them")
         if renamed.left_out:
             report.note(
@@ -249,6 +311,8 @@ class EditRules(NamedTuple):
             names: of the tensors after these edits.
             recorded: the keys in the source. Names that these edits gave have keys where the source has their root.
         """
+        if self.trainer and self.side is Side.MEGATRON:
+            return {}
         roots = {keys[0] for keys in recorded.values() if len(keys) > 1}
         if not self.trainer and not roots:
             return recorded
@@ -268,8 +332,10 @@ class EditRules(NamedTuple):
         """
         if not self.trainer:
             return {}
-        from reshard.names import trainer_names
+        from reshard.names import megatron_names, trainer_names
 
+        if self.side is Side.MEGATRON:
+            return megatron_names(names)
         renamed = trainer_names(names)
         report.note("names: weights get the prefix 'model.', as in a trainer's state")
         return renamed
@@ -281,7 +347,7 @@ class EditRules(NamedTuple):
             names: of the tensors that are written.
             report: gets the note.
         """
-        if self.trainer and any(name.startswith("optimizer.") for name in names):
+        if self.trainer and self.side is not Side.MEGATRON and any(name.startswith("optimizer.") for name in names):
             report.note(
                 "optimizer.state has no step for each parameter, which MindSpore does not save: torch loads it with "
                 "DefaultLoadPlanner(allow_partial_load=True)"
@@ -297,9 +363,10 @@ class EditRules(NamedTuple):
         listed = set(target.parameters)
         if target.is_placeholder or target.is_none or listed.issuperset(names):
             return target
-        from reshard.names import name_before
+        from reshard.names import megatron_name_before, name_before
 
-        after = {name_before(name): name for name in names}
+        before = megatron_name_before if self.side is Side.MEGATRON else name_before
+        after = {before(name): name for name in names}
         # Without a renaming, tensors may have the names that the strategy lists. Other state, such as moments.w, keeps
         # its name in a trainer's state.
         changed = {name for before, name in after.items() if before != name}
@@ -314,14 +381,18 @@ class EditRules(NamedTuple):
         Raises:
             NamesError: an option is missing.
         """
-        if self.table is None:
-            yield self.identity()
-            return
+        for chain in self.chains():
+            for tables in itertools.product(*map(self._possibly_settled, chain)):
+                yield self.identity(tables)
+
+    def _possibly_settled(self, link: Link) -> list[Settled]:
+        # Loaded only here: most conversions have no rules.
         from reshard.names import possible_options
 
-        for options in possible_options(self.table, self.config, self.recorded_options):
-            for reverse in (False, True) if self.reverse is None else (self.reverse,):
-                yield self.identity(options, reverse)
+        recorded = self.recorded_options if link.rules is self.table else {}
+        directions = (False, True) if link.reverse is None else (link.reverse,)
+        possible = possible_options(link.rules, self.config, recorded)
+        return [(link.rules, options, reverse) for options in possible for reverse in directions]
 
     def step_editor(self, target: Strategy) -> Callable[[Checkpoint], EditedStep]:
         """A function that edits a checkpoint, complete or not; see `forms.form.ReadRequest`.
@@ -372,8 +443,8 @@ def between_forms(edits: EditRules, src: str, form: Form, to: Form, keep: bool =
         ReshardError: the configuration cannot be read.
     """
     source, target = form.options, to.options
-    edits = edits._replace(to_huggingface=target.huggingface)
-    published = target.names is Names.MODEL and target.huggingface
+    edits = edits._replace(side=target.side)
+    published = target.names is Names.MODEL and target.side is Side.HUGGINGFACE
     if published and not source.mindspore and form.name != to.name and not keep:
         config = edits.config
         # verl stores the configuration in a directory of its own.
@@ -388,8 +459,8 @@ def between_forms(edits: EditRules, src: str, form: Form, to: Form, keep: bool =
     plain = None
     trains = source.names is not Names.MODEL
     if trains and target.names is Names.MODEL:
-        plain = PLAIN_ALL if target.mindspore else PLAIN_WEIGHTS
-    elif trains and edits.table is not None:
+        plain = PLAIN_ALL if target.mindspore or edits.optimizer else PLAIN_WEIGHTS
+    elif trains and (edits.table is not None or target.side is Side.MEGATRON):
         plain, trains = PLAIN_ALL, False
     trainer = not trains and target.names is Names.TRAINER
     return edits._replace(plain=plain, trainer=trainer) if plain or trainer else edits
@@ -410,25 +481,37 @@ def edits_to_model(form: Form) -> EditRules:
 _CONFIG = "config.json"
 
 
-def edit_rules(src: str, asked: Edits, to: Optional[Form] = None) -> EditRules:
+def edit_rules(src: str, asked: Edits, to: Optional[Form] = None, step: str = "latest") -> EditRules:
     """The rules of names, packing and types that are asked for; empty for unchanged ones.
 
     Args:
         src: the source; its config.json is the default.
         asked: what is asked.
         to: the form of the target, which may have other names; None if nothing is written.
+        step: the step of the source, whose configuration may be recorded.
 
     Raises:
         UsageError: options contradict each other, or name an unknown type.
         ReshardError: a table cannot be read.
     """
-    rules = _asked_rules(src, asked)
+    rules = _asked_rules(src, asked, to, step)
     if to is None:
         return rules
-    return between_forms(rules, src, form_of(src), to, keep=asked.names is not None)
+    form = form_of(src)
+    if (
+        to.options.side is Side.MEGATRON
+        and form.options.side is not Side.MEGATRON
+        and not (asked.names or asked.rename)
+    ):
+        raise UsageError(
+            f"--to {to.name}: Megatron has other names and packing than {src}",
+            hint="name the family of the model: --names llama, qwen2, qwen3, qwen3_moe or deepseek_v3, with --config "
+            "for the config.json of the model; --names none keeps all names",
+        )
+    return between_forms(rules, src, form, to, keep=asked.names is not None)
 
 
-def _asked_rules(src: str, asked: Edits) -> EditRules:
+def _asked_rules(src: str, asked: Edits, to: Optional[Form], step: str) -> EditRules:
     names, config, exactly = asked.names, asked.config, asked.exactly
     for option, is_set in (("reverse", asked.reverse), ("optimizer", asked.optimizer is not None)):
         if is_set and names in (None, NO_TABLE):
@@ -438,17 +521,35 @@ def _asked_rules(src: str, asked: Edits) -> EditRules:
     if not (is_directory(src) or form_of(src).options.by_rank):
         # An index or the one file of a model.
         src = os.path.dirname(src)
-    if names not in (None, NO_TABLE) and config is None and is_regular_file(os.path.join(src, _CONFIG)):
+    form, named = form_of(src), names not in (None, NO_TABLE)
+    if named and config is None and is_regular_file(os.path.join(src, _CONFIG)):
         config = os.path.join(src, _CONFIG)
     # Loaded only here: most conversions have no rules.
-    from reshard.names import parse_renames, read_config, rules_named
+    from reshard.names import MEGATRON, chained_rules, merged, parse_renames, read_config, rules_named
     from reshard.plan.casts import CastRule
     from reshard.records.ledger import packing_of
 
-    table = None if names is None or names == NO_TABLE else rules_named(names)
+    table, megatron = None, None
+    if names is not None and named:
+        if names.partition(",")[0] == MEGATRON:
+            raise UsageError(
+                f"--names {names}: the table {MEGATRON} follows from Megatron's form",
+                hint="name the family of the model: --names llama, qwen2, qwen3, qwen3_moe or deepseek_v3",
+            )
+        if Side.MEGATRON in (form.options.side, None if to is None else to.options.side):
+            table, megatron = chained_rules(names)
+        else:
+            table = rules_named(names)
     sizes = None if config is None else read_config(config)
+    recorded = form.configuration(src, step) if named else None
+    if recorded is not None:
+        both = (size for rules in (table, megatron) if rules is not None for size in rules.sizes)
+        sizes = merged(recorded, sizes, [*both])
+    if megatron is not None and asked.reverse and form.options.side is Side.MEGATRON:
+        raise UsageError("--reverse: the names of a Megatron checkpoint decide the direction", hint="leave it out")
     return EditRules(
         table=table,
+        megatron=megatron,
         renames=parse_renames(asked.rename) if asked.rename else None,
         config=sizes,
         reverse=True if asked.reverse else None,
@@ -458,6 +559,7 @@ def _asked_rules(src: str, asked: Edits) -> EditRules:
         quantisation=None if asked.dequantize is None else _quantisation(asked.dequantize, src, sizes),
         config_path=config,
         source_packing=() if table is None else packing_of(src),
+        source_side=form.options.side,
     )
 
 

@@ -5,10 +5,10 @@ The rules, as numeric operations, come from `names`. `operations` executes them 
 
 from __future__ import annotations
 
-import itertools
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Union
 
 from reshard.checkpoints.checkpoint import ShardReading
 from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
@@ -21,15 +21,18 @@ from reshard.verification.operations import DerivedTensor, lists_of, needed_sour
 from reshard.verification.stored import Content, Source, StoredTensor
 
 if TYPE_CHECKING:
-    from reshard.names import Applied, SizedOperation
-    from reshard.plan.edits import EditRules
+    from reshard.names import Applied, NameRules, SizedOperation
+    from reshard.plan.edits import EditRules, Link
 
 
 class _Recipe(NamedTuple):
-    """Operations on tensors of the source, and the number of the result."""
+    """Operations on tensors of the source, by name, or on those that other operations make; the number of the result.
+
+    Without operations, a tensor of the source.
+    """
 
     operations: tuple[SizedOperation, ...]
-    sources: tuple[str, ...]
+    sources: tuple[Union[str, _Recipe], ...]
     number: int = 0
 
 
@@ -40,7 +43,7 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         InputError: the edits do not fit the source.
     """
     # Imported only here: most checkpoints are compared without rules.
-    from reshard.names import apply_rules, plain_names, trainer_names
+    from reshard.names import apply_rules, megatron_names, plain_names, trainer_names
 
     base.check_read(lambda name: True)
     tied: list[tuple[Content, Content]] = []
@@ -52,7 +55,7 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         originals, kept_values = dequantised_tensors(base, edits.quantisation)
 
     def shapes() -> dict[str, Shape]:
-        of_tensors = {name: _lists(recipe, originals)[-1][recipe.number] for name, recipe in recipes.items()}
+        of_tensors = {name: _shape(recipe, originals) for name, recipe in recipes.items()}
         return {**of_tensors, **{name: base.value(name, base.values[name][0]).shape for name in kept_values}}
 
     recipes = {name: _Recipe((), (name,)) for name in originals}
@@ -60,11 +63,14 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         plain = plain_names(originals, base.checkpoint.objects, base.checkpoint.nested, edits.plain != "weights")
         recipes = {new: recipes[old] for old, new in plain.names.items() if new is not None}
     edits = edits.for_experts(recipes)
-    if edits.table is not None:
-        applied = edits.apply_table(shapes())
+    for link in _chain(edits, shapes):
+        applied = edits.apply_table(link, shapes())
         # Rules do not see the names in the files where an earlier renaming changed them.
-        contents = {name: originals[recipe.sources[0]] for name, recipe in recipes.items()}
-        tied = [(contents[one], contents[two]) for one, two in applied.tied if contents.keys() >= {one, two}]
+        tied += [
+            (_content(one, recipes[one], originals, None), _content(two, recipes[two], originals, None))
+            for one, two in applied.tied
+            if recipes.keys() >= {one, two} and recipes[one] != recipes[two]
+        ]
         recipes, kept_values = _ruled(recipes, kept_values, applied)
         for names, why in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, "optimizer state")):
             if names:
@@ -76,7 +82,9 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
     model_names = edits.model_names(recipes.keys(), base.checkpoint)
     last_names: dict[str, str] = {}
     if edits.trainer:
-        last_names = {name: new or name for name, new in trainer_names(recipes.keys()).items()}
+        to_megatron = edits.side is not None and edits.side.value == "megatron"
+        names_of = megatron_names if to_megatron else trainer_names
+        last_names = {name: new or name for name, new in names_of(recipes.keys()).items()}
     model_names = {last_names.get(name, name): model_names[name] for name in recipes}
     recipes = {last_names.get(name, name): recipe for name, recipe in recipes.items()}
     # A weight without a layout is a tensor, and a value while it keeps its name.
@@ -93,12 +101,50 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
     )
 
 
+def _chain(edits: EditRules, shapes: Callable[[], Mapping[str, Shape]]) -> list[Link]:
+    """The tables that lead from the names of the source to those of the target, which is decided here again."""
+    if edits.table is None:
+        return []
+    # Imported only here: most checkpoints are compared without rules.
+    from reshard.plan.edits import Link
+
+    if edits.megatron is None:
+        return [Link(edits.table, edits.reverse)]
+    chain = []
+    ends = [None if side is None else side.value for side in (edits.source_side, edits.side)]
+    if ends[0] == "megatron":
+        chain.append(Link(edits.megatron, True))
+    elif edits.reverse or _is_right(edits.table, shapes()):
+        chain.append(Link(edits.table, True))
+    if ends[1] == "megatron":
+        chain.append(Link(edits.megatron, False))
+    elif ends[1] == "mindformers":
+        chain.append(Link(edits.table, False))
+    return chain
+
+
+def _is_right(rules: NameRules, names: Collection[str]) -> bool:
+    """Whether more names, numbers apart, are on the right of a table than on its left."""
+    counts = []
+    for right in (False, True):
+        patterns = {re.sub(r"\{[^}]*\}", "0", each.text) for rule in rules.rules for each in rule.side(right)}
+        counts.append(sum(re.sub("[0-9]+", "0", name) in patterns for name in names))
+    return counts[1] > counts[0]
+
+
 def stored_parts(source: Source) -> dict[str, StoredTensor]:
     """The tensors in files that other tensors of a source are computed from, by name."""
-    computed = [tensor for tensor in source.tensors.values() if not isinstance(tensor, StoredTensor)]
-    parts = itertools.chain.from_iterable(getattr(each, "sources", [each]) for each in computed)
-    stored = itertools.chain.from_iterable(getattr(each, "sources", [each]) for each in parts)
-    return {each.name: each for each in stored if isinstance(each, StoredTensor)}
+    parts = [tensor for tensor in source.tensors.values() if not isinstance(tensor, StoredTensor)]
+    stored: dict[str, StoredTensor] = {}
+    seen: set[int] = set()
+    while parts:
+        for each in getattr(parts.pop(), "sources", ()):
+            if isinstance(each, StoredTensor):
+                stored[each.name] = each
+            elif id(each) not in seen:
+                seen.add(id(each))
+                parts.append(each)
+    return stored
 
 
 def same_layouts(source: Source, strategy: Strategy) -> Strategy:
@@ -127,8 +173,24 @@ def renamed(strategy: Strategy, names: Mapping[str, Optional[str]]) -> Strategy:
     return strategy.with_layouts(lambda layouts: {names.get(name) or name: one for name, one in layouts.items()})
 
 
-def _lists(recipe: _Recipe, originals: Mapping[str, Content]) -> list[list[Shape]]:
-    return lists_of(recipe.operations, [originals[source].shape for source in recipe.sources])
+def _shapes(recipe: _Recipe, originals: Mapping[str, Content]) -> tuple[Shape, ...]:
+    """The shapes of a recipe's sources."""
+    return tuple(
+        originals[source].shape if isinstance(source, str) else _shape(source, originals) for source in recipe.sources
+    )
+
+
+def _shape(recipe: _Recipe, originals: Mapping[str, Content]) -> Shape:
+    return lists_of(recipe.operations, _shapes(recipe, originals))[-1][recipe.number]
+
+
+def _needed(recipe: _Recipe, originals: Mapping[str, Content]) -> dict[str, Content]:
+    """The tensors of the source that a result may have elements of, by name."""
+    needed: dict[str, Content] = {}
+    for number in sorted(needed_sources(recipe.operations, _shapes(recipe, originals), recipe.number)):
+        source = recipe.sources[number]
+        needed.update({source: originals[source]} if isinstance(source, str) else _needed(source, originals))
+    return needed
 
 
 def _content(name: str, recipe: _Recipe, originals: Mapping[str, Content], requested: Optional[str]) -> Content:
@@ -137,19 +199,13 @@ def _content(name: str, recipe: _Recipe, originals: Mapping[str, Content], reque
     Raises:
         CheckpointError: its elements cannot be cast.
     """
-    sources = [originals[source] for source in recipe.sources]
+    used = [*_needed(recipe, originals).values()]
     if requested is not None:
-        # Dequantised elements are rounded once, to the last type.
-        sources = [
-            each if isinstance(each, StoredTensor) else replace(each, dtype=requested, item_size=ITEM_SIZES[requested])
-            for each in sources
-        ]
-    lists = _lists(recipe, originals)
-    used = [sources[number] for number in sorted(needed_sources(recipe.operations, lists[0], recipe.number))]
+        used = [_as_type(each, requested) for each in used]
     types = {source.dtype: source for source in used}
     cast = requested is not None and types.keys() != {requested} and any("Float" in dtype for dtype in types)
     if not recipe.operations and not cast:
-        return replace(sources[0], name=name)
+        return replace(used[0], name=name)
     dtype, item_size = used[0].dtype, used[0].item_size
     if cast:
         assert requested is not None
@@ -161,8 +217,31 @@ def _content(name: str, recipe: _Recipe, originals: Mapping[str, Content], reque
                     hint="select tensors to cast with --cast 'GLOB=DTYPE'",
                 )
         dtype, item_size = requested, ITEM_SIZES[requested]
-    shape, shards = lists[-1][recipe.number], ShardReading.of_all([source.shards for source in used])
-    return DerivedTensor(name, dtype, item_size, shape, tuple(sources), recipe.operations, recipe.number, cast, shards)
+    made: dict[int, DerivedTensor] = {}
+    shards = ShardReading.of_all([source.shards for source in used])
+
+    def derived(recipe: _Recipe) -> DerivedTensor:
+        """Every operation on elements of the last type: each is rounded once."""
+        sources: list[Content] = []
+        for source in recipe.sources:
+            if isinstance(source, str):
+                content = originals[source]
+                sources.append(content if requested is None else _as_type(content, requested))
+            else:
+                if id(source) not in made:
+                    made[id(source)] = derived(source)
+                sources.append(made[id(source)])
+        shape = _shape(recipe, originals)
+        return DerivedTensor(
+            name, dtype, item_size, shape, tuple(sources), recipe.operations, recipe.number, cast, shards
+        )
+
+    return derived(recipe)
+
+
+def _as_type(content: Content, dtype: str) -> Content:
+    """A tensor in files as it is; dequantised elements are rounded once, to the last type."""
+    return content if isinstance(content, StoredTensor) else replace(content, dtype=dtype, item_size=ITEM_SIZES[dtype])
 
 
 def _ruled(
@@ -188,12 +267,10 @@ def _ruled(
         elif not step.operations:
             recipes_by_name.update((target, recipes[source]) for target, source in zip(step.targets, step.sources))
         else:
-            sources = [recipes[source] for source in step.sources]
-            # Only the first table packs; later rules only rename.
-            assert not any(source.operations for source in sources)
-            names = tuple(source.sources[0] for source in sources)
+            operands = (recipes[source] for source in step.sources)
+            sources = tuple(operand if operand.operations else operand.sources[0] for operand in operands)
             recipes_by_name.update(
-                (name, _Recipe(step.operations, names, number)) for number, name in enumerate(step.targets)
+                (name, _Recipe(step.operations, sources, number)) for number, name in enumerate(step.targets)
             )
     return recipes_by_name, remaining_values & set(kept_values)
 

@@ -23,9 +23,11 @@ from reshard.verification.stored import Source, files_read, stored_source
 
 if TYPE_CHECKING:
     from reshard.lora import Scale
+    from reshard.names import NameRules
     from reshard.plan.edits import EditRules, Request
 
 _MAX_SHOWN = 3
+_MEGATRON = "megatron"
 
 
 class MergedAdapter(NamedTuple):
@@ -93,8 +95,7 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
         by_shards = shards_of(target.path) is not None
         target = Strategy.none() if by_shards else request.form.strategy_of(stored.checkpoint)
     listed = [*request.source.parameters]
-    edits = request.edits._replace(config=None, config_path=None, source_packing=(), to_huggingface=False)
-    if any(edits) or conversion.adapter is not None:
+    if any(request.edits.changes) or conversion.adapter is not None:
         listed = []
         source = edited_source(stored, request.edits, report)
         if request.target.path == SAME:
@@ -135,17 +136,35 @@ def as_asked(request: Request) -> bool:
 
 def between_forms(request: Request) -> EditRules:
     """The edits, with the changes of names between models and states of trainers, which are decided here again."""
-    edits, source, target = request.edits, request.form.options, request.to.options
+    source, target = request.form.options, request.to.options
+    edits = request.edits._replace(source_side=source.side, side=target.side)
+    edits = edits._replace(megatron=_megatron(edits))
     if edits.renames is not None:
         return edits
     trains = source.names is not Names.MODEL
     plain = None
     if trains and target.names is Names.MODEL:
-        plain = "all" if target.mindspore else "weights"
-    elif trains and edits.table is not None:
+        plain = "all" if target.mindspore or edits.optimizer else "weights"
+    elif trains and (edits.table is not None or target.side.value == _MEGATRON):
         plain = "all"
     trainer = target.names is Names.TRAINER and (not trains or plain is not None)
     return edits._replace(plain=plain, trainer=trainer)
+
+
+def _megatron(edits: EditRules) -> Optional[NameRules]:
+    """Megatron's table for the family of the other table, where one end is Megatron's; None without."""
+    ends = {side.value for side in (edits.source_side, edits.side) if side is not None}
+    if edits.table is None or _MEGATRON not in ends:
+        return None
+    # Imported only here: most conversions have no rules.
+    from reshard.names import rules_named
+
+    rules = rules_named(_MEGATRON)
+    if not any(option.name == "family" and edits.table.path in option.values for option in rules.options):
+        return None
+    typed = {} if edits.megatron is None else dict(edits.megatron.chosen)
+    options = {**typed, "family": edits.table.path}
+    return rules_named(",".join([_MEGATRON, *(f"{name}={value}" for name, value in options.items())]))
 
 
 def _for_trainer(request: Request, strategy: Strategy, names: Collection[str]) -> Strategy:
@@ -156,9 +175,10 @@ def _for_trainer(request: Request, strategy: Strategy, names: Collection[str]) -
     if any(name.startswith(("model.", *TRAINER_OPTIMIZERS)) for name in listed):
         return strategy
     # Imported only here: most targets have a model's names.
-    from reshard.names import trainer_names
+    from reshard.names import megatron_names, trainer_names
 
-    new_names = trainer_names(strategy.parameters)
+    names_of = megatron_names if request.to.options.side.value == _MEGATRON else trainer_names
+    new_names = names_of(strategy.parameters)
     # Names that a trainer's state has beside the model, such as moments.w, are those of the strategy.
     return renamed(strategy, {name: new for name, new in new_names.items() if name not in listed})
 
@@ -183,7 +203,9 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         return [*differences, *(Difference("file", None, (), damage[path], (file,)) for path, file in paths.items())]
     if form.options.names is Names.TRAINER:
         differences += object_differences(source.checkpoint, written.checkpoint, admit, means.handles)
-        differences += _other_keys(source, written, request.edits.trainer)
+        # Megatron's metadata has no keys of nested dictionaries.
+        nested = form.options.side.value != _MEGATRON
+        differences += _other_keys(source, written, request.edits.trainer) if nested else ()
     differences += training_differences(source.checkpoint, written, means.handles)
     differences += compare_form(source, written, target, directory, means, admit)
     _note_left_out(source, written.names, request, differences, report)

@@ -10,6 +10,7 @@ nearest, ties to even, once. Subtracting that number again is exact.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Collection, Sequence
@@ -24,6 +25,7 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.names import SizedOperation
 from reshard.text.messages import quoted
+from reshard.threads import cached_property
 from reshard.verification.boxes import Box, Shape, shape_of, volume_of
 from reshard.verification.stored import Content, Words, words_of
 
@@ -166,18 +168,32 @@ class DerivedTensor(Content):
     cast: bool
     shards: ShardReading = AS_RECORDED
 
+    @cached_property
+    def transposes(self) -> bool:
+        """Whether dimensions of elements are in another order than in the sources."""
+        return any(operation.kind == "transpose" for operation in self.operations) or any(
+            isinstance(source, DerivedTensor) and source.transposes for source in self.sources
+        )
+
     def paths(self) -> Collection[str]:
         return set().union(*(source.paths() for source in self.sources))
 
     def read(self, box: Box, handles: FileHandles) -> Words:
-        node: Union[_Leaf, _Step]
-        nodes: Sequence[Union[_Leaf, _Step]] = [_Leaf(self, source, handles) for source in self.sources]
-        for operation in self.operations:
-            before = nodes
-            shapes = shapes_after(operation, [node.shape for node in before])
-            nodes = [_Step(operation, before, number, shape) for number, shape in enumerate(shapes)]
-        node = nodes[self.number]
-        return np.ascontiguousarray(node.read(box))
+        lists = lists_of(self.operations, tuple(source.shape for source in self.sources))
+        nodes: dict[tuple[int, int], _Node] = {}
+
+        def node(level: int, number: int) -> _Node:
+            """A source, or a result of an operation, with all that it is made of."""
+            if (level, number) not in nodes:
+                if not level:
+                    nodes[level, number] = _Leaf(self, self.sources[number], handles)
+                else:
+                    operation, count = self.operations[level - 1], len(lists[level - 1])
+                    inputs = [node(level - 1, each) for each in _inputs(operation, count, number)]
+                    nodes[level, number] = _Step(operation, inputs, number, count, lists[level][number])
+            return nodes[level, number]
+
+        return np.ascontiguousarray(node(len(self.operations), self.number).read(box))
 
 
 def shapes_after(operation: SizedOperation, shapes: Sequence[Shape]) -> list[Shape]:
@@ -205,7 +221,9 @@ def shapes_after(operation: SizedOperation, shapes: Sequence[Shape]) -> list[Sha
     return [*shapes[: len(shapes) // count]]
 
 
-def lists_of(operations: Sequence[SizedOperation], shapes: Sequence[Shape]) -> list[list[Shape]]:
+# One tensor may become those of all layers and experts, each of which asks for the same lists.
+@functools.lru_cache(64)
+def lists_of(operations: tuple[SizedOperation, ...], shapes: tuple[Shape, ...]) -> list[list[Shape]]:
     """The shapes of the sources, and of the results of each operation."""
     lists = [[*shapes]]
     for operation in operations:
@@ -213,7 +231,7 @@ def lists_of(operations: Sequence[SizedOperation], shapes: Sequence[Shape]) -> l
     return lists
 
 
-def needed_sources(operations: Sequence[SizedOperation], shapes: Sequence[Shape], number: int) -> set[int]:
+def needed_sources(operations: tuple[SizedOperation, ...], shapes: tuple[Shape, ...], number: int) -> set[int]:
     """The indexes of the sources that a result may have elements of."""
     lists = lists_of(operations, shapes)
     numbers = {number}
@@ -262,12 +280,12 @@ class _Step:
     """A tensor after an operation."""
 
     def __init__(
-        self, operation: SizedOperation, before: Sequence[Union[_Leaf, _Step]], number: int, shape: Shape
+        self, operation: SizedOperation, inputs: Sequence[_Node], number: int, count: int, shape: Shape
     ) -> None:
         self.shape = shape
-        self.words: str = before[0].words
-        self._operation, self._number, self._count = operation, number, len(before)
-        self._inputs = [before[each] for each in _inputs(operation, len(before), number)]
+        self.words: str = inputs[0].words
+        self._operation, self._number, self._count = operation, number, count
+        self._inputs = inputs
 
     def read(self, box: Box) -> Words:
         if not volume_of(box):
@@ -364,6 +382,9 @@ class _Step:
                 else:
                     elements = np.take(elements, selected, place)
         return elements.reshape(shape_of(box))
+
+
+_Node = Union[_Leaf, _Step]
 
 
 def _replaced(box: Box, at: int, interval: tuple[int, int]) -> Box:

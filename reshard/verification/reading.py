@@ -366,7 +366,7 @@ def blocks(content: Content, box: Box, means: Means) -> Iterator[Box]:
     most = max(1, most)
     if isinstance(content, Sum):
         return content.tiles(box)
-    if isinstance(content, DerivedTensor) and any(operation.kind == "transpose" for operation in content.operations):
+    if isinstance(content, DerivedTensor) and content.transposes:
         return _halves(box, most)
     return _rows(box, most)
 

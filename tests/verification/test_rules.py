@@ -58,7 +58,7 @@ def check_box(applied: Applied, arrays: Mapping[str, Any], name: str, array: Any
         StoredTensor(source, "UInt64", 8, arrays[source].shape, source, (SliceSet(0, {}),), {})
         for source in step.sources
     )
-    before = [source.shape for source in sources]
+    before = tuple(source.shape for source in sources)
     assert lists_of(step.operations, before)[-1][number] == array.shape
     created = DerivedTensor(name, "UInt64", 8, array.shape, sources, step.operations, number, False)
     with mock.patch.object(StoredTensor, "read", read_array):

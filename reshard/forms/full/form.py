@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.forms.form import Form, FormOptions, ReadRequest, WriteRequest, check_latest
+from reshard.forms.form import Form, FormOptions, ReadRequest, Side, WriteRequest, check_latest
 from reshard.forms.ranks.naming import check_inside
 from reshard.forms.ranks.tree import find_rank
 from reshard.forms.target import UNFINISHED
@@ -284,7 +284,7 @@ class HuggingFaceForm(_FullForm):
     """Hugging Face's directories."""
 
     name = "huggingface"
-    options = FormOptions(shard_size=True, mindspore=False, huggingface=True)
+    options = FormOptions(shard_size=True, mindspore=False, side=Side.HUGGINGFACE)
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         from reshard.forms.full.beside import files_beside

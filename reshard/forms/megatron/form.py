@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Optional, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError
-from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, ReadRequest, SavedStep, WriteRequest
+from reshard.forms.form import (
+    Description,
+    Form,
+    FormOptions,
+    Layouts,
+    Names,
+    ReadRequest,
+    SavedStep,
+    Side,
+    WriteRequest,
+)
 from reshard.forms.pytorch.form import DCP, ITERATIONS, METADATA, kind_of_directory
 from reshard.forms.tracker import RELEASE, Iteration, saved_steps
 from reshard.storage import is_directory, listings_cached, names_in
@@ -73,6 +83,7 @@ class MegatronForm(Form):
         shards=True,
         formats=("distcp",),
         mindspore=False,
+        side=Side.MEGATRON,
         names=Names.TRAINER,
     )
 

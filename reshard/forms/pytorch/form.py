@@ -17,6 +17,7 @@ from reshard.forms.form import (
     Names,
     ReadRequest,
     SavedStep,
+    Side,
     WriteRequest,
     check_latest,
 )
@@ -109,7 +110,7 @@ class DcpForm(_DistributedForm):
         shards=True,
         formats=("distcp",),
         mindspore=False,
-        huggingface=True,
+        side=Side.HUGGINGFACE,
         names=Names.TRAINER,
     )
 
@@ -133,7 +134,7 @@ class HyperParallelForm(_DistributedForm):
     """hyper-parallel's checkpoints: metadata of the same kind, tensors in safetensors."""
 
     name = HYPER_PARALLEL
-    options = DcpForm.options._replace(title="hyper-parallel's", formats=("safetensors",), huggingface=False)
+    options = DcpForm.options._replace(title="hyper-parallel's", formats=("safetensors",), side=Side.MINDFORMERS)
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
         return is_directory(src) and kind_of_directory(names_in(src) if names is None else names) == HYPER_PARALLEL
@@ -174,7 +175,7 @@ class HfShardedForm(_ChunkedForm):
         layouts=Layouts.RECORDED,
         shards=True,
         mindspore=False,
-        huggingface=True,
+        side=Side.HUGGINGFACE,
         names=Names.ANY,
         metadata=(INFO, VERSION_KEY),
     )
@@ -211,7 +212,9 @@ class VerlForm(_ChunkedForm):
     """The files ``model_world_size_N_rank_R.pt`` of a directory."""
 
     name = "verl"
-    options = FormOptions(title="verl's rank files", layouts=Layouts.RECORDED, formats=(), mindspore=False)
+    options = FormOptions(
+        title="verl's rank files", layouts=Layouts.RECORDED, formats=(), mindspore=False, side=Side.HUGGINGFACE
+    )
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
         if not is_directory(src):
