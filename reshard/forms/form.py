@@ -23,7 +23,6 @@ from reshard.text.names import Filters
 
 if TYPE_CHECKING:
     from reshard.forms.target import TargetForm
-    from reshard.names.sizes import Configuration
 
 
 class Layouts(Enum):
@@ -259,14 +258,6 @@ class Form(Protocol):
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
         """The strategy that a checkpoint records; an InputError if it records none, or not for every tensor."""
         raise CheckpointError(f"{checkpoint.place}: does not record the layouts of its tensors", file=checkpoint.place)
-
-    def configuration(self, src: str, step: str) -> Optional[Configuration]:
-        """The model's sizes that a source records, as keys of a config.json; None if it records none.
-
-        Raises:
-            InputError: what it records contradicts itself, or gives rows another meaning.
-        """
-        return None
 
     def saved_cut(self, checkpoint: Checkpoint, name: str) -> Optional[SavedCut]:
         """The layout of a tensor in metadata; None if metadata does not list it."""

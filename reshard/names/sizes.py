@@ -56,40 +56,52 @@ class Configuration(dict[str, object]):
         self.path = path
 
 
-_PADDED = "vocab_size"
-"""A checkpoint's own value may be larger: it counts padding."""
+_VOCABULARY, _PADDED = "vocab_size", "padded_vocab_size"
 
 
-def merged(recorded: Configuration, stated: Optional[Configuration], sizes: Iterable[ModelSize] = ()) -> Configuration:
+def merged(
+    recorded: Mapping[str, object],
+    stated: Optional[Configuration],
+    sizes: Sequence[ModelSize] = (),
+    keys: Iterable[str] = (),
+) -> Mapping[str, object]:
     """The configuration that a checkpoint records, with what a config.json adds.
 
     Args:
-        recorded: in the checkpoint.
+        recorded: by the checkpoint.
         stated: of the model's config.json, if any.
-        sizes: the sizes of tables, which may have other keys in the two.
+        sizes: the sizes of tables, which may come from other keys in the two.
+        keys: other keys that tables read.
 
     Raises:
-        NamesError: the two contradict each other.
+        NamesError: the two contradict each other in what tables read.
     """
     if stated is None:
         return recorded
-    known = {key: value for key, value in stated.items() if value is not None}
-    values = [(key, known[key], value) for key, value in recorded.items() if value is not None and key in known]
-    both = [ModelSizes([*sizes], each) for each in (stated, recorded)]
-    for name in {size.name: None for size in sizes}:
-        ours, theirs = (each.known(name) for each in both)
-        if ours is not None and theirs is not None:
-            values.append((name, ours, theirs))
-    padded = {_PADDED, *(size.name for size in sizes if {*size.keys} == {_PADDED})}
-    for key, first, second in values:
-        smaller = key in padded and isinstance(first, int) and isinstance(second, int) and first <= second
-        if first != second and not smaller:
+    place = str(getattr(recorded, "path", "the checkpoint"))
+    # Model codes have other keys for the same size.
+    alike = {tuple(one.text for one in size.products if one.text in one.names) for size in sizes}
+    alike.update((key,) for key in (*keys, *(key for size in sizes for key in size.keys)))
+    for names in sorted(filter(None, alike)):
+        one, other = (_first(each, names) for each in (stated, recorded))
+        differ = None not in (one[1], other[1]) and one[1] != other[1]
+        if names == (_VOCABULARY,):
+            # The checkpoint may count rows of padding.
+            other = _first(recorded, (_PADDED, _VOCABULARY))
+            differ = isinstance(one[1], int) and isinstance(other[1], int) and one[1] > other[1]
+        if differ:
             raise NamesError(
-                f"{stated.path}: {key} is {quoted(str(first))}, and {recorded.path} records {quoted(str(second))}",
+                f"{stated.path}: {one[0]} is {quoted(str(one[1]))}, and {place} records {quoted(str(other[1]))}",
                 file=stated.path,
                 hint="name the model's config.json with --config, or correct it",
             )
+    known = {key: value for key, value in stated.items() if value is not None}
     return Configuration({**recorded, **known}, stated.path)
+
+
+def _first(config: Mapping[str, object], keys: Sequence[str]) -> tuple[str, object]:
+    """The first of some keys that has a value, and the value; None without."""
+    return next(((key, value) for key in keys if (value := config_value(config, key)) is not None), ("", None))
 
 
 class ModelSizes:

@@ -90,18 +90,22 @@ def rules_named(text_of_user: str) -> NameRules:
 def chained_rules(text_of_user: str) -> tuple[NameRules, Optional[NameRules]]:
     """The table as `rules_named` reads it, and Megatron's for the same family; None for a table of no family.
 
-    An option belongs to every table that has it.
+    An option belongs to every table that has it, with this value.
     """
     name, stated = _typed(text_of_user)
     rules, megatron = _table(name), _table(MEGATRON)
     families = next(option.values for option in megatron.options if option.name == _FAMILY)
     if name not in families:
         return with_options(rules, stated), None
-    of_megatron = {option.name for option in megatron.options} - {_FAMILY}
-    of_family = {option.name for option in rules.options}.union(stated.keys() - of_megatron)
-    parts = ({key: value for key, value in stated.items() if key in known} for known in (of_family, of_megatron))
-    of_rules, others = parts
-    return with_options(rules, of_rules), with_options(megatron, {_FAMILY: name, **others})
+
+    def having(table: NameRules) -> dict[str, str]:
+        values = {option.name: option.values for option in table.options if option.name != _FAMILY}
+        # An option without values is a number.
+        return {key: value for key, value in stated.items() if key in values and value in (values[key] or [value])}
+
+    of_megatron = having(megatron)
+    unknown = {key: value for key, value in stated.items() if key not in of_megatron}
+    return with_options(rules, {**having(rules), **unknown}), with_options(megatron, {_FAMILY: name, **of_megatron})
 
 
 def _table(name: str) -> NameRules:

@@ -540,11 +540,14 @@ def _asked_rules(src: str, asked: Edits, to: Optional[Form], step: str) -> EditR
             table, megatron = chained_rules(names)
         else:
             table = rules_named(names)
-    sizes = None if config is None else read_config(config)
+    stated = None if config is None else read_config(config)
+    sizes: Optional[Mapping[str, object]] = stated
     recorded = form.configuration(src, step) if named else None
     if recorded is not None:
-        both = (size for rules in (table, megatron) if rules is not None for size in rules.sizes)
-        sizes = merged(recorded, sizes, [*both])
+        read = [rules for rules in (table, megatron) if rules is not None]
+        options = (option.key for rules in read for option in rules.options)
+        config_keys = [key for key in options if key is not None]
+        sizes = merged(recorded, stated, [size for rules in read for size in rules.sizes], config_keys)
     if megatron is not None and asked.reverse and form.options.side is Side.MEGATRON:
         raise UsageError("--reverse: the names of a Megatron checkpoint decide the direction", hint="leave it out")
     return EditRules(
