@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.errors import NamesError, UsageError
 from reshard.layout.views import View
-from reshard.names.misfits import Completeness, Misfits
+from reshard.names.misfits import Completeness, Misfits, combinations
 from reshard.names.operations import PAD, TAKE, UNPAD, Shape, SizedOperation, apply_all
 from reshard.names.pattern import Pattern, SizedPattern
 from reshard.names.rules import (
@@ -175,8 +175,8 @@ def _made(applied: Applied, contents: bool) -> Mapping[str, object]:
     return {name: each.view.shape for name, each in applied.views.items()}
 
 
-InstanceNames = dict[tuple[int, int], str]
-"""The names that one rule converts together, per column and value of the stacked number."""
+InstanceNames = dict[tuple[int, tuple[int, ...]], str]
+"""The names that one rule converts together, per column and values of the stacked numbers."""
 
 
 class _ShapeClass(NamedTuple):
@@ -213,6 +213,7 @@ class _Application:
     notes: dict[str, list[str]] = field(default_factory=dict)
     repeated: dict[str, list[str]] = field(default_factory=dict)
     ambiguous: set[int] = field(default_factory=set)
+    by_case: list[tuple[str, str, Sequence[NameMatch]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.problems = Misfits(self.rules.path, self.rules.sides, self.side, self.settled.values, self.shapes)
@@ -239,6 +240,7 @@ class _Application:
                 else:
                     count = self.side.counts[number] or 0
                     self.problems.note(f"{number} must be less than {count}, by {self.side.sizes.source}", name)
+        self._sort_by_case()
 
     def _sort_state(self, name: str, prefix: str, base: str) -> None:
         if not (self.optimizer or self.rules.keeps_others):
@@ -247,28 +249,53 @@ class _Application:
             (self.unchanged if self.rules.keeps_others else self.skipped_state).append(name)
 
     def _matched(self, name: str, fitting: str, prefix: str) -> bool:
-        """Assign a name to the rule that it matches; False if it matches none. Several rules are a misfit."""
+        """Assign a name to the rule that it matches; False if it matches none.
+
+        Several rules are a misfit, unless they are cases of a choice, of which other names show one.
+        """
         matches = self.side.matches(fitting, prefix)
         if matches and name in self.values and is_value(name, math.prod(self.shapes[name])):
             matches = [match for match in matches if not self._source_of(match).stars]
             if not matches:
                 self.fixed.append(name)
-        if not matches:
-            return False
         if len(matches) > 1:
-            texts = ", ".join(dict.fromkeys(quoted(self._source_of(match).text) for match in matches))
-            self.problems.note(f"more than one rule matches ({texts})", name)
-            self.ambiguous.update(match.key.rule for match in matches)
-            return True
-        match = matches[0]
-        rule = self.side.sided[match.key.rule].rule
+            rules = [self.side.sided[match.key.rule].rule for match in matches]
+            if rules[0].choice is not None and len({(rule.choice, rule.case) for rule in rules}) == len(rules):
+                self.by_case.append((name, fitting, matches))
+            else:
+                self._note_ambiguous(name, matches)
+        elif matches:
+            self._assign(name, fitting, matches[0])
+        return bool(matches)
+
+    def _sort_by_case(self) -> None:
+        """Assign names that match several cases of a choice: to the case of other names with the same numbers."""
+        cases = {self._case(key) for key in self.instances}
+        for name, fitting, matches in self.by_case:
+            of_case = [match for match in matches if self._case(match.key) in cases]
+            if len(of_case) == 1:
+                self._assign(name, fitting, of_case[0])
+            else:
+                self._note_ambiguous(name, matches)
+
+    def _case(self, key: InstanceKey) -> tuple[Optional[str], Optional[str], frozenset[tuple[str, int]]]:
+        """A case of a choice, and the values of numbers for which it is chosen."""
+        sided = self.side.sided[key.rule]
+        return sided.rule.choice, sided.rule.case, frozenset(zip(sided.free, key.values))
+
+    def _note_ambiguous(self, name: str, matches: Sequence[NameMatch]) -> None:
+        texts = ", ".join(dict.fromkeys(quoted(self._source_of(match).text) for match in matches))
+        self.problems.note(f"more than one rule matches ({texts})", name)
+        self.ambiguous.update(match.key.rule for match in matches)
+
+    def _assign(self, name: str, fitting: str, match: NameMatch) -> None:
+        prefix, rule = match.key.prefix, self.side.sided[match.key.rule].rule
         if rule.drops:
             self.dropped.append(name)
-            return True
+            return
         if prefix and rule.operations and self.shapes.get(fitting) != self.shapes[name]:
             self.problems.note("state of another shape than its weight cannot follow it", name)
-        self.instances.setdefault(match.key, {})[match.column, match.value] = name
-        return True
+        self.instances.setdefault(match.key, {})[match.column, match.values] = name
 
     def _source_of(self, match: NameMatch) -> Pattern:
         return self.side.sided[match.key.rule].sources[match.column].pattern
@@ -307,33 +334,41 @@ class _Application:
     def _sources(self, key: InstanceKey, sided: SidedRule) -> Optional[tuple[str, ...]]:
         """The names that a rule needs; None, after noting them, if some are missing."""
         names = self.instances[key]
-        count = 1
-        if sided.stacked is not None:
-            count = self.side.counts.get(sided.stacked) or max(value for _, value in names) + 1
-        complete = len(names) == count * len(sided.sources)
+        counts = [
+            self.side.counts.get(number) or max(values[place] for _, values in names) + 1
+            for place, number in enumerate(sided.stacked)
+        ]
+        complete = len(names) == math.prod(counts) * len(sided.sources)
         sources = []
         for column, pattern in enumerate(sided.sources):
-            for value in range(count):
-                name = names.get((column, value))
+            for values in combinations([range(count) for count in counts]):
+                name = names.get((column, values))
                 if name is not None:
                     sources.append(name)
                 elif self.problems.missing_enough:
                     return None
                 else:
-                    self.problems.missing.append(_named(key, sided, pattern, value, sided.stacked))
+                    self.problems.missing.append(_named(key, sided, pattern, sided.stacked, values))
         return tuple(sources) if complete else None
 
     def _targets(
         self, key: InstanceKey, sided: SidedRule, view_count: int, names: tuple[str, ...]
     ) -> Optional[tuple[str, ...]]:
         each, remainder = divmod(view_count, len(sided.targets))
-        expected = 1 if sided.unstacked is None else self.side.counts.get(sided.unstacked)
-        if remainder or (expected is not None and each != expected):
-            problem = f"{sided.rule.where}: makes {each} of {{{sided.unstacked}}}, and by {self.side.sizes.source} "
+        counts = [self.side.counts.get(number) for number in sided.unstacked]
+        if counts and counts[0] is None:
+            # The count of an outer number may be unknown; those of inner ones are not.
+            counts[0] = each // math.prod(count or 0 for count in counts[1:])
+        expected = math.prod(count or 0 for count in counts)
+        if remainder or each != expected:
+            numbers = " and ".join(f"{{{number}}}" for number in sided.unstacked)
+            problem = f"{sided.rule.where}: makes {each} of {numbers}, and by {self.side.sizes.source} "
             self.problems.note(f"{problem}there are {expected}", names[0])
             return None
         return tuple(
-            _named(key, sided, pattern, value, sided.unstacked) for pattern in sided.targets for value in range(each)
+            _named(key, sided, pattern, sided.unstacked, values)
+            for pattern in sided.targets
+            for values in combinations([range(count or 0) for count in counts])
         )
 
     def _class(self, number: int, sided: SidedRule, shapes: tuple[Shape, ...]) -> _ShapeClass:
@@ -415,11 +450,10 @@ class _Application:
         )
 
 
-def _named(key: InstanceKey, sided: SidedRule, pattern: SizedPattern, value: int, number: Optional[str]) -> str:
-    values = dict(zip(sided.free, key.values))
-    if number is not None:
-        values[number] = value
-    return key.prefix + pattern.name(values, key.stars)
+def _named(
+    key: InstanceKey, sided: SidedRule, pattern: SizedPattern, numbers: Sequence[str], values: Sequence[int]
+) -> str:
+    return key.prefix + pattern.name({**dict(zip(sided.free, key.values)), **dict(zip(numbers, values))}, key.stars)
 
 
 def _padding_note(operation: SizedOperation) -> str:

@@ -17,6 +17,8 @@ _MOST_MISSING = 10000
 Values = tuple[int, ...]
 """The values of a rule's numbers."""
 
+_NONE_FIXED: Mapping[str, int] = {}
+
 
 class Misfits:
     """All problems between a table and a checkpoint."""
@@ -124,8 +126,8 @@ class Completeness:
         # Numbers of the table start at 0 without gaps; other numbers may have any values.
         return range(max(present) + 1) if present and number in self._side.counts else sorted(present)
 
-    def _expected(self, sided: SidedRule) -> Iterator[Values]:
-        return _product([self._expected_of[number] for number in sided.free])
+    def _expected(self, sided: SidedRule, fixed: Mapping[str, int] = _NONE_FIXED) -> Iterator[Values]:
+        return combinations([[fixed[each]] if each in fixed else self._expected_of[each] for each in sided.free])
 
     def check(self, keeps_others: bool) -> None:
         """Note missing names.
@@ -133,14 +135,13 @@ class Completeness:
         Args:
             keeps_others: names without a rule stay unchanged, so numbers without a count may have gaps.
         """
-        choices: dict[tuple[str, frozenset[str]], dict[str, list[int]]] = {}
+        choices: dict[str, list[int]] = {}
         for place, sided in enumerate(self._side.sided):
             rule, present = sided.rule, self._present.get(place)
             if rule.drops or (keeps_others and not self._side.counts.keys() >= {*sided.free}):
                 continue
-            if rule.choice is not None and rule.case is not None:
-                cases = choices.setdefault((rule.choice, frozenset(sided.free)), {})
-                cases.setdefault(rule.case, []).append(place)
+            if rule.choice is not None:
+                choices.setdefault(rule.choice, []).append(place)
             elif present is not None:
                 for stars, values in present.items():
                     self._note(sided, self._expected(sided), values, stars)
@@ -151,8 +152,9 @@ class Completeness:
             # The texts of the stars are unknown.
             elif next(self._expected(sided), None) is not None:
                 self._problems.note_unused(sided)
-        for (choice, _), cases in choices.items():
-            self._check_choice(choice, cases)
+        for choice, places in choices.items():
+            for alike in self._alike(places):
+                self._check_choice(choice, alike)
 
     def _note(
         self,
@@ -167,42 +169,55 @@ class Completeness:
             if self._problems.missing_enough:
                 return
             values_by_name = dict(zip(sided.free, values))
-            if sided.stacked is not None:
-                values_by_name[sided.stacked] = 0
+            values_by_name.update(dict.fromkeys(sided.stacked, 0))
             self._problems.missing += [source.name(values_by_name, stars) for source in sided.sources]
 
-    def _check_choice(self, choice: str, cases: Mapping[str, Sequence[int]]) -> None:
-        rules = {place: self._side.sided[place] for places in cases.values() for place in places}
+    def _alike(self, places: Sequence[int]) -> list[Sequence[int]]:
+        """Rules of a choice by their numbers: those of a layer's experts belong to those of the layer."""
+        numbers = [frozenset(self._side.sided[place].free) for place in places]
+        alike: dict[frozenset[str], list[int]] = {}
+        for place, own in zip(places, numbers):
+            fewest = min((each for each in numbers if each and each <= own), key=len, default=own)
+            alike.setdefault(fewest, []).append(place)
+        return [*alike.values()]
+
+    def _check_choice(self, choice: str, places: Sequence[int]) -> None:
+        rules = {place: self._side.sided[place] for place in places}
+        cases = dict.fromkeys(str(sided.rule.case) for sided in rules.values())
         # Rules of a choice have no stars.
         present = {place: self._present.get(place, {}).get((), set()) for place in rules}
-        any_rule = next(iter(rules.values()))
+        any_rule = min(rules.values(), key=lambda sided: len(sided.free))
+        fitting: dict[Values, set[int]] = {}
+        for place, sided in rules.items():
+            where = [sided.free.index(number) for number in any_rule.free]
+            for values in present[place]:
+                fitting.setdefault(tuple(values[index] for index in where), set()).add(place)
         wrong: dict[str, list[str]] = {}
         for values in self._expected(any_rule):
             values_by_name = dict(zip(any_rule.free, values))
-            values_of = {place: tuple(values_by_name[each] for each in sided.free) for place, sided in rules.items()}
-            fits = {place for place, own_values in values_of.items() if own_values in present[place]}
-            used = [case for case, places in cases.items() if not fits.isdisjoint(places)]
+            found = {rules[place].rule.case for place in fitting.get(values, ())}
+            used = [case for case in cases if case in found]
             if len(used) == 1:
-                for place in cases[used[0]]:
-                    if not rules[place].rule.optional:
-                        self._note(rules[place], [values_of[place]], present[place])
+                for place, sided in rules.items():
+                    if sided.rule.case == used[0] and not sided.rule.optional:
+                        self._note(sided, self._expected(sided, values_by_name), present[place])
                 continue
             problem = f"both {' and '.join(used)} are present" if used else f"none of {', '.join(cases)} is present"
             numbers = ", ".join(f"{number} {value}" for number, value in values_by_name.items())
             wrong.setdefault(problem, []).append(numbers)
             if len(wrong[problem]) >= _MOST_MISSING:
                 break
-        for problem, places in wrong.items():
-            more = f" and {len(places) - 4} more" if len(places) > 4 else ""
-            shown = f" for {', '.join(places[:4])}{more}" if any_rule.free else ""
+        for problem, examples in wrong.items():
+            more = f" and {len(examples) - 4} more" if len(examples) > 4 else ""
+            shown = f" for {', '.join(examples[:4])}{more}" if any_rule.free else ""
             self._problems.note(f"{choice}: {problem}{shown}")
 
 
-def _product(values: Sequence[Iterable[int]]) -> Iterator[Values]:
+def combinations(values: Sequence[Iterable[int]]) -> Iterator[Values]:
     """All combinations, lazily: with a wrong configuration they may not fit in memory."""
     if not values:
         yield ()
         return
     for first in values[0]:
-        for later in _product(values[1:]):
+        for later in combinations(values[1:]):
             yield (first, *later)

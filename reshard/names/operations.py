@@ -176,20 +176,27 @@ class Stack(Operation):
     Attributes:
         number: the name of the number.
         dimension: the new dimension.
-        columns: number of results.
+        columns: number of names per value of all numbers.
+        count: number of values, where the rule stacks an outer number, too; None if a whole column is stacked.
     """
 
     number: str
     dimension: int
     columns: int
+    count: Optional[Product] = None
     inverted: bool = False
 
     def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
         dimension = self.dimension
         if self.inverted:
             count = _length(dimension, views)
+            if self.count is not None and count != (expected := sizes.value(self.count)):
+                raise SizeError(
+                    f"shape {list(views[0].shape)} contradicts {sizes.source}: dimension {dimension} has "
+                    f"{self.count.text} = {expected} elements"
+                )
             return _results(SizedOperation(UNSTACK, dimension, count=count), views)
-        count = len(views) // self.columns
+        count = len(views) // self.columns if self.count is None else sizes.value(self.count)
         for start in range(0, len(views), count):
             _check_dimension(dimension, (*_one_shape(views[start : start + count]), 0))
         return _results(SizedOperation(STACK, dimension, count=count), views)

@@ -89,11 +89,18 @@ class NameRule:
     @property
     def stacked(self) -> frozenset[str]:
         """Numbers that only one side has."""
-        return frozenset(operation.number for operation in self.operations if isinstance(operation, Stack))
+        return frozenset(stack.number for stack in stacks(self.operations))
 
     def in_direction(self, reverse: bool) -> tuple[Operation, ...]:
         """The operations from one side to the other, in execution order."""
         return tuple(each.inverse() for each in reversed(self.operations)) if reverse else self.operations
+
+
+def stacks(operations: Sequence[Operation]) -> list[Stack]:
+    """The operations that stack or unstack a number; of several, those of outer dimensions of lists first."""
+    found = [operation for operation in operations if isinstance(operation, Stack)]
+    # A list has the tensors of inner numbers side by side: they are stacked first, and unstacked last.
+    return found if found and found[0].inverted else found[::-1]
 
 
 @dataclass(frozen=True)
@@ -308,11 +315,17 @@ class InstanceKey(NamedTuple):
 
 
 class NameMatch(NamedTuple):
-    """A name that matches a rule."""
+    """A name that matches a rule.
+
+    Attributes:
+        key: the rule, and the values of its free numbers.
+        column: the column of the name.
+        values: of the stacked numbers, in the order of `SidedRule.stacked`.
+    """
 
     key: InstanceKey
     column: int
-    value: int
+    values: tuple[int, ...]
 
 
 class SidedRule(NamedTuple):
@@ -323,16 +336,16 @@ class SidedRule(NamedTuple):
         sources: the names of operands.
         targets: the names of results.
         free: the numbers of both, in the order of the first name.
-        stacked: the number that only sources have.
-        unstacked: the number that only targets have.
+        stacked: the numbers that only sources have, outer ones first.
+        unstacked: the numbers that only targets have, outer ones first.
     """
 
     rule: NameRule
     sources: tuple[SizedPattern, ...]
     targets: tuple[SizedPattern, ...]
     free: tuple[str, ...]
-    stacked: Optional[str]
-    unstacked: Optional[str]
+    stacked: tuple[str, ...]
+    unstacked: tuple[str, ...]
 
 
 class Side:
@@ -389,16 +402,17 @@ class Side:
         rule, column = self._places[number]
         sided = self.sided[rule]
         values = tuple(fit.values[name] for name in sided.free)
-        value = fit.values[sided.stacked] if sided.stacked is not None else 0
-        return NameMatch(InstanceKey(rule, "", values, fit.stars), column, value)
+        stacked = tuple(fit.values[name] for name in sided.stacked)
+        return NameMatch(InstanceKey(rule, "", values, fit.stars), column, stacked)
 
     def _sided(self, rule: NameRule) -> SidedRule:
         sources, targets = rule.side(self.reverse), rule.side(not self.reverse)
         mine = sources[0].numbers if sources else ()
         theirs = targets[0].numbers if targets else ()
         free = tuple(number for number in mine if number in theirs or not targets)
-        stacked = next((number for number in mine if number not in theirs), None) if targets else None
-        unstacked = next((number for number in theirs if number not in mine), None) if sources else None
+        alone = [stack.number for stack in stacks(rule.operations)]
+        stacked = tuple(number for number in alone if number in mine)
+        unstacked = tuple(number for number in alone if number in theirs)
         return SidedRule(rule, self._sized(sources), self._sized(targets), free, stacked, unstacked)
 
     def _sized(self, patterns: Iterable[Pattern]) -> tuple[SizedPattern, ...]:

@@ -15,7 +15,7 @@ from typing import Any, Callable, Optional
 from reshard.errors import NamesError, UsageError
 from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Transpose
 from reshard.names.pattern import PatternError, pattern
-from reshard.names.rules import EITHER, FORWARD, NameRule, NameRules, TableOption, with_options
+from reshard.names.rules import EITHER, FORWARD, NameRule, NameRules, TableOption, stacks, with_options
 from reshard.names.sizes import Configuration, ModelSize
 from reshard.storage import exists, is_directory, is_regular_file, read_json
 from reshard.storage.toml_tables import BuiltinFiles, Schema, TomlFile, did_you_mean
@@ -60,7 +60,7 @@ _OPTION: Schema = {
     "name_values": _TABLE,
     "about": ("text", ""),
 }
-_BLOCK: Schema = {"from": ("text", ""), "to": ("text", ""), "when": ("texts", ())}
+_BLOCK: Schema = {"from": ("text", ""), "to": ("text", ""), "do": ("any", ()), "when": ("texts", ())}
 _RULE: Schema = {
     "from": ("texts", ()),
     "to": ("texts", ()),
@@ -211,6 +211,7 @@ class _Reader(TomlFile):
     def __init__(self, path: str) -> None:
         super().__init__(path, NamesError)
         self.sizes: set[str] = set()
+        self.numbers: dict[str, Product] = {}
         self._options: list[TableOption] = []
         self._blocks: dict[str, list[dict[str, Any]]] = {}
 
@@ -221,7 +222,7 @@ class _Reader(TomlFile):
             for name, content in top["sizes"].items()
         )
         self.sizes = {size.name for size in sizes}
-        numbers = tuple(self._number(name, content) for name, content in top["numbers"].items())
+        self.numbers = dict(self._number(name, content) for name, content in top["numbers"].items())
         self._options = [self._option(name, content) for name, content in top["options"].items()]
         # An option without a list of values is a number, which products may use as a size.
         self.sizes |= {option.name for option in self._options if not option.values}
@@ -239,7 +240,7 @@ class _Reader(TomlFile):
             (sides[0], sides[1]),
             tuple(rules),
             sizes,
-            numbers,
+            tuple(self.numbers.items()),
             tuple(self._options),
             direction=top["direction"],
             keeps_others=top["others"] == _KEEP,
@@ -326,14 +327,16 @@ class _Reader(TomlFile):
         rules = []
         for block in self._blocks[used[0]]:
             sides = {side: [text.replace(f"{{{used[0]}}}", block[side]) for text in table[side]] for side in _SIDES}
-            substituted = {**table, **sides, "when": (*table["when"], *block["when"])}
+            # The operations of a block come after those of its rules.
+            steps = _entries(table["do"])
+            steps += [] if steps == [_DROP] else _entries(block["do"])
+            substituted = {**table, **sides, "do": steps, "when": (*table["when"], *block["when"])}
             rules.append(self._rule(substituted, f"{where} in {block['from']}"))
         return rules
 
     def _rule(self, table: Mapping[str, Any], where: str) -> NameRule:
         left, right = (self.parsed(pattern, table[side], where) for side in _SIDES)
-        steps = table["do"] if isinstance(table["do"], (list, tuple)) else [table["do"]]
-        steps = [] if steps == [_RENAME] else steps
+        steps = _entries(table["do"])
         drops = steps == [_DROP]
         if drops and left and right:
             raise self.wrong(where, 'do = "drop" needs from or to alone')
@@ -370,22 +373,31 @@ class _Reader(TomlFile):
         if alone != rule.stacked:
             names = ", ".join(f"{{{name}}}" for name in sorted(alone ^ rule.stacked))
             raise self.wrong(where, f"{names} must be on both sides, or on one side and be stacked or unstacked there")
-        if len(rule.stacked) > 1:
-            raise self.wrong(where, "stacks more than one number")
-        for operation in rule.operations:
-            if isinstance(operation, Stack) and operation.number not in (right if operation.inverted else left).numbers:
+        stacked = stacks(rule.operations)
+        if len(stacked) != len(rule.stacked) or len({operation.inverted for operation in stacked}) > 1:
+            raise self.wrong(where, "stacks a number twice, or stacks one and unstacks another")
+        for operation in stacked:
+            if operation.number not in (right if operation.inverted else left).numbers:
                 verb, names = ("unstacks", "to") if operation.inverted else ("stacks", "from")
                 raise self.wrong(where, f"{verb} {operation.number}, which its names in {names} do not have")
 
     def _condition(self, text: str, where: str) -> tuple[str, tuple[str, ...]]:
-        name, equals, stated = (word.strip() for word in text.partition("="))
+        name, equals, stated = (word.strip() for word in text.partition("!=" if "!=" in text else "="))
         for option in self._options:
             if option.name == name and equals:
                 values = tuple(value.strip() for value in stated.split("|"))
-                if option.values and not set(values) <= set(option.values):
+                if (option.values or equals == "!=") and not set(values) <= set(option.values):
                     raise self.wrong(where, f"when: {name} is one of {', '.join(option.values)}")
+                if equals == "!=":
+                    values = tuple(value for value in option.values if value not in values)
                 return name, values
         raise self.wrong(where, f"when: {quoted(text)} is not an option and a value such as gate_up=halves")
+
+
+def _entries(do: Any) -> list[Any]:
+    """The operations of a rule or block as a list."""
+    entries = list(do) if isinstance(do, (list, tuple)) else [do]
+    return [] if entries == [_RENAME] else entries
 
 
 class _OperationReader:
@@ -404,7 +416,15 @@ class _OperationReader:
         if self._columns != self._right:
             results = f"{self._columns} tensor{'s' if self._columns > 1 else ''}"
             raise self._wrong(f"makes {results}, and to has {self._right} names: add or remove an operation")
-        return operations
+        inner = stacks(operations)[1:]
+        return tuple(self._counted(each) if isinstance(each, Stack) and each in inner else each for each in operations)
+
+    def _counted(self, stack: Stack) -> Stack:
+        """A stack of a number beside an outer one: only its count shows how many tensors of a list belong together."""
+        count = self._file.numbers.get(stack.number)
+        if count is None:
+            raise self._wrong(f"do: {stack.number} is stacked with another number, and [numbers] has no count of it")
+        return replace(stack, count=count)
 
     def _operation(self, entry: Any) -> Operation:
         table = {entry: None} if isinstance(entry, str) else entry

@@ -166,6 +166,7 @@ TINY: dict[str, tuple[Config, Shapes]] = {
     "qwen3_moe": (_TINY_MIXTURE, mixture(_TINY_MIXTURE)),
     "deepseek_v3": (_TINY_DEEPSEEK, deepseek(_TINY_DEEPSEEK)),
     "fused_experts": ({**_TINY_MIXTURE, "model_type": "qwen3_moe"}, fused(mixture(_TINY_MIXTURE))),
+    "megatron": (_TINY_MIXTURE, mixture(_TINY_MIXTURE)),
 }
 
 _LLAMA_70B: Config = {
@@ -221,4 +222,5 @@ REAL: dict[str, tuple[Config, Shapes]] = {
     "qwen3_moe": (_QWEN3_235B, mixture(_QWEN3_235B)),
     "deepseek_v3": (_DEEPSEEK_V3, deepseek(_DEEPSEEK_V3)),
     "fused_experts": ({**_DEEPSEEK_V3, "model_type": "deepseek_v3"}, fused(deepseek(_DEEPSEEK_V3))),
+    "megatron": ({**_QWEN3_235B, "model_type": "qwen3_moe"}, mixture(_QWEN3_235B)),
 }

@@ -25,6 +25,11 @@ _OPTIONS: dict[str, list[tuple[str, ...]]] = {
     "qwen3_moe": [(), ("gate_up=halves", "qkv=contiguous"), ("vocab_multiple=16",), ("expert_names=fused",)],
     "deepseek_v3": [(), ("mla=joined",), ("gate_up=halves", "vocab_multiple=8"), ("expert_names=fused",)],
     "fused_experts": [(), ("model=lfm2_moe",), ("model=mixtral",)],
+    "megatron": [
+        ("family=qwen3_moe", "layer_keys=numbered"),
+        ("family=qwen3_moe", "layer_keys=numbered", "fc1=apart", "vocab_multiple=8"),
+        ("family=qwen3_moe", "layer_keys=numbered", "expert_names=fused"),
+    ],
 }
 _TABLES = [(name, options) for name, each in _OPTIONS.items() for options in each]
 
