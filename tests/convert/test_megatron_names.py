@@ -1,0 +1,224 @@
+"""Megatron's names and packing to Hugging Face's and MindFormers', by a chain of tables, and back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from reshard.names import tables
+from reshard.plan.edits import EditRules, Link
+from reshard.verification import edited
+from tests.corpus_mcore import McoreCase, mcore_cases
+from tests.running import Argument, done, fails, reshard
+
+_READ = ("td_dense_plain", "td_moe_fully", "td_moe_layer_keys", "td_mla_mtp", "td_tied", "td_tp4_bias", "td_uneven")
+CASES = [case for case in mcore_cases("td_") if case.name in _READ]
+# Options of the tables of MindFormers' names that nothing else determines.
+PACKING = {
+    "qwen3": ",gate_up=interleaved,qkv=contiguous",
+    "qwen3_moe": ",gate_up=interleaved,qkv=contiguous",
+    "deepseek_v3": ",gate_up=interleaved,mla=joined",
+}
+STATES = {"adam_m.": "exp_avg", "adam_v.": "exp_avg_sq", "main_param.": "fp32_param"}
+
+
+def named(case: McoreCase) -> str:
+    return case.name
+
+
+def config_of(case: McoreCase, directory: Path, **changes: object) -> Path:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**case.expected["config"], **changes}))
+    return path
+
+
+def family(case: McoreCase, options: bool = False) -> str:
+    name = str(case.expected["names"])
+    return name + (PACKING.get(name, "") if options else "")
+
+
+def contents(directory: Path) -> dict[str, dict[str, Any]]:
+    """Type, shape and digest of each tensor of a directory, as expected.json has them."""
+    tensors = {}
+    for path in directory.glob("**/*.safetensors"):
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8 : 8 + length]).items():
+            if name != "__metadata__":
+                start, stop = (8 + length + each for each in entry["data_offsets"])
+                digest = hashlib.sha256(data[start:stop]).hexdigest()
+                tensors[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "sha256": digest}
+    return tensors
+
+
+def check_huggingface(directory: Path, case: McoreCase, states: Collection[str]) -> None:
+    """Weights and optimizer state are those that are expected."""
+    tensors, expected = contents(directory), case.expected
+    weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(STATES))}
+    optional = expected.get("tensors_optional", {})
+    assert {name: tensor for name, tensor in weights.items() if name not in optional} == expected["tensors"]
+    assert all(weights[name] == tensor for name, tensor in optional.items() if name in weights)
+    for prefix, state in STATES.items():
+        of_state = {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        assert of_state == (expected["optimizer"]["state"][state] if state in states else {})
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_megatron_to_hugging_face_and_to_mindformers_names_and_back_gives_the_expected_bits(
+    case: McoreCase, tmp_path: Path
+) -> None:
+    states = set(case.expected["optimizer"]["state"]) if case.optimizer else set()
+    words: list[Argument] = ["--config", config_of(case, tmp_path), "--optimizer", "keep", "--verify"]
+    done("convert", case.root, tmp_path / "hub", "--to", "huggingface", "--names", family(case), *words)
+    check_huggingface(tmp_path / "hub", case, states)
+
+    unified = tmp_path / "unified"
+    done("convert", case.root, unified, "--to", "unified", "--names", family(case, options=True), *words)
+    names = contents(unified).keys()
+    assert not any(name.startswith(("optimizer.", "model.layers.0.self_attn.")) for name in names)
+    # The records list the options of the table of MindFormers' names.
+    done("convert", unified, tmp_path / "back", "--to", "huggingface", "--names", family(case), *words)
+    check_huggingface(tmp_path / "back", case, states)
+
+
+def test_without_optimizer_keep_only_weights_are_written(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "td_moe_fully")
+    for form in ("huggingface", "unified"):
+        out, names = tmp_path / form, family(case, options=True)
+        done("convert", case.root, out, "--to", form, "--names", names, "--config", config_of(case, tmp_path))
+        assert not any(name.startswith(tuple(STATES)) for name in contents(out))
+    check_huggingface(tmp_path / "huggingface", case, ())
+
+
+def test_mindformers_options_stay_errors_that_name_the_choices(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "td_moe_fully")
+    words: list[Argument] = ["convert", case.root, tmp_path / "out", "--config", config_of(case, tmp_path)]
+    fails(2, *words, "--to", "unified", "--names", family(case), texts=["qkv=grouped", "qkv=contiguous"])
+    # Hugging Face's names need none.
+    done(*words, "--to", "huggingface", "--names", family(case))
+
+
+def test_records_of_a_chain_verify_it_and_show_the_family(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "td_moe_fully")
+    out, names = tmp_path / "out", family(case, options=True)
+    words: list[Argument] = ["convert", case.root, out, "--to", "unified", "--names", names]
+    words += ["--config", config_of(case, tmp_path)]
+    done(*words)
+    done(*words)
+    done("verify", out, "--src", case.root)
+    back = done("suggest", out).out
+    assert f"{names.partition(',')[0]},gate_up=interleaved,qkv=contiguous" in back
+
+
+@pytest.mark.parametrize(
+    "changes, texts",
+    [
+        ({"num_attention_heads": 2, "head_dim": None}, ["num_attention_heads", "2", "4"]),
+        ({"num_hidden_layers": 3}, ["num_hidden_layers", "3", "2"]),
+        ({"vocab_size": 64}, ["vocab_size", "64", "32"]),
+        ({"tie_word_embeddings": True}, ["tie_word_embeddings"]),
+    ],
+)
+def test_a_configuration_that_contradicts_the_arguments_is_refused(
+    changes: dict[str, object], texts: list[str], tmp_path: Path
+) -> None:
+    case = next(case for case in CASES if case.name == "td_dense_plain")
+    words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "huggingface", "--names", family(case)]
+    fails(3, *words, "--config", config_of(case, tmp_path, **changes), texts=[*texts, "config.json"])
+
+
+def test_arguments_give_sizes_without_a_configuration(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "td_dense_plain")
+    done("convert", case.root, tmp_path / "out", "--to", "huggingface", "--names", family(case))
+    check_huggingface(tmp_path / "out", case, ())
+
+
+def test_the_table_of_megatron_is_chosen_by_the_form(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "td_dense_plain")
+    words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "huggingface"]
+    fails(2, *words, "--names", "megatron", texts=["--names llama"])
+    fails(2, *words, "--names", family(case), "--reverse", texts=["--reverse"])
+    # A table of one's own is used alone.
+    table = tmp_path / "own.toml"
+    table.write_text('others = "keep"\ndirection = "forward"\n[[rule]]\nfrom = "decoder.*"\nto = "net.*"\n')
+    done(*words, "--names", table, "--verify")
+    assert any(name.startswith("net.layers.") for name in contents(tmp_path / "out"))
+
+
+def swapped(edits: EditRules) -> Any:
+    """The chain in the other order."""
+    return [tuple(reversed(chain)) for chain in CHAINS(edits)]
+
+
+def second_alone(edits: EditRules) -> Any:
+    return [chain[1:] for chain in CHAINS(edits)]
+
+
+def backwards(edits: EditRules) -> Any:
+    return [tuple(Link(rules, not reverse) for rules, reverse in chain) for chain in CHAINS(edits)]
+
+
+CHAINS = EditRules.chains
+
+
+@pytest.mark.parametrize("mutant", [swapped, second_alone, backwards])
+def test_a_wrong_chain_gets_no_certificate(mutant: Any, tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "td_moe_fully")
+    words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "unified", "--verify"]
+    with mock.patch.object(EditRules, "chains", mutant):
+        result = reshard(*words, "--names", family(case, options=True), "--config", config_of(case, tmp_path))
+    assert result.status != 0
+
+
+@pytest.mark.parametrize("wrong", ["qwen3", "llama", "deepseek_v3"])
+def test_another_family_gets_no_certificate(wrong: str, tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "td_dense_plain")
+    words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "huggingface", "--verify"]
+    chained = tables.chained_rules
+
+    def of_another(text: str) -> Any:
+        rules, _ = chained(text)
+        return rules, chained(wrong)[1]
+
+    with mock.patch("reshard.names.chained_rules", of_another):
+        result = reshard(*words, "--names", family(case), "--config", config_of(case, tmp_path))
+    assert (result.status == 0) == (wrong == family(case))
+
+
+def test_a_second_table_on_unmapped_tensors_gets_no_certificate(tmp_path: Path) -> None:
+    """The views of the first table are ignored where the second packs."""
+    from reshard.layout.views import View
+    from reshard.plan.editing import _Editing
+
+    case = next(case for case in CASES if case.name == "td_moe_fully")
+    words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "unified", "--verify"]
+
+    def whole(self: Any, recipe: Any) -> View:
+        shape = self._shape(recipe)
+        stored = self._checkpoint.tensors[recipe.sources[0]].shape
+        corner = View.whole(0, stored)
+        for dimension in range(len(stored) - len(shape)):
+            corner = corner.part(dimension, 0, 1)
+        for dimension, size in enumerate(shape, len(stored) - len(shape)):
+            corner = corner.part(dimension, 0, min(size, stored[dimension]))
+        return corner.reshape(shape)
+
+    with mock.patch.object(_Editing, "_view", whole):
+        result = reshard(*words, "--names", family(case, options=True), "--config", config_of(case, tmp_path))
+    assert result.status != 0
+
+
+def test_verification_decides_the_side_of_a_source_again() -> None:
+    from reshard.names import rules_named
+
+    for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"):
+        rules = rules_named(name)
+        for right in (False, True):
+            names = {each.text.replace("{layer}", "1") for rule in rules.rules for each in rule.side(right)}
+            assert edited._is_right(rules, names) == right
