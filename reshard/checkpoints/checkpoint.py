@@ -263,17 +263,21 @@ class TensorsInOrder(ByName[GlobalTensor]):
 class TiedTensors(NamedTuple):
     """Tied tensors. Readers compare them, then use the representative.
 
+    One that has another type than its source, `GlobalTensor.stored`, is compared after a cast.
+
     Attributes:
         representative: the tensor to use.
         copies: the tensors equal to it.
         reason: the consequence of a difference, for the error's text after ``... differ:``.
         hint: the error's hint.
+        relying: names of further tensors that may be used only if these are equal.
     """
 
     representative: GlobalTensor
     copies: tuple[GlobalTensor, ...]
     reason: str
     hint: str
+    relying: tuple[str, ...] = ()
 
 
 class StoredObject(NamedTuple):

@@ -6,7 +6,10 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Optional
 
+import numpy as np
+
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TiedTensors, stored_checkpoint
+from reshard.checkpoints.formats.elements import cast_words
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.execute import Progress
 from reshard.execute.reader import CHUNK_BYTES, BoxReader
@@ -20,7 +23,11 @@ def equal_of(checkpoint: Checkpoint, names: Iterable[str]) -> list[TiedTensors]:
     """The sets of tied tensors among the sources of some tensors and values."""
     tensors = checkpoint.tensors
     stored = {source.name for name in names if name in tensors for source in tensors[name].sources}
-    return [equal for equal in checkpoint.tied_tensors() if equal.representative.name in stored]
+    return [
+        equal
+        for equal in checkpoint.tied_tensors()
+        if equal.representative.name in stored or not stored.isdisjoint(equal.relying)
+    ]
 
 
 def check_equal(
@@ -65,17 +72,39 @@ def _check(
             raise _differ(checkpoint, equal, tensor, None)
     count = _elements(first, most)
     step = max(1, min(CHUNK_BYTES // first.item_size, count))
-    bytes_of_first, bytes_of_copy = (bytearray(step * first.item_size) for _ in range(2))
-    target, *copies = (_whole(checkpoint, tensor) for tensor in (first, *equal.copies))
+    target, *copies = (_Elements(checkpoint, tensor, step, reader) for tensor in (first, *equal.copies))
     for box in boxes_of_range(first.shape, 0, count, step):
-        nbytes = volume_of(box) * first.item_size
-        reader.read(target, box, memoryview(bytes_of_first)[:nbytes])
+        bytes_of_first = target.read(box)
         for tensor, copy in zip(equal.copies, copies):
-            reader.read(copy, box, memoryview(bytes_of_copy)[:nbytes])
-            if bytes_of_first[:nbytes] != bytes_of_copy[:nbytes]:
-                place = _first_difference(bytes_of_first[:nbytes], bytes_of_copy[:nbytes], box, first.item_size)
+            bytes_of_copy = copy.read(box)
+            if bytes_of_first != bytes_of_copy:
+                place = _first_difference(bytes_of_first, bytes_of_copy, box, first.item_size)
                 raise _differ(checkpoint, equal, tensor, place)
-        progress.wrote(nbytes * (1 + len(copies)))
+        progress.wrote(len(bytes_of_first) * (1 + len(copies)))
+
+
+class _Elements:
+    """Reads elements of a tensor in its type, which they are cast to where they are stored in another one.
+
+    Args:
+        most: elements to read at once.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, tensor: GlobalTensor, most: int, reader: BoxReader) -> None:
+        self._stored = tensor.stored[0] if tensor.stored else tensor
+        self._whole = _whole(checkpoint, self._stored)
+        self._dtype = tensor.dtype
+        self._read = reader.read
+        self._buffer = bytearray(most * self._stored.item_size)
+
+    def read(self, box: Box) -> bytes:
+        nbytes = volume_of(box) * self._stored.item_size
+        elements = memoryview(self._buffer)[:nbytes]
+        self._read(self._whole, box, elements)
+        if self._stored.dtype == self._dtype:
+            return bytes(elements)
+        words = np.frombuffer(elements, f"u{self._stored.item_size}")
+        return cast_words(words, self._stored.dtype, self._dtype).tobytes()
 
 
 def _elements(tensor: GlobalTensor, most: Optional[int]) -> int:
@@ -83,7 +112,7 @@ def _elements(tensor: GlobalTensor, most: Optional[int]) -> int:
     return count if most is None else min(count, most // tensor.item_size)
 
 
-def _first_difference(first: bytearray, second: bytearray, box: Box, item_size: int) -> tuple[int, ...]:
+def _first_difference(first: bytes, second: bytes, box: Box, item_size: int) -> tuple[int, ...]:
     """The index of the first element of a box that differs."""
     same, length = 0, len(first)
     while length > 1:
@@ -125,7 +154,7 @@ def _differ(
     for tensor in (equal.representative, copy):
         piece = next(
             piece
-            for piece in _whole(checkpoint, tensor).pieces
+            for piece in _whole(checkpoint, tensor.stored[0] if tensor.stored else tensor).pieces
             if at is None or all(start <= place < stop for place, (start, stop) in zip(at, piece.box))
         )
         paths.append(piece.source.path)

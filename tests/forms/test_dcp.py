@@ -611,7 +611,7 @@ def test_megatrons_names_in_a_directory_of_hugging_face_give_a_warning(tmp_path:
     words: list[Argument] = [root, tmp_path / "out", "--to", "huggingface", "--dry-run"]
     warning = "warning: names and stacked layers are Megatron's"
     assert warning not in done("convert", *words).err
-    (root / "iter_0000003" / "common.pt").write_bytes(b"PK")
+    (root / "iter_0000003" / "common.pt").write_bytes(archive_of_pickle(pickled({"iteration": 3})))
     assert warning in done("convert", *words).err
     assert warning not in done("convert", root, tmp_path / "out", "--to", "dcp", "--shards", 2, "--dry-run").err
 

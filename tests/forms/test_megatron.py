@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
+import reshard
 from reshard.errors import CheckpointError
 from reshard.forms.megatron.arguments import arguments_of, configuration_of
 from reshard.forms.registry import form_of
-from tests.corpus_mcore import McoreCase, mcore_cases
+from tests.corpus_mcore import McoreCase, digest, mcore_cases, to_hugging_face
 
 CASES = mcore_cases()
+READABLE = [case for case in CASES if case.name.startswith("td")]
+# Kinds of optimizer state whose parts are named after the weights.
+SHAPED = ("plain", "fully_reshardable", "fully_sharded_model_space")
 
 
 def named(case: McoreCase) -> str:
@@ -40,6 +47,39 @@ def test_arguments_of_a_configuration_give_it_back(case: McoreCase) -> None:
         key: config[key] for key in back if key in config and config[key] is not None
     }
     assert back["tie_word_embeddings"] == config["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize("case", READABLE, ids=named)
+def test_weights_are_those_that_megatron_holds(case: McoreCase) -> None:
+    """As they are, and under Hugging Face's names by an oracle."""
+    with reshard.open(case.root) as opened:
+        native = {name: np.asarray(opened[name]) for name in case.expected["native"]}
+    assert {name: (digest(value), [*value.shape]) for name, value in native.items()} == {
+        name: (each["sha256"], each["shape"]) for name, each in case.expected["native"].items()
+    }
+    if case.expected["form"] == "megatron_torch_dist":
+        assert digests(to_hugging_face(native, case.expected["config"])) == answers(case.expected["tensors"])
+
+
+@pytest.mark.parametrize("case", [case for case in READABLE if case.optimizer in SHAPED], ids=named)
+def test_optimizer_state_has_the_shapes_of_the_weights(case: McoreCase) -> None:
+    expected = case.expected["optimizer"]
+    with reshard.open(case.root) as opened:
+        assert int(np.asarray(opened["global_step"])[0]) == expected["step"]
+        master = "fp32_param" if any("fp32_param" in name for name in opened) else "param"
+        for kind in expected["state"]:
+            before = f"optimizer.state.{master if kind == 'fp32_param' else kind}."
+            native = {name[len(before) :]: np.asarray(opened[name]) for name in opened if name.startswith(before)}
+            found = to_hugging_face(native, case.expected["config"])
+            assert digests(found) == answers(expected["state"][kind])
+
+
+def digests(tensors: Mapping[str, npt.NDArray[Any]]) -> dict[str, str]:
+    return {name: digest(value) for name, value in tensors.items()}
+
+
+def answers(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    return {name: str(each["sha256"]) for name, each in tensors.items()}
 
 
 @pytest.mark.parametrize(

@@ -151,13 +151,30 @@ def common_object(directory: str, objects: Mapping[str, Record]) -> Optional[Sto
     """The object among those of metadata that is the common state, where it has no file of its own."""
     for name, record in objects.items():
         if name.partition("/")[0] == OBJECT and record.length >= 0:
-            return StoredObject(os.path.join(directory, record.file), record.offset, record.length, True)
+            return stored_in(directory, record)
     return None
 
 
-def _in_file(path: str, handles: FileHandles) -> Optional[Common]:
+def stored_in(directory: str, record: Record) -> StoredObject:
+    return StoredObject(os.path.join(directory, record.file), record.offset, record.length, True)
+
+
+def stored_file(path: str) -> Optional[StoredObject]:
+    """A file as one object; None if it does not exist."""
     status = status_at(path)
-    return None if status is None else read_common(StoredObject(path, 0, status.size, True), handles)
+    return None if status is None else StoredObject(path, 0, status.size, True)
+
+
+def _in_file(path: str, handles: FileHandles) -> Optional[Common]:
+    stored = stored_file(path)
+    return None if stored is None else read_common(stored, handles)
+
+
+def steps_of(stored: StoredObject, handles: FileHandles) -> frozenset[int]:
+    """The steps in an object of an optimizer's state."""
+    with reading(stored.path), contextlib.closing(handles.open_file(stored.path)) as file:
+        archive = Archive(file, stored.offset, stored.length)
+        return steps_in(archive.pickled(is_named), archive, file)
 
 
 def read_common(stored: StoredObject, handles: FileHandles) -> Common:

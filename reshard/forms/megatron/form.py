@@ -103,9 +103,9 @@ class MegatronForm(Form):
             from reshard.forms.megatron.legacy import read_legacy
 
             return read_legacy(self.name, iteration, request)
-        from reshard.forms.pytorch.dcp import read_distributed
+        from reshard.forms.megatron.torch_dist import read_torch_dist
 
-        return read_distributed(self.name, request)
+        return read_torch_dist(self.name, iteration, request)
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
         from reshard.forms.recorded import ChunkedCheckpoint, strategy_of

@@ -1,0 +1,152 @@
+"""Reading ``torch_dist`` directories of Megatron-Core: weights under their keys, optimizer state in their shapes.
+
+However the optimizer was saved, its state gets the names ``optimizer.state.exp_avg.KEY``, ``exp_avg_sq`` and
+``fp32_param`` (or ``param``) of the weight KEY, and the shape of that weight. What metadata describes is changed before
+files are placed, so all else reads chunks of ordinary tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Sequence
+from typing import Optional
+
+from reshard.checkpoints.checkpoint import TiedTensors
+from reshard.errors import CheckpointError
+from reshard.forms.form import ReadRequest
+from reshard.forms.megatron.blocks import STATE, unblock, weight_of
+from reshard.forms.megatron.common import STEP, Common, common_object, read_common, steps_of, stored_file, stored_in
+from reshard.forms.megatron.form import BACKEND, COMMON, TORCH_DIST
+from reshard.forms.pytorch.dcp import ReadMetadata, StoredValue, checkpoint_of, read_metadata
+from reshard.forms.pytorch.form import METADATA
+from reshard.forms.recorded import ChunkedCheckpoint
+from reshard.forms.tracker import Iteration
+from reshard.storage import names_in, read_small, reading
+from reshard.text.messages import quoted
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+MASTERS = (f"{STATE}fp32_param.", f"{STATE}param.")
+"""Before the keys of the weights whose masters these are."""
+
+MOMENTS = (f"{STATE}exp_avg.", f"{STATE}exp_avg_sq.")
+
+_CHAINED = re.compile(r"chained_[0-9]+\.")
+_OF_OPTIMIZER = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\.dp_group_idx_[0-9]+\.optimizer/")
+_MOST_BACKEND = 1 << 20
+_CURE = "save it with --dist-ckpt-optim-fully-reshardable of Megatron-Core 0.15 or newer"
+
+
+def read_torch_dist(form: str, iteration: Iteration, request: ReadRequest) -> ChunkedCheckpoint:
+    """Read a directory, from metadata and its common state alone."""
+    directory = iteration.path
+    names = names_in(directory)
+    check_backend(directory, names)
+    metadata = read_metadata([os.path.join(directory, METADATA)])
+    common = _common_of(directory, names, metadata, request)
+    _name_plainly(directory, metadata)
+    to_prove = unblock(directory, metadata)
+    _check_shapes(directory, metadata)
+    checkpoint = checkpoint_of(form, iteration, metadata, request, _step(metadata, common))
+    if OUTPUT not in metadata.tensors:
+        to_prove |= {f"{before}{EMBEDDING}" for before in MASTERS}
+    checkpoint.tied = proofs(checkpoint, to_prove)
+    if request.complete:
+        checkpoint.check(request.required)
+    return checkpoint
+
+
+def check_backend(directory: str, names: Sequence[str]) -> None:
+    """Refuse a directory that is not complete, or that another library than DCP has written.
+
+    Raises:
+        CheckpointError: ``metadata.json``, which is written last, is missing, damaged, or names another backend.
+    """
+    path = os.path.join(directory, BACKEND)
+    if BACKEND not in names or METADATA not in names:
+        raise CheckpointError(
+            f"{directory}: is not complete: {BACKEND if METADATA in names else METADATA} is missing, and {BACKEND} is "
+            "written last",
+            file=path,
+            hint="wait until the save is finished, or take another checkpoint",
+        )
+    with reading(path):
+        data = read_small(path, _MOST_BACKEND)
+    try:
+        backend = json.loads(data)["sharded_backend"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise CheckpointError(f"{path}: does not name a sharded_backend", file=path) from None
+    if backend != TORCH_DIST:
+        raise CheckpointError(
+            f"{path}: the checkpoint is of the backend {quoted(str(backend))}, and only {TORCH_DIST} is read",
+            file=path,
+            hint="load it with the Megatron that saved it, and save it with --ckpt-format torch_dist",
+        )
+
+
+def _common_of(directory: str, names: Sequence[str], metadata: ReadMetadata, request: ReadRequest) -> Optional[Common]:
+    """The common state, with the steps that objects of a distributed optimizer record."""
+    stored = stored_file(os.path.join(directory, COMMON)) if COMMON in names else None
+    stored = stored or common_object(directory, metadata.objects)
+    if stored is None:
+        return None
+    common = read_common(stored, request.handles)
+    found: set[int] = set()
+    for name, record in metadata.objects.items():
+        if _OF_OPTIMIZER.match(name) and record.length >= 0:
+            found |= steps_of(stored_in(directory, record), request.handles)
+    return common.with_steps(frozenset(found))
+
+
+def _name_plainly(directory: str, metadata: ReadMetadata) -> None:
+    """Remove the numbers of optimizers before names of states: the weights of two optimizers differ."""
+    for name in [*metadata.tensors]:
+        match = _CHAINED.match(name)
+        if match is None or not name.startswith(STATE, match.end()):
+            continue
+        plain = name[match.end() :]
+        if plain in metadata.tensors:
+            metadata.fault(directory, plain, "is state of two optimizers")
+            continue
+        metadata.tensors[plain] = metadata.tensors.pop(name)
+        if name in metadata.faults:
+            metadata.faults[plain] = metadata.faults.pop(name)
+        if name in metadata.flattened:
+            metadata.flattened[plain] = metadata.flattened.pop(name)
+
+
+def _check_shapes(directory: str, metadata: ReadMetadata) -> None:
+    """Make state whose shape is not that of its weight unreadable."""
+    for name, tensor in metadata.tensors.items():
+        weight = metadata.tensors.get(weight_of(name))
+        if weight is not None and weight.shape != tensor.shape:
+            problem = f"has the shape {list(tensor.shape)}, and its weight {list(weight.shape)}"
+            metadata.fault(directory, name, problem, _CURE)
+
+
+def _step(metadata: ReadMetadata, common: Optional[Common]) -> list[StoredValue]:
+    """The step as a value, beside state of an optimizer."""
+    if common is None or STEP in metadata.tensors or not any(map(weight_of, metadata.tensors)):
+        return []
+    try:
+        value = common.step_value()
+    except CheckpointError as error:
+        metadata.faults[STEP] = error
+        return []
+    return [] if value is None else [StoredValue(common.path, value)]
+
+
+def proofs(checkpoint: ChunkedCheckpoint, names: Collection[str]) -> list[TiedTensors]:
+    """What shows that state is that of the weights: masters among these, cast to the types of weights, equal them."""
+    found = []
+    for name, master in checkpoint.tensors.items():
+        weight = checkpoint.tensors.get(weight_of(name)) if name in names and name.startswith(MASTERS) else None
+        if weight is not None:
+            cast = master._replace(dtype=weight.dtype, item_size=weight.item_size, stored=(master,))
+            reason = f"state of the optimizer in {checkpoint.place} is not that of its weights"
+            hint = f"{_CURE}; or leave it out: --exclude 'optimizer.*'"
+            moments = tuple(f"{before}{weight.name}" for before in MOMENTS)
+            found.append(TiedTensors(cast, (weight,), reason, hint, moments))
+    return found
