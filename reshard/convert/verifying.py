@@ -134,7 +134,7 @@ def verify_with_source(
         if plan is not None and step == "latest":
             step = recorded_step(src, request.form.name, plan.step)
         edits = edits_of_target(request, plan, report)
-        request = _at(request._replace(edits=edits), step, ranks)
+        request = _at(request.with_edits(edits), step, ranks)
         if plan is not None:
             request = request._replace(edits=between_forms(request))
         with contextlib.ExitStack() as stack:

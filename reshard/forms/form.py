@@ -255,6 +255,16 @@ class Form(Protocol):
             RetryableError: reading failed in a way that may pass.
         """
 
+    def for_target(self, source: Source, to: Form, renamed: bool) -> Form:
+        """The form that reads a source for a target: this one, or a simpler one where files are only rewritten.
+
+        Args:
+            source: the source.
+            to: the form of the target.
+            renamed: a table gives other names and packing.
+        """
+        return self
+
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
         """The strategy that a checkpoint records; an InputError if it records none, or not for every tensor."""
         raise CheckpointError(f"{checkpoint.place}: does not record the layouts of its tensors", file=checkpoint.place)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Optional, cast
 
+from reshard.asked import Source
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError
 from reshard.forms.form import (
@@ -25,7 +26,7 @@ from reshard.forms.form import (
     Side,
     WriteRequest,
 )
-from reshard.forms.pytorch.form import DCP, ITERATIONS, METADATA, kind_of_directory
+from reshard.forms.pytorch.form import DCP, HYPER_PARALLEL, ITERATIONS, METADATA, DcpForm, kind_of_directory
 from reshard.forms.tracker import RELEASE, Iteration, saved_steps
 from reshard.storage import is_directory, listings_cached, names_in
 from reshard.strategies import Strategy
@@ -106,6 +107,13 @@ class MegatronForm(Form):
         from reshard.forms.megatron.torch_dist import read_torch_dist
 
         return read_torch_dist(self.name, iteration, request)
+
+    def for_target(self, source: Source, to: Form, renamed: bool) -> Form:
+        """Metadata of the same kind is rewritten as it is: Megatron loads it as before."""
+        if renamed or to.name not in (DCP, HYPER_PARALLEL):
+            return self
+        iteration = choose(source.path, source.step, Report())
+        return self if kind_of_iteration(names_in(iteration.path)) == LEGACY else DcpForm()
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
         from reshard.forms.recorded import ChunkedCheckpoint, strategy_of
