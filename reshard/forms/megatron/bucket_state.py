@@ -1,0 +1,443 @@
+"""State of the distributed optimizer that is stored without names, as tensors of the shapes of their weights.
+
+``dp_reshardable`` writes buckets as tensors, and ``dp_zero_gather_scatter`` all buckets of a rank, joined, in one
+pickled object. Both have groups by rank: tensor and pipeline rank, or those of experts. `parameters` lists what each
+rank should hold, and `buckets` where that has to lie.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Optional
+
+from reshard.checkpoints.files import FileHandles
+from reshard.checkpoints.formats.archives import Archive
+from reshard.checkpoints.formats.dtypes import FROM_TORCH
+from reshard.checkpoints.formats.pickles import Global
+from reshard.checkpoints.placed import PlacedFile, Run, Stored
+from reshard.errors import CheckpointError
+from reshard.forms.megatron.buckets import places_by_edges, places_by_size
+from reshard.forms.megatron.common import is_named
+from reshard.forms.megatron.parameters import Holding, Model, OrderError, Parameter, Piece, Rank, Variant
+from reshard.forms.pytorch.dcp import DescribedTensor, Record
+from reshard.forms.recorded import tensor_fault
+from reshard.storage import reading
+from reshard.text.messages import quoted
+
+STATE = "optimizer.state."
+MASTER = "param"
+DISTRIBUTED = "optimizer.distributed"
+
+_GROUP = r"(?:chained_([0-9]{1,6})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,6})\."
+_BUCKET = re.compile(
+    _GROUP + r"gbuf_idx_([0-9]{1,6})\.dtype_\((torch\.\w+), torch\.\w+\)\.bucket_idx_([0-9]{1,6})\.(\w+)"
+)
+_GATHERED = re.compile(_GROUP + r"param_state/shard_\S+")
+_CURE = (
+    "save it with --dist-ckpt-optim-fully-reshardable (fully_reshardable), or convert the weights alone with "
+    "--exclude 'optimizer.*'"
+)
+
+
+class Flat(NamedTuple):
+    """One state of a bucket, or of all buckets of a buffer joined.
+
+    Attributes:
+        dtype: MindSpore's name of its type.
+        edges: where its runs begin, ascending, and its size.
+        runs: its runs, in order.
+    """
+
+    dtype: str
+    edges: Sequence[int]
+    runs: Sequence[Run]
+
+    def between(self, first: int, count: int) -> tuple[Run, ...]:
+        """The runs of some elements."""
+        runs: list[Run] = []
+        number = bisect_right(self.edges, first) - 1
+        while count:
+            run, inside = self.runs[number], first - self.edges[number]
+            taken = min(count, run.elements - inside)
+            runs.append(run._replace(first=run.first + inside, elements=taken))
+            first, count, number = first + taken, count - taken, number + 1
+        return tuple(runs)
+
+
+class Buffer(NamedTuple):
+    """The buckets of the parameters of one type, of a chunk of the model on a rank.
+
+    Attributes:
+        dtype: MindSpore's name of the type of the parameters.
+        buckets: per bucket its states by name.
+        joined: there is one bucket, in which others are joined without the padding at their ends.
+    """
+
+    dtype: str
+    buckets: Sequence[Mapping[str, Flat]]
+    joined: bool
+
+    def places(
+        self, parameters: Sequence[Parameter], bucket_sizes: Sequence[Optional[int]]
+    ) -> Optional[list[tuple[Mapping[str, Flat], int]]]:
+        """The bucket of each parameter and its first element there; None where they do not fit."""
+        lengths = [parameter.elements for parameter in parameters]
+        if self.joined:
+            alone = {number for number, parameter in enumerate(parameters) if parameter.shared}
+            places = places_by_size(lengths, self._edges(self.buckets[0])[-1], alone, bucket_sizes)
+        else:
+            places = places_by_edges(lengths, [self._edges(bucket) for bucket in self.buckets])
+        return None if places is None else [(self.buckets[place.bucket], place.start) for place in places]
+
+    @staticmethod
+    def _edges(bucket: Mapping[str, Flat]) -> Sequence[int]:
+        return next(iter(bucket.values())).edges
+
+
+class MappedTensor(NamedTuple):
+    """A tensor of state, in the shape of its weight.
+
+    Attributes:
+        boxes: first element and sizes of each box, and where its elements are.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...], Stored]]
+
+
+Groups = Mapping[int, Sequence[Buffer]]
+"""By the rank of a group its buffers, in order."""
+
+
+def holds_buckets(name: str) -> bool:
+    """Whether a tensor or an object of metadata is state without names."""
+    return bool(_BUCKET.fullmatch(name) or _GATHERED.fullmatch(name))
+
+
+def read_buckets(directory: str, tensors: Mapping[str, DescribedTensor]) -> dict[int, Groups]:
+    """The buckets among the tensors of metadata: by the number of the optimizer, its groups."""
+    found: dict[int, dict[int, dict[int, dict[str, dict[int, dict[str, Flat]]]]]] = {}
+    for name, tensor in tensors.items():
+        match = _BUCKET.fullmatch(name)
+        if match is None:
+            continue
+        chained, group, buffer, bucket = (int(each or 0) for each in match.group(1, 2, 3, 5))
+        by_dtype = found.setdefault(chained, {}).setdefault(group, {}).setdefault(buffer, {})
+        by_dtype.setdefault(match[4], {}).setdefault(bucket, {})[match[6]] = _flat(directory, name, tensor)
+    return {
+        chained: {
+            group: [_buffer(directory, buffers[number]) for number in sorted(buffers)]
+            for group, buffers in groups.items()
+        }
+        for chained, groups in found.items()
+    }
+
+
+def _flat(directory: str, name: str, tensor: DescribedTensor) -> Flat:
+    edges, runs = [0], []
+    for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets):
+        offsets, sizes, record = chunk.offsets, chunk.sizes, chunk.record
+        if len(offsets) != 1 or offsets[0] != edges[-1] or not sizes[0]:
+            raise fault(directory, f"has a bucket with holes or overlaps: {quoted(name)}")
+        edges.append(offsets[0] + sizes[0])
+        runs.append(Run(os.path.join(directory, record.file), record.offset, record.length, 0, sizes[0]))
+    if (edges[-1],) != tensor.shape:
+        raise fault(directory, f"has a bucket that is not complete: {quoted(name)}")
+    return Flat(tensor.dtype, edges, runs)
+
+
+def _buffer(directory: str, by_dtype: Mapping[str, Mapping[int, Mapping[str, Flat]]]) -> Buffer:
+    (name, buckets), *others = by_dtype.items()
+    states = [bucket.keys() for bucket in buckets.values()]
+    edges = [{tuple(flat.edges) for flat in bucket.values()} for bucket in buckets.values()]
+    if (
+        others
+        or buckets.keys() != set(range(len(buckets)))
+        or any(each != states[0] for each in states)
+        or any(len(each) > 1 for each in edges)
+    ):
+        raise fault(directory, "has buckets that are missing, or states of a bucket that are cut differently")
+    return Buffer(_dtype(directory, name), [buckets[number] for number in range(len(buckets))], False)
+
+
+def read_gathered(directory: str, objects: Mapping[str, Record], handles: FileHandles) -> dict[int, Groups]:
+    """The buckets in pickled objects of metadata: by the number of the optimizer, its groups."""
+    found: dict[int, dict[int, Sequence[Buffer]]] = {}
+    for name, record in objects.items():
+        match = _GATHERED.fullmatch(name)
+        if match is None:
+            continue
+        path = os.path.join(directory, record.file)
+        with reading(path), handles.borrow(path) as file:
+            stored = file.stored if isinstance(file, PlacedFile) else file
+            archive = Archive(stored, record.offset, record.length)
+            pickled = archive.pickled(is_named)
+            value = pickled[0] if isinstance(pickled, list) and len(pickled) == 1 else pickled
+            buffers = buffers_in(archive, value, path, record.offset, record.length)
+        found.setdefault(int(match[1] or 0), {})[int(match[2])] = buffers
+    return dict(found)
+
+
+def buffers_in(archive: Archive, value: Any, path: str, offset: int, length: int) -> list[Buffer]:
+    """The buffers in the state that data-parallel rank 0 gathered, as in ``distrib_optim.pt``.
+
+    Args:
+        archive: the archive that holds it.
+        value: the dictionary of the optimizer.
+        path: the file of the archive.
+        offset: where the archive begins in the file.
+        length: its bytes.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    if not isinstance(value, dict) or value.get("buckets_coalesced") is not True:
+        raise fault(path, "has no joined buckets: it is older than they are")
+    buffers: list[Buffer] = []
+    for number in sorted(key for key in value if type(key) is int):
+        by_dtype = value[number]
+        for types, states in by_dtype.items() if isinstance(by_dtype, dict) else ():
+            first = types[0] if isinstance(types, tuple) and types else None
+            if not isinstance(first, Global) or not isinstance(states, dict):
+                raise fault(path, "has joined buckets of an unknown form")
+            located = {name: archive.tensor(each) for name, each in states.items() if not isinstance(each, int)}
+            flats: dict[str, Flat] = {}
+            for name, elements in located.items():
+                if len(elements.shape) != 1 or not elements.in_order:
+                    raise fault(path, "has joined buckets of an unknown form")
+                run = Run(path, offset, length, 0, elements.shape[0], elements)
+                flats[name] = Flat(elements.dtype, (0, elements.shape[0]), (run,))
+            if not flats or len({flat.edges for flat in flats.values()}) > 1:
+                raise fault(path, "has joined buckets whose states differ in size")
+            buffers.append(Buffer(_dtype(path, first.name), [flats], True))
+    return buffers
+
+
+def _dtype(path: str, name: str) -> str:
+    dtype = FROM_TORCH.get(name)
+    if dtype is None:
+        raise fault(path, f"is of parameters of the type {name}, which are not read")
+    return dtype
+
+
+def fault(path: str, problem: str) -> CheckpointError:
+    """The error of all state without names."""
+    error = tensor_fault(path, DISTRIBUTED, problem)
+    error.hint = _CURE
+    return error
+
+
+def mapped_state(
+    directory: str, weights: Mapping[str, DescribedTensor], optimizers: Mapping[int, Groups], args: Mapping[str, Any]
+) -> list[MappedTensor]:
+    """The state without names as tensors in the shapes of their weights.
+
+    Args:
+        directory: for errors.
+        weights: the tensors of the model, with the chunks that they were saved in.
+        optimizers: by the number of the optimizer, its groups.
+        args: arguments of the run, which decide what lengths do not.
+
+    Raises:
+        CheckpointError: the lengths of the parameters are not those in the buckets.
+    """
+    try:
+        return _Map(directory, weights, optimizers, args).tensors()
+    except OrderError as error:
+        raise fault(directory, str(error)) from error
+
+
+@dataclass
+class _Boxes:
+    """The boxes of the state of a weight, by name of the state."""
+
+    dtypes: dict[str, str] = field(default_factory=dict)
+    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Stored]]] = field(default_factory=dict)
+
+
+class _Chunk(NamedTuple):
+    """A chunk of the model: its rank in the pipeline, its number there, its layers."""
+
+    stage: int
+    number: int
+    layers: range
+    first: bool
+    last: bool
+
+
+_Placed = tuple[Parameter, Mapping[str, Flat], int]
+
+
+class _Map:
+    def __init__(
+        self,
+        directory: str,
+        weights: Mapping[str, DescribedTensor],
+        optimizers: Mapping[int, Groups],
+        args: Mapping[str, Any],
+    ) -> None:
+        self._directory = directory
+        self._weights = weights
+        self._optimizers = [optimizers[number] for number in sorted(optimizers)]
+        self._model = Model(weights)
+        size = args.get("ddp_bucket_size")
+        self._bucket_sizes = (size,) if type(size) is int else ()
+        fused = bool(args.get("moe_grouped_gemm")) and args.get("moe_use_legacy_grouped_gemm") is not False
+        self._variants = self._model.variants(args.get("transformer_impl") == "local", fused)
+        # What fits worst is what an error is about.
+        self._problem = ""
+
+    def tensors(self) -> list[MappedTensor]:
+        for variant in self._variants:
+            placed = self._placed(variant)
+            if placed is not None:
+                return self._mapped(placed)
+        raise OrderError(f"has no map: {self._problem}")
+
+    def _placed(self, variant: Variant) -> Optional[list[_Placed]]:
+        """All parameters in an order, with their places; None where they do not fit."""
+        first, *others = self._optimizers
+        holding = Holding.DENSE if others or not self._model.expert_count else Holding.ALL
+        if len(others) > 1 or (others and not self._model.expert_count):
+            raise OrderError(f"is that of {len(self._optimizers)} optimizers: one, or another of experts, is read")
+        stages, rest = divmod(len(first), self._model.tp)
+        if rest or first.keys() != set(range(len(first))):
+            raise OrderError(
+                f"is in {len(first)} groups, which are not those of {self._model.tp} tensor parallel ranks"
+            )
+        chunks = self._chunks(first, stages, holding, variant)
+        if chunks is None:
+            return None
+        placed = self._on_ranks(first, stages, chunks, holding, variant)
+        for groups in others if placed is not None else ():
+            of_experts = self._on_ranks(groups, stages, chunks, Holding.EXPERTS, variant)
+            placed = None if of_experts is None else [*(placed or ()), *of_experts]
+        return placed
+
+    def _chunks(self, groups: Groups, stages: int, holding: Holding, variant: Variant) -> Optional[list[_Chunk]]:
+        """The layers of every chunk: as many as fit. All first chunks have layers before those of any second one."""
+        numbers = {len(_by_chunk(groups[group])) for group in groups}
+        if len(numbers) > 1:
+            raise OrderError("has other numbers of buffers on some ranks than on others")
+        chunks: list[_Chunk] = []
+        begin, total = 0, self._model.layer_count
+        for number in range(numbers.pop()):
+            for stage in range(stages):
+                first, last = not chunks, len(chunks) + 1 == stages * len(_by_chunk(groups[0]))
+                buffers = _by_chunk(groups[stage * self._model.tp])[number]
+                for end in (total,) if last else range(begin, total + 1):
+                    chunk = _Chunk(stage, number, range(begin, end), first, last)
+                    parameters = self._parameters(chunk, Rank(0), holding, variant, stages)
+                    if self._fit(buffers, parameters) is not None:
+                        break
+                else:
+                    where = f"rank {stage} of the pipeline" + (f", chunk {number}" if number else "")
+                    self._problem = self._problem or (
+                        f"the lengths in the buckets of {where} are those of no layers from number {begin} on"
+                    )
+                    return None
+                chunks.append(chunk)
+                begin = end
+        return chunks
+
+    def _on_ranks(
+        self, groups: Groups, stages: int, chunks: Sequence[_Chunk], holding: Holding, variant: Variant
+    ) -> Optional[list[_Placed]]:
+        size, rest = divmod(len(groups), stages)
+        if rest or groups.keys() != set(range(len(groups))):
+            raise OrderError(f"is in {len(groups)} groups, which are not those of {stages} pipeline ranks")
+        placed: list[_Placed] = []
+        for stage in range(stages):
+            for number in range(size):
+                group = stage * size + number
+                buffers = iter(_by_chunk(groups[group]))
+                rank = Rank(number, 0, number)
+                if holding is Holding.EXPERTS:
+                    expert_size, uneven = divmod(size, self._model.etp)
+                    if uneven:
+                        raise OrderError(f"is in {size} groups of experts, cut over {self._model.etp} ranks")
+                    rank = Rank(0, number // self._model.etp, number % self._model.etp, expert_size)
+                for chunk in chunks:
+                    if chunk.stage != stage:
+                        continue
+                    parameters = self._parameters(chunk, rank, holding, variant, stages)
+                    found = self._fit(next(buffers, []), parameters) if parameters else []
+                    if found is None:
+                        whose = "experts" if holding is Holding.EXPERTS else "parameters"
+                        self._problem = (
+                            self._problem or f"the lengths in the buckets of group {group} are not those of its {whose}"
+                        )
+                        return None
+                    placed += found
+                if next(buffers, None):
+                    self._problem = self._problem or f"group {group} has more buffers than chunks of the model"
+                    return None
+        return placed
+
+    def _parameters(
+        self, chunk: _Chunk, rank: Rank, holding: Holding, variant: Variant, stages: int
+    ) -> list[Parameter]:
+        """The parameters of a chunk on a rank, in the order of buckets."""
+        parameters = self._model.parameters(rank, chunk.layers, chunk.first, chunk.last, holding, variant, stages)
+        return parameters[::-1]
+
+    def _fit(self, buffers: Sequence[Buffer], parameters: Sequence[Parameter]) -> Optional[list[_Placed]]:
+        """The places of parameters in the buffers of their types; None where they do not fit."""
+        dtypes = {parameter.dtype for parameter in parameters}
+        if dtypes != {buffer.dtype for buffer in buffers}:
+            return None
+        placed: list[_Placed] = []
+        for buffer in buffers:
+            of_type = [parameter for parameter in parameters if parameter.dtype == buffer.dtype]
+            places = buffer.places(of_type, self._bucket_sizes)
+            if places is None:
+                return None
+            placed += [(parameter, bucket, start) for parameter, (bucket, start) in zip(of_type, places)]
+        return placed
+
+    def _mapped(self, placed: Sequence[_Placed]) -> list[MappedTensor]:
+        by_key: dict[str, dict[str, list[tuple[Piece, Stored]]]] = {}
+        for parameter, bucket, start in placed:
+            for key, piece in parameter.pieces:
+                states = by_key.setdefault(key, {})
+                for state, flat in bucket.items():
+                    states.setdefault(state, []).append((piece, _stored(f"{STATE}{state}.{key}", flat, start, piece)))
+        return [
+            MappedTensor(
+                f"{STATE}{state}.{key}",
+                pieces[0][1].dtype,
+                self._weights[key].shape,
+                [(piece.start, piece.sizes, stored) for piece, stored in pieces],
+            )
+            for key, states in by_key.items()
+            for state, pieces in states.items()
+        ]
+
+
+def _by_chunk(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
+    """Buffers by chunk of the model: a chunk has one of each type."""
+    chunks: list[list[Buffer]] = []
+    for buffer in buffers:
+        if not chunks or buffer.dtype in {other.dtype for other in chunks[-1]}:
+            chunks.append([])
+        chunks[-1].append(buffer)
+    return chunks
+
+
+def _stored(name: str, flat: Flat, start: int, piece: Piece) -> Stored:
+    """Where the elements of a piece are, of a parameter that begins at an element of a bucket."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(piece.sizes, piece.strides))
+    runs = flat.between(start + piece.first, span)
+    return Stored(name, flat.dtype, piece.sizes, runs=runs, strides=piece.strides)
+
+
+def chunks_of(tensor: MappedTensor) -> Iterator[tuple[str, Stored]]:
+    """The boxes of a tensor, each with the file whose placement has it: that of its first run."""
+    for _, _, stored in tensor.boxes:
+        yield stored.runs[0].path, stored
