@@ -263,7 +263,7 @@ class TensorsInOrder(ByName[GlobalTensor]):
 class TiedTensors(NamedTuple):
     """Tied tensors. Readers compare them, then use the representative.
 
-    One that has another type than its source, `GlobalTensor.stored`, is compared after a cast.
+    One that has another type than its source, `GlobalTensor.stored`, is compared after a cast; then all NaN are equal.
 
     Attributes:
         representative: the tensor to use.
@@ -278,6 +278,10 @@ class TiedTensors(NamedTuple):
     reason: str
     hint: str
     relying: tuple[str, ...] = ()
+
+    def concerns(self, names: Collection[str]) -> bool:
+        """Whether they have to be equal for tensors of the files with these names to be used."""
+        return any(name in names for name in (self.representative.name, *self.relying))
 
 
 class StoredObject(NamedTuple):

@@ -1,4 +1,7 @@
-"""Byte-by-byte comparison of tied tensors, in any layouts: only one of them is converted."""
+"""Byte-by-byte comparison of tied tensors, in any layouts: only one of them is converted.
+
+Of a master copy and its weight, the former is cast first, and all NaN are equal.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,7 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Optional
 
-import numpy as np
-
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TiedTensors, stored_checkpoint
-from reshard.checkpoints.formats.elements import cast_words
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.execute import Progress
 from reshard.execute.reader import CHUNK_BYTES, BoxReader
@@ -23,11 +23,7 @@ def equal_of(checkpoint: Checkpoint, names: Iterable[str]) -> list[TiedTensors]:
     """The sets of tied tensors among the sources of some tensors and values."""
     tensors = checkpoint.tensors
     stored = {source.name for name in names if name in tensors for source in tensors[name].sources}
-    return [
-        equal
-        for equal in checkpoint.tied_tensors()
-        if equal.representative.name in stored or not stored.isdisjoint(equal.relying)
-    ]
+    return [equal for equal in checkpoint.tied_tensors() if equal.concerns(stored)]
 
 
 def check_equal(
@@ -72,39 +68,32 @@ def _check(
             raise _differ(checkpoint, equal, tensor, None)
     count = _elements(first, most)
     step = max(1, min(CHUNK_BYTES // first.item_size, count))
-    target, *copies = (_Elements(checkpoint, tensor, step, reader) for tensor in (first, *equal.copies))
+    bytes_of_first, bytes_of_copy = (bytearray(step * first.item_size) for _ in range(2))
+    target, *copies = (_whole(checkpoint, tensor) for tensor in (first, *equal.copies))
     for box in boxes_of_range(first.shape, 0, count, step):
-        bytes_of_first = target.read(box)
+        nbytes = volume_of(box) * first.item_size
+        reader.read(target, box, memoryview(bytes_of_first)[:nbytes])
         for tensor, copy in zip(equal.copies, copies):
-            bytes_of_copy = copy.read(box)
-            if bytes_of_first != bytes_of_copy:
-                place = _first_difference(bytes_of_first, bytes_of_copy, box, first.item_size)
+            reader.read(copy, box, memoryview(bytes_of_copy)[:nbytes])
+            if bytes_of_first[:nbytes] == bytes_of_copy[:nbytes]:
+                continue
+            if first.stored or tensor.stored:
+                for buffer in (bytes_of_first, bytes_of_copy):
+                    _make_nans_equal(memoryview(buffer)[:nbytes], first.dtype)
+            if bytes_of_first[:nbytes] != bytes_of_copy[:nbytes]:
+                place = _first_difference(bytes_of_first[:nbytes], bytes_of_copy[:nbytes], box, first.item_size)
                 raise _differ(checkpoint, equal, tensor, place)
-        progress.wrote(len(bytes_of_first) * (1 + len(copies)))
+        progress.wrote(nbytes * (1 + len(copies)))
 
 
-class _Elements:
-    """Reads elements of a tensor in its type, which they are cast to where they are stored in another one.
+def _make_nans_equal(elements: memoryview, dtype: str) -> None:
+    # Loaded only here: most tied tensors are equal.
+    import numpy as np
 
-    Args:
-        most: elements to read at once.
-    """
+    from reshard.checkpoints.formats.elements import numpy_dtype
 
-    def __init__(self, checkpoint: Checkpoint, tensor: GlobalTensor, most: int, reader: BoxReader) -> None:
-        self._stored = tensor.stored[0] if tensor.stored else tensor
-        self._whole = _whole(checkpoint, self._stored)
-        self._dtype = tensor.dtype
-        self._read = reader.read
-        self._buffer = bytearray(most * self._stored.item_size)
-
-    def read(self, box: Box) -> bytes:
-        nbytes = volume_of(box) * self._stored.item_size
-        elements = memoryview(self._buffer)[:nbytes]
-        self._read(self._whole, box, elements)
-        if self._stored.dtype == self._dtype:
-            return bytes(elements)
-        words = np.frombuffer(elements, f"u{self._stored.item_size}")
-        return cast_words(words, self._stored.dtype, self._dtype).tobytes()
+    numbers = np.frombuffer(elements, numpy_dtype(dtype))
+    numbers[np.isnan(numbers)] = np.nan
 
 
 def _elements(tensor: GlobalTensor, most: Optional[int]) -> int:
@@ -112,7 +101,7 @@ def _elements(tensor: GlobalTensor, most: Optional[int]) -> int:
     return count if most is None else min(count, most // tensor.item_size)
 
 
-def _first_difference(first: bytes, second: bytes, box: Box, item_size: int) -> tuple[int, ...]:
+def _first_difference(first: bytearray, second: bytearray, box: Box, item_size: int) -> tuple[int, ...]:
     """The index of the first element of a box that differs."""
     same, length = 0, len(first)
     while length > 1:
@@ -126,16 +115,20 @@ def _first_difference(first: bytes, second: bytes, box: Box, item_size: int) -> 
 
 
 def _whole(checkpoint: Checkpoint, tensor: GlobalTensor) -> TargetTensor:
-    """A tensor whole, each part from the first file that holds it."""
+    """A tensor whole, each part from the first file that holds it; cast, if its source has another type."""
+    source = tensor.stored[0] if tensor.stored else tensor
+    stored_type = source.dtype if source.dtype != tensor.dtype else None
     # Files hold the codes of a dequantised tensor.
-    name = tensor.name_in_files
-    present = checkpoint.present(tensor if tensor.decoding is None else checkpoint.tensors[name])
+    name = source.name_in_files
+    present = checkpoint.present(source if source.decoding is None else checkpoint.tensors[name])
     pieces = []
     for cell in Overlap([sharding.grid for sharding in tensor.shardings], Grid.whole(tensor.shape)).cells(0):
         holder, box = _holder(tensor, present, cell.slices)
         extents = checkpoint.indexes[holder].tensors[name].extents
-        pieces.append(Piece(StoredSlice(checkpoint.files[holder], holder, extents, box, tensor.decoding), cell.box))
-    return TargetTensor(tensor.name, tensor.item_size, whole_box(tensor.shape), tuple(pieces))
+        stored = StoredSlice(checkpoint.files[holder], holder, extents, box, source.decoding)
+        pieces.append(Piece(stored, cell.box, dtype=stored_type))
+    dtype = tensor.dtype if stored_type else None
+    return TargetTensor(tensor.name, tensor.item_size, whole_box(tensor.shape), tuple(pieces), dtype)
 
 
 def _holder(tensor: GlobalTensor, present: tuple[frozenset[int], ...], slices: tuple[int, ...]) -> tuple[int, Box]:
@@ -154,7 +147,7 @@ def _differ(
     for tensor in (equal.representative, copy):
         piece = next(
             piece
-            for piece in _whole(checkpoint, tensor.stored[0] if tensor.stored else tensor).pieces
+            for piece in _whole(checkpoint, tensor).pieces
             if at is None or all(start <= place < stop for place, (start, stop) in zip(at, piece.box))
         )
         paths.append(piece.source.path)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
-from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.forms.form import Names
 from reshard.strategies import SAME, Strategy, shards_of
 from reshard.text.messages import Report, listing, plural, quoted
@@ -17,9 +17,10 @@ from reshard.verification.converted import compare_form, object_differences, tra
 from reshard.verification.edited import edited_source, renamed, same_layouts, stored_parts
 from reshard.verification.files import RecordedCrcs, read_sound, read_written
 from reshard.verification.fingerprint import sums
+from reshard.verification.operations import DerivedTensor
 from reshard.verification.ranks import compare_ranks
 from reshard.verification.reading import Comparison, Difference, Means, compare
-from reshard.verification.stored import Source, files_read, stored_source
+from reshard.verification.stored import Content, Source, StoredTensor, files_read, stored_source
 
 if TYPE_CHECKING:
     from reshard.lora import Scale
@@ -107,6 +108,7 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
             matrices = edited_source(stored_source(conversion.read(reading), reading.source), reading.edits, Report())
             source.tensors = sums_of(source, matrices, str(reading.src), scale)
         differences = [*_untied(source, means), *_disagreeing(source, means)]
+    differences += _unproved(stored, source, request.filters.admit, means)
     target = _for_trainer(request, target, source.tensors)
     warn_of_unmatched(request.filters, (listed, target.parameters, source.names), report)
     return [*differences, *_compared(source, target, conversion, means, report)]
@@ -236,6 +238,51 @@ def _note_left_out(
             f"{request.dst} lacks {plural(len(left_out), 'tensor')} of {request.src}, which filters, the "
             f"target strategy or the format left out: {listing(left_out, _MAX_SHOWN)}"
         )
+
+
+def _unproved(stored: Source, source: Source, admit: Callable[[str], bool], means: Means) -> list[Difference]:
+    """Weights that differ from their masters, cast, where these show that the optimizer's state is that of the weights.
+
+    Args:
+        stored: the source as it is stored.
+        source: with its edits.
+        admit: whether a tensor of it is compared.
+        means: files, threads and memory.
+    """
+    proofs = [
+        (equal, tensors)
+        for equal in stored.checkpoint.tied_tensors()
+        for tensors in [(equal.representative, *equal.copies)]
+        if any(tensor.stored for tensor in tensors)
+    ]
+    if not proofs:
+        return []
+    used = {name for name, tensor in source.tensors.items() if admit(name) for name in _stored_names(tensor)}
+    differences = []
+    for _, tensors in (proof for proof in proofs if proof[0].concerns(used)):
+        contents = [_cast_content(stored, tensor) for tensor in tensors]
+        if (
+            len({total for _, total in sums(((each, each, whole_box(each.shape)) for each in contents), means, False)})
+            > 1
+        ):
+            first, *others = (content.name for content in contents)
+            detail = f"is not {quoted(first)}: the optimizer's state is that of other weights"
+            differences += [Difference("content", name, (), detail) for name in others]
+    return differences
+
+
+def _cast_content(stored: Source, tensor: GlobalTensor) -> Content:
+    """A tensor of files, or one cast to another type; all NaN are equal."""
+    content = stored.tensors[tensor.stored[0].name if tensor.stored else tensor.name]
+    return DerivedTensor(content.name, tensor.dtype, tensor.item_size, tensor.shape, (content,), (), 0, True)
+
+
+def _stored_names(tensor: Content) -> Iterator[str]:
+    """The names in the files of all that a tensor is made of."""
+    if isinstance(tensor, StoredTensor):
+        yield tensor.stored_name
+    for source in getattr(tensor, "sources", ()):
+        yield from _stored_names(source)
 
 
 def _untied(source: Source, means: Means) -> list[Difference]:
