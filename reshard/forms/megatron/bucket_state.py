@@ -10,26 +10,24 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import FROM_TORCH
 from reshard.checkpoints.formats.pickles import Global
-from reshard.checkpoints.placed import PlacedFile, Run, Stored
-from reshard.errors import CheckpointError
+from reshard.checkpoints.placed import PlacedFile, Run
+from reshard.errors import CheckpointError, InputError
 from reshard.forms.megatron.buckets import places_by_edges, places_by_size
 from reshard.forms.megatron.common import is_named
 from reshard.forms.megatron.parameters import Holding, Model, OrderError, Parameter, Piece, Rank, Variant
-from reshard.forms.pytorch.dcp import DescribedTensor, Record
+from reshard.forms.pytorch.dcp import DescribedChunk, DescribedTensor, ReadMetadata, Record
 from reshard.forms.recorded import tensor_fault
 from reshard.storage import reading
 from reshard.text.messages import quoted
 
 STATE = "optimizer.state."
-MASTER = "param"
 DISTRIBUTED = "optimizer.distributed"
 
 _GROUP = r"(?:chained_([0-9]{1,6})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,6})\."
@@ -37,6 +35,7 @@ _BUCKET = re.compile(
     _GROUP + r"gbuf_idx_([0-9]{1,6})\.dtype_\((torch\.\w+), torch\.\w+\)\.bucket_idx_([0-9]{1,6})\.(\w+)"
 )
 _GATHERED = re.compile(_GROUP + r"param_state/shard_\S+")
+_OF_OPTIMIZER = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.")
 _CURE = (
     "save it with --dist-ckpt-optim-fully-reshardable (fully_reshardable), or convert the weights alone with "
     "--exclude 'optimizer.*'"
@@ -96,19 +95,6 @@ class Buffer(NamedTuple):
     @staticmethod
     def _edges(bucket: Mapping[str, Flat]) -> Sequence[int]:
         return next(iter(bucket.values())).edges
-
-
-class MappedTensor(NamedTuple):
-    """A tensor of state, in the shape of its weight.
-
-    Attributes:
-        boxes: first element and sizes of each box, and where its elements are.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...], Stored]]
 
 
 Groups = Mapping[int, Sequence[Buffer]]
@@ -233,13 +219,46 @@ def fault(path: str, problem: str) -> CheckpointError:
     return error
 
 
-def mapped_state(
-    directory: str, weights: Mapping[str, DescribedTensor], optimizers: Mapping[int, Groups], args: Mapping[str, Any]
-) -> list[MappedTensor]:
-    """The state without names as tensors in the shapes of their weights.
+def name_state(directory: str, metadata: ReadMetadata, args: Mapping[str, Any], handles: FileHandles) -> set[str]:
+    """Replace state without names by tensors in the shapes of their weights; a fault of all of it where none fit.
 
     Args:
-        directory: for errors.
+        directory: of the checkpoint.
+        metadata: is changed.
+        args: arguments of the run, which decide what lengths do not.
+        handles: open files; pickles are read, and no elements.
+
+    Returns:
+        The names of the new tensors, which are not proved yet.
+    """
+    names = {name for name in metadata.tensors if holds_buckets(name)}
+    if not names and not any(map(holds_buckets, metadata.objects)):
+        return set()
+    damaged = [metadata.faults.pop(name) for name in sorted(names & metadata.faults.keys())]
+    buckets = {name: metadata.tensors.pop(name) for name in names}
+    try:
+        if damaged:
+            raise damaged[0]
+        optimizers = read_buckets(directory, buckets) or read_gathered(directory, metadata.objects, handles)
+        weights = {name: each for name, each in metadata.tensors.items() if not _OF_OPTIMIZER.match(name)}
+        state = named_state(directory, weights, optimizers, args)
+        twice = sorted(state.keys() & metadata.tensors.keys())
+        if twice:
+            raise fault(directory, f"is stored twice: {quoted(twice[0])} is a tensor, too")
+    except InputError as error:
+        metadata.faults[DISTRIBUTED] = error
+        return set()
+    metadata.tensors.update(state)
+    return {*state}
+
+
+def named_state(
+    directory: str, weights: Mapping[str, DescribedTensor], optimizers: Mapping[int, Groups], args: Mapping[str, Any]
+) -> dict[str, DescribedTensor]:
+    """State without names as tensors in the shapes of their weights, by name.
+
+    Args:
+        directory: of the files.
         weights: the tensors of the model, with the chunks that they were saved in.
         optimizers: by the number of the optimizer, its groups.
         args: arguments of the run, which decide what lengths do not.
@@ -251,14 +270,6 @@ def mapped_state(
         return _Map(directory, weights, optimizers, args).tensors()
     except OrderError as error:
         raise fault(directory, str(error)) from error
-
-
-@dataclass
-class _Boxes:
-    """The boxes of the state of a weight, by name of the state."""
-
-    dtypes: dict[str, str] = field(default_factory=dict)
-    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Stored]]] = field(default_factory=dict)
 
 
 class _Chunk(NamedTuple):
@@ -293,7 +304,7 @@ class _Map:
         # What fits worst is what an error is about.
         self._problem = ""
 
-    def tensors(self) -> list[MappedTensor]:
+    def tensors(self) -> dict[str, DescribedTensor]:
         for variant in self._variants:
             placed = self._placed(variant)
             if placed is not None:
@@ -401,23 +412,22 @@ class _Map:
             placed += [(parameter, bucket, start) for parameter, (bucket, start) in zip(of_type, places)]
         return placed
 
-    def _mapped(self, placed: Sequence[_Placed]) -> list[MappedTensor]:
-        by_key: dict[str, dict[str, list[tuple[Piece, Stored]]]] = {}
+    def _mapped(self, placed: Sequence[_Placed]) -> dict[str, DescribedTensor]:
+        tensors: dict[str, DescribedTensor] = {}
         for parameter, bucket, start in placed:
             for key, piece in parameter.pieces:
-                states = by_key.setdefault(key, {})
+                shape = self._weights[key].shape
                 for state, flat in bucket.items():
-                    states.setdefault(state, []).append((piece, _stored(f"{STATE}{state}.{key}", flat, start, piece)))
-        return [
-            MappedTensor(
-                f"{STATE}{state}.{key}",
-                pieces[0][1].dtype,
-                self._weights[key].shape,
-                [(piece.start, piece.sizes, stored) for piece, stored in pieces],
-            )
-            for key, states in by_key.items()
-            for state, pieces in states.items()
-        ]
+                    tensor = tensors.setdefault(f"{STATE}{state}.{key}", DescribedTensor(flat.dtype, shape, []))
+                    tensor.chunks.append(self._chunk(flat, start, piece))
+        return tensors
+
+    def _chunk(self, flat: Flat, start: int, piece: Piece) -> DescribedChunk:
+        """A box of a parameter that begins at an element of a bucket."""
+        span = 1 + sum((size - 1) * stride for size, stride in zip(piece.sizes, piece.strides))
+        runs = flat.between(start + piece.first, span)
+        file = os.path.relpath(runs[0].path, self._directory)
+        return DescribedChunk(piece.start, piece.sizes, Record(file, 0, -1, ""), runs, piece.strides)
 
 
 def _by_chunk(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
@@ -428,16 +438,3 @@ def _by_chunk(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
             chunks.append([])
         chunks[-1].append(buffer)
     return chunks
-
-
-def _stored(name: str, flat: Flat, start: int, piece: Piece) -> Stored:
-    """Where the elements of a piece are, of a parameter that begins at an element of a bucket."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(piece.sizes, piece.strides))
-    runs = flat.between(start + piece.first, span)
-    return Stored(name, flat.dtype, piece.sizes, runs=runs, strides=piece.strides)
-
-
-def chunks_of(tensor: MappedTensor) -> Iterator[tuple[str, Stored]]:
-    """The boxes of a tensor, each with the file whose placement has it: that of its first run."""
-    for _, _, stored in tensor.boxes:
-        yield stored.runs[0].path, stored

@@ -486,7 +486,9 @@ class _Files:
             joined_of_file.setdefault(file, []).append((stored, (0,) * len(stored.shape)))
         self._names = natural_order({*chunks_of_file, *joined_of_file})
         runs_of = _runs_of_files(joined_of_file.values())
-        alone = {record.file for record in described.objects.values()}.difference(self._names)
+        parts = {run[:3] for each in joined_of_file.values() for stored, _ in each for run in stored.runs}
+        alone = {record.file for record in described.objects.values()}
+        alone = {*alone, *(os.path.relpath(path, directory) for path, _, _ in parts)}.difference(self._names)
         self._sizes, problems = sizes_of_files(directory, [*self._names, *sorted(alone)], request.damaged, _HINT)
         if problems:
             raise one_error(problems, f"{directory} is not complete")
@@ -501,7 +503,10 @@ class _Files:
             problem = problem or _overlap(path, [each[:2] for each in records], runs_of.get(path, ()))
             if problem is not None:
                 problems.append(problem)
-        for record in described.objects.values():
+        of_runs = [
+            Record(os.path.relpath(path, directory), offset, length, "") for path, offset, length in sorted(runs)
+        ]
+        for record in (*described.objects.values(), *of_runs):
             if record.offset + max(0, record.length) > self._sizes[os.path.join(directory, record.file)]:
                 problems.append(self._short(os.path.join(directory, record.file), record))
         if problems:
