@@ -17,8 +17,8 @@ from tests.corpus_mcore import McoreCase, digest, mcore_cases, to_hugging_face
 
 CASES = mcore_cases()
 READABLE = [case for case in CASES if case.name.startswith("td")]
-# Kinds of optimizer state whose parts are named after the weights.
-SHAPED = ("plain", "fully_reshardable", "fully_sharded_model_space")
+# Kinds of optimizer state that are read in the shapes of the weights.
+SHAPED = ("plain", "fully_reshardable", "fully_sharded_model_space", "dp_reshardable", "dp_zero_gather_scatter")
 
 
 def named(case: McoreCase) -> str:

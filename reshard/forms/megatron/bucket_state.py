@@ -28,6 +28,7 @@ from reshard.storage import reading
 from reshard.text.messages import quoted
 
 STATE = "optimizer.state."
+MASTER = "param"
 DISTRIBUTED = "optimizer.distributed"
 
 _GROUP = r"(?:chained_([0-9]{1,6})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,6})\."
@@ -145,10 +146,10 @@ def _buffer(directory: str, by_dtype: Mapping[str, Mapping[int, Mapping[str, Fla
     if (
         others
         or buckets.keys() != set(range(len(buckets)))
-        or any(each != states[0] for each in states)
+        or any(each != states[0] or MASTER not in each for each in states)
         or any(len(each) > 1 for each in edges)
     ):
-        raise fault(directory, "has buckets that are missing, or states of a bucket that are cut differently")
+        raise fault(directory, "has buckets that are missing, or without masters, or whose states are cut differently")
     return Buffer(_dtype(directory, name), [buckets[number] for number in range(len(buckets))], False)
 
 
@@ -199,8 +200,8 @@ def buffers_in(archive: Archive, value: Any, path: str, offset: int, length: int
                     raise fault(path, "has joined buckets of an unknown form")
                 run = Run(path, offset, length, 0, elements.shape[0], elements)
                 flats[name] = Flat(elements.dtype, (0, elements.shape[0]), (run,))
-            if not flats or len({flat.edges for flat in flats.values()}) > 1:
-                raise fault(path, "has joined buckets whose states differ in size")
+            if MASTER not in flats or len({flat.edges for flat in flats.values()}) > 1:
+                raise fault(path, "has joined buckets without masters, or whose states differ in size")
             buffers.append(Buffer(_dtype(path, first.name), [flats], True))
     return buffers
 

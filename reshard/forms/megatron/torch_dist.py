@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
-from typing import Optional
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Optional
 
 from reshard.checkpoints.checkpoint import TiedTensors
 from reshard.errors import CheckpointError
 from reshard.forms.form import ReadRequest
 from reshard.forms.megatron.blocks import STATE, unblock, weight_of
+from reshard.forms.megatron.bucket_state import name_state
 from reshard.forms.megatron.common import STEP, Common, common_object, read_common, steps_of, stored_file, stored_in
 from reshard.forms.megatron.form import BACKEND, COMMON, TORCH_DIST
 from reshard.forms.pytorch.dcp import ReadMetadata, StoredValue, checkpoint_of, read_metadata
@@ -47,7 +48,8 @@ def read_torch_dist(form: str, iteration: Iteration, request: ReadRequest) -> Ch
     metadata = read_metadata([os.path.join(directory, METADATA)])
     common = _common_of(directory, names, metadata, request)
     _name_plainly(directory, metadata)
-    to_prove = unblock(directory, metadata)
+    args: Mapping[str, Any] = {} if common is None else common.args
+    to_prove = unblock(directory, metadata) | name_state(directory, metadata, args, request.handles)
     _check_shapes(directory, metadata)
     checkpoint = checkpoint_of(form, iteration, metadata, request, _step(metadata, common))
     if OUTPUT not in metadata.tensors:

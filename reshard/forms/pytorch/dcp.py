@@ -437,7 +437,9 @@ def _runs_of_files(
     found: dict[str, list[tuple[int, int, int, str]]] = {}
     for stored, _ in itertools.chain.from_iterable(joined):
         for run in stored.runs:
-            place = (run.offset, run.first, run.first + run.elements, stored.name)
+            # A record may hold several storages.
+            begin = run.located.offset if run.located else run.offset
+            place = (begin, run.first, run.first + run.elements, stored.name)
             found.setdefault(run.path, []).append(place)
     return found
 
@@ -504,7 +506,7 @@ class _Files:
             if problem is not None:
                 problems.append(problem)
         of_runs = [
-            Record(os.path.relpath(path, directory), offset, length, "") for path, offset, length in sorted(runs)
+            Record(os.path.relpath(path, directory), offset, length, "") for path, offset, length in sorted(parts)
         ]
         for record in (*described.objects.values(), *of_runs):
             if record.offset + max(0, record.length) > self._sizes[os.path.join(directory, record.file)]:
