@@ -24,16 +24,31 @@ from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, 
 from reshard.forms.form import ReadRequest
 from reshard.forms.megatron.common import STEP, Common, common_in, is_named
 from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY
+from reshard.forms.megatron.legacy_state import (
+    HALF,
+    KINDS,
+    MASTER,
+    Flat,
+    Owner,
+    Plain,
+    StateError,
+    flat_buffers,
+    plain_groups,
+    states_of_buffers,
+    states_of_groups,
+)
 from reshard.forms.megatron.live import (
     LiveError,
     LiveModule,
     Rank,
     Sizes,
     TensorPart,
+    is_parameter,
     parse,
     strides_in,
 )
 from reshard.forms.megatron.stages import Stages, StagesError, stages_of
+from reshard.forms.megatron.torch_dist import proofs
 from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, tensor_fault
 from reshard.forms.tracker import Iteration
 from reshard.storage import for_each, names_in, reading, status_at
@@ -43,6 +58,9 @@ _HINT = "copy the checkpoint again, or take another step"
 _VERSION = 3.0
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _TIED = "the run has tied weights"
+OPTIMIZER_FILE = "distrib_optim.pt"
+STATE = "optimizer.state."
+_CURE = "save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
 
 
 class Place(NamedTuple):
@@ -57,22 +75,6 @@ class Place(NamedTuple):
         return self.tensor, self.expert
 
 
-class Parameter(NamedTuple):
-    """A parameter of a rank.
-
-    Attributes:
-        chunk: number of the model chunk.
-        name: its live name.
-        elements: where it is stored.
-        parts: which boxes of which tensors it is.
-    """
-
-    chunk: int
-    name: str
-    elements: Elements
-    parts: Sequence[TensorPart] = ()
-
-
 class RankFile(NamedTuple):
     """What the file of a rank holds.
 
@@ -83,7 +85,7 @@ class RankFile(NamedTuple):
         models: per chunk of the model its tensors by live name, in their order.
         others: live names of entries that are no tensors, each with what it is.
         common: its common state.
-        optimizer: its optimizer's state, as the pickle has it; its tensors by `located`.
+        optimizer: the state of its optimizer.
     """
 
     path: str
@@ -92,6 +94,7 @@ class RankFile(NamedTuple):
     models: Sequence[Mapping[str, Elements]]
     others: Mapping[str, str]
     common: Common
+    optimizer: _Optimizer
 
 
 def read_legacy(form: str, iteration: Iteration, request: ReadRequest) -> ChunkedCheckpoint:
@@ -134,17 +137,17 @@ class _Tree:
         self.args = next(iter(read.values())).common.args
         self._check_alike(read)
         self._places, self.sizes, self.stages_count = self._sizes(names, read)
-        self.files = [
-            RankFile(each.path, self._places[name], each.size, each.models, each.others, each.common)
-            for name, each in read.items()
-        ]
+        self.files = [RankFile(each.path, self._places[name], *each[1:]) for name, each in read.items()]
         problems += self._missing(names)
+        problems += [each.optimizer.problem for each in read.values() if each.optimizer.problem is not None]
         self.lacking: Optional[InputError] = one_error(problems, f"{directory} is not complete") if problems else None
         self.lost_stages = sorted({*range(self.stages_count)}.difference(file.place.stage for file in self.files))
         if self.lost_stages and request.complete and self.lacking is not None:
             raise self.lacking
         self.stages = self._stages()
-        self._check_ends()
+        self._check_order()
+        # Per stage and chunk, the modules of live names.
+        self._modules_of: dict[tuple[int, int], dict[str, tuple[str, LiveModule, str]]] = {}
 
     def _refused(self, problem: str, hint: str = _HINT, path: Optional[str] = None) -> CheckpointError:
         return CheckpointError(f"{path or self._directory}: {problem}", file=path or self._directory, hint=hint)
@@ -270,8 +273,16 @@ class _Tree:
                     )
         return stages
 
-    def _check_ends(self) -> None:
-        """See that the first stage has the embedding: directories of stages may be in another order."""
+    def _check_order(self) -> None:
+        """See that directories have the names of their ranks, where files or their contents show it."""
+        ranks: list[Any] = [file.common.args.get("rank") for file in self.files]
+        world = self._argument("world_size")
+        if len(set(ranks)) == len(ranks) > 1 and all(type(rank) is int for rank in ranks) and world is not None:
+            pipelined = not self.args.get("use_tp_pp_dp_mapping") and world % self.stages_count == 0
+            for file, rank in zip(self.files, ranks):
+                stage = rank // (world // self.stages_count) if pipelined else file.place.stage
+                if (rank % self.sizes.tp, stage) != (file.place.tensor, file.place.stage):
+                    raise self._refused(f"was saved by rank {rank}, which is none of its directory's", path=file.path)
         firsts = [file for file in self.files if file.place.stage == 0]
         others = [file for file in self.files if file.place.stage]
         if any(EMBEDDING in model for file in others for model in file.models):
@@ -295,7 +306,7 @@ class _Tree:
 
     def _add_stage(self, files: Sequence[RankFile], gathered: Gathered) -> None:
         for number in range(len(files[0].models) if files else 0):
-            modules = self._modules(files, number)
+            modules = self._modules_of[files[0].place.stage, number] = self._modules(files, number)
             for file in files:
                 for name, why in file.others.items():
                     gathered.fault(file.path, name, why)
@@ -308,6 +319,68 @@ class _Tree:
                         continue
                     for part in parts:
                         gathered.add((file.path, file.size), (file.place.stage, number), part.key, part, elements)
+        for file in files:
+            if file.optimizer.saved:
+                self._add_state(file, gathered)
+
+    def _add_state(self, file: RankFile, gathered: Gathered) -> None:
+        """Add the state of a rank's optimizer, in the boxes of its parameters."""
+        optimizer, stage = file.optimizer, file.place.stage
+        owners, parts = self._owners(file)
+        for owner in owners:
+            for part in parts[owner.chunk, owner.name]:
+                gathered.expect(part.key, owner.elements.dtype)
+        problem = optimizer.refusal
+        try:
+            sizes = self._bucket_sizes(stage)
+            states = (
+                states_of_groups(optimizer.groups, owners)
+                if optimizer.groups
+                else states_of_buffers(optimizer.flats, owners, sizes)
+            )
+            for state in () if problem else states:
+                for part in parts[state.owner.chunk, state.owner.name]:
+                    key = f"{STATE}{state.kind}.{part.key}"
+                    gathered.add(
+                        (optimizer.path, optimizer.size), (stage, state.owner.chunk), key, part, state.elements
+                    )
+        except StateError as error:
+            problem = str(error)
+        if problem is not None:
+            for owner in owners:
+                for part in parts[owner.chunk, owner.name]:
+                    for kind in dict.fromkeys(KINDS.values()):
+                        gathered.fault(optimizer.path, f"{STATE}{kind}.{part.key}", problem, _CURE)
+
+    def _owners(self, file: RankFile) -> tuple[list[Owner], dict[tuple[int, str], list[TensorPart]]]:
+        """The parameters of a rank, and the parts of tensors that each is; none for unreadable ones."""
+        owners: list[Owner] = []
+        parts: dict[tuple[int, str], list[TensorPart]] = {}
+        for number, model in enumerate(file.models):
+            modules = self._modules_of[file.place.stage, number]
+            for name, elements in model.items():
+                if not is_parameter(name):
+                    continue
+                _, module, within = modules[name]
+                try:
+                    parts[number, name] = module.parts(within, file.place.rank)
+                except LiveError:
+                    parts[number, name] = []
+                shared = self.stages_count > 1 and (
+                    (name == EMBEDDING and (self._is_tied() or self._has_mtp)) or (name == OUTPUT and self._is_tied())
+                )
+                owners.append(Owner(number, name, elements, shared))
+        return owners, parts
+
+    @property
+    def _has_mtp(self) -> bool:
+        return bool(self.args.get("mtp_num_layers"))
+
+    def _bucket_sizes(self, stage: int) -> list[Optional[int]]:
+        """Sizes of buckets to try first: those that Megatron makes with the arguments of the run."""
+        size, over = self.args.get("ddp_bucket_size"), self.args.get("data_parallel_size")
+        usual = size if type(size) is int else max(40_000_000, 1_000_000 * (over if type(over) is int else 1))
+        return [None, usual] if stage or not self.args.get("overlap_grad_reduce") else [usual, None]
 
     def _modules(self, files: Sequence[RankFile], number: int) -> dict[str, tuple[str, LiveModule, str]]:
         """Per live name of a chunk its key, its module and its name there."""
@@ -326,6 +399,7 @@ class _Tree:
 
 
 _PIPELINE = "pipeline_model_parallel_size"
+_KEPT = ("checkpoint_version", "iteration", "args")
 _SIZES_OF_RUNS = (
     *("tensor_model_parallel_size", _PIPELINE, "expert_model_parallel_size", "expert_tensor_parallel_size"),
     *("num_layers", "hidden_size", "num_experts", "padded_vocab_size", "virtual_pipeline_model_parallel_size"),
@@ -341,6 +415,28 @@ def _ranges(numbers: Iterable[int]) -> str:
     return str(sorted(numbers)[:16])
 
 
+class _Optimizer(NamedTuple):
+    """The state of an optimizer in the files of a rank.
+
+    Attributes:
+        path: the file that holds it.
+        size: bytes of that.
+        groups: of each plain optimizer.
+        flats: the buffers of each distributed optimizer, None for those of other ranks; empty for plain ones.
+        saved: some state was saved, in this file or another.
+        problem: the file is missing or damaged.
+        refusal: why the state is not read.
+    """
+
+    path: str = ""
+    size: int = 0
+    groups: Sequence[Sequence[Plain]] = ()
+    flats: Sequence[Optional[Sequence[Flat]]] = ()
+    saved: bool = False
+    problem: Optional[InputError] = None
+    refusal: Optional[str] = None
+
+
 class _Contents(NamedTuple):
     """The contents of a file, without its ranks; see `RankFile`."""
 
@@ -349,6 +445,7 @@ class _Contents(NamedTuple):
     models: Sequence[Mapping[str, Elements]]
     others: Mapping[str, str]
     common: Common
+    optimizer: _Optimizer
 
 
 def _read_file(path: str, request: ReadRequest) -> Union[_Contents, InputError]:
@@ -366,11 +463,47 @@ def _read_file(path: str, request: ReadRequest) -> Union[_Contents, InputError]:
                 return DamagedCheckpointError(f"{path}: holds no dictionary", file=path, hint=_HINT)
             models, others = _models(archive, state)
             common = common_in(state, archive, file)
+            optimizer = _plain_optimizer(path, size, archive, common.optimizers)
         except DamagedCheckpointError as error:
             return DamagedCheckpointError(error.message, file=path, hint=_HINT)
     if not models:
         return DamagedCheckpointError(f"{path}: holds no model", file=path, hint=_HINT)
-    return _Contents(path, size, models, others, common)
+    # Others than tensors are needed of one file alone.
+    common = common._replace(state={key: common.state.get(key) for key in _KEPT}, optimizers=common.optimizers)
+    if optimizer.saved and not optimizer.groups and optimizer.refusal is None:
+        optimizer = _distributed_optimizer(os.path.join(os.path.dirname(path), OPTIMIZER_FILE), request)
+    return _Contents(path, size, models, others, common, optimizer)
+
+
+def _plain_optimizer(path: str, size: int, archive: Archive, optimizers: Sequence[Mapping[str, Any]]) -> _Optimizer:
+    """The state of optimizers that are not distributed."""
+    try:
+        groups = plain_groups(archive, optimizers)
+    except StateError as error:
+        return _Optimizer(path, size, saved=True, refusal=str(error))
+    return _Optimizer(path, size, groups if any(groups) else (), saved=bool(optimizers))
+
+
+def _distributed_optimizer(path: str, request: ReadRequest) -> _Optimizer:
+    """The state of distributed optimizers, from a file of its own."""
+    problem: Optional[InputError] = None
+    if path in request.damaged:
+        problem = DamagedCheckpointError(request.damaged[path], file=path, hint=_HINT)
+    elif status_at(path) is None:
+        problem = CheckpointError(f"{path}: does not exist", file=path, hint=_HINT)
+    if problem is not None:
+        return _Optimizer(path, saved=True, problem=problem)
+    with reading(path), contextlib.closing(request.handles.open_file(path)) as file:
+        size = file.size()
+        try:
+            archive = Archive(file, 0, size)
+            flats = flat_buffers(archive, archive.pickled(is_named))
+        except DamagedCheckpointError as error:
+            problem = DamagedCheckpointError(error.message, file=path, hint=_HINT)
+            return _Optimizer(path, size, saved=True, problem=problem)
+        except StateError as error:
+            return _Optimizer(path, size, saved=True, refusal=str(error))
+    return _Optimizer(path, size, flats=flats, saved=True)
 
 
 def _models(archive: Archive, state: Mapping[Any, Any]) -> tuple[list[dict[str, Elements]], dict[str, str]]:
@@ -420,10 +553,23 @@ class Gathered:
         self._values: dict[str, list[Stored]] = defaultdict(list)
         # Per key, by stage and chunk.
         self._tensors: dict[str, dict[tuple[int, int], _Tensor]] = {}
-        self._proofs: list[tuple[str, str]] = []
+        # Keys of weights that have state, and their types.
+        self._expected: dict[str, str] = {}
 
-    def fault(self, path: str, name: str, problem: str) -> None:
-        self.faults.setdefault(name, tensor_fault(path, name, problem))
+    def fault(self, path: str, name: str, problem: str, cure: str = "") -> None:
+        self.faults.setdefault(name, tensor_fault(path, name, problem, cure))
+
+    def expect(self, key: str, dtype: str) -> None:
+        """Note that a weight has state in the checkpoint."""
+        self._expected[key] = dtype
+
+    def _check_expected(self) -> None:
+        """State of which no file was read is a fault."""
+        for key, dtype in self._expected.items():
+            kinds = ("exp_avg", "exp_avg_sq", MASTER) if dtype in HALF else ("exp_avg", "exp_avg_sq")
+            for name in (f"{STATE}{kind}.{key}" for kind in kinds):
+                if name not in self._tensors:
+                    self.fault(self._directory, name, "is in no file, although the optimizer was saved", _HINT)
 
     def add(
         self, file: tuple[str, int], stage: tuple[int, int], key: str, part: TensorPart, elements: Elements
@@ -463,10 +609,6 @@ class Gathered:
             )
         )
 
-    def prove(self, master: str, weight: str) -> None:
-        """Note that a master, rounded to the type of a weight, should be the weight."""
-        self._proofs.append((master, weight))
-
     def add_step(self, common: Common, steps: Iterable[int]) -> None:
         try:
             value = common.with_steps(frozenset(steps)).step_value()
@@ -477,6 +619,7 @@ class Gathered:
             self._values[common.path].append(value)
 
     def checkpoint(self, form: str, handles: FileHandles, tied: bool) -> ChunkedCheckpoint:
+        self._check_expected()
         paths = sorted(self._sizes)
         numbers = {path: number for number, path in enumerate(paths)}
         headers = [CheckpointIndex(path, ARCHIVES, self._sizes[path], {}, archived=True) for path in paths]
@@ -507,12 +650,8 @@ class Gathered:
                 chunk = Chunk((0,) * len(value.shape), value.shape, numbers[path], entries[path][at])
                 tensors.append(ChunkedTensor(value.name, value.dtype, value.shape, [chunk]))
         checkpoint = chunked_checkpoint(form, self._directory, headers, tensors, self.faults, _HINT)
-        if tied:
-            copies += [
-                (key[: -len(OUTPUT)] + EMBEDDING, key)
-                for key in self._tensors
-                if key.endswith(OUTPUT) and key[: -len(OUTPUT)] + EMBEDDING in self._tensors
-            ]
+        outputs = [key for key in self._tensors if key.endswith(OUTPUT)] if tied else []
+        copies += [(key[: -len(OUTPUT)] + EMBEDDING, key) for key in outputs]
         self._tie(checkpoint, copies)
         return checkpoint
 
@@ -530,8 +669,11 @@ class Gathered:
         checkpoint.chunks = {
             name: chunk for name, chunk in checkpoint.chunks.items() if name in tensors or name in checkpoint.plain
         }
-        checkpoint.tied = tuple(
-            TiedTensors(tensors[key], tuple(each), _TIED, "take a checkpoint whose copies agree")
-            for key, each in sets.items()
-            if key in tensors
-        )
+        checkpoint.tied = [
+            *(
+                TiedTensors(tensors[key], tuple(each), _TIED, "take a checkpoint whose copies agree")
+                for key, each in sets.items()
+                if key in tensors
+            ),
+            *proofs(checkpoint, checkpoint.tensors),
+        ]
