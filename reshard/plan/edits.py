@@ -20,7 +20,7 @@ from reshard.forms.registry import form_named, form_of
 from reshard.storage import absolute, is_directory, is_regular_file
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import Report, as_glob, listing, plural, quoted
-from reshard.text.names import Filters, fused_expert, is_near_experts
+from reshard.text.names import TRAINING_STEP, Filters, fused_expert, is_near_experts
 
 if TYPE_CHECKING:
     from reshard.names import Applied, NameRules
@@ -255,6 +255,9 @@ class EditRules(NamedTuple):
             report.warn(
                 f"{plural(len(renamed.outside), 'tensor')} beside the model left out: " + listing(renamed.outside)
             )
+        if self.plain == PLAIN_WEIGHTS and TRAINING_STEP in checkpoint.values():
+            # It belongs to the optimizer's state.
+            return {**renamed.names, TRAINING_STEP: None}
         return renamed.names
 
     def for_experts(self, names: Iterable[str]) -> EditRules:

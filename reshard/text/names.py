@@ -200,13 +200,16 @@ _CHAINED = re.compile(r"chained_\d+\.")
 # Of a state in another one, which only its keys show.
 _NESTED_OPTIMIZER = re.compile(r"([^.]+\.)+?optim(izer)?\.(?=(state|param_groups)\.)")
 
+TRAINING_STEP = "global_step"
+"""The value that counts the steps of the optimizer."""
+
 _OTHER = frozenset(
     [
         "beta1_power",
         "beta2_power",
         "current_iterator_step",
         "epoch_num",
-        "global_step",
+        TRAINING_STEP,
         "last_overflow_iterator_step",
         "learning_rate",
         "loss_scale",

@@ -15,7 +15,7 @@ from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.strategies import Strategy
 from reshard.text.messages import Report, listing, quoted
-from reshard.text.names import Glob, did_you_mean, is_weight
+from reshard.text.names import TRAINING_STEP, Glob, did_you_mean, is_weight
 from reshard.verification.boxes import Shape
 from reshard.verification.operations import DerivedTensor, lists_of, needed_sources
 from reshard.verification.stored import Content, Source, StoredTensor
@@ -62,6 +62,8 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
     if edits.plain is not None:
         plain = plain_names(originals, base.checkpoint.objects, base.checkpoint.nested, edits.plain != "weights")
         recipes = {new: recipes[old] for old, new in plain.names.items() if new is not None}
+        if edits.plain == "weights":
+            kept_values.discard(TRAINING_STEP)
     edits = edits.for_experts(recipes)
     for link in _chain(edits, shapes):
         applied = edits.apply_table(link, shapes())

@@ -81,7 +81,11 @@ def test_checkpoints_of_libraries_are_read_correctly_or_refused(case: Case, tmp_
         assert not list(tmp_path.rglob("EXECUTED*"))
         return
     assert result.status == 0, result.err
-    assert held_in(tmp_path / "out") == case.tensors
+    held = held_in(tmp_path / "out")
+    if case.name.startswith("mcore_"):
+        # The step, which Megatron keeps among objects.
+        held.pop("global_step", None)
+    assert held == case.tensors
 
 
 @pytest.mark.deep

@@ -25,6 +25,7 @@ from reshard.forms.megatron.form import COMMON, MODEL_FILE, RANK_DIRECTORY
 from reshard.forms.pytorch.form import METADATA
 from reshard.forms.recorded import tensor_fault
 from reshard.storage import ReadableFile, names_in, read_range, reading, status_at
+from reshard.text.names import TRAINING_STEP
 
 if TYPE_CHECKING:
     from reshard.forms.pytorch.dcp import Record
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 OBJECT = "common_state"
 """The name of the object that holds it, before its number."""
 
-STEP = "global_step"
-"""MindSpore's name of the value that holds the training step."""
+STEP = TRAINING_STEP
 
 # Packages that a pickle of the state may name: all of them stand for data, and none is imported.
 _PACKAGES = frozenset(
