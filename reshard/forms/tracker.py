@@ -60,21 +60,21 @@ class IterationNames(NamedTuple):
         numbers = ((self.number(name), os.path.join(root, name)) for name in names)
         return sorted(Iteration(number, path) for number, path in numbers if number is not None)
 
-    def find(self, src: str, holds: Callable[[Sequence[str]], bool], step: str, report: Report) -> Iteration:
+    def find(self, src: str, holds: Callable[[str, Sequence[str]], bool], step: str, report: Report) -> Iteration:
         """The directory of the requested step: the source, or one of the directories in a root.
 
         Args:
             src: the source.
-            holds: whether names are those of a directory of one checkpoint.
+            holds: whether a directory is that of one checkpoint, by its names.
             step: ``latest``, a number, or `RELEASE`.
             report: receives warnings.
         """
         names = names_in(src)
-        if holds(names):
+        if holds(src, names):
             return self.of_directory(src, "latest" if step == RELEASE else step, report)
         release = os.path.join(src, RELEASE)
-        released = self.releases and RELEASE in names and is_directory(release) and holds(names_in(release))
-        in_root = [each for each in self.in_root(src, names) if holds(names_in(each.path))]
+        released = self.releases and RELEASE in names and is_directory(release) and holds(release, names_in(release))
+        in_root = [each for each in self.in_root(src, names) if holds(each.path, names_in(each.path))]
         if released and (step == RELEASE or (step == "latest" and (_text_of_tracker(src) == RELEASE or not in_root))):
             return Iteration(None, release)
         chosen = self.choose(src, in_root, step, report)

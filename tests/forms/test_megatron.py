@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,8 @@ from reshard.errors import CheckpointError
 from reshard.forms.megatron.arguments import arguments_of, configuration_of
 from reshard.forms.registry import form_of
 from tests.corpus_mcore import McoreCase, digest, mcore_cases, to_hugging_face
+from tests.running import Argument, done, fails
+from tests.running import reshard as run
 
 CASES = mcore_cases()
 READABLE = [case for case in CASES if case.name.startswith("td")]
@@ -72,6 +77,69 @@ def test_optimizer_state_has_the_shapes_of_the_weights(case: McoreCase) -> None:
             native = {name[len(before) :]: np.asarray(opened[name]) for name in opened if name.startswith(before)}
             found = to_hugging_face(native, case.expected["config"])
             assert digests(found) == answers(expected["state"][kind])
+
+
+def copied(case: McoreCase, to: Path) -> Path:
+    """A copy of a case's root, which may be changed."""
+    shutil.copytree(case.root, to)
+    for each in (to, *to.rglob("*")):
+        each.chmod(0o755 if each.is_dir() else 0o644)
+    return to
+
+
+def one(name: str) -> McoreCase:
+    return mcore_cases(name)[0]
+
+
+@pytest.mark.parametrize("missing", ["metadata.json", ".metadata"])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in ("td_dense_plain", "td19_common_state")], ids=named
+)
+def test_a_directory_without_the_file_that_is_written_last_is_refused(
+    case: McoreCase, missing: str, tmp_path: Path
+) -> None:
+    root = copied(case, tmp_path / "root")
+    (root / "iter_0000100" / missing).unlink()
+    for place in (root, root / "iter_0000100"):
+        fails(3, "convert", place, tmp_path / "out", "--to", "hf-sharded", "--shards", 1, texts=[missing])
+        inspected = run("inspect", place)
+        assert missing in inspected.out + inspected.err
+
+
+def test_another_backend_is_refused_by_name(tmp_path: Path) -> None:
+    root = copied(one("td_dense_plain"), tmp_path / "root")
+    path = root / "iter_0000100" / "metadata.json"
+    words: list[Argument] = ["convert", root, tmp_path / "out", "--to", "hf-sharded", "--shards", 1]
+    for content in ('{"sharded_backend": "zarr"}', "[]", "{", '{"sharded_backend_version": 1}'):
+        path.write_text(content)
+        fails(3, *words, texts=["zarr" if "zarr" in content else "sharded_backend"])
+    path.write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "later": [{}]}')
+    done(*words)
+
+
+def test_a_release_is_read_by_name_and_where_the_tracker_names_it(tmp_path: Path) -> None:
+    root = copied(one("td_dense_plain"), tmp_path / "root")
+    shutil.copytree(root / "iter_0000100", root / "release")
+    os.remove(root / "release" / "common.pt")
+    release = str(root / "release")
+
+    def directory(*more: Argument) -> str:
+        return str(Path(done("inspect", root, "--json", *more).json["files"][0]["file"]).parent)
+
+    assert directory() == str(root / "iter_0000100")
+    assert directory("--step", "release") == release
+    (root / "latest_checkpointed_iteration.txt").write_text("release")
+    assert directory() == release
+    assert directory("--step", 100) == str(root / "iter_0000100")
+    shutil.rmtree(root / "iter_0000100")
+    (root / "latest_checkpointed_iteration.txt").unlink()
+    assert directory() == release
+
+
+def test_state_of_a_dump_in_progress_is_no_iteration(tmp_path: Path) -> None:
+    root = copied(one("td_dense_plain"), tmp_path / "root")
+    shutil.copytree(root / "iter_0000100", root / "iter_0000200_tmp")
+    assert [each["iteration"] for each in done("inspect", root, "--json").json["iterations"]] == [100]
 
 
 def digests(tensors: Mapping[str, npt.NDArray[Any]]) -> dict[str, str]:

@@ -27,8 +27,8 @@ from reshard.forms.form import (
     WriteRequest,
 )
 from reshard.forms.pytorch.form import DCP, HYPER_PARALLEL, ITERATIONS, METADATA, DcpForm, kind_of_directory
-from reshard.forms.tracker import RELEASE, Iteration, saved_steps
-from reshard.storage import is_directory, listings_cached, names_in
+from reshard.forms.tracker import RELEASE, TRACKER, Iteration, saved_steps
+from reshard.storage import absolute, exists, is_directory, listings_cached, names_in
 from reshard.strategies import Strategy
 from reshard.text.messages import Report
 
@@ -50,27 +50,37 @@ MODEL_FILE = "model_optim_rng.pt"
 RANK_DIRECTORY = re.compile(r"mp_rank_([0-9]{2,})(?:_([0-9]{3,}))?(?:_([0-9]{3,}))?")
 """A directory of a legacy tree: tensor rank, then pipeline or expert rank, or both."""
 
-TORCH_DIST, LEGACY = "torch_dist", "torch"
-"""Kinds of iterations."""
+TORCH_DIST, LEGACY, PLAIN = "torch_dist", "torch", "plain"
+"""Kinds of iterations; plain ones are distributed checkpoints of torch alone: ``fsdp_dtensor`` and ``torch_dcp``."""
 
 
-def kind_of_iteration(names: Sequence[str]) -> Optional[str]:
-    """The kind of a directory of one checkpoint, by the names in it; None where it is not Megatron's."""
+def kind_of_iteration(path: str, names: Sequence[str]) -> Optional[str]:
+    """The kind of a directory of one checkpoint, by the names in it; None where it is not Megatron's.
+
+    Nothing in a plain one is Megatron's: the directory has the name of an iteration and lies in a root with a tracker.
+    """
     if any(map(RANK_DIRECTORY.fullmatch, names)):
         return LEGACY
-    if kind_of_directory(names) == DCP and (BACKEND in names or COMMON in names):
+    if kind_of_directory(names) != DCP:
+        return None
+    if BACKEND in names or COMMON in names:
         return TORCH_DIST
-    return None
+    parent, name = os.path.split(absolute(path))
+    return PLAIN if ITERATIONS.number(name) is not None and exists(os.path.join(parent, TRACKER)) else None
+
+
+def is_iteration(path: str, names: Sequence[str]) -> bool:
+    return kind_of_iteration(path, names) is not None
 
 
 def choose(src: str, step: str, report: Report) -> Iteration:
     """The directory of the requested step: the source, or one in a root."""
-    return ITERATIONS.find(src, lambda names: kind_of_iteration(names) is not None, step, report)
+    return ITERATIONS.find(src, is_iteration, step, report)
 
 
 def iterations(root: str, names: Sequence[str]) -> list[Iteration]:
     """The iterations that a root holds, oldest first."""
-    return [each for each in ITERATIONS.in_root(root, names) if kind_of_iteration(names_in(each.path)) is not None]
+    return [each for each in ITERATIONS.in_root(root, names) if is_iteration(each.path, names_in(each.path))]
 
 
 class MegatronForm(Form):
@@ -92,28 +102,30 @@ class MegatronForm(Form):
         if not is_directory(src):
             return False
         names = names_in(src) if names is None else names
-        if kind_of_iteration(names) is not None or iterations(src, names):
+        if is_iteration(src, names) or iterations(src, names):
             return True
         release = os.path.join(src, RELEASE)
-        return RELEASE in names and is_directory(release) and kind_of_iteration(names_in(release)) is not None
+        return RELEASE in names and is_directory(release) and is_iteration(release, names_in(release))
 
     @listings_cached()
     def read(self, request: ReadRequest) -> Checkpoint:
         iteration = choose(request.path, request.asked.step, request.report)
-        if kind_of_iteration(names_in(iteration.path)) == LEGACY:
+        kind = kind_of_iteration(iteration.path, names_in(iteration.path))
+        if kind == LEGACY:
             from reshard.forms.megatron.legacy import read_legacy
 
             return read_legacy(self.name, iteration, request)
-        from reshard.forms.megatron.torch_dist import read_torch_dist
+        from reshard.forms.megatron.torch_dist import read_plain, read_torch_dist
 
-        return read_torch_dist(self.name, iteration, request)
+        return (read_plain if kind == PLAIN else read_torch_dist)(self.name, iteration, request)
 
     def for_target(self, source: Source, to: Form, renamed: bool) -> Form:
         """Metadata of the same kind is rewritten as it is: Megatron loads it as before."""
         if renamed or to.name not in (DCP, HYPER_PARALLEL):
             return self
         iteration = choose(source.path, source.step, Report())
-        return self if kind_of_iteration(names_in(iteration.path)) == LEGACY else DcpForm()
+        legacy = kind_of_iteration(iteration.path, names_in(iteration.path)) == LEGACY
+        return self if legacy else DcpForm()
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
         from reshard.forms.recorded import ChunkedCheckpoint, strategy_of

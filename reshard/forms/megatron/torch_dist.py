@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Optional
 
@@ -60,6 +61,29 @@ def read_torch_dist(form: str, iteration: Iteration, request: ReadRequest) -> Ch
     return checkpoint
 
 
+def read_plain(form: str, iteration: Iteration, request: ReadRequest) -> ChunkedCheckpoint:
+    """Read a directory of torch alone, in a root of Megatron: ``fsdp_dtensor`` and ``torch_dcp``."""
+    directory = iteration.path
+    if METADATA not in names_in(directory):
+        raise _incomplete(directory, METADATA)
+    metadata = read_metadata([os.path.join(directory, METADATA)])
+    if metadata.flattened or common_object(directory, metadata.objects) is not None:
+        raise _incomplete(directory, BACKEND)
+    checkpoint = checkpoint_of(form, iteration, metadata, request)
+    if request.complete:
+        checkpoint.check(request.required)
+    return checkpoint
+
+
+def _incomplete(directory: str, missing: str) -> CheckpointError:
+    return CheckpointError(
+        f"{directory}: is not complete: {missing}, which is written last, is missing",
+        file=os.path.join(directory, missing),
+        hint="wait until the save is finished, or take another checkpoint; `reshard resume "
+        f"{shlex.quote(directory)}` completes a conversion",
+    )
+
+
 def check_backend(directory: str, names: Sequence[str]) -> None:
     """Refuse a directory that is not complete, or that another library than DCP has written.
 
@@ -67,13 +91,9 @@ def check_backend(directory: str, names: Sequence[str]) -> None:
         CheckpointError: ``metadata.json``, which is written last, is missing, damaged, or names another backend.
     """
     path = os.path.join(directory, BACKEND)
-    if BACKEND not in names or METADATA not in names:
-        raise CheckpointError(
-            f"{directory}: is not complete: {BACKEND if METADATA in names else METADATA} is missing, and {BACKEND} is "
-            "written last",
-            file=path,
-            hint="wait until the save is finished, or take another checkpoint",
-        )
+    for name in (METADATA, BACKEND):
+        if name not in names:
+            raise _incomplete(directory, name)
     with reading(path):
         data = read_small(path, _MOST_BACKEND)
     try:

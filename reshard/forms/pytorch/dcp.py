@@ -353,7 +353,7 @@ BACKEND = "metadata.json"
 
 def choose(src: str, step: str, report: Report) -> Iteration:
     """The directory of the requested step: the source, or one of its iterations."""
-    return ITERATIONS.find(src, lambda names: kind_of_directory(names) is not None, step, report)
+    return ITERATIONS.find(src, lambda _, names: kind_of_directory(names) is not None, step, report)
 
 
 def read_distributed(form: str, request: ReadRequest) -> ChunkedCheckpoint:
