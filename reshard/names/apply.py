@@ -270,7 +270,10 @@ class _Application:
 
     def _sort_by_case(self) -> None:
         """Assign names that match several cases of a choice: to the case of other names with the same numbers."""
-        cases = {self._case(key) for key in self.instances}
+        numbers = {
+            frozenset(self.side.sided[match.key.rule].free) for _, _, matches in self.by_case for match in matches
+        }
+        cases = {self._case(key, each) for key in self.instances for each in numbers}
         for name, fitting, matches in self.by_case:
             of_case = [match for match in matches if self._case(match.key) in cases]
             if len(of_case) == 1:
@@ -278,10 +281,15 @@ class _Application:
             else:
                 self._note_ambiguous(name, matches)
 
-    def _case(self, key: InstanceKey) -> tuple[Optional[str], Optional[str], frozenset[tuple[str, int]]]:
-        """A case of a choice, and the values of numbers for which it is chosen."""
+    def _case(
+        self, key: InstanceKey, numbers: AbstractSet[str] = frozenset()
+    ) -> tuple[Optional[str], Optional[str], frozenset[tuple[str, int]]]:
+        """A case of a choice, and the values for which it is chosen: those of some numbers, where a rule has more."""
         sided = self.side.sided[key.rule]
-        return sided.rule.choice, sided.rule.case, frozenset(zip(sided.free, key.values))
+        values = zip(sided.free, key.values)
+        if numbers and numbers <= {*sided.free}:
+            return sided.rule.choice, sided.rule.case, frozenset(each for each in values if each[0] in numbers)
+        return sided.rule.choice, sided.rule.case, frozenset(values)
 
     def _note_ambiguous(self, name: str, matches: Sequence[NameMatch]) -> None:
         texts = ", ".join(dict.fromkeys(quoted(self._source_of(match).text) for match in matches))

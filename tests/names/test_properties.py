@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard.errors import NamesError
 from reshard.names import apply_rules, parse_rules
 from tests.layouts import examples
 from tests.names.naive import Array, arrays_of, assert_equal, numbered, redone
@@ -201,3 +203,109 @@ def test_rules_use_every_element_once(rule: RandomRule) -> None:
     used = np.concatenate([array.ravel() for array in arrays.values()])
     expected = np.concatenate([array.ravel() for array in rule.arrays.values()])
     np.testing.assert_array_equal(np.sort(used[used > 0]), np.sort(np.tile(expected, rule.tied)))
+
+
+_CASES = """
+[sizes]
+layers = "layers"
+experts = "experts"
+[numbers]
+layer = "layers"
+expert = "experts"
+[[blocks.block]]
+from = "a.{layer}"
+to = "b.{layer}"
+[[rule]]
+from = "{block}.norm"
+to = "{block}.mlp.norm"
+choice = "mlp"
+case = "dense"
+[[rule]]
+from = "{block}.up"
+to = "{block}.mlp.up"
+choice = "mlp"
+case = "dense"
+[[rule]]
+from = "{block}.norm"
+to = "{block}.norm"
+choice = "mlp"
+case = "experts"
+[[rule]]
+from = "{block}.expert.{expert}"
+to = "{block}.each.{expert}"
+choice = "mlp"
+case = "experts"
+"""
+
+
+def _with_state(names: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {prefix + name: shape for name, shape in names.items() for prefix in ("", "adam_m.")}
+
+
+def test_a_name_of_several_cases_follows_the_other_names_and_its_state_follows_it() -> None:
+    config: dict[str, object] = {"layers": 2, "experts": 2}
+    left: dict[str, tuple[int, ...]] = {"a.0.norm": (3,), "a.0.up": (4,), "a.1.norm": (3,)}
+    left.update({"a.1.expert.0": (5,), "a.1.expert.1": (5,)})
+    rules = parse_rules(_CASES, "cases.toml")
+    applied = apply_rules(rules, _with_state(left), config, optimizer=True)
+
+    right = {"b.0.mlp.norm", "b.0.mlp.up", "b.1.norm", "b.1.each.0", "b.1.each.1"}
+    assert applied.views.keys() == right | {f"adam_m.{name}" for name in right}
+    made = {name: each.view.shape for name, each in applied.views.items()}
+    back = apply_rules(rules, made, config, optimizer=True)
+    assert {name: each.view.shape for name, each in back.views.items()} == _with_state(left)
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (["a.0.norm"], "none of dense, experts is present for layer 0"),
+        (["a.0.norm", "a.0.up", "a.0.expert.0", "a.0.expert.1"], "both dense and experts are present for layer 0"),
+        (["a.0.norm", "a.0.expert.0"], r"missing: 'a\.0\.expert\.1'"),
+        (["a.0.expert.0", "a.0.expert.1"], r"missing: 'a\.0\.norm'"),
+    ],
+)
+def test_a_case_is_complete_for_each_value_of_the_numbers(names: list[str], problem: str) -> None:
+    shapes = dict.fromkeys(names, (3,))
+    with pytest.raises(NamesError, match=problem):
+        apply_rules(parse_rules(_CASES, "cases.toml"), shapes, {"layers": 1, "experts": 2})
+
+
+@given(st.lists(st.integers(1, 3), min_size=3, max_size=3), st.integers(0, 1), st.integers(0, 2), st.booleans())
+def test_two_numbers_are_stacked_in_their_order(counts: list[int], inner: int, outer: int, named: bool) -> None:
+    layers, experts, rows = counts
+    text = f"""
+[sizes]
+layers = "layers"
+experts = "experts"
+[numbers]
+layer = "layers"
+expert = "experts"
+[[rule]]
+from = ["a.{{layer}}.{{expert}}.x", "a.{{layer}}.{{expert}}.y"]
+to = "b"
+do = ["concat", {{ stack = "expert", dimension = {inner} }}, {{ stack = "layer", dimension = {outer} }}]
+"""
+    names = [f"a.{layer}.{expert}.{one}" for layer in range(layers) for expert in range(experts) for one in "xy"]
+    arrays = numbered(dict.fromkeys(names, (rows,)))
+    # The number of layers may be unknown; names and shapes show it.
+    config: dict[str, object] = {"experts": experts, **({"layers": layers} if named else {})}
+    rules = parse_rules(text, "two.toml")
+
+    applied = apply_rules(rules, {name: array.shape for name, array in arrays.items()}, config)
+
+    joined = [
+        [np.concatenate([arrays[f"a.{layer}.{expert}.{one}"] for one in "xy"]) for expert in range(experts)]
+        for layer in range(layers)
+    ]
+    expected = np.stack([np.stack(each, inner) for each in joined], outer)
+    outputs = arrays_of(applied, arrays)
+    assert_equal(outputs, {"b": expected})
+    assert_equal(redone(applied, arrays), outputs)
+    back = apply_rules(rules, {"b": expected.shape}, config)
+    assert_equal(arrays_of(back, outputs), arrays)
+    assert_equal(redone(back, outputs), arrays)
+    with pytest.raises(NamesError):
+        apply_rules(rules, {"b": expected.shape}, {**config, "experts": experts + 1})
+    with pytest.raises(NamesError, match="the size experts"):
+        apply_rules(rules, {"b": expected.shape}, {"layers": layers})

@@ -13,6 +13,9 @@ from reshard.names import apply_rules, parse_rules, read_config, read_rules, rul
 from tests.layouts import examples
 
 RULE = '[[rule]]\nfrom = ["a.{n}", "b.{n}"]\nto = "c.{n}"\n'
+COUNTS = '[sizes]\nk = "k"\n[numbers]\nn = "k"\nm = "k"\n'
+TWO = '[[rule]]\nfrom = "a.{n}.{m}"\nto = "b"\n'
+OPTION = '[options.x]\nvalues = ["a", "b"]\n'
 SIZES = '[sizes]\nheads = "h"\ngroups = "g"\nhead_dim = "d"\n'
 
 
@@ -68,6 +71,16 @@ SIZES = '[sizes]\nheads = "h"\ngroups = "g"\nhead_dim = "d"\n'
         ('[options.x]\nvalues = ["a"]\nname_values = { "n.{=q}" = "a" }', "must not have stars or unknown sizes"),
         ('[sizes]\nx = "x"\n[options.x]\ndefault = 1', "is the name of a size, too"),
         ('[[blocks.b]]\nfrom = "x"', "lacks from or to"),
+        (
+            '[[blocks.b]]\nfrom = "x"\nto = "y"\ndo = "concatt"\n[[rule]]\nfrom = "{b}"\nto = "{b}"',
+            "no operation 'concatt'",
+        ),
+        (
+            TWO + 'do = [{ stack = "m" }, { stack = "n" }]',
+            "m is stacked with another number, and [numbers] has no count",
+        ),
+        (COUNTS + TWO + 'do = [{ stack = "n" }, { stack = "m" }, { stack = "n" }]', "stacks a number twice"),
+        (OPTION + '[[rule]]\nfrom = "a"\nto = "b"\nwhen = "x!=c"', "x is one of a, b"),
         ('sides = ["a"]', "must be two different names"),
         ('direction = "back"', "direction: must be either or forward"),
     ],
