@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, Optional
 from reshard.asked import Edits, Source
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError, ReshardError
-from reshard.forms.form import FormOptions, Names
+from reshard.forms.form import FormOptions, Names, Side
 from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.ranks.tree import find_rank
 from reshard.forms.registry import form_named
 from reshard.inspection.checkpoint import Inspected, Problem, inspect, problems_of
-from reshard.names import Configuration, builtin_names, config_beside, rules_named
+from reshard.names import Configuration, builtin_names, chained_rules, config_beside, rules_named
 from reshard.names.rules import settle, side_of
 from reshard.plan.checks import needed
 from reshard.plan.editing import edited, words_of_packing
@@ -47,6 +47,7 @@ _MAX_TARGETS = 4
 _HUGGINGFACE, _DCP, _RANKS = "huggingface", "dcp", "ranks"
 # A side of the built-in tables; the other is Hugging Face's.
 _MINDFORMERS = "mindformers"
+_MEGATRON = "megatron"
 _DTYPE = "BFloat16"
 _NUMBER = re.compile(r"[0-9]+")
 
@@ -73,7 +74,8 @@ class Model(NamedTuple):
     Attributes:
         config: config.json; None if there is none.
         type: its ``model_type``.
-        side: ``huggingface`` or ``mindformers``: the side of the tables that the names are on; None if on neither.
+        side: ``huggingface``, ``mindformers`` or ``megatron``: the side of the tables that the names are on; None if on
+            none.
         tables: the tables that have these names; only that of the model's type, if there is one.
         undetermined: its options that the user must state, each with its possible values and their meaning.
         packing: the table that the conversion that wrote the checkpoint recorded; see `words_of_packing`.
@@ -223,6 +225,8 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
     value = None if config is None else config.get("model_type")
     type = value if isinstance(value, str) else None
     table = type if type in builtin_names() else None
+    if inspected.form.options.side is Side.MEGATRON:
+        return _megatron_model(src, inspected, config, type)
     shapes = _model_shapes(src, inspected)
     sides: dict[str, list[str]] = {}
     for name in builtin_names() if table is None else [table]:
@@ -246,6 +250,20 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
     return model._replace(
         undetermined=[(name, values, f"{' or '.join(values)}. {about[name]}") for name, values in undetermined]
     )
+
+
+def _megatron_model(src: str, inspected: Inspected, config: Optional[Configuration], type: Optional[str]) -> Model:
+    """The families whose tables lead from Megatron's names to those of Hugging Face."""
+    checkpoint = inspected.shown.checkpoint
+    fitting: dict[str, frozenset[str]] = {}
+    for name in builtin_names():
+        path = None if config is None else config.path
+        with suppress(ReshardError):
+            if checkpoint is not None and chained_rules(name)[1] is not None:
+                fitting[name] = frozenset(_written(src, inspected, checkpoint, name, path).tensors)
+    # A mixture of experts may have none: its table then gives the same names.
+    tables = [type] if type in fitting else [*fitting][: 1 if len({*fitting.values()}) == 1 else None]
+    return Model(config, type, _MEGATRON, tables) if tables else Model(config, type)
 
 
 def _model_shapes(src: str, inspected: Inspected) -> Mapping[str, tuple[int, ...]]:
@@ -420,6 +438,11 @@ class _Advisor:
     def _names(self, side: str) -> tuple[str, ...]:
         """The table for a target with the names of the other side."""
         model = self._model
+        if model.side == _MEGATRON:
+            # Its arguments are the configuration; other families are as they are named.
+            if len(model.tables) > 1:
+                self._texts[TABLE] = f"The family of the model: {', '.join(model.tables)}."
+            return ("--names", TABLE if len(model.tables) > 1 else model.tables[0])
         if model.side != side:
             return ()
         if model.packing:
@@ -459,7 +482,9 @@ class _Advisor:
         """Names of tensors in rank files."""
         model, checkpoint = self._model, self._inspected.shown.checkpoint
         table = path = None
-        if model.side == _HUGGINGFACE and model.type is not None and model.type in model.tables:
+        if model.side == _MEGATRON:
+            table = model.tables[0]
+        elif model.side == _HUGGINGFACE and model.type is not None and model.type in model.tables:
             table = ",".join([model.type, *(f"{name}={values[0]}" for name, values, _ in model.undetermined)])
             path = None if model.config is None else model.config.path
         if checkpoint is not None:

@@ -136,6 +136,13 @@ def test_a_release_is_read_by_name_and_where_the_tracker_names_it(tmp_path: Path
     assert directory() == release
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.expected["expect"] == "convert"], ids=named)
+def test_the_family_of_the_model_is_suggested(case: McoreCase) -> None:
+    commands = [each["command"] for each in done("suggest", case.root, "--json").json["suggestions"]]
+    stated = [words[words.index("--names") + 1] for words in commands if "--names" in words]
+    assert len(stated) == 2 and {*stated} == {case.expected["names"]}
+
+
 def test_state_of_a_dump_in_progress_is_no_iteration(tmp_path: Path) -> None:
     root = copied(one("td_dense_plain"), tmp_path / "root")
     shutil.copytree(root / "iter_0000100", root / "iter_0000200_tmp")
