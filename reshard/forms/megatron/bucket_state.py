@@ -21,7 +21,7 @@ from reshard.checkpoints.placed import PlacedFile, Run
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.megatron.buckets import places_by_edges, places_by_size
 from reshard.forms.megatron.common import is_named
-from reshard.forms.megatron.parameters import Holding, Model, OrderError, Parameter, Piece, Rank, Variant
+from reshard.forms.megatron.parameters import Experts, Holding, Model, OrderError, Parameter, Piece, Rank, Variant
 from reshard.forms.pytorch.dcp import DescribedChunk, DescribedTensor, ReadMetadata, Record
 from reshard.forms.recorded import tensor_fault
 from reshard.storage import reading
@@ -298,10 +298,13 @@ class _Map:
         self._weights = weights
         self._optimizers = [optimizers[number] for number in sorted(optimizers)]
         self._model = Model(weights)
+        self._args = args
         size = args.get("ddp_bucket_size")
         self._bucket_sizes = (size,) if type(size) is int else ()
-        fused = bool(args.get("moe_grouped_gemm")) and args.get("moe_use_legacy_grouped_gemm") is not False
-        self._variants = self._model.variants(args.get("transformer_impl") == "local", fused)
+        local, experts = args.get("transformer_impl") == "local", Experts.SEQUENTIAL
+        if args.get("moe_grouped_gemm"):
+            experts = Experts.FUSED if local or args.get("moe_use_legacy_grouped_gemm") else Experts.GROUPED
+        self._variants = self._model.variants(local, experts)
         # What fits worst is what an error is about.
         self._problem = ""
 
@@ -318,6 +321,8 @@ class _Map:
         holding = Holding.DENSE if others or not self._model.expert_count else Holding.ALL
         if len(others) > 1 or (others and not self._model.expert_count):
             raise OrderError(f"is that of {len(self._optimizers)} optimizers: one, or another of experts, is read")
+        if holding is Holding.ALL and self._model.etp != self._model.tp:
+            raise OrderError("lacks that of experts, which are cut over other ranks")
         stages, rest = divmod(len(first), self._model.tp)
         if rest or first.keys() != set(range(len(first))):
             raise OrderError(
@@ -361,20 +366,23 @@ class _Map:
     def _on_ranks(
         self, groups: Groups, stages: int, chunks: Sequence[_Chunk], holding: Holding, variant: Variant
     ) -> Optional[list[_Placed]]:
-        size, rest = divmod(len(groups), stages)
-        if rest or groups.keys() != set(range(len(groups))):
-            raise OrderError(f"is in {len(groups)} groups, which are not those of {stages} pipeline ranks")
+        size = self._model.tp
+        if holding is Holding.EXPERTS:
+            # Stages without experts have no groups.
+            expert_size = self._args.get("expert_model_parallel_size")
+            if not isinstance(expert_size, int) or expert_size < 1:
+                expert_size = -(-(1 + max(groups)) // (stages * self._model.etp))
+            size = expert_size * self._model.etp
+        if max(groups) >= stages * size:
+            raise OrderError(f"is in {1 + max(groups)} groups, which are not those of {stages} pipeline ranks")
         placed: list[_Placed] = []
         for stage in range(stages):
             for number in range(size):
                 group = stage * size + number
-                buffers = iter(_by_chunk(groups[group]))
+                buffers = iter(_by_chunk(groups.get(group, ())))
                 rank = Rank(number, 0, number)
                 if holding is Holding.EXPERTS:
-                    expert_size, uneven = divmod(size, self._model.etp)
-                    if uneven:
-                        raise OrderError(f"is in {size} groups of experts, cut over {self._model.etp} ranks")
-                    rank = Rank(0, number // self._model.etp, number % self._model.etp, expert_size)
+                    rank = Rank(0, number // self._model.etp, number % self._model.etp, size // self._model.etp)
                 for chunk in chunks:
                     if chunk.stage != stage:
                         continue

@@ -183,21 +183,16 @@ class Model:
         experts = next(filter(None, map(_expert_example, (*self._layers, *self._mtp))), None)
         self.expert_count, self.etp = 0, 1
         if experts is not None:
+            if len(weights[experts.key].shape) != len(experts.place) + 3:
+                raise OrderError(f"has an unknown order: {quoted(experts.key)} is not that of experts")
             index = (*experts.place, 0)
             self.expert_count = weights[experts.key].shape[len(experts.place)]
             self.etp = len(self._cells_of(_At(experts.key, index)))
 
-    def variants(self, local: bool, fused: bool) -> list[Variant]:
-        """The possible orders, likely ones first.
-
-        Args:
-            local: layers are likely local ones.
-            fused: experts are likely two transposed parameters.
-        """
-        experts = [Experts.SEQUENTIAL, Experts.GROUPED, Experts.FUSED] if self.expert_count else [Experts.SEQUENTIAL]
-        if fused:
-            experts.sort(key=lambda each: each is not Experts.FUSED)
-        return [Variant(first, each) for each in experts for first in (local, not local)]
+    def variants(self, local: bool, experts: Experts) -> list[Variant]:
+        """The possible orders, those that are likely first."""
+        kinds = sorted(Experts, key=lambda each: each is not experts) if self.expert_count else [experts]
+        return [Variant(first, kind) for kind in kinds for first in (local, not local)]
 
     def parameters(
         self,

@@ -23,7 +23,7 @@ from reshard.forms.megatron.common import STEP, Common, common_object, read_comm
 from reshard.forms.megatron.form import BACKEND, COMMON, TORCH_DIST
 from reshard.forms.pytorch.dcp import ReadMetadata, StoredValue, checkpoint_of, read_metadata
 from reshard.forms.pytorch.form import METADATA
-from reshard.forms.recorded import ChunkedCheckpoint
+from reshard.forms.recorded import ChunkedCheckpoint, tensor_fault
 from reshard.forms.tracker import Iteration
 from reshard.storage import names_in, read_small, reading
 from reshard.text.messages import quoted
@@ -33,7 +33,6 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 MASTERS = (f"{STATE}fp32_param.", f"{STATE}param.")
 """Before the keys of the weights whose masters these are."""
 
-MOMENTS = (f"{STATE}exp_avg.", f"{STATE}exp_avg_sq.")
 
 _CHAINED = re.compile(r"chained_[0-9]+\.")
 _OF_OPTIMIZER = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\.dp_group_idx_[0-9]+\.optimizer/")
@@ -54,8 +53,9 @@ def read_torch_dist(form: str, iteration: Iteration, request: ReadRequest) -> Ch
     _check_shapes(directory, metadata)
     checkpoint = checkpoint_of(form, iteration, metadata, request, _step(metadata, common))
     if OUTPUT not in metadata.tensors:
-        to_prove |= {f"{before}{EMBEDDING}" for before in MASTERS}
+        to_prove |= {f"{before}{EMBEDDING}" for before in MASTERS} & metadata.tensors.keys()
     checkpoint.tied = proofs(checkpoint, to_prove)
+    refuse_unproved(checkpoint, to_prove)
     if request.complete:
         checkpoint.check(request.required)
     return checkpoint
@@ -163,12 +163,24 @@ def _step(metadata: ReadMetadata, common: Optional[Common]) -> list[StoredValue]
 def proofs(checkpoint: ChunkedCheckpoint, names: Collection[str]) -> list[TiedTensors]:
     """What shows that state is that of the weights: masters among these, cast to the types of weights, equal them."""
     found = []
+    of_weight: dict[str, list[str]] = {}
+    for name in checkpoint.tensors:
+        of_weight.setdefault(weight_of(name), []).append(name)
     for name, master in checkpoint.tensors.items():
         weight = checkpoint.tensors.get(weight_of(name)) if name in names and name.startswith(MASTERS) else None
         if weight is not None:
             cast = master._replace(dtype=weight.dtype, item_size=weight.item_size, stored=(master,))
             reason = f"state of the optimizer in {checkpoint.place} is not that of its weights"
             hint = f"{_CURE}; or leave it out: --exclude 'optimizer.*'"
-            moments = tuple(f"{before}{weight.name}" for before in MOMENTS)
-            found.append(TiedTensors(cast, (weight,), reason, hint, moments))
+            found.append(TiedTensors(cast, (weight,), reason, hint, tuple(of_weight[weight.name])))
     return found
+
+
+def refuse_unproved(checkpoint: ChunkedCheckpoint, names: Collection[str]) -> None:
+    """Make state unreadable that has to be proved, with the names of some of it, where its weight or master is."""
+    weights = {weight_of(name) for name in names} - {equal.copies[0].name for equal in checkpoint.tied}
+    unproved = sorted(name for name in checkpoint.tensors if weight_of(name) in weights)
+    error = "belongs to a weight only if its master shows it, and the master or the weight cannot be read"
+    faults = {name: tensor_fault(checkpoint.place, name, error, _CURE) for name in unproved}
+    checkpoint.faults = {**checkpoint.faults, **faults}
+    checkpoint.tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in faults}
