@@ -20,7 +20,7 @@ from reshard.forms.registry import form_named, form_of
 from reshard.storage import absolute, is_directory, is_regular_file
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import Report, as_glob, listing, plural, quoted
-from reshard.text.names import TRAINING_STEP, Filters, fused_expert, is_near_experts
+from reshard.text.names import TRAINING_STEP, Filters, fused_expert, is_near_experts, trainer_optimizer
 
 if TYPE_CHECKING:
     from reshard.names import Applied, NameRules
@@ -204,6 +204,10 @@ class EditRules(NamedTuple):
     def possible_names(self, name: str) -> Iterator[Optional[str]]:
         """The possible names of a tensor; None for a name that depends on other tensors."""
         rules = (self.table, self.renames, self.additions, self.quantisation)
+        by_table = self.table is not None or self.megatron is not None
+        if by_table and not self.optimizer and trainer_optimizer(name):
+            # Rules leave it out.
+            return
         if self.exactly or any(each is not None for each in rules) or (self.experts and is_near_experts(name)):
             yield None
         elif self.plain is None:

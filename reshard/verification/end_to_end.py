@@ -266,7 +266,7 @@ def _unproved(stored: Source, source: Source, admit: Callable[[str], bool], mean
             > 1
         ):
             first, *others = (content.name for content in contents)
-            detail = f"is not {quoted(first)}: the optimizer's state is that of other weights"
+            detail = f"is not its master {quoted(first)}, cast: the optimizer's state is that of other weights"
             differences += [Difference("content", name, (), detail) for name in others]
     return differences
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
@@ -21,7 +21,8 @@ from reshard.errors import CheckpointError
 from reshard.forms.megatron.bucket_state import Buffer, Flat, Groups, named_state, read_buckets
 from reshard.forms.pytorch.dcp import DescribedChunk, DescribedTensor, Record, read_metadata
 from tests.asking import open_checkpoint
-from tests.corpus_mcore import McoreCase, mcore_cases
+from tests.corpus_mcore import mcore_cases
+from tests.layouts import examples
 from tests.running import done, fails
 
 Numbers = npt.NDArray[np.int64]
@@ -307,7 +308,7 @@ def read_back(tensors: dict[str, DescribedTensor], contents: dict[str, Numbers])
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@examples(60)
 @given(sizes())
 def test_every_parameter_is_found_in_buckets_with_edges(of: Sizes) -> None:
     written = Written(of)
@@ -319,7 +320,7 @@ def test_every_parameter_is_found_in_buckets_with_edges(of: Sizes) -> None:
         assert (found[f"optimizer.state.param.{key}"] == values).all(), key
 
 
-@settings(max_examples=200, deadline=None)
+@examples(60)
 @given(sizes())
 def test_every_parameter_is_found_in_joined_buckets(of: Sizes) -> None:
     written = Written(of)
@@ -342,11 +343,12 @@ def test_every_parameter_is_found_in_joined_buckets(of: Sizes) -> None:
         assert (found[f"optimizer.state.param.{key}"] == values).all(), key
 
 
-def damage(case: McoreCase, tmp_path: Path) -> tuple[Path, Path]:
-    """A copy of a checkpoint, and the directory of its iteration."""
-    root = tmp_path / "checkpoint"
-    shutil.copytree(case.root, root)
-    return root, root / case.directory.name
+def copied(tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of a checkpoint with buckets, and the directory of its iteration."""
+    for case in mcore_cases("td_dense_buckets"):
+        shutil.copytree(case.root, tmp_path / "checkpoint")
+        return tmp_path / "checkpoint", tmp_path / "checkpoint" / case.directory.name
+    pytest.skip("the collection of Megatron's checkpoints is missing")
 
 
 def elements_at(directory: Path, name: str, start: int) -> tuple[Path, int]:
@@ -368,21 +370,29 @@ def exchange(directory: Path, name: str, first: int, second: int, count: int) ->
 
 
 BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.bfloat16).bucket_idx_0.param"
-KEEP = ("--optimizer", "keep", "--names", "llama", "--to", "huggingface")
 
 
 def is_refused(root: Path, tmp_path: Path, *texts: str) -> None:
     """State is refused by name, with what to save instead, and nothing is written; weights alone are converted."""
-    fails(3, "convert", root, tmp_path / "dst", *KEEP, texts=[*texts, "fully_reshardable", "--exclude"])
+    words = ("--names", "llama", "--to", "huggingface", "--crc", "never")
+    fails(
+        3,
+        "convert",
+        root,
+        tmp_path / "dst",
+        *words,
+        "--optimizer",
+        "keep",
+        texts=[*texts, "--dist-ckpt-optim-fully-reshardable"],
+    )
     assert not list(tmp_path.glob("dst/**/*.safetensors"))
-    done("convert", root, tmp_path / "dst", *KEEP, "--exclude", "optimizer.*", "--verify")
+    done("convert", root, tmp_path / "dst", *words, "--verify")
+    words = ("--to", "dcp", "--shards", "2", "--exclude", "optimizer.*")
+    done("convert", root, tmp_path / "other", *words, "--crc", "never", "--verify")
 
 
 def test_exchanged_masters_of_equal_length_are_refused(tmp_path: Path) -> None:
-    (case,) = mcore_cases("td_dense_buckets") or [None]
-    if case is None:
-        pytest.skip("the collection of Megatron's checkpoints is missing")
-    root, directory = damage(case, tmp_path)
+    root, directory = copied(tmp_path)
     # The norms of a layer.
     exchange(directory, BUCKET, 192, 448, 8)
     with open_checkpoint(root) as tensors:
@@ -392,11 +402,17 @@ def test_exchanged_masters_of_equal_length_are_refused(tmp_path: Path) -> None:
     is_refused(root, tmp_path, "layer_norm_weight")
 
 
+def test_verification_proves_masters_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, directory = copied(tmp_path)
+    exchange(directory, BUCKET, 192, 448, 8)
+    monkeypatch.setattr("reshard.convert.prepared.check_equal", lambda *arguments: None)
+    words = ("--names", "llama", "--to", "huggingface", "--crc", "never", "--verify")
+    done("convert", root, tmp_path / "weights", *words)
+    fails(4, "convert", root, tmp_path / "dst", *words, "--optimizer", "keep", texts=["layer_norm_weight", "master"])
+
+
 def test_a_flipped_bit_of_a_master_is_refused(tmp_path: Path) -> None:
-    (case,) = mcore_cases("td_dense_buckets") or [None]
-    if case is None:
-        pytest.skip("the collection of Megatron's checkpoints is missing")
-    root, directory = damage(case, tmp_path)
+    root, directory = copied(tmp_path)
     path, offset = elements_at(directory, BUCKET, 512)
     data = bytearray(path.read_bytes())
     data[offset + 4 * 127 + 2] ^= 0x80
@@ -405,10 +421,7 @@ def test_a_flipped_bit_of_a_master_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_moved_edge_is_refused(tmp_path: Path) -> None:
-    (case,) = mcore_cases("td_dense_buckets") or [None]
-    if case is None:
-        pytest.skip("the collection of Megatron's checkpoints is missing")
-    root, directory = damage(case, tmp_path)
+    root, directory = copied(tmp_path)
     path = directory / ".metadata"
     metadata = read_pickle(path.read_bytes(), lambda name: True)
     stored = metadata.fields["storage_data"]

@@ -19,7 +19,11 @@ STATE = "optimizer.state."
 """Before the kind of a state and the key of its weight."""
 
 _EXPERTS = ".experts."
-_CURE = "save it with --dist-ckpt-optim-fully-reshardable of Megatron-Core 0.15 or newer"
+CURE = "save it with --dist-ckpt-optim-fully-reshardable of Megatron-Core 0.15 or newer"
+"""For state that cannot be read or proved."""
+
+LEAVE_OUT = "or leave it out: without --optimizer keep, or with --exclude 'optimizer.*'"
+"""How the weights alone are converted."""
 
 
 class _NoMap(ValueError):
@@ -54,7 +58,7 @@ def unblock(directory: str, metadata: ReadMetadata) -> set[str]:
             if swapped:
                 transposed.add(name)
         except _NoMap as error:
-            metadata.fault(directory, name, str(error), _CURE)
+            metadata.fault(directory, name, str(error), CURE)
     return transposed
 
 

@@ -19,6 +19,7 @@ from reshard.checkpoints.formats.dtypes import FROM_TORCH
 from reshard.checkpoints.formats.pickles import Global
 from reshard.checkpoints.placed import PlacedFile, Run
 from reshard.errors import CheckpointError, InputError
+from reshard.forms.megatron.blocks import CURE, LEAVE_OUT, STATE
 from reshard.forms.megatron.buckets import places_by_edges, places_by_size
 from reshard.forms.megatron.common import is_named
 from reshard.forms.megatron.parameters import Experts, Holding, Model, OrderError, Parameter, Piece, Rank, Variant
@@ -27,7 +28,6 @@ from reshard.forms.recorded import tensor_fault
 from reshard.storage import reading
 from reshard.text.messages import quoted
 
-STATE = "optimizer.state."
 MASTER = "param"
 DISTRIBUTED = "optimizer.distributed"
 
@@ -37,10 +37,6 @@ _BUCKET = re.compile(
 )
 _GATHERED = re.compile(_GROUP + r"param_state/shard_\S+")
 _OF_OPTIMIZER = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.")
-_CURE = (
-    "save it with --dist-ckpt-optim-fully-reshardable (fully_reshardable), or convert the weights alone with "
-    "--exclude 'optimizer.*'"
-)
 
 
 class Flat(NamedTuple):
@@ -216,7 +212,7 @@ def _dtype(path: str, name: str) -> str:
 def fault(path: str, problem: str) -> CheckpointError:
     """The error of all state without names."""
     error = tensor_fault(path, DISTRIBUTED, problem)
-    error.hint = _CURE
+    error.hint = f"{CURE}, {LEAVE_OUT}"
     return error
 
 

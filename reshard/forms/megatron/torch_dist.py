@@ -17,7 +17,7 @@ from typing import Any, Optional
 from reshard.checkpoints.checkpoint import TiedTensors
 from reshard.errors import CheckpointError
 from reshard.forms.form import ReadRequest
-from reshard.forms.megatron.blocks import STATE, unblock, weight_of
+from reshard.forms.megatron.blocks import CURE, LEAVE_OUT, STATE, unblock, weight_of
 from reshard.forms.megatron.bucket_state import name_state
 from reshard.forms.megatron.common import STEP, Common, common_object, read_common, steps_of, stored_file, stored_in
 from reshard.forms.megatron.form import BACKEND, COMMON, TORCH_DIST
@@ -33,11 +33,9 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 MASTERS = (f"{STATE}fp32_param.", f"{STATE}param.")
 """Before the keys of the weights whose masters these are."""
 
-
 _CHAINED = re.compile(r"chained_[0-9]+\.")
 _OF_OPTIMIZER = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\.dp_group_idx_[0-9]+\.optimizer/")
 _MOST_BACKEND = 1 << 20
-_CURE = "save it with --dist-ckpt-optim-fully-reshardable of Megatron-Core 0.15 or newer"
 
 
 def read_torch_dist(form: str, iteration: Iteration, request: ReadRequest) -> ChunkedCheckpoint:
@@ -145,7 +143,7 @@ def _check_shapes(directory: str, metadata: ReadMetadata) -> None:
         weight = metadata.tensors.get(weight_of(name))
         if weight is not None and weight.shape != tensor.shape:
             problem = f"has the shape {list(tensor.shape)}, and its weight {list(weight.shape)}"
-            metadata.fault(directory, name, problem, _CURE)
+            metadata.fault(directory, name, problem, CURE)
 
 
 def _step(metadata: ReadMetadata, common: Optional[Common]) -> list[StoredValue]:
@@ -171,7 +169,7 @@ def proofs(checkpoint: ChunkedCheckpoint, names: Collection[str]) -> list[TiedTe
         if weight is not None:
             cast = master._replace(dtype=weight.dtype, item_size=weight.item_size, stored=(master,))
             reason = f"state of the optimizer in {checkpoint.place} is not that of its weights"
-            hint = f"{_CURE}; or leave it out: --exclude 'optimizer.*'"
+            hint = f"{CURE}, {LEAVE_OUT}"
             found.append(TiedTensors(cast, (weight,), reason, hint, tuple(of_weight[weight.name])))
     return found
 
@@ -181,6 +179,6 @@ def refuse_unproved(checkpoint: ChunkedCheckpoint, names: Collection[str]) -> No
     weights = {weight_of(name) for name in names} - {equal.copies[0].name for equal in checkpoint.tied}
     unproved = sorted(name for name in checkpoint.tensors if weight_of(name) in weights)
     error = "belongs to a weight only if its master shows it, and the master or the weight cannot be read"
-    faults = {name: tensor_fault(checkpoint.place, name, error, _CURE) for name in unproved}
+    faults = {name: tensor_fault(checkpoint.place, name, error, CURE) for name in unproved}
     checkpoint.faults = {**checkpoint.faults, **faults}
     checkpoint.tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in faults}
