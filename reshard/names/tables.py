@@ -87,10 +87,15 @@ def rules_named(text_of_user: str) -> NameRules:
     return with_options(_table(name), stated)
 
 
-def chained_rules(text_of_user: str) -> tuple[NameRules, Optional[NameRules]]:
+def chained_rules(text_of_user: str, mindformers: bool) -> tuple[NameRules, Optional[NameRules]]:
     """The table as `rules_named` reads it, and Megatron's for the same family; None for a table of no family.
 
-    An option belongs to every table that has it, with this value.
+    An option belongs to every table that has it, with this value. A number, such as that of padding, belongs to the
+    table of the target.
+
+    Args:
+        text_of_user: the family, and options.
+        mindformers: the target has MindFormers' names.
     """
     name, stated = _typed(text_of_user)
     rules, megatron = _table(name), _table(MEGATRON)
@@ -98,14 +103,17 @@ def chained_rules(text_of_user: str) -> tuple[NameRules, Optional[NameRules]]:
     if name not in families:
         return with_options(rules, stated), None
 
-    def having(table: NameRules) -> dict[str, str]:
+    def having(table: NameRules, numbers: bool) -> dict[str, str]:
         values = {option.name: option.values for option in table.options if option.name != _FAMILY}
-        # An option without values is a number.
-        return {key: value for key, value in stated.items() if key in values and value in (values[key] or [value])}
+        return {
+            key: value
+            for key, value in stated.items()
+            if key in values and (value in values[key] or (numbers and not values[key]))
+        }
 
-    of_megatron = having(megatron)
+    of_rules, of_megatron = having(rules, mindformers), having(megatron, not mindformers)
     unknown = {key: value for key, value in stated.items() if key not in of_megatron}
-    return with_options(rules, {**having(rules), **unknown}), with_options(megatron, {_FAMILY: name, **of_megatron})
+    return with_options(rules, {**unknown, **of_rules}), with_options(megatron, {_FAMILY: name, **of_megatron})
 
 
 def _table(name: str) -> NameRules:

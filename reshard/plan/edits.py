@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 PLAIN_WEIGHTS, PLAIN_ALL, PLAIN_KNOWN = "weights", "all", "known"
 """The part of a trainer's state that is renamed to a model's names; ``known``: all, as far as they are decided."""
 
+_FAMILIES = "--names llama, qwen2, qwen3, qwen3_moe or deepseek_v3"
 # Megatron's objects of a whole checkpoint.
 _MEGATRON = frozenset(["common.pt", "common_state"])
 
@@ -512,8 +513,8 @@ def edit_rules(src: str, asked: Edits, to: Optional[Form] = None, step: str = "l
     ):
         raise UsageError(
             f"--to {to.name}: Megatron has other names and packing than {src}",
-            hint="name the family of the model: --names llama, qwen2, qwen3, qwen3_moe or deepseek_v3, with --config "
-            "for the config.json of the model; --names none keeps all names",
+            hint=f"name the family of the model: {_FAMILIES}, with --config for the config.json of the model; "
+            "--names none keeps all names",
         )
     return between_forms(rules, src, form, to, keep=asked.names is not None)
 
@@ -541,10 +542,11 @@ def _asked_rules(src: str, asked: Edits, to: Optional[Form], step: str) -> EditR
         if names.partition(",")[0] == MEGATRON:
             raise UsageError(
                 f"--names {names}: the table {MEGATRON} follows from Megatron's form",
-                hint="name the family of the model: --names llama, qwen2, qwen3, qwen3_moe or deepseek_v3",
+                hint=f"name the family of the model: {_FAMILIES}",
             )
-        if Side.MEGATRON in (form.options.side, None if to is None else to.options.side):
-            table, megatron = chained_rules(names)
+        target = None if to is None else to.options.side
+        if Side.MEGATRON in (form.options.side, target):
+            table, megatron = chained_rules(names, target is Side.MINDFORMERS)
         else:
             table = rules_named(names)
     stated = None if config is None else read_config(config)

@@ -60,6 +60,11 @@ def contents(directory: Path) -> dict[str, dict[str, Any]]:
 def check_huggingface(directory: Path, case: McoreCase, states: Collection[str]) -> None:
     """Weights and optimizer state are those that are expected."""
     tensors, expected = contents(directory), case.expected
+    step = tensors.pop("global_step", None)
+    assert (step is not None) == bool(states)
+    if step is not None:
+        count = int(expected["optimizer"]["step"]).to_bytes(4, "little")
+        assert step == {"dtype": "I32", "shape": [1], "sha256": hashlib.sha256(count).hexdigest()}
     weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(STATES))}
     optional = expected.get("tensors_optional", {})
     assert {name: tensor for name, tensor in weights.items() if name not in optional} == expected["tensors"]
@@ -182,9 +187,9 @@ def test_another_family_gets_no_certificate(wrong: str, tmp_path: Path) -> None:
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "huggingface", "--verify"]
     chained = tables.chained_rules
 
-    def of_another(text: str) -> Any:
-        rules, _ = chained(text)
-        return rules, chained(wrong)[1]
+    def of_another(text: str, mindformers: bool) -> Any:
+        rules, _ = chained(text, mindformers)
+        return rules, chained(wrong, mindformers)[1]
 
     with mock.patch("reshard.names.chained_rules", of_another):
         result = reshard(*words, "--names", family(case), "--config", config_of(case, tmp_path))
