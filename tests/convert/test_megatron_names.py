@@ -18,7 +18,8 @@ from tests.corpus_mcore import McoreCase, mcore_cases
 from tests.running import Argument, done, fails, reshard
 
 _READ = ("td_dense_plain", "td_moe_fully", "td_moe_layer_keys", "td_mla_mtp", "td_tied", "td_tp4_bias", "td_uneven")
-CASES = [case for case in mcore_cases("td_") if case.name in _READ]
+ALL = [case for case in mcore_cases() if case.expected["expect"] == "convert"]
+CASES = [case for case in ALL if case.name in _READ]
 # Options of the tables of MindFormers' names that nothing else determines.
 PACKING = {
     "qwen3": ",gate_up=interleaved,qkv=contiguous",
@@ -74,22 +75,32 @@ def check_huggingface(directory: Path, case: McoreCase, states: Collection[str])
         assert of_state == (expected["optimizer"]["state"][state] if state in states else {})
 
 
-@pytest.mark.parametrize("case", CASES, ids=named)
-def test_megatron_to_hugging_face_and_to_mindformers_names_and_back_gives_the_expected_bits(
-    case: McoreCase, tmp_path: Path
-) -> None:
+def check_both_ways(case: McoreCase, directory: Path) -> None:
     states = set(case.expected["optimizer"]["state"]) if case.optimizer else set()
-    words: list[Argument] = ["--config", config_of(case, tmp_path), "--optimizer", "keep", "--verify"]
-    done("convert", case.root, tmp_path / "hub", "--to", "huggingface", "--names", family(case), *words)
-    check_huggingface(tmp_path / "hub", case, states)
+    words: list[Argument] = ["--config", config_of(case, directory), "--optimizer", "keep", "--verify"]
+    done("convert", case.root, directory / "hub", "--to", "huggingface", "--names", family(case), *words)
+    check_huggingface(directory / "hub", case, states)
 
-    unified = tmp_path / "unified"
+    unified = directory / "unified"
     done("convert", case.root, unified, "--to", "unified", "--names", family(case, options=True), *words)
     names = contents(unified).keys()
     assert not any(name.startswith(("optimizer.", "model.layers.0.self_attn.")) for name in names)
     # The records list the options of the table of MindFormers' names.
-    done("convert", unified, tmp_path / "back", "--to", "huggingface", "--names", family(case), *words)
-    check_huggingface(tmp_path / "back", case, states)
+    done("convert", unified, directory / "back", "--to", "huggingface", "--names", family(case), *words)
+    check_huggingface(directory / "back", case, states)
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_megatron_to_hugging_face_and_to_mindformers_names_and_back_gives_the_expected_bits(
+    case: McoreCase, tmp_path: Path
+) -> None:
+    check_both_ways(case, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [case for case in ALL if case not in CASES], ids=named)
+def test_older_states_and_legacy_trees_go_both_ways(case: McoreCase, tmp_path: Path) -> None:
+    check_both_ways(case, tmp_path)
 
 
 def test_without_optimizer_keep_only_weights_are_written(tmp_path: Path) -> None:
