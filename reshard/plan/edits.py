@@ -343,6 +343,12 @@ class EditRules(NamedTuple):
         from reshard.names import megatron_names, trainer_names
 
         if self.side is Side.MEGATRON:
+            if self.table is None and self.source_side is not Side.MEGATRON:
+                raise UsageError(
+                    "Megatron has other names and packing than the source",
+                    hint=f"name the family of the model: {_FAMILIES}, with --config for the config.json of the model; "
+                    "--rename '*=*' keeps all names",
+                )
             return megatron_names(names)
         renamed = trainer_names(names)
         report.note("names: weights get the prefix 'model.', as in a trainer's state")
@@ -451,7 +457,7 @@ def between_forms(edits: EditRules, src: str, form: Form, to: Form, keep: bool =
         ReshardError: the configuration cannot be read.
     """
     source, target = form.options, to.options
-    edits = edits._replace(side=target.side)
+    edits = edits._replace(source_side=source.side, side=target.side)
     published = target.names is Names.MODEL and target.side is Side.HUGGINGFACE
     if published and not source.mindspore and form.name != to.name and not keep:
         config = edits.config
@@ -505,18 +511,7 @@ def edit_rules(src: str, asked: Edits, to: Optional[Form] = None, step: str = "l
     rules = _asked_rules(src, asked, to, step)
     if to is None:
         return rules
-    form = form_of(src)
-    if (
-        to.options.side is Side.MEGATRON
-        and form.options.side is not Side.MEGATRON
-        and not (asked.names or asked.rename)
-    ):
-        raise UsageError(
-            f"--to {to.name}: Megatron has other names and packing than {src}",
-            hint=f"name the family of the model: {_FAMILIES}, with --config for the config.json of the model; "
-            "--names none keeps all names",
-        )
-    return between_forms(rules, src, form, to, keep=asked.names is not None)
+    return between_forms(rules, src, form_of(src), to, keep=asked.names is not None)
 
 
 def _asked_rules(src: str, asked: Edits, to: Optional[Form], step: str) -> EditRules:
