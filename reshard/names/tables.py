@@ -87,7 +87,7 @@ def rules_named(text_of_user: str) -> NameRules:
     return with_options(_table(name), stated)
 
 
-def chained_rules(text_of_user: str, mindformers: bool) -> tuple[NameRules, Optional[NameRules]]:
+def chained_rules(text_of_user: str, mindformers: bool = False) -> tuple[NameRules, Optional[NameRules]]:
     """The table as `rules_named` reads it, and Megatron's for the same family; None for a table of no family.
 
     An option belongs to every table that has it, with this value. A number, such as that of padding, belongs to the

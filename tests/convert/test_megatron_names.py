@@ -198,7 +198,7 @@ def test_another_family_gets_no_certificate(wrong: str, tmp_path: Path) -> None:
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "huggingface", "--verify"]
     chained = tables.chained_rules
 
-    def of_another(text: str, mindformers: bool) -> Any:
+    def of_another(text: str, mindformers: bool = False) -> Any:
         rules, _ = chained(text, mindformers)
         return rules, chained(wrong, mindformers)[1]
 
