@@ -67,9 +67,8 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
     edits = edits.for_experts(recipes)
     for link in _chain(edits, shapes):
         applied = edits.apply_table(link, shapes())
-        # Rules do not see the names in the files where an earlier renaming changed them.
         tied += [
-            (_content(one, recipes[one], originals, None), _content(two, recipes[two], originals, None))
+            (_tied_content(one, recipes[one], originals), _tied_content(two, recipes[two], originals))
             for one, two in applied.tied
             if recipes.keys() >= {one, two} and recipes[one] != recipes[two]
         ]
@@ -244,6 +243,12 @@ def _content(name: str, recipe: _Recipe, originals: Mapping[str, Content], reque
 def _as_type(content: Content, dtype: str) -> Content:
     """A tensor in files as it is; dequantised elements are rounded once, to the last type."""
     return content if isinstance(content, StoredTensor) else replace(content, dtype=dtype, item_size=ITEM_SIZES[dtype])
+
+
+def _tied_content(name: str, recipe: _Recipe, originals: Mapping[str, Content]) -> Content:
+    first = recipe.sources[0]
+    # Rules do not see the names in the files where an earlier renaming changed them.
+    return _content(first if isinstance(first, str) and not recipe.operations else name, recipe, originals, None)
 
 
 def _ruled(
