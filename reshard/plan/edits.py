@@ -260,8 +260,8 @@ class EditRules(NamedTuple):
             report.warn(
                 f"{plural(len(renamed.outside), 'tensor')} beside the model left out: " + listing(renamed.outside)
             )
-        if self.plain == PLAIN_WEIGHTS and TRAINING_STEP in checkpoint.values():
-            # It belongs to the optimizer's state.
+        if self.plain == PLAIN_WEIGHTS and self.source_side is Side.MEGATRON and TRAINING_STEP in checkpoint.values():
+            # Read with the optimizer's state, which is left out.
             return {**renamed.names, TRAINING_STEP: None}
         return renamed.names
 

@@ -62,7 +62,7 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
     if edits.plain is not None:
         plain = plain_names(originals, base.checkpoint.objects, base.checkpoint.nested, edits.plain != "weights")
         recipes = {new: recipes[old] for old, new in plain.names.items() if new is not None}
-        if edits.plain == "weights":
+        if edits.plain == "weights" and edits.source_side is not None and edits.source_side.value == "megatron":
             kept_values.discard(TRAINING_STEP)
     edits = edits.for_experts(recipes)
     for link in _chain(edits, shapes):

@@ -470,9 +470,9 @@ _OTHER_TOOLS = (
         "write its weights as safetensors: python zero_to_fp32.py DIR OUT --safe_serialization",
     ),
     (
-        r"iter_[0-9]{7,}|mp_rank_[0-9]{2}(_[0-9]{3})*|model_optim_rng\.pt",
-        "a checkpoint of another tool, Megatron, and is not read in this format",
-        "have Megatron save it with --ckpt-format torch_dist, or export it with Megatron-Bridge",
+        r"model_optim_rng\.pt",
+        "one rank of a checkpoint of Megatron",
+        "give the directory of all ranks: {directory}/..",
     ),
     (
         r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|ocdbt\.process_.+",
