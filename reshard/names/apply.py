@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.errors import NamesError, UsageError
 from reshard.layout.views import View
@@ -100,6 +100,7 @@ def apply_rules(
     recorded: Mapping[str, str] = NONE_RECORDED,
     contents: bool = True,
     to_huggingface: bool = False,
+    left_out: Optional[Callable[[str], bool]] = None,
 ) -> Applied:
     """Apply rules to the names and shapes of a checkpoint.
 
@@ -114,6 +115,7 @@ def apply_rules(
         recorded: values of options in the source's records.
         contents: whether the elements of the results are used, not only their names and shapes.
         to_huggingface: whether the results are for loaders that expect Hugging Face's names.
+        left_out: whether a weight that no rule lists is skipped; without it, it is an error.
 
     Raises:
         UsageError: the names are Hugging Face's already, and only these are expected.
@@ -123,7 +125,7 @@ def apply_rules(
 
     def applied_as(settled: Settled, reverse: Optional[bool]) -> Applied:
         side = side_of(rules, settled, shapes, reverse)
-        run = _Application(rules, side, shapes, optimizer, settled, values)
+        run = _Application(rules, side, shapes, optimizer, settled, values, left_out)
         run.sort()
         Completeness(side, run.instances, run.problems).check(rules.keeps_others)
         run.check_used()
@@ -201,6 +203,7 @@ class _Application:
     optimizer: bool
     settled: Settled
     values: AbstractSet[str]
+    left_out: Optional[Callable[[str], bool]]
     problems: Misfits = field(init=False)
     instances: dict[InstanceKey, InstanceNames] = field(default_factory=dict)
     unchanged: list[str] = field(default_factory=list)
@@ -216,7 +219,10 @@ class _Application:
     by_case: list[tuple[str, str, Sequence[NameMatch]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.problems = Misfits(self.rules.path, self.rules.sides, self.side, self.settled.values, self.shapes)
+        excludable = self.left_out is not None
+        self.problems = Misfits(
+            self.rules.path, self.rules.sides, self.side, self.settled.values, self.shapes, excludable
+        )
         self._classes: dict[tuple[int, tuple[Shape, ...]], _ShapeClass] = {}
 
     def sort(self) -> None:
@@ -235,7 +241,9 @@ class _Application:
                 self.skipped_state.append(name)
             else:
                 number = self.side.beyond(name)
-                if number is None:
+                if number is None and self.left_out is not None and self.left_out(name):
+                    self.dropped.append(name)
+                elif number is None:
                     self.problems.unmatched.append(name)
                 else:
                     count = self.side.counts[number] or 0

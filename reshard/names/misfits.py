@@ -24,9 +24,16 @@ class Misfits:
     """All problems between a table and a checkpoint."""
 
     def __init__(
-        self, path: str, sides: Sequence[str], side: Side, options: Mapping[str, str], names: Collection[str]
+        self,
+        path: str,
+        sides: Sequence[str],
+        side: Side,
+        options: Mapping[str, str],
+        names: Collection[str],
+        excludable: bool = False,
     ) -> None:
         self._path = path
+        self._excludable = excludable
         self._side = sides[side.reverse]
         self._reverse = side.reverse
         self._patterns = side.patterns()
@@ -74,7 +81,10 @@ class Misfits:
             hints.append(
                 f"the rules were applied with {values}; to state an option: --names {self._path},{name}={value}"
             )
-        if self.unmatched:
+        if self.unmatched and self._excludable:
+            skipped = _numbers_replaced(self.unmatched[0], "*")
+            hints.append(f"to leave out tensors that the model does not need: --exclude '{skipped}'")
+        elif self.unmatched:
             # --include and --exclude match the new names, so they cannot skip a tensor.
             table = "the table"
             if "." not in self._path:

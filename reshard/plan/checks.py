@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from reshard.checkpoints import can_hold, mindspore_reads
+from reshard.checkpoints.checkpoint import stored_checkpoint
 from reshard.checkpoints.formats.dtypes import MAP_TENSOR, TEXT
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.forms.form import Names
@@ -31,9 +32,12 @@ def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], repor
     """
     problems: list[InputError] = []
     request = plan.request
-    # Patterns match the names as they are written, so a source's names count only where no edit changes them.
-    source = request.source.parameters if request.edits.is_empty else ()
     if request.filters.include or request.filters.exclude:
+        # Patterns match the names as they are written, so a source's names count only where no edit changes them, and
+        # where no table lists them.
+        source: Collection[str] = request.source.parameters if request.edits.is_empty else ()
+        if request.edits.exclude:
+            source = stored_checkpoint(plan.checkpoint).names()
         warn_of_unmatched(request.filters, (plan.checkpoint.names(), source, request.target.parameters), report)
     _check_not_empty(plan)
     for section in plan.sections:

@@ -20,7 +20,7 @@ from reshard.forms.registry import form_named, form_of
 from reshard.storage import absolute, is_directory, is_regular_file
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import Report, as_glob, listing, plural, quoted
-from reshard.text.names import TRAINING_STEP, Filters, fused_expert, is_near_experts, trainer_optimizer
+from reshard.text.names import TRAINING_STEP, Filters, Globs, fused_expert, is_near_experts, trainer_optimizer
 
 if TYPE_CHECKING:
     from reshard.names import Applied, NameRules
@@ -97,6 +97,7 @@ class EditRules(NamedTuple):
         source_packing: the `packing` that the source's records list; empty without records of a table.
         source_side: whose names the source's form has.
         side: whose names the target's loaders expect; None if nothing is written.
+        exclude: patterns of Megatron's names that no table lists, and that are left out.
     """
 
     table: Optional[NameRules] = None
@@ -116,6 +117,7 @@ class EditRules(NamedTuple):
     source_packing: tuple[str, ...] = ()
     source_side: Optional[Side] = None
     side: Optional[Side] = None
+    exclude: tuple[str, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -125,7 +127,7 @@ class EditRules(NamedTuple):
     @property
     def changes(self) -> EditRules:
         """These edits without what changes nothing alone: equal to `NO_EDITS` if names, packing and types stay."""
-        return self._replace(config=None, config_path=None, source_packing=(), source_side=None, side=None)
+        return self._replace(config=None, config_path=None, source_packing=(), source_side=None, side=None, exclude=())
 
     def chains(self) -> Sequence[Chain]:
         """The possible chains of tables.
@@ -200,6 +202,7 @@ class EditRules(NamedTuple):
             self.optimizer,
             recorded=self.recorded_options if link.rules is self.table else {},
             to_huggingface=self.side is Side.HUGGINGFACE and self.megatron is None,
+            left_out=Globs(self.exclude).match if link.rules is self.megatron and link.reverse else None,
         )
 
     def possible_names(self, name: str) -> Iterator[Optional[str]]:
@@ -567,6 +570,7 @@ def _asked_rules(src: str, asked: Edits, to: Optional[Form], step: str) -> EditR
         config_path=config,
         source_packing=() if table is None else packing_of(src),
         source_side=form.options.side,
+        exclude=asked.exclude if megatron is not None else (),
     )
 
 

@@ -97,7 +97,7 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
         target = Strategy.none() if by_shards else request.form.strategy_of(stored.checkpoint)
     listed = [*request.source.parameters]
     if any(request.edits.changes) or conversion.adapter is not None:
-        listed = []
+        listed = [*stored.names] if request.edits.exclude else []
         source = edited_source(stored, request.edits, report)
         if request.target.path == SAME:
             target = same_layouts(source, target)

@@ -167,6 +167,19 @@ def test_the_table_of_megatron_is_chosen_by_the_form(tmp_path: Path) -> None:
     assert any(name.startswith("net.layers.") for name in contents(tmp_path / "out"))
 
 
+@pytest.mark.skipif(not any(case.name == "td_dense_te_names" for case in ALL), reason="needs the whole collection")
+def test_a_weight_that_the_family_lacks_is_refused_by_name_or_left_out(tmp_path: Path) -> None:
+    case = next(case for case in ALL if case.name == "td_dense_te_names")
+    words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "huggingface", "--names", "llama"]
+    words += ["--config", config_of(case, tmp_path)]
+    fails(3, *words, texts=["self_attention.q_layernorm.weight", "--exclude"])
+    result = done(*words, "--exclude", "*.self_attention.[qk]_layernorm.weight", "--verify")
+    assert "warning" not in result.err
+    expected = case.expected["tensors"]
+    norms = {name for name in expected if name.endswith(("q_norm.weight", "k_norm.weight"))}
+    assert contents(tmp_path / "out") == {name: expected[name] for name in expected.keys() - norms}
+
+
 def swapped(edits: EditRules) -> Any:
     """The chain in the other order."""
     return [tuple(reversed(chain)) for chain in CHAINS(edits)]
