@@ -55,6 +55,11 @@ class Configuration(dict[str, object]):
         super().__init__(content)
         self.path = path
 
+    @property
+    def file(self) -> Optional[str]:
+        """The config.json itself; None for what a checkpoint records elsewhere."""
+        return self.path if self.path.endswith(".json") else None
+
 
 _VOCABULARY, _PADDED = "vocab_size", "padded_vocab_size"
 

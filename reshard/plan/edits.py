@@ -614,8 +614,8 @@ class Request(NamedTuple):
 
     def with_edits(self, edits: EditRules) -> Request:
         """The conversion with edits, which may need more of a source than a rewrite of its files."""
-        renamed = edits.table is not None or edits.megatron is not None
-        return self._replace(edits=edits, form=self.form.for_target(self.asked.source, self.to, renamed))
+        source, renamed = self.asked.source, bool(edits.table or edits.megatron)
+        return self._replace(edits=edits, form=self.form.for_target(source, self.to, renamed))
 
     @property
     def src(self) -> str:

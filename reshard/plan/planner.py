@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Callable, Optional
 
@@ -126,16 +125,10 @@ def _write_request(request: Request, handles: FileHandles, report: Report) -> Wr
         report,
         request.filters.admit,
         request.task.in_memory,
-        edits.config_path or _file_of(edits.config),
+        edits.config_path or getattr(edits.config, "file", None),
         bool(edits.casts),
         edits.quantisation is not None,
     )
-
-
-def _file_of(config: Optional[Mapping[str, object]]) -> Optional[str]:
-    """The config.json that a configuration was read from; None for what a checkpoint records of its model."""
-    path = getattr(config, "path", None)
-    return path if isinstance(path, str) and path.endswith(".json") else None
 
 
 def _check_numbers(request: Request, form: TargetForm) -> None:

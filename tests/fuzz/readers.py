@@ -179,6 +179,17 @@ def _elements(directory: str) -> dict[str, tuple[object, bytes]]:
         }
 
 
+def read_megatron(path: Path) -> None:
+    """A file of a directory of Megatron, beside the others; what is read of it must be right."""
+    for name, content in _MEGATRON.items():
+        if not (path.parent / name).exists():
+            (path.parent / name).write_bytes(content)
+    read_chunks("megatron", path.parent)
+    valid = _elements(str(_MEGATRON_CASE))
+    for name, (shape, elements) in _elements(str(path.parent)).items():
+        assert name == "global_step" or name not in valid or valid[name][0] != shape or valid[name][1] == elements, name
+
+
 def read_shard(path: Path) -> None:
     """A shard of Hugging Face's sharded files, beside another one; its tensors must be read correctly or refused."""
     data = path.read_bytes()
@@ -267,6 +278,8 @@ _DISTRIBUTED = {
     form: {path.name: path.read_bytes() for path in (FIXTURES / "dcp" / case / "checkpoint").iterdir()}
     for form, case in _CASES.items()
 }
+_MEGATRON_CASE = FIXTURES / "megatron" / "td_moe_fully" / "checkpoint" / "iter_0000100"
+_MEGATRON = {path.name: path.read_bytes() for path in _MEGATRON_CASE.iterdir()}
 _SHARD_NAME = "shard-{:05d}-model-00001-of-00001.safetensors"
 _CUT = {"a": np.arange(15, dtype="f4").reshape(5, 3), "b": np.arange(24, dtype="f2").reshape(2, 3, 4) + 1}
 
@@ -360,6 +373,8 @@ READERS = {
         f"hyper-{kind}": Reader(name, [_DISTRIBUTED["hyper-parallel"][name]], read_distributed, 250)
         for kind, name in (("metadata", ".rank1_metadata"), ("records", "_rank1_.safetensors"))
     },
+    "megatron-metadata": Reader(".metadata", [_MEGATRON[".metadata"]], read_megatron, 100),
+    "megatron-common": Reader("common.pt", [_MEGATRON["common.pt"]], read_megatron, 100),
     "hf-shard": Reader(_SHARD_NAME.format(1), [_SHARDS[0], _SHARDS[1]], read_shard, 250),
     "verl": Reader(_RANK_FILE, [_DISTRIBUTED["verl"][_RANK_FILE]], read_distributed, 250),
     "verl-pickle": Reader("data.pkl", [next(iter(_RANK_ENTRIES.values()))], read_rank_pickle, 400),

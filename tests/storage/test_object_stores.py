@@ -67,6 +67,12 @@ KINDS = {
         FIXTURES / "dcp/hyper_w4_2026_03_by_rank/checkpoint", False, ("--to", "dcp", "--shards", "3")
     ),
     "verl to dcp": Kind(FIXTURES / "verl/w4_mesh/checkpoint", False, ("--to", "dcp", "--shards", "3")),
+    "torch_dist to huggingface": Kind(
+        FIXTURES / "megatron/td_moe_fully/checkpoint", False, ("--to", "huggingface", "--names", "qwen3_moe")
+    ),
+    "a legacy tree to shards": Kind(
+        FIXTURES / "megatron/legacy_dense/checkpoint", False, ("--to", "hf-sharded", "--shards", "2")
+    ),
     "a model with its configuration": Kind(
         FIXTURES / "models/qwen3", False, ("--to", "huggingface", "--cast", "Float32")
     ),
