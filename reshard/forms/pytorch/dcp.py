@@ -505,12 +505,14 @@ class _Files:
             problem = problem or _overlap(path, [each[:2] for each in records], runs_of.get(path, ()))
             if problem is not None:
                 problems.append(problem)
-        of_runs = [
-            Record(os.path.relpath(path, directory), offset, length, "") for path, offset, length in sorted(parts)
-        ]
-        for record in (*described.objects.values(), *of_runs):
-            if record.offset + max(0, record.length) > self._sizes[os.path.join(directory, record.file)]:
-                problems.append(self._short(os.path.join(directory, record.file), record))
+        others = [*described.objects.values()]
+        others += [Record(os.path.relpath(path, directory), offset, length, "") for path, offset, length in parts]
+        short = {problem.file for problem in problems}
+        for record in sorted(others, key=lambda each: -each.offset - max(0, each.length)):
+            path = os.path.join(directory, record.file)
+            if record.offset + max(0, record.length) > self._sizes[path] and path not in short:
+                problems.append(self._short(path, record))
+                short.add(path)
         if problems:
             raise one_error(problems, f"{directory} is not complete")
 
