@@ -19,6 +19,7 @@ from reshard.checkpoints.formats.pickles import pickled, read_pickle
 from reshard.checkpoints.placed import Run
 from reshard.errors import CheckpointError
 from reshard.forms.megatron.bucket_state import Buffer, Flat, Groups, named_state, read_buckets
+from reshard.forms.megatron.buckets import places_by_edges
 from reshard.forms.pytorch.dcp import DescribedChunk, DescribedTensor, Record, read_metadata
 from tests.asking import open_checkpoint
 from tests.corpus_mcore import mcore_cases
@@ -341,6 +342,27 @@ def test_every_parameter_is_found_in_joined_buckets(of: Sizes) -> None:
     found = read_back(state, contents)
     for key, values in written.weights.items():
         assert (found[f"optimizer.state.param.{key}"] == values).all(), key
+
+
+@examples(300)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=12), st.integers(1, 5), st.data())
+def test_an_edge_of_nothing_or_a_missing_one_leaves_no_map(lengths: list[int], dp: int, data: st.DataObject) -> None:
+    starts = [0]
+    for length in lengths[:-1]:
+        starts.append(-(-(starts[-1] + length) // 64) * 64)
+    size = starts[-1] + lengths[-1]
+    whole = -(-size // math.lcm(dp, 128)) * math.lcm(dp, 128)
+    cuts = {*range(0, size, whole // dp)} if dp > 1 else set()
+    required = {*starts, *(start + length for start, length in zip(starts, lengths))}
+    edges = required | cuts
+    assert places_by_edges(lengths, [sorted(edges)]) == [(0, start) for start in starts]
+    inner = sorted(required - {0, size} - cuts)
+    if inner:
+        assert places_by_edges(lengths, [sorted(edges - {data.draw(st.sampled_from(inner))})]) is None
+    # A cut at a place that no equal parts have.
+    odd = [at for at in range(1, size) if at not in edges and size % at and at * 2 > size and at % 64]
+    if odd and cuts - required - {0}:
+        assert places_by_edges(lengths, [sorted(edges | {data.draw(st.sampled_from(odd))})]) is None
 
 
 def copied(tmp_path: Path) -> tuple[Path, Path]:
