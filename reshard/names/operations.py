@@ -258,8 +258,8 @@ class Check(Operation):
 
     def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
         known_sizes = _known_sizes(self.shape, sizes)
-        for view in views:
-            solved(self.shape, view.shape, known_sizes)
+        for shape in dict.fromkeys(view.shape for view in views):
+            solved(self.shape, shape, known_sizes)
         return views, None
 
 

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Union
+from typing import Callable, NamedTuple, Union
 
 import numpy as np
 
@@ -178,22 +178,26 @@ class DerivedTensor(Content):
     def paths(self) -> Collection[str]:
         return set().union(*(source.paths() for source in self.sources))
 
+    @cached_property
+    def lists(self) -> Sequence[Sequence[Shape]]:
+        """The shapes of the sources, and of the results of each operation."""
+        return lists_of(self.operations, tuple(source.shape for source in self.sources))
+
     def read(self, box: Box, handles: FileHandles) -> Words:
-        lists = lists_of(self.operations, tuple(source.shape for source in self.sources))
-        nodes: dict[tuple[int, int], _Node] = {}
+        # A box of a tensor of all layers and experts has elements of few sources: only these get an operand.
+        operands: dict[tuple[int, int], _Operand] = {}
 
-        def node(level: int, number: int) -> _Node:
-            """A source, or a result of an operation, with all that it is made of."""
-            if (level, number) not in nodes:
+        def operand(level: int, number: int) -> _Operand:
+            """A source, or a result of an operation."""
+            if (level, number) not in operands:
                 if not level:
-                    nodes[level, number] = _Leaf(self, self.sources[number], handles)
+                    operands[level, number] = _Leaf(self, self.sources[number], handles)
                 else:
-                    operation, count = self.operations[level - 1], len(lists[level - 1])
-                    inputs = [node(level - 1, each) for each in _inputs(operation, count, number)]
-                    nodes[level, number] = _Step(operation, inputs, number, count, lists[level][number])
-            return nodes[level, number]
+                    before = functools.partial(operand, level - 1)
+                    operands[level, number] = _Step(self, level, number, before)
+            return operands[level, number]
 
-        return np.ascontiguousarray(node(len(self.operations), self.number).read(box))
+        return np.ascontiguousarray(operand(len(self.operations), self.number).read(box))
 
 
 def shapes_after(operation: SizedOperation, shapes: Sequence[Shape]) -> list[Shape]:
@@ -279,13 +283,13 @@ class _Leaf:
 class _Step:
     """A tensor after an operation."""
 
-    def __init__(
-        self, operation: SizedOperation, inputs: Sequence[_Node], number: int, count: int, shape: Shape
-    ) -> None:
-        self.shape = shape
-        self.words: str = inputs[0].words
-        self._operation, self._number, self._count = operation, number, count
-        self._inputs = inputs
+    def __init__(self, result: DerivedTensor, level: int, number: int, before: Callable[[int], _Operand]) -> None:
+        self.shape, self.words = result.lists[level][number], words_of(result.item_size)
+        self._operation, self._number, self._count = result.operations[level - 1], number, len(result.lists[level - 1])
+        self._inputs, self._before = _inputs(self._operation, self._count, number), before
+
+    def _input(self, place: int = 0) -> _Operand:
+        return self._before(self._inputs[place])
 
     def read(self, box: Box) -> Words:
         if not volume_of(box):
@@ -295,7 +299,7 @@ class _Step:
         return result
 
     def _copy(self, box: Box) -> Words:
-        return self._inputs[0].read(box)
+        return self._input().read(box)
 
     _take = _unpad = _copy
 
@@ -306,8 +310,8 @@ class _Step:
             return self._concatenated(box)
         first, last = _groups(box[at], total)
         parts = []
-        for one, size in zip(self._inputs, sizes):
-            part = one.read(_replaced(box, at, (first * size, last * size)))
+        for place, size in enumerate(sizes):
+            part = self._input(place).read(_replaced(box, at, (first * size, last * size)))
             parts.append(_split(part, at, last - first, size))
         joined = np.concatenate(parts, at + 1)
         return _along(_merged(joined, at), at, box[at], first * total)
@@ -315,10 +319,10 @@ class _Step:
     def _concatenated(self, box: Box) -> Words:
         at, start = self._operation.dimension, 0
         parts = []
-        for one, size in zip(self._inputs, self._operation.sizes):
+        for place, size in enumerate(self._operation.sizes):
             low, high = max(box[at][0] - start, 0), min(box[at][1] - start, size)
             if low < high:
-                parts.append(one.read(_replaced(box, at, (low, high))))
+                parts.append(self._input(place).read(_replaced(box, at, (low, high))))
             start += size
         return np.concatenate(parts, at)
 
@@ -327,38 +331,38 @@ class _Step:
         column = self._number // self._count
         size, total, skipped = operation.sizes[column], sum(operation.sizes), sum(operation.sizes[:column])
         if operation.groups == 1:
-            return self._inputs[0].read(_replaced(box, at, (box[at][0] + skipped, box[at][1] + skipped)))
+            return self._input().read(_replaced(box, at, (box[at][0] + skipped, box[at][1] + skipped)))
         first, last = _groups(box[at], size)
-        groups_of_all = self._inputs[0].read(_replaced(box, at, (first * total, last * total)))
+        groups_of_all = self._input().read(_replaced(box, at, (first * total, last * total)))
         groups = _split(groups_of_all, at, last - first, total)
         groups = groups[(slice(None),) * (at + 1) + (slice(skipped, skipped + size),)]
         return _along(_merged(groups, at), at, box[at], first * size)
 
     def _stack(self, box: Box) -> Words:
         at = self._operation.dimension
-        return np.stack([one.read(_without(box, at)) for one in self._inputs[slice(*box[at])]], at)
+        return np.stack([self._input(place).read(_without(box, at)) for place in range(*box[at])], at)
 
     def _unstack(self, box: Box) -> Words:
         at, value = self._operation.dimension, self._number % self._operation.count
-        return self._inputs[0].read((*box[:at], (value, value + 1), *box[at:])).squeeze(at)
+        return self._input().read((*box[:at], (value, value + 1), *box[at:])).squeeze(at)
 
     def _transpose(self, box: Box) -> Words:
         order = self._operation.order
         turned = tuple(box[order.index(dimension)] for dimension in range(len(order)))
-        return self._inputs[0].read(turned).transpose(order)
+        return self._input().read(turned).transpose(order)
 
     def _pad(self, box: Box) -> Words:
         at, size = self._operation.dimension, self._operation.sizes[0]
         start, stop = box[at]
         stored = (min(start, size), min(stop, size))
-        unpadded = self._inputs[0].read(_replaced(box, at, stored))
+        unpadded = self._input().read(_replaced(box, at, stored))
         shape = list(unpadded.shape)
         shape[at] = stop - start - shape[at]
         return np.concatenate([unpadded, np.zeros(shape, unpadded.dtype)], at)
 
     def _reshape(self, box: Box) -> Words:
         """Reads a covering box per group of dimensions with the same elements, then selects elements."""
-        before, after = self._inputs[0].shape, self.shape
+        before, after = self._input().shape, self.shape
         groups = _same_elements(before, after)
         needed: list[tuple[int, int]] = []
         flat: list[range] = []
@@ -370,7 +374,7 @@ class _Step:
             needed += covering
             start = _flat([low for low, _ in covering], before[old.start : old.stop])
             flat.append(range(start, start + volume_of(tuple(covering))))
-        elements = self._inputs[0].read(tuple(needed)).reshape([len(each) for each in flat])
+        elements = self._input().read(tuple(needed)).reshape([len(each) for each in flat])
         for place, ((_, new), span) in enumerate(zip(groups, flat)):
             positions = np.zeros((), np.int64)
             for (start, stop), size in zip(box[new.start : new.stop], after[new.start : new.stop]):
@@ -384,7 +388,7 @@ class _Step:
         return elements.reshape(shape_of(box))
 
 
-_Node = Union[_Leaf, _Step]
+_Operand = Union[_Leaf, _Step]
 
 
 def _replaced(box: Box, at: int, interval: tuple[int, int]) -> Box:
