@@ -79,6 +79,13 @@ def test_optimizer_state_has_the_shapes_of_the_weights(case: McoreCase) -> None:
             assert digests(found) == answers(expected["state"][kind])
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.expected["expect"] == "refuse"], ids=named)
+def test_damaged_checkpoints_are_refused_with_what_is_wrong(case: McoreCase, tmp_path: Path) -> None:
+    result = fails(3, "convert", case.root, tmp_path / "out", "--to", "hf-sharded", "--shards", 1)
+    assert any(word in result.err for word in case.expected["must_say"])
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 def copied(case: McoreCase, to: Path) -> Path:
     """A copy of a case's root, which may be changed."""
     shutil.copytree(case.root, to)
