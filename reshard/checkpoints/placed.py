@@ -31,7 +31,7 @@ from reshard.checkpoints.formats.safetensors_index import read_safetensors_index
 from reshard.checkpoints.formats.tensors import Tensor
 from reshard.errors import DamagedCheckpointError
 from reshard.layout import Box, boxes_of_range
-from reshard.storage import FileStatus, ReadableFile, fill
+from reshard.storage import FileStatus, ReadableFile, fill, storage_of
 from reshard.text.messages import quoted
 from reshard.threads import ThreadLock
 
@@ -429,8 +429,12 @@ class _Joined:
             number = bisect_right(self._starts, position) - 1
             path, place = self._places[number]
             end = min(stop, self._starts[number + 1])
-            with _stored_file(self._handles, path, self._file) as file:
-                fill(file, place + position - self._starts[number], out[position - offset : end - offset])
+            first, part = place + position - self._starts[number], out[position - offset : end - offset]
+            if path == self.path:
+                fill(self._file, first, part)
+            else:
+                with _stored_file(self._handles, path, self._file) as file:
+                    fill(file, first, part)
             position = end
         return max(0, stop - offset)
 
@@ -468,17 +472,37 @@ class _Ahead:
 
 
 def _box(file: ReadableFile, elements: Elements, box: Box, item: int) -> npt.NDArray[Any]:
-    """The elements of a box, each as bytes along a last dimension, in the shape of the box."""
+    """The elements of a box, each as one word of its size, in the shape of the box."""
     shape = [stop - start for start, stop in box]
     strides = [0 if size == 1 else stride for size, stride in zip(shape, elements.strides)]
-    span = (1 + sum((size - 1) * stride for size, stride in zip(shape, strides))) * item
-    if span > max(_SPAN_BYTES, _SPAN_FACTOR * math.prod(shape) * item):
+    far: list[int] = []
+    limit = max(_SPAN_BYTES, _SPAN_FACTOR * math.prod(shape) * item)
+    if _span(shape, strides, far, item) > _SPAN_FACTOR * math.prod(shape) * item:
+        # Requests cost less than most of what lies between these elements.
+        worth_skipping = storage_of(file.path).worth_skipping
+        far = [dimension for dimension, stride in enumerate(strides) if stride * item > worth_skipping]
+    span = _span(shape, strides, far, item)
+    counts = [shape[dimension] for dimension in far]
+    if span * math.prod(counts) > limit:
         widest = max(range(len(shape)), key=lambda dimension: strides[dimension])
         start, stop = box[widest]
         middle = (start + stop) // 2
         halves = ((*box[:widest], part, *box[widest + 1 :]) for part in ((start, middle), (middle, stop)))
         return np.concatenate([_box(file, elements, half, item) for half in halves], widest)
-    first = sum(start * stride for (start, _), stride in zip(box, elements.strides))
-    data = np.empty(span, np.uint8)
-    fill(file, elements.offset + first * item, data.data)
-    return np.lib.stride_tricks.as_strided(data, (*shape, item), (*(stride * item for stride in strides), 1))
+    first = elements.offset + sum(start * stride for (start, _), stride in zip(box, elements.strides)) * item
+    data = np.empty((*counts, span), np.uint8)
+    for place in np.ndindex(*counts):
+        offset = sum(number * strides[dimension] for number, dimension in zip(place, far)) * item
+        fill(file, first + offset, data[place].data)
+    steps = [stride * item for stride in strides]
+    for dimension, step in zip(far, data.strides):
+        steps[dimension] = step
+    # Words, not rows of bytes: they are copied much faster.
+    words = np.dtype(f"u{item}") if item in (1, 2, 4, 8) else np.dtype(f"V{item}")
+    return np.ndarray(shape, words, data, strides=steps)
+
+
+def _span(shape: Sequence[int], strides: Sequence[int], far: Sequence[int], item: int) -> int:
+    """Bytes from the first element to the last, without some dimensions."""
+    near = (dimension for dimension in range(len(shape)) if dimension not in far)
+    return (1 + sum((shape[dimension] - 1) * strides[dimension] for dimension in near)) * item
