@@ -21,6 +21,7 @@ from reshard.text.messages import plural, rank_ranges
 from reshard.text.names import Globs
 
 if TYPE_CHECKING:
+    from reshard.names import NameRules
     from reshard.strategies.rules import AxisSizes, LayoutRules, MadeStage, ModelTensors, TargetRun
     from reshard.strategies.rules.derive import SourceRun
 
@@ -390,14 +391,31 @@ def _under_names(tensors: ModelTensors, table: Optional[str], config: Optional[s
             raise UsageError("--config needs --names", hint="name a table: `reshard names list`")
         return tensors
     # Loaded only here: most strategies are made for names as they are.
-    from reshard.names import apply_rules, config_beside, read_config, rules_named
-    from reshard.strategies.rules import FullTensor, model_tensors
+    from reshard.asked import Edits
+    from reshard.forms.form import Side
+    from reshard.forms.registry import form_named, form_of
+    from reshard.names import config_beside, read_config, rules_named
+    from reshard.plan.edits import edit_rules
 
     place = tensors.path if is_directory(tensors.path) else os.path.dirname(tensors.path)
-    sizes = config_beside(place) if config is None else read_config(config)
+    if form_of(place).options.side is not Side.MEGATRON:
+        sizes = config_beside(place) if config is None else read_config(config)
+        return _under_table(tensors, rules_named(table), sizes, None)
+    edits = edit_rules(place, Edits(names=table, config=config), form_named("ranks"))
+    for rules, reverse in edits.chain({name: tensor.shape for name, tensor in tensors.weights.items()}):
+        tensors = _under_table(tensors, rules, edits.config, reverse)
+    return tensors
+
+
+def _under_table(
+    tensors: ModelTensors, rules: NameRules, sizes: Optional[Mapping[str, object]], reverse: Optional[bool]
+) -> ModelTensors:
+    from reshard.names import apply_rules
+    from reshard.strategies.rules import FullTensor, model_tensors
+
     shapes = {name: tensor.shape for name, tensor in tensors.weights.items()}
     # Packing that changes only elements is of no consequence here.
-    applied = apply_rules(rules_named(table), shapes, sizes, contents=False)
+    applied = apply_rules(rules, shapes, sizes, reverse, contents=False)
     renamed = []
     states: dict[str, tuple[str, ...]] = {}
     for name, result in applied.views.items():

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Optional
 
 from reshard.asked import Source
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, read_index
+from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS
 from reshard.errors import CheckpointError, LayoutError, StrategyError
-from reshard.forms.form import ReadRequest
+from reshard.forms.form import Form, ReadRequest, Side
 from reshard.forms.ranks.naming import RANK
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import form_of
@@ -41,8 +42,11 @@ def read_shapes(path: str, strategy: Optional[Strategy], handles: FileHandles, r
     form = form_of(path)
     if not form.options.needs_strategy:
         checkpoint = form.read(ReadRequest(Source(path), handles, report, required=lambda name: False))
+        names = _names_in_model(checkpoint, form)
         tensors: Iterable[FullTensor] = (
-            FullTensor(name, tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()
+            FullTensor(new, tensor.shape, tensor.dtype)
+            for name, tensor in checkpoint.tensors.items()
+            if (new := names.get(name, name)) is not None
         )
     elif path.endswith(".json"):
         tensors = _of_strategy(read_strategy(path))
@@ -54,6 +58,15 @@ def read_shapes(path: str, strategy: Optional[Strategy], handles: FileHandles, r
     if not full_tensors:
         raise CheckpointError(f"{path}: holds no tensors", file=path, hint=_HINT)
     return model_tensors(path, full_tensors, ITEM_SIZES)
+
+
+def _names_in_model(checkpoint: Checkpoint, form: Form) -> Mapping[str, Optional[str]]:
+    """New names of tensors of Megatron, whose optimizer has words of its own; None for those that have none."""
+    if form.options.side is not Side.MEGATRON:
+        return {}
+    from reshard.names import plain_names
+
+    return plain_names(checkpoint.tensors, checkpoint.objects, checkpoint.nested, True).names
 
 
 def _of_index(index: CheckpointIndex) -> Iterator[FullTensor]:

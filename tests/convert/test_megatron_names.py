@@ -132,6 +132,19 @@ def test_records_of_a_chain_verify_it_and_show_the_family(tmp_path: Path) -> Non
     assert f"{names.partition(',')[0]},gate_up=interleaved,qkv=contiguous" in back
 
 
+def test_a_strategy_for_ranks_is_made_of_megatrons_shapes(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "td_moe_fully")
+    strategy, names = tmp_path / "strategy.json", ["--names", family(case, options=True)]
+    config: list[Argument] = ["--config", config_of(case, tmp_path)]
+    rules: list[Argument] = ["--sizes", "dp=2,mp=2,pp=2", "--set", "vocab_emb_dp=false"]
+    done("strategy", "make", "mcore", strategy, "--shapes", case.root, *names, *config, *rules)
+    words: list[Argument] = [*config, "--optimizer", "keep", "--verify"]
+    done("convert", case.root, tmp_path / "ranks", "--dst-strategy", strategy, *names, *words)
+    words += ["--src-strategy", strategy]
+    done("convert", tmp_path / "ranks", tmp_path / "back", "--to", "huggingface", "--names", family(case), *words)
+    check_huggingface(tmp_path / "back", case, set(STATES.values()))
+
+
 @pytest.mark.parametrize(
     "changes, texts",
     [
