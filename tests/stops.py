@@ -27,7 +27,7 @@ from reshard.records.status import status_of
 from tests.kills import load_commands, run_here
 
 ENDINGS = (".ckpt", ".safetensors", ".distcp")
-MARKS = ("reshard-manifest.json", ".metadata")
+MARKS = ("reshard-manifest.json", ".metadata", "metadata.json", "latest_checkpointed_iteration.txt")
 CALLS = ("rename", "unlink", "rmdir", "mkdir", "open", "pwrite", "fsync")
 
 
@@ -81,7 +81,7 @@ def check(root: Path, before: dict[str, bytes], after: dict[str, bytes], where: 
     for name, data in files.items():
         assert data in (before.get(name), after.get(name)), f"{where}: {name} is torn"
     for mark in MARKS:
-        assert files in (before, after) or not (root / "dst" / mark).exists(), f"{where}: {mark}"
+        assert files in (before, after) or not [*(root / "dst").rglob(mark)], f"{where}: {mark}"
     # After any failure, status works, but for a directory whose records were just removed.
     with contextlib.suppress(TargetError):
         status_of(str(root / "dst"))

@@ -576,7 +576,7 @@ def _division(form: TargetForm) -> str:
     """A digest of which tensors are in which file of a form."""
     if form.by_rank:
         return ""
-    digests = []
+    digests = [form.settings]
     for file in range(form.count):
         names = form.names_in(file)
         digests.append(repr(sorted(form.section_of(file).layouts if names is None else names)).encode())

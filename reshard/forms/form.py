@@ -66,6 +66,7 @@ class FormOptions(NamedTuple):
         names: the names that its tensors have.
         metadata: keys in the headers of its files that its reader checks.
         arguments: it records the arguments of the training, which --args states.
+        counters: the values of a training that it records, as numbers of its own; None for all, as they are.
     """
 
     unit: str = "file"
@@ -81,6 +82,7 @@ class FormOptions(NamedTuple):
     names: Names = Names.MODEL
     metadata: tuple[str, ...] = ()
     arguments: bool = False
+    counters: Optional[tuple[str, ...]] = None
 
     @property
     def by_rank(self) -> bool:
@@ -297,6 +299,32 @@ class Form(Protocol):
 
         Yields:
             The name of a file that is missing, relative to the directory, and where the source has it.
+        """
+        return iter(())
+
+    def check_training(
+        self,
+        directory: str,
+        target: Checkpoint,
+        source: Checkpoint,
+        counters: Mapping[str, int],
+        asked: Target,
+        config: Optional[str],
+        handles: FileHandles,
+    ) -> Iterator[tuple[str, str]]:
+        """Compare what a form with `FormOptions.arguments` records of the training with its origin.
+
+        Args:
+            directory: the target directory.
+            target: the checkpoint in it.
+            source: the source, without edits.
+            counters: the values of the source that the form records as numbers.
+            asked: what is asked of the target.
+            config: the model's configuration, or its directory.
+            handles: open files.
+
+        Yields:
+            Each difference, with a relative file before it.
         """
         return iter(())
 

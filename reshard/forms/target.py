@@ -124,6 +124,11 @@ class TargetForm(Protocol):
         """The number of the source file that a file copies byte for byte; None if its bytes are computed."""
         return None
 
+    @property
+    def settings(self) -> bytes:
+        """What options decide of the files beside tensors; another conversion has other bytes."""
+        return b""
+
     def finishing(self) -> Sequence[FinishingFile]:
         """Files to write after all others, in this order; the last completes the directory."""
 

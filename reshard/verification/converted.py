@@ -24,6 +24,7 @@ from reshard.forms.registry import form_named
 from reshard.storage import read_range, reading
 from reshard.strategies import Stage, Strategy
 from reshard.text.messages import number_ranges, quoted, rank_ranges
+from reshard.text.names import is_training_value
 from reshard.verification.boxes import Box, LayoutValues, device_boxes, target_boxes, volume_of, whole_box
 from reshard.verification.reading import Comparison, Difference, Means, compare
 from reshard.verification.stored import (
@@ -226,6 +227,13 @@ class _Files(TargetComparison):
             if can_hold("safetensors", source.value(name, files[0]).dtype)
             and not (self._form.options.shards and name in source.tensors)
         }
+        counters = self._form.options.counters
+        if counters is not None:
+            # The training's values are numbers in records of the form, which are compared by themselves.
+            self._value_files = {
+                name: files for name, files in self._value_files.items() if not is_training_value(name)
+            }
+        self._counters = frozenset(counters or ())
         # Each loader refuses a "format" other than its own.
         self._format = "ms" if self._form.options.mindspore else "pt"
         self._known_metadata = {item for item in self.source_metadata if item[0] != "format"}
@@ -236,7 +244,7 @@ class _Files(TargetComparison):
         self._differences.append(Difference(kind, name, (), detail, names))
 
     def _check_names(self) -> None:
-        for name in self._written.holders.keys() - {*self._names, *self._value_files}:
+        for name in self._written.holders.keys() - {*self._names, *self._value_files, *self._counters}:
             detail = "is not expected in this file by the source and the strategies"
             self._add("extra", name, detail, self._written.holders[name])
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
-from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
 from reshard.forms.form import Names
 from reshard.strategies import SAME, Strategy, shards_of
 from reshard.text.messages import Report, listing, plural, quoted
@@ -20,7 +20,7 @@ from reshard.verification.fingerprint import sums
 from reshard.verification.operations import DerivedTensor
 from reshard.verification.ranks import compare_ranks
 from reshard.verification.reading import Comparison, Difference, Means, compare
-from reshard.verification.stored import Content, Source, StoredTensor, files_read, stored_source
+from reshard.verification.stored import Content, Source, StoredTensor, files_read, stored_source, value_content
 
 if TYPE_CHECKING:
     from reshard.lora import Scale
@@ -203,7 +203,9 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         # Reading a damaged archive would end the comparison with an error.
         paths = {path: os.path.relpath(path, directory) for path in sorted(damage)}
         return [*differences, *(Difference("file", None, (), damage[path], (file,)) for path, file in paths.items())]
-    if form.options.names is Names.TRAINER:
+    if form.options.arguments:
+        differences += _training_differences(source, written, request, means)
+    elif form.options.names is Names.TRAINER:
         differences += object_differences(source.checkpoint, written.checkpoint, admit, means.handles)
         # Megatron's metadata has no keys of nested dictionaries.
         nested = form.options.side.value != _MEGATRON
@@ -214,6 +216,21 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
     cast = bool(request.edits.casts) or request.edits.quantisation is not None
     beside = form.check_beside(directory, written.checkpoint, source.checkpoint, cast, report)
     return [*differences, *(Difference("file", None, (), text, (name,)) for name, text in beside)]
+
+
+def _training_differences(source: Source, written: Source, request: Request, means: Means) -> Iterator[Difference]:
+    """Differences of a form's own records of the training."""
+    counters = {}
+    for name in set(request.to.options.counters or ()) & source.values.keys():
+        value = value_content(source.indexes, name, source.values[name][0])
+        data = value.read(whole_box(value.shape), means.handles).tobytes()
+        counters[name] = int.from_bytes(data, "little", signed=value.dtype.startswith("Int"))
+    config = request.edits.config_path or getattr(request.edits.config, "path", None)
+    checkpoints = written.checkpoint, stored_checkpoint(source.checkpoint)
+    problems = request.to.check_training(
+        request.dst, *checkpoints, counters, request.asked.target, config, means.handles
+    )
+    return (Difference("file", None, (), text, (file,)) for file, text in problems)
 
 
 def _other_keys(source: Source, written: Source, renamed: bool) -> Iterator[Difference]:

@@ -207,7 +207,8 @@ def read_written(
         differences += [Difference("file", None, (), text, (name,)) for text in library_differences(index)]
     read_paths = {os.path.relpath(path, directory) for path in checkpoint.files.values()}
     if files is not None:
-        unread, foreign = sorted(set(files) - read_paths), sorted(read_paths.difference(files))
+        marks = form_named(form).marks(sorted(files))
+        unread, foreign = sorted(set(files) - read_paths), sorted(read_paths.difference(files, marks))
         if unread:
             differences.append(Difference("file", None, (), "the form's reader skips it", (*unread,)))
         if foreign:

@@ -260,6 +260,8 @@ class _Emitter:
             out += _integer(value)
         elif isinstance(value, float):
             out += b"G" + struct.pack(">d", value)
+        elif isinstance(value, bytes):
+            self.put(inert("_codecs.encode", value.decode("latin1"), "latin1"))
         elif isinstance(value, tuple):
             self._put_all(b"(", value, b"t")
         elif isinstance(value, list):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Optional, cast
 
-from reshard.asked import Source
+from reshard.asked import Source, Target
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError
 from reshard.forms.form import (
@@ -26,13 +26,23 @@ from reshard.forms.form import (
     Side,
     WriteRequest,
 )
-from reshard.forms.pytorch.form import DCP, HYPER_PARALLEL, ITERATIONS, METADATA, DcpForm, kind_of_directory
+from reshard.forms.pytorch.form import (
+    DCP,
+    HYPER_PARALLEL,
+    ITERATIONS,
+    METADATA,
+    OBJECTS,
+    DcpForm,
+    kind_of_directory,
+)
 from reshard.forms.tracker import RELEASE, TRACKER, Iteration, saved_steps
 from reshard.storage import absolute, exists, is_directory, listings_cached, names_in
-from reshard.strategies import Strategy
+from reshard.strategies import NONE, Strategy, target_named
 from reshard.text.messages import Report
+from reshard.text.names import TRAINING_STEP
 
 if TYPE_CHECKING:
+    from reshard.checkpoints import FileHandles
     from reshard.forms.target import TargetForm
 
 MEGATRON = "megatron"
@@ -52,6 +62,8 @@ RANK_DIRECTORY = re.compile(r"mp_rank_([0-9]{2,})(?:_([0-9]{3,}))?(?:_([0-9]{3,}
 
 TORCH_DIST, LEGACY, PLAIN = "torch_dist", "torch", "plain"
 """Kinds of iterations; plain ones are distributed checkpoints of torch alone: ``fsdp_dtensor`` and ``torch_dcp``."""
+
+_SHARDS = 16
 
 
 def kind_of_iteration(path: str, names: Sequence[str]) -> Optional[str]:
@@ -92,10 +104,12 @@ class MegatronForm(Form):
         layouts=Layouts.RECORDED,
         steps=True,
         shards=True,
-        formats=("distcp",),
+        formats=("distcp", LEGACY),
         mindspore=False,
         side=Side.MEGATRON,
         names=Names.TRAINER,
+        arguments=True,
+        counters=(TRAINING_STEP,),
     )
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
@@ -138,17 +152,41 @@ class MegatronForm(Form):
         return described(cast(ChunkedCheckpoint, checkpoint))
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
-        raise CheckpointError(f"{checkpoint.place}: --to {self.name} is not written yet", file=checkpoint.place)
+        if request.asked.format == LEGACY:
+            raise CheckpointError(f"{checkpoint.place}: --format {LEGACY} is not written yet", file=checkpoint.place)
+        from reshard.forms.megatron.written import torch_dist_files
+
+        return torch_dist_files(checkpoint, request)
+
+    def check_training(
+        self,
+        directory: str,
+        target: Checkpoint,
+        source: Checkpoint,
+        counters: Mapping[str, int],
+        asked: Target,
+        config: Optional[str],
+        handles: FileHandles,
+    ) -> Iterator[tuple[str, str]]:
+        from reshard.forms.megatron.checked import differences
+
+        return differences(directory, target, source, counters.get(TRAINING_STEP), asked, config, handles)
+
+    def default_strategy(self, asked: Target) -> Optional[str]:
+        return NONE if asked.format == LEGACY else target_named(None, _SHARDS)
 
     def marks(self, files: Sequence[str]) -> list[str]:
-        return [METADATA, BACKEND]
+        directory = os.path.dirname(files[0])
+        if RANK_DIRECTORY.fullmatch(os.path.basename(directory)):
+            return [TRACKER]
+        return [*(os.path.join(directory, name) for name in (OBJECTS, COMMON, METADATA, BACKEND)), TRACKER]
 
     def check_step(self, src: str, step: str) -> None:
         if step != "latest":
             choose(src, step, Report())
 
     def configuration(self, src: str, step: str) -> Optional[Mapping[str, object]]:
-        from reshard.checkpoints.files import FileHandles
+        from reshard.checkpoints import FileHandles
         from reshard.forms.megatron.arguments import configuration_of
         from reshard.forms.megatron.common import common_of
         from reshard.names.sizes import Configuration

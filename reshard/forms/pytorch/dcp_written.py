@@ -86,7 +86,7 @@ class _DistributedFiles(ChunkFiles):
             yield value.name, DescribedTensor(value.dtype, value.dims, [chunk])
 
     def _record(self, file: int, name: str, places: Mapping[str, Mapping[int, tuple[int, int]]]) -> Record:
-        return Record(self.file_name(file), *places[name][file], name)
+        return Record(os.path.basename(self.file_name(file)), *places[name][file], name)
 
     def _places(self, layout: OutputLayout) -> Iterable[tuple[OutputTensor, int, int]]:
         """Per tensor of a file where its record begins, and its bytes."""
@@ -186,8 +186,11 @@ class DcpFiles(_DistributedFiles):
         }
     )
 
+    directory = ""
+    """The directory of all files, relative to the target's."""
+
     def __init__(self, checkpoint: Checkpoint, chosen: Selected, request: WriteRequest) -> None:
-        super().__init__(checkpoint, chosen, request, lambda rank: f"__{rank}_0")
+        super().__init__(checkpoint, chosen, request, lambda rank: os.path.join(self.directory, f"__{rank}_0"))
         # Megatron looks for these by their names.
         self._common = self._objects.pop(COMMON, None)
         self._beside: Optional[StoredObject] = None

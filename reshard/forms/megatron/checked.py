@@ -1,0 +1,277 @@
+"""What a written checkpoint records beside tensors, compared with where it is from.
+
+Nothing here is shared with the code that writes, but the readers of common states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Optional
+
+from reshard.asked import Target
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
+from reshard.checkpoints.formats.archives import Archive
+from reshard.checkpoints.formats.pickles import Global, PickledInstance
+from reshard.errors import DamagedCheckpointError, InputError
+from reshard.forms.megatron.arguments import configuration_of
+from reshard.forms.megatron.common import Common, common_of, is_named
+from reshard.forms.megatron.form import BACKEND, COMMON, MEGATRON
+from reshard.forms.megatron.origin import Origin, origin_of
+from reshard.forms.pytorch.form import ITERATIONS
+from reshard.forms.tracker import RELEASE, TRACKER
+from reshard.storage import read_small, reading
+from reshard.text.messages import quoted
+from reshard.text.names import natural_order
+
+_MOST = 1 << 16
+# Arguments that depend on what is written, not on where it is from.
+_SET = frozenset(
+    {
+        *("iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"),
+        *("ckpt_format", "ckpt_fully_parallel_save", "use_distributed_optimizer", "no_save_optim", "no_save_rng"),
+        "dist_ckpt_optim_fully_reshardable",
+    }
+)
+
+
+def differences(
+    directory: str,
+    target: Checkpoint,
+    source: Checkpoint,
+    step: Optional[int],
+    asked: Target,
+    config: Optional[str],
+    handles: FileHandles,
+) -> Iterator[tuple[str, str]]:
+    """Differences of a written checkpoint from its source, or from what --args states, each with a relative file.
+
+    Args:
+        directory: the target directory.
+        target: the checkpoint in it.
+        source: the source, without edits.
+        step: the source's step.
+        asked: what is asked of the target.
+        config: the model's configuration.
+        handles: open files.
+    """
+    place = os.path.relpath(target.place, directory)
+    yield from _marks(directory, place)
+    common_file = os.path.join(place, COMMON)
+    try:
+        common = common_of(target.place, handles)
+    except InputError as error:
+        yield common_file, error.message
+        return
+    if common is None:
+        yield common_file, "is missing"
+        return
+    origin = origin_of(source, asked.args, config, handles)
+    has_optimizer = any(name.startswith("optimizer.state.") for name in target.tensors)
+    problems = [
+        *_numbers(common, place, origin, step, has_optimizer),
+        *_arguments(common, origin),
+        *(_groups(common, origin) if has_optimizer else ()),
+    ]
+    yield from ((common_file, problem) for problem in problems)
+    yield from _objects(directory, target, source, handles)
+
+
+def _marks(directory: str, place: str) -> Iterator[tuple[str, str]]:
+    for name, expected in ((TRACKER, place if place == RELEASE else str(ITERATIONS.number(place))),):
+        path = os.path.join(directory, name)
+        with reading(path):
+            try:
+                text = read_small(path, _MOST).decode("ascii", "replace").strip()
+            except FileNotFoundError:
+                yield name, "is missing: it marks the iteration as complete"
+                continue
+        if text != expected:
+            yield name, f"names {quoted(text)}, not {expected}"
+    path = os.path.join(directory, place, BACKEND)
+    with reading(path):
+        try:
+            content = json.loads(read_small(path, _MOST))
+        except FileNotFoundError:
+            yield os.path.join(place, BACKEND), "is missing: without it Megatron takes the directory for no checkpoint"
+            return
+        except ValueError:
+            content = None
+    expected_backend = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    if content != expected_backend:
+        yield os.path.join(place, BACKEND), "names another backend than torch_dist, version 1"
+
+
+def _numbers(common: Common, place: str, origin: Origin, step: Optional[int], has_optimizer: bool) -> Iterator[str]:
+    own = None if origin.own is None else origin.own
+    if step is None and own is not None and len(own.steps) == 1:
+        (step,) = own.steps
+    expected = own.iteration if own is not None else step
+    recorded = {"iteration": common.state.get("iteration"), "args.iteration": common.args.get("iteration")}
+    for name, number in recorded.items():
+        if number != (expected or 0):
+            yield f"{name} is {number}, not {expected or 0}"
+    if place != (RELEASE if expected is None else ITERATIONS.of(expected)):
+        yield f"lies in {place}, not in the directory of iteration {expected}"
+    if common.state.get("checkpoint_version") != 3.0:
+        yield f"checkpoint_version is {common.state.get('checkpoint_version')}, not 3.0"
+    if has_optimizer != bool(common.groups):
+        yield (
+            "has no parameter groups of the optimizer" if has_optimizer else "has groups of an optimizer without state"
+        )
+    if has_optimizer and common.steps != {step}:
+        yield f"the optimizer's step is {' and '.join(map(str, sorted(common.steps))) or None}, not {step}"
+    kind = common.content.get("distrib_optim_sharding_type")
+    if kind != ("fully_reshardable" if has_optimizer else None):
+        yield f"content_metadata names the optimizer state {kind}"
+
+
+def _arguments(common: Common, origin: Origin) -> Iterator[str]:
+    for name, value in origin.args.items():
+        if name not in _SET and name in common.args and not _same(value, common.args[name]):
+            yield f"args.{name} is {_shown(common.args[name])}, not {_shown(value)}"
+        elif name not in _SET and name not in common.args and not _holds_tensor(value):
+            yield f"args.{name} is missing"
+    if origin.config:
+        for key, number in configuration_of(common.args, common.path).items():
+            expected = origin.config.get(key, number)
+            if key not in origin.args and isinstance(expected, (int, float, str)) and expected != number:
+                yield f"args give {key} {number!r}, and config.json {expected!r}"
+
+
+def _groups(common: Common, origin: Origin) -> Iterator[str]:
+    """Groups with other settings than the source's, or than --args states."""
+    recorded = {_key(group): group for group in origin.groups}
+    for group in common.groups:
+        expected: Mapping[str, Any] = recorded.get(_key(group), {})
+        if not recorded:
+            args, decoupled = origin.args, group.get("is_decoupled_lr")
+            expected = {
+                "lr": args.get("decoupled_lr" if decoupled else "lr"),
+                "betas": (args.get("adam_beta1"), args.get("adam_beta2")),
+                "eps": args.get("adam_eps"),
+                "weight_decay": (args.get("weight_decay") or 0) * group.get("wd_mult", 1.0),
+            }
+        elif not expected:
+            yield f"has a parameter group {_key(group)} that the source lacks"
+        for name, value in expected.items():
+            own = name in ("step", "params", "is_expert_parallel") or _holds_tensor(value)
+            if not own and not _same(value, group.get(name)):
+                yield f"{name} of a parameter group is {_shown(group.get(name))}, not {_shown(value)}"
+    lacking = recorded.keys() - {_key(group) for group in common.groups}
+    yield from (f"lacks the parameter group {key} of the source" for key in sorted(lacking))
+    schedule = common.state.get("opt_param_scheduler")
+    for name, value in (origin.schedule or {}).items():
+        if name != "num_steps" and (not isinstance(schedule, dict) or not _same(value, schedule.get(name))):
+            yield f"opt_param_scheduler.{name} is not {_shown(value)}"
+
+
+def _key(group: Mapping[str, Any]) -> tuple[float, float, bool]:
+    """What distinguishes groups, experts apart: those of experts have the settings of others."""
+    return group.get("wd_mult", 1.0), group.get("lr_mult", 1.0), bool(group.get("is_decoupled_lr"))
+
+
+def _objects(directory: str, target: Checkpoint, source: Checkpoint, handles: FileHandles) -> Iterator[tuple[str, str]]:
+    found = {name: stored for name, stored in target.objects.items() if name != COMMON}
+    expected: dict[str, Optional[StoredObject]] = dict.fromkeys(_expected_objects(target))
+    if source.form == MEGATRON:
+        expected.update({name: stored for name, stored in source.objects.items() if "._extra_state/" in name})
+    for name in natural_order(found.keys() | expected.keys()):
+        stored = found.get(name)
+        if stored is None:
+            yield os.path.relpath(target.place, directory), f"lacks the object {quoted(name)}"
+            continue
+        file = os.path.relpath(stored.path, directory)
+        if name not in expected:
+            yield file, f"has the object {quoted(name)}, which belongs to no module"
+            continue
+        original = expected[name]
+        try:
+            same = (
+                _is_empty(stored, handles) if original is None else _bytes(stored, handles) == _bytes(original, handles)
+            )
+        except DamagedCheckpointError as error:
+            yield file, error.message
+            continue
+        if not same:
+            yield file, f"the object {quoted(name)} is not " + ("empty" if original is None else "the source's")
+
+
+def _expected_objects(target: Checkpoint) -> Iterator[str]:
+    """An object for each module of a layer that is not an embedding, a head or a router; one for each stacked place."""
+    for name, tensor in target.tensors.items():
+        parts = name.split(".")
+        if parts[0] in ("optimizer", "embedding", "output_layer") or "router" in parts:
+            continue
+        if parts[-1] not in ("weight", "bias", "layer_norm_weight", "layer_norm_bias"):
+            continue
+        counts: Sequence[int] = ()
+        if parts[1:2] == ["layers"] and not parts[2].isdigit() and parts[0] != "mtp":
+            counts = tensor.shape[:1]
+        of_experts = [at for at, part in enumerate(parts[:-2]) if parts[at : at + 2] == ["experts", "experts"]]
+        if of_experts and not parts[of_experts[0] + 2].isdigit():
+            counts = tensor.shape[: len(counts) + 1]
+        modules = [parts[:-1]]
+        if parts[-3:-1] == ["self_attention", "linear_proj"]:
+            modules.append([*parts[:-2], "core_attention"])
+        shape = ".".join(map(str, counts)) if counts else "1"
+        for module in modules:
+            for place in _places(counts):
+                yield f"{'.'.join(module)}._extra_state/shard_{place}_{shape}"
+
+
+def _places(counts: Sequence[int]) -> list[str]:
+    if not counts:
+        return ["0"]
+    first, *others = counts
+    if not others:
+        return [str(number) for number in range(first)]
+    return [f"{number}.{rest}" for number in range(first) for rest in _places(others)]
+
+
+def _archive(stored: StoredObject, handles: FileHandles) -> tuple[bytes, Any]:
+    with reading(stored.path), contextlib.closing(handles.open_file(stored.path)) as file:
+        archive = Archive(file, stored.offset, stored.length)
+        archive.check(memoryview(bytearray(_MOST)))
+        return archive.pickle(), archive.pickled(is_named)
+
+
+def _bytes(stored: StoredObject, handles: FileHandles) -> bytes:
+    return _archive(stored, handles)[0]
+
+
+def _is_empty(stored: StoredObject, handles: FileHandles) -> bool:
+    return bool(_archive(stored, handles)[1] == [None])
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether two values of pickles are equal; lists and tuples of equal values are."""
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(_same, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_same(value, second[key]) for key, value in first.items())
+    if isinstance(first, PickledInstance) and isinstance(second, PickledInstance):
+        return first.name == second.name and _same((first.args, first.state), (second.args, second.state))
+    if isinstance(first, Global) and isinstance(second, Global):
+        return first.name == second.name
+    return bool(first == second) and isinstance(first, bool) == isinstance(second, bool)
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, PickledInstance):
+        return not value.name or _holds_tensor(value.args) or _holds_tensor(value.state)
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensor, value))
+    return isinstance(value, dict) and any(map(_holds_tensor, value.values()))
+
+
+def _shown(value: Any) -> str:
+    return quoted(str(getattr(value, "name", value))[:80])

@@ -1,0 +1,246 @@
+"""The tensors of a model under Megatron's keys: what they show of its arguments, and which objects belong to them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Callable, NamedTuple, Optional
+
+from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.formats.dtypes import TORCH_NAMES
+from reshard.checkpoints.formats.pickles import inert_class
+from reshard.errors import CheckpointError, NamesError
+from reshard.text.messages import listing, quoted
+
+STATE = "optimizer.state."
+STATES = ("exp_avg", "exp_avg_sq", "param")
+"""What an optimizer keeps of each parameter: moments, and the master copy."""
+
+EXTRA = "_extra_state"
+"""The last part of the name of an object that belongs to a module of Transformer Engine."""
+
+_NUMBERED = re.compile(r"(?:decoder|encoder)\.layers\.([0-9]+)\.")
+_MTP = re.compile(r"mtp\.layers\.([0-9]+)\.")
+_STACKED = re.compile(r"(?:decoder|encoder)\.layers\.(?![0-9]+\.)")
+_ALL_EXPERTS = re.compile(r"\.experts\.experts\.(?![0-9]+\.)")
+_ROOTS = ("decoder.", "encoder.", "embedding.", "output_layer.", "mtp.")
+# Parameters of modules that have an object, and modules that have none.
+_PARAMETERS = ("weight", "bias", "layer_norm_weight", "layer_norm_bias")
+_WITHOUT_OBJECT = re.compile(r"(?:^|\.)(?:embedding\..*|output_layer|router|position_embeddings|word_embeddings)$")
+# Buffers have no optimizer state.
+_BUFFERS = (".expert_bias", ".local_tokens_per_expert")
+
+Number = Callable[[Mapping[str, Any]], Optional[int]]
+
+
+def _argument(name: str) -> Number:
+    def number(args: Mapping[str, Any]) -> Optional[int]:
+        value = args.get(name)
+        return value if type(value) is int else None
+
+    return number
+
+
+def _queries(args: Mapping[str, Any]) -> Optional[int]:
+    """Columns of the projection after attention."""
+    heads, size = args.get("num_attention_heads"), args.get("kv_channels")
+    size = args.get("v_head_dim") if args.get("multi_latent_attention") else size
+    return heads * size if type(heads) is int and type(size) is int else None
+
+
+def _rows_of_qkv(args: Mapping[str, Any]) -> Optional[int]:
+    heads, size = args.get("num_attention_heads"), args.get("kv_channels")
+    grouped = args.get("group_query_attention")
+    groups = args.get("num_query_groups") if grouped or grouped is None else heads
+    if args.get("multi_latent_attention") or args.get("attention_output_gate"):
+        return None
+    known = type(heads) is int and type(size) is int and type(groups) is int
+    return (heads + 2 * groups) * size if known else None  # type: ignore[operator]
+
+
+class _Size(NamedTuple):
+    """A dimension of weights that arguments determine.
+
+    Attributes:
+        ending: of their names.
+        dimension: counted from the last.
+        words: the arguments.
+        number: the size by arguments; None if they do not determine it.
+    """
+
+    ending: str
+    dimension: int
+    words: str
+    number: Number
+
+
+_SIZES = (
+    _Size("embedding.word_embeddings.weight", -2, "padded_vocab_size", _argument("padded_vocab_size")),
+    _Size("embedding.word_embeddings.weight", -1, "hidden_size", _argument("hidden_size")),
+    _Size("output_layer.weight", -2, "padded_vocab_size", _argument("padded_vocab_size")),
+    _Size(".mlp.linear_fc2.weight", -1, "ffn_hidden_size", _argument("ffn_hidden_size")),
+    _Size(".mlp.router.weight", -2, "num_experts", _argument("num_experts")),
+    _Size(".mlp.experts.experts.linear_fc2.weight", -3, "num_experts", _argument("num_experts")),
+    _Size(".mlp.experts.experts.linear_fc2.weight", -1, "moe_ffn_hidden_size", _argument("moe_ffn_hidden_size")),
+    _Size(
+        ".mlp.shared_experts.linear_fc2.weight",
+        -1,
+        "moe_shared_expert_intermediate_size",
+        _argument("moe_shared_expert_intermediate_size"),
+    ),
+    _Size(".self_attention.linear_proj.weight", -1, "num_attention_heads and the size of a head", _queries),
+    _Size(
+        ".self_attention.linear_qkv.weight",
+        -2,
+        "num_attention_heads, num_query_groups and kv_channels",
+        _rows_of_qkv,
+    ),
+)
+
+
+class Model:
+    """Tensors to be written, under Megatron's keys.
+
+    Args:
+        tensors: all tensors by name, with optimizer state.
+        place: the source, for messages.
+    """
+
+    def __init__(self, tensors: Mapping[str, GlobalTensor], place: str) -> None:
+        self._place = place
+        self.tensors = tensors
+        self.weights = [name for name in tensors if not name.startswith(STATE)]
+        self.has_optimizer = len(self.weights) < len(tensors)
+        self.has_experts = any(".mlp.experts." in name for name in self.weights)
+
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether names have the numbers of layers."""
+        return any(map(_NUMBERED.match, self.weights))
+
+    def check_names(self) -> None:
+        """Refuse weights under other names than Megatron's."""
+        others = [name for name in self.weights if not name.startswith(_ROOTS)]
+        if others and len(others) == len(self.weights):
+            raise NamesError(
+                f"{self._place}: names such as {quoted(others[0])} are not Megatron's",
+                file=self._place,
+                hint="add --names with the table of the model: `reshard names list`",
+            )
+
+    def check_optimizer(self) -> None:
+        """Refuse optimizer state of some parameters or of some kinds only: Megatron loads none of it then."""
+        parameters = {name for name in self.weights if not name.endswith(_BUFFERS)}
+        for kind in STATES if self.has_optimizer else ():
+            prefix = f"{STATE}{kind}."
+            held = {name[len(prefix) :] for name in self.tensors if name.startswith(prefix)}
+            lacking = sorted(parameters - held)
+            if lacking:
+                raise CheckpointError(
+                    f"{self._place}: {prefix}* is missing of {len(lacking)} parameters: {listing(lacking)}",
+                    file=self._place,
+                    parameter=lacking[0],
+                    hint="Megatron loads the optimizer as a whole: convert weights alone with --exclude 'optimizer.*'",
+                )
+
+    def check(self, args: Mapping[str, Any], path: str) -> None:
+        """Refuse arguments that contradict the tensors.
+
+        Args:
+            args: arguments by name; those that are absent are not compared.
+            path: where they are from.
+        """
+        for name in self.weights:
+            shape = self.tensors[name].shape
+            for size in _SIZES:
+                if name.endswith(size.ending) and -size.dimension <= len(shape):
+                    self._compare(path, size.words, size.number(args), shape[size.dimension], name)
+        layers = [*self._layers()]
+        if layers:
+            name, count = layers[0]
+            self._compare(path, "num_layers", _argument("num_layers")(args), count, name)
+        mtp = [int(match[1]) for match in map(_MTP.match, self.weights) if match]
+        if mtp:
+            self._compare(path, "mtp_num_layers", _argument("mtp_num_layers")(args), max(mtp) + 1, "mtp.layers.*")
+        if _reads_numbers(args) and any(map(_STACKED.match, self.weights)):
+            raise CheckpointError(
+                f"{path}: with these arguments Megatron reads decoder.layers.N.*, a key for each layer, and the layers "
+                "are stacked",
+                file=path,
+                hint="write them by number: --names TABLE,layers=numbered",
+            )
+
+    def _compare(self, path: str, words: str, stated: Optional[int], found: int, name: str) -> None:
+        if stated is not None and stated != found:
+            raise CheckpointError(
+                f"{path}: {words} gives {stated:,}, but {quoted(name)} has {found:,}",
+                file=path,
+                parameter=name,
+                hint="name the arguments of this model, with --args or --config",
+            )
+
+    def _layers(self) -> Iterator[tuple[str, int]]:
+        """The number of layers, and a name that shows it."""
+        for name in self.weights:
+            if _STACKED.match(name):
+                yield name, self.tensors[name].shape[0]
+        numbers = {int(match[1]): name for name in self.weights for match in [_NUMBERED.match(name)] if match}
+        if numbers:
+            yield numbers[max(numbers)], max(numbers) + 1
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments that the tensors show, for those that nothing records."""
+        embedding = self.tensors.get("embedding.word_embeddings.weight")
+        args: dict[str, Any] = {}
+        if embedding is not None:
+            rows, _ = embedding.shape
+            dtype = inert_class(TORCH_NAMES[embedding.dtype])
+            args.update(padded_vocab_size=rows, params_dtype=dtype)
+            args.update(bf16=embedding.dtype == "BFloat16", fp16=embedding.dtype == "Float16")
+
+        def holds(*endings: str) -> bool:
+            return any(name.endswith(endings) for name in self.weights)
+
+        return {
+            **args,
+            "untie_embeddings_and_output_weights": holds("output_layer.weight"),
+            "add_qkv_bias": holds(".self_attention.linear_qkv.bias"),
+            "add_bias_linear": holds(".linear_proj.bias", ".mlp.linear_fc1.bias"),
+            "qk_layernorm": holds(".q_layernorm.weight", ".linear_q_up_proj.layer_norm_weight"),
+            "moe_router_enable_expert_bias": holds(".router.expert_bias"),
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+        }
+
+    def objects(self) -> list[str]:
+        """The names of the objects that Transformer Engine asks for: one for each module, layer and expert."""
+        names: dict[str, None] = {}
+        for name in self.weights:
+            module, _, parameter = name.rpartition(".")
+            if parameter not in _PARAMETERS or _WITHOUT_OBJECT.search(module):
+                continue
+            shape = self.tensors[name].shape
+            axes = sum(1 for each in (_STACKED.match(name), _ALL_EXPERTS.search(name)) if each)
+            modules = [module]
+            if module.endswith(".self_attention.linear_proj"):
+                # Attention itself has an object, and no parameter.
+                modules.append(module[: -len("linear_proj")] + "core_attention")
+            for each in modules:
+                names.update((f"{each}.{shard}", None) for shard in _shards(shape[:axes]))
+        return [*names]
+
+
+def _shards(counts: tuple[int, ...]) -> Iterator[str]:
+    of = ".".join(map(str, counts or (1,)))
+    for place in itertools.product(*map(range, counts or (1,))):
+        yield f"{EXTRA}/shard_{'.'.join(map(str, place))}_{of}"
+
+
+def _reads_numbers(args: Mapping[str, Any]) -> bool:
+    """Whether Megatron's keys have the numbers of layers with these arguments, in place of one tensor of all layers."""
+    for name in ("moe_layer_freq", "linear_attention_freq"):
+        frequency = args.get(name)
+        if isinstance(frequency, (list, tuple)) or (type(frequency) is int and frequency > 1):
+            return True
+    return bool(args.get("hetereogenous_dist_checkpoint") or args.get("heterogeneous_layers_config_path"))

@@ -1,0 +1,125 @@
+"""Checkpoints of Megatron to be written, as ``torch_dist``: a root with one iteration, and its tracker, written last.
+
+The iteration is a distributed checkpoint with Megatron's common state, an object for every module of Transformer
+Engine, and ``metadata.json``, without which Megatron takes the directory for none of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
+from reshard.checkpoints.formats.archives import archive_of_pickle
+from reshard.checkpoints.formats.dtypes import INTEGERS, NUMPY_NAMES
+from reshard.checkpoints.formats.pickles import pickled
+from reshard.errors import CheckpointError
+from reshard.forms.form import WriteRequest
+from reshard.forms.megatron.form import BACKEND, COMMON, MEGATRON
+from reshard.forms.megatron.model import EXTRA, Model
+from reshard.forms.megatron.training import Training, training_of
+from reshard.forms.pytorch.dcp_written import DcpFiles
+from reshard.forms.pytorch.form import ITERATIONS, METADATA, OBJECTS
+from reshard.forms.target import FinishingFile
+from reshard.forms.tracker import RELEASE, TRACKER
+from reshard.forms.writing import Selected, selected
+from reshard.storage import read_range, reading
+from reshard.text.messages import listing
+from reshard.text.names import TRAINING_STEP, is_training_value
+from reshard.threads import cached_property
+
+BACKEND_CONTENT = (
+    b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", '
+    b'"common_backend_version": 1}'
+)
+
+_EMPTY = archive_of_pickle(pickled([None]))
+
+
+def torch_dist_files(checkpoint: Checkpoint, request: WriteRequest) -> MegatronFiles:
+    """The files of a ``torch_dist`` checkpoint.
+
+    Raises:
+        CheckpointError: the tensors are not Megatron's, or what Megatron needs beside them is not known.
+    """
+    chosen = selected(checkpoint, request)
+    model = Model(chosen.tensors, checkpoint.place)
+    if checkpoint.form != MEGATRON:
+        model.check_names()
+    model.check_optimizer()
+    step = step_of(checkpoint, request)
+    training = training_of(checkpoint, model, step, request)
+    left_out = sorted(filter(is_training_value, chosen.values))
+    values = {name: size for name, size in chosen.values.items() if name not in left_out}
+    others = [name for name in left_out if name != TRAINING_STEP]
+    if others:
+        request.report.note("values that Megatron does not have are left out: " + listing(others))
+    return MegatronFiles(checkpoint, chosen._replace(values=values), model, training, request)
+
+
+def step_of(checkpoint: Checkpoint, request: WriteRequest) -> Optional[int]:
+    """The training step that a source has as a value; None without it."""
+    if TRAINING_STEP not in checkpoint.values():
+        return None
+    index = checkpoint.indexes[checkpoint.holders(TRAINING_STEP)[0]]
+    tensor = index.tensors[TRAINING_STEP]
+    if tensor.dtype not in INTEGERS or len(tensor.extents) != 1 or tensor.nbytes != tensor.item_size:
+        raise CheckpointError(f"{index.path}: {TRAINING_STEP} is no number", file=index.path, parameter=TRAINING_STEP)
+    with reading(index.path), request.handles.borrow(index.path) as file:
+        data = read_range(file, tensor.extents[0][0], tensor.nbytes)
+    step = int.from_bytes(data, "little", signed="u" not in NUMPY_NAMES[tensor.dtype])
+    if step < 0:
+        raise CheckpointError(f"{index.path}: {TRAINING_STEP} is {step}", file=index.path, parameter=TRAINING_STEP)
+    return step
+
+
+def directory_of(iteration: Optional[int]) -> str:
+    """The directory of an iteration in a root; without one, Megatron begins at the first."""
+    return RELEASE if iteration is None else ITERATIONS.of(iteration)
+
+
+class MegatronFiles(DcpFiles):
+    """Files of a root of Megatron, as its ``--load`` reads them; see `ChunkFiles`."""
+
+    name = MEGATRON
+
+    def __init__(
+        self, checkpoint: Checkpoint, chosen: Selected, model: Model, training: Training, request: WriteRequest
+    ) -> None:
+        self.directory = directory_of(training.iteration)
+        self.objects_file = OBJECTS
+        super().__init__(checkpoint, chosen, request)
+        self._state = archive_of_pickle(pickled(training.state()))
+        # Objects of modules whose keys stay.
+        kept = self._objects if checkpoint.form == MEGATRON else {}
+        self._of_modules: Mapping[str, Optional[StoredObject]] = {
+            **{name: stored for name, stored in kept.items() if f".{EXTRA}/" in name},
+            **{name: kept.get(name) for name in model.objects()},
+        }
+        self._objects = {}
+
+    @property
+    def settings(self) -> bytes:
+        return self._state
+
+    @cached_property
+    def _contents(self) -> Mapping[str, bytes]:
+        return {
+            name: _EMPTY if stored is None else self._content(name, stored) for name, stored in self._of_modules.items()
+        }
+
+    def finishing(self) -> Sequence[FinishingFile]:
+        place = self.directory
+        number = place if place == RELEASE else str(ITERATIONS.number(place))
+        return [
+            FinishingFile(os.path.join(place, OBJECTS), lambda: list(self._contents.values())),
+            FinishingFile(os.path.join(place, COMMON), lambda: [self._state]),
+            FinishingFile(os.path.join(place, METADATA), lambda: [pickled(self._metadata(), 4)]),
+            FinishingFile(os.path.join(place, BACKEND), lambda: [BACKEND_CONTENT]),
+            FinishingFile(TRACKER, lambda: [number.encode()]),
+        ]
+
+    def _keys(self, names: Sequence[str]) -> Mapping[str, tuple[Any, ...]]:
+        """None: Megatron's keys are no paths."""
+        return {}

@@ -1,0 +1,360 @@
+"""Checkpoints that --to megatron writes: what Megatron needs beside tensors, complete or not, certified or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+
+import reshard
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.formats.archives import archive_of_pickle
+from reshard.checkpoints.formats.pickles import inert, pickled
+from reshard.forms.megatron.common import Common, common_of
+from tests.conftest import LONG
+from tests.corpus import ROOT
+from tests.corpus_mcore import McoreCase, digest, mcore_cases
+from tests.running import Argument, done, fails
+
+WRITABLE = [case for case in mcore_cases() if case.expected["expect"] == "convert"]
+ITERATION = "iter_0000100"
+TRACKER = "latest_checkpointed_iteration.txt"
+MARKS = (f"{ITERATION}/common.pt", f"{ITERATION}/.metadata", f"{ITERATION}/metadata.json", TRACKER)
+# What a JSON file of --args needs where no checkpoint of Megatron has it.
+STATED = {
+    "lr": 0.002,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.99,
+    "adam_eps": 1e-8,
+    "weight_decay": 0.05,
+    "global_batch_size": 4,
+    "train_iters": 1000,
+    "lr_warmup_iters": 10,
+}
+
+
+def named(case: McoreCase) -> str:
+    return case.name
+
+
+def case_named(name: str) -> McoreCase:
+    cases = {case.name: case for case in WRITABLE}
+    if name not in cases:
+        pytest.skip(f"there is no case {name} here")
+    return cases[name]
+
+
+def tensors_of(root: Path) -> dict[str, tuple[str, str]]:
+    """Type and digest of every tensor; a master has one name."""
+    with reshard.open(root) as opened:
+        read = {name: np.asarray(opened[name]) for name in opened}
+    return {
+        name.replace(".state.fp32_param.", ".state.param."): (str(value.dtype), digest(value))
+        for name, value in read.items()
+    }
+
+
+def common_in(directory: Path) -> Common:
+    with FileHandles() as handles:
+        common = common_of(str(directory), handles)
+    assert common is not None
+    return common
+
+
+def written(case: McoreCase, root: Path, *options: Argument) -> Path:
+    done("convert", case.root, root, "--to", "megatron", "--shards", 3, "--verify", *options)
+    return root
+
+
+@pytest.mark.parametrize("case", WRITABLE, ids=named)
+def test_a_checkpoint_of_megatron_is_written_as_one_that_it_loads_at_any_sizes(case: McoreCase, tmp_path: Path) -> None:
+    root = written(case, tmp_path / "out")
+    source, (directory,) = common_in(case.directory), root.glob("iter_*")
+    tracked = (root / TRACKER).read_text()
+    assert (directory.name, int(tracked)) == (case.directory.name, int(case.directory.name[5:]))
+    assert tensors_of(root) == tensors_of(case.root)
+    common = common_in(directory)
+    assert common.iteration == source.iteration == int(tracked)
+    if case.optimizer:
+        assert common.steps == {case.expected["optimizer"]["step"]}
+        assert common.content["distrib_optim_sharding_type"] == "fully_reshardable"
+        of_experts = [group["is_expert_parallel"] for group in common.groups]
+        assert any(of_experts) == (case.expected["model"]["ep"] > 1)
+        assert len(common.optimizers) == 1 + any(of_experts)
+        assert {group["betas"] for group in common.groups} == {(0.9, 0.95)}
+        assert {group["wd_mult"]: group["weight_decay"] for group in common.groups} == {1.0: 0.1, 0.0: 0.0}
+        assert all(type(group["step"]) is int for group in common.groups)
+    else:
+        assert common.args["no_save_optim"] and not common.groups and "optimizer" not in common.state
+    changed = {"iteration", "no_save_rng", "no_save_optim", "ckpt_format", "ckpt_fully_parallel_save"}
+    changed |= {"use_distributed_optimizer", "dist_ckpt_optim_fully_reshardable", "consumed_train_samples"}
+    for name in source.args.keys() - changed:
+        assert pickled(common.args[name]) == pickled(source.args[name]), name
+    assert common.args["no_save_rng"] is True
+
+
+@pytest.mark.parametrize("case", WRITABLE, ids=named)
+def test_the_objects_of_the_source_are_there_and_empty_ones_for_all_other_modules(
+    case: McoreCase, tmp_path: Path
+) -> None:
+    root = written(case, tmp_path / "out", "--exclude", "optimizer.*")
+    objects = {name for name in done("inspect", root, "--json").json["objects"] if "._extra_state/" in name}
+    if case.expected["form"] == "megatron_torch_dist":
+        found = done("inspect", case.root, "--json").json["objects"]
+        assert objects >= {name for name in found if "._extra_state/" in name}
+    modules = {name.rpartition("._extra_state")[0].rpartition(".")[2] for name in objects}
+    assert {"linear_proj", "core_attention", "final_layernorm"} <= modules
+    assert not modules & {"word_embeddings", "output_layer", "router"}
+
+
+def damaged_common(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def damage(root: Path) -> None:
+        path = root / ITERATION / "common.pt"
+        state = dict(common_in(path.parent).state)
+        change(state)
+        path.write_bytes(archive_of_pickle(pickled(state)))
+
+    return damage
+
+
+def with_argument(name: str, value: object) -> Callable[[dict[str, Any]], None]:
+    def change(state: dict[str, Any]) -> None:
+        state["args"] = inert("argparse.Namespace", state={**state["args"].fields, name: value})
+
+    return change
+
+
+def with_group(name: str, value: object) -> Callable[[dict[str, Any]], None]:
+    def change(state: dict[str, Any]) -> None:
+        state["optimizer"]["optimizer"]["param_groups"][0][name] = value
+
+    return change
+
+
+def replace(name: str, old: bytes, new: bytes) -> Callable[[Path], None]:
+    def damage(root: Path) -> None:
+        path = root / name
+        data = path.read_bytes()
+        assert old in data and len(old) == len(new)
+        path.write_bytes(data.replace(old, new))
+
+    return damage
+
+
+DAMAGE: Mapping[str, tuple[Callable[[Path], None], str]] = {
+    "an argument": (damaged_common(with_argument("hidden_size", 16)), "hidden_size"),
+    "iteration": (damaged_common(lambda state: state.update(iteration=7)), "iteration"),
+    "betas": (damaged_common(with_group("betas", (0.9, 0.5))), "betas"),
+    "step of a group": (damaged_common(with_group("step", 4)), "step"),
+    "a group": (damaged_common(lambda state: state["optimizer"]["optimizer"]["param_groups"].pop()), "group"),
+    "no groups": (damaged_common(lambda state: state.pop("optimizer")), "groups"),
+    "schedule": (damaged_common(lambda state: state["opt_param_scheduler"].update(max_lr=0.5)), "max_lr"),
+    "kind of state": (
+        damaged_common(lambda state: state["content_metadata"].update(distrib_optim_sharding_type="dp_reshardable")),
+        "common.pt",
+    ),
+    "no common.pt": (lambda root: os.unlink(root / ITERATION / "common.pt"), "common.pt"),
+    "no metadata.json": (lambda root: os.unlink(root / ITERATION / "metadata.json"), "metadata.json"),
+    "metadata.json of another": (replace(f"{ITERATION}/metadata.json", b"torch_dist", b"torch_dict"), "metadata.json"),
+    "tracker": (replace(TRACKER, b"100", b"200"), ""),
+    "a missing object": (
+        replace(f"{ITERATION}/.metadata", b"linear_proj._extra_state", b"linear_pro_._extra_state"),
+        "linear_proj._extra_state",
+    ),
+    "an object's content": (replace(f"{ITERATION}/__0_1.distcp", b"](Ne.", b"](KAe"), "__0_1.distcp"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_verify_finds_damage_beside_the_tensors(kind: str, tmp_path: Path) -> None:
+    case = case_named("td_dense_plain")
+    root = written(case, tmp_path / "out")
+    damage, text = DAMAGE[kind]
+    damage(root)
+    (root / "reshard-manifest.json").unlink()
+    result = reshard_verify(root, case)
+    assert result.status == 4 and text in result.out + result.err
+
+
+def reshard_verify(root: Path, case: McoreCase) -> Any:
+    from tests.running import reshard as run
+
+    return run("verify", root, "--src", case.root, "--shards", 3)
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_the_manifest_finds_changed_marks(mark: str, tmp_path: Path) -> None:
+    root = written(case_named("td_dense_plain"), tmp_path / "out")
+    data = bytearray((root / mark).read_bytes())
+    data[len(data) // 2] ^= 1
+    (root / mark).write_bytes(data)
+    fails(4, "verify", root)
+
+
+@pytest.mark.parametrize("number", range(len(MARKS)))
+def test_an_unfinished_directory_is_none_of_megatrons_and_is_completed(number: int, tmp_path: Path) -> None:
+    """Marks are missing from the last on; without the tracker or metadata.json Megatron finds no checkpoint."""
+    case = case_named("td_moe_fully")
+    root = written(case, tmp_path / "out")
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and ".reshard" not in str(path)}
+    (root / "reshard-manifest.json").unlink()
+    for mark in MARKS[number:]:
+        (root / mark).unlink()
+    done("resume", root)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.deep
+def test_a_killed_run_resumes_also_with_overwrite(tmp_path: Path) -> None:
+    case = case_named("td_moe_fully")
+    words: list[Argument] = ["--to", "megatron", "--shards", 2]
+    done("convert", case.root, tmp_path / "before", *words, "--cast", "Float16")
+    done("convert", case.root, tmp_path / "after", *words)
+    arguments = [sys.executable, "-m", "tests.stops", tmp_path, 1, 7 if LONG else 60]
+    arguments += ["convert", case.root, tmp_path / "dst", *words, "--overwrite"]
+    process = subprocess.run(list(map(str, arguments)), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) >= 2
+
+
+def test_other_arguments_are_another_conversion(tmp_path: Path) -> None:
+    case = case_named("td_dense_plain")
+    command: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "megatron", "--shards", 2]
+    done(*command)
+    (tmp_path / "args.json").write_text(json.dumps(STATED))
+    fails(3, *command, "--args", tmp_path / "args.json")
+    done(*command, "--args", tmp_path / "args.json", "--overwrite")
+    before = (tmp_path / "out" / ITERATION / "common.pt").read_bytes()
+    (tmp_path / "out" / "reshard-manifest.json").unlink()
+    done("resume", tmp_path / "out")
+    assert (tmp_path / "out" / ITERATION / "common.pt").read_bytes() == before
+
+
+def test_a_json_file_of_arguments_gives_groups_and_schedule(tmp_path: Path) -> None:
+    case = case_named("td_dense_plain")
+    (tmp_path / "args.json").write_text(json.dumps({**STATED, "consumed_train_samples": 1234}))
+    root = written(case, tmp_path / "out", "--args", tmp_path / "args.json")
+    common = common_in(root / ITERATION)
+    groups = [(group["wd_mult"], group["betas"], group["eps"], group["weight_decay"]) for group in common.groups]
+    assert groups == [(1.0, (0.9, 0.99), 1e-8, 0.05), (0.0, (0.9, 0.99), 1e-8, 0.0)]
+    schedule = common.state["opt_param_scheduler"]
+    assert (schedule["max_lr"], schedule["lr_decay_steps"], schedule["lr_warmup_steps"]) == (0.002, 4000, 40)
+    assert schedule["num_steps"] == common.args["consumed_train_samples"] == 1234
+    assert common.args["hidden_size"] == case.expected["model"]["hidden"]
+
+
+@pytest.mark.parametrize("of", ["root", "directory", "file"])
+def test_another_checkpoint_gives_its_arguments_and_groups(of: str, tmp_path: Path) -> None:
+    case = case_named("td_dense_plain")
+    other = written(case, tmp_path / "other", "--args", stated(tmp_path))
+    place = {"root": other, "directory": other / ITERATION, "file": other / ITERATION / "common.pt"}[of]
+    root = written(case, tmp_path / "out", "--args", place)
+    common, named = common_in(root / ITERATION), common_in(other / ITERATION)
+    assert [{**group} for group in common.groups] == [{**group} for group in named.groups]
+    # The samples are those of the step, not of the other run.
+    assert common.args["consumed_train_samples"] == 3 * STATED["global_batch_size"]
+
+
+def stated(directory: Path, **more: Any) -> Path:
+    path = directory / "stated.json"
+    path.write_text(json.dumps({**STATED, **more}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("args", "texts"),
+    [
+        ({"hidden_size": 9}, ["hidden_size", "9", "8"]),
+        ({"num_layers": 3}, ["num_layers", "3"]),
+        ({"num_query_groups": 4}, ["num_query_groups"]),
+        ({"padded_vocab_size": 64}, ["padded_vocab_size", "64"]),
+        ({"moe_layer_freq": [1, 1]}, ["layers"]),
+        (None, ["holds no arguments"]),
+        ("", ["does not exist"]),
+    ],
+)
+def test_arguments_that_contradict_the_tensors_are_refused(args: object, texts: list[str], tmp_path: Path) -> None:
+    case, path = case_named("td_dense_plain"), tmp_path / "args.json"
+    if args is None:
+        path = tmp_path / "args.pt"
+        path.write_bytes(archive_of_pickle(pickled({"iteration": 3})))
+    elif args:
+        path.write_text(json.dumps(args))
+    fails(3, "convert", case.root, tmp_path / "out", "--to", "megatron", "--args", path, texts=[path, *texts])
+    assert not (tmp_path / "out").exists()
+
+
+def renamed_source(case: McoreCase, directory: Path, *options: Argument) -> Path:
+    """The tensors of a case in a form that records no arguments, under Megatron's keys."""
+    done("convert", case.root, directory, "--to", "hf-sharded", "--shards", 1, *options)
+    return directory
+
+
+@pytest.mark.parametrize("name", ["td_dense_plain", "td_moe_fully"])
+def test_what_no_checkpoint_of_megatron_records_is_stated_or_listed(name: str, tmp_path: Path) -> None:
+    case = case_named(name)
+    moe = "moe" in name
+    rename = [] if moe else ["--rename", "optimizer.state.fp32_param.*=optimizer.state.param.*"]
+    src = renamed_source(case, tmp_path / "src", *rename)
+    (tmp_path / "config.json").write_text(json.dumps(case.expected["config"]))
+    words: list[Argument] = ["convert", src, tmp_path / "out", "--to", "megatron", "--shards", 2, "--rename", "*=*"]
+    fails(3, *words, texts=["--config", "--args"])
+    words += ["--config", tmp_path / "config.json"]
+    missing = [*STATED, *(["expert_model_parallel_size"] if moe else [])]
+    missing.remove("lr_warmup_iters")
+    fails(3, *words, texts=[*missing[:5], "--args"])
+    args = stated(tmp_path, **({"expert_model_parallel_size": 2, "moe_layer_freq": 1} if moe else {}))
+    done(*words, "--args", args, "--verify")
+    common = common_in(tmp_path / "out" / "iter_0000003")
+    model = case.expected["model"]
+    assert common.iteration == 3 and common.steps == {3}
+    assert (common.args["num_layers"], common.args["hidden_size"]) == (model["layers"], model["hidden"])
+    assert len(common.optimizers) == (2 if moe else 1)
+    assert tensors_of(tmp_path / "out") == tensors_of(case.root)
+
+
+def test_weights_alone_become_a_release(tmp_path: Path) -> None:
+    case = case_named("td_dense_plain")
+    src = renamed_source(case, tmp_path / "src", "--include", "decoder.*", "--include", "*.weight", "--exclude", "opt*")
+    (tmp_path / "config.json").write_text(json.dumps(case.expected["config"]))
+    config: list[Argument] = ["--config", tmp_path / "config.json"]
+    done("convert", src, tmp_path / "out", "--to", "megatron", "--rename", "*=*", "--verify", *config)
+    assert (tmp_path / "out" / TRACKER).read_text() == "release"
+    common = common_in(tmp_path / "out" / "release")
+    assert common.args["params_dtype"].name == "torch.bfloat16" and common.args["no_save_optim"] is True
+    assert tensors_of(tmp_path / "out").keys() == {
+        name for name in tensors_of(case.root) if "optimizer" not in name
+    } - {"global_step"}
+
+
+def test_optimizer_state_of_some_parameters_is_refused(tmp_path: Path) -> None:
+    case = case_named("td_dense_plain")
+    for pattern in ("optimizer.state.exp_avg.*norm*", "*.exp_avg_sq.*"):
+        fails(3, "convert", case.root, tmp_path / "out", "--to", "megatron", "--exclude", pattern, texts=["optimizer"])
+
+
+def test_other_names_than_megatrons_are_refused(tmp_path: Path) -> None:
+    case = case_named("td_dense_plain")
+    src = renamed_source(case, tmp_path / "src", "--exclude", "opt*", "--rename", "*=model.*")
+    fails(3, "convert", src, tmp_path / "out", "--to", "megatron", "--rename", "*=*", texts=["--names"])
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        (["--to", "dcp", "--shards", 1, "--args", "a.json"], ["--args", "megatron"]),
+        (["--to", "dcp", "--shards", 1, "--sizes", "tp=2"], ["--sizes", "megatron"]),
+        (["--to", "megatron", "--sizes", "tp=2"], ["--format torch"]),
+        (["--to", "megatron", "--format", "torch", "--shards", 2], ["--sizes"]),
+        (["--to", "megatron", "--sizes", "dp=2"], ["tp, pp, ep"]),
+    ],
+)
+def test_options_go_with_what_they_are_for(options: list[Argument], texts: list[str], tmp_path: Path) -> None:
+    fails(2, "convert", case_named("td_dense_plain").root, tmp_path / "out", *options, texts=texts)
