@@ -6,6 +6,7 @@
 | ``optimizer.state.NAME.exp_avg``, ``optimizer.state.exp_avg.NAME`` | ``adam_m.NAME`` |
 | ``optimizer.state.NAME.exp_avg_sq``, ``optimizer.state.exp_avg_sq.NAME`` | ``adam_v.NAME`` |
 | ``optimizer.state.fp32_param.NAME``, ``optimizer.state.param.NAME`` of Megatron | ``main_param.NAME`` |
+| ``model.module.NAME``, ``optimizer.state.module.module.module.NAME.exp_avg`` of Megatron's FSDP | as without them |
 
 Recorded keys around these, such as ``app`` in ``app.model.NAME``, are removed with them. Other optimizer state has no
 place outside of a trainer's state, such as a step for each parameter. Nothing is guessed: where a model's own names may
@@ -14,6 +15,7 @@ begin with ``model.``, this is undecided.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -26,6 +28,8 @@ _MASTER = "param"
 # Between these and the names of parameters.
 _INNER = ("optim.", "state.")
 # Modules around others, of torch.compile, FSDP and activation checkpointing.
+# Megatron's FSDP names parameters after one wrapper in its model, and after three of them in its optimizer.
+_MODULES = re.compile(r"((?:adam_m\.|adam_v\.|main_param\.)?)(?:module\.)+")
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 # Optimizer state without a key of its own: an optimizer's flattened state, saved beside a model's names.
 _BARE_STATE, _BARE_GROUPS = "state.", "param_groups."
@@ -102,6 +106,8 @@ def plain_names(
             new_names[name] = _state_name(name, states) if optimizer and name.startswith(around) else None
         else:
             new_names[name] = _unwrapped(name[len(prefix) :] if name.startswith(prefix) else name)
+    if any((_state_name(name, states) or "").partition(".")[2].startswith("module.module.") for name in states):
+        new_names = {name: None if new is None else _without_modules(new) for name, new in new_names.items()}
     left_out = [name for name in names if new_names[name] is None]
     new_names.update(dict.fromkeys(outside))
     return PlainNames(new_names, prefix, left_out, outside, undecided)
@@ -113,6 +119,10 @@ def _keys_before(path: Sequence[Any]) -> str:
     return "".join(f"{key}." for key in path[:count]) if len(path) > 1 else ""
 
 
+def _without_modules(name: str) -> str:
+    return _MODULES.sub(r"\1", name, 1) if _MODULES.match(name) else name
+
+
 def _is_model(beginning: str) -> bool:
     return f".{beginning}".endswith(f".{MODEL}")
 
@@ -120,12 +130,14 @@ def _is_model(beginning: str) -> bool:
 def possible_plain_names(name: str, optimizer: bool) -> list[str]:
     """The names that `plain_names` may give a tensor, whatever the others are; none where it is left out."""
     if trainer_optimizer(name):
-        return _possible_states(name) if optimizer else []
+        found = _possible_states(name) if optimizer else []
+        return [*dict.fromkeys([*found, *map(_without_modules, found)])]
     # Behind any key "model".
     parts = name.split(".")
     unrooted = [".".join(parts[place + 1 :]) for place, part in enumerate(parts[:-1]) if part == MODEL[:-1]]
     states = _possible_states(name) if optimizer and name.startswith(_BARE_STATE) else []
-    return [_unwrapped(each) for each in (name, *unrooted, *states)]
+    found = [_unwrapped(each) for each in (name, *unrooted, *states)]
+    return [*dict.fromkeys([*found, *map(_without_modules, found)])]
 
 
 def _possible_states(name: str) -> list[str]:

@@ -89,6 +89,19 @@ def test_wrappers_of_frameworks_are_removed_from_names(name: str, new: Any) -> N
     assert plain([name], optimizer=False) == {name: None if name.startswith(("opti", "chained_")) else new}
 
 
+def test_modules_around_megatrons_fsdp_are_removed_from_names() -> None:
+    """Only where optimizer state shows them: a model may have a module of that name."""
+    weight, moment = "model.module.a.weight", "optimizer.state.module.module.module.a.weight.exp_avg"
+    inner = "module.module.module.a.weight"
+    keys = {weight: ("model", "module.a.weight"), moment: ("optimizer", "state", inner, "exp_avg")}
+    for optimizer in (True, False):
+        found = plain_names([weight, moment], (), keys, optimizer).names
+        assert found == {weight: "a.weight", moment: "adam_m.a.weight" if optimizer else None}
+    for name, new in ((weight, "a.weight"), (moment, "adam_m.a.weight")):
+        assert new in possible_plain_names(name, True)
+    assert plain([weight], keys={weight: keys[weight]}) == {weight: "module.a.weight"}
+
+
 def test_names_of_a_trainer_are_restored() -> None:
     names = ["a.weight", "adam_m.a.weight", "adam_v.a.weight", "adam_m.other", "global_step", "model.b.weight"]
     actual = trainer_names(names)
