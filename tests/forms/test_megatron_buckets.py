@@ -373,10 +373,10 @@ def copied(tmp_path: Path) -> tuple[Path, Path]:
     pytest.skip("the collection of Megatron's checkpoints is missing")
 
 
-def elements_at(directory: Path, name: str, start: int) -> tuple[Path, int]:
-    """The file with the chunk of a flat tensor that begins at an element, and where its elements are."""
+def elements_at(directory: Path, name: str, *start: int) -> tuple[Path, int]:
+    """The file with the chunk of a tensor that begins at an element, and where its elements are."""
     tensor = read_metadata([str(directory / ".metadata")]).tensors[name]
-    record = next(chunk.record for chunk in tensor.chunks if chunk.offsets == (start,))
+    record = next(chunk.record for chunk in tensor.chunks if chunk.offsets == start)
     with FileHandles() as handles, handles.borrow(str(directory / record.file)) as file:
         return directory / record.file, archived_tensor(file, record.offset, record.length).offset
 
@@ -440,6 +440,20 @@ def test_a_flipped_bit_of_a_master_is_refused(tmp_path: Path) -> None:
     data[offset + 4 * 127 + 2] ^= 0x80
     path.write_bytes(data)
     is_refused(root, tmp_path, "word_embeddings")
+
+
+def test_all_nan_of_a_master_and_its_weight_are_equal(tmp_path: Path) -> None:
+    root, directory = copied(tmp_path)
+    key = "embedding.word_embeddings.weight"
+    for (path, offset), data in (
+        (elements_at(directory, key, 0, 0), b"\xc1\xff"),
+        (elements_at(directory, BUCKET, 512), b"\x01\0\x80\x7f"),
+    ):
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(data)
+    words = ("--names", "llama", "--to", "huggingface", "--optimizer", "keep", "--crc", "never", "--verify")
+    done("convert", root, tmp_path / "dst", *words)
 
 
 def test_a_moved_edge_is_refused(tmp_path: Path) -> None:

@@ -350,14 +350,17 @@ class Model:
         """
         depth = len(at.place)
         if (at.key, depth) not in self._cells:
+            shape = self._weights[at.key].shape
             by_index: dict[tuple[int, ...], set[_Cell]] = {}
             for chunk in self._weights[at.key].chunks:
                 offsets, sizes = chunk.offsets, chunk.sizes
-                ranges = (range(first, first + count) for first, count in zip(offsets[:depth], sizes[:depth]))
+                stops = (min(first + count, whole) for first, count, whole in zip(offsets, sizes, shape[:depth]))
+                ranges = map(range, offsets, stops)
                 for index in itertools.product(*ranges):
                     by_index.setdefault(index, set()).add((offsets[depth:], sizes[depth:]))
-            shape = self._weights[at.key].shape[depth:]
-            self._cells[at.key, depth] = {index: _in_order(at.key, found, shape) for index, found in by_index.items()}
+            self._cells[at.key, depth] = {
+                index: _in_order(at.key, found, shape[depth:]) for index, found in by_index.items()
+            }
         cells = self._cells[at.key, depth].get(at.place)
         if cells is None:
             raise OrderError(f"does not fit the weights: {quoted(at.key)} has no chunk at {list(at.place)}")
