@@ -220,9 +220,7 @@ class _Application:
 
     def __post_init__(self) -> None:
         excludable = self.left_out is not None
-        self.problems = Misfits(
-            self.rules.path, self.rules.sides, self.side, self.settled.values, self.shapes, excludable
-        )
+        self.problems = Misfits(self.rules, self.side, self.settled.values, self.shapes, excludable)
         self._classes: dict[tuple[int, tuple[Shape, ...]], _ShapeClass] = {}
 
     def sort(self) -> None:

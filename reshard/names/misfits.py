@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Optional
 
 from reshard.errors import NamesError
-from reshard.names.rules import InstanceKey, Side, SidedRule
+from reshard.names.rules import InstanceKey, NameRules, Side, SidedRule
 from reshard.text.messages import block, joined, listing, quoted
 from reshard.text.names import near_names
 
@@ -25,16 +25,15 @@ class Misfits:
 
     def __init__(
         self,
-        path: str,
-        sides: Sequence[str],
+        rules: NameRules,
         side: Side,
         options: Mapping[str, str],
         names: Collection[str],
         excludable: bool = False,
     ) -> None:
-        self._path = path
+        self._rules = rules
         self._excludable = excludable
-        self._side = sides[side.reverse]
+        self._side = rules.sides[side.reverse]
         self._reverse = side.reverse
         self._patterns = side.patterns()
         self._options = options
@@ -70,25 +69,25 @@ class Misfits:
         for problem, names in self._problems.items():
             lines.append(f"{problem}: " + listing(names) if names else problem)
         if lines:
-            headline = f"the rules {self._path} do not fit the checkpoint ({self._side}):"
+            headline = f"the rules {self._rules.path} do not fit the checkpoint ({self._side}):"
             raise NamesError(block(headline, [joined("", ["  ", line]) for line in lines]), hint=self._hint())
 
     def _hint(self) -> Optional[str]:
         hints = []
         if self._options and (self.unmatched or self.missing):
             values = ", ".join(f"{name}={value}" for name, value in self._options.items())
-            name, value = next(iter(self._options.items()))
-            hints.append(
-                f"the rules were applied with {values}; to state an option: --names {self._path},{name}={value}"
-            )
+            open_options = {name: self._options[name] for name in self._options if name not in dict(self._rules.chosen)}
+            name, value = next(iter((open_options or self._options).items()))
+            stated = self._rules.stated(**{name: value})
+            hints.append(f"the rules were applied with {values}; to state an option: --names {stated}")
         if self.unmatched and self._excludable:
             skipped = _numbers_replaced(self.unmatched[0], "*")
             hints.append(f"to leave out tensors that the model does not need: --exclude '{skipped}'")
         elif self.unmatched:
             # --include and --exclude match the new names, so they cannot skip a tensor.
             table = "the table"
-            if "." not in self._path:
-                table = f"a copy of the table (reshard names show {self._path} > mine.toml)"
+            if "." not in self._rules.path:
+                table = f"a copy of the table (reshard names show {self._rules.path} > mine.toml)"
             side, skipped = "to" if self._reverse else "from", _numbers_replaced(self.unmatched[0], "*")
             hints.append(
                 f"to skip tensors that the model does not need, add a rule to {table}:\n"

@@ -41,8 +41,8 @@ class TableOption:
         default: the value if nothing else determines it; None if the user must choose where values differ.
         key: the key of config.json that determines it, if any.
         config_values: the option's value per value of that key, as JSON spells it; `values` need no entry.
-        name_values: the option's possible values per name that a checkpoint may have, on either side; the first match
-            wins.
+        name_values: the option's possible values per names that a checkpoint may have together, on either side; the
+            first match wins.
         about: a description, one sentence.
     """
 
@@ -51,7 +51,7 @@ class TableOption:
     default: Optional[str]
     key: Optional[str]
     config_values: tuple[tuple[str, str], ...]
-    name_values: tuple[tuple[Pattern, tuple[str, ...]], ...]
+    name_values: tuple[tuple[tuple[Pattern, ...], tuple[str, ...]], ...]
     about: str
 
 
@@ -119,6 +119,7 @@ class NameRules:
         direction: ``EITHER`` or ``FORWARD``.
         keeps_others: whether names without a rule stay unchanged, instead of being an error.
         text: the content of the file.
+        named_by: the option whose value the user states in place of the table's name; empty if there is none.
     """
 
     path: str
@@ -132,6 +133,12 @@ class NameRules:
     direction: str = EITHER
     keeps_others: bool = False
     text: str = ""
+    named_by: str = ""
+
+    def stated(self, **options: str) -> str:
+        """What --names states: the table, its chosen options, and more."""
+        chosen = {**dict(self.chosen), **options}
+        return ",".join([chosen.pop(self.named_by, self.path), *(f"{name}={value}" for name, value in chosen.items())])
 
     @property
     def packing_options(self) -> frozenset[str]:
@@ -181,15 +188,13 @@ class UndeterminedError(UsageError):
         self.options = options
         about = {option.name: option.about for option in rules.options}
         names = ", ".join(name for name, _ in options)
-        typed = [rules.path, *(f"{name}={value}" for name, value in rules.chosen)]
         lines = [" or ".join(f"{name}={value}" for value in values) + f": {about[name]}" for name, values in options]
         super().__init__(
-            f"--names {','.join(typed)}: {names} must be stated: names of tensors, config.json and records of the "
+            f"--names {rules.stated()}: {names} must be stated: names of tensors, config.json and records of the "
             "source do not determine it, and a wrong value gives wrong weights",
             hint="\n  ".join(
                 [
-                    f"--names {','.join([*typed, *(f'{name}={name.upper()}' for name, _ in options)])}, "
-                    "as the model was trained:",
+                    f"--names {rules.stated(**{name: name.upper() for name, _ in options})}, as the model was trained:",
                     *lines,
                 ]
             ),
@@ -279,12 +284,17 @@ def _stated_value(
 def _possible(
     option: TableOption, sizes: ModelSizes, names: Collection[str], recorded: Mapping[str, str], rules: NameRules
 ) -> tuple[str, ...]:
-    for pattern, values in option.name_values:
-        sized = SizedPattern(pattern, sizes.value)
-        if sized.name({}, ()) in names if not pattern.numbers else any(map(PatternIndex([sized]).fits, names)):
+    for patterns, values in option.name_values:
+        if all(_is_among(SizedPattern(pattern, sizes.value), names) for pattern in patterns):
             value = recorded.get(option.name)
             return values if value not in values else (value,)
     return _unshown(option, recorded, rules)
+
+
+def _is_among(pattern: SizedPattern, names: Collection[str]) -> bool:
+    if pattern.pattern.numbers:
+        return any(map(PatternIndex([pattern]).fits, names))
+    return pattern.name({}, ()) in names
 
 
 def _unshown(option: TableOption, recorded: Mapping[str, str], rules: NameRules) -> tuple[str, ...]:
@@ -294,7 +304,8 @@ def _unshown(option: TableOption, recorded: Mapping[str, str], rules: NameRules)
     if option.values:
         return option.values
     raise NamesError(
-        f"{rules.path}: the option {option.name} must be stated: a number", hint=f"--names {rules.path},{option.name}=1"
+        f"{rules.path}: the option {option.name} must be stated: a number",
+        hint=f"--names {rules.stated(**{option.name: '1'})}",
     )
 
 

@@ -73,6 +73,8 @@ _RULE: Schema = {
 _SIDES = ("from", "to")
 _MOST_DIMENSIONS = 16
 _MOST_TENSORS = 4096
+# Between names that show an option together.
+_TOGETHER = " & "
 # A part with the remaining elements.
 _REST = "rest"
 
@@ -98,7 +100,7 @@ def chained_rules(text_of_user: str, mindformers: bool = False) -> tuple[NameRul
         mindformers: the target has MindFormers' names.
     """
     name, stated = _typed(text_of_user)
-    rules, megatron = _table(name), _table(MEGATRON)
+    rules, megatron = _table(name), replace(_table(MEGATRON), named_by=_FAMILY)
     families = next(option.values for option in megatron.options if option.name == _FAMILY)
     if name not in families:
         return with_options(rules, stated), None
@@ -301,8 +303,8 @@ class _Reader(TomlFile):
         for value in (*table["config_values"].values(), *itertools.chain.from_iterable(shown.values())):
             if value not in values:
                 raise self.wrong(where, f"{value!r} must be {allowed}")
-        patterns = tuple(zip(self.parsed(pattern, [*shown], where), shown.values()))
-        for each, _ in patterns:
+        patterns = tuple((self.parsed(pattern, names.split(_TOGETHER), where), each) for names, each in shown.items())
+        for each in itertools.chain.from_iterable(names for names, _ in patterns):
             if each.stars or not each.sizes <= self.sizes:
                 raise self.wrong(where, f"name_values: {quoted(each.text)} must not have stars or unknown sizes")
         return TableOption(
