@@ -452,6 +452,7 @@ class EditedCheckpoint:
         unseen: per parameter that the base's strategy lists and no file holds, its new name; None if only shapes
             could determine it.
         packing: the table of names that was applied, its options and sizes, for records; `plan.edits` makes it.
+        with_objects: whether the base's objects belong to it.
     """
 
     def __init__(
@@ -464,13 +465,15 @@ class EditedCheckpoint:
         unseen: Mapping[str, Optional[str]] = MappingProxyType({}),
         nested: Optional[Mapping[str, tuple[Any, ...]]] = None,
         packing: Sequence[str] = (),
+        with_objects: bool = True,
     ) -> None:
         self.identity = identity
         self.packing = tuple(packing)
         self.base = base
         self.form, self.step = base.form, base.step
         self.files, self.indexes = base.files, base.indexes
-        self.training, self.extra_files, self.objects = base.training, base.extra_files, base.objects
+        self.training, self.extra_files = base.training, base.extra_files
+        self.objects = base.objects if with_objects else {}
         self.recipes = recipes
         self.tensors: Mapping[str, GlobalTensor] = EditedTensors(base.tensors, recipes)
         self.unseen = unseen

@@ -69,6 +69,8 @@ def edited(checkpoint: Checkpoint, edits: EditRules, report: Report, complete: b
         name = editing.recipes[""].sources[0]
         raise CheckpointError(f"{quoted(name)}: its new name would be empty", parameter=name)
     nested = edits.nested(editing.recipes, checkpoint.nested)
+    if checkpoint.objects and not edits.keeps_objects:
+        report.note(f"{plural(len(checkpoint.objects), 'object')} of Megatron left out: names are not Megatron's")
     return EditedCheckpoint(
         checkpoint,
         editing.recipes,
@@ -78,6 +80,7 @@ def edited(checkpoint: Checkpoint, edits: EditRules, report: Report, complete: b
         editing.unseen,
         nested,
         editing.packing,
+        edits.keeps_objects,
     )
 
 

@@ -120,6 +120,11 @@ class EditRules(NamedTuple):
     exclude: tuple[str, ...] = ()
 
     @property
+    def keeps_objects(self) -> bool:
+        """Whether objects of the source have a meaning beside the tensors: Megatron's have none under others' names."""
+        return self.megatron is None or self.side is Side.MEGATRON
+
+    @property
     def is_empty(self) -> bool:
         """Whether all names, packing and types are unchanged."""
         return self.changes == NO_EDITS

@@ -206,7 +206,8 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
     if form.options.arguments:
         differences += _training_differences(source, written, request, means)
     elif form.options.names is Names.TRAINER:
-        differences += object_differences(source.checkpoint, written.checkpoint, admit, means.handles)
+        kept = admit if request.edits.keeps_objects else lambda name: False
+        differences += object_differences(source.checkpoint, written.checkpoint, kept, means.handles)
         # Megatron's metadata has no keys of nested dictionaries.
         nested = form.options.side.value != _MEGATRON
         differences += _other_keys(source, written, request.edits.trainer) if nested else ()

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 import reshard
+from reshard.asked import Edits
 from reshard.errors import CheckpointError
 from reshard.forms.megatron.arguments import arguments_of, configuration_of
 from reshard.forms.registry import form_of
@@ -84,6 +85,32 @@ def test_damaged_checkpoints_are_refused_with_what_is_wrong(case: McoreCase, tmp
     result = fails(3, "convert", case.root, tmp_path / "out", "--to", "hf-sharded", "--shards", 1)
     assert any(word in result.err for word in case.expected["must_say"])
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_distributed_checkpoint_under_other_names_is_not_megatrons(tmp_path: Path) -> None:
+    """Its objects say where Megatron's tensors are, and the step is a value."""
+    words: list[Argument] = ["--to", "dcp", "--shards", 2, "--optimizer", "keep", "--verify"]
+    done("convert", one("td_dense_plain").root, tmp_path / "out", "--names", "llama", *words)
+    assert form_of(str(tmp_path / "out")).name == "dcp"
+    inspected = done("inspect", tmp_path / "out", "--json").json
+    assert inspected["values"] == ["global_step"] and not inspected.get("objects")
+    done("verify", tmp_path / "out", "--src", one("td_dense_plain").root)
+
+
+@pytest.mark.parametrize("case", READABLE, ids=named)
+def test_a_rewrite_keeps_what_metadata_describes(case: McoreCase, tmp_path: Path) -> None:
+    """Names, shapes and objects stay Megatron's; blocks, which are no slices, are refused with what to do."""
+    words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "dcp", "--shards", 3, "--verify"]
+    if case.optimizer == "fully_sharded_model_space":
+        fails(3, *words, texts=["--to megatron"])
+        words += ["--exclude", "optimizer.state.*"]
+    done(*words)
+    done("verify", tmp_path / "out", "--src", case.root, *words[8:])
+    with reshard.open(tmp_path / "out", edits=Edits(exclude=("optimizer.*", "chained_*"))) as opened:
+        found = {name: digest(np.asarray(opened[name])) for name in case.expected["native"]}
+    assert found == answers(case.expected["native"])
+    objects = [done("inspect", place, "--json").json["objects"] for place in (case.root, tmp_path / "out")]
+    assert {*objects[0]} == {*objects[1]} and objects[0]
 
 
 def copied(case: McoreCase, to: Path) -> Path:
