@@ -356,6 +356,9 @@ def test_an_edge_of_nothing_or_a_missing_one_leaves_no_map(lengths: list[int], d
     required = {*starts, *(start + length for start, length in zip(starts, lengths))}
     edges = required | cuts
     assert places_by_edges(lengths, [sorted(edges)]) == [(0, start) for start in starts]
+    # Before core 0.15, a bucket has its padding at the end.
+    to_end = sorted({*required, *range(0, whole, whole // dp), whole})
+    assert places_by_edges(lengths, [to_end], padded=True) == [(0, start) for start in starts]
     inner = sorted(required - {0, size} - cuts)
     if inner:
         assert places_by_edges(lengths, [sorted(edges - {data.draw(st.sampled_from(inner))})]) is None

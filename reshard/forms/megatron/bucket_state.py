@@ -86,7 +86,8 @@ class Buffer(NamedTuple):
             alone = {number for number, parameter in enumerate(parameters) if parameter.shared}
             places = places_by_size(lengths, self._edges(self.buckets[0])[-1], alone, bucket_sizes)
         else:
-            places = places_by_edges(lengths, [self._edges(bucket) for bucket in self.buckets])
+            edges = [self._edges(bucket) for bucket in self.buckets]
+            places = places_by_edges(lengths, edges) or places_by_edges(lengths, edges, padded=True)
         return None if places is None else [(self.buckets[place.bucket], place.start) for place in places]
 
     @staticmethod

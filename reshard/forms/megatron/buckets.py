@@ -29,7 +29,9 @@ class Place(NamedTuple):
     start: int
 
 
-def places_by_edges(lengths: Sequence[int], buckets: Sequence[Sequence[int]]) -> Optional[list[Place]]:
+def places_by_edges(
+    lengths: Sequence[int], buckets: Sequence[Sequence[int]], padded: bool = False
+) -> Optional[list[Place]]:
     """The places of parameters in buckets with recorded edges; None where they do not fit.
 
     Every parameter begins and ends at an edge, and so does every padding. All other edges are those of data-parallel
@@ -38,13 +40,20 @@ def places_by_edges(lengths: Sequence[int], buckets: Sequence[Sequence[int]]) ->
     Args:
         lengths: elements of each parameter, in the order of the buckets.
         buckets: the edges of each bucket, ascending, from 0 to its size.
+        padded: buckets have their padding at the end, as before core 0.15.
     """
     places: list[Place] = []
     explained: list[set[int]] = [{0, edges[-1]} for edges in buckets]
     known = [frozenset(edges) for edges in buckets]
+
+    def is_full(number: int, position: int, length: int) -> bool:
+        if padded:
+            return not {aligned(position), aligned(position) + length} <= known[number]
+        return buckets[number][-1] in (position, aligned(position))
+
     number, position = 0, 0
     for length in lengths:
-        if number < len(buckets) and position and buckets[number][-1] in (position, aligned(position)):
+        if number < len(buckets) and position and is_full(number, position, length):
             number, position = number + 1, 0
         start = aligned(position)
         position = start + length
@@ -52,7 +61,7 @@ def places_by_edges(lengths: Sequence[int], buckets: Sequence[Sequence[int]]) ->
             return None
         explained[number].update((start, position))
         places.append(Place(number, start))
-    if number != len(buckets) - 1 or buckets[number][-1] not in (position, aligned(position)):
+    if number != len(buckets) - 1 or not (padded or is_full(number, position, 0)):
         return None
     rest = [sorted(edges - met) for edges, met in zip(known, explained)]
     return places if all(map(_are_cuts, rest, buckets)) else None
