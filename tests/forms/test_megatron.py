@@ -16,9 +16,12 @@ import pytest
 import reshard
 from reshard.asked import Edits
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.formats.archives import archived_tensor
+from reshard.checkpoints.checkpoint import StoredObject
+from reshard.checkpoints.formats.archives import archive_of_pickle, archived_tensor
+from reshard.checkpoints.formats.pickles import pickled
 from reshard.errors import CheckpointError
 from reshard.forms.megatron.arguments import arguments_of, configuration_of
+from reshard.forms.megatron.common import read_common
 from reshard.forms.pytorch.dcp import read_metadata
 from reshard.forms.registry import form_of
 from tests.corpus_mcore import McoreCase, digest, mcore_cases, to_hugging_face
@@ -190,6 +193,29 @@ def change_an_element(directory: Path, name: str) -> None:
     old, new = (each.to_bytes(4, "little") for each in (entry.crc, crc))
     data[record.offset : end] = data[record.offset : end].replace(old, new)
     path.write_bytes(data)
+
+
+def test_nothing_in_a_common_state_is_run(tmp_path: Path) -> None:
+    root = copied(one("td_dense_plain"), tmp_path / "root")
+    words: list[Argument] = ["convert", root, tmp_path / "out", "--to", "hf-sharded", "--shards", 1]
+    for harmful in (b"cos\nsystem\n(S'touch EXECUTED'\ntR.", b"cbuiltins\neval\n(S'1'\ntR."):
+        (root / "iter_0000100" / "common.pt").write_bytes(archive_of_pickle(harmful))
+        fails(3, *words, texts=["common.pt", "nothing of the file is run"])
+    (root / "iter_0000100" / "common.pt").write_bytes(archive_of_pickle(b"]."))
+    fails(3, *words, texts=["common.pt"])
+    assert not [*Path.cwd().glob("EXECUTED"), *tmp_path.rglob("EXECUTED")]
+
+
+def test_optimizers_at_different_steps_are_refused(tmp_path: Path) -> None:
+    root = copied(one("td_moe_fully"), tmp_path / "root")
+    path = root / "iter_0000100" / "common.pt"
+    with FileHandles() as handles:
+        common = read_common(StoredObject(str(path), 0, path.stat().st_size, True), handles)
+    common.groups[0]["step"] = 4.0  # type: ignore[index]
+    path.write_bytes(archive_of_pickle(pickled(dict(common.state))))
+    words: list[Argument] = ["convert", root, tmp_path / "out", "--to", "hf-sharded", "--shards", 1]
+    fails(3, *words, texts=["global_step", "3 and 4"])
+    done(*words, "--exclude", "global_step")
 
 
 def test_a_release_is_read_by_name_and_where_the_tracker_names_it(tmp_path: Path) -> None:

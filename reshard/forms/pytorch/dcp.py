@@ -365,7 +365,7 @@ def read_distributed(form: str, request: ReadRequest) -> ChunkedCheckpoint:
             directory,
             name,
             "is optimizer state that Megatron flattened in blocks, which are no slices of it",
-            "write it as Megatron's of today with --to megatron",
+            "write it as Megatron's of today with --to megatron, leave all of it out with --exclude 'optimizer.*'",
         )
     checkpoint = checkpoint_of(form, iteration, metadata, request)
     if request.complete:
