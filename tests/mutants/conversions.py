@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.corpus import FIXTURES
 from tests.model_weights import MODELS, weights
 from tests.names.models import table_of
 from tests.packed_model import CONFIG, RULES, SHAPES
@@ -193,6 +194,12 @@ def build(root: Path) -> Mapping[str, list[str]]:
     created.plain(
         "model", "--names", table_of("qwen3"), "--dst-strategy", "none", "--cast", "BFloat16", "--to", "ranks"
     )
+
+    # A chain of two tables, the second of which packs parts of tensors.
+    (root / "megatron").mkdir()
+    (root / "megatron" / "src").symlink_to(FIXTURES / "megatron" / "td_moe_fully" / "checkpoint")
+    names = ["--names", "qwen3_moe,qkv=contiguous", "--optimizer", "keep"]
+    created.plain("megatron", *names, "--to", "unified")
 
     for scheme in SCHEMES:
         name = scheme.replace(" ", "-").replace(",", "")
