@@ -120,7 +120,9 @@ def edits_of_target(request: Request, plan: Optional[Identity], report: Report) 
         ReshardError: a file of the options cannot be read.
     """
     src, out, asked = request.src, request.dst, request.asked.edits
-    edits = edit_rules(src, asked, None if plan is None else request.to, request.asked.source.step)
+    edits = edit_rules(
+        src, asked, None if plan is None else request.to, request.asked.source.step, request.asked.target.args
+    )
     if plan is not None and plan.edits and not asked.changes:
         # Between some forms names change without an option.
         return _given(edits, plan) or _recorded(out, src, plan, report)
@@ -235,7 +237,13 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> EditRules:
     for command in commands:
         words = _words(command)
         try:
-            edits = edit_rules(src, command.asked.edits, form_named(plan.form), command.asked.source.step)
+            edits = edit_rules(
+                src,
+                command.asked.edits,
+                form_named(plan.form),
+                command.asked.source.step,
+                command.asked.target.args,
+            )
             given = _given(edits, plan)
         except ReshardError as error:
             problem = f"its options were {words}: {error.message}"
@@ -267,7 +275,9 @@ def _names_by_form(command: RecordedCommand, plan: Identity) -> bool:
     """Whether names changed without an option, as between a trainer's state and a model."""
     source = command.asked.source
     with contextlib.suppress(ReshardError):
-        edits = edit_rules(source.path, command.asked.edits, form_named(plan.form), source.step)
+        edits = edit_rules(
+            source.path, command.asked.edits, form_named(plan.form), source.step, command.asked.target.args
+        )
         return _given(edits, plan) is not None
     return False
 

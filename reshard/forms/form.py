@@ -344,6 +344,14 @@ class Form(Protocol):
         """
         return None
 
+    def stated_configuration(self, args: str) -> Optional[Mapping[str, object]]:
+        """What a target's --args state of its model, likewise; None for a form without this option.
+
+        Raises:
+            InputError: the file is damaged, or holds no arguments.
+        """
+        return None
+
     def describe(self, checkpoint: Checkpoint) -> Description:
         """Properties for inspection."""
         return Description()

@@ -503,7 +503,9 @@ def edits_to_model(form: Form) -> EditRules:
 _CONFIG = "config.json"
 
 
-def edit_rules(src: str, asked: Edits, to: Optional[Form] = None, step: str = "latest") -> EditRules:
+def edit_rules(
+    src: str, asked: Edits, to: Optional[Form] = None, step: str = "latest", args: Optional[str] = None
+) -> EditRules:
     """The rules of names, packing and types that are asked for; empty for unchanged ones.
 
     Args:
@@ -511,18 +513,19 @@ def edit_rules(src: str, asked: Edits, to: Optional[Form] = None, step: str = "l
         asked: what is asked.
         to: the form of the target, which may have other names; None if nothing is written.
         step: the step of the source, whose configuration may be recorded.
+        args: the target's --args, which may state a configuration where the source records none.
 
     Raises:
         UsageError: options contradict each other, or name an unknown type.
         ReshardError: a table cannot be read.
     """
-    rules = _asked_rules(src, asked, to, step)
+    rules = _asked_rules(src, asked, to, step, args)
     if to is None:
         return rules
     return between_forms(rules, src, form_of(src), to, keep=asked.names is not None)
 
 
-def _asked_rules(src: str, asked: Edits, to: Optional[Form], step: str) -> EditRules:
+def _asked_rules(src: str, asked: Edits, to: Optional[Form], step: str, args: Optional[str]) -> EditRules:
     names, config, exactly = asked.names, asked.config, asked.exactly
     for option, is_set in (("reverse", asked.reverse), ("optimizer", asked.optimizer is not None)):
         if is_set and names in (None, NO_TABLE):
@@ -555,6 +558,8 @@ def _asked_rules(src: str, asked: Edits, to: Optional[Form], step: str) -> EditR
     stated = None if config is None else read_config(config)
     sizes: Optional[Mapping[str, object]] = stated
     recorded = form.configuration(src, step) if named else None
+    if recorded is None and named and to is not None and args is not None:
+        recorded = to.stated_configuration(args)
     if recorded is not None:
         read = [rules for rules in (table, megatron) if rules is not None]
         options = (option.key for rules in read for option in rules.options)

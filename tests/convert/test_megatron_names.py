@@ -26,6 +26,7 @@ PACKING = {
     "qwen3_moe": ",gate_up=interleaved,qkv=contiguous",
     "deepseek_v3": ",gate_up=interleaved,mla=joined",
 }
+RANKS = ("--sizes", "dp=2,mp=2,pp=2", "--set", "vocab_emb_dp=false")
 STATES = {"adam_m.": "exp_avg", "adam_v.": "exp_avg_sq", "main_param.": "fp32_param"}
 
 
@@ -103,6 +104,44 @@ def test_older_states_and_legacy_trees_go_both_ways(case: McoreCase, tmp_path: P
     check_both_ways(case, tmp_path)
 
 
+@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize("form", ["huggingface", "unified"])
+def test_hugging_faces_and_mindformers_names_become_megatrons(form: str, case: McoreCase, tmp_path: Path) -> None:
+    words: list[Argument] = ["--config", config_of(case, tmp_path), "--verify", "--names"]
+    done("convert", case.root, tmp_path / "src", "--to", form, *words, family(case, options=True))
+    options = family(case) + (",mtp=copies" if family(case) == "deepseek_v3" and form == "unified" else "")
+    out = tmp_path / "megatron"
+    done("convert", tmp_path / "src", out, "--to", "megatron", "--args", case.root, *words, options)
+    done("convert", out, tmp_path / "plain", "--to", "huggingface", "--names", "none")
+    padded = case.expected["model"]["vocab"] != case.expected["model"]["padded_vocab"]
+    rows = ("embedding.word_embeddings.weight", "output_layer.weight") if padded else ()
+    written, expected = contents(tmp_path / "plain"), case.expected["native"]
+    # Layers without Transformer Engine have other names for some norms.
+    tensors = {tensor["sha256"] for name, tensor in written.items() if name not in rows}
+    assert tensors == {tensor["sha256"] for name, tensor in expected.items() if name not in rows}
+    # Rows of padding are zeros, not those of the source.
+    assert all(written[name]["shape"] == expected[name]["shape"] for name in rows)
+    done("convert", out, tmp_path / "back", "--to", "huggingface", *words, family(case))
+    check_huggingface(tmp_path / "back", case, ())
+
+
+def test_a_run_of_mindformers_goes_to_megatron_and_back_with_its_optimizer(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "td_dense_plain")
+    strategy, names = tmp_path / "strategy.json", ["--names", family(case, options=True)]
+    words: list[Argument] = [*names, "--config", config_of(case, tmp_path)]
+    done("strategy", "make", "llama", strategy, "--shapes", case.root, *words, *RANKS)
+    words += ["--optimizer", "keep", "--verify"]
+    done("convert", case.root, tmp_path / "ranks", "--dst-strategy", strategy, *words)
+    out: list[Argument] = [tmp_path / "megatron", "--to", "megatron", "--args", case.root]
+    done("convert", tmp_path / "ranks", *out, "--src-strategy", strategy, *words)
+    done("convert", tmp_path / "megatron", tmp_path / "ranks2", "--dst-strategy", strategy, *words)
+    files = [path.relative_to(tmp_path / "ranks") for path in (tmp_path / "ranks").glob("rank_*/*.safetensors")]
+    assert len(files) == 8
+    assert all((tmp_path / "ranks" / file).read_bytes() == (tmp_path / "ranks2" / file).read_bytes() for file in files)
+    done("convert", tmp_path / "ranks2", tmp_path / "hub", "--to", "huggingface", "--src-strategy", strategy, *words)
+    check_huggingface(tmp_path / "hub", case, set(STATES.values()))
+
+
 def test_without_optimizer_keep_only_weights_are_written(tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == "td_moe_fully")
     for form in ("huggingface", "unified"):
@@ -136,8 +175,7 @@ def test_a_strategy_for_ranks_is_made_of_megatrons_shapes(tmp_path: Path) -> Non
     case = next(case for case in CASES if case.name == "td_moe_fully")
     strategy, names = tmp_path / "strategy.json", ["--names", family(case, options=True)]
     config: list[Argument] = ["--config", config_of(case, tmp_path)]
-    rules: list[Argument] = ["--sizes", "dp=2,mp=2,pp=2", "--set", "vocab_emb_dp=false"]
-    done("strategy", "make", "mcore", strategy, "--shapes", case.root, *names, *config, *rules)
+    done("strategy", "make", "mcore", strategy, "--shapes", case.root, *names, *config, *RANKS)
     words: list[Argument] = [*config, "--optimizer", "keep", "--verify"]
     done("convert", case.root, tmp_path / "ranks", "--dst-strategy", strategy, *names, *words)
     words += ["--src-strategy", strategy]

@@ -197,5 +197,15 @@ class MegatronForm(Form):
             return None
         return Configuration(configuration_of(common.args, common.path), common.path)
 
+    def stated_configuration(self, args: str) -> Optional[Mapping[str, object]]:
+        from reshard.checkpoints import FileHandles
+        from reshard.forms.megatron.arguments import configuration_of
+        from reshard.forms.megatron.origin import stated_arguments
+        from reshard.names.sizes import Configuration
+
+        with FileHandles() as handles:
+            values, common = stated_arguments(args, handles)
+        return Configuration(configuration_of(values if common is None else common.args, args), args)
+
     def steps(self, src: str) -> list[SavedStep]:
         return saved_steps(src, iterations(src, names_in(src)))

@@ -55,7 +55,7 @@ def origin_of(source: Checkpoint, args: Optional[str], config: Optional[str], ha
         InputError: a file is damaged, or holds no arguments.
     """
     own = common_of(source.place, handles) if source.form == MEGATRON else None
-    values, named = ({}, None) if args is None else _stated(args, handles)
+    values, named = ({}, None) if args is None else stated_arguments(args, handles)
     recorded = named or own
     keys = None
     if recorded is None and config is not None:
@@ -78,7 +78,7 @@ def origin_of(source: Checkpoint, args: Optional[str], config: Optional[str], ha
     )
 
 
-def _stated(path: str, handles: FileHandles) -> tuple[Mapping[str, Any], Optional[Common]]:
+def stated_arguments(path: str, handles: FileHandles) -> tuple[Mapping[str, Any], Optional[Common]]:
     """The arguments of a JSON file, or the common state of a checkpoint."""
     hint = "name a JSON file of Megatron's arguments, or a checkpoint of Megatron"
     status = status_at(path)
