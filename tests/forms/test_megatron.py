@@ -24,6 +24,8 @@ from reshard.forms.megatron.arguments import arguments_of, configuration_of
 from reshard.forms.megatron.common import read_common
 from reshard.forms.pytorch.dcp import read_metadata
 from reshard.forms.registry import form_of
+from tests.corpus import FIXTURES
+from tests.corpus_dcp import held_in
 from tests.corpus_mcore import McoreCase, digest, mcore_cases, to_hugging_face
 from tests.running import Argument, done, fails
 from tests.running import reshard as run
@@ -160,6 +162,16 @@ def test_another_backend_is_refused_by_name(tmp_path: Path) -> None:
     done(*words)
 
 
+def test_a_file_of_another_program_beside_a_distributed_checkpoint_is_ignored(tmp_path: Path) -> None:
+    place = shutil.copytree(FIXTURES / "dcp" / "w2_old_metadata" / "checkpoint", tmp_path / "src")
+    (place / "metadata.json").write_text('{"run": 7}')
+    words: list[Argument] = ["--to", "hf-sharded", "--shards", 1]
+    done("convert", place, tmp_path / "out", *words)
+    (place / "metadata.json").unlink()
+    done("convert", place, tmp_path / "same", *words)
+    assert held_in(tmp_path / "out") == held_in(tmp_path / "same")
+
+
 @pytest.mark.parametrize(
     ("name", "state"),
     [
@@ -266,6 +278,7 @@ def answers(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         {"layernorm_zero_centered_gamma": True},
         {"rotary_interleaved": True},
         {"attention_output_gate": True},
+        {"quick_geglu": False, "swiglu": False},
         {"num_experts": 2, "num_layers": 2, "moe_layer_freq": "[0, 1]"},
     ],
 )

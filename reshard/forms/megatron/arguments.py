@@ -56,8 +56,11 @@ PAIRS = (
     Pair(("mtp_num_layers",), ("num_nextn_predict_layers",)),
 )
 
+# Whether linear_fc1 has gate rows and up rows.
+_GATED = "swiglu"
 # Arguments that change what the rows of a weight mean, and the values of each with which they do not.
 _OF_ROWS: Mapping[str, tuple[object, ...]] = {
+    _GATED: (None, True),
     "glu_interleave_size": (None, 0),
     "moe_mlp_glu_interleave_size": (None, 0),
     "moe_shared_expert_glu_interleave_size": (None, 0),
@@ -110,7 +113,7 @@ def configuration_of(args: Mapping[str, Any], path: str) -> dict[str, object]:
 def refuse_other_rows(args: Mapping[str, Any], path: str) -> None:
     """Refuse arguments by name with which a table of names would put rows in wrong places."""
     for name, harmless in _OF_ROWS.items():
-        if args.get(name) not in harmless:
+        if args.get(name) not in harmless and not (name == _GATED and args.get("quick_geglu")):
             raise CheckpointError(
                 f"{path}: the arguments of the training say {name} = {quoted(str(args[name]))}, with which rows of "
                 "weights mean something else than tables of names know",

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 OBJECT = "common_state"
 """The name of the object that holds it, before its number."""
 
+ARGS = "args"
+"""The key of the arguments in it."""
+
 STEP = TRAINING_STEP
 
 # Packages that a pickle of the state may name: all of them stand for data, and none is imported.
@@ -143,7 +146,10 @@ def common_of(directory: str, handles: FileHandles) -> Optional[Common]:
         return None
     from reshard.forms.pytorch.dcp import read_metadata
 
-    stored = common_object(directory, read_metadata([os.path.join(directory, METADATA)]).objects)
+    objects = read_metadata([os.path.join(directory, METADATA)]).objects
+    stored = common_object(directory, objects)
+    if stored is None and ARGS in objects:
+        return read_common(stored_in(directory, objects[ARGS]), handles)
     return None if stored is None else read_common(stored, handles)
 
 
@@ -186,9 +192,11 @@ def read_common(stored: StoredObject, handles: FileHandles) -> Common:
     with reading(stored.path), contextlib.closing(handles.open_file(stored.path)) as file:
         archive = Archive(file, stored.offset, stored.length)
         state = archive.pickled(is_named)
-        # Objects are lists of one.
+        # Objects are lists of one; a plain distributed checkpoint has the arguments as an object of their own.
         if isinstance(state, list) and len(state) == 1:
             state = state[0]
+        if isinstance(state, PickledInstance):
+            state = {ARGS: state}
         return common_in(state, archive, file)
 
 
@@ -196,7 +204,7 @@ def common_in(state: Any, archive: Archive, file: ReadableFile) -> Common:
     """The common state of a dictionary that an archive in a file holds, which may have more in it."""
     if not isinstance(state, dict):
         raise CheckpointError(f"{file.path}: holds no common state of Megatron", file=file.path)
-    args = state.get("args")
+    args = state.get(ARGS)
     content = state.get("content_metadata")
     optimizers = _each_optimizer(state.get("optimizer"))
     return Common(

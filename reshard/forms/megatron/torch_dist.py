@@ -8,6 +8,7 @@ files are placed, so all else reads chunks of ordinary tensors.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -42,7 +43,8 @@ def read_torch_dist(form: str, iteration: Iteration, request: ReadRequest) -> Ch
     """Read a directory, from metadata and its common state alone."""
     directory = iteration.path
     names = names_in(directory)
-    check_backend(directory, names)
+    if not is_complete(directory, names):
+        return read_plain(form, iteration, request)
     metadata = read_metadata([os.path.join(directory, METADATA)])
     common = _common_of(directory, names, metadata, request)
     _name_plainly(directory, metadata)
@@ -82,8 +84,8 @@ def _incomplete(directory: str, missing: str) -> CheckpointError:
     )
 
 
-def check_backend(directory: str, names: Sequence[str]) -> None:
-    """Refuse a directory that is not complete, or that another library than DCP has written.
+def is_complete(directory: str, names: Sequence[str]) -> bool:
+    """Whether a directory is complete; False where ``metadata.json`` is no file of Megatron.
 
     Raises:
         CheckpointError: ``metadata.json``, which is written last, is missing, damaged, or names another backend.
@@ -97,6 +99,9 @@ def check_backend(directory: str, names: Sequence[str]) -> None:
     try:
         backend = json.loads(data)["sharded_backend"]
     except (ValueError, KeyError, TypeError, RecursionError):
+        if COMMON not in names:
+            # Any program may write a file of this name beside a distributed checkpoint.
+            return False
         raise CheckpointError(f"{path}: does not name a sharded_backend", file=path) from None
     if backend != TORCH_DIST:
         raise CheckpointError(
@@ -104,6 +109,7 @@ def check_backend(directory: str, names: Sequence[str]) -> None:
             file=path,
             hint="load it with the Megatron that saved it, and save it with --ckpt-format torch_dist",
         )
+    return True
 
 
 def _common_of(directory: str, names: Sequence[str], metadata: ReadMetadata, request: ReadRequest) -> Optional[Common]:
@@ -141,7 +147,7 @@ def _check_shapes(directory: str, metadata: ReadMetadata) -> None:
     """Make state whose shape is not that of its weight unreadable."""
     for name, tensor in metadata.tensors.items():
         weight = metadata.tensors.get(weight_of(name))
-        if weight is not None and weight.shape != tensor.shape:
+        if weight is not None and weight.shape != tensor.shape and math.prod(tensor.shape) != 1:
             problem = f"has the shape {list(tensor.shape)}, and its weight {list(weight.shape)}"
             metadata.fault(directory, name, problem, CURE)
 
