@@ -289,7 +289,8 @@ class View:
             if not sizes:
                 regions = [_without(region, first, count) for region in regions]
                 continue
-            regions = [_joined(region, first, self.shape[first : first + count]) for region in regions]
+            if count != 1:
+                regions = [_joined(region, first, self.shape[first : first + count]) for region in regions]
             for place in range(len(sizes) - 1):
                 inner = math.prod(sizes[place + 1 :])
                 regions = [part for region in regions for part in region._split(first + place, inner)]

@@ -615,6 +615,18 @@ class Mutant(NamedTuple):
     table: NameRules
 
 
+@pytest.mark.parametrize(("layers", "copies"), [(0, False), (1, True), (2, False)])
+def test_one_layer_that_predicts_a_token_gets_copies_as_in_releases(layers: int, copies: bool) -> None:
+    model = model_of(
+        "deepseek_v3", {**_DEEPSEEK, "num_nextn_predict_layers": layers}, _NUMBERED._replace(rows=11), copies
+    )
+    expected = megatron_of(with_copies(numbered(model.shapes)), model.config, model.layout)
+
+    back = apply_rules(table_for(model), shapes_of(expected), model.config)
+
+    assert {name: each.view.shape for name, each in back.views.items()} == model.shapes
+
+
 def mutants() -> list[Mutant]:
     """The table with one rule wrong."""
     table = TABLE
