@@ -238,8 +238,9 @@ class Model:
             parameters += self._layer(inner, rank, holding, variant)
             for name in _MTP_AFTER if dense else ():
                 parameters += [self._parameter(rest[name], rank)] if name in rest else []
-        if dense and last and self.tied and not first and not mtp:
-            parameters += self._around((EMBEDDING,), rank, shared=True, copies=True)
+        if dense and last and self.tied and not first:
+            # An output layer of its own, although a stage of multi-token prediction has the embedding beside it.
+            parameters += self._around((EMBEDDING,), rank, shared=not mtp, copies=True)
         elif dense and last:
             parameters += self._around(_HEAD, rank)
         return parameters
