@@ -442,6 +442,9 @@ def test_a_flipped_bit_of_a_master_is_refused(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[offset + 4 * 127 + 2] ^= 0x80
     path.write_bytes(data)
+    # Its record has a checksum, which is compared wherever the tensor is joined from it.
+    words = ("--names", "llama", "--to", "huggingface", "--optimizer", "keep")
+    fails(3, "convert", root, tmp_path / "dst", *words, texts=["CRC", path.name, "word_embeddings"])
     is_refused(root, tmp_path, "word_embeddings")
 
 

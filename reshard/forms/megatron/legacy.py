@@ -48,7 +48,7 @@ from reshard.forms.megatron.live import (
     strides_in,
 )
 from reshard.forms.megatron.stages import Stages, StagesError, stages_of
-from reshard.forms.megatron.torch_dist import proofs
+from reshard.forms.megatron.torch_dist import MASTERS, proofs, refuse_unproved
 from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, tensor_fault
 from reshard.forms.tracker import Iteration
 from reshard.storage import for_each, names_in, reading, status_at
@@ -677,3 +677,4 @@ class Gathered:
             ),
             *proofs(checkpoint, checkpoint.tensors),
         ]
+        refuse_unproved(checkpoint, [name for name in (*tensors, *faults) if name.startswith(MASTERS)])
