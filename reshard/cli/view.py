@@ -111,7 +111,8 @@ def _moves(asked: Conversion, inspected: Inspected, problems: list[Problem]) -> 
     request = with_ends(asked, report)
     try:
         moves = moves_data(
-            request._replace(edits=edit_rules(request.src, asked.edits, request.to, asked.source.step)), report
+            request._replace(edits=edit_rules(request.src, asked.edits, request.to, asked.source.step, asked.target)),
+            report,
         )
     except InputError as error:
         problems.append(Problem(0, f"a {conversion} is refused: {error.message}", error.hint and str(error.hint)))

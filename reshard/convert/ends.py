@@ -45,7 +45,7 @@ def request_of(asked: Conversion, report: Report, task: Task = Task()) -> Reques
         hint = similar_path_hint(src) or f"{dst} exists: the source comes first, then the target"
         raise CheckpointError(f"{src}: does not exist", file=src, hint=hint)
     request = with_ends(asked, report, task)
-    request = request.with_edits(edit_rules(src, asked.edits, request.to, asked.source.step, asked.target.args))
+    request = request.with_edits(edit_rules(src, asked.edits, request.to, asked.source.step, asked.target))
     in_part = asked.files is not None or asked.shard is not None
     if task.verify and in_part and not request.to.options.by_rank:
         raise UsageError(

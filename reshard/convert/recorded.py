@@ -121,7 +121,7 @@ def edits_of_target(request: Request, plan: Optional[Identity], report: Report) 
     """
     src, out, asked = request.src, request.dst, request.asked.edits
     edits = edit_rules(
-        src, asked, None if plan is None else request.to, request.asked.source.step, request.asked.target.args
+        src, asked, None if plan is None else request.to, request.asked.source.step, request.asked.target
     )
     if plan is not None and plan.edits and not asked.changes:
         # Between some forms names change without an option.
@@ -238,11 +238,7 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> EditRules:
         words = _words(command)
         try:
             edits = edit_rules(
-                src,
-                command.asked.edits,
-                form_named(plan.form),
-                command.asked.source.step,
-                command.asked.target.args,
+                src, command.asked.edits, form_named(plan.form), command.asked.source.step, command.asked.target
             )
             given = _given(edits, plan)
         except ReshardError as error:
@@ -275,9 +271,7 @@ def _names_by_form(command: RecordedCommand, plan: Identity) -> bool:
     """Whether names changed without an option, as between a trainer's state and a model."""
     source = command.asked.source
     with contextlib.suppress(ReshardError):
-        edits = edit_rules(
-            source.path, command.asked.edits, form_named(plan.form), source.step, command.asked.target.args
-        )
+        edits = edit_rules(source.path, command.asked.edits, form_named(plan.form), source.step, command.asked.target)
         return _given(edits, plan) is not None
     return False
 

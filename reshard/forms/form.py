@@ -275,6 +275,15 @@ class Form(Protocol):
         """The layout of a tensor in metadata; None if metadata does not list it."""
         return None
 
+    def table_options(self, asked: Target, config: Optional[Mapping[str, object]]) -> Mapping[str, str]:
+        """Options of the table of names to this form that follow from what is asked, unless they are stated.
+
+        Args:
+            asked: the target.
+            config: the model's configuration, if it is known.
+        """
+        return {}
+
     def default_strategy(self, asked: Target) -> Optional[str]:
         """The path of the target's strategy where none is given; None if one has to be."""
         return None

@@ -65,7 +65,7 @@ def cast(
     Raises:
         CheckpointError: a pattern fits no tensor, or the elements of one cannot be cast.
     """
-    requested = _RequestedTypes(casts, recipes.keys() | values | unseen)
+    requested = RequestedTypes(casts, recipes.keys() | values | unseen)
     for name in unseen:
         # Marks patterns of an absent rank's parameters as used.
         requested.of(name)
@@ -112,7 +112,7 @@ def _note_casts(checkpoint: Checkpoint, recipes: Mapping[str, Recipe], report: R
     report.note("cast: " + (", ".join(parts) if parts else "nothing, all tensors have the requested types"))
 
 
-class _RequestedTypes:
+class RequestedTypes:
     """The requested type of each tensor."""
 
     def __init__(self, casts: Sequence[CastRule], names: AbstractSet[str]) -> None:
@@ -155,7 +155,7 @@ def _warn_of_uncast(
     checkpoint: Checkpoint,
     names: AbstractSet[str],
     values: AbstractSet[str],
-    requested: _RequestedTypes,
+    requested: RequestedTypes,
     report: Report,
 ) -> None:
     """Warn of weights among values, which are copied and keep their type."""

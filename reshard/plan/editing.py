@@ -13,6 +13,7 @@ from reshard.checkpoints import Tensor
 from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, GlobalTensor, Recipe, TiedTensors
 from reshard.checkpoints.formats.dtypes import INT4, TEXT
 from reshard.errors import CheckpointError, NamesError, UsageError
+from reshard.forms.form import Side
 from reshard.layout.views import View
 from reshard.plan.casts import cast
 from reshard.plan.edits import Additions, EditRules, Settled, recorded_name
@@ -62,6 +63,10 @@ def edited(checkpoint: Checkpoint, edits: EditRules, report: Report, complete: b
         )
     if edits.trainer:
         _warn_of_buffers(checkpoint, editing.values, report)
+    if edits.side is Side.MEGATRON:
+        from reshard.plan.masters import with_masters
+
+        editing.recipes = with_masters(checkpoint, editing.recipes)
     if edits.casts:
         editing.recipes = cast(checkpoint, editing.recipes, editing.values, editing.unseen_names, edits.casts, report)
     editing.check_types()

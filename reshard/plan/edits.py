@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Protocol
 
-from reshard.asked import Conversion, Edits, Task
+from reshard.asked import Conversion, Edits, Target, Task
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor
 from reshard.checkpoints.formats.dtypes import CAST_TO, dtype_named
@@ -504,7 +504,7 @@ _CONFIG = "config.json"
 
 
 def edit_rules(
-    src: str, asked: Edits, to: Optional[Form] = None, step: str = "latest", args: Optional[str] = None
+    src: str, asked: Edits, to: Optional[Form] = None, step: str = "latest", target: Optional[Target] = None
 ) -> EditRules:
     """The rules of names, packing and types that are asked for; empty for unchanged ones.
 
@@ -513,15 +513,21 @@ def edit_rules(
         asked: what is asked.
         to: the form of the target, which may have other names; None if nothing is written.
         step: the step of the source, whose configuration may be recorded.
-        args: the target's --args, which may state a configuration where the source records none.
+        target: what is asked of the target, which may decide options of a table.
 
     Raises:
         UsageError: options contradict each other, or name an unknown type.
         ReshardError: a table cannot be read.
     """
-    rules = _asked_rules(src, asked, to, step, args)
+    rules = _asked_rules(src, asked, to, step, None if target is None else target.args)
     if to is None:
         return rules
+    if target is not None and rules.megatron is not None:
+        from reshard.names import with_options
+
+        options = to.table_options(target, rules.config)
+        stated = dict(rules.megatron.chosen)
+        rules = rules._replace(megatron=with_options(rules.megatron, {**options, **stated}))
     return between_forms(rules, src, form_of(src), to, keep=asked.names is not None)
 
 

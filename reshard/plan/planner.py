@@ -9,7 +9,7 @@ from reshard.checkpoints import FileHandles, can_hold
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import TEXT
 from reshard.errors import UsageError
-from reshard.forms.form import Names, ReadRequest, WriteRequest
+from reshard.forms.form import Names, ReadRequest, Side, WriteRequest
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as
 from reshard.forms.target import Cuts, TargetForm, laid_out_names
@@ -43,6 +43,10 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         from reshard.plan.editing import edited, same_layouts
 
         checkpoint = edited_checkpoint = edited(base, request.edits, report)
+        if request.edits.side is Side.MEGATRON:
+            from reshard.plan.masters import check_masters
+
+            check_masters(edited_checkpoint, request.edits.casts, admit)
         request.edits.note_optimizer(filter(admit, checkpoint.tensors), report)
         if request.target.path == SAME:
             request = request._replace(target=same_layouts(request.target, edited_checkpoint))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Union
 from reshard.checkpoints.checkpoint import ShardReading
 from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
 from reshard.errors import CheckpointError
+from reshard.forms.form import Side
 from reshard.strategies import Strategy
 from reshard.text.messages import Report, listing, quoted
 from reshard.text.names import TRAINING_STEP, Glob, did_you_mean, is_weight
@@ -90,6 +91,9 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
     recipes = {last_names.get(name, name): recipe for name, recipe in recipes.items()}
     # A weight without a layout is a tensor, and a value while it keeps its name.
     kept_values = {name for name in kept_values if name in recipes or name not in originals}
+    if edits.side is Side.MEGATRON:
+        recipes.update(_masters(recipes, originals))
+        model_names.update((name, name) for name in recipes.keys() - model_names.keys())
     types = _types({*recipes, *kept_values}, recipes, edits.casts)
     return replace(
         base,
@@ -131,6 +135,19 @@ def _is_right(rules: NameRules, names: Collection[str]) -> bool:
         patterns = {re.sub(r"\{[^}]*\}", "0", each.text) for rule in rules.rules for each in rule.side(right)}
         counts.append(sum(re.sub("[0-9]+", "0", name) in patterns for name in names))
     return counts[1] > counts[0]
+
+
+def _masters(recipes: Mapping[str, _Recipe], originals: Mapping[str, Content]) -> dict[str, _Recipe]:
+    """Master copies that the source lacks: Float32 weights beside moments are their own."""
+    masters = {}
+    for name in recipes:
+        start, moment, weight = name.partition("optimizer.state.exp_avg.")
+        master = f"optimizer.state.param.{weight}"
+        if start or not moment or master in recipes or weight not in recipes:
+            continue
+        if {each.dtype for each in _needed(recipes[weight], originals).values()} == {"Float32"}:
+            masters[master] = recipes[weight]
+    return masters
 
 
 def stored_parts(source: Source) -> dict[str, StoredTensor]:

@@ -22,6 +22,7 @@ from tests.conftest import LONG
 from tests.corpus import ROOT
 from tests.corpus_mcore import McoreCase, digest, mcore_cases
 from tests.running import Argument, done, fails
+from tests.trees import Value, write_checkpoint
 
 WRITABLE = [case for case in mcore_cases() if case.expected["expect"] == "convert"]
 ITERATION = "iter_0000100"
@@ -332,6 +333,94 @@ def test_weights_alone_become_a_release(tmp_path: Path) -> None:
     assert tensors_of(tmp_path / "out").keys() == {
         name for name in tensors_of(case.root) if "optimizer" not in name
     } - {"global_step"}
+
+
+NAMES = {
+    "td_dense_plain": "llama",
+    "td_moe_fully": "qwen3_moe,gate_up=halves,qkv=grouped",
+    "td_moe_layer_keys": "qwen3_moe,gate_up=interleaved,qkv=grouped",
+    "td_dense_te_names": "qwen3,gate_up=halves,qkv=contiguous",
+    "td_dense_buckets": "llama",
+    "td14_dense_model_space": "llama",
+    "td_mla_mtp": "deepseek_v3,gate_up=halves,mla=separate",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_goes_to_mindformers_and_back_with_every_bit(name: str, tmp_path: Path) -> None:
+    """The source is named in --args: names of layers and norms, groups and schedule are as it has them."""
+    case = case_named(name)
+    (tmp_path / "config.json").write_text(json.dumps(case.expected["config"]))
+    words: list[Argument] = ["--names", NAMES[name], "--config", tmp_path / "config.json", "--verify"]
+    words += ["--optimizer", "keep"] if case.optimizer else []
+    done("convert", case.root, tmp_path / "ranks", "--dst-strategy", "none", *words)
+    back: list[Argument] = [tmp_path / "ranks", tmp_path / "back", "--src-strategy", "none", "--to", "megatron"]
+    done("convert", *back, "--args", case.root, *words)
+    assert tensors_of(tmp_path / "back") == tensors_of(case.root)
+    if case.optimizer:
+        common, source = common_in(tmp_path / "back" / "iter_0000003"), common_in(case.directory)
+        assert common.steps == {case.expected["optimizer"]["step"]}
+        batch = source.args.get("global_batch_size") or source.args["consumed_train_samples"] // 100
+        assert common.state["opt_param_scheduler"] == {**source.state["opt_param_scheduler"], "num_steps": 3 * batch}
+        assert {group["betas"] for group in common.groups} == {(0.9, 0.95)}
+
+
+def as_value(array: Any) -> Value:
+    dtypes = {"float32": "Float32", "bfloat16": "BFloat16", "int32": "Int32"}
+    return Value(dtypes[str(array.dtype)], array.view(f"<u{array.dtype.itemsize}"))
+
+
+def own_masters(case: McoreCase, directory: Path, *others: str) -> Path:
+    """Float32 weights with moments and the step, and no other master copy; ``others`` keep the type of weights."""
+    master = "optimizer.state.fp32_param."
+    with reshard.open(case.root) as opened:
+        read = {name: np.asarray(opened[name]) for name in opened}
+    tensors = {
+        name: value if name in others else read.get(master + name, value)
+        for name, value in read.items()
+        if not name.startswith(master)
+    }
+    return write_checkpoint(
+        directory / "model.safetensors",
+        {name: as_value(array) for name, array in tensors.items()},
+        metadata={"format": "pt"},
+    ).parent
+
+
+def test_float32_weights_become_masters_and_their_type_is_stated(tmp_path: Path) -> None:
+    case = case_named("td_dense_plain")
+    src = own_masters(case, tmp_path / "src")
+    words: list[Argument] = ["convert", src, tmp_path / "out", "--to", "megatron", "--rename", "*=*"]
+    words += ["--args", case.root]
+    fails(3, *words, texts=["9 Float32 weights", "--cast"])
+    fails(3, *words, "--cast", "*linear*weight=BFloat16", texts=["final_layernorm", "--cast"])
+    fails(3, *words, "--cast", "*=BFloat16", texts=["optimizer.state"])
+    done(*words, "--cast", "BFloat16", "--verify")
+    assert tensors_of(tmp_path / "out") == tensors_of(case.root)
+
+
+def test_verify_finds_masters_that_are_not_the_weights(tmp_path: Path) -> None:
+    case = case_named("td_dense_plain")
+    src = own_masters(case, tmp_path / "src")
+    words: list[Argument] = ["--to", "megatron", "--rename", "*=*", "--args", case.root, "--cast", "BFloat16"]
+    done("convert", src, tmp_path / "out", *words)
+    with reshard.open(src) as opened:
+        weight = np.asarray(opened["decoder.final_layernorm.weight"]).tobytes()
+    hit = 0
+    for path in (tmp_path / "out" / "iter_0000003").glob("*.distcp"):
+        data = path.read_bytes()
+        hit += data.count(weight[:4])
+        path.write_bytes(data.replace(weight[:4], bytes([weight[0] ^ 1]) + weight[1:4]))
+    assert hit
+    fails(4, "verify", tmp_path / "out", "--src", src, "--shards", 16)
+
+
+def test_weights_of_lower_precision_are_no_masters(tmp_path: Path) -> None:
+    case = case_named("td_dense_plain")
+    src = own_masters(case, tmp_path / "src", "output_layer.weight")
+    words: list[Argument] = ["convert", src, tmp_path / "out", "--to", "megatron", "--rename", "*=*"]
+    fails(3, *words, "--args", case.root, "--cast", "BFloat16", texts=["output_layer.weight"])
+    done(*words, "--args", case.root, "--exclude", "optimizer.*", "--verify")
 
 
 def test_optimizer_state_of_some_parameters_is_refused(tmp_path: Path) -> None:

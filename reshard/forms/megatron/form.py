@@ -172,6 +172,12 @@ class MegatronForm(Form):
 
         return differences(directory, target, source, counters.get(TRAINING_STEP), asked, config, handles)
 
+    def table_options(self, asked: Target, config: Optional[Mapping[str, object]]) -> Mapping[str, str]:
+        """Whether keys have the numbers of layers, and the rows of the vocabulary."""
+        from reshard.forms.megatron.origin import options_of_names
+
+        return options_of_names(asked, config)
+
     def default_strategy(self, asked: Target) -> Optional[str]:
         return NONE if asked.format == LEGACY else target_named(None, _SHARDS)
 
@@ -204,8 +210,8 @@ class MegatronForm(Form):
         from reshard.names.sizes import Configuration
 
         with FileHandles() as handles:
-            values, common = stated_arguments(args, handles)
-        return Configuration(configuration_of(values if common is None else common.args, args), args)
+            stated = stated_arguments(args, handles)
+        return Configuration(configuration_of(stated.all_args, args), args)
 
     def steps(self, src: str) -> list[SavedStep]:
         return saved_steps(src, iterations(src, names_in(src)))

@@ -11,6 +11,7 @@ from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.dtypes import TORCH_NAMES
 from reshard.checkpoints.formats.pickles import inert_class
 from reshard.errors import CheckpointError, NamesError
+from reshard.forms.megatron.origin import keeps_numbers
 from reshard.text.messages import listing, quoted
 
 STATE = "optimizer.state."
@@ -143,6 +144,15 @@ class Model:
                     parameter=lacking[0],
                     hint="Megatron loads the optimizer as a whole: convert weights alone with --exclude 'optimizer.*'",
                 )
+            others = sorted(name for name in held if self.tensors[prefix + name].dtype != "Float32")
+            if others:
+                raise CheckpointError(
+                    f"{self._place}: {prefix}{others[0]} is {self.tensors[prefix + others[0]].dtype}, and Megatron has "
+                    "optimizer state in Float32",
+                    file=self._place,
+                    parameter=prefix + others[0],
+                    hint="name only weights in --cast, or add --cast 'optimizer.*=Float32'",
+                )
 
     def check(self, args: Mapping[str, Any], path: str) -> None:
         """Refuse arguments that contradict the tensors.
@@ -163,12 +173,12 @@ class Model:
         mtp = [int(match[1]) for match in map(_MTP.match, self.weights) if match]
         if mtp:
             self._compare(path, "mtp_num_layers", _argument("mtp_num_layers")(args), max(mtp) + 1, "mtp.layers.*")
-        if _reads_numbers(args) and any(map(_STACKED.match, self.weights)):
+        if keeps_numbers(args) and any(map(_STACKED.match, self.weights)):
             raise CheckpointError(
                 f"{path}: with these arguments Megatron reads decoder.layers.N.*, a key for each layer, and the layers "
                 "are stacked",
                 file=path,
-                hint="write them by number: --names TABLE,layers=numbered",
+                hint="write them by number: --names TABLE,layer_keys=numbered",
             )
 
     def _compare(self, path: str, words: str, stated: Optional[int], found: int, name: str) -> None:
@@ -235,12 +245,3 @@ def _shards(counts: tuple[int, ...]) -> Iterator[str]:
     of = ".".join(map(str, counts or (1,)))
     for place in itertools.product(*map(range, counts or (1,))):
         yield f"{EXTRA}/shard_{'.'.join(map(str, place))}_{of}"
-
-
-def _reads_numbers(args: Mapping[str, Any]) -> bool:
-    """Whether Megatron's keys have the numbers of layers with these arguments, in place of one tensor of all layers."""
-    for name in ("moe_layer_freq", "linear_attention_freq"):
-        frequency = args.get(name)
-        if isinstance(frequency, (list, tuple)) or (type(frequency) is int and frequency > 1):
-            return True
-    return bool(args.get("hetereogenous_dist_checkpoint") or args.get("heterogeneous_layers_config_path"))

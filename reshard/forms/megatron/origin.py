@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
+from reshard.asked import Target
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.errors import CheckpointError
+from reshard.forms.megatron.arguments import arguments_of
 from reshard.forms.megatron.common import Common, common_of, read_common
-from reshard.forms.megatron.form import MEGATRON, choose
+from reshard.forms.megatron.form import LEGACY, MEGATRON, choose
+from reshard.forms.pytorch.dcp import read_metadata
+from reshard.forms.pytorch.form import METADATA
 from reshard.storage import is_directory, read_json, status_at
 from reshard.text.messages import Report
 
@@ -55,7 +60,8 @@ def origin_of(source: Checkpoint, args: Optional[str], config: Optional[str], ha
         InputError: a file is damaged, or holds no arguments.
     """
     own = common_of(source.place, handles) if source.form == MEGATRON else None
-    values, named = ({}, None) if args is None else stated_arguments(args, handles)
+    stated = Stated({}) if args is None else stated_arguments(args, handles)
+    values, named = stated.args, stated.common
     recorded = named or own
     keys = None
     if recorded is None and config is not None:
@@ -66,7 +72,7 @@ def origin_of(source: Checkpoint, args: Optional[str], config: Optional[str], ha
     schedule = None
     # Settings that are stated replace those of the source.
     if recorded is not None and values.keys().isdisjoint(OPTIMIZER):
-        groups = recorded.groups or (_groups_among(source.objects, handles) if recorded is own else [])
+        groups = recorded.groups or _groups_among(source.objects if named is None else stated.objects, handles)
         schedule = recorded.state.get("opt_param_scheduler")
     return Origin(
         own,
@@ -78,22 +84,65 @@ def origin_of(source: Checkpoint, args: Optional[str], config: Optional[str], ha
     )
 
 
-def stated_arguments(path: str, handles: FileHandles) -> tuple[Mapping[str, Any], Optional[Common]]:
-    """The arguments of a JSON file, or the common state of a checkpoint."""
+def options_of_names(asked: Target, config: Optional[Mapping[str, object]]) -> Mapping[str, str]:
+    """Options of the table ``megatron`` that a target decides, where arguments or a configuration are known."""
+    options: dict[str, str] = {}
+    args: dict[str, Any] = {} if config is None else arguments_of(config)
+    if asked.args is not None:
+        with FileHandles() as handles:
+            args.update(stated_arguments(asked.args, handles).all_args)
+    if args:
+        numbered = asked.format == LEGACY or keeps_numbers(args)
+        options["layer_keys"] = "numbered" if numbered else "stacked"
+    if args.get("transformer_impl") == "local":
+        # Layers without Transformer Engine have norms of their own, under names that depend on attention.
+        latent = bool(args.get("multi_latent_attention"))
+        options["experts_norm"] = "beside" if latent else "inside"
+        options.update(dict.fromkeys(("dense_norm", "mla_norms"), "beside") if latent else {})
+    return options
+
+
+def keeps_numbers(args: Mapping[str, Any]) -> bool:
+    """Whether Megatron's keys have the numbers of layers with these arguments, in place of one tensor of all layers."""
+    frequencies = (args.get("moe_layer_freq"), args.get("linear_attention_freq"))
+    if any(isinstance(each, (list, tuple)) or (type(each) is int and each > 1) for each in frequencies):
+        return True
+    return bool(args.get("hetereogenous_dist_checkpoint") or args.get("heterogeneous_layers_config_path"))
+
+
+class Stated(NamedTuple):
+    """What --args states: the arguments of a JSON file, or the common state and the objects of a checkpoint."""
+
+    args: Mapping[str, Any]
+    common: Optional[Common] = None
+    objects: Mapping[str, StoredObject] = {}
+
+    @property
+    def all_args(self) -> Mapping[str, Any]:
+        """The arguments of either."""
+        return self.args if self.common is None else self.common.args
+
+
+def stated_arguments(path: str, handles: FileHandles) -> Stated:
     hint = "name a JSON file of Megatron's arguments, or a checkpoint of Megatron"
     status = status_at(path)
     if status is None:
         raise CheckpointError(f"{path}: does not exist (--args)", file=path, hint=hint)
     directory = is_directory(path)
     if not directory and path.endswith(".json"):
-        return read_json(path, _MAX_JSON, CheckpointError, hint) or {}, None
+        return Stated(read_json(path, _MAX_JSON, CheckpointError, hint) or {})
+    objects: dict[str, StoredObject] = {}
     if directory:
-        common = common_of(choose(path, "latest", Report()).path, handles)
+        place = choose(path, "latest", Report()).path
+        common, metadata = common_of(place, handles), os.path.join(place, METADATA)
+        if status_at(metadata) is not None:
+            for name, record in read_metadata([metadata]).objects.items():
+                objects[name] = StoredObject(os.path.join(place, record.file), record.offset, record.length, True)
     else:
         common = read_common(StoredObject(path, 0, status.size, True), handles)
     if common is None or not common.args:
         raise CheckpointError(f"{path}: holds no arguments of Megatron (--args)", file=path, hint=hint)
-    return {}, common
+    return Stated({}, common, objects)
 
 
 def _groups_among(objects: Mapping[str, StoredObject], handles: FileHandles) -> list[Mapping[str, Any]]:

@@ -163,12 +163,23 @@ class _Made:
         consumed, batch = args.get(_CONSUMED), args.get(_BATCH)
         if type(consumed) is int:
             return consumed
+        if batch is None:
+            batch = self._batch_of_other()
         if type(batch) is not int or args.get("rampup_batch_size"):
             self._missing.append(_CONSUMED)
             return 0
         consumed = (self._step or 0) * batch
         self._report.note(f"{_CONSUMED}: {consumed:,}, the step times {_BATCH} {batch:,}; --args may state another")
         return consumed
+
+    def _batch_of_other(self) -> Optional[int]:
+        """The samples of each iteration of the checkpoint that --args names, where all had as many."""
+        named = self._origin.named
+        iteration = None if named is None else named.iteration
+        samples = None if named is None else named.args.get(_CONSUMED)
+        if type(samples) is int and iteration and samples % iteration == 0:
+            return samples // iteration
+        return None
 
     def _optimizers(self, args: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
         """The parameter groups of each optimizer: with expert parallelism, experts have one of their own."""
