@@ -183,7 +183,7 @@ def with_records(out: str, asked: Conversion, to: Form, plan: Identity, report: 
             words += ["--shards", str(recorded.target.shards)]
     if words:
         report.note(f"compared with the recorded strategies: {' '.join(words)}")
-    elif source.strategy is None:
+    elif source.strategy is None and to.options.by_rank:
         # Only the format of rank files was changed.
         target = replace(target, format=plan.format)
     return replace(asked, source=source, target=target)

@@ -171,6 +171,14 @@ def test_records_of_a_chain_verify_it_and_show_the_family(tmp_path: Path) -> Non
     assert f"{names.partition(',')[0]},gate_up=interleaved,qkv=contiguous" in back
 
 
+def test_records_of_megatrons_files_verify_them(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "td_moe_fully")
+    words: list[Argument] = ["--names", family(case), "--config", config_of(case, tmp_path)]
+    done("convert", case.root, tmp_path / "huggingface", "--to", "huggingface", *words)
+    done("convert", tmp_path / "huggingface", tmp_path / "out", "--to", "megatron", *words)
+    done("verify", tmp_path / "out", "--src", tmp_path / "huggingface")
+
+
 def test_a_strategy_for_ranks_is_made_of_megatrons_shapes(tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == "td_moe_fully")
     strategy, names = tmp_path / "strategy.json", ["--names", family(case, options=True)]
