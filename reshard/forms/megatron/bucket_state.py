@@ -295,6 +295,10 @@ class _Map:
         self._weights = weights
         self._optimizers = [optimizers[number] for number in sorted(optimizers)]
         self._model = Model(weights)
+        buffers = [each for groups in self._optimizers for group in groups.values() for each in group]
+        other = {buffer.dtype for buffer in buffers} - {weight.dtype for weight in weights.values()}
+        if other:
+            raise OrderError(f"is of parameters of other types than the weights: {', '.join(sorted(other))}")
         self._args = args
         size = args.get("ddp_bucket_size")
         self._bucket_sizes = (size,) if type(size) is int else ()
