@@ -199,7 +199,10 @@ def build(root: Path) -> Mapping[str, list[str]]:
     (root / "megatron").mkdir()
     (root / "megatron" / "src").symlink_to(FIXTURES / "megatron" / "td_moe_fully" / "checkpoint")
     names = ["--names", "qwen3_moe,qkv=contiguous", "--optimizer", "keep"]
-    created.plain("megatron", *names, "--to", "unified")
+    created.plain("megatron", *names, "--dst-strategy", "none", "--to", "ranks")
+    megatron, place = root / "megatron" / "src", root / "to-megatron" / "src"
+    done("convert", megatron, place, "--to", "unified", *names)
+    created.plain("to-megatron", "--names", "qwen3_moe", "--to", "megatron", "--args", megatron)
 
     for scheme in SCHEMES:
         name = scheme.replace(" ", "-").replace(",", "")
