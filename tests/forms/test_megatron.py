@@ -176,6 +176,7 @@ def test_a_file_of_another_program_beside_a_distributed_checkpoint_is_ignored(tm
     ("name", "state"),
     [
         ("td_tied", "param.embedding.word_embeddings.weight"),
+        ("td14_dense_model", "fp32_param.decoder.layers.mlp.linear_fc2.weight"),
         ("td14_grouped", "fp32_param.decoder.layers.mlp.experts.experts.linear_fc1.weight"),
     ],
 )

@@ -43,22 +43,22 @@ def unblock(directory: str, metadata: ReadMetadata) -> set[str]:
     Returns:
         The transposed ones.
     """
+    described: dict[str, DescribedTensor] = {}
     transposed: set[str] = set()
     for name, shape in metadata.flattened.items():
-        weight = metadata.tensors.get(weight_of(name))
+        tensor, weight = metadata.tensors[name], metadata.tensors.get(weight_of(name))
         if name in metadata.faults:
             continue
         try:
             if weight is None:
                 raise _NoMap("is flattened in blocks, and there is no weight of its name to tell how")
             swapped = _is_transposed(name, shape, weight.shape, metadata)
-            tensor = metadata.tensors[name]
-            chunks = [*_blocks(tensor, shape, directory, swapped)]
-            metadata.tensors[name] = DescribedTensor(tensor.dtype, weight.shape, chunks)
+            described[name] = DescribedTensor(tensor.dtype, weight.shape, [*_blocks(tensor, shape, directory, swapped)])
             if swapped:
                 transposed.add(name)
         except _NoMap as error:
             metadata.fault(directory, name, str(error), CURE)
+    metadata.tensors.update(described)
     return transposed
 
 

@@ -49,7 +49,9 @@ def read_torch_dist(form: str, iteration: Iteration, request: ReadRequest) -> Ch
     common = _common_of(directory, names, metadata, request)
     _name_plainly(directory, metadata)
     args: Mapping[str, Any] = {} if common is None else common.args
-    to_prove = unblock(directory, metadata) | name_state(directory, metadata, args, request.handles)
+    # The values of masters prove the places of blocks, too; those of transposed ones have to be there.
+    blocks = {name for name in metadata.flattened if name.startswith(MASTERS)}
+    to_prove = blocks | unblock(directory, metadata) | name_state(directory, metadata, args, request.handles)
     _check_shapes(directory, metadata)
     checkpoint = checkpoint_of(form, iteration, metadata, request, _step(metadata, common))
     if OUTPUT not in metadata.tensors:
