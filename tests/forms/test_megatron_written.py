@@ -21,7 +21,7 @@ from reshard.forms.megatron.common import Common, common_of
 from tests.conftest import LONG
 from tests.corpus import ROOT
 from tests.corpus_mcore import McoreCase, digest, mcore_cases
-from tests.running import Argument, done, fails
+from tests.running import Argument, done, fails, warns
 from tests.trees import Value, write_checkpoint
 
 WRITABLE = [case for case in mcore_cases() if case.expected["expect"] == "convert"]
@@ -213,10 +213,17 @@ def test_an_unfinished_directory_is_none_of_megatrons_and_is_completed(number: i
 
 
 @pytest.mark.deep
-def test_a_killed_run_resumes_also_with_overwrite(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["types", "iteration"])
+def test_a_killed_run_resumes_also_with_overwrite(other: str, tmp_path: Path) -> None:
     case = case_named("td_moe_fully")
     words: list[Argument] = ["--to", "megatron", "--shards", 2]
-    done("convert", case.root, tmp_path / "before", *words, "--cast", "Float16")
+    if other == "types":
+        done("convert", case.root, tmp_path / "before", *words, "--cast", "Float16")
+    else:
+        src = renamed_source(case_named("td_dense_plain"), tmp_path / "src", "--exclude", "optimizer.*")
+        done(
+            "convert", src, tmp_path / "before", *words, "--args", case_named("td_dense_plain").root, "--rename", "*=*"
+        )
     done("convert", case.root, tmp_path / "after", *words)
     arguments = [sys.executable, "-m", "tests.stops", tmp_path, 1, 7 if LONG else 60]
     arguments += ["convert", case.root, tmp_path / "dst", *words, "--overwrite"]
@@ -421,6 +428,22 @@ def test_weights_of_lower_precision_are_no_masters(tmp_path: Path) -> None:
     words: list[Argument] = ["convert", src, tmp_path / "out", "--to", "megatron", "--rename", "*=*"]
     fails(3, *words, "--args", case.root, "--cast", "BFloat16", texts=["output_layer.weight"])
     done(*words, "--args", case.root, "--exclude", "optimizer.*", "--verify")
+
+
+def test_experts_are_of_one_optimizer_without_expert_parallelism(tmp_path: Path) -> None:
+    case = case_named("td_moe_fully")
+    (tmp_path / "args.json").write_text(json.dumps({"expert_model_parallel_size": 1}))
+    root = written(case, tmp_path / "out", "--args", tmp_path / "args.json")
+    (optimizer,) = common_in(root / ITERATION).optimizers
+    assert [group["is_expert_parallel"] for group in optimizer["optimizer"]["param_groups"]] == [False, False]
+    assert len(common_in(written(case, tmp_path / "two") / ITERATION).optimizers) == 2
+
+
+def test_biases_of_experts_that_a_cast_rounds_give_a_warning(tmp_path: Path) -> None:
+    case = case_named("td_mla_mtp")
+    words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "megatron", "--cast", "BFloat16"]
+    warns(done(*words, "--dry-run"), "expert_bias=Float32")
+    assert "expert_bias" not in done(*words, "--cast", "*.expert_bias=Float32").err
 
 
 def test_optimizer_state_of_some_parameters_is_refused(tmp_path: Path) -> None:

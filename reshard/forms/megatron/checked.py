@@ -28,6 +28,9 @@ from reshard.text.messages import quoted
 from reshard.text.names import natural_order
 
 _MOST = 1 << 16
+_PARAMETERS = frozenset(
+    {"weight", "bias", "layer_norm_weight", "layer_norm_bias", "weight_w", "weight_v", "bias_w", "bias_v"}
+)
 # Arguments that depend on what is written, not on where it is from.
 _SET = frozenset(
     {
@@ -211,7 +214,7 @@ def _expected_objects(target: Checkpoint) -> Iterator[str]:
         parts = name.split(".")
         if parts[0] in ("optimizer", "embedding", "output_layer") or "router" in parts:
             continue
-        if parts[-1] not in ("weight", "bias", "layer_norm_weight", "layer_norm_bias"):
+        if parts[-1] not in _PARAMETERS:
             continue
         counts: Sequence[int] = ()
         if parts[1:2] == ["layers"] and not parts[2].isdigit() and parts[0] != "mtp":

@@ -25,9 +25,13 @@ _NUMBERED = re.compile(r"(?:decoder|encoder)\.layers\.([0-9]+)\.")
 _MTP = re.compile(r"mtp\.layers\.([0-9]+)\.")
 _STACKED = re.compile(r"(?:decoder|encoder)\.layers\.(?![0-9]+\.)")
 _ALL_EXPERTS = re.compile(r"\.experts\.experts\.(?![0-9]+\.)")
+# Models of one kind of layer, and those beside which there are others.
+_SIZED, _OTHER_MODEL = re.compile(r"(?:decoder|embedding|output_layer|mtp)\."), re.compile(r"encoder\.")
 _ROOTS = ("decoder.", "encoder.", "embedding.", "output_layer.", "mtp.")
 # Parameters of modules that have an object, and modules that have none.
 _PARAMETERS = ("weight", "bias", "layer_norm_weight", "layer_norm_bias")
+# Halves of a gated linear under keys of their own.
+_APART = ("weight_w", "weight_v", "bias_w", "bias_v")
 _WITHOUT_OBJECT = re.compile(r"(?:^|\.)(?:embedding\..*|output_layer|router|position_embeddings|word_embeddings)$")
 # Buffers have no optimizer state.
 _BUFFERS = (".expert_bias", ".local_tokens_per_expert")
@@ -120,6 +124,12 @@ class Model:
         """Whether names have the numbers of layers."""
         return any(map(_NUMBERED.match, self.weights))
 
+    def content(self) -> dict[str, bool]:
+        """What Megatron has to know of the names to ask for the same."""
+        apart = any(name.rpartition(".")[2] in _APART for name in self.weights)
+        # It reads numbers also where all layers are alike then.
+        return {"singleton_local_shards": apart, **({"non_homogeneous_layers": True} if self.keeps_numbers else {})}
+
     def check_names(self) -> None:
         """Refuse weights under other names than Megatron's."""
         others = [name for name in self.weights if not name.startswith(_ROOTS)]
@@ -161,13 +171,14 @@ class Model:
             args: arguments by name; those that are absent are not compared.
             path: where they are from.
         """
-        for name in self.weights:
+        uniform = not (args.get("heterogeneous_layers_config_path") or any(map(_OTHER_MODEL.match, self.weights)))
+        for name in filter(_SIZED.match, self.weights) if uniform else ():
             shape = self.tensors[name].shape
             for size in _SIZES:
                 if name.endswith(size.ending) and -size.dimension <= len(shape):
                     self._compare(path, size.words, size.number(args), shape[size.dimension], name)
         layers = [*self._layers()]
-        if layers:
+        if layers and uniform:
             name, count = layers[0]
             self._compare(path, "num_layers", _argument("num_layers")(args), count, name)
         mtp = [int(match[1]) for match in map(_MTP.match, self.weights) if match]
@@ -228,7 +239,7 @@ class Model:
         names: dict[str, None] = {}
         for name in self.weights:
             module, _, parameter = name.rpartition(".")
-            if parameter not in _PARAMETERS or _WITHOUT_OBJECT.search(module):
+            if parameter not in (*_PARAMETERS, *_APART) or _WITHOUT_OBJECT.search(module):
                 continue
             shape = self.tensors[name].shape
             axes = sum(1 for each in (_STACKED.match(name), _ALL_EXPERTS.search(name)) if each)

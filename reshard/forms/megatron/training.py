@@ -36,7 +36,7 @@ class Training(NamedTuple):
         iteration: the iteration after which it is to go on; None if none is known.
         optimizers: per optimizer its parameter groups; None without optimizer state.
         schedule: the state of the learning rate's schedule; None if it is unknown.
-        numbered: names have the numbers of layers.
+        content: what Megatron has to know of the names.
         others: further entries of the common state.
     """
 
@@ -44,15 +44,12 @@ class Training(NamedTuple):
     iteration: Optional[int]
     optimizers: Optional[Sequence[Sequence[Mapping[str, Any]]]]
     schedule: Optional[Mapping[str, Any]]
-    numbered: bool
+    content: Mapping[str, bool]
     others: Mapping[str, Any]
 
     def state(self) -> dict[str, Any]:
         """The common state, as `pickles.pickled` takes it."""
-        content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-        if self.numbered:
-            # Megatron reads keys with numbers then, also where all layers are alike.
-            content["non_homogeneous_layers"] = True
+        content: dict[str, Any] = {**self.content, "chained_optim_avoid_prefix": True}
         state: dict[str, Any] = {
             "args": inert(NAMESPACE, state=dict(self.args)),
             "checkpoint_version": 3.0,
@@ -134,7 +131,7 @@ class _Made:
             self._report.warn("arguments that hold tensors are left out: " + listing(names))
         flops = None if self._own is None else self._own.state.get("num_floating_point_operations_so_far")
         others = {"num_floating_point_operations_so_far": flops} if isinstance(flops, (int, float)) else {}
-        return Training(written, iteration, optimizers, schedule, self._model.keeps_numbers, others)
+        return Training(written, iteration, optimizers, schedule, self._model.content(), others)
 
     def _arguments(self) -> dict[str, Any]:
         """The arguments, those of the model included where only its configuration is known."""

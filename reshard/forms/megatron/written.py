@@ -55,7 +55,25 @@ def torch_dist_files(checkpoint: Checkpoint, request: WriteRequest) -> MegatronF
     others = [name for name in left_out if name != TRAINING_STEP]
     if others:
         request.report.note("values that Megatron does not have are left out: " + listing(others))
+    _note_left_out(checkpoint, model, training, request)
     return MegatronFiles(checkpoint, chosen._replace(values=values), model, training, request)
+
+
+def _note_left_out(checkpoint: Checkpoint, model: Model, training: Training, request: WriteRequest) -> None:
+    report = request.report
+    if training.optimizers is None and training.iteration is not None:
+        report.note("without optimizer state: Megatron loads it with --no-load-optim, or --finetune")
+    carried = ("common_state", "optimizer.", "chained_")
+    objects = filter(request.admit, checkpoint.objects if checkpoint.form == MEGATRON else ())
+    others = [name for name in objects if name != COMMON and f".{EXTRA}/" not in name and not name.startswith(carried)]
+    if others:
+        report.note("objects of the source's layout, such as random states, are left out: " + listing(others))
+    rounded = [name for name in model.weights if name.endswith(".expert_bias") and request.cast]
+    rounded = [name for name in rounded if model.tensors[name].dtype != "Float32"]
+    if rounded:
+        report.warn(
+            "Megatron keeps biases of experts in Float32; add --cast '*.expert_bias=Float32' for " + listing(rounded)
+        )
 
 
 def step_of(checkpoint: Checkpoint, request: WriteRequest) -> Optional[int]:
