@@ -12,7 +12,7 @@ from typing import Callable, NamedTuple, Optional
 from reshard.errors import NamesError, UsageError
 from reshard.layout.views import View
 from reshard.names.misfits import Completeness, Misfits, combinations
-from reshard.names.operations import PAD, TAKE, UNPAD, Shape, SizedOperation, apply_all
+from reshard.names.operations import PAD, TAKE, UNPAD, Copy, Shape, SizedOperation, apply_all
 from reshard.names.pattern import Pattern, SizedPattern
 from reshard.names.rules import (
     HUB_SIDE,
@@ -352,18 +352,23 @@ class _Application:
             self.side.counts.get(number) or max(values[place] for _, values in names) + 1
             for place, number in enumerate(sided.stacked)
         ]
-        complete = len(names) == math.prod(counts) * len(sided.sources)
+        # Trainers save the state of tied weights once, under the name of one of them.
+        tied = bool(key.prefix) and any(
+            isinstance(each, Copy) and each.inverted for each in sided.rule.in_direction(self.side.reverse)
+        )
         sources = []
         for column, pattern in enumerate(sided.sources):
             for values in combinations([range(count) for count in counts]):
                 name = names.get((column, values))
+                if name is None and tied:
+                    name = next((other for (_, present), other in names.items() if present == values), None)
                 if name is not None:
                     sources.append(name)
                 elif self.problems.missing_enough:
                     return None
                 else:
                     self.problems.missing.append(_named(key, sided, pattern, sided.stacked, values))
-        return tuple(sources) if complete else None
+        return tuple(sources) if len(sources) == math.prod(counts) * len(sided.sources) else None
 
     def _targets(
         self, key: InstanceKey, sided: SidedRule, view_count: int, names: tuple[str, ...]
@@ -406,7 +411,8 @@ class _Application:
                 self.notes.setdefault(_padding_note(operation), []).extend(targets)
             if operation.kind == TAKE:
                 each = len(names) // operation.count
-                self.tied += [(names[number % each], name) for number, name in enumerate(names) if number >= each]
+                pairs = ((names[number % each], name) for number, name in enumerate(names))
+                self.tied += [(one, other) for one, other in pairs if one != other]
 
     def _add_step(self, step: AppliedStep, views: Iterable[tuple[Optional[tuple[int, ...]], View]]) -> None:
         self.steps.append(step)

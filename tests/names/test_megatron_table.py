@@ -548,6 +548,21 @@ def test_a_lm_head_of_a_tied_model_must_equal_the_embedding() -> None:
     assert {name: each.view.shape for name, each in back.views.items()} == shapes
 
 
+@pytest.mark.parametrize("held", [["lm_head"], ["model.embed_tokens"], ["lm_head", "model.embed_tokens"]])
+def test_state_of_tied_weights_may_be_saved_once(held: Sequence[str]) -> None:
+    model = MODELS[1]
+    shapes = {**model.shapes, "lm_head.weight": model.shapes["model.embed_tokens.weight"]}
+    state = {f"adam_m.{name}.weight": shapes["lm_head.weight"] for name in held}
+
+    forward = apply_rules(table_for(model), {**shapes, **state}, model.config, optimizer=True)
+
+    assert forward.views["adam_m.embedding.word_embeddings.weight"].sources == (f"adam_m.{sorted(held)[-1]}.weight",)
+    tied = {("model.embed_tokens.weight", "lm_head.weight")}
+    assert {*forward.tied} == tied | (
+        {("adam_m.model.embed_tokens.weight", "adam_m.lm_head.weight")} if held[1:] else set()
+    )
+
+
 def test_tensors_of_two_families_are_refused() -> None:
     experts = MODELS[4]
     both = {**MODELS[0].shapes, **experts.shapes}
