@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from reshard.checkpoints.formats.pickles import pickled, read_pickle
-from reshard.names import name_before, plain_names, possible_plain_names, trainer_keys, trainer_names
+from reshard.names import (
+    megatron_name_before,
+    megatron_names,
+    name_before,
+    plain_names,
+    possible_plain_names,
+    trainer_keys,
+    trainer_names,
+)
 from tests.forms.test_hf_sharded import CHUNKS, FULL, Chunk, converted, rows, write_shards
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
@@ -32,6 +40,24 @@ STATE = "optimizer.state.layers.0.up.weight.exp_avg"
 
 def plain(names: list[str], objects: tuple[str, ...] = (), keys: Any = None, optimizer: bool = True) -> dict[str, Any]:
     return plain_names(names, objects, keys or {}, optimizer).names
+
+
+def test_megatrons_masters_are_those_beside_a_moment() -> None:
+    weight, state = "decoder.layers.mlp.linear_fc1.weight", "optimizer.state"
+    masters = {"param": "main_param", "fp32_param": "main_param"}
+    for master in masters:
+        names = [weight, *(f"{state}.{each}.{weight}" for each in ("exp_avg", "exp_avg_sq", master))]
+        expected = [weight, *(f"{each}.{weight}" for each in ("adam_m", "adam_v", "main_param"))]
+        assert plain(names) == dict(zip(names, expected))
+        back = dict(zip(expected, [*names[:3], f"{state}.param.{weight}"]))
+        assert megatron_names(expected) == back
+        assert {megatron_name_before(new): old for old, new in back.items() if new} == {name: name for name in expected}
+        for old, new in plain(names).items():
+            assert new in possible_plain_names(old, True)
+    # Without a moment beside it, a module of the model has this name.
+    names = ["param.0", f"{state}.param.0.exp_avg", f"{state}.param.0.step"]
+    assert plain(names) == dict(zip(names, ["param.0", "adam_m.param.0", None]))
+    assert "adam_m.param.0" in possible_plain_names(names[1], True)
 
 
 def test_a_trainers_prefix_is_removed_only_on_evidence() -> None:

@@ -1,0 +1,79 @@
+"""Options and sizes of a chain of tables: which table an option belongs to, and what two configurations agree on."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import pytest
+
+from reshard.errors import NamesError, UsageError
+from reshard.names import Configuration, chained_rules, merged, rules_named
+from reshard.names.rules import NameRules
+
+SIZES = [*rules_named("deepseek_v3").sizes, *rules_named("megatron").sizes]
+
+
+def chosen(rules: Optional[NameRules]) -> dict[str, str]:
+    assert rules is not None
+    return dict(rules.chosen)
+
+
+def test_an_option_belongs_to_each_table_that_has_it() -> None:
+    family, megatron = chained_rules("qwen3,gate_up=halves,layer_keys=numbered,output=shared")
+    assert chosen(family) == {"gate_up": "halves", "output": "shared"}
+    assert chosen(megatron) == {"family": "qwen3", "layer_keys": "numbered", "output": "shared"}
+    # MindFormers alone has a copy of the embedding.
+    family, megatron = chained_rules("qwen3,output=copied")
+    assert chosen(family) == {"output": "copied"} and chosen(megatron) == {"family": "qwen3"}
+
+
+@pytest.mark.parametrize("mindformers", [True, False])
+def test_padding_is_that_of_the_target(mindformers: bool) -> None:
+    family, megatron = chained_rules("llama,vocab_multiple=16", mindformers)
+    assert ("vocab_multiple" in chosen(family)) == mindformers
+    assert ("vocab_multiple" in chosen(megatron)) == (not mindformers)
+
+
+@pytest.mark.parametrize("typed", ["llama,layers=numbered", "llama,layer_keys=both", "llama,family=qwen3"])
+def test_an_unknown_option_or_value_is_refused(typed: str) -> None:
+    with pytest.raises(UsageError):
+        chained_rules(typed)
+
+
+def test_a_table_of_no_family_is_used_alone() -> None:
+    rules, megatron = chained_rules("fused_experts")
+    assert rules.path == "fused_experts" and megatron is None
+
+
+def both(recorded: dict[str, Any], stated: dict[str, Any]) -> dict[str, object]:
+    return dict(merged(recorded, Configuration(stated, "config.json"), SIZES, ["tie_word_embeddings"]))
+
+
+def test_configurations_are_merged() -> None:
+    assert merged({"a": 1}, None) == {"a": 1}
+    assert both({"num_experts": 4, "b": 2}, {"n_routed_experts": 4, "b": 3}) == {
+        "num_experts": 4,
+        "n_routed_experts": 4,
+        "b": 3,
+    }
+    # Null and absent keys contradict nothing, and a vocabulary may be padded.
+    assert both({"head_dim": 8}, {"head_dim": None}) == {"head_dim": 8}
+    assert both({"vocab_size": 30, "padded_vocab_size": 32}, {"vocab_size": 31})["vocab_size"] == 31
+    assert both({"vocab_size": 32}, {"vocab_size": 31})["vocab_size"] == 31
+
+
+@pytest.mark.parametrize(
+    "recorded, stated",
+    [
+        ({"num_hidden_layers": 2}, {"num_hidden_layers": 3}),
+        ({"num_experts": 4}, {"n_routed_experts": 8}),
+        ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}),
+        ({"padded_vocab_size": 32}, {"vocab_size": 33}),
+        ({"vocab_size": 32}, {"vocab_size": 33}),
+        ({"head_dim": 8}, {"head_dim": 4}),
+    ],
+)
+def test_contradictions_are_refused_by_name(recorded: dict[str, Any], stated: dict[str, Any]) -> None:
+    with pytest.raises(NamesError) as refused:
+        both(recorded, stated)
+    assert all(str(value) in str(refused.value) for value in (*stated, *stated.values(), *recorded.values()))
