@@ -109,6 +109,7 @@ class TargetDirectory:
         # With other names, the strategy of "same" also lists parameters of absent ranks. It differs between runs
         # with different source ranks that write equal files, and from the source's strategy by its names.
         by_source = request.form.options.by_rank and request.target.path == SAME and not request.edits.is_empty
+        edits = checkpoint.identity if isinstance(checkpoint, EditedCheckpoint) else ""
         identity = Identity(
             source_strategy=strategy_digest(request.source),
             target_strategy=SAME if by_source else strategy_digest(request.target),
@@ -121,7 +122,7 @@ class TargetDirectory:
             task="recover" if task.recover else "convert",
             form=plan.form.name,
             division=_division(plan.form),
-            edits=short_digest(checkpoint.identity.encode()) if isinstance(checkpoint, EditedCheckpoint) else "",
+            edits=short_digest(edits.encode()) if edits else "",
             without_ranks=asked.source.without_ranks,
         )
         self._identity = identity

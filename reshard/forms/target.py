@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol, Union
 
-from reshard.checkpoints.checkpoint import ByName, GlobalTensor, Sharding
+from reshard.checkpoints.checkpoint import ByName, Checkpoint, GlobalTensor, Sharding
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_ckpt, lay_out_safetensors
 from reshard.errors import CheckpointError, IncompleteSourceError, LayoutError
@@ -76,6 +76,8 @@ class TargetForm(Protocol):
         metadata: of every safetensors file, instead of the usual.
         boxed: files record the boxes of their tensors, so slices of equal shape get different headers.
         limits_layouts: some layouts cannot be recorded; `check_layout` decides.
+        checkpoint: the source with the tensors that its files hold, where these are others than a conversion names;
+            None where they are the same.
     """
 
     name: str
@@ -87,6 +89,7 @@ class TargetForm(Protocol):
     metadata: Optional[Mapping[str, str]]
     limits_layouts: bool = False
     boxed: bool = False
+    checkpoint: Optional[Checkpoint] = None
 
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
         """The places of a file's bytes, from its tensors, in order, and the box of each in the full tensor.

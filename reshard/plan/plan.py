@@ -13,7 +13,7 @@ from typing import Callable, NamedTuple, Optional
 from weakref import WeakValueDictionary
 
 from reshard.checkpoints import CheckpointIndex, OutputLayout, lay_out_copy
-from reshard.checkpoints.checkpoint import Addition, Checkpoint
+from reshard.checkpoints.checkpoint import Addition, Checkpoint, EditedCheckpoint
 from reshard.errors import IncompleteSourceError
 from reshard.forms.registry import counted_as
 from reshard.forms.target import Cut, Cuts, Section, TargetForm
@@ -96,7 +96,7 @@ class Plan:
         self._orders: WeakValueDictionary[object, FileOrder] = WeakValueDictionary()
         self._resharded = frozenset(treatment.resharded)
         self._unholdable = frozenset(treatment.unholdable)
-        self._edited = not request.edits.is_empty
+        self._edited = isinstance(checkpoint, EditedCheckpoint)
         form.planned(self.layout_of)
 
     def path(self, file: int) -> str:

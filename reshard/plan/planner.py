@@ -67,6 +67,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         form = request.to.target(checkpoint, _write_request(request, handles, report))
         if request.to.options.names is not Names.TRAINER and not request.task.in_memory:
             _note_skipped_objects(checkpoint, admit, report)
+    checkpoint = checkpoint if form.checkpoint is None else form.checkpoint
     several = request.source.device_count > 1
     values = CopiedValues(checkpoint, form, request.filters, several, handles, request.source.is_as_cut)
     values_of = values.of if recovery is None else partial(recovery.values_of, values=values)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
+from reshard.checkpoints.formats.dtypes import PT
 from reshard.forms.form import Names
 from reshard.strategies import SAME, Strategy, shards_of
 from reshard.text.messages import Report, listing, plural, quoted
@@ -203,6 +204,11 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         # Reading a damaged archive would end the comparison with an error.
         paths = {path: os.path.relpath(path, directory) for path in sorted(damage)}
         return [*differences, *(Difference("file", None, (), damage[path], (file,)) for path, file in paths.items())]
+    if form.options.arguments and all(path.endswith(f".{PT}") for path in written.checkpoint.files.values()):
+        # Imported only here: other targets have a tensor for each of the source.
+        from reshard.verification.live_trees import as_layers, with_copies
+
+        source, written = with_copies(as_layers(source, written), written)
     if form.options.arguments:
         differences += _training_differences(source, written, request, means)
     elif form.options.names is Names.TRAINER:

@@ -17,7 +17,7 @@ from reshard import asked
 from reshard.checkpoints import CheckpointIndex, FileHandles, read_index, unchecked
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.crc import check_crcs, crc_of_file
-from reshard.checkpoints.formats.dtypes import ARCHIVES
+from reshard.checkpoints.formats.dtypes import ARCHIVES, PT
 from reshard.checkpoints.placed import PlacedFile
 from reshard.errors import CheckpointError, InputError, RetryableError
 from reshard.forms.form import ReadRequest
@@ -283,7 +283,7 @@ def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Ite
         yield from wrong
         return
     # Archives have no header of their own; `_archives` compares them with the metadata.
-    if not path.endswith(f".{ARCHIVES}"):
+    if not path.endswith((f".{ARCHIVES}", f".{PT}")):
         try:
             index = read_index(means.handles, path)
         except CheckpointError as error:
@@ -328,7 +328,9 @@ def _foreign_files(directory: str, manifest: Manifest) -> Iterator[Difference]:
         name for name in neighbours if name.endswith(".safetensors") and not os.path.basename(name).startswith(".")
     }
     steps = {os.path.relpath(step.path, directory) for step in form_named(manifest.plan.form).steps(directory)}
-    for name in sorted([*weights.difference(recorded), *steps.difference(places)]):
+    # A step may have a directory for every rank.
+    steps -= {part for place in places for part in (place, os.path.dirname(place))}
+    for name in sorted([*weights.difference(recorded), *steps]):
         yield Difference("file", None, (), f"{os.path.join(directory, name)} is not of this conversion", (name,))
 
 

@@ -452,6 +452,55 @@ def lay_out_archives(tensors: Sequence[OutputTensor], starts: Sequence[tuple[int
     return layout
 
 
+Added = Callable[[str, bytes], PickledInstance]
+"""Adds a small tensor of one element to an archive, by its type and bytes; for `lay_out_archive`."""
+
+
+def lay_out_archive(
+    tensors: Sequence[OutputTensor],
+    shapes: Sequence[tuple[int, ...]],
+    describe: Callable[[Sequence[PickledInstance], Added], Any],
+) -> OutputLayout:
+    """Lay out a file of ``torch.save`` that holds several tensors, each in a storage of its own.
+
+    Args:
+        tensors: the tensors.
+        shapes: the shape of each in the pickle, of the same number of elements.
+        describe: the object to pickle; gets the tensors, as they are in it.
+    """
+    more: list[tuple[str, bytes]] = []
+
+    def add(dtype: str, data: bytes) -> PickledInstance:
+        more.append((dtype, data))
+        return _rebuilt(dtype, (), len(data), str(len(tensors) + len(more) - 1))
+
+    described = [
+        _rebuilt(tensor.dtype, shape, tensor.nbytes, str(number))
+        for number, (tensor, shape) in enumerate(zip(tensors, shapes))
+    ]
+    layout = ArchiveLayout()
+    archive = _Archive()
+    archive.add("data.pkl", pickled(describe(described, add)))
+    archive.add("byteorder", b"little")
+    begins = []
+    for number, tensor in enumerate(tensors):
+        name = f"data/{number}"
+        if not tensor.nbytes:
+            archive.add(name, b"")
+            continue
+        head = archive.begin(name, tensor.nbytes)
+        layout.add(head, number, 0, tensor.nbytes)
+        begins.append((layout.size - tensor.nbytes, layout.size))
+    for number, (_, data) in enumerate(more, len(tensors)):
+        archive.add(f"data/{number}", data)
+    archive.add("version", b"3\n")
+    layout.add(archive.end())
+    layout.entries = [
+        CheckedEntry(first, last, places) for (first, last), places in zip(begins, archive.places_of_crcs)
+    ]
+    return layout
+
+
 def archive_of_pickle(data: bytes) -> bytes:
     """The archive of an object without tensors, of which the pickle is given."""
     archive = _Archive()
@@ -469,31 +518,34 @@ def _around(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[bytes, byt
     archive.add("byteorder", b"little")
     head = archive.begin("data/0", nbytes)
     archive.add("version", b"3\n")
-    return head, archive.end(), archive.crc_places
+    tail = archive.end()
+    return head, tail, archive.places_of_crcs[0]
 
 
 def _described(dtype: str, shape: tuple[int, ...], nbytes: int) -> bytes:
     """The pickle of a tensor that is all of the storage ``0``."""
+    return pickled(_rebuilt(dtype, shape, nbytes, "0"))
+
+
+def _rebuilt(dtype: str, shape: tuple[int, ...], nbytes: int, key: str) -> PickledInstance:
+    """A tensor in a pickle that is all of a storage."""
     strides = tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
     typed = _STORAGE_OF.get(dtype)
     elements = math.prod(shape) if typed else nbytes
-    storage = PickledInstance(("storage", inert_class(typed or UNTYPED), "0", "cpu", elements))
+    storage = PickledInstance(("storage", inert_class(typed or UNTYPED), key, "cpu", elements))
     args = (storage, 0, shape, strides, False, _ORDERED)
-    if typed:
-        return pickled(inert(REBUILD, *args))
-    return pickled(inert(REBUILD_TYPED, *args, inert_class(TORCH_NAMES[dtype])))
+    return inert(REBUILD, *args) if typed else inert(REBUILD_TYPED, *args, inert_class(TORCH_NAMES[dtype]))
 
 
 class _Archive:
-    """Puts entries together; the content of one may be left out, and then lies where the pieces are joined.
+    """Puts entries together; contents may be left out, and then lie where the pieces are joined.
 
     Attributes:
-        crc_places: where the CRC of that content is in the archive.
+        places_of_crcs: where the CRC of each such content is in the archive, twice, once it is complete.
     """
 
     def __init__(self) -> None:
-        self.crc_places: tuple[int, ...] = ()
-        self._directory_place = 0
+        self.places_of_crcs: list[tuple[int, int]] = []
         self._bytes = bytearray()
         self._position = 0
         self._directory = bytearray()
@@ -505,8 +557,7 @@ class _Archive:
 
     def begin(self, name: str, size: int) -> bytes:
         """All bytes before the content of an entry; the content is written by others."""
-        self.crc_places = (self._position + _LOCAL_CRC,)
-        self._directory_place = len(self._directory) + _DIRECTORY_CRC
+        self.places_of_crcs.append((self._position + _LOCAL_CRC, len(self._directory) + _DIRECTORY_CRC))
         self._header(name, size, 0)
         head = bytes(self._bytes)
         self._bytes.clear()
@@ -562,9 +613,11 @@ class _Archive:
     def end(self) -> bytes:
         """The remaining bytes, with the directory."""
         start, size, count = self._position, len(self._directory), self._count
-        self.crc_places += (start + self._directory_place,)
+        self.places_of_crcs = [(local, start + place) for local, place in self.places_of_crcs]
         ending = bytes(self._bytes + self._directory)
-        if start >= _UNKNOWN_32:
+        # Readers take the number of entries from these records where it does not fit the last one.
+        if start >= _UNKNOWN_32 or count >= _UNKNOWN_16:
             ending += struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, start)
             ending += struct.pack("<4sIQI", b"PK\6\7", 0, start + size, 1)
-        return ending + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, size, min(start, _UNKNOWN_32), 0)
+        counts = [min(count, _UNKNOWN_16)] * 2
+        return ending + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, *counts, size, min(start, _UNKNOWN_32), 0)

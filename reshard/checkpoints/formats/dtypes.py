@@ -88,6 +88,9 @@ TORCH_NAMES = {row.name: f"torch.{row.extended or row.name.lower()}" for row in 
 FROM_TORCH = {stored: dtype for dtype, stored in TORCH_NAMES.items()}
 """MindSpore's name of torch's type."""
 
+PT = "pt"
+"""The format of files of ``torch.save``: an archive of several tensors."""
+
 ARCHIVES = "distcp"
 """The format of files of archives, as torch DCP writes them."""
 
@@ -137,7 +140,7 @@ def can_hold(format: str, dtype: str) -> bool:
         return False
     if format == MEMORY:
         return True
-    if format == ARCHIVES:
+    if format in (ARCHIVES, PT):
         return dtype in TORCH_NAMES
     if format == "ckpt":
         return dtype not in DTYPES or DTYPES[dtype].ckpt is not None

@@ -18,7 +18,7 @@ from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE, read_ckpt_index
-from reshard.checkpoints.formats.dtypes import ARCHIVES
+from reshard.checkpoints.formats.dtypes import ARCHIVES, PT
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
 from reshard.storage import FileStatus, ReadableFile, exists, read_each, read_range, reading, storage_of
@@ -80,7 +80,7 @@ _HINT = "pass a checkpoint that MindSpore saved: .ckpt or .safetensors"
 FORMATS = {".ckpt": "ckpt", ".safetensors": "safetensors"}
 """Format by the ending of a file's name."""
 
-ALL_FORMATS = (*FORMATS.values(), ARCHIVES)
+ALL_FORMATS = (*FORMATS.values(), ARCHIVES, PT)
 """Formats of all written files; files of archives cannot be read without their metadata."""
 
 

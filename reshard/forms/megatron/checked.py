@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 from reshard.asked import Target
@@ -18,18 +18,39 @@ from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.pickles import Global, PickledInstance
 from reshard.errors import DamagedCheckpointError, InputError
 from reshard.forms.megatron.arguments import configuration_of
-from reshard.forms.megatron.common import Common, common_of, is_named
-from reshard.forms.megatron.form import BACKEND, COMMON, MEGATRON
+from reshard.forms.megatron.common import Common, common_in, common_of, is_named
+from reshard.forms.megatron.form import BACKEND, COMMON, LEGACY, MEGATRON, MODEL_FILE, RANK_DIRECTORY, kind_of_iteration
 from reshard.forms.megatron.origin import Origin, origin_of
 from reshard.forms.pytorch.form import ITERATIONS
 from reshard.forms.tracker import RELEASE, TRACKER
-from reshard.storage import read_small, reading
+from reshard.storage import names_in, read_small, reading
 from reshard.text.messages import quoted
 from reshard.text.names import natural_order
 
 _MOST = 1 << 16
 _PARAMETERS = frozenset(
     {"weight", "bias", "layer_norm_weight", "layer_norm_bias", "weight_w", "weight_v", "bias_w", "bias_v"}
+)
+_SIZE_ARGUMENTS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+}
+# Arguments that say how a run is divided over ranks.
+_DIVIDED = frozenset(
+    {
+        *_SIZE_ARGUMENTS.values(),
+        *(
+            "expert_tensor_parallel_size",
+            "transformer_pipeline_model_parallel_size",
+            "world_size",
+            "rank",
+            "local_rank",
+        ),
+        *("data_parallel_size", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        *("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage", "schedules_method"),
+        *("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size", "num_layer_list"),
+    }
 )
 # Arguments that depend on what is written, not on where it is from.
 _SET = frozenset(
@@ -63,6 +84,10 @@ def differences(
     """
     place = os.path.relpath(target.place, directory)
     yield from _marks(directory, place)
+    if kind_of_iteration(target.place, names_in(target.place)) == LEGACY:
+        yield from _of_legacy(directory, place, source, step, asked, config, handles)
+        return
+    yield from _backend(directory, place)
     common_file = os.path.join(place, COMMON)
     try:
         common = common_of(target.place, handles)
@@ -94,6 +119,45 @@ def _marks(directory: str, place: str) -> Iterator[tuple[str, str]]:
                 continue
         if text != expected:
             yield name, f"names {quoted(text)}, not {expected}"
+
+
+def _of_legacy(
+    directory: str,
+    place: str,
+    source: Checkpoint,
+    step: Optional[int],
+    asked: Target,
+    config: Optional[str],
+    handles: FileHandles,
+) -> Iterator[tuple[str, str]]:
+    """Differences of every file of a legacy tree."""
+    origin = origin_of(source, asked.args, config, handles)
+    root = os.path.join(directory, place)
+    names = sorted(filter(RANK_DIRECTORY.fullmatch, names_in(root)))
+    asked_sizes = dict(asked.sizes or ())
+    for name in names:
+        path = os.path.join(root, name, MODEL_FILE)
+        with reading(path), contextlib.closing(handles.open_file(path)) as file:
+            archive = Archive(file, 0, file.size())
+            common = common_in(archive.pickled(is_named), archive, file)
+        has_optimizer = bool(common.optimizers)
+        problems = [
+            *_numbers(common, place, origin, step, has_optimizer, None),
+            *_arguments(common, origin, _DIVIDED),
+            *(_groups(common, origin, some=True) if has_optimizer else ()),
+        ]
+        ranks = 1
+        for key, argument in _SIZE_ARGUMENTS.items():
+            size = common.args.get(argument)
+            ranks *= size if type(size) is int else 0
+            if size != asked_sizes.get(key, size):
+                problems.append(f"args.{argument} is {size}, not {asked_sizes[key]}")
+        if ranks != len(names):
+            problems.append(f"is one of {len(names)} files, and of {ranks} by its args")
+        yield from ((os.path.join(place, name, MODEL_FILE), problem) for problem in problems)
+
+
+def _backend(directory: str, place: str) -> Iterator[tuple[str, str]]:
     path = os.path.join(directory, place, BACKEND)
     with reading(path):
         try:
@@ -113,7 +177,14 @@ def _marks(directory: str, place: str) -> Iterator[tuple[str, str]]:
         yield os.path.join(place, BACKEND), "names another backend than torch_dist, version 1"
 
 
-def _numbers(common: Common, place: str, origin: Origin, step: Optional[int], has_optimizer: bool) -> Iterator[str]:
+def _numbers(
+    common: Common,
+    place: str,
+    origin: Origin,
+    step: Optional[int],
+    has_optimizer: bool,
+    kind: Optional[str] = "fully_reshardable",
+) -> Iterator[str]:
     own = None if origin.own is None else origin.own
     if step is None and own is not None and len(own.steps) == 1:
         (step,) = own.steps
@@ -132,13 +203,16 @@ def _numbers(common: Common, place: str, origin: Origin, step: Optional[int], ha
         )
     if has_optimizer and common.steps != {step}:
         yield f"the optimizer's step is {' and '.join(map(str, sorted(common.steps))) or None}, not {step}"
-    kind = common.content.get("distrib_optim_sharding_type")
-    if kind != ("fully_reshardable" if has_optimizer else None):
-        yield f"content_metadata names the optimizer state {kind}"
+    found = common.content.get("distrib_optim_sharding_type")
+    if found != (kind if has_optimizer else None):
+        yield f"content_metadata names the optimizer state {found}"
 
 
-def _arguments(common: Common, origin: Origin) -> Iterator[str]:
+def _arguments(common: Common, origin: Origin, others: Collection[str] = ()) -> Iterator[str]:
+    """Differences of arguments, but those that depend on what is written, ``others`` among them."""
     for name, value in origin.args.items():
+        if name in others:
+            continue
         if name not in _SET and name in common.args and not _same(value, common.args[name]):
             yield f"args.{name} is {_shown(common.args[name])}, not {_shown(value)}"
         elif name not in _SET and name not in common.args and not _holds_tensor(value):
@@ -150,8 +224,8 @@ def _arguments(common: Common, origin: Origin) -> Iterator[str]:
                 yield f"args give {key} {number!r}, and config.json {expected!r}"
 
 
-def _groups(common: Common, origin: Origin) -> Iterator[str]:
-    """Groups with other settings than the source's, or than --args states."""
+def _groups(common: Common, origin: Origin, some: bool = False) -> Iterator[str]:
+    """Groups with other settings than the source's, or than --args states; ``some``: of a part of the parameters."""
     recorded = {_key(group): group for group in origin.groups}
     for group in common.groups:
         expected: Mapping[str, Any] = recorded.get(_key(group), {})
@@ -169,7 +243,7 @@ def _groups(common: Common, origin: Origin) -> Iterator[str]:
             own = name in ("step", "params", "is_expert_parallel") or _holds_tensor(value)
             if not own and not _same(value, group.get(name)):
                 yield f"{name} of a parameter group is {_shown(group.get(name))}, not {_shown(value)}"
-    lacking = recorded.keys() - {_key(group) for group in common.groups}
+    lacking = set() if some else recorded.keys() - {_key(group) for group in common.groups}
     yield from (f"lacks the parameter group {key} of the source" for key in sorted(lacking))
     schedule = common.state.get("opt_param_scheduler")
     for name, value in (origin.schedule or {}).items():

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Optional, cast
 
 from reshard.asked import Source, Target
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.errors import CheckpointError
 from reshard.forms.form import (
     Description,
     Form,
@@ -153,7 +152,9 @@ class MegatronForm(Form):
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         if request.asked.format == LEGACY:
-            raise CheckpointError(f"{checkpoint.place}: --format {LEGACY} is not written yet", file=checkpoint.place)
+            from reshard.forms.megatron.legacy_written import legacy_files
+
+            return legacy_files(checkpoint, request)
         from reshard.forms.megatron.written import torch_dist_files
 
         return torch_dist_files(checkpoint, request)

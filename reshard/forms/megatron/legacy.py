@@ -666,9 +666,6 @@ class Gathered:
             elif fault is not None:
                 faults.setdefault(key, fault)
         checkpoint.tensors, checkpoint.faults = tensors, faults
-        checkpoint.chunks = {
-            name: chunk for name, chunk in checkpoint.chunks.items() if name in tensors or name in checkpoint.plain
-        }
         checkpoint.tied = [
             *(
                 TiedTensors(tensors[key], tuple(each), _TIED, "take a checkpoint whose copies agree")

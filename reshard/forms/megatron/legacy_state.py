@@ -17,7 +17,7 @@ from reshard.checkpoints.formats.pickles import Global
 from reshard.forms.megatron.buckets import places_by_size
 from reshard.forms.megatron.live import is_of_expert
 
-MASTER = "fp32_param"
+MASTER = "param"
 KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "param": MASTER, "master_param": MASTER}
 """Names of state in files, and in `optimizer.state.KIND.KEY`."""
 

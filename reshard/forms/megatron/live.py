@@ -71,12 +71,12 @@ _HEAD_PARTS = {
 _PAIRS = (tuple(_HEAD_PARTS)[:2], tuple(_HEAD_PARTS)[2:])
 
 _FC1 = re.compile(r"(mlp\.(?:shared_experts\.)?)linear_fc1\.(?:weight|bias)")
-_ROWS = re.compile(
+ROWS = re.compile(
     r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)|eh_proj\.weight"
     r"|self_attention\.linear_(qkv|q_proj|q_up_proj|kv_up_proj)\.(weight|bias)"
 )
-_COLUMNS = re.compile(r"self_attention\.linear_proj\.weight|mlp\.(shared_experts\.)?linear_fc2\.weight")
-_WHOLE = re.compile(
+COLUMNS = re.compile(r"self_attention\.linear_proj\.weight|mlp\.(shared_experts\.)?linear_fc2\.weight")
+WHOLE = re.compile(
     r"(.*[._])?(layernorm|layer_norm|norm|enorm|hnorm)[._](weight|bias)|(.*\.)?post_attn_norm\.weight"
     r"|self_attention\.linear_proj\.bias|mlp\.(shared_experts\.)?linear_fc2\.bias"
     r"|mlp\.router\.(weight|bias|expert_bias)|mlp\.shared_experts\.gate_weight|embedding\.position_embeddings\.weight"
@@ -141,11 +141,11 @@ class LiveModule:
         gated = _FC1.fullmatch(name)
         if gated and self._is_gated(gated[1], rank):
             return self._halves(key, shape, rank)
-        if gated or _ROWS.fullmatch(name) or (name in (_QUERY_DOWN, _KV_DOWN) and not self._is_duplicated(name, rank)):
+        if gated or ROWS.fullmatch(name) or (name in (_QUERY_DOWN, _KV_DOWN) and not self._is_duplicated(name, rank)):
             return [self._cut(key, name, rank, 0)]
-        if _COLUMNS.fullmatch(name):
+        if COLUMNS.fullmatch(name):
             return [self._cut(key, name, rank, len(shape) - 1)]
-        if not (_WHOLE.fullmatch(name) or name in (_QUERY_DOWN, _KV_DOWN) or self._sizes.tp == 1):
+        if not (WHOLE.fullmatch(name) or name in (_QUERY_DOWN, _KV_DOWN) or self._sizes.tp == 1):
             raise LiveError(f"is of no kind that says how it is cut over {self._sizes.tp} tensor ranks")
         if len(set(self._shapes[name].values())) > 1:
             raise LiveError("has different shapes on different ranks, which should hold all of it")

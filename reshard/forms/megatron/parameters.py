@@ -27,7 +27,7 @@ _EXPERTS = "mlp.experts.experts."
 _BUFFERS = frozenset({"mlp.router.expert_bias"})
 
 # Modules of a layer, in the order in which they are made.
-_MODULES = (
+MODULES = (
     "input_layernorm",
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
@@ -48,7 +48,7 @@ _MODULES = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
-_PARAMETERS = ("layer_norm_weight", "layer_norm_bias", "gate_weight", "weight", "bias")
+PARAMETERS = ("layer_norm_weight", "layer_norm_bias", "gate_weight", "weight", "bias")
 # Modules around the layers of the model.
 _BEFORE = (EMBEDDING, "embedding.position_embeddings.weight", "embedding.tokentype_embeddings.weight")
 _AFTER = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias")
@@ -271,7 +271,7 @@ class Model:
             elif holding is not Holding.EXPERTS:
                 by_order.append((_order(tail, variant.local, at.key), [self._parameter(at, rank)]))
         if experts and holding is not Holding.DENSE:
-            by_order.append(((_MODULES.index("mlp.experts.experts"), 0), self._of_experts(experts, rank, variant)))
+            by_order.append(((MODULES.index("mlp.experts.experts"), 0), self._of_experts(experts, rank, variant)))
         by_order.sort(key=lambda each: each[0])
         parameters = list(itertools.chain.from_iterable(some for _, some in by_order))
         self._of_layer[key] = parameters
@@ -389,9 +389,9 @@ def _order(tail: str, local: bool, key: str) -> tuple[int, int]:
     for beginning, norm in _LOCAL_NORMS.items():
         if local and tail.startswith(beginning):
             module = norm
-    if module not in _MODULES or name not in _PARAMETERS:
+    if module not in MODULES or name not in PARAMETERS:
         raise OrderError(f"has an unknown order: where {quoted(key)} belongs in its layer is not known")
-    return _MODULES.index(module), _PARAMETERS.index(name)
+    return MODULES.index(module), PARAMETERS.index(name)
 
 
 def _are_all(numbered: Mapping[int, object]) -> bool:

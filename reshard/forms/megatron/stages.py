@@ -50,7 +50,7 @@ def stages_of(args: Mapping[str, Any], ranks: int, chunks: int = 1) -> Stages:
     Raises:
         StagesError: the arguments do not determine them.
     """
-    stated = _chunks_stated(args, ranks)
+    stated = chunks_stated(args, ranks)
     if stated is not None and stated != chunks:
         raise StagesError(f"has {chunks} model chunks per rank of the pipeline, and {stated} by its args")
     dealt, positions = _dealt(args, ranks, chunks)
@@ -72,7 +72,7 @@ def _checked(chunks: tuple[tuple[Chunk, ...], ...], count: int) -> Stages:
     return Stages(chunks, count)
 
 
-def _chunks_stated(args: Mapping[str, Any], ranks: int) -> Optional[int]:
+def chunks_stated(args: Mapping[str, Any], ranks: int) -> Optional[int]:
     """Chunks of each rank by the arguments; None where these do not say."""
     if args.get("schedules_method") == "dualpipev":
         return 2

@@ -14,6 +14,7 @@ from reshard.checkpoints.formats.pickles import NAMESPACE, Global, PickledInstan
 from reshard.errors import CheckpointError
 from reshard.forms.form import WriteRequest
 from reshard.forms.megatron.arguments import arguments_of
+from reshard.forms.megatron.form import LEGACY
 from reshard.forms.megatron.model import Model
 from reshard.forms.megatron.origin import OPTIMIZER, origin_of
 from reshard.text.messages import listing, some_names
@@ -181,7 +182,8 @@ class _Made:
     def _optimizers(self, args: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
         """The parameter groups of each optimizer: with expert parallelism, experts have one of their own."""
         groups = _by_identifier(self._origin.groups or self._new_groups(args))
-        parallel = args.get(_PARALLEL)
+        asked = self._request.asked
+        parallel = dict(asked.sizes or ()).get("ep", 1) if asked.format == LEGACY else args.get(_PARALLEL)
         if self._model.has_experts and type(parallel) is not int:
             self._missing.append(_PARALLEL)
         of_experts = self._model.has_experts and type(parallel) is int and parallel > 1

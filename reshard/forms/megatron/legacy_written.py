@@ -1,0 +1,694 @@
+"""Legacy trees to be written, as Megatron-Core 0.12.1 and MindSpeed-LLM load them with ``--ckpt-format torch``.
+
+Each file holds the parameters of a tensor, pipeline and expert rank under their live names, and the optimizer in the
+plain form: state by numbers, and FP32 copies by group. A parameter of all ranks of a stage is made a tensor that a
+layout over these ranks cuts into the parameters: `LiveTensor`. So the ordinary plan reads and writes their elements.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, GlobalTensor, Recipe
+from reshard.checkpoints.formats.archives import Added, lay_out_archive
+from reshard.checkpoints.formats.dtypes import PT
+from reshard.checkpoints.formats.output import OutputLayout, OutputTensor
+from reshard.checkpoints.formats.pickles import NAMESPACE, PickledInstance, inert, pickled
+from reshard.errors import CheckpointError, UsageError
+from reshard.forms.form import WriteRequest
+from reshard.forms.megatron.form import MEGATRON, MODEL_FILE
+from reshard.forms.megatron.legacy import EMBEDDING, OUTPUT, STATE
+from reshard.forms.megatron.legacy_state import HALF, MASTER
+from reshard.forms.megatron.live import COLUMNS, ROWS, WHOLE, is_of_expert, is_parameter
+from reshard.forms.megatron.model import Model
+from reshard.forms.megatron.parameters import MODULES, PARAMETERS
+from reshard.forms.megatron.stages import Stages, StagesError, chunks_stated, stages_of
+from reshard.forms.megatron.training import Training, training_of
+from reshard.forms.megatron.written import directory_of, step_of
+from reshard.forms.pytorch.form import ITERATIONS
+from reshard.forms.ranks.naming import FileNames
+from reshard.forms.recorded import tensor_fault
+from reshard.forms.target import FinishingFile, Section, TargetForm
+from reshard.forms.tracker import RELEASE, TRACKER
+from reshard.forms.writing import selected
+from reshard.layout import Box, Layout, shape_of
+from reshard.layout.views import View
+from reshard.text.messages import quoted
+
+_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "param": MASTER, MASTER: MASTER}
+_STATE = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param|fp32_param)\.(.+)")
+_LAYER = re.compile(r"decoder\.layers\.(?:([0-9]{1,6})\.)?(.+)")
+_MTP = re.compile(r"(mtp\.layers\.[0-9]{1,6}\.(?:transformer_layer\.)?)(.+)")
+_EXPERTS = re.compile(r"mlp\.experts\.experts\.(linear_fc[12])\.weight")
+_FC1 = re.compile(r"(mlp\.(?:shared_experts\.)?)linear_fc1\.(?:weight|bias)")
+_DOWN = re.compile(r"self_attention\.linear_(q|kv)_down_proj\.weight")
+_QUERY, _KV_DOWN = "self_attention.linear_q_proj.weight", "self_attention.linear_kv_down_proj.weight"
+_ROUTER = "mlp.router.weight"
+_LATENT = re.compile(r"\.(kv_layernorm|linear_kv_up_proj|linear_kv_nope)\.")
+_HEADS = {
+    "self_attention.linear_q_up_proj.weight": ("linear_qk_nope", "linear_qk_rope"),
+    "self_attention.linear_kv_up_proj.weight": ("linear_kv_nope", "linear_v"),
+}
+# Norms beside a linear layer, and the layer that Transformer Engine holds them in.
+_NORMS = {
+    "input_layernorm": "self_attention.linear_qkv",
+    "pre_mlp_layernorm": "mlp.linear_fc1",
+    "self_attention.q_layernorm": "self_attention.linear_q_up_proj",
+    "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj",
+}
+_FIRST, _LAST = ("embedding.",), ("decoder.final_layernorm.", "output_layer.")
+
+# Arguments that divide layers otherwise; they are those of a run of as many pipeline ranks.
+_OF_STAGES = (
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"),
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "schedules_method"),
+    *("virtual_pipeline_model_parallel_size", "num_layer_list"),
+)
+_MINDSPEED = frozenset({"mla_mm_split", "moe_tp_extend_ep", "schedules_method"})
+_TP, _EP = 0, 1
+"""Axes of a device matrix of expert ranks and tensor ranks, counted from the right."""
+
+
+class LiveTensor(NamedTuple):
+    """A parameter on all ranks of a stage, or its state.
+
+    Attributes:
+        name: unique in the checkpoint.
+        local: its name in a file.
+        chunk: the number of its model chunk.
+        kind: of the optimizer's state; empty for the parameter itself.
+        axes: per dimension the axes of the device matrix that cut it.
+        joined: per dimension of the parameter in a file, the dimensions that it is made of.
+    """
+
+    name: str
+    local: str
+    chunk: int
+    kind: str
+    axes: tuple[tuple[int, ...], ...]
+    joined: tuple[tuple[int, ...], ...]
+
+    def shape_in_file(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(math.prod(sizes[dimension] for dimension in each) for each in self.joined)
+
+
+class _Kept(NamedTuple):
+    """A tensor of one layer, or a part of a tensor of all layers, by its key within the layer."""
+
+    tensor: GlobalTensor
+    layer: Optional[int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape if self.layer is None else self.tensor.shape[1:]
+
+    def view(self) -> View:
+        tensor = self.tensor
+        view = View.whole(0, tensor.shape) if tensor.view is None else tensor.view
+        if self.layer is None:
+            return view
+        return view.part(0, self.layer, self.layer + 1).reshape(self.shape)
+
+
+class _Form(NamedTuple):
+    """How a parameter is made of a tensor, or of two.
+
+    Attributes:
+        name: its name in the module.
+        axes: see `LiveTensor`.
+        joined: see `LiveTensor`.
+        shape: the shape that the tensor gets first; None for its own.
+        part: then, the part of dimension 1 that is taken; None for all.
+        order: then, the order of its dimensions; None for the same.
+        beside: the key of another tensor whose rows come after; empty for none.
+    """
+
+    name: str
+    axes: tuple[tuple[int, ...], ...]
+    joined: tuple[tuple[int, ...], ...]
+    shape: Optional[tuple[int, ...]] = None
+    part: Optional[tuple[int, int]] = None
+    order: Optional[tuple[int, ...]] = None
+    beside: str = ""
+
+    def make(self, view: View) -> View:
+        if self.shape is not None:
+            view = view.reshape(self.shape)
+        if self.part is not None:
+            view = view.part(1, *self.part)
+        return view if self.order is None else view.transpose(self.order)
+
+
+def legacy_files(checkpoint: Checkpoint, request: WriteRequest) -> LegacyFiles:
+    """The files of a legacy tree.
+
+    Raises:
+        CheckpointError: the tensors are not Megatron's, or what Megatron needs beside them is not known.
+    """
+    chosen = selected(checkpoint, request)
+    model = Model(chosen.tensors, checkpoint.place)
+    if checkpoint.form != MEGATRON:
+        model.check_names()
+    model.check_optimizer()
+    training = training_of(checkpoint, model, step_of(checkpoint, request), request)
+    return LegacyFiles(checkpoint, chosen.tensors, model.has_experts, training, request)
+
+
+class LegacyFiles(TargetForm):
+    """The files of one iteration; see `TargetForm`."""
+
+    name = MEGATRON
+    by_rank = False
+    takes_everything = True
+    format = PT
+    metadata: Optional[Mapping[str, str]] = None
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tensors: Mapping[str, GlobalTensor],
+        has_experts: bool,
+        training: Training,
+        request: WriteRequest,
+    ) -> None:
+        sizes = dict(request.asked.sizes or ())
+        self.tp, self.pp, self.ep = (sizes.get(kind, 1) for kind in ("tp", "pp", "ep"))
+        self._training = training
+        self._groups = _divided_groups(training, has_experts and self.ep > 1)
+        self._args = _arguments(training.args, self.tp, self.pp, self.ep)
+        self._place = checkpoint.place
+        self._recipes: dict[str, Recipe] = {}
+        self.stage_of: dict[str, int] = {}
+        self.live: dict[str, LiveTensor] = {}
+        self._stages = self._divided(tensors)
+        self._add(tensors)
+        if self._groups:
+            self._check_order()
+        for name in self.live:
+            if not request.admit(name):
+                raise UsageError(f"--include or --exclude leaves out {quoted(name)}, which Megatron's files need")
+        base = checkpoint.base if isinstance(checkpoint, EditedCheckpoint) else checkpoint
+        self.checkpoint: Optional[Checkpoint] = EditedCheckpoint(
+            base,
+            self._recipes,
+            (),
+            checkpoint.identity if isinstance(checkpoint, EditedCheckpoint) else "",
+            checkpoint.tied_tensors()[len(base.tied_tensors()) :],
+        )
+        self.sections: Sequence[Section] = [*self._sections()]
+        self.iteration = directory_of(training.iteration)
+        self.names = FileNames("file{rank}", dict(enumerate(self._paths())))
+
+    @property
+    def settings(self) -> bytes:
+        groups = [[*map(dict, each)] for each in self._groups]
+        schedule = None if self._training.schedule is None else dict(self._training.schedule)
+        return pickled([dict(self._args), groups, schedule, self._training.iteration])
+
+    @property
+    def count(self) -> int:
+        return self.tp * self.pp * self.ep
+
+    def _refused(self, problem: str, hint: Optional[str] = None) -> CheckpointError:
+        return CheckpointError(f"{self._place}: {problem}", file=self._place, hint=hint)
+
+    def _divided(self, tensors: Mapping[str, GlobalTensor]) -> Stages:
+        """The layers of every stage."""
+        layers: set[int] = set()
+        for name, tensor in tensors.items():
+            match = _LAYER.fullmatch(name)
+            if match:
+                layers.update(range(tensor.shape[0]) if match[1] is None else [int(match[1])])
+        args = {**self._args, "num_layers": self._args.get("num_layers") or len(layers)}
+        try:
+            stages = stages_of(args, self.pp, chunks_stated(args, self.pp) or 1)
+        except StagesError as error:
+            raise self._refused(
+                f"{error} (--sizes pp={self.pp})", "choose another pp, or state it in --args"
+            ) from error
+        if layers != {*range(stages.layer_count)}:
+            raise self._refused(f"has {len(layers)} layers, and {stages.layer_count} by its args")
+        return stages
+
+    def _add(self, tensors: Mapping[str, GlobalTensor]) -> None:
+        """Add the parameters of all tensors, and their state, in the order of the model."""
+        modules: dict[tuple[str, Optional[int]], dict[str, dict[str, _Kept]]] = {}
+        for name, tensor in tensors.items():
+            state = _STATE.fullmatch(name)
+            kind, key = (_KINDS[state[1]], state[2]) if state else ("", name)
+            if kind == "" and name.startswith(STATE):
+                raise tensor_fault(self._place, name, "is state that Megatron's optimizer does not have")
+            layer, inner = _LAYER.fullmatch(key), _MTP.fullmatch(key)
+            places: list[tuple[tuple[str, Optional[int]], str, Optional[int]]]
+            if layer and layer[1] is None:
+                places = [(("decoder.layers.", number), layer[2], number) for number in range(tensor.shape[0])]
+            elif layer:
+                places = [(("decoder.layers.", int(layer[1])), layer[2], None)]
+            elif inner:
+                places = [((inner[1], None), inner[2], None)]
+            else:
+                places = [(("", None), key, None)]
+            for module, tail, index in places:
+                modules.setdefault(module, {}).setdefault(tail, {})[kind] = _Kept(tensor, index)
+        outside = modules.pop(("", None), {})
+        places_of_layers = {
+            layer: (rank, chunk, local)
+            for rank, chunks in enumerate(self._stages.chunks)
+            for chunk, layers in enumerate(chunks)
+            for local, layer in enumerate(layers)
+            if layer is not None
+        }
+        chunks = len(self._stages.chunks[0])
+        last = (0 if self._args.get("schedules_method") == "dualpipev" else self.pp - 1, chunks - 1)
+        for (prefix, number), tails in modules.items():
+            if number is None:
+                self._add_module(prefix, prefix, tails, *last)
+            else:
+                stage, chunk, local = places_of_layers[number]
+                self._add_module(f"{prefix}{number}.", f"{prefix}{local}.", tails, stage, chunk)
+        firsts = {tail: kept for tail, kept in outside.items() if tail.startswith(_FIRST)}
+        lasts = {tail: kept for tail, kept in outside.items() if tail.startswith(_LAST)}
+        others = outside.keys() - firsts.keys() - lasts.keys()
+        if others:
+            raise tensor_fault(self._place, min(others), "is of no part of a model that is known")
+        self._add_module("", "", firsts, 0, 0)
+        self._add_module("", "", lasts, *last)
+        mtp = any(prefix.startswith("mtp.") for prefix, _ in modules)
+        tied = OUTPUT not in outside
+        if EMBEDDING in firsts and last != (0, 0) and (mtp or tied):
+            if mtp and tied:
+                raise self._refused("has tied weights and multi-token prediction, which is written with pp=1 only")
+            copy = {EMBEDDING if mtp else OUTPUT: firsts[EMBEDDING]}
+            self._add_module("copy.", "", copy, *last)
+
+    def _add_module(
+        self, prefix: str, local: str, tails: Mapping[str, Mapping[str, _Kept]], stage: int, chunk: int
+    ) -> None:
+        """Add the parameters of a layer, or of the model outside of layers.
+
+        Args:
+            prefix: of names in the checkpoint.
+            local: of names in files.
+            tails: per key within it the tensor and its state by kind.
+        """
+        module = _Module(self, prefix, {tail: kept[""].shape for tail, kept in tails.items() if "" in kept})
+        for tail, kinds in tails.items():
+            if "" not in kinds:
+                raise tensor_fault(self._place, prefix + tail, "has state of the optimizer, and is not there")
+            for form in module.forms(tail):
+                for kind, kept in kinds.items():
+                    beside = tails[form.beside].get(kind) if form.beside else None
+                    if form.beside and beside is None:
+                        raise tensor_fault(self._place, prefix + form.beside, "has no such state as the one before it")
+                    before = f"{STATE}{kind}." if kind else ""
+                    name = f"{before}{prefix}{form.name}"
+                    if name in self.live:
+                        raise tensor_fault(self._place, name, "is there twice")
+                    self.live[name] = LiveTensor(
+                        name, self._local_name(local + form.name), chunk, kind, form.axes, form.joined
+                    )
+                    self.stage_of[name] = stage
+                    self._recipes[name] = _recipe([kept] if beside is None else [kept, beside], form, name)
+
+    def _check_order(self) -> None:
+        """Refuse state of parameters whose place among the others is not known: it is stored by numbers."""
+        mindspeed = not _MINDSPEED.isdisjoint(self._args)
+        for each in self.live.values():
+            unknown = mindspeed and _LATENT.search(each.local)
+            if unknown or (is_parameter(each.local) and not _is_ordered(each.local)):
+                raise self.fault(
+                    each.name,
+                    "has a place among the parameters of the optimizer that is not known",
+                    "convert weights alone with --exclude 'optimizer.*', or write torch_dist",
+                )
+
+    def _local_name(self, name: str) -> str:
+        """The name in a file; MindSpeed-LLM has norms of multi-token prediction under other names."""
+        if self._args.get("mtp_num_layers") and not _MINDSPEED.isdisjoint(self._args):
+            name = re.sub(r"^mtp\.layers\.([0-9]+)\.final_layernorm\.", r"mtp.final_layernorms.\1.", name)
+            name = re.sub(r"^decoder\.final_layernorm\.", "final_layernorm.", name)
+        return name
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        return self._args
+
+    def fault(self, name: str, problem: str, cure: str = "") -> CheckpointError:
+        return tensor_fault(self._place, name, problem, cure)
+
+    def _sections(self) -> Iterator[Section]:
+        """The files of each stage."""
+        assert self.checkpoint is not None
+        over = self.tp * self.ep
+        names: list[list[str]] = [[] for _ in range(self.pp)]
+        for name, stage in self.stage_of.items():
+            names[stage].append(name)
+        layouts: dict[tuple[tuple[int, ...], ...], Layout] = {}
+        for stage, of_stage in enumerate(names):
+            laid_out = {}
+            for name in of_stage:
+                axes = self.live[name].axes
+                layout = layouts.setdefault(axes, Layout((self.ep, self.tp), axes))
+                for size, each in zip(self.checkpoint.tensors[name].shape, axes):
+                    parts = math.prod((self.tp, self.ep)[axis] for axis in each)
+                    if size % parts:
+                        raise self.fault(name, f"has {size} elements along a dimension that {parts} ranks are to cut")
+                laid_out[name] = layout
+            yield Section(stage, range(stage * over, (stage + 1) * over), laid_out, self.pp > 1, f"stage {stage}")
+
+    def _paths(self) -> Iterator[str]:
+        for stage in range(self.pp):
+            for expert in range(self.ep):
+                for tensor in range(self.tp):
+                    numbers = [*([stage] if self.pp > 1 else []), *([expert] if self.ep > 1 else [])]
+                    directory = "_".join([f"mp_rank_{tensor:02d}", *(f"{number:03d}" for number in numbers)])
+                    yield f"{self.iteration}/{directory}/{MODEL_FILE.rpartition('.')[0]}"
+
+    def section_of(self, file: int) -> Section:
+        return self.sections[file // (self.tp * self.ep)]
+
+    def takes_value(self, name: str, file: int) -> bool:
+        return False
+
+    def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
+        live = [self.live[tensor.name] for tensor in tensors]
+        shapes = [each.shape_in_file(shape_of(box)) for each, box in zip(live, boxes)]
+
+        def describe(described: Sequence[PickledInstance], add: Added) -> Any:
+            return self._state([*zip(live, shapes, described)], {each.name: each.dtype for each in tensors}, add)
+
+        return lay_out_archive(tensors, shapes, describe)
+
+    def _state(
+        self,
+        tensors: Sequence[tuple[LiveTensor, tuple[int, ...], PickledInstance]],
+        dtypes: Mapping[str, str],
+        add: Added,
+    ) -> dict[str, Any]:
+        """What a file holds."""
+        chunks = len(self._stages.chunks[0])
+        ordered = sorted(tensors, key=lambda each: (each[0].chunk, _order(each[0].local), each[0].local))
+        parameters = [each for each in ordered if not each[0].kind]
+        states = {(each.chunk, each.local, each.kind): tensor for each, _, tensor in ordered if each.kind}
+        state = {
+            "args": inert(NAMESPACE, state=dict(self._args)),
+            "checkpoint_version": 3.0,
+            "iteration": self._training.iteration or 0,
+            **self._training.others,
+        }
+        for chunk in range(chunks):
+            key = "model" if chunks == 1 else f"model{chunk}"
+            state[key] = {each.local: tensor for each, _, tensor in parameters if each.chunk == chunk}
+        if self._groups:
+            owned = [
+                (each, shape, dtypes[each.name] in HALF) for each, shape, _ in parameters if is_parameter(each.local)
+            ]
+            several = len(self._groups) > 1
+            optimizers = []
+            for number, groups in enumerate(self._groups):
+                mine = [each for each in owned if not several or is_of_expert(each[0].local) == bool(number)]
+                optimizers.append(self._optimizer(groups, mine, states, add))
+            state["optimizer"] = optimizers if several else optimizers[0]
+            if self._training.schedule is not None:
+                state["opt_param_scheduler"] = dict(self._training.schedule)
+        return state
+
+    def _optimizer(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        owned: Sequence[tuple[LiveTensor, tuple[int, ...], bool]],
+        states: Mapping[tuple[int, str, str], PickledInstance],
+        add: Added,
+    ) -> dict[str, Any]:
+        """The plain form of an optimizer: groups in the order of their first parameters."""
+        of_groups: dict[tuple[bool, bool], list[tuple[LiveTensor, bool]]] = {}
+        decoupled = any(group.get("is_decoupled_lr") for group in groups)
+        for each, shape, half in owned:
+            decayed = not (each.local.endswith(".bias") or len(shape) == 1)
+            key = (decayed, decoupled and each.local in (EMBEDDING, OUTPUT))
+            of_groups.setdefault(key, []).append((each, half))
+        written, masters = [], []
+        numbered: dict[int, Any] = {}
+        for (decayed, is_decoupled), members in of_groups.items():
+            numbers = range(len(numbered), len(numbered) + len(members))
+            written.append({**self._group(groups, decayed, is_decoupled, add), "params": [*numbers]})
+            for number, (each, _) in zip(numbers, members):
+                of_parameter = {kind: states[each.chunk, each.local, kind] for kind in ("exp_avg", "exp_avg_sq")}
+                numbered[number] = {"step": add("Float32", _float(self._step(groups))), **of_parameter}
+            masters.append([states[each.chunk, each.local, MASTER] for each, half in members if half])
+        return {"optimizer": {"state": numbered, "param_groups": written}, "fp32_from_fp16_params": masters}
+
+    def _group(self, groups: Sequence[Mapping[str, Any]], decayed: bool, decoupled: bool, add: Added) -> dict[str, Any]:
+        for group in groups:
+            if bool(group.get("wd_mult", 1.0)) == decayed and bool(group.get("is_decoupled_lr")) == decoupled:
+                # MindSpeed's AdamW counts in a tensor.
+                step = add("Int64", self._step(groups).to_bytes(8, "little"))
+                return {**{name: value for name, value in group.items() if name != "params"}, "step": step}
+        kind = "with" if decayed else "without"
+        raise self._refused(f"has no group of parameters {kind} weight decay in the settings of its optimizer")
+
+    def _step(self, groups: Sequence[Mapping[str, Any]]) -> int:
+        return int(groups[0]["step"])
+
+    def finishing(self) -> Sequence[FinishingFile]:
+        number = RELEASE if self.iteration == RELEASE else str(ITERATIONS.number(self.iteration))
+        return [FinishingFile(TRACKER, lambda: [number.encode()])]
+
+
+def _float(number: int) -> bytes:
+    import struct
+
+    return struct.pack("<f", number)
+
+
+def _recipe(kept: Sequence[_Kept], form: _Form, name: str) -> Recipe:
+    """The elements of a parameter, from the sources of its tensors."""
+    sources: list[str] = []
+    stored: list[GlobalTensor] = []
+    views = []
+    for each in kept:
+        tensor = each.tensor
+        if tensor.added is not None:
+            raise tensor_fault("", name, "gets an addition, which is written as torch_dist only")
+        mine = tensor.stored or (tensor,)
+        views.append(each.view().with_sources(range(len(sources), len(sources) + len(mine))))
+        sources += (source.name for source in mine)
+        stored += mine
+    view = form.make(views[0] if len(views) == 1 else View.concat(views, 0))
+    needed, view = view.with_needed_sources()
+    dtype = kept[0].tensor.dtype
+    cast = dtype if any(source.dtype != dtype for source in stored) else None
+    same = len(needed) == 1 and view.is_all_of(stored[needed[0]].shape)
+    return Recipe(tuple(sources[number] for number in needed), None if same else view, cast)
+
+
+def _divided_groups(training: Training, separate: bool) -> list[Sequence[Mapping[str, Any]]]:
+    """The parameter groups of each optimizer: experts over several ranks have one of their own."""
+    if training.optimizers is None:
+        return []
+    dense, *experts = training.optimizers
+    if not separate:
+        return [dense]
+    same = [{**group, "is_expert_parallel": True} for group in dense if not group.get("is_decoupled_lr")]
+    return [dense, experts[0] if experts else same]
+
+
+def _arguments(args: Mapping[str, Any], tp: int, pp: int, ep: int) -> dict[str, Any]:
+    """The arguments of a run of these sizes."""
+    written = dict(args)
+    if written.get("pipeline_model_parallel_size") != pp:
+        written.update((name, None) for name in _OF_STAGES if name in written)
+    written.update(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        transformer_pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=tp,
+        ckpt_format="torch",
+        use_distributed_optimizer=False,
+    )
+    for name in ("world_size", "data_parallel_size", "rank", "local_rank", "dist_ckpt_optim_fully_reshardable"):
+        written.pop(name, None)
+    return written
+
+
+class _Module:
+    """The parameters of a layer, or of the model outside of layers.
+
+    Args:
+        files: the target.
+        prefix: of names.
+        shapes: of its tensors, by key.
+    """
+
+    def __init__(self, files: LegacyFiles, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._files = files
+        self._prefix = prefix
+        self._shapes = shapes
+        self._latent = any(name.startswith("self_attention.linear_kv_") for name in shapes)
+        self._mindspeed = self._latent and not _MINDSPEED.isdisjoint(files.args)
+
+    def _stated(self, name: str) -> Any:
+        value = self._files.args.get(name)
+        if value is None:
+            raise CheckpointError(
+                f"{self._files.args.get('path', '')}{name} is not among the arguments, and live names depend on it",
+                hint=f'add it to --args: a JSON file with "{name}": ...',
+            )
+        return value
+
+    @property
+    def _local(self) -> bool:
+        return self._mindspeed or self._stated("transformer_impl") == "local"
+
+    def forms(self, tail: str) -> list[_Form]:
+        """The parameters that a tensor becomes."""
+        shape = self._shapes[tail]
+        experts = _EXPERTS.fullmatch(tail)
+        if experts:
+            return self._experts(experts[1])
+        if self._mindspeed and (_DOWN.fullmatch(tail) or tail == _QUERY):
+            return self._joined_down(tail)
+        if self._mindspeed and self._files.args.get("mla_mm_split") and tail in _HEADS:
+            return self._parts_of_heads(tail)
+        name = self._name(tail)
+        whole = tuple((dimension,) for dimension in range(len(shape)))
+        rest: tuple[tuple[int, ...], ...] = ((),) * (len(shape) - 1)
+        gated = _FC1.fullmatch(tail)
+        if gated and self._halves(gated[1]) == 2:
+            joined = ((0, 1), *((dimension + 1,) for dimension in range(1, len(shape))))
+            return [_Form(name, ((), (_TP,), *rest), joined, (2, shape[0] // 2, *shape[1:]))]
+        if gated or ROWS.fullmatch(tail) or (_DOWN.fullmatch(tail) and self._local):
+            return [_Form(name, ((_TP,), *rest), whole)]
+        if COLUMNS.fullmatch(tail):
+            return [_Form(name, (*rest, (_TP,)), whole)]
+        if WHOLE.fullmatch(tail) or _DOWN.fullmatch(tail) or self._files.tp == 1:
+            return [_Form(name, ((),) * len(shape), whole)]
+        raise self._files.fault(self._prefix + tail, "is of no kind that says how tensor ranks cut it")
+
+    def _name(self, tail: str) -> str:
+        """The live name of a tensor: norms are beside linear layers or within them."""
+        for module, inner in _NORMS.items():
+            for kind in ("weight", "bias"):
+                if tail in (f"{module}.{kind}", f"{inner}.layer_norm_{kind}"):
+                    beside = self._local
+                    if module == "input_layernorm":
+                        beside = self._latent or beside
+                    elif module == "pre_mlp_layernorm":
+                        beside = _ROUTER in self._shapes or beside
+                    elif not self._latent:
+                        return tail
+                    return f"{module}.{kind}" if beside else f"{inner}.layer_norm_{kind}"
+        return tail
+
+    def _joined_down(self, tail: str) -> list[_Form]:
+        """MindSpeed's one layer of queries or their down projection, and of the other down projection."""
+        if tail == _KV_DOWN:
+            return []
+        if _KV_DOWN not in self._shapes:
+            raise self._files.fault(self._prefix + tail, f"is not beside {_KV_DOWN}")
+        return [_Form("self_attention.linear_qkv.weight", ((), ()), ((0,), (1,)), beside=_KV_DOWN)]
+
+    def _parts_of_heads(self, tail: str) -> list[_Form]:
+        """MindSpeed's two layers of an up projection, each a part of every head."""
+        heads, size = self._stated("num_attention_heads"), self._stated("qk_head_dim")
+        rows, width = self._shapes[tail]
+        if rows % heads or not 0 < size < rows // heads:
+            raise self._files.fault(self._prefix + tail, f"has {rows} rows, which are not those of {heads} heads")
+        shape, parts = (heads, rows // heads, width), ((0, size), (size, rows // heads))
+        return [
+            _Form(f"self_attention.{name}.weight", ((_TP,), (), ()), ((0, 1), (2,)), shape, part)
+            for name, part in zip(_HEADS[tail], parts)
+        ]
+
+    def _halves(self, module: str) -> int:
+        name, second = (f"{module}linear_fc{number}.weight" for number in (1, 2))
+        if name not in self._shapes or second not in self._shapes:
+            raise self._files.fault(self._prefix + name, "is not beside the layer after it")
+        rows, columns = self._shapes[name][0], self._shapes[second][-1]
+        return rows // columns
+
+    def _experts(self, linear: str) -> list[_Form]:
+        """The parameters of experts: of each, or of all of a rank, transposed."""
+        first, second = (self._shapes[f"mlp.experts.experts.linear_fc{number}.weight"] for number in (1, 2))
+        count, rows, width = first
+        size = second[2]
+        halves = rows // size
+        extended = bool(self._files.args.get("moe_tp_extend_ep"))
+        ranks = self._files.ep * (self._files.tp if extended else 1)
+        if count % ranks:
+            raise self._files.fault(self._prefix + "mlp.experts", f"has {count} experts for {ranks} ranks")
+        over: tuple[int, ...] = (_EP, _TP) if extended else (_EP,)
+        inner: tuple[int, ...] = () if extended else (_TP,)
+        grouped, up = bool(self._stated("moe_grouped_gemm")), linear == "linear_fc1"
+        if grouped and self._local and up:
+            shape, order = (count, halves, size, width), (0, 3, 1, 2)
+            return [_Form("mlp.experts.weight1", (over, (), (), inner), ((1,), (0, 2, 3)), shape, None, order)]
+        if grouped and self._local:
+            return [_Form("mlp.experts.weight2", (over, inner, ()), ((0, 1), (2,)), order=(0, 2, 1))]
+        # One expert of each rank is a tensor.
+        here = count // ranks
+        if up:
+            return [
+                _Form(
+                    self._expert(linear, number, grouped),
+                    (over, (), (), inner, ()),
+                    ((0, 1, 2, 3), (4,)),
+                    (ranks, here, halves, size, width),
+                    (number, number + 1),
+                )
+                for number in range(here)
+            ]
+        return [
+            _Form(
+                self._expert(linear, number, grouped),
+                (over, (), (), inner),
+                ((0, 1, 2), (3,)),
+                (ranks, here, width, size),
+                (number, number + 1),
+            )
+            for number in range(here)
+        ]
+
+    def _expert(self, linear: str, number: int, grouped: bool) -> str:
+        inner = f"{linear}.weight{number}" if grouped else f"local_experts.{number}.{linear}.weight"
+        return f"mlp.experts.{inner}"
+
+
+def _is_ordered(local: str) -> bool:
+    """Whether the place of a parameter is known; see `_order`."""
+    match = re.match(r"decoder\.layers\.[0-9]+\.|mtp\.layers\.[0-9]+\.transformer_layer\.", local)
+    return match is None or _place(local[match.end() :])[0] != len(MODULES)
+
+
+def _order(local: str) -> tuple[object, ...]:
+    """The place of a parameter in the order in which Megatron makes a chunk of the model."""
+    layer = re.match(r"decoder\.layers\.([0-9]+)\.", local)
+    if layer:
+        return (1, int(layer[1]), *_place(local[layer.end() :]))
+    mtp = re.match(r"mtp\.layers\.([0-9]+)\.(transformer_layer\.)?", local)
+    if mtp and mtp[2]:
+        return (3, int(mtp[1]), 3, *_place(local[mtp.end() :]))
+    if mtp:
+        names = ("enorm", "hnorm", "eh_proj", "transformer_layer", "final_layernorm")
+        return (3, int(mtp[1]), names.index(local[mtp.end() :].partition(".")[0]))
+    around = ("embedding.", "decoder.layers.", "decoder.final_layernorm.", "mtp.", "output_layer.")
+    return (next((number for number, start in enumerate(around) if local.startswith(start)), len(around)),)
+
+
+def _place(tail: str) -> tuple[object, ...]:
+    module, _, parameter = tail.rpartition(".")
+    expert = re.fullmatch(r"mlp\.experts\.(?:local_experts\.([0-9]+)\.)?(linear_fc[12])", module)
+    numbered = re.fullmatch(r"weight([0-9]+)", parameter)
+    if expert and expert[1]:
+        return (MODULES.index("mlp.experts.experts"), int(expert[1]), expert[2])
+    if expert and numbered:
+        return (MODULES.index("mlp.experts.experts"), expert[2], int(numbered[1]))
+    if module == "mlp.experts":
+        return (MODULES.index("mlp.experts.experts"), parameter)
+    if module not in MODULES or parameter not in PARAMETERS:
+        return (len(MODULES), tail)
+    return (MODULES.index(module), PARAMETERS.index(parameter))

@@ -1,0 +1,155 @@
+"""Legacy trees that are written for Megatron-Core 0.12.1 and MindSpeed-LLM: read back, and element by element."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.formats.archives import Archive, plain_tensor
+from reshard.checkpoints.formats.pickles import PickledInstance
+from tests.corpus_mcore import McoreCase
+from tests.forms.test_megatron_legacy import converted, one_case
+from tests.running import Argument, done, fails
+
+
+class Written(NamedTuple):
+    """A case, and the sizes of the tree that it is written to."""
+
+    case: str
+    sizes: str
+    optimizer: bool = True
+
+
+WRITTEN = [
+    Written("legacy_dense", "tp=2,pp=2"),
+    Written("legacy_dense", "tp=1,pp=1"),
+    Written("legacy_moe", "tp=1,pp=2,ep=4"),
+    Written("legacy_moe", "tp=2,pp=2"),
+    Written("legacy14_grouped", "tp=2,ep=2"),
+    Written("legacy_vpp", "pp=2"),
+    Written("legacy_vpp", "tp=2"),
+    Written("legacy_plain", "tp=2"),
+    Written("legacy_te_names", "tp=2,pp=2"),
+    Written("td_dense_plain", "tp=2,pp=2"),
+    Written("td_moe_fully", "ep=2"),
+    Written("td_moe_layer_keys", "tp=2,ep=2"),
+    Written("td_tied", "tp=2,pp=2"),
+    Written("td_mla_mtp", "tp=2,pp=2,ep=2", False),
+    Written("td_uneven", "pp=2", False),
+]
+
+
+def write(case: McoreCase, directory: Path, sizes: str, *options: Argument) -> Path:
+    done(
+        *("convert", case.root, directory, "--to", "megatron", "--format", "torch", "--sizes", sizes, "--verify"),
+        *options,
+    )
+    (iteration,) = directory.glob("iter_*")
+    return iteration
+
+
+def arrays_in(path: Path) -> Any:
+    """The contents of a file, with an array of bits for each tensor, by NumPy alone but for the pickle."""
+    data = path.read_bytes()
+    with FileHandles() as handles, handles.borrow(str(path)) as file:
+        archive = Archive(file, 0, len(data))
+
+        def plain(value: Any) -> Any:
+            value = plain_tensor(value)
+            if isinstance(value, PickledInstance) and value.name.startswith("torch._utils._rebuild"):
+                elements = archive.tensor(value)
+                dtype = {"BFloat16": "<u2", "Float32": "<u4", "Int64": "<i8"}[elements.dtype]
+                count = int(np.prod(elements.shape, dtype=int))
+                return np.frombuffer(data, dtype, count, elements.offset).reshape(elements.shape)
+            if isinstance(value, dict):
+                return {key: plain(each) for key, each in value.items()}
+            return [plain(each) for each in value] if isinstance(value, list) else value
+
+        return plain(archive.pickled(lambda name: True))
+
+
+@pytest.mark.parametrize("written", WRITTEN, ids=lambda each: f"{each.case}-{each.sizes}")
+def test_a_written_tree_has_all_that_megatron_held(written: Written, tmp_path: Path) -> None:
+    case = one_case(written.case)
+    tree = write(case, tmp_path / "tree", written.sizes)
+    names = ["--names", case.expected["names"], *(["--optimizer", "keep"] if written.optimizer else [])]
+    tensors = converted(tree.parent, tmp_path / "out", *names)
+    actual = {name: (each.dtype, each.array.shape, each.digest) for name, each in tensors.items()}
+    expected = {
+        name: (entry["dtype"], tuple(entry["shape"]), entry["sha256"])
+        for name, entry in case.expected["tensors"].items()
+    }
+    kinds = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "fp32_param": "main_param."}
+    for kind, before in kinds.items() if written.optimizer else ():
+        for name, entry in case.expected["optimizer"]["state"][kind].items():
+            expected[before + name] = (entry["dtype"], tuple(entry["shape"]), entry["sha256"])
+    assert {name: actual.get(name) for name in expected} == expected
+    if written.optimizer:
+        assert tensors["global_step"].array.tolist() == [case.expected["optimizer"]["step"]]
+
+
+def test_the_same_sizes_give_every_parameter_back(tmp_path: Path) -> None:
+    """Weights of each rank are those that Megatron wrote; the optimizer has as many groups and the same numbers."""
+    case = one_case("legacy_plain")
+    tree = write(case, tmp_path / "tree", "tp=2")
+    for rank in ("mp_rank_00", "mp_rank_01"):
+        theirs, ours = (arrays_in(root / rank / "model_optim_rng.pt") for root in (case.directory, tree))
+        expected = {name: value for name, value in theirs["model"].items() if isinstance(value, np.ndarray)}
+        assert ours["model"].keys() == expected.keys()
+        assert all(np.array_equal(value, ours["model"][name]) for name, value in expected.items())
+        groups = [each["optimizer"]["optimizer"]["param_groups"] for each in (theirs, ours)]
+        assert [group["params"] for group in groups[0]] == [group["params"] for group in groups[1]]
+        for number, state in theirs["optimizer"]["optimizer"]["state"].items():
+            mine = ours["optimizer"]["optimizer"]["state"][number]
+            assert all(np.array_equal(value, mine[kind]) for kind, value in state.items())
+        masters = [each["optimizer"]["fp32_from_fp16_params"] for each in (theirs, ours)]
+        assert [len(group) for group in masters[0]] == [len(group) for group in masters[1]]
+        assert all(np.array_equal(a, b) for one, two in zip(*masters) for a, b in zip(one, two))
+
+
+def test_experts_of_a_group_are_transposed_one_after_the_other(tmp_path: Path) -> None:
+    case = one_case("legacy14_grouped")
+    tree = write(case, tmp_path / "tree", "tp=2,ep=2")
+    for rank in sorted(path.name for path in tree.iterdir()):
+        theirs, ours = (arrays_in(root / rank / "model_optim_rng.pt")["model"] for root in (case.directory, tree))
+        for name in ("mlp.experts.weight1", "mlp.experts.weight2"):
+            assert np.array_equal(theirs[f"decoder.layers.0.{name}"], ours[f"decoder.layers.0.{name}"])
+
+
+def test_the_tracker_and_arguments_are_those_of_the_new_run(tmp_path: Path) -> None:
+    tree = write(one_case("legacy_dense"), tmp_path / "tree", "tp=1,pp=2")
+    assert (tree.parent / "latest_checkpointed_iteration.txt").read_text() == "100"
+    args = arrays_in(tree / "mp_rank_00_001" / "model_optim_rng.pt")["args"].fields
+    assert (args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]) == (1, 2)
+    assert (args["ckpt_format"], args["use_distributed_optimizer"]) == ("torch", False)
+
+
+@pytest.mark.parametrize("sizes", ["pp=3", "tp=3", "ep=3"])
+def test_sizes_that_do_not_divide_a_model_are_refused(sizes: str, tmp_path: Path) -> None:
+    fails(
+        *(3, "convert", one_case("legacy_moe").root, tmp_path / "out", "--to", "megatron"),
+        *("--format", "torch", "--sizes", sizes),
+    )
+    assert not any(path.suffix == ".pt" for path in tmp_path.rglob("*"))
+
+
+def test_a_changed_element_is_found(tmp_path: Path) -> None:
+    case = one_case("legacy_vpp")
+    tree = write(case, tmp_path / "tree", "pp=2")
+    path = tree / "mp_rank_00_001" / "model_optim_rng.pt"
+    (place,) = [match.start() for match in re.finditer(re.escape(_output_layer(path)), path.read_bytes())]
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    (tmp_path / "tree" / "reshard-manifest.json").unlink()
+    fails(4, "verify", tmp_path / "tree", "--src", case.root)
+
+
+def _output_layer(path: Path) -> bytes:
+    """The bytes of the copy of the embedding on the last stage."""
+    return bytes(arrays_in(path)["model1"]["output_layer.weight"].tobytes())
