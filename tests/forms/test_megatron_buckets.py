@@ -44,6 +44,7 @@ class Sizes(NamedTuple):
     experts: int
     ep: int
     grouped: str
+    mtp: int
 
     @property
     def stages(self) -> int:
@@ -73,6 +74,7 @@ def sizes(draw: st.DrawFn) -> Sizes:
         experts,
         draw(st.integers(1, 2)) if experts else 1,
         draw(st.sampled_from(["sequential", "fused"] if local else ["sequential", "grouped", "fused"])),
+        draw(st.sampled_from([0, 0, 1, 2])),
     )
 
 
@@ -110,11 +112,18 @@ class Written:
             names["mlp.linear_fc2.weight"] = ((hidden, ffn), {"columns": tp})
         for tail, (shape, cut) in names.items():
             self._weight(f"decoder.layers.{tail}", (count, *shape), **cut)
+        for number in range(of.mtp):
+            before = f"mtp.layers.{number}."
+            for tail in ("hnorm.weight", "enorm.weight", "final_layernorm.weight"):
+                self._weight(before + tail, (hidden,))
+            self._weight(before + "eh_proj.weight", (2 * tp, 2 * hidden), rows=tp)
+            for tail, (shape, cut) in names.items():
+                self._weight(f"{before}transformer_layer.{tail}", shape, **cut)
 
     def _weight(self, key: str, shape: tuple[int, ...], rows: int = 1, columns: int = 1) -> None:
         self.weights[key] = np.arange(self._next, self._next + math.prod(shape)).reshape(shape)
         self._next += math.prod(shape)
-        stacked = 2 if ".experts." in key else 1 if ".layers." in key else 0
+        stacked = (".experts." in key) + key.startswith("decoder.layers.")
         parts = [*shape[:stacked], rows, columns][: len(shape)]
         parts += [1] * (len(shape) - len(parts))
         steps = [size // part for size, part in zip(shape, parts)]
@@ -135,10 +144,7 @@ class Written:
         def columns(values: Numbers) -> Numbers:
             return np.split(values, of.tp, 1)[tensor]
 
-        if first:
-            add("embedding", rows(self.weights["embedding.word_embeddings.weight"]))
-        for layer in layers:
-            values = {key[15:]: each[layer] for key, each in self.weights.items() if key.startswith("decoder.layers.")}
+        def a_layer(values: dict[str, Numbers]) -> None:
             norm = values["self_attention.linear_qkv.layer_norm_weight"]
             if of.local:
                 add("norm", norm)
@@ -152,26 +158,47 @@ class Written:
             add("mlp norm", next(values[name] for name in norms if name in values))
             if of.experts:
                 add("router", values["mlp.router.weight"])
-                found += self.experts(0, layer) if of.ep == 1 and of.tp == 1 else []
+                found.extend(self.experts(0, values) if of.ep == 1 and of.tp == 1 else [])
             else:
                 gate, up = np.split(values["mlp.linear_fc1.weight"], 2, 0)
                 add("fc1", np.concatenate([rows(gate), rows(up)]))
                 add("fc2", columns(values["mlp.linear_fc2.weight"]))
+
+        if first or (last and of.mtp):
+            add("embedding", rows(self.weights["embedding.word_embeddings.weight"]))
+        for layer in layers:
+            a_layer(self.layer(layer))
         if last:
             add("final norm", self.weights["decoder.final_layernorm.weight"])
+            for number in range(of.mtp):
+                values = self.layer(number, "mtp.layers.")
+                add("enorm", values["enorm.weight"])
+                add("hnorm", values["hnorm.weight"])
+                add("eh_proj", rows(values["eh_proj.weight"]))
+                a_layer({key[18:]: each for key, each in values.items() if key.startswith("transformer_layer.")})
+                add("last norm", values["final_layernorm.weight"])
             if not of.tied:
                 add("output", rows(self.weights["output_layer.weight"]))
             elif not first:
-                add("embedding", rows(self.weights["embedding.word_embeddings.weight"]))
+                add("copy" if of.mtp else "embedding", rows(self.weights["embedding.word_embeddings.weight"]))
         return found
 
-    def experts(self, rank: int, layer: int) -> list[tuple[str, Numbers]]:
+    def layer(self, number: int, before: str = "decoder.layers.") -> dict[str, Numbers]:
+        """The weights of a layer, by the ends of their keys."""
+        if before == "decoder.layers.":
+            return {key[15:]: each[number] for key, each in self.weights.items() if key.startswith(before)}
+        before += f"{number}."
+        return {key[len(before) :]: each for key, each in self.weights.items() if key.startswith(before)}
+
+    def layers_with_experts(self, layers: range, last: bool) -> list[dict[str, Numbers]]:
+        of_mtp = [self.layer(number, "mtp.layers.") for number in range(self.of.mtp if last else 0)]
+        inner = [{key[18:]: each for key, each in values.items() if key.startswith("trans")} for values in of_mtp]
+        return [*map(self.layer, layers), *inner]
+
+    def experts(self, rank: int, layer: dict[str, Numbers]) -> list[tuple[str, Numbers]]:
         count = self.of.experts // self.of.ep
         first, second = (
-            self.weights[f"decoder.layers.mlp.experts.experts.linear_fc{n}.weight"][
-                layer, rank * count : (rank + 1) * count
-            ]
-            for n in (1, 2)
+            layer[f"mlp.experts.experts.linear_fc{n}.weight"][rank * count : (rank + 1) * count] for n in (1, 2)
         )
         if self.of.grouped == "fused":
             return [("weight1", first.transpose(0, 2, 1)), ("weight2", second.transpose(0, 2, 1))]
@@ -194,7 +221,9 @@ class Written:
                     parameters = self.named_parameters(tensor, layers, number == stage == 0, last)
                     dense[stage * of.tp + tensor].append(self.buckets(parameters))
                 for rank in range(of.ep if of.experts else 0):
-                    parameters = [each for layer in layers for each in self.experts(rank, layer)]
+                    parameters = [
+                        each for layer in self.layers_with_experts(layers, last) for each in self.experts(rank, layer)
+                    ]
                     if parameters:
                         experts[stage * of.ep + rank].append(self.buckets(parameters))
         return [dense, experts] if of.experts and (of.ep > 1 or of.tp > 1) else [dense]
@@ -203,7 +232,7 @@ class Written:
         """The buckets of some parameters, without the padding at their ends."""
         buckets: list[list[int]] = [[]]
         for name, values in reversed(parameters):
-            alone = name == "embedding" and self.of.tied and self.of.stages > 1
+            alone = name == "embedding" and (self.of.tied or self.of.mtp > 0) and self.of.stages > 1
             while len(buckets[-1]) % 64:
                 buckets[-1].append(_PADDING)
             if alone and buckets[-1]:
@@ -286,7 +315,7 @@ def written_starts(written: Written) -> frozenset[int]:
                     for _, values in written.named_parameters(tensor, layers, True, True):
                         found.add(int(values.reshape(-1)[0]))
                 for rank in range(of.ep if of.experts else 0):
-                    for layer in layers:
+                    for layer in written.layers_with_experts(layers, True):
                         found |= {int(values.reshape(-1)[0]) for _, values in written.experts(rank, layer)}
         starts = frozenset(found)
         written.starts = starts  # type: ignore[attr-defined]

@@ -141,6 +141,24 @@ _Layer = dict[str, _At]
 _Cell = tuple[tuple[int, ...], tuple[int, ...]]
 
 
+class _MtpLayer(NamedTuple):
+    """A layer of multi-token prediction: one of the usual parameters, and others around it, in their order."""
+
+    before: Sequence[_At]
+    inner: _Layer
+    after: Sequence[_At]
+
+    @classmethod
+    def of(cls, layer: _Layer) -> _MtpLayer:
+        inner = {match[1]: at for name, at in layer.items() for match in [_INNER.fullmatch(name)] if match}
+        around = {name: at for name, at in layer.items() if not _INNER.fullmatch(name)}
+        unknown = sorted(around.keys() - {*_MTP_BEFORE, *_MTP_AFTER})
+        if unknown:
+            raise OrderError(f"has an unknown order: where {quoted(around[unknown[0]].key)} belongs is not known")
+        before, after = ([around[name] for name in names if name in around] for names in (_MTP_BEFORE, _MTP_AFTER))
+        return cls(before, inner, after)
+
+
 class Model:
     """The tensors of a model by their keys, as ranks hold them.
 
@@ -174,13 +192,15 @@ class Model:
                 raise OrderError(f"has an unknown order: where {quoted(key)} belongs is not known")
         self.layer_count = len(layers)
         self._layers = [layers[number] for number in range(self.layer_count)] if _are_all(layers) else []
-        self._mtp = [mtp[number] for number in range(len(mtp))] if _are_all(mtp) else []
+        self._mtp = [_MtpLayer.of(mtp[number]) for number in range(len(mtp))] if _are_all(mtp) else []
         if len(self._layers) < len(layers) or len(self._mtp) < len(mtp) or not layers:
             raise OrderError("is of a model some of whose layers are missing")
         self.tied = OUTPUT not in weights
         vocabulary = EMBEDDING if EMBEDDING in weights else OUTPUT
         self.tp = len(self._cells_of(_At(vocabulary, ()))) if vocabulary in weights else 1
-        experts = next(filter(None, map(_expert_example, (*self._layers, *self._mtp))), None)
+        inner = (layer.inner for layer in self._mtp)
+        second = f"{_EXPERTS}linear_fc2.weight"
+        experts = next((layer[second] for layer in (*self._layers, *inner) if second in layer), None)
         self.expert_count, self.etp = 0, 1
         if experts is not None:
             if len(weights[experts.key].shape) != len(experts.place) + 3:
@@ -227,17 +247,10 @@ class Model:
             parameters += self._layer(self._layers[number], rank, holding, variant)
         if dense and last:
             parameters += self._around(_AFTER, rank)
-        for layer in mtp:
-            inner = {match[1]: at for name, at in layer.items() for match in [_INNER.fullmatch(name)] if match}
-            rest = {name: at for name, at in layer.items() if not _INNER.fullmatch(name)}
-            unknown = sorted(rest.keys() - {*_MTP_BEFORE, *_MTP_AFTER})
-            if unknown:
-                raise OrderError(f"has an unknown order: where {quoted(rest[unknown[0]].key)} belongs is not known")
-            for name in _MTP_BEFORE if dense else ():
-                parameters += [self._parameter(rest[name], rank)] if name in rest else []
+        for before, inner, after in mtp:
+            parameters += (self._parameter(at, rank) for at in before if dense)
             parameters += self._layer(inner, rank, holding, variant)
-            for name in _MTP_AFTER if dense else ():
-                parameters += [self._parameter(rest[name], rank)] if name in rest else []
+            parameters += (self._parameter(at, rank) for at in after if dense)
         if dense and last and self.tied and not first:
             # An output layer of its own, although a stage of multi-token prediction has the embedding beside it.
             parameters += self._around((EMBEDDING,), rank, shared=not mtp, copies=True)
@@ -337,7 +350,7 @@ class Model:
             return cells
         if len(cells) == size:
             return [cells[tensor]]
-        if len(cells) == 2 * size and all(start[1:] == cells[0][0][1:] for start, _ in cells):
+        if len(cells) == 2 * size and "linear_fc1." in at.key and len({start[1:] for start, _ in cells}) == 1:
             return [cells[tensor], cells[size + tensor]]
         raise OrderError(
             f"does not fit the weights: {quoted(at.key)} is in {len(cells)} chunks, and the embedding in {self.tp}"
@@ -396,9 +409,3 @@ def _order(tail: str, local: bool, key: str) -> tuple[int, int]:
 
 def _are_all(numbered: Mapping[int, object]) -> bool:
     return numbered.keys() == set(range(len(numbered)))
-
-
-def _expert_example(layer: _Layer) -> Optional[_At]:
-    """The second linear layer of the experts, whose columns tensor parallel ranks have."""
-    inner = {tail.partition("transformer_layer.")[2] or tail: at for tail, at in layer.items()}
-    return inner.get(f"{_EXPERTS}linear_fc2.weight")
