@@ -231,6 +231,21 @@ def test_optimizers_at_different_steps_are_refused(tmp_path: Path) -> None:
     done(*words, "--exclude", "global_step")
 
 
+def test_a_plain_distributed_checkpoint_is_megatrons_in_a_root_with_a_tracker(tmp_path: Path) -> None:
+    """As ``fsdp_dtensor`` and ``torch_dcp`` are saved."""
+    place = shutil.copytree(FIXTURES / "dcp" / "w2_old_metadata" / "checkpoint", tmp_path / "root" / "iter_0000010")
+    assert form_of(str(place)).name == form_of(str(place.parent)).name == "dcp"
+    words: list[Argument] = ["--to", "hf-sharded", "--shards", 1, "--verify"]
+    done("convert", place, tmp_path / "dcp", *words)
+    (tmp_path / "root" / "latest_checkpointed_iteration.txt").write_text("10")
+    for number, source in enumerate((place, place.parent)):
+        assert form_of(str(source)).name == "megatron"
+        done("convert", source, tmp_path / f"out{number}", *words)
+        assert held_in(tmp_path / f"out{number}") == held_in(tmp_path / "dcp")
+    os.remove(place / ".metadata")
+    fails(3, "convert", place.parent, tmp_path / "none", *words, texts=[".metadata"])
+
+
 def test_a_release_is_read_by_name_and_where_the_tracker_names_it(tmp_path: Path) -> None:
     root = copied(one("td_dense_plain"), tmp_path / "root")
     shutil.copytree(root / "iter_0000100", root / "release")
