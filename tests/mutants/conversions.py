@@ -204,6 +204,14 @@ def build(root: Path) -> Mapping[str, list[str]]:
     done("convert", megatron, place, "--to", "unified", *names)
     created.plain("to-megatron", "--names", "qwen3_moe", "--to", "megatron", "--args", megatron)
 
+    # Float32 weights that become their own masters.
+    dense, old = FIXTURES / "megatron" / "td_dense_plain" / "checkpoint", ("decoder", "embedding", "output_layer")
+    renames = [f"--rename={each}.*=old.{each}.*" for each in old] + ["--rename=optimizer.state.fp32_param.*=*"]
+    shards = ["--to", "hf-sharded", "--shards", "1", "--exclude", "old.*"]
+    done("convert", dense, root / "masters" / "src", *shards, *renames)
+    names = ["--to", "megatron", "--rename", "*=*", "--args", dense, "--cast", "BFloat16", "--shards", "2"]
+    created.plain("masters", *names)
+
     for scheme in SCHEMES:
         name = scheme.replace(" ", "-").replace(",", "")
         (root / name).mkdir()
