@@ -57,6 +57,7 @@ from reshard.text.messages import plural, some_names
 _HINT = "copy the checkpoint again, or take another step"
 _VERSION = 3.0
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_FINAL_NORMS = ("decoder.final_layernorm.weight", "final_layernorm.weight")
 _TIED = "the run has tied weights"
 OPTIMIZER_FILE = "distrib_optim.pt"
 STATE = "optimizer.state."
@@ -216,16 +217,23 @@ class _Tree:
         read: Mapping[str, _Contents],
     ) -> bool:
         """Whether the second number of a directory's name is the expert rank, and not the pipeline rank."""
-        if pp is not None and ep is not None and (pp > 1) != (ep > 1):
-            return ep > 1
+        if ((pp or 1) > 1) != ((ep or 1) > 1):
+            return (ep or 1) > 1
         if (pp or 1) > 1 and (ep or 1) > 1:
             raise self._refused(f"has {pp} pipeline ranks and {ep} expert ranks by its args, and one number for both")
-        # Stages hold the embedding once; expert ranks hold it all.
-        with_embedding = {numbers[name][1] for name, each in read.items() if EMBEDDING in each.models[0]}
+        # Stages share the ends of a model; expert ranks all have both.
         everywhere = {numbers[name][1] for name in read}
-        if with_embedding == everywhere and len(everywhere) > 1:
+        first, last = (
+            {
+                numbers[name][1]
+                for name, each in read.items()
+                if any(end in model for model in each.models for end in ends)
+            }
+            for ends in ((EMBEDDING,), _FINAL_NORMS)
+        )
+        if first == last == everywhere and len(everywhere) > 1:
             return True
-        if with_embedding == {0} and len(everywhere) > 1:
+        if first == {0} and last != first:
             return False
         raise self._refused(
             "does not record in its args whether directories are numbered by pipeline ranks or by expert ranks"
