@@ -6,6 +6,7 @@ VENV = .venv
 CONFORMANCE = .venv-conformance
 WITH_MINDFORMERS = .venv-conformance-mindformers
 WITH_TRANSFORMERS = .venv-conformance-transformers
+WITH_MEGATRON = .venv-conformance-megatron
 PACKAGE = .venv-package
 SITE = .venv-site
 MINDSPORE = 2.7.0
@@ -14,11 +15,12 @@ MINDFORMERS_MINDSPORE = 2.10.0
 TORCH = torch==2.13.0
 TRANSFORMERS = transformers==5.23.0
 COMPRESSED = compressed-tensors==0.20.0
+MEGATRON = 0.16.1 0.14.0 0.12.1
 # A process more than processors, as tests also wait; four at the most, since the long tests take gigabytes each.
 WORKERS = $(shell cpus=$$(nproc 2>/dev/null || echo 3); echo $$((cpus < 4 ? cpus + 1 : 4)))
 PYTEST = -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: help demo quick test test-deep test-all check conformance conformance-transformers package matrix bench docs site clean
+.PHONY: help demo quick test test-deep test-all check conformance conformance-megatron conformance-transformers package matrix bench docs site clean
 
 help:
 	@echo 'make demo          convert a bundled checkpoint and show what happened (takes a minute the first time)'
@@ -27,8 +29,9 @@ help:
 	@echo 'make test-deep     with the deep ones: storms, object stores, pages, memory (some minutes)'
 	@echo 'make test-all      all tests'
 	@echo 'make check         ruff and mypy'
-	@echo 'make conformance   the tests against real MindSpores $(MINDSPORE) and $(MINDFORMERS_MINDSPORE) and MindFormers $(MINDFORMERS),'
-	@echo '                   in environments of their own (8 minutes and 6 GB of disk the first time)'
+	@echo 'make conformance   the tests against real MindSpores $(MINDSPORE) and $(MINDFORMERS_MINDSPORE), MindFormers $(MINDFORMERS),'
+	@echo '                   and Megatron-Core $(MEGATRON), in environments of their own (10 minutes and 8 GB of disk the first time)'
+	@echo 'make conformance-megatron   those against Megatron-Core alone (needs torch, which on x86 may bring CUDA along)'
 	@echo 'make conformance-transformers   those against Hugging Face transformers and torch (needs torch, which on x86 may bring CUDA along)'
 	@echo 'make package       build wheel and source distribution, and use them in environments with nothing else; the steps of'
 	@echo '                   Dockerfile, too (some minutes)'
@@ -77,8 +80,18 @@ conformance:
 	@python=$$(.ci/conformance-python $(MINDFORMERS_MINDSPORE) $(PYTHON)) && \
 		.ci/mindformers $(WITH_MINDFORMERS) "$$python" $(MINDFORMERS_MINDSPORE) $(MINDFORMERS) || \
 		echo 'MindFormers is left out, see above: the tests that ask it skip.' >&2
+	@$(MAKE) -s $(WITH_MEGATRON)
 	@.ci/ceph || echo 'Ceph is not installed, which takes apt and root: the tests of its gateway skip.' >&2
 	@RESHARD_CONFORMANCE=1 $(CONFORMANCE)/bin/python -m pytest -W default tests/conformance
+
+.PHONY: $(WITH_MEGATRON)
+$(WITH_MEGATRON):
+	@python=$$(.ci/find-python $(PYTHON) 3.11 3.12 3.10) && .ci/megatron $(WITH_MEGATRON) "$$python" $(MEGATRON) -- $(TORCH) $(TRANSFORMERS) || \
+		echo 'Megatron-Core is left out, see above: the tests that ask it skip.' >&2
+
+conformance-megatron: $(WITH_MEGATRON)
+	@.ci/venv $(VENV) $(PYTHON) test
+	@RESHARD_CONFORMANCE=1 $(VENV)/bin/python -m pytest -W default tests/conformance/test_megatron.py
 
 # A torch without CUDA is a tenth of the size: TORCH=torch==2.13.0+cpu, with PIP_EXTRA_INDEX_URL naming PyTorch's index of them.
 conformance-transformers:
@@ -111,5 +124,5 @@ site:
 
 clean:
 	rm -rf out out-* mine pp2 dp2 merged survivors local_*
-	rm -rf $(VENV) $(CONFORMANCE) $(WITH_MINDFORMERS) $(WITH_TRANSFORMERS) $(PACKAGE) $(SITE) .venv-matrix build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(CONFORMANCE) $(WITH_MINDFORMERS) $(WITH_TRANSFORMERS) $(WITH_MEGATRON) $(PACKAGE) $(SITE) .venv-matrix build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find reshard tests fixtures docs -name __pycache__ -prune -exec rm -rf {} +

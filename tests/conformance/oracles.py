@@ -6,11 +6,13 @@ skip and say so. What the programs in `workers` take and answer stands there.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +31,7 @@ MINDSPORE = ("2.7.0", "2.10.0")
 
 _MINDFORMERS_HOME = ROOT / ".venv-conformance-mindformers"
 _TRANSFORMERS_HOME = ROOT / ".venv-conformance-transformers"
+_MEGATRON_HOME = ROOT / ".venv-conformance-megatron"
 
 
 def mindformers(version: str, jobs: Sequence[Job]) -> list[Any]:
@@ -63,14 +66,46 @@ def transformers(jobs: Sequence[Job]) -> list[Any]:
     return _ask(_python_of(_TRANSFORMERS_HOME), "transformers", jobs)
 
 
-def torch_checkpoints(jobs: Sequence[Job]) -> list[Any]:
-    """What PyTorch's distributed checkpoints made of these jobs."""
-    return _ask(_python_of(_TRANSFORMERS_HOME), "torch_checkpoints", jobs)
+def torch_checkpoints(jobs: Sequence[Job], beside_megatron: bool = False) -> list[Any]:
+    """What PyTorch's distributed checkpoints made of these jobs, in the environment of Megatron-Core if asked."""
+    home = _MEGATRON_HOME if beside_megatron else _TRANSFORMERS_HOME
+    return _ask(_python_of(home), "torch_checkpoints", jobs)
 
 
 def quantised(jobs: Sequence[Job]) -> list[Any]:
     """What the libraries that define quantised weights made of these jobs."""
     return _ask(_python_of(_TRANSFORMERS_HOME), "quantised", jobs)
+
+
+def megatron(version: str, jobs: Sequence[Job]) -> list[Any]:
+    """What one version of Megatron-Core made of these jobs."""
+    python = _python_of(_MEGATRON_HOME)
+    directory = _MEGATRON_HOME / "megatron" / version
+    if not directory.is_dir():
+        pytest.skip(f"needs Megatron-Core {version}, which does not install here")
+    process = _started(python, "megatron", directory)
+    assert process.stdin and process.stdout
+    print(json.dumps(jobs), file=process.stdin, flush=True)
+    answer = process.stdout.readline()
+    assert answer, f"Megatron-Core {version} ended with {process.wait()}"
+    answers: list[Any] = json.loads(answer)
+    return answers
+
+
+@cache
+def _started(python: Path, worker: str, argument: Path) -> subprocess.Popen[str]:
+    """A worker that takes requests until this process ends."""
+    words = [str(python), "-m", f"tests.conformance.workers.{worker}", str(argument)]
+    process = subprocess.Popen(
+        words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    atexit.register(process.kill)
+    return process
 
 
 def done(answers: Sequence[Any]) -> list[Any]:

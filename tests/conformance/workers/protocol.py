@@ -1,4 +1,4 @@
-"""One request on standard input, one result on standard output, whatever the libraries print."""
+"""Requests on standard input, results on standard output, whatever the libraries print."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from typing import Any, Callable
+from typing import Any, Callable, TextIO
 
 import numpy as np
 
@@ -18,16 +18,32 @@ def serve(work: Callable[[Job], Any]) -> None:
 
     An exception that `work` raises is the answer to its job: ``{"error": "ValueError: ..."}``.
     """
+    answers = _answers()
+    json.dump(_worked(work, json.load(sys.stdin)), answers)
+    answers.close()
+
+
+def serve_lines(work: Callable[[Job], Any]) -> None:
+    """Likewise, but a list a line, until the input ends: for programs that take long to start."""
+    answers = _answers()
+    for line in sys.stdin:
+        print(json.dumps(_worked(work, json.loads(line))), file=answers, flush=True)
+
+
+def _answers() -> TextIO:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    results = []
-    for job in json.load(sys.stdin):
+    return answers
+
+
+def _worked(work: Callable[[Job], Any], jobs: list[Job]) -> list[Any]:
+    results: list[Any] = []
+    for job in jobs:
         try:
             results.append({"done": work(job)})
         except Exception as error:
             results.append({"error": f"{type(error).__name__}: {error}"})
-    json.dump(results, answers)
-    answers.close()
+    return results
 
 
 def described(array: Any) -> dict[str, Any]:
