@@ -16,19 +16,19 @@ from typing import Any, NamedTuple, Optional
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import FROM_TORCH
-from reshard.checkpoints.formats.pickles import Global
 from reshard.checkpoints.placed import PlacedFile, Run
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.megatron.blocks import CURE, LEAVE_OUT, STATE
 from reshard.forms.megatron.buckets import places_by_edges, places_by_size
 from reshard.forms.megatron.common import is_named
+from reshard.forms.megatron.legacy_state import MASTER, StateError, flat_buffers
+from reshard.forms.megatron.legacy_state import Flat as JoinedBuffer
 from reshard.forms.megatron.parameters import Experts, Holding, Model, OrderError, Parameter, Piece, Rank, Variant
 from reshard.forms.pytorch.dcp import DescribedChunk, DescribedTensor, ReadMetadata, Record
 from reshard.forms.recorded import tensor_fault
 from reshard.storage import reading
 from reshard.text.messages import quoted
 
-MASTER = "param"
 DISTRIBUTED = "optimizer.distributed"
 
 _GROUP = r"(?:chained_([0-9]{1,6})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,6})\."
@@ -158,49 +158,27 @@ def read_gathered(directory: str, objects: Mapping[str, Record], handles: FileHa
         if match is None:
             continue
         path = os.path.join(directory, record.file)
-        with reading(path), handles.borrow(path) as file:
-            stored = file.stored if isinstance(file, PlacedFile) else file
-            archive = Archive(stored, record.offset, record.length)
-            pickled = archive.pickled(is_named)
-            value = pickled[0] if isinstance(pickled, list) and len(pickled) == 1 else pickled
-            buffers = buffers_in(archive, value, path, record.offset, record.length)
-        found.setdefault(int(match[1] or 0), {})[int(match[2])] = buffers
+        try:
+            with reading(path), handles.borrow(path) as file:
+                stored = file.stored if isinstance(file, PlacedFile) else file
+                archive = Archive(stored, record.offset, record.length)
+                # An object is in a list of one.
+                optimizers = flat_buffers(archive, archive.pickled(is_named))
+        except StateError as error:
+            raise fault(path, str(error)) from error
+        buffers = [each for flats in optimizers for each in flats or () if MASTER in each.tensors]
+        if len(optimizers) != 1 or len(buffers) != len(optimizers[0] or ()):
+            raise fault(path, "has buffers of several optimizers, or without masters")
+        found.setdefault(int(match[1] or 0), {})[int(match[2])] = [_joined(path, record, each) for each in buffers]
     return dict(found)
 
 
-def buffers_in(archive: Archive, value: Any, path: str, offset: int, length: int) -> list[Buffer]:
-    """The buffers in the state that data-parallel rank 0 gathered, as in ``distrib_optim.pt``.
-
-    Args:
-        archive: the archive that holds it.
-        value: the dictionary of the optimizer.
-        path: the file of the archive.
-        offset: where the archive begins in the file.
-        length: its bytes.
-
-    Raises:
-        CheckpointError: it is something else.
-    """
-    if not isinstance(value, dict) or value.get("buckets_coalesced") is not True:
-        raise fault(path, "has no joined buckets: it is older than they are")
-    buffers: list[Buffer] = []
-    for number in sorted(key for key in value if type(key) is int):
-        by_dtype = value[number]
-        for types, states in by_dtype.items() if isinstance(by_dtype, dict) else ():
-            first = types[0] if isinstance(types, tuple) and types else None
-            if not isinstance(first, Global) or not isinstance(states, dict):
-                raise fault(path, "has joined buckets of an unknown form")
-            located = {name: archive.tensor(each) for name, each in states.items() if not isinstance(each, int)}
-            flats: dict[str, Flat] = {}
-            for name, elements in located.items():
-                if len(elements.shape) != 1 or not elements.in_order:
-                    raise fault(path, "has joined buckets of an unknown form")
-                run = Run(path, offset, length, 0, elements.shape[0], elements)
-                flats[name] = Flat(elements.dtype, (0, elements.shape[0]), (run,))
-            if MASTER not in flats or len({flat.edges for flat in flats.values()}) > 1:
-                raise fault(path, "has joined buckets without masters, or whose states differ in size")
-            buffers.append(Buffer(_dtype(path, first.name), [flats], True))
-    return buffers
+def _joined(path: str, record: Record, buffer: JoinedBuffer) -> Buffer:
+    flats: dict[str, Flat] = {}
+    for state, elements in buffer.tensors.items():
+        (size,) = elements.shape
+        flats[state] = Flat(elements.dtype, (0, size), (Run(path, record.offset, record.length, 0, size, elements),))
+    return Buffer(buffer.dtype, [flats], True)
 
 
 def _dtype(path: str, name: str) -> str:
