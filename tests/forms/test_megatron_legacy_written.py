@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,19 +28,21 @@ class Written(NamedTuple):
 
 WRITTEN = [
     Written("legacy_dense", "tp=2,pp=2"),
-    Written("legacy_dense", "tp=1,pp=1"),
     Written("legacy_moe", "tp=1,pp=2,ep=4"),
-    Written("legacy_moe", "tp=2,pp=2"),
     Written("legacy14_grouped", "tp=2,ep=2"),
     Written("legacy_vpp", "pp=2"),
+    Written("td_tied", "tp=2,pp=2"),
+    Written("td_mla_mtp", "tp=2,pp=2,ep=2", False),
+]
+MORE = [
+    Written("legacy_dense", "tp=1,pp=1"),
+    Written("legacy_moe", "tp=2,pp=2"),
     Written("legacy_vpp", "tp=2"),
     Written("legacy_plain", "tp=2"),
     Written("legacy_te_names", "tp=2,pp=2"),
     Written("td_dense_plain", "tp=2,pp=2"),
     Written("td_moe_fully", "ep=2"),
     Written("td_moe_layer_keys", "tp=2,ep=2"),
-    Written("td_tied", "tp=2,pp=2"),
-    Written("td_mla_mtp", "tp=2,pp=2,ep=2", False),
     Written("td_uneven", "pp=2", False),
 ]
 
@@ -73,7 +76,11 @@ def arrays_in(path: Path) -> Any:
         return plain(archive.pickled(lambda name: True))
 
 
-@pytest.mark.parametrize("written", WRITTEN, ids=lambda each: f"{each.case}-{each.sizes}")
+@pytest.mark.parametrize(
+    "written",
+    [*WRITTEN, *(pytest.param(each, marks=pytest.mark.deep) for each in MORE)],
+    ids=lambda each: f"{each.case}-{each.sizes}",
+)
 def test_a_written_tree_has_all_that_megatron_held(written: Written, tmp_path: Path) -> None:
     case = one_case(written.case)
     tree = write(case, tmp_path / "tree", written.sizes)
@@ -91,6 +98,64 @@ def test_a_written_tree_has_all_that_megatron_held(written: Written, tmp_path: P
     assert {name: actual.get(name) for name in expected} == expected
     if written.optimizer:
         assert tensors["global_step"].array.tolist() == [case.expected["optimizer"]["step"]]
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_latent_attention_is_written_as_mindspeed_has_it(split: bool, tmp_path: Path) -> None:
+    """Down projections joined, heads' parts apart with ``mla_mm_split``; experts dealt over tensor ranks as well."""
+    case = one_case("td_mla_mtp")
+    args = {"mla_mm_split": split, "moe_tp_extend_ep": split, "transformer_impl": "local", "moe_grouped_gemm": split}
+    (tmp_path / "args.json").write_text(json.dumps(args))
+    tree = write(case, tmp_path / "tree", "tp=2,pp=2", "--args", tmp_path / "args.json")
+    model = arrays_in(tree / "mp_rank_01_001" / "model_optim_rng.pt")["model"]
+    names = {name.rpartition("self_attention.")[2] for name in model if "decoder" in name and "_proj" in name}
+    assert names == {"linear_proj.weight"} | (
+        set() if split else {"linear_q_up_proj.weight", "linear_kv_up_proj.weight"}
+    )
+    assert "mtp.final_layernorms.0.weight" in model
+    assert len([name for name in model if "decoder.layers.0.mlp.experts" in name]) == (2 if split else 4)
+    tensors = converted(tree.parent, tmp_path / "out", "--names", case.expected["names"])
+    expected = {name: entry["sha256"] for name, entry in case.expected["tensors"].items()}
+    assert {name: tensors[name].digest for name in expected} == expected
+
+
+def test_weights_and_optimizer_of_hugging_faces_names_become_a_tree(tmp_path: Path) -> None:
+    """What it lacks is in --args; files are those of the run that the names came from, groups and steps included."""
+    case = one_case("legacy_moe")
+    names = ["--names", case.expected["names"], "--optimizer", "keep"]
+    done("convert", case.root, tmp_path / "hf", "--to", "huggingface", *names)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(case.expected["config"]))
+    args = {"transformer_impl": "local", "moe_grouped_gemm": False, "lr": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.95}
+    args |= {"adam_eps": 1e-8, "weight_decay": 0.1, "global_batch_size": 32, "train_iters": 1000}
+    (tmp_path / "args.json").write_text(json.dumps(args))
+    tree = [
+        write(case._replace(root=root), tmp_path / place, "tp=2,ep=2", *options)
+        for root, place, options in (
+            (tmp_path / "hf", "from_hf", [*names, "--args", tmp_path / "args.json"]),
+            (case.root, "same", []),
+        )
+    ]
+    for rank in ("mp_rank_00_000", "mp_rank_01_001"):
+        first, second = (arrays_in(each / rank / "model_optim_rng.pt") for each in tree)
+        assert first["model"].keys() == second["model"].keys()
+        assert all(np.array_equal(array, second["model"][name]) for name, array in first["model"].items())
+        for one, two in zip(first["optimizer"], second["optimizer"]):
+            groups = [each["optimizer"]["param_groups"] for each in (one, two)]
+            assert [(group["params"], group["step"].tolist()) for group in groups[0]] == [
+                (group["params"], group["step"].tolist()) for group in groups[1]
+            ]
+            for number, state in one["optimizer"]["state"].items():
+                assert all(
+                    np.array_equal(each, two["optimizer"]["state"][number][kind]) for kind, each in state.items()
+                )
+
+
+def test_names_that_args_do_not_decide_are_asked_for(tmp_path: Path) -> None:
+    case = one_case("legacy_dense")
+    done("convert", case.root, tmp_path / "hf", "--to", "huggingface", "--names", "llama", "--exclude", "global_step")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(case.expected["config"]))
+    options = ["--to", "megatron", "--format", "torch", "--names", "llama"]
+    fails(3, "convert", tmp_path / "hf", tmp_path / "out", *options, texts=["transformer_impl", "--args"])
 
 
 def test_the_same_sizes_give_every_parameter_back(tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ def read_legacy(form: str, iteration: Iteration, request: ReadRequest) -> Chunke
         if tree.lacking is not None and (tree.lost_stages or any(map(request.required, checkpoint.faults))):
             raise tree.lacking
         checkpoint.check(request.required)
+    elif tree.lacking is not None and checkpoint.faults:
+        checkpoint.faults = {str(tree.lacking.file): tree.lacking, **checkpoint.faults}
     if tree.lacking is not None:
         request.report.warn(f"{tree.lacking.message}; replicas in other files are read")
     return checkpoint

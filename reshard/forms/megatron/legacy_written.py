@@ -212,7 +212,7 @@ class LegacyFiles(TargetForm):
     def count(self) -> int:
         return self.tp * self.pp * self.ep
 
-    def _refused(self, problem: str, hint: Optional[str] = None) -> CheckpointError:
+    def refused(self, problem: str, hint: Optional[str] = None) -> CheckpointError:
         return CheckpointError(f"{self._place}: {problem}", file=self._place, hint=hint)
 
     def _divided(self, tensors: Mapping[str, GlobalTensor]) -> Stages:
@@ -226,11 +226,9 @@ class LegacyFiles(TargetForm):
         try:
             stages = stages_of(args, self.pp, chunks_stated(args, self.pp) or 1)
         except StagesError as error:
-            raise self._refused(
-                f"{error} (--sizes pp={self.pp})", "choose another pp, or state it in --args"
-            ) from error
+            raise self.refused(f"{error} (--sizes pp={self.pp})", "choose another pp, or state it in --args") from error
         if layers != {*range(stages.layer_count)}:
-            raise self._refused(f"has {len(layers)} layers, and {stages.layer_count} by its args")
+            raise self.refused(f"has {len(layers)} layers, and {stages.layer_count} by its args")
         return stages
 
     def _add(self, tensors: Mapping[str, GlobalTensor]) -> None:
@@ -280,7 +278,7 @@ class LegacyFiles(TargetForm):
         tied = OUTPUT not in outside
         if EMBEDDING in firsts and last != (0, 0) and (mtp or tied):
             if mtp and tied:
-                raise self._refused("has tied weights and multi-token prediction, which is written with pp=1 only")
+                raise self.refused("has tied weights and multi-token prediction, which is written with pp=1 only")
             copy = {EMBEDDING if mtp else OUTPUT: firsts[EMBEDDING]}
             self._add_module("copy.", "", copy, *last)
 
@@ -448,7 +446,7 @@ class LegacyFiles(TargetForm):
                 step = add("Int64", self._step(groups).to_bytes(8, "little"))
                 return {**{name: value for name, value in group.items() if name != "params"}, "step": step}
         kind = "with" if decayed else "without"
-        raise self._refused(f"has no group of parameters {kind} weight decay in the settings of its optimizer")
+        raise self.refused(f"has no group of parameters {kind} weight decay in the settings of its optimizer")
 
     def _step(self, groups: Sequence[Mapping[str, Any]]) -> int:
         return int(groups[0]["step"])
@@ -534,9 +532,9 @@ class _Module:
     def _stated(self, name: str) -> Any:
         value = self._files.args.get(name)
         if value is None:
-            raise CheckpointError(
-                f"{self._files.args.get('path', '')}{name} is not among the arguments, and live names depend on it",
-                hint=f'add it to --args: a JSON file with "{name}": ...',
+            raise self._files.refused(
+                f"does not record {name} in its args, which the names in files depend on",
+                f'add --args FILE.json with {{"{name}": ...}}',
             )
         return value
 
