@@ -15,6 +15,7 @@ from reshard.names import tables
 from reshard.plan.edits import EditRules, Link
 from reshard.verification import edited
 from tests.corpus_mcore import McoreCase, mcore_cases
+from tests.model_weights import MODELS, bfloat16, weights, write_huggingface
 from tests.running import Argument, done, fails, reshard
 
 _READ = ("td_dense_plain", "td_moe_fully", "td_moe_layer_keys", "td_mla_mtp", "td_tied", "td_tp4_bias", "td_uneven")
@@ -140,6 +141,25 @@ def test_a_run_of_mindformers_goes_to_megatron_and_back_with_its_optimizer(tmp_p
     assert all((tmp_path / "ranks" / file).read_bytes() == (tmp_path / "ranks2" / file).read_bytes() for file in files)
     done("convert", tmp_path / "ranks2", tmp_path / "hub", "--to", "huggingface", "--src-strategy", strategy, *words)
     check_huggingface(tmp_path / "hub", case, set(STATES.values()))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"])
+def test_every_family_goes_from_hugging_face_over_megatron_and_mindformers_and_back(name: str, tmp_path: Path) -> None:
+    config = dict(MODELS[name][0])
+    if name == "deepseek_v3":
+        # Multi-head latent attention has no groups of queries.
+        config["num_key_value_heads"] = config["num_attention_heads"]
+    write_huggingface(tmp_path / "src", bfloat16(weights(name)), config)
+    words: list[Argument] = ["--config", tmp_path / "src" / "config.json", "--verify", "--names"]
+    mtp = ",mtp=copies" if name == "deepseek_v3" else ""
+    place = tmp_path / "src"
+    for number, (form, options) in enumerate(
+        [("megatron", ""), ("unified", PACKING.get(name, "")), ("megatron", mtp), ("huggingface", "")]
+    ):
+        out = tmp_path / str(number)
+        done("convert", place, out, "--to", form, *words, name + options)
+        place = out
+    assert contents(place) == contents(tmp_path / "src")
 
 
 def test_without_optimizer_keep_only_weights_are_written(tmp_path: Path) -> None:
