@@ -60,7 +60,14 @@ reshard verify out/ --src ckpt/ --cast BFloat16 \\
     help="The checkpoint that OUT was converted from.",
 )
 @options.group(Source, *options.STORED)
-@options.group(Target, "strategy", "shards", path="out")
+@options.group(
+    Target,
+    "strategy",
+    "shards",
+    "args",
+    path="out",
+    args={"help": "Arguments of a checkpoint of Megatron that OUT was written with.", "shown": "as recorded"},
+)
 @options.strategy("Strategy of OUT, for --replicas.")
 @option("Checks", "--replicas", is_flag=True, help="Compare copies of the same slices within OUT.")
 @option("Checks", "--headers-only", is_flag=True, help="Check sizes and headers only; read no contents.")
@@ -109,8 +116,8 @@ def verify(
         raise UsageError("--replicas compares the copies on all ranks", hint="leave out --ranks, or add --src SRC")
     if src is None and edits.changes:
         raise UsageError("--src is missing", hint="options of names and types need --src SRC")
-    if src is None and (source.strategy or target.strategy or target.shards):
-        raise UsageError("--src is missing", hint="--src-strategy and --dst-strategy need --src SRC")
+    if src is None and (source.strategy or target.strategy or target.shards or target.args):
+        raise UsageError("--src is missing", hint="--src-strategy, --dst-strategy and --args need --src SRC")
     if src is None and not replicas and (filters.include or filters.exclude):
         raise UsageError(
             "--include and --exclude need --src or --replicas",

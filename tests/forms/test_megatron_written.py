@@ -25,7 +25,7 @@ from tests.corpus_mcore import McoreCase, digest, mcore_cases
 from tests.running import Argument, done, fails, warns
 from tests.running import reshard as run
 from tests.sampling import some_of
-from tests.trees import Value, write_checkpoint
+from tests.trees import Value, read_checkpoint, scalar, write_checkpoint
 
 WRITABLE = [case for case in mcore_cases() if case.expected["expect"] == "convert"]
 ITERATION = "iter_0000100"
@@ -367,6 +367,32 @@ def test_a_run_goes_to_mindformers_and_back_with_every_bit(name: str, tmp_path: 
         batch = source.args.get("global_batch_size") or source.args["consumed_train_samples"] // 100
         assert common.state["opt_param_scheduler"] == {**source.state["opt_param_scheduler"], "num_steps": 3 * batch}
         assert {group["betas"] for group in common.groups} == {(0.9, 0.95)}
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("dtype", ["Int32", "Int64"])
+def test_values_that_mindformers_saves_beside_the_step_are_left_out(
+    dtype: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    case = case_named("td_dense_plain")
+    (tmp_path / "config.json").write_text(json.dumps(case.expected["config"]))
+    words: list[Argument] = ["--names", "llama", "--config", tmp_path / "config.json", "--optimizer", "keep"]
+    done("convert", case.root, tmp_path / "ranks", "--dst-strategy", "none", "--format", "safetensors", *words)
+    (path,) = (tmp_path / "ranks").glob("rank_0/*")
+    others = {"epoch_num": scalar(1), "step_num": scalar(7), "loss_scale": scalar(0x47800000, "Float32")}
+    saved = {**read_checkpoint(path), **others, "global_step": scalar(7, dtype, shape)}
+    write_checkpoint(path, saved, metadata={"format": "ms"})
+    words += ["--src-strategy", "none", "--to", "megatron", "--args", case.root]
+    result = done("convert", tmp_path / "ranks", tmp_path / "out", *words, "--verify")
+    assert "epoch_num" in result.err
+    common = common_in(tmp_path / "out" / "iter_0000007")
+    assert common.iteration == 7 and common.steps == {7}
+    write_checkpoint(path, {**saved, "global_step": scalar(8, dtype, shape)}, metadata={"format": "ms"})
+    (tmp_path / "out" / "reshard-manifest.json").unlink()
+    verified = run("verify", tmp_path / "out", "--src", tmp_path / "ranks", *words[:-4], "--args", case.root)
+    assert verified.status in (3, 4), verified.err
+    write_checkpoint(path, {**saved, "global_step": scalar(2**31 - 1, "Float32", shape)}, metadata={"format": "ms"})
+    fails(3, "convert", tmp_path / "ranks", tmp_path / "no", *words, texts=["global_step"])
 
 
 def as_value(array: Any) -> Value:
