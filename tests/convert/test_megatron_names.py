@@ -106,7 +106,7 @@ def test_older_states_and_legacy_trees_go_both_ways(case: McoreCase, tmp_path: P
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
-@pytest.mark.parametrize("form", ["huggingface", "unified"])
+@pytest.mark.parametrize("form", [pytest.param("huggingface", marks=pytest.mark.long), "unified"])
 def test_hugging_faces_and_mindformers_names_become_megatrons(form: str, case: McoreCase, tmp_path: Path) -> None:
     words: list[Argument] = ["--config", config_of(case, tmp_path), "--verify", "--names"]
     done("convert", case.root, tmp_path / "src", "--to", form, *words, family(case, options=True))
