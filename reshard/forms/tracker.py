@@ -30,10 +30,20 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 class Iteration(NamedTuple):
-    """The directory of one iteration; its number is None if the directory's name does not contain it."""
+    """The directory of one iteration; its number is None if the directory's name does not contain it.
+
+    Attributes:
+        released: it is the root's `RELEASE`.
+    """
 
     number: Optional[int]
     path: str
+    released: bool = False
+
+    @property
+    def step(self) -> Optional[str]:
+        """What ``--step`` requests it with in its root; None for a directory without a number."""
+        return RELEASE if self.released else None if self.number is None else str(self.number)
 
     @property
     def label(self) -> str:
@@ -76,7 +86,7 @@ class IterationNames(NamedTuple):
         released = self.releases and RELEASE in names and is_directory(release) and holds(release, names_in(release))
         in_root = [each for each in self.in_root(src, names) if holds(each.path, names_in(each.path))]
         if released and (step == RELEASE or (step == "latest" and (_text_of_tracker(src) == RELEASE or not in_root))):
-            return Iteration(None, release)
+            return Iteration(None, release, released=True)
         chosen = self.choose(src, in_root, step, report)
         if chosen is not None:
             return chosen
@@ -193,6 +203,6 @@ def saved_steps(root: str, iterations: Iterable[Iteration]) -> list[SavedStep]:
         tracked = None
     return [
         SavedStep(number, path, None if tracked is None else number <= tracked, number == tracked)
-        for number, path in iterations
+        for number, path, _ in iterations
         if number is not None
     ]

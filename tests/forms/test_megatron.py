@@ -257,6 +257,12 @@ def test_a_release_is_read_by_name_and_where_the_tracker_names_it(tmp_path: Path
 
     assert directory() == str(root / "iter_0000100")
     assert directory("--step", "release") == release
+    # Records name the step, for resume and verify.
+    words: list[Argument] = ["--to", "hf-sharded", "--shards", 1, "--exclude", "optimizer.*", "--step", "release"]
+    done("convert", root, tmp_path / "out", *words)
+    (root / "iter_0000100" / "__0_0.distcp").unlink()
+    done("verify", tmp_path / "out", "--src", root)
+    shutil.copy(release + "/__0_0.distcp", root / "iter_0000100")
     (root / "latest_checkpointed_iteration.txt").write_text("release")
     assert directory() == release
     assert directory("--step", 100) == str(root / "iter_0000100")

@@ -106,7 +106,7 @@ def read_legacy(form: str, iteration: Iteration, request: ReadRequest) -> Chunke
     """
     tree = _Tree(iteration.path, request)
     checkpoint = tree.checkpoint(form)
-    checkpoint.step = None if iteration.number is None else str(iteration.number)
+    checkpoint.step = iteration.step
     checkpoint.label = iteration.label
     if request.complete:
         if tree.lacking is not None and (tree.lost_stages or any(map(request.required, checkpoint.faults))):

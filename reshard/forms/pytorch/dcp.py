@@ -384,7 +384,7 @@ def checkpoint_of(
     )
     checkpoint.objects = {**files.objects(), **_common(directory, names_in(directory))}
     checkpoint.nested = metadata.nested
-    checkpoint.step = None if iteration.number is None else str(iteration.number)
+    checkpoint.step = iteration.step
     checkpoint.label = iteration.label
     return checkpoint
 
