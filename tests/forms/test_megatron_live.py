@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoints.formats.pickles import read_pickle
+from reshard.forms.megatron.arguments import configuration_of
 from reshard.forms.megatron.common import is_named
 from reshard.forms.megatron.stages import StagesError, stages_of
 from tests.forms.legacy_trees import Array, OnNpu, Strided, values, write_rank
@@ -302,3 +303,12 @@ def test_dictionaries_with_a_factory_are_plain_ones(protocol: int) -> None:
     assert state == {"model": {"a": 1}}
     with pytest.raises(KeyError):
         state["model"]["b"]
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("empty", [{1, 3}, "1,3", [1, 3]])
+def test_layers_that_do_nothing_have_no_numbers(empty: Any, protocol: int) -> None:
+    """MindSpeed-LLM's args have them as a set, its converter's as text."""
+    args = read_pickle(pickle.dumps({"num_layers": 4, "noop_layers": empty}, protocol), is_named)
+    assert stages_of(args, 2).chunks == (((0, None),), ((1, None),))
+    assert configuration_of(args, "model_optim_rng.pt")["num_hidden_layers"] == 2

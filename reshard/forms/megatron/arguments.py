@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Optional
 
 from reshard.errors import CheckpointError
+from reshard.forms.megatron.stages import StagesError, numbers_in
 from reshard.text.messages import quoted
 
 MLA, MOE, GROUPS = "multi_latent_attention", "num_experts", "group_query_attention"
@@ -96,6 +97,13 @@ def configuration_of(args: Mapping[str, Any], path: str) -> dict[str, object]:
         value = next((args[name] for name in pair.arguments if args.get(name) is not None), None)
         if isinstance(value, (int, float, str)) and _holds(args, pair.where):
             config.update(dict.fromkeys(pair.keys, value))
+    layers = config.get("num_hidden_layers")
+    if args.get("noop_layers") and isinstance(layers, int):
+        # MindSpeed counts layers that do nothing, which no other model has.
+        try:
+            config["num_hidden_layers"] = layers - len(numbers_in(args, "noop_layers") or ())
+        except StagesError as error:
+            raise CheckpointError(f"{path}: {error}", file=path) from error
     heads = config.get("num_attention_heads")
     if heads is not None and args.get(GROUPS) is False:
         config["num_key_value_heads"] = heads

@@ -68,7 +68,9 @@ _PACKAGES = frozenset(
     }
 )
 _BUILTINS = frozenset(
-    f"builtins.{name}" for name in ("bytearray", "complex", "dict", "frozenset", "getattr", "set", "slice")
+    f"{module}.{name}"
+    for module in ("builtins", "__builtin__")
+    for name in ("bytearray", "complex", "dict", "frozenset", "getattr", "set", "slice", "bytes")
 )
 _STEPS = ("step", "common_step")
 _DEEPEST = 32
@@ -76,7 +78,7 @@ _DEEPEST = 32
 
 def is_named(name: str) -> bool:
     """Whether a pickle of the state may name this class or function, which stays inert."""
-    return name.partition(".")[0] in _PACKAGES or name in _BUILTINS or name in ("__builtin__.bytes", "__builtin__.dict")
+    return name.partition(".")[0] in _PACKAGES or name in _BUILTINS
 
 
 class Common(NamedTuple):

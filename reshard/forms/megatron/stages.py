@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
+from reshard.checkpoints.formats.pickles import PickledInstance
+
 Chunk = tuple[Optional[int], ...]
 """Per local number of a layer its number in the model; None where MindSpeed's models have a layer that does nothing."""
 
@@ -54,7 +56,7 @@ def stages_of(args: Mapping[str, Any], ranks: int, chunks: int = 1) -> Stages:
     if stated is not None and stated != chunks:
         raise StagesError(f"has {chunks} model chunks per rank of the pipeline, and {stated} by its args")
     dealt, positions = _dealt(args, ranks, chunks)
-    empty = _numbers(args, "noop_layers") or ()
+    empty = numbers_in(args, "noop_layers") or ()
     wrong = [layer for layer in empty if not 0 <= layer < positions]
     if wrong or len(set(empty)) < len(empty):
         raise StagesError(f"has {positions} layers, and noop_layers {[*empty]} by its args")
@@ -94,7 +96,7 @@ def _dealt(args: Mapping[str, Any], ranks: int, chunks: int) -> tuple[Sequence[S
         layers = _number(args, "num_hidden_layers")
     if layers is None:
         raise StagesError("does not record num_layers in its args")
-    listed = _numbers(args, "num_layer_list")
+    listed = numbers_in(args, "num_layer_list")
     if listed is not None:
         if chunks > 1 or len(listed) != ranks or sum(listed) != layers:
             raise StagesError(f"has {layers} layers in {ranks} stages, and num_layer_list {[*listed]} by its args")
@@ -200,10 +202,12 @@ def _number(args: Mapping[str, Any], name: str) -> Optional[int]:
     raise StagesError(f"has {name} = {str(value)[:40]} in its args, which is no number")
 
 
-def _numbers(args: Mapping[str, Any], name: str) -> Optional[tuple[int, ...]]:
+def numbers_in(args: Mapping[str, Any], name: str) -> Optional[tuple[int, ...]]:
     """A list of numbers among the arguments, or a text of them; None where it is not set."""
     value = args.get(name)
-    if value is None or value == "":
+    if isinstance(value, PickledInstance) and value.name.endswith((".set", ".frozenset")) and value.args:
+        value = value.args[0]
+    if value is None or value == "" or value == []:
         return None
     parts = value.split(",") if isinstance(value, str) else value
     try:
