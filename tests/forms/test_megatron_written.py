@@ -17,7 +17,7 @@ import pytest
 import reshard
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archives import archive_of_pickle
-from reshard.checkpoints.formats.pickles import inert, pickled
+from reshard.checkpoints.formats.pickles import inert, inert_class, pickled
 from reshard.forms.megatron.common import Common, common_of
 from tests.conftest import LONG
 from tests.corpus import ROOT
@@ -296,6 +296,33 @@ def test_arguments_that_contradict_the_tensors_are_refused(args: object, texts: 
     assert not (tmp_path / "out").exists()
 
 
+def test_only_plain_arguments_are_carried_over(tmp_path: Path) -> None:
+    """Others would run where Megatron loads the file, or name a package that is not there."""
+    case = case_named("td_dense_plain")
+    src = Path(shutil.copytree(case.root, tmp_path / "src"))
+    values = {
+        "a_dtype": inert_class("torch.float16"),
+        "an_enum": inert("megatron.core.transformer.enums.AttnBackend", 5),
+        "a_call": inert("torch.hub.load", "repository"),
+        "a_class": inert_class("mindspeed.core.Optimizer"),
+        "nested": [{"deep": inert("numpy.random.rand", 3)}],
+        "noop_layers": "1",
+        "num_layers": 3,
+    }
+
+    def change(state: dict[str, Any]) -> None:
+        state["args"] = inert("argparse.Namespace", state={**state["args"].fields, **values})
+        # Tensors of the state stay behind with their archive.
+        state["optimizer"]["optimizer"]["state"] = {"common_step": 3}
+
+    damaged_common(change)(src)
+    result = done("convert", src, tmp_path / "out", "--to", "megatron", "--verify")
+    warns(result, "a_call", "a_class", "nested")
+    args = common_in(tmp_path / "out" / ITERATION).args
+    assert {"a_dtype", "an_enum"} <= args.keys() and not {"a_call", "a_class", "nested"} & args.keys()
+    assert (args["num_layers"], args["noop_layers"]) == (2, None)
+
+
 def renamed_source(case: McoreCase, directory: Path, *options: Argument) -> Path:
     """The tensors of a case in a form that records no arguments, under Megatron's keys."""
     done("convert", case.root, directory, "--to", "hf-sharded", "--shards", 1, *options)
@@ -426,6 +453,22 @@ def test_float32_weights_become_masters_and_their_type_is_stated(tmp_path: Path)
     fails(3, *words, "--cast", "*linear*weight=BFloat16", texts=["final_layernorm", "--cast"])
     fails(3, *words, "--cast", "*=BFloat16", texts=["optimizer.state"])
     done(*words, "--cast", "BFloat16", "--verify")
+    assert tensors_of(tmp_path / "out") == tensors_of(case.root)
+
+
+def test_float32_weights_of_mindformers_become_masters(tmp_path: Path) -> None:
+    case = case_named("td_moe_fully")
+    (tmp_path / "config.json").write_text(json.dumps(case.expected["config"]))
+    words: list[Argument] = ["--names", "qwen3_moe,gate_up=halves,qkv=grouped", "--config", tmp_path / "config.json"]
+    words += ["--optimizer", "keep"]
+    done("convert", case.root, tmp_path / "ranks", "--dst-strategy", "none", "--format", "safetensors", *words)
+    (path,) = (tmp_path / "ranks").glob("rank_0/*")
+    saved, master = read_checkpoint(path), "main_param."
+    plain = {name: saved.get(master + name, each) for name, each in saved.items() if not name.startswith(master)}
+    write_checkpoint(path, plain, metadata={"format": "ms"})
+    words += ["--src-strategy", "none", "--to", "megatron", "--args", case.root, "--verify"]
+    fails(3, "convert", tmp_path / "ranks", tmp_path / "out", *words, texts=["--cast"])
+    done("convert", tmp_path / "ranks", tmp_path / "out", *words, "--cast", "BFloat16")
     assert tensors_of(tmp_path / "out") == tensors_of(case.root)
 
 

@@ -210,12 +210,14 @@ def _numbers(
 
 def _arguments(common: Common, origin: Origin, others: Collection[str] = ()) -> Iterator[str]:
     """Differences of arguments, but those that depend on what is written, ``others`` among them."""
+    # Without layers that hold nothing, there are fewer.
+    fewer = ("noop_layers", "num_layers") if origin.args.get("noop_layers") else ()
     for name, value in origin.args.items():
-        if name in others:
+        if name in _SET or name in others or name in fewer:
             continue
-        if name not in _SET and name in common.args and not _same(value, common.args[name]):
+        if name in common.args and not _same(value, common.args[name]):
             yield f"args.{name} is {_shown(common.args[name])}, not {_shown(value)}"
-        elif name not in _SET and name not in common.args and not _holds_tensor(value):
+        elif name not in common.args and _is_plain(value):
             yield f"args.{name} is missing"
     if origin.config:
         for key, number in configuration_of(common.args, common.path).items():
@@ -348,6 +350,12 @@ def _holds_tensor(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_holds_tensor, value))
     return isinstance(value, dict) and any(map(_holds_tensor, value.values()))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _shown(value: Any) -> str:

@@ -120,6 +120,11 @@ class Model:
         self.has_experts = any(".mlp.experts." in name for name in self.weights)
 
     @property
+    def layers(self) -> Optional[int]:
+        """How many layers there are."""
+        return next((count for _, count in self._layers()), None)
+
+    @property
     def keeps_numbers(self) -> bool:
         """Whether names have the numbers of layers."""
         return any(map(_NUMBERED.match, self.weights))

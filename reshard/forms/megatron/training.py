@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint, stored_checkpoint
+from reshard.checkpoints.formats.dtypes import FROM_TORCH
 from reshard.checkpoints.formats.pickles import NAMESPACE, Global, PickledInstance, inert
 from reshard.errors import CheckpointError
 from reshard.forms.form import WriteRequest
@@ -24,6 +25,8 @@ FULLY_RESHARDABLE = "fully_reshardable"
 
 _EXPERTS, _MULTIPLIER = "is_expert_parallel", "wd_mult"
 _IDENTIFIERS = (_MULTIPLIER, "lr_mult", _EXPERTS, "is_decoupled_lr")
+_CLASSES = frozenset({NAMESPACE, "builtins.set", "builtins.frozenset", "signal.Signals", "torch.device"})
+_ENUMERATIONS = "megatron.core.transformer.enums."
 _BATCH, _CONSUMED, _PARALLEL = "global_batch_size", "consumed_train_samples", "expert_model_parallel_size"
 # Positions in the data of another run, whose steps are not those of the tensors.
 _POSITIONS = (_CONSUMED, "consumed_valid_samples", "skipped_train_samples")
@@ -129,7 +132,7 @@ class _Made:
         written = {name: value for name, value in args.items() if _is_written(value)}
         if len(written) < len(args):
             names = sorted(args.keys() - written.keys())
-            self._report.warn("arguments that hold tensors are left out: " + listing(names))
+            self._report.warn("arguments that are more than plain values are left out: " + listing(names))
         flops = None if self._own is None else self._own.state.get("num_floating_point_operations_so_far")
         others = {"num_floating_point_operations_so_far": flops} if isinstance(flops, (int, float)) else {}
         return Training(written, iteration, optimizers, schedule, self._model.content(), others)
@@ -153,6 +156,9 @@ class _Made:
                 hint="add --config DIR with config.json of the model, or --args with a checkpoint of Megatron or a "
                 "JSON file of arguments",
             )
+        if args.get("noop_layers"):
+            # Keys number the layers that there are.
+            args.update(num_layers=self._model.layers, noop_layers=None)
         # A configuration, and arguments of converters, lack what the tensors show.
         return args if "tensor_model_parallel_size" in args else {**self._model.arguments(), **args}
 
@@ -289,15 +295,20 @@ def _is_number(value: object) -> bool:
 
 
 def _is_written(value: Any, depth: int = 16) -> bool:
-    """Whether a value of a pickle can be written again: tensors, which lie outside of it, cannot."""
-    if value is None or isinstance(value, (bool, int, float, str, bytes, Global)):
+    """Whether a value of a pickle is written again: plain values, types of torch, and enumerations of Megatron.
+
+    Tensors lie outside of a pickle. Other classes would run where Megatron loads the file, or be missing there.
+    """
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return True
+    if isinstance(value, Global):
+        return value.name in FROM_TORCH or value.name.startswith(_ENUMERATIONS)
     if depth == 0:
         return False
     if isinstance(value, (list, tuple)):
         return all(_is_written(each, depth - 1) for each in value)
     if isinstance(value, dict):
         return all(_is_written(each, depth - 1) for pair in value.items() for each in pair)
-    if isinstance(value, PickledInstance) and value.name:
+    if isinstance(value, PickledInstance) and (value.name in _CLASSES or value.name.startswith(_ENUMERATIONS)):
         return _is_written((value.args, value.state), depth - 1)
     return False
