@@ -150,6 +150,12 @@ def test_weights_and_optimizer_of_hugging_faces_names_become_a_tree(tmp_path: Pa
                 )
 
 
+def test_a_plan_of_a_tree_has_its_files(tmp_path: Path) -> None:
+    options = ["--to", "megatron", "--format", "torch", "--sizes", "tp=2,pp=2", "--json"]
+    plan = done("plan", one_case("legacy_dense").root, tmp_path / "out", *options).json
+    assert len(plan["files"]) == 4
+
+
 def test_names_that_args_do_not_decide_are_asked_for(tmp_path: Path) -> None:
     case = one_case("legacy_dense")
     done("convert", case.root, tmp_path / "hf", "--to", "huggingface", "--names", "llama", "--exclude", "global_step")

@@ -199,6 +199,7 @@ class LegacyFiles(TargetForm):
             checkpoint.tied_tensors()[len(base.tied_tensors()) :],
         )
         self.sections: Sequence[Section] = [*self._sections()]
+        self._counts = [len(section.layouts) for section in self.sections]
         self.iteration = directory_of(training.iteration)
         self.names = FileNames("file{rank}", dict(enumerate(self._paths())))
 
@@ -376,6 +377,9 @@ class LegacyFiles(TargetForm):
         shapes = [each.shape_in_file(shape_of(box)) for each, box in zip(live, boxes)]
 
         def describe(described: Sequence[PickledInstance], add: Added) -> Any:
+            if len(live) < self._counts[self.stage_of[live[0].name] if live else 0]:
+                # A part of a file, to count its bytes.
+                return [*described]
             return self._state([*zip(live, shapes, described)], {each.name: each.dtype for each in tensors}, add)
 
         return lay_out_archive(tensors, shapes, describe)
