@@ -361,10 +361,10 @@ def against_mindformers(section: Section) -> None:
 LAYERS = 1
 
 
-def qwen3() -> dict[str, tuple[int, ...]]:
+def qwen3(layers: int = LAYERS) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a Qwen3 of few layers."""
     arrays: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (8192, 4096)}
-    for number in range(LAYERS):
+    for number in range(layers):
         layer = f"model.layers.{number}"
         arrays.update({f"{layer}.{name}_layernorm.weight": (4096,) for name in ("input", "post_attention")})
         arrays.update({f"{layer}.self_attn.{name}_norm.weight": (128,) for name in "qk"})

@@ -112,6 +112,16 @@ CASES = [
     ),
 ]
 
+#: Layouts that core 0.12.1, by which MindSpeed-LLM trains, loads written trees on.
+TREES: list[tuple[str, Layout]] = [
+    ("plain", {"tp": 2, "pp": 2, "dp": 2}),
+    ("tree-plain", {"tp": 2, "pp": 2}),
+    ("virtual", {"pp": 2, "vpp": 2}),
+    ("tied", {"tp": 2, "pp": 2}),
+    ("experts", {"tp": 2, "ep": 2, "dp": 2}),
+    ("0.14-grouped", {"pp": 2, "ep": 2, "dp": 2}),
+    ("0.12-grouped", {"tp": 2, "ep": 4, "dp": 4}),
+]
 STARTS = ("plain", "tied", "experts", "mla")
 CORPUS = [case for case in mcore_cases("td") if case.expected["expect"] == "convert"]
 
@@ -293,6 +303,22 @@ def test_megatron_resumes_after_mindformers(case: Case, saved: Saves, tmp_path: 
     words += ["--names", table + LOCAL.get(case.name, ""), "--args", source]
     done("convert", tmp_path / "ranks", tmp_path / "out", "--to", "megatron", *words)
     check_loaded(case, [(tmp_path / "out", case.others[0])])
+
+
+@pytest.mark.parametrize(("name", "layout"), TREES, ids=[each[0] for each in TREES])
+def test_megatron_resumes_from_a_tree(name: str, layout: Layout, saved: Saves, tmp_path: Path) -> None:
+    """Of .pt files, with its plain optimizer."""
+    case = next(case for case in CASES if case.name == name)
+    sizes = ",".join(f"{each}={layout[each]}" for each in ("tp", "pp", "ep") if each in layout)
+    args = tmp_path / "args.json"
+    stages = {"virtual_pipeline_model_parallel_size": layout.get("vpp"), "decoder_first_pipeline_num_layers": None}
+    args.write_text(json.dumps({**stages, "num_virtual_stages_per_pipeline_rank": layout.get("vpp")}))
+    words: list[Argument] = ["--to", "megatron", "--format", "torch", "--sizes", sizes, "--args", args, "--verify"]
+    done("convert", saved(case), tmp_path / "tree", *words)
+    changes = {"optimizer": "plain", "format": "torch"}
+    jobs = [case.job("train", layout, None, **changes), case.job("start", layout, tmp_path / "tree", **changes)]
+    trained, started = oracles.done(oracles.megatron("0.12.1", jobs))
+    assert started == trained
 
 
 def weights_of(held: Mapping[str, Any]) -> dict[str, Any]:
