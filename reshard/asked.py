@@ -335,7 +335,7 @@ class Source(Group):
     )
     step: str = _option(
         "latest",
-        "Step to read; latest is the newest complete one.",
+        "Step to read; latest is the newest complete one, release that of a root of Megatron.",
         "Source",
         kind=STEP,
         metavar="EPOCH_STEP|latest",
