@@ -222,6 +222,26 @@ def test_directories_named_otherwise_than_their_ranks_are_refused(tmp_path: Path
     fails(3, "convert", directory, tmp_path / "out", "--to", "huggingface", texts=["saved by rank"])
 
 
+def test_experts_in_the_directory_of_another_rank_are_refused(tmp_path: Path) -> None:
+    directory = copied(one_case("legacy_moe"), tmp_path)
+    for path in directory.glob("*/model_optim_rng.pt"):
+        tensor, expert = (int(number) for number in path.parent.name.split("_")[2:])
+        change_args(path, rank=tensor + 2 * (1 - expert), world_size=4)
+    fails(3, "convert", directory, tmp_path / "out", "--to", "huggingface", texts=["saved by rank"])
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_a_copy_of_another_rank_is_refused(numbered: bool, tmp_path: Path) -> None:
+    directory = copied(one_case("legacy_dense"), tmp_path)
+    for path in directory.glob("*/model_optim_rng.pt"):
+        tensor, stage = (int(number) for number in path.parent.name.split("_")[2:])
+        if numbered:
+            change_args(path, rank=tensor + 4 * stage, world_size=8)
+    for path in directory.glob("mp_rank_00_000/*"):
+        shutil.copy(path, directory / "mp_rank_01_000" / path.name)
+    fails(3, "convert", directory, tmp_path / "out", "--to", "huggingface", texts=["mp_rank_01_000"])
+
+
 @pytest.mark.parametrize("number", ["pipeline", "expert"])
 def test_the_second_number_of_a_directory_is_told_from_contents(number: str, tmp_path: Path) -> None:
     directory = copied(one_case("legacy_vpp" if number == "pipeline" else "legacy_moe"), tmp_path)

@@ -218,7 +218,7 @@ def test_tensors_may_be_transposed_in_memory_or_be_an_npus(stored: Callable[[Arr
 
 def test_a_parameter_of_unknown_kind_is_refused_by_its_name(tmp_path: Path) -> None:
     for tensor in range(2):
-        model = {"decoder.layers.0.self_attention.softmax_sinks": values(1, 4)}
+        model = {"decoder.layers.0.self_attention.softmax_sinks": values(tensor, 4)}
         args = {"num_layers": 1, "tensor_model_parallel_size": 2}
         write_rank(tmp_path / "tree", f"mp_rank_{tensor:02d}", [model], args)
     fails(3, "convert", tmp_path / "tree", tmp_path / "out", "--to", "huggingface", texts=["softmax_sinks"])

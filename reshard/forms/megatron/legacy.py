@@ -287,18 +287,37 @@ class _Tree:
         """See that directories have the names of their ranks, where files or their contents show it."""
         ranks: list[Any] = [file.common.args.get("rank") for file in self.files]
         world = self._argument("world_size")
-        if len(set(ranks)) == len(ranks) > 1 and all(type(rank) is int for rank in ranks) and world is not None:
-            pipelined = not self.args.get("use_tp_pp_dp_mapping") and world % self.stages_count == 0
+        # Converters run one process, whose rank all files have.
+        if len(set(ranks)) > 1 and all(type(rank) is int for rank in ranks) and world is not None:
             for file, rank in zip(self.files, ranks):
-                stage = rank // (world // self.stages_count) if pipelined else file.place.stage
-                if (rank % self.sizes.tp, stage) != (file.place.tensor, file.place.stage):
+                if not self._is_at(rank, world, file.place):
                     raise self._refused(f"was saved by rank {rank}, which is none of its directory's", path=file.path)
+        met: dict[tuple[object, ...], RankFile] = {}
+        for file in self.files:
+            contents = [
+                (name, each.shape, each.offset - each.entry.offset, each.entry.crc)
+                for model in file.models
+                for name, each in model.items()
+            ]
+            other = met.setdefault(tuple(contents), file)
+            if other is not file and all(crc for *_, crc in contents):
+                raise self._refused(f"holds the same tensors as {other.path}: one is a copy", path=file.path)
         firsts = [file for file in self.files if file.place.stage == 0]
         others = [file for file in self.files if file.place.stage]
         if any(EMBEDDING in model for file in others for model in file.models):
             wrong = [file for file in firsts if EMBEDDING not in file.models[0]]
             if wrong:
                 raise self._refused("holds no embedding, and a later stage does", path=wrong[0].path)
+
+    def _is_at(self, rank: int, world: int, place: Place) -> bool:
+        """Whether a rank of a run is in a place: tensor ranks come first, then those of experts or of contexts."""
+        args, (tp, ep, etp, extended) = self.args, self.sizes
+        pipelined = not args.get("use_tp_pp_dp_mapping") and world % self.stages_count == 0
+        stage = rank // (world // self.stages_count) if pipelined else place.stage
+        # Before tensor ranks of experts, expert ranks were those of data.
+        before = {etp, tp * (self._argument("context_parallel_size") or 1)}
+        experts = {place.expert} if extended else {rank // each % ep for each in before}
+        return (rank % tp, stage) == (place.tensor, place.stage) and place.expert in experts
 
     def checkpoint(self, form: str) -> ChunkedCheckpoint:
         gathered = Gathered(self._directory)
