@@ -227,8 +227,10 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
 
 def _training_differences(source: Source, written: Source, request: Request, means: Means) -> Iterator[Difference]:
     """Differences of a form's own records of the training."""
-    counters = {}
-    for name in set(request.to.options.counters or ()) & source.values.keys():
+    names = set(request.to.options.counters or ())
+    recorded = source.checkpoint.training
+    counters = {name: recorded[name] for name in names if type(recorded.get(name)) is int}
+    for name in names & source.values.keys():
         value = value_content(source.indexes, name, source.values[name][0])
         data = value.read(whole_box(value.shape), means.handles).tobytes()
         counters[name] = int.from_bytes(data, "little", signed=value.dtype.startswith("Int"))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import numpy as np
 import pytest
@@ -420,6 +420,21 @@ def test_values_that_mindformers_saves_beside_the_step_are_left_out(
     assert verified.status in (3, 4), verified.err
     write_checkpoint(path, {**saved, "global_step": scalar(2**31 - 1, "Float32", shape)}, metadata={"format": "ms"})
     fails(3, "convert", tmp_path / "ranks", tmp_path / "no", *words, texts=["global_step"])
+
+
+@pytest.mark.parametrize("batch", [None, 5])
+def test_step_and_batch_that_checkpoint2_records_are_used(batch: Optional[int], tmp_path: Path) -> None:
+    case = case_named("td_dense_plain")
+    (tmp_path / "config.json").write_text(json.dumps(case.expected["config"]))
+    words: list[Argument] = ["--names", "llama", "--config", tmp_path / "config.json", "--optimizer", "keep"]
+    done("convert", case.root, tmp_path / "src", "--to", "checkpoint2", "--dst-strategy", "none", *words)
+    (path,) = (tmp_path / "src").glob("*/common.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "global_batch_size": batch}))
+    words += ["--to", "megatron", "--args", case.root, "--verify"]
+    done("convert", tmp_path / "src", tmp_path / "out", "--exclude", "global_step", *words)
+    common = common_in(tmp_path / "out" / "iter_0000003")
+    expected = 3 * (batch or common_in(case.directory).args["global_batch_size"])
+    assert common.args["consumed_train_samples"] == common.state["opt_param_scheduler"]["num_steps"] == expected
 
 
 def as_value(array: Any) -> Value:

@@ -98,6 +98,7 @@ class _Made:
         self._origin = origin_of(stored_checkpoint(checkpoint), request.asked.args, request.config, request.handles)
         self._own = self._origin.own
         self._step = step
+        self._recorded = checkpoint.training
         if step is None and self._own is not None and len(self._own.steps) == 1:
             (self._step,) = self._own.steps
         self._missing: list[str] = []
@@ -164,7 +165,8 @@ class _Made:
 
     def _consumed(self, args: Mapping[str, Any]) -> int:
         """The samples that the training has seen, which the schedule and the data loader go on from."""
-        consumed, batch = args.get(_CONSUMED), args.get(_BATCH)
+        # What the source records of its own run comes before that of the next one.
+        consumed, batch = args.get(_CONSUMED), self._recorded.get(_BATCH) or args.get(_BATCH)
         if type(consumed) is int:
             return consumed
         if batch is None:

@@ -77,9 +77,10 @@ def _note_left_out(checkpoint: Checkpoint, model: Model, training: Training, req
 
 
 def step_of(checkpoint: Checkpoint, request: WriteRequest) -> Optional[int]:
-    """The training step that a source has as a value; None without it."""
+    """The training step that a source has as a value, or in metadata of its training; None without it."""
     if TRAINING_STEP not in checkpoint.values():
-        return None
+        recorded = checkpoint.training.get(TRAINING_STEP)
+        return recorded if type(recorded) is int and recorded >= 0 else None
     index = checkpoint.indexes[checkpoint.holders(TRAINING_STEP)[0]]
     tensor = index.tensors[TRAINING_STEP]
     if tensor.dtype not in INTEGERS or len(tensor.extents) != 1 or tensor.nbytes != tensor.item_size:
