@@ -6,34 +6,19 @@ with a key for each layer. Directories of MindSpeed-LLM's converter are read ali
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional
 
-from reshard.checkpoints.checkpoint import GlobalTensor, TiedTensors
-from reshard.checkpoints.files import FileHandles
-from reshard.checkpoints.formats.archives import Archive, Elements, is_tensor, plain_tensor
-from reshard.checkpoints.formats.dtypes import ARCHIVES, ITEM_SIZES
-from reshard.checkpoints.formats.tensors import CheckpointIndex
-from reshard.checkpoints.placed import Placement, Stored
-from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
+from reshard.errors import CheckpointError, InputError, one_error
 from reshard.forms.form import ReadRequest
-from reshard.forms.megatron.common import STEP, Common, common_in, is_named
 from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY
+from reshard.forms.megatron.gathered import EMBEDDING, OUTPUT, STATE, Gathered
 from reshard.forms.megatron.legacy_state import (
-    HALF,
     KINDS,
-    MASTER,
-    Flat,
     Owner,
-    Plain,
     StateError,
-    flat_buffers,
-    plain_groups,
     states_of_buffers,
     states_of_groups,
 )
@@ -45,57 +30,17 @@ from reshard.forms.megatron.live import (
     TensorPart,
     is_parameter,
     parse,
-    strides_in,
 )
+from reshard.forms.megatron.rank_files import HINT, Place, RankContents, RankFile, read_file
 from reshard.forms.megatron.stages import Stages, StagesError, stages_of
-from reshard.forms.megatron.torch_dist import MASTERS, proofs, refuse_unproved
-from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, tensor_fault
+from reshard.forms.recorded import ChunkedCheckpoint
 from reshard.forms.tracker import Iteration
-from reshard.storage import for_each, names_in, reading, status_at
+from reshard.storage import for_each, names_in
 from reshard.text.messages import plural, some_names
 
-_HINT = "copy the checkpoint again, or take another step"
 _VERSION = 3.0
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _FINAL_NORMS = ("decoder.final_layernorm.weight", "final_layernorm.weight")
-_TIED = "the run has tied weights"
-OPTIMIZER_FILE = "distrib_optim.pt"
-STATE = "optimizer.state."
 _CURE = "save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
-
-
-class Place(NamedTuple):
-    """The ranks of a directory."""
-
-    tensor: int
-    stage: int
-    expert: int
-
-    @property
-    def rank(self) -> Rank:
-        return self.tensor, self.expert
-
-
-class RankFile(NamedTuple):
-    """What the file of a rank holds.
-
-    Attributes:
-        path: its path.
-        place: its ranks.
-        size: its bytes.
-        models: per chunk of the model its tensors by live name, in their order.
-        others: live names of entries that are no tensors, each with what it is.
-        common: its common state.
-        optimizer: the state of its optimizer.
-    """
-
-    path: str
-    place: Place
-    size: int
-    models: Sequence[Mapping[str, Elements]]
-    others: Mapping[str, str]
-    common: Common
-    optimizer: _Optimizer
 
 
 def read_legacy(form: str, iteration: Iteration, request: ReadRequest) -> ChunkedCheckpoint:
@@ -132,9 +77,9 @@ class _Tree:
         self._request = request
         names = sorted(filter(RANK_DIRECTORY.fullmatch, names_in(directory)))
         paths = [os.path.join(directory, name, MODEL_FILE) for name in names]
-        results = dict(zip(names, for_each(lambda path: _read_file(path, request), paths)))
-        read = {name: each for name, each in results.items() if isinstance(each, _Contents)}
-        problems = [each for each in results.values() if not isinstance(each, _Contents)]
+        results = dict(zip(names, for_each(lambda path: read_file(path, request), paths)))
+        read = {name: each for name, each in results.items() if isinstance(each, RankContents)}
+        problems = [each for each in results.values() if not isinstance(each, RankContents)]
         if not read:
             raise one_error(problems, f"{directory} is not complete")
         self.args = next(iter(read.values())).common.args
@@ -152,10 +97,10 @@ class _Tree:
         # Per stage and chunk, the modules of live names.
         self._modules_of: dict[tuple[int, int], dict[str, tuple[str, LiveModule, str]]] = {}
 
-    def _refused(self, problem: str, hint: str = _HINT, path: Optional[str] = None) -> CheckpointError:
+    def _refused(self, problem: str, hint: str = HINT, path: Optional[str] = None) -> CheckpointError:
         return CheckpointError(f"{path or self._directory}: {problem}", file=path or self._directory, hint=hint)
 
-    def _check_alike(self, read: Mapping[str, _Contents]) -> None:
+    def _check_alike(self, read: Mapping[str, RankContents]) -> None:
         """See that files are of one save."""
         first_name, first = next(iter(read.items()))
         for each in read.values():
@@ -177,7 +122,7 @@ class _Tree:
                         path=each.path,
                     )
 
-    def _sizes(self, names: Sequence[str], read: Mapping[str, _Contents]) -> tuple[dict[str, Place], Sizes, int]:
+    def _sizes(self, names: Sequence[str], read: Mapping[str, RankContents]) -> tuple[dict[str, Place], Sizes, int]:
         """The ranks of directories, the sizes of groups, and the number of pipeline ranks."""
         numbers = {name: _numbers_of(name) for name in names}
         lengths = {len(each) for each in numbers.values()}
@@ -216,7 +161,7 @@ class _Tree:
         pp: Optional[int],
         ep: Optional[int],
         numbers: Mapping[str, Sequence[int]],
-        read: Mapping[str, _Contents],
+        read: Mapping[str, RankContents],
     ) -> bool:
         """Whether the second number of a directory's name is the expert rank, and not the pipeline rank."""
         if ((pp or 1) > 1) != ((ep or 1) > 1):
@@ -256,7 +201,7 @@ class _Tree:
         sizes = f"tensor_model_parallel_size {tp}, {_PIPELINE} {self.stages_count}, expert_model_parallel_size {ep}"
         text = f"{plural(len(missing), 'rank')} of {len(expected)} missing: {some_names(missing)} (args: {sizes})"
         path = os.path.join(self._directory, missing[0])
-        return [CheckpointError(f"{self._directory}: {text}", file=path, hint=_HINT)]
+        return [CheckpointError(f"{self._directory}: {text}", file=path, hint=HINT)]
 
     def _name_of(self, place: Place, names: Sequence[str]) -> str:
         length = len(_numbers_of(names[0]))
@@ -428,7 +373,6 @@ class _Tree:
 
 
 _PIPELINE = "pipeline_model_parallel_size"
-_KEPT = ("checkpoint_version", "iteration", "args")
 _SIZES_OF_RUNS = (
     *("tensor_model_parallel_size", _PIPELINE, "expert_model_parallel_size", "expert_tensor_parallel_size"),
     *("num_layers", "hidden_size", "num_experts", "padded_vocab_size", "virtual_pipeline_model_parallel_size"),
@@ -442,265 +386,3 @@ def _numbers_of(name: str) -> list[int]:
 
 def _ranges(numbers: Iterable[int]) -> str:
     return str(sorted(numbers)[:16])
-
-
-class _Optimizer(NamedTuple):
-    """The state of an optimizer in the files of a rank.
-
-    Attributes:
-        path: the file that holds it.
-        size: bytes of that.
-        groups: of each plain optimizer.
-        flats: the buffers of each distributed optimizer, None for those of other ranks; empty for plain ones.
-        saved: some state was saved, in this file or another.
-        problem: the file is missing or damaged.
-        refusal: why the state is not read.
-    """
-
-    path: str = ""
-    size: int = 0
-    groups: Sequence[Sequence[Plain]] = ()
-    flats: Sequence[Optional[Sequence[Flat]]] = ()
-    saved: bool = False
-    problem: Optional[InputError] = None
-    refusal: Optional[str] = None
-
-
-class _Contents(NamedTuple):
-    """The contents of a file, without its ranks; see `RankFile`."""
-
-    path: str
-    size: int
-    models: Sequence[Mapping[str, Elements]]
-    others: Mapping[str, str]
-    common: Common
-    optimizer: _Optimizer
-
-
-def _read_file(path: str, request: ReadRequest) -> Union[_Contents, InputError]:
-    """The contents of a file; an error if it is missing or damaged."""
-    if path in request.damaged:
-        return DamagedCheckpointError(request.damaged[path], file=path, hint=_HINT)
-    if status_at(path) is None:
-        return CheckpointError(f"{path}: does not exist", file=path, hint=_HINT)
-    with reading(path), contextlib.closing(request.handles.open_file(path)) as file:
-        size = file.size()
-        try:
-            archive = Archive(file, 0, size)
-            state = archive.pickled(is_named)
-            if not isinstance(state, dict):
-                return DamagedCheckpointError(f"{path}: holds no dictionary", file=path, hint=_HINT)
-            models, others = _models(archive, state)
-            common = common_in(state, archive, file)
-            optimizer = _plain_optimizer(path, size, archive, common.optimizers)
-        except DamagedCheckpointError as error:
-            return DamagedCheckpointError(error.message, file=path, hint=_HINT)
-    if not models:
-        return DamagedCheckpointError(f"{path}: holds no model", file=path, hint=_HINT)
-    # Others than tensors are needed of one file alone.
-    common = common._replace(state={key: common.state.get(key) for key in _KEPT}, optimizers=common.optimizers)
-    if optimizer.saved and not optimizer.groups and optimizer.refusal is None:
-        optimizer = _distributed_optimizer(os.path.join(os.path.dirname(path), OPTIMIZER_FILE), request)
-    return _Contents(path, size, models, others, common, optimizer)
-
-
-def _plain_optimizer(path: str, size: int, archive: Archive, optimizers: Sequence[Mapping[str, Any]]) -> _Optimizer:
-    """The state of optimizers that are not distributed."""
-    try:
-        groups = plain_groups(archive, optimizers)
-    except StateError as error:
-        return _Optimizer(path, size, saved=True, refusal=str(error))
-    return _Optimizer(path, size, groups if any(groups) else (), saved=bool(optimizers))
-
-
-def _distributed_optimizer(path: str, request: ReadRequest) -> _Optimizer:
-    """The state of distributed optimizers, from a file of its own."""
-    problem: Optional[InputError] = None
-    if path in request.damaged:
-        problem = DamagedCheckpointError(request.damaged[path], file=path, hint=_HINT)
-    elif status_at(path) is None:
-        problem = CheckpointError(f"{path}: does not exist", file=path, hint=_HINT)
-    if problem is not None:
-        return _Optimizer(path, saved=True, problem=problem)
-    with reading(path), contextlib.closing(request.handles.open_file(path)) as file:
-        size = file.size()
-        try:
-            archive = Archive(file, 0, size)
-            flats = flat_buffers(archive, archive.pickled(is_named))
-        except DamagedCheckpointError as error:
-            problem = DamagedCheckpointError(error.message, file=path, hint=_HINT)
-            return _Optimizer(path, size, saved=True, problem=problem)
-        except StateError as error:
-            return _Optimizer(path, size, saved=True, refusal=str(error))
-    return _Optimizer(path, size, flats=flats, saved=True)
-
-
-def _models(archive: Archive, state: Mapping[Any, Any]) -> tuple[list[dict[str, Elements]], dict[str, str]]:
-    """The tensors of every chunk of the model, and entries that are none."""
-    keys = (
-        ["model"] if "model" in state else [*itertools.takewhile(state.__contains__, map("model{}".format, range(999)))]
-    )
-    models: list[dict[str, Elements]] = []
-    others: dict[str, str] = {}
-    for key in keys:
-        model: dict[str, Elements] = {}
-        entries = state[key] if isinstance(state[key], dict) else {}
-        for name, value in entries.items():
-            if not isinstance(name, str) or name.endswith("_extra_state"):
-                continue
-            value = plain_tensor(value)
-            if is_tensor(value):
-                model[name] = archive.tensor(value)
-            else:
-                others[name] = f"is a {getattr(value, 'name', '') or type(value).__name__}, which is not read"
-        models.append(model)
-    return models, others
-
-
-@dataclass
-class _Tensor:
-    """A tensor of the model in the files of one stage."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: list[tuple[str, int, TensorPart]] = field(default_factory=list)
-
-
-class Gathered:
-    """Parts of tensors from all files.
-
-    Attributes:
-        faults: unreadable tensors, and why, by name.
-    """
-
-    def __init__(self, directory: str) -> None:
-        self.faults: dict[str, InputError] = {}
-        self._directory = directory
-        self._sizes: dict[str, int] = {}
-        # Per file its tensors: the entry, and where its elements are.
-        self._stored: dict[str, list[tuple[Stored, Elements]]] = defaultdict(list)
-        self._values: dict[str, list[Stored]] = defaultdict(list)
-        # Per key, by stage and chunk.
-        self._tensors: dict[str, dict[tuple[int, int], _Tensor]] = {}
-        # Keys of weights that have state, and their types.
-        self._expected: dict[str, str] = {}
-
-    def fault(self, path: str, name: str, problem: str, cure: str = "") -> None:
-        self.faults.setdefault(name, tensor_fault(path, name, problem, cure))
-
-    def expect(self, key: str, dtype: str) -> None:
-        """Note that a weight has state in the checkpoint."""
-        self._expected[key] = dtype
-
-    def _check_expected(self) -> None:
-        """State of which no file was read is a fault."""
-        for key, dtype in self._expected.items():
-            kinds = ("exp_avg", "exp_avg_sq", MASTER) if dtype in HALF else ("exp_avg", "exp_avg_sq")
-            for name in (f"{STATE}{kind}.{key}" for kind in kinds):
-                if name not in self._tensors:
-                    self.fault(self._directory, name, "is in no file, although the optimizer was saved", _HINT)
-
-    def add(
-        self, file: tuple[str, int], stage: tuple[int, int], key: str, part: TensorPart, elements: Elements
-    ) -> None:
-        """Add a part of a parameter.
-
-        Args:
-            file: path and bytes of the file.
-            stage: of the pipeline, and the chunk of it.
-            key: the tensor, which may be the optimizer's state of the parameter's.
-            part: the part.
-            elements: where the parameter, or the state in its shape, is stored.
-        """
-        path, size = file
-        placed = strides_in(part, elements.shape, elements.strides)
-        if placed is None:
-            self.fault(path, key, f"is stored with the strides {list(elements.strides)}, which are not read")
-            return
-        first, strides = placed
-        tensor = self._tensors.setdefault(key, {}).setdefault(stage, _Tensor(elements.dtype, part.shape))
-        if (tensor.dtype, tensor.shape) != (elements.dtype, part.shape):
-            self.fault(
-                path,
-                key,
-                f"is {elements.dtype} {list(part.shape)} by this file, and {tensor.dtype} {list(tensor.shape)} by "
-                "another",
-            )
-            return
-        self._sizes[path] = size
-        stored = self._stored[path]
-        tensor.chunks.append((path, len(stored), part))
-        offset = elements.offset + first * ITEM_SIZES[elements.dtype]
-        stored.append(
-            (
-                Stored(key, elements.dtype, part.sizes),
-                elements._replace(shape=part.sizes, strides=strides, offset=offset),
-            )
-        )
-
-    def add_step(self, common: Common, steps: Iterable[int]) -> None:
-        try:
-            value = common.with_steps(frozenset(steps)).step_value()
-        except InputError as error:
-            self.faults[STEP] = error
-            return
-        if value is not None and common.path in self._sizes:
-            self._values[common.path].append(value)
-
-    def checkpoint(self, form: str, handles: FileHandles, tied: bool) -> ChunkedCheckpoint:
-        self._check_expected()
-        paths = sorted(self._sizes)
-        numbers = {path: number for number, path in enumerate(paths)}
-        headers = [CheckpointIndex(path, ARCHIVES, self._sizes[path], {}, archived=True) for path in paths]
-        entries = {}
-        for path in paths:
-            stored = self._stored[path]
-            placement = Placement(
-                path, [*(each for each, _ in stored), *self._values[path]], [elements for _, elements in stored]
-            )
-            handles.place(path, placement)
-            entries[path] = [*placement.tensors()]
-        copies: list[tuple[str, str]] = []
-        tensors: list[ChunkedTensor] = []
-        for key, stages in self._tensors.items():
-            if key in self.faults:
-                continue
-            for number, stage in enumerate(sorted(stages)):
-                tensor = stages[stage]
-                name = key if not number else f"{key} of stage {stage[0]}, chunk {stage[1]}"
-                if number:
-                    copies.append((key, name))
-                chunks = [
-                    Chunk(part.start, part.sizes, numbers[path], entries[path][at]) for path, at, part in tensor.chunks
-                ]
-                tensors.append(ChunkedTensor(name, tensor.dtype, tensor.shape, chunks))
-        for path, values in self._values.items():
-            for at, value in enumerate(values, len(self._stored[path])):
-                chunk = Chunk((0,) * len(value.shape), value.shape, numbers[path], entries[path][at])
-                tensors.append(ChunkedTensor(value.name, value.dtype, value.shape, [chunk]))
-        checkpoint = chunked_checkpoint(form, self._directory, headers, tensors, self.faults, _HINT)
-        outputs = [key for key in self._tensors if key.endswith(OUTPUT)] if tied else []
-        copies += [(key[: -len(OUTPUT)] + EMBEDDING, key) for key in outputs]
-        self._tie(checkpoint, copies)
-        return checkpoint
-
-    def _tie(self, checkpoint: ChunkedCheckpoint, copies: Sequence[tuple[str, str]]) -> None:
-        """Take copies out of a checkpoint, to be compared with what they are copies of."""
-        tensors, faults = dict(checkpoint.tensors), dict(checkpoint.faults)
-        sets: dict[str, list[GlobalTensor]] = {}
-        for key, copy in copies:
-            tensor, fault = tensors.pop(copy, None), faults.pop(copy, None)
-            if tensor is not None:
-                sets.setdefault(key, []).append(tensor)
-            elif fault is not None:
-                faults.setdefault(key, fault)
-        checkpoint.tensors, checkpoint.faults = tensors, faults
-        checkpoint.tied = [
-            *(
-                TiedTensors(tensors[key], tuple(each), _TIED, "take a checkpoint whose copies agree")
-                for key, each in sets.items()
-                if key in tensors
-            ),
-            *proofs(checkpoint, checkpoint.tensors),
-        ]
-        refuse_unproved(checkpoint, [name for name in (*tensors, *faults) if name.startswith(MASTERS)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -20,11 +21,11 @@ from reshard.checkpoints.formats.pickles import NAMESPACE, PickledInstance, iner
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import WriteRequest
 from reshard.forms.megatron.form import MEGATRON, MODEL_FILE
-from reshard.forms.megatron.legacy import EMBEDDING, OUTPUT, STATE
+from reshard.forms.megatron.gathered import EMBEDDING, OUTPUT, STATE
 from reshard.forms.megatron.legacy_state import HALF, MASTER
-from reshard.forms.megatron.live import COLUMNS, ROWS, WHOLE, is_of_expert, is_parameter
+from reshard.forms.megatron.live import is_of_expert, is_parameter
+from reshard.forms.megatron.live_forms import MINDSPEED, LiveForm, ModuleForms, Run, is_ordered, order_of
 from reshard.forms.megatron.model import Model
-from reshard.forms.megatron.parameters import MODULES, PARAMETERS
 from reshard.forms.megatron.stages import Stages, StagesError, chunks_stated, stages_of
 from reshard.forms.megatron.training import Training, training_of
 from reshard.forms.megatron.written import directory_of, step_of
@@ -42,23 +43,7 @@ _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "param": MASTER, MAS
 _STATE = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param|fp32_param)\.(.+)")
 _LAYER = re.compile(r"decoder\.layers\.(?:([0-9]{1,6})\.)?(.+)")
 _MTP = re.compile(r"(mtp\.layers\.[0-9]{1,6}\.(?:transformer_layer\.)?)(.+)")
-_EXPERTS = re.compile(r"mlp\.experts\.experts\.(linear_fc[12])\.weight")
-_FC1 = re.compile(r"(mlp\.(?:shared_experts\.)?)linear_fc1\.(?:weight|bias)")
-_DOWN = re.compile(r"self_attention\.linear_(q|kv)_down_proj\.weight")
-_QUERY, _KV_DOWN = "self_attention.linear_q_proj.weight", "self_attention.linear_kv_down_proj.weight"
-_ROUTER = "mlp.router.weight"
 _LATENT = re.compile(r"\.(kv_layernorm|linear_kv_up_proj|linear_kv_nope)\.")
-_HEADS = {
-    "self_attention.linear_q_up_proj.weight": ("linear_qk_nope", "linear_qk_rope"),
-    "self_attention.linear_kv_up_proj.weight": ("linear_kv_nope", "linear_v"),
-}
-# Norms beside a linear layer, and the layer that Transformer Engine holds them in.
-_NORMS = {
-    "input_layernorm": "self_attention.linear_qkv",
-    "pre_mlp_layernorm": "mlp.linear_fc1",
-    "self_attention.q_layernorm": "self_attention.linear_q_up_proj",
-    "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj",
-}
 _FIRST, _LAST = ("embedding.",), ("decoder.final_layernorm.", "output_layer.")
 
 # Arguments that divide layers otherwise; they are those of a run of as many pipeline ranks.
@@ -67,9 +52,6 @@ _OF_STAGES = (
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "schedules_method"),
     *("virtual_pipeline_model_parallel_size", "num_layer_list"),
 )
-_MINDSPEED = frozenset({"mla_mm_split", "moe_tp_extend_ep", "schedules_method"})
-_TP, _EP = 0, 1
-"""Axes of a device matrix of expert ranks and tensor ranks, counted from the right."""
 
 
 class LiveTensor(NamedTuple):
@@ -113,35 +95,6 @@ class _Kept(NamedTuple):
         return view.part(0, self.layer, self.layer + 1).reshape(self.shape)
 
 
-class _Form(NamedTuple):
-    """How a parameter is made of a tensor, or of two.
-
-    Attributes:
-        name: its name in the module.
-        axes: see `LiveTensor`.
-        joined: see `LiveTensor`.
-        shape: the shape that the tensor gets first; None for its own.
-        part: then, the part of dimension 1 that is taken; None for all.
-        order: then, the order of its dimensions; None for the same.
-        beside: the key of another tensor whose rows come after; empty for none.
-    """
-
-    name: str
-    axes: tuple[tuple[int, ...], ...]
-    joined: tuple[tuple[int, ...], ...]
-    shape: Optional[tuple[int, ...]] = None
-    part: Optional[tuple[int, int]] = None
-    order: Optional[tuple[int, ...]] = None
-    beside: str = ""
-
-    def make(self, view: View) -> View:
-        if self.shape is not None:
-            view = view.reshape(self.shape)
-        if self.part is not None:
-            view = view.part(1, *self.part)
-        return view if self.order is None else view.transpose(self.order)
-
-
 def legacy_files(checkpoint: Checkpoint, request: WriteRequest) -> LegacyFiles:
     """The files of a legacy tree.
 
@@ -180,6 +133,7 @@ class LegacyFiles(TargetForm):
         self._groups = _divided_groups(training, has_experts and self.ep > 1)
         self._args = _arguments(training.args, self.tp, self.pp, self.ep)
         self._place = checkpoint.place
+        self._run = Run(self._args, self.tp, self.ep, checkpoint.place)
         self._recipes: dict[str, Recipe] = {}
         self.stage_of: dict[str, int] = {}
         self.live: dict[str, LiveTensor] = {}
@@ -213,7 +167,7 @@ class LegacyFiles(TargetForm):
     def count(self) -> int:
         return self.tp * self.pp * self.ep
 
-    def refused(self, problem: str, hint: Optional[str] = None) -> CheckpointError:
+    def _refused(self, problem: str, hint: Optional[str] = None) -> CheckpointError:
         return CheckpointError(f"{self._place}: {problem}", file=self._place, hint=hint)
 
     def _divided(self, tensors: Mapping[str, GlobalTensor]) -> Stages:
@@ -227,9 +181,11 @@ class LegacyFiles(TargetForm):
         try:
             stages = stages_of(args, self.pp, chunks_stated(args, self.pp) or 1)
         except StagesError as error:
-            raise self.refused(f"{error} (--sizes pp={self.pp})", "choose another pp, or state it in --args") from error
+            raise self._refused(
+                f"{error} (--sizes pp={self.pp})", "choose another pp, or state it in --args"
+            ) from error
         if layers != {*range(stages.layer_count)}:
-            raise self.refused(f"has {len(layers)} layers, and {stages.layer_count} by its args")
+            raise self._refused(f"has {len(layers)} layers, and {stages.layer_count} by its args")
         return stages
 
     def _add(self, tensors: Mapping[str, GlobalTensor]) -> None:
@@ -279,7 +235,7 @@ class LegacyFiles(TargetForm):
         tied = OUTPUT not in outside
         if EMBEDDING in firsts and last != (0, 0) and (mtp or tied):
             if mtp and tied:
-                raise self.refused("has tied weights and multi-token prediction, which is written with pp=1 only")
+                raise self._refused("has tied weights and multi-token prediction, which is written with pp=1 only")
             copy = {EMBEDDING if mtp else OUTPUT: firsts[EMBEDDING]}
             self._add_module("copy.", "", copy, *last)
 
@@ -293,7 +249,7 @@ class LegacyFiles(TargetForm):
             local: of names in files.
             tails: per key within it the tensor and its state by kind.
         """
-        module = _Module(self, prefix, {tail: kept[""].shape for tail, kept in tails.items() if "" in kept})
+        module = ModuleForms(self._run, prefix, {tail: kept[""].shape for tail, kept in tails.items() if "" in kept})
         for tail, kinds in tails.items():
             if "" not in kinds:
                 raise tensor_fault(self._place, prefix + tail, "has state of the optimizer, and is not there")
@@ -314,10 +270,10 @@ class LegacyFiles(TargetForm):
 
     def _check_order(self) -> None:
         """Refuse state of parameters whose place among the others is not known: it is stored by numbers."""
-        mindspeed = not _MINDSPEED.isdisjoint(self._args)
+        mindspeed = not MINDSPEED.isdisjoint(self._args)
         for each in self.live.values():
             unknown = mindspeed and _LATENT.search(each.local)
-            if unknown or (is_parameter(each.local) and not _is_ordered(each.local)):
+            if unknown or (is_parameter(each.local) and not is_ordered(each.local)):
                 raise self.fault(
                     each.name,
                     "has a place among the parameters of the optimizer that is not known",
@@ -326,14 +282,10 @@ class LegacyFiles(TargetForm):
 
     def _local_name(self, name: str) -> str:
         """The name in a file; MindSpeed-LLM has norms of multi-token prediction under other names."""
-        if self._args.get("mtp_num_layers") and not _MINDSPEED.isdisjoint(self._args):
+        if self._args.get("mtp_num_layers") and not MINDSPEED.isdisjoint(self._args):
             name = re.sub(r"^mtp\.layers\.([0-9]+)\.final_layernorm\.", r"mtp.final_layernorms.\1.", name)
             name = re.sub(r"^decoder\.final_layernorm\.", "final_layernorm.", name)
         return name
-
-    @property
-    def args(self) -> Mapping[str, Any]:
-        return self._args
 
     def fault(self, name: str, problem: str, cure: str = "") -> CheckpointError:
         return tensor_fault(self._place, name, problem, cure)
@@ -392,7 +344,7 @@ class LegacyFiles(TargetForm):
     ) -> dict[str, Any]:
         """What a file holds."""
         chunks = len(self._stages.chunks[0])
-        ordered = sorted(tensors, key=lambda each: (each[0].chunk, _order(each[0].local), each[0].local))
+        ordered = sorted(tensors, key=lambda each: (each[0].chunk, order_of(each[0].local), each[0].local))
         parameters = [each for each in ordered if not each[0].kind]
         states = {(each.chunk, each.local, each.kind): tensor for each, _, tensor in ordered if each.kind}
         state = {
@@ -439,7 +391,7 @@ class LegacyFiles(TargetForm):
             written.append({**self._group(groups, decayed, is_decoupled, add), "params": [*numbers]})
             for number, (each, _) in zip(numbers, members):
                 of_parameter = {kind: states[each.chunk, each.local, kind] for kind in ("exp_avg", "exp_avg_sq")}
-                numbered[number] = {"step": add("Float32", _float(self._step(groups))), **of_parameter}
+                numbered[number] = {"step": add("Float32", struct.pack("<f", self._step(groups))), **of_parameter}
             masters.append([states[each.chunk, each.local, MASTER] for each, half in members if half])
         return {"optimizer": {"state": numbered, "param_groups": written}, "fp32_from_fp16_params": masters}
 
@@ -450,7 +402,7 @@ class LegacyFiles(TargetForm):
                 step = add("Int64", self._step(groups).to_bytes(8, "little"))
                 return {**{name: value for name, value in group.items() if name != "params"}, "step": step}
         kind = "with" if decayed else "without"
-        raise self.refused(f"has no group of parameters {kind} weight decay in the settings of its optimizer")
+        raise self._refused(f"has no group of parameters {kind} weight decay in the settings of its optimizer")
 
     def _step(self, groups: Sequence[Mapping[str, Any]]) -> int:
         return int(groups[0]["step"])
@@ -460,13 +412,7 @@ class LegacyFiles(TargetForm):
         return [FinishingFile(TRACKER, lambda: [number.encode()])]
 
 
-def _float(number: int) -> bytes:
-    import struct
-
-    return struct.pack("<f", number)
-
-
-def _recipe(kept: Sequence[_Kept], form: _Form, name: str) -> Recipe:
+def _recipe(kept: Sequence[_Kept], form: LiveForm, name: str) -> Recipe:
     """The elements of a parameter, from the sources of its tensors."""
     sources: list[str] = []
     stored: list[GlobalTensor] = []
@@ -515,182 +461,3 @@ def _arguments(args: Mapping[str, Any], tp: int, pp: int, ep: int) -> dict[str, 
     for name in ("world_size", "data_parallel_size", "rank", "local_rank", "dist_ckpt_optim_fully_reshardable"):
         written.pop(name, None)
     return written
-
-
-class _Module:
-    """The parameters of a layer, or of the model outside of layers.
-
-    Args:
-        files: the target.
-        prefix: of names.
-        shapes: of its tensors, by key.
-    """
-
-    def __init__(self, files: LegacyFiles, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._files = files
-        self._prefix = prefix
-        self._shapes = shapes
-        self._latent = any(name.startswith("self_attention.linear_kv_") for name in shapes)
-        self._mindspeed = self._latent and not _MINDSPEED.isdisjoint(files.args)
-
-    def _stated(self, name: str) -> Any:
-        value = self._files.args.get(name)
-        if value is None:
-            raise self._files.refused(
-                f"does not record {name} in its args, which the names in files depend on",
-                f'add --args FILE.json with {{"{name}": ...}}',
-            )
-        return value
-
-    @property
-    def _local(self) -> bool:
-        return self._mindspeed or self._stated("transformer_impl") == "local"
-
-    def forms(self, tail: str) -> list[_Form]:
-        """The parameters that a tensor becomes."""
-        shape = self._shapes[tail]
-        experts = _EXPERTS.fullmatch(tail)
-        if experts:
-            return self._experts(experts[1])
-        if self._mindspeed and (_DOWN.fullmatch(tail) or tail == _QUERY):
-            return self._joined_down(tail)
-        if self._mindspeed and self._files.args.get("mla_mm_split") and tail in _HEADS:
-            return self._parts_of_heads(tail)
-        name = self._name(tail)
-        whole = tuple((dimension,) for dimension in range(len(shape)))
-        rest: tuple[tuple[int, ...], ...] = ((),) * (len(shape) - 1)
-        gated = _FC1.fullmatch(tail)
-        if gated and self._halves(gated[1]) == 2:
-            joined = ((0, 1), *((dimension + 1,) for dimension in range(1, len(shape))))
-            return [_Form(name, ((), (_TP,), *rest), joined, (2, shape[0] // 2, *shape[1:]))]
-        if gated or ROWS.fullmatch(tail) or (_DOWN.fullmatch(tail) and self._local):
-            return [_Form(name, ((_TP,), *rest), whole)]
-        if COLUMNS.fullmatch(tail):
-            return [_Form(name, (*rest, (_TP,)), whole)]
-        if WHOLE.fullmatch(tail) or _DOWN.fullmatch(tail) or self._files.tp == 1:
-            return [_Form(name, ((),) * len(shape), whole)]
-        raise self._files.fault(self._prefix + tail, "is of no kind that says how tensor ranks cut it")
-
-    def _name(self, tail: str) -> str:
-        """The live name of a tensor: norms are beside linear layers or within them."""
-        for module, inner in _NORMS.items():
-            for kind in ("weight", "bias"):
-                if tail in (f"{module}.{kind}", f"{inner}.layer_norm_{kind}"):
-                    beside = self._local
-                    if module == "input_layernorm":
-                        beside = self._latent or beside
-                    elif module == "pre_mlp_layernorm":
-                        beside = _ROUTER in self._shapes or beside
-                    elif not self._latent:
-                        return tail
-                    return f"{module}.{kind}" if beside else f"{inner}.layer_norm_{kind}"
-        return tail
-
-    def _joined_down(self, tail: str) -> list[_Form]:
-        """MindSpeed's one layer of queries or their down projection, and of the other down projection."""
-        if tail == _KV_DOWN:
-            return []
-        if _KV_DOWN not in self._shapes:
-            raise self._files.fault(self._prefix + tail, f"is not beside {_KV_DOWN}")
-        return [_Form("self_attention.linear_qkv.weight", ((), ()), ((0,), (1,)), beside=_KV_DOWN)]
-
-    def _parts_of_heads(self, tail: str) -> list[_Form]:
-        """MindSpeed's two layers of an up projection, each a part of every head."""
-        heads, size = self._stated("num_attention_heads"), self._stated("qk_head_dim")
-        rows, width = self._shapes[tail]
-        if rows % heads or not 0 < size < rows // heads:
-            raise self._files.fault(self._prefix + tail, f"has {rows} rows, which are not those of {heads} heads")
-        shape, parts = (heads, rows // heads, width), ((0, size), (size, rows // heads))
-        return [
-            _Form(f"self_attention.{name}.weight", ((_TP,), (), ()), ((0, 1), (2,)), shape, part)
-            for name, part in zip(_HEADS[tail], parts)
-        ]
-
-    def _halves(self, module: str) -> int:
-        name, second = (f"{module}linear_fc{number}.weight" for number in (1, 2))
-        if name not in self._shapes or second not in self._shapes:
-            raise self._files.fault(self._prefix + name, "is not beside the layer after it")
-        rows, columns = self._shapes[name][0], self._shapes[second][-1]
-        return rows // columns
-
-    def _experts(self, linear: str) -> list[_Form]:
-        """The parameters of experts: of each, or of all of a rank, transposed."""
-        first, second = (self._shapes[f"mlp.experts.experts.linear_fc{number}.weight"] for number in (1, 2))
-        count, rows, width = first
-        size = second[2]
-        halves = rows // size
-        extended = bool(self._files.args.get("moe_tp_extend_ep"))
-        ranks = self._files.ep * (self._files.tp if extended else 1)
-        if count % ranks:
-            raise self._files.fault(self._prefix + "mlp.experts", f"has {count} experts for {ranks} ranks")
-        over: tuple[int, ...] = (_EP, _TP) if extended else (_EP,)
-        inner: tuple[int, ...] = () if extended else (_TP,)
-        grouped, up = bool(self._stated("moe_grouped_gemm")), linear == "linear_fc1"
-        if grouped and self._local and up:
-            shape, order = (count, halves, size, width), (0, 3, 1, 2)
-            return [_Form("mlp.experts.weight1", (over, (), (), inner), ((1,), (0, 2, 3)), shape, None, order)]
-        if grouped and self._local:
-            return [_Form("mlp.experts.weight2", (over, inner, ()), ((0, 1), (2,)), order=(0, 2, 1))]
-        # One expert of each rank is a tensor.
-        here = count // ranks
-        if up:
-            return [
-                _Form(
-                    self._expert(linear, number, grouped),
-                    (over, (), (), inner, ()),
-                    ((0, 1, 2, 3), (4,)),
-                    (ranks, here, halves, size, width),
-                    (number, number + 1),
-                )
-                for number in range(here)
-            ]
-        return [
-            _Form(
-                self._expert(linear, number, grouped),
-                (over, (), (), inner),
-                ((0, 1, 2), (3,)),
-                (ranks, here, width, size),
-                (number, number + 1),
-            )
-            for number in range(here)
-        ]
-
-    def _expert(self, linear: str, number: int, grouped: bool) -> str:
-        inner = f"{linear}.weight{number}" if grouped else f"local_experts.{number}.{linear}.weight"
-        return f"mlp.experts.{inner}"
-
-
-def _is_ordered(local: str) -> bool:
-    """Whether the place of a parameter is known; see `_order`."""
-    match = re.match(r"decoder\.layers\.[0-9]+\.|mtp\.layers\.[0-9]+\.transformer_layer\.", local)
-    return match is None or _place(local[match.end() :])[0] != len(MODULES)
-
-
-def _order(local: str) -> tuple[object, ...]:
-    """The place of a parameter in the order in which Megatron makes a chunk of the model."""
-    layer = re.match(r"decoder\.layers\.([0-9]+)\.", local)
-    if layer:
-        return (1, int(layer[1]), *_place(local[layer.end() :]))
-    mtp = re.match(r"mtp\.layers\.([0-9]+)\.(transformer_layer\.)?", local)
-    if mtp and mtp[2]:
-        return (3, int(mtp[1]), 3, *_place(local[mtp.end() :]))
-    if mtp:
-        names = ("enorm", "hnorm", "eh_proj", "transformer_layer", "final_layernorm")
-        return (3, int(mtp[1]), names.index(local[mtp.end() :].partition(".")[0]))
-    around = ("embedding.", "decoder.layers.", "decoder.final_layernorm.", "mtp.", "output_layer.")
-    return (next((number for number, start in enumerate(around) if local.startswith(start)), len(around)),)
-
-
-def _place(tail: str) -> tuple[object, ...]:
-    module, _, parameter = tail.rpartition(".")
-    expert = re.fullmatch(r"mlp\.experts\.(?:local_experts\.([0-9]+)\.)?(linear_fc[12])", module)
-    numbered = re.fullmatch(r"weight([0-9]+)", parameter)
-    if expert and expert[1]:
-        return (MODULES.index("mlp.experts.experts"), int(expert[1]), expert[2])
-    if expert and numbered:
-        return (MODULES.index("mlp.experts.experts"), expert[2], int(numbered[1]))
-    if module == "mlp.experts":
-        return (MODULES.index("mlp.experts.experts"), parameter)
-    if module not in MODULES or parameter not in PARAMETERS:
-        return (len(MODULES), tail)
-    return (MODULES.index(module), PARAMETERS.index(parameter))

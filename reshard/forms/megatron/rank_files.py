@@ -1,0 +1,176 @@
+"""Files of a rank in a legacy tree of Megatron, from their pickles alone."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Optional, Union
+
+from reshard.checkpoints.formats.archives import Archive, Elements, is_tensor, plain_tensor
+from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
+from reshard.forms.form import ReadRequest
+from reshard.forms.megatron.common import Common, common_in, is_named
+from reshard.forms.megatron.legacy_state import (
+    Flat,
+    Plain,
+    StateError,
+    flat_buffers,
+    plain_groups,
+)
+from reshard.forms.megatron.live import (
+    Rank,
+)
+from reshard.storage import reading, status_at
+
+HINT = "copy the checkpoint again, or take another step"
+OPTIMIZER_FILE = "distrib_optim.pt"
+_KEPT = ("checkpoint_version", "iteration", "args")
+
+
+class Place(NamedTuple):
+    """The ranks of a directory."""
+
+    tensor: int
+    stage: int
+    expert: int
+
+    @property
+    def rank(self) -> Rank:
+        return self.tensor, self.expert
+
+
+class RankFile(NamedTuple):
+    """What the file of a rank holds.
+
+    Attributes:
+        path: its path.
+        place: its ranks.
+        size: its bytes.
+        models: per chunk of the model its tensors by live name, in their order.
+        others: live names of entries that are no tensors, each with what it is.
+        common: its common state.
+        optimizer: the state of its optimizer.
+    """
+
+    path: str
+    place: Place
+    size: int
+    models: Sequence[Mapping[str, Elements]]
+    others: Mapping[str, str]
+    common: Common
+    optimizer: OptimizerFile
+
+
+class OptimizerFile(NamedTuple):
+    """The state of an optimizer in the files of a rank.
+
+    Attributes:
+        path: the file that holds it.
+        size: bytes of that.
+        groups: of each plain optimizer.
+        flats: the buffers of each distributed optimizer, None for those of other ranks; empty for plain ones.
+        saved: some state was saved, in this file or another.
+        problem: the file is missing or damaged.
+        refusal: why the state is not read.
+    """
+
+    path: str = ""
+    size: int = 0
+    groups: Sequence[Sequence[Plain]] = ()
+    flats: Sequence[Optional[Sequence[Flat]]] = ()
+    saved: bool = False
+    problem: Optional[InputError] = None
+    refusal: Optional[str] = None
+
+
+class RankContents(NamedTuple):
+    """The contents of a file, without its ranks; see `RankFile`."""
+
+    path: str
+    size: int
+    models: Sequence[Mapping[str, Elements]]
+    others: Mapping[str, str]
+    common: Common
+    optimizer: OptimizerFile
+
+
+def read_file(path: str, request: ReadRequest) -> Union[RankContents, InputError]:
+    """The contents of a file; an error if it is missing or damaged."""
+    if path in request.damaged:
+        return DamagedCheckpointError(request.damaged[path], file=path, hint=HINT)
+    if status_at(path) is None:
+        return CheckpointError(f"{path}: does not exist", file=path, hint=HINT)
+    with reading(path), contextlib.closing(request.handles.open_file(path)) as file:
+        size = file.size()
+        try:
+            archive = Archive(file, 0, size)
+            state = archive.pickled(is_named)
+            if not isinstance(state, dict):
+                return DamagedCheckpointError(f"{path}: holds no dictionary", file=path, hint=HINT)
+            models, others = _models(archive, state)
+            common = common_in(state, archive, file)
+            optimizer = _plain_optimizer(path, size, archive, common.optimizers)
+        except DamagedCheckpointError as error:
+            return DamagedCheckpointError(error.message, file=path, hint=HINT)
+    if not models:
+        return DamagedCheckpointError(f"{path}: holds no model", file=path, hint=HINT)
+    # Others than tensors are needed of one file alone.
+    common = common._replace(state={key: common.state.get(key) for key in _KEPT}, optimizers=common.optimizers)
+    if optimizer.saved and not optimizer.groups and optimizer.refusal is None:
+        optimizer = _distributed_optimizer(os.path.join(os.path.dirname(path), OPTIMIZER_FILE), request)
+    return RankContents(path, size, models, others, common, optimizer)
+
+
+def _plain_optimizer(path: str, size: int, archive: Archive, optimizers: Sequence[Mapping[str, Any]]) -> OptimizerFile:
+    """The state of optimizers that are not distributed."""
+    try:
+        groups = plain_groups(archive, optimizers)
+    except StateError as error:
+        return OptimizerFile(path, size, saved=True, refusal=str(error))
+    return OptimizerFile(path, size, groups if any(groups) else (), saved=bool(optimizers))
+
+
+def _distributed_optimizer(path: str, request: ReadRequest) -> OptimizerFile:
+    """The state of distributed optimizers, from a file of its own."""
+    problem: Optional[InputError] = None
+    if path in request.damaged:
+        problem = DamagedCheckpointError(request.damaged[path], file=path, hint=HINT)
+    elif status_at(path) is None:
+        problem = CheckpointError(f"{path}: does not exist", file=path, hint=HINT)
+    if problem is not None:
+        return OptimizerFile(path, saved=True, problem=problem)
+    with reading(path), contextlib.closing(request.handles.open_file(path)) as file:
+        size = file.size()
+        try:
+            archive = Archive(file, 0, size)
+            flats = flat_buffers(archive, archive.pickled(is_named))
+        except DamagedCheckpointError as error:
+            problem = DamagedCheckpointError(error.message, file=path, hint=HINT)
+            return OptimizerFile(path, size, saved=True, problem=problem)
+        except StateError as error:
+            return OptimizerFile(path, size, saved=True, refusal=str(error))
+    return OptimizerFile(path, size, flats=flats, saved=True)
+
+
+def _models(archive: Archive, state: Mapping[Any, Any]) -> tuple[list[dict[str, Elements]], dict[str, str]]:
+    """The tensors of every chunk of the model, and entries that are none."""
+    keys = (
+        ["model"] if "model" in state else [*itertools.takewhile(state.__contains__, map("model{}".format, range(999)))]
+    )
+    models: list[dict[str, Elements]] = []
+    others: dict[str, str] = {}
+    for key in keys:
+        model: dict[str, Elements] = {}
+        entries = state[key] if isinstance(state[key], dict) else {}
+        for name, value in entries.items():
+            if not isinstance(name, str) or name.endswith("_extra_state"):
+                continue
+            value = plain_tensor(value)
+            if is_tensor(value):
+                model[name] = archive.tensor(value)
+            else:
+                others[name] = f"is a {getattr(value, 'name', '') or type(value).__name__}, which is not read"
+        models.append(model)
+    return models, others
