@@ -12,16 +12,8 @@ from reshard.checkpoints.formats.archives import Archive, Elements, is_tensor, p
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
 from reshard.forms.form import ReadRequest
 from reshard.forms.megatron.common import Common, common_in, is_named
-from reshard.forms.megatron.legacy_state import (
-    Flat,
-    Plain,
-    StateError,
-    flat_buffers,
-    plain_groups,
-)
-from reshard.forms.megatron.live import (
-    Rank,
-)
+from reshard.forms.megatron.legacy_state import Flat, Plain, StateError, flat_buffers, plain_groups
+from reshard.forms.megatron.live import Rank
 from reshard.storage import reading, status_at
 
 HINT = "copy the checkpoint again, or take another step"
