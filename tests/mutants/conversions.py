@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.corpus import FIXTURES
+from tests.corpus_mcore import mcore_cases
 from tests.model_weights import MODELS, weights
 from tests.names.models import table_of
 from tests.packed_model import CONFIG, RULES, SHAPES
@@ -49,6 +50,9 @@ _PACKED = {
 }
 _SPECIAL = [0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00001, 0x7F7FFFFF, 0x00000001, 0x3F808000, 0x3F818000, 0x33800000]
 
+
+# Of Megatron's checkpoints: state that has no names, or no shapes.
+_STATE = ("td14_grouped_model_space", "td_moe_buckets")
 
 # The prefixes of weights and moments.
 _STATES = ("", "adam_m.", "adam_v.")
@@ -203,6 +207,16 @@ def build(root: Path) -> Mapping[str, list[str]]:
     megatron, place = root / "megatron" / "src", root / "to-megatron" / "src"
     done("convert", megatron, place, "--to", "unified", *names)
     created.plain("to-megatron", "--names", "qwen3_moe", "--to", "megatron", "--args", megatron)
+
+    # State in blocks, and in buckets.
+    for case in mcore_cases():
+        if case.name in _STATE:
+            (root / case.name).mkdir()
+            (root / case.name / "src").symlink_to(case.root)
+            config = root / case.name / "config.json"
+            config.write_text(json.dumps(case.expected["config"]))
+            names = ["--names", str(case.expected["names"]), "--optimizer", "keep", "--config", config]
+            created.plain(case.name, *names, "--to", "huggingface")
 
     # Float32 weights that become their own masters.
     dense, old = FIXTURES / "megatron" / "td_dense_plain" / "checkpoint", ("decoder", "embedding", "output_layer")

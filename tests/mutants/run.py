@@ -36,6 +36,7 @@ MODULES = (
     "reshard.checkpoints.formats.elements",
     *(f"reshard.quantised.{name}" for name in ("values", "decoding")),
     *(f"reshard.execute.{name}" for name in ("filling", "parts", "reader", "run", "runs", "casts")),
+    *(f"reshard.forms.megatron.{name}" for name in ("blocks", "bucket_state", "buckets", "parameters")),
     *(f"reshard.plan.{path.stem}" for path in sorted((ROOT / "reshard" / "plan").glob("[a-z]*.py"))),
 )
 REFUSED, SAME, FOUND, CERTIFIED, ENDLESS = "refused", "same", "found", "certified", "endless"

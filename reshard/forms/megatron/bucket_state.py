@@ -18,12 +18,22 @@ from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import FROM_TORCH
 from reshard.checkpoints.placed import PlacedFile, Run
 from reshard.errors import CheckpointError, InputError
-from reshard.forms.megatron.blocks import CURE, LEAVE_OUT, STATE
+from reshard.forms.megatron.blocks import CURE, LEAVE_OUT, STATE, weight_of
 from reshard.forms.megatron.buckets import places_by_edges, places_by_size
 from reshard.forms.megatron.common import is_named
 from reshard.forms.megatron.legacy_state import MASTER, StateError, flat_buffers
 from reshard.forms.megatron.legacy_state import Flat as JoinedBuffer
-from reshard.forms.megatron.parameters import Experts, Holding, Model, OrderError, Parameter, Piece, Rank, Variant
+from reshard.forms.megatron.parameters import (
+    BUFFERS,
+    Experts,
+    Holding,
+    Model,
+    OrderError,
+    Parameter,
+    Piece,
+    Rank,
+    Variant,
+)
 from reshard.forms.pytorch.dcp import DescribedChunk, DescribedTensor, ReadMetadata, Record
 from reshard.forms.recorded import tensor_fault
 from reshard.storage import reading
@@ -408,6 +418,11 @@ class _Map:
                 for state, flat in bucket.items():
                     tensor = tensors.setdefault(f"{STATE}{state}.{key}", DescribedTensor(flat.dtype, shape, []))
                     tensor.chunks.append(self._chunk(flat, start, piece))
+        # Each tensor is checked for holes where files are placed; one that is absent would only be missed.
+        with_state = {weight_of(name) for name in tensors}
+        missing = [key for key in self._weights if key not in with_state and not key.endswith(BUFFERS)]
+        if missing:
+            raise OrderError(f"lacks that of {quoted(missing[0])}")
         return tensors
 
     def _chunk(self, flat: Flat, start: int, piece: Piece) -> DescribedChunk:

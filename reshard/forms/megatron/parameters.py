@@ -24,7 +24,7 @@ _MTP = re.compile(r"mtp\.layers\.([0-9]{1,6})\.(.+)")
 _INNER = re.compile(r"(?:transformer_layer|mtp_model_layer)\.(.+)")
 _EXPERTS = "mlp.experts.experts."
 # Saved, and no parameters.
-_BUFFERS = frozenset({"mlp.router.expert_bias"})
+BUFFERS = ("mlp.router.expert_bias",)
 
 # Modules of a layer, in the order in which they are made.
 MODULES = (
@@ -277,7 +277,7 @@ class Model:
         by_order: list[tuple[tuple[int, int], list[Parameter]]] = []
         experts: dict[str, _At] = {}
         for tail, at in layer.items():
-            if tail in _BUFFERS:
+            if tail in BUFFERS:
                 continue
             if tail.startswith(_EXPERTS):
                 experts[tail[len(_EXPERTS) :]] = at
