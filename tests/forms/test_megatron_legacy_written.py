@@ -100,6 +100,12 @@ def test_a_written_tree_has_all_that_megatron_held(written: Written, tmp_path: P
         assert tensors["global_step"].array.tolist() == [case.expected["optimizer"]["step"]]
 
 
+def test_interleaved_rows_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "args.json").write_text(json.dumps({"moe_mlp_glu_interleave_size": 8}))
+    options = ["--to", "megatron", "--format", "torch", "--sizes", "tp=2", "--args", str(tmp_path / "args.json")]
+    fails(3, "convert", one_case("td_dense_plain").root, tmp_path / "out", *options, texts=["glu_interleave_size"])
+
+
 @pytest.mark.parametrize("split", [True, False])
 def test_latent_attention_is_written_as_mindspeed_has_it(split: bool, tmp_path: Path) -> None:
     """Down projections joined, heads' parts apart with ``mla_mm_split``; experts dealt over tensor ranks as well."""

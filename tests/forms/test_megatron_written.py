@@ -281,6 +281,7 @@ def stated(directory: Path, **more: Any) -> Path:
         ({"num_query_groups": 4}, ["num_query_groups"]),
         ({"padded_vocab_size": 64}, ["padded_vocab_size", "64"]),
         ({"moe_layer_freq": [1, 1]}, ["layers"]),
+        ({"untie_embeddings_and_output_weights": False}, ["output_layer.weight"]),
         (None, ["holds no arguments"]),
         ("", ["does not exist"]),
     ],
@@ -294,6 +295,15 @@ def test_arguments_that_contradict_the_tensors_are_refused(args: object, texts: 
         path.write_text(json.dumps(args))
     fails(3, "convert", case.root, tmp_path / "out", "--to", "megatron", "--args", path, texts=[path, *texts])
     assert not (tmp_path / "out").exists()
+
+
+def test_keys_of_one_layer_beside_those_of_all_layers_are_refused(tmp_path: Path) -> None:
+    name = "mlp.linear_fc2.weight"
+    renamed = ["--to", "megatron", "--rename", f"decoder.layers.0.{name}=decoder.layers.{name}"]
+    case = case_named("td_moe_layer_keys")
+    for options in ([], ["--format", "torch", "--sizes", "tp=2"]):
+        options += [*renamed, "--exclude", "optimizer.*"]
+        fails(3, "convert", case.root, tmp_path / "out", *options, texts=[f"decoder.layers.{name}"])
 
 
 def test_only_plain_arguments_are_carried_over(tmp_path: Path) -> None:

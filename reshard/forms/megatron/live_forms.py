@@ -172,7 +172,14 @@ class ModuleForms:
         name, second = (f"{module}linear_fc{number}.weight" for number in (1, 2))
         if name not in self._shapes or second not in self._shapes:
             raise self._run.fault(self._prefix + name, "is not beside the layer after it")
-        rows, columns = self._shapes[name][0], self._shapes[second][-1]
+        return self._halves_of(name, self._shapes[name][0], self._shapes[second][-1])
+
+    def _halves_of(self, name: str, rows: int, columns: int) -> int:
+        interleaved = [each for each, value in self._run.args.items() if each.endswith("glu_interleave_size") and value]
+        if rows not in (columns, 2 * columns):
+            raise self._run.fault(self._prefix + name, f"has {rows} rows, and the layer after it {columns} columns")
+        if rows != columns and interleaved:
+            raise self._run.fault(self._prefix + name, f"is interleaved by {interleaved[0]} in args, and not written")
         return rows // columns
 
     def _experts(self, linear: str) -> list[LiveForm]:
@@ -180,7 +187,7 @@ class ModuleForms:
         first, second = (self._shapes[f"mlp.experts.experts.linear_fc{number}.weight"] for number in (1, 2))
         count, rows, width = first
         size = second[2]
-        halves = rows // size
+        halves = self._halves_of("mlp.experts", rows, size)
         extended = bool(self._run.args.get("moe_tp_extend_ep"))
         ranks = self._run.ep * (self._run.tp if extended else 1)
         if count % ranks:

@@ -189,7 +189,22 @@ class Model:
         mtp = [int(match[1]) for match in map(_MTP.match, self.weights) if match]
         if mtp:
             self._compare(path, "mtp_num_layers", _argument("mtp_num_layers")(args), max(mtp) + 1, "mtp.layers.*")
-        if keeps_numbers(args) and any(map(_STACKED.match, self.weights)):
+        stacked = [*filter(_STACKED.match, self.weights)]
+        if stacked and self.keeps_numbers:
+            raise CheckpointError(
+                f"{self._place}: holds a key for each layer, and {quoted(stacked[0])} of all layers",
+                file=self._place,
+                parameter=stacked[0],
+                hint="leave out those of another checkpoint, with --exclude",
+            )
+        if "output_layer.weight" in self.weights and args.get("untie_embeddings_and_output_weights") is False:
+            raise CheckpointError(
+                f"{path}: untie_embeddings_and_output_weights is False, but there is 'output_layer.weight'",
+                file=path,
+                parameter="output_layer.weight",
+                hint="name the arguments of this model, with --args or --config",
+            )
+        if keeps_numbers(args) and stacked:
             raise CheckpointError(
                 f"{path}: with these arguments Megatron reads decoder.layers.N.*, a key for each layer, and the layers "
                 "are stacked",
