@@ -191,6 +191,19 @@ def test_masters_that_only_values_prove_have_to_be_the_weights(name: str, state:
     done(*words, "--exclude", "optimizer.*", "--verify")
 
 
+def test_the_master_of_an_embedding_beside_multi_token_prediction_has_to_be_the_weight(tmp_path: Path) -> None:
+    """Its last stage has the embedding, too, and Megatron 0.16.1 writes other state at odd sizes."""
+    (case,) = mcore_cases("td_dense_fully") or pytest.skip("the whole collection is not on this machine")
+    norm, other = "decoder.final_layernorm.weight", "mtp.layers.0.enorm.weight"
+    befores = ("", *(f"optimizer.state.{kind}." for kind in ("exp_avg", "exp_avg_sq", "param")))
+    renamed = [word for before in befores for word in ("--rename", f"{before}{norm}={before}{other}")]
+    done("convert", case.root, tmp_path / "root", "--to", "megatron", "--checksum", "crc32", *renamed)
+    words: list[Argument] = ["convert", tmp_path / "root", tmp_path / "out", "--to", "hf-sharded", "--shards", 1]
+    done(*words, "--dry-run")
+    change_an_element(tmp_path / "root" / "iter_0000100", "optimizer.state.param.embedding.word_embeddings.weight")
+    fails(3, *words, texts=["differs", "param.embedding.word_embeddings.weight", "--exclude"])
+
+
 def change_an_element(directory: Path, name: str) -> None:
     """Change the first element of a tensor, with its checksums."""
     record = read_metadata([str(directory / ".metadata")]).tensors[name].chunks[0].record

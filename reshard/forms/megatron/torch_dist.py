@@ -34,6 +34,7 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 MASTERS = (f"{STATE}fp32_param.", f"{STATE}param.")
 """Before the keys of the weights whose masters these are."""
 
+_MTP = "mtp."
 _CHAINED = re.compile(r"chained_[0-9]+\.")
 _OF_OPTIMIZER = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\.dp_group_idx_[0-9]+\.optimizer/")
 _MOST_BACKEND = 1 << 20
@@ -54,7 +55,8 @@ def read_torch_dist(form: str, iteration: Iteration, request: ReadRequest) -> Ch
     to_prove = blocks | unblock(directory, metadata) | name_state(directory, metadata, args, request.handles)
     _check_shapes(directory, metadata)
     checkpoint = checkpoint_of(form, iteration, metadata, request, _step(metadata, common))
-    if OUTPUT not in metadata.tensors:
+    if OUTPUT not in metadata.tensors or any(name.startswith(_MTP) for name in metadata.tensors):
+        # Stages share the embedding, whose state Megatron 0.16.1 writes wrong at some sizes.
         to_prove |= {f"{before}{EMBEDDING}" for before in MASTERS} & metadata.tensors.keys()
     checkpoint.tied = proofs(checkpoint, to_prove)
     refuse_unproved(checkpoint, to_prove)
