@@ -13,10 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Optional
 
 from reshard.checkpoints.placed import c_strides
+from reshard.forms.megatron.keys import weight_of
 from reshard.forms.pytorch.dcp import DescribedChunk, DescribedTensor, ReadMetadata, joined_chunk
-
-STATE = "optimizer.state."
-"""Before the kind of a state and the key of its weight."""
 
 _EXPERTS = ".experts."
 CURE = "save it with --dist-ckpt-optim-fully-reshardable of Megatron-Core 0.15 or newer"
@@ -28,13 +26,6 @@ LEAVE_OUT = "or leave it out: without --optimizer keep, or with --exclude 'optim
 
 class _NoMap(ValueError):
     """Blocks that are not those of a weight; the text is the end of a sentence about the tensor."""
-
-
-def weight_of(name: str) -> str:
-    """The key of the weight that a state belongs to; empty for other names."""
-    if not name.startswith(STATE):
-        return ""
-    return name[len(STATE) :].partition(".")[2]
 
 
 def unblock(directory: str, metadata: ReadMetadata) -> set[str]:

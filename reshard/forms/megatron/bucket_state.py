@@ -18,9 +18,10 @@ from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import FROM_TORCH
 from reshard.checkpoints.placed import PlacedFile, Run
 from reshard.errors import CheckpointError, InputError
-from reshard.forms.megatron.blocks import CURE, LEAVE_OUT, STATE, weight_of
+from reshard.forms.megatron.blocks import CURE, LEAVE_OUT
 from reshard.forms.megatron.buckets import places_by_edges, places_by_size
 from reshard.forms.megatron.common import is_named
+from reshard.forms.megatron.keys import STATE, weight_of
 from reshard.forms.megatron.legacy_state import MASTER, StateError, flat_buffers
 from reshard.forms.megatron.legacy_state import Flat as JoinedBuffer
 from reshard.forms.megatron.parameters import (

@@ -19,9 +19,9 @@ from reshard.checkpoints.formats.pickles import Global, PickledInstance
 from reshard.errors import DamagedCheckpointError, InputError
 from reshard.forms.megatron.arguments import configuration_of
 from reshard.forms.megatron.common import Common, common_in, common_of, is_named
-from reshard.forms.megatron.form import BACKEND, COMMON, LEGACY, MEGATRON, MODEL_FILE, RANK_DIRECTORY, kind_of_iteration
+from reshard.forms.megatron.form import LEGACY, MEGATRON, MODEL_FILE, RANK_DIRECTORY, kind_of_iteration
 from reshard.forms.megatron.origin import Origin, origin_of
-from reshard.forms.pytorch.form import ITERATIONS
+from reshard.forms.pytorch.form import BACKEND, COMMON, ITERATIONS
 from reshard.forms.tracker import RELEASE, TRACKER
 from reshard.storage import names_in, read_small, reading
 from reshard.text.messages import quoted

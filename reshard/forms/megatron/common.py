@@ -21,8 +21,8 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NUMPY_NAMES
 from reshard.checkpoints.formats.pickles import NAMESPACE, PickledInstance
 from reshard.checkpoints.placed import Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.forms.megatron.form import COMMON, MODEL_FILE, RANK_DIRECTORY
-from reshard.forms.pytorch.form import METADATA
+from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY
+from reshard.forms.pytorch.form import COMMON, METADATA
 from reshard.forms.recorded import tensor_fault
 from reshard.storage import ReadableFile, names_in, read_range, reading, status_at
 from reshard.text.names import TRAINING_STEP

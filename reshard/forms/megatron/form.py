@@ -26,6 +26,8 @@ from reshard.forms.form import (
     WriteRequest,
 )
 from reshard.forms.pytorch.form import (
+    BACKEND,
+    COMMON,
     DCP,
     HYPER_PARALLEL,
     ITERATIONS,
@@ -46,12 +48,6 @@ if TYPE_CHECKING:
 
 MEGATRON = "megatron"
 """The name of the form."""
-
-COMMON = "common.pt"
-"""The file of objects, before core 0.19."""
-
-BACKEND = "metadata.json"
-"""The file that names the library that it was saved with; it is written last."""
 
 MODEL_FILE = "model_optim_rng.pt"
 """The file of a rank in a legacy tree."""

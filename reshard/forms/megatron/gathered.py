@@ -14,14 +14,13 @@ from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import InputError
 from reshard.forms.megatron.common import STEP, Common
+from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
 from reshard.forms.megatron.legacy_state import HALF, MASTER
 from reshard.forms.megatron.live import TensorPart, strides_in
 from reshard.forms.megatron.rank_files import HINT
 from reshard.forms.megatron.torch_dist import MASTERS, proofs, refuse_unproved
 from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, tensor_fault
 
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-STATE = "optimizer.state."
 _TIED = "the run has tied weights"
 
 

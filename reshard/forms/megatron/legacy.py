@@ -14,7 +14,8 @@ from typing import Any, Optional
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.forms.form import ReadRequest
 from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY
-from reshard.forms.megatron.gathered import EMBEDDING, OUTPUT, STATE, Gathered
+from reshard.forms.megatron.gathered import Gathered
+from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
 from reshard.forms.megatron.legacy_state import KINDS, Owner, StateError, states_of_buffers, states_of_groups
 from reshard.forms.megatron.live import LiveError, LiveModule, Rank, Sizes, TensorPart, is_parameter, parse
 from reshard.forms.megatron.rank_files import HINT, Place, RankContents, RankFile, read_file

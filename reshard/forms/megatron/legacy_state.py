@@ -15,6 +15,7 @@ from reshard.checkpoints.formats.archives import Archive, Elements, is_tensor, p
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, ITEM_SIZES
 from reshard.checkpoints.formats.pickles import Global
 from reshard.forms.megatron.buckets import places_by_size
+from reshard.forms.megatron.keys import EMBEDDING, OUTPUT
 from reshard.forms.megatron.live import is_of_expert
 
 MASTER = "param"
@@ -24,7 +25,6 @@ KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "param": MASTER, "mas
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 _NO_STATE = frozenset({"step", "numel_unpadded"})
 HALF = frozenset({"Float16", "BFloat16"})
-_SHARED = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
 
 
 class StateError(ValueError):
@@ -193,7 +193,7 @@ def _is_in(owner: Owner, group: Mapping[str, Any], groups: Sequence[Mapping[str,
     properties = {
         "wd_mult": float(decayed),
         "is_expert_parallel": is_of_expert(owner.name),
-        "is_decoupled_lr": owner.name in _SHARED,
+        "is_decoupled_lr": owner.name in (EMBEDDING, OUTPUT),
     }
     for name, value in properties.items():
         if len({bool(each.get(name)) for each in groups}) > 1 and bool(group.get(name)) != bool(value):

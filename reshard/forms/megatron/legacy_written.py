@@ -21,7 +21,7 @@ from reshard.checkpoints.formats.pickles import NAMESPACE, PickledInstance, iner
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import WriteRequest
 from reshard.forms.megatron.form import MEGATRON, MODEL_FILE
-from reshard.forms.megatron.gathered import EMBEDDING, OUTPUT, STATE
+from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
 from reshard.forms.megatron.legacy_state import HALF, MASTER
 from reshard.forms.megatron.live import is_of_expert, is_parameter
 from reshard.forms.megatron.live_forms import MINDSPEED, LiveForm, ModuleForms, Run, is_ordered, order_of

@@ -11,10 +11,10 @@ from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.dtypes import TORCH_NAMES
 from reshard.checkpoints.formats.pickles import inert_class
 from reshard.errors import CheckpointError, NamesError
+from reshard.forms.megatron.keys import STATE
 from reshard.forms.megatron.origin import keeps_numbers
 from reshard.text.messages import listing, quoted
 
-STATE = "optimizer.state."
 STATES = ("exp_avg", "exp_avg_sq", "param")
 """What an optimizer keeps of each parameter: moments, and the master copy."""
 

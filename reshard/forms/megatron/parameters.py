@@ -14,11 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Optional
 
+from reshard.forms.megatron.keys import EMBEDDING, OUTPUT
 from reshard.forms.pytorch.dcp import DescribedTensor
 from reshard.text.messages import quoted
 
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_LAYERS = "decoder.layers."
 _LAYER = re.compile(r"decoder\.layers\.(?:([0-9]{1,6})\.)?(.+)")
 _MTP = re.compile(r"mtp\.layers\.([0-9]{1,6})\.(.+)")
 _INNER = re.compile(r"(?:transformer_layer|mtp_model_layer)\.(.+)")

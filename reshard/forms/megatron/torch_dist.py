@@ -18,18 +18,17 @@ from typing import Any, Optional
 from reshard.checkpoints.checkpoint import TiedTensors
 from reshard.errors import CheckpointError
 from reshard.forms.form import ReadRequest
-from reshard.forms.megatron.blocks import CURE, LEAVE_OUT, STATE, unblock, weight_of
+from reshard.forms.megatron.blocks import CURE, LEAVE_OUT, unblock
 from reshard.forms.megatron.bucket_state import name_state
 from reshard.forms.megatron.common import STEP, Common, common_object, read_common, steps_of, stored_file, stored_in
-from reshard.forms.megatron.form import BACKEND, COMMON, TORCH_DIST
+from reshard.forms.megatron.form import TORCH_DIST
+from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE, weight_of
 from reshard.forms.pytorch.dcp import ReadMetadata, StoredValue, checkpoint_of, read_metadata
-from reshard.forms.pytorch.form import METADATA
+from reshard.forms.pytorch.form import BACKEND, COMMON, METADATA
 from reshard.forms.recorded import ChunkedCheckpoint, tensor_fault
 from reshard.forms.tracker import Iteration
 from reshard.storage import names_in, read_small, reading
 from reshard.text.messages import quoted
-
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 MASTERS = (f"{STATE}fp32_param.", f"{STATE}param.")
 """Before the keys of the weights whose masters these are."""

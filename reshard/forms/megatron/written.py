@@ -16,11 +16,11 @@ from reshard.checkpoints.formats.dtypes import INTEGERS, NUMPY_NAMES
 from reshard.checkpoints.formats.pickles import pickled
 from reshard.errors import CheckpointError
 from reshard.forms.form import WriteRequest
-from reshard.forms.megatron.form import BACKEND, COMMON, MEGATRON
+from reshard.forms.megatron.form import MEGATRON
 from reshard.forms.megatron.model import EXTRA, Model
 from reshard.forms.megatron.training import Training, training_of
 from reshard.forms.pytorch.dcp_written import DcpFiles
-from reshard.forms.pytorch.form import ITERATIONS, METADATA, OBJECTS
+from reshard.forms.pytorch.form import BACKEND, COMMON, ITERATIONS, METADATA, OBJECTS
 from reshard.forms.target import FinishingFile
 from reshard.forms.tracker import RELEASE, TRACKER
 from reshard.forms.writing import Selected, selected

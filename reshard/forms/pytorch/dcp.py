@@ -31,6 +31,7 @@ from reshard.checkpoints.placed import Placement, Run, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.form import ReadRequest
 from reshard.forms.pytorch.form import (
+    COMMON,
     ENDING,
     HYPER_PARALLEL,
     ITERATIONS,
@@ -342,13 +343,6 @@ def _dtype(properties: Any) -> Optional[str]:
     if isinstance(dtype, Global):
         return FROM_TORCH.get(dtype.name)
     return (FROM_TORCH.get(dtype) or dtype_named(dtype)) if isinstance(dtype, str) else None
-
-
-COMMON = "common.pt"
-"""Megatron's file of objects."""
-
-BACKEND = "metadata.json"
-"""Megatron's file that names the library that it was saved with."""
 
 
 def choose(src: str, step: str, report: Report) -> Iteration:

@@ -16,8 +16,8 @@ from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_o
 from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_class, pickled
 from reshard.errors import CheckpointError
 from reshard.forms.form import Names, WriteRequest
-from reshard.forms.pytorch.dcp import BACKEND, COMMON, HYPER, TORCH, DescribedChunk, DescribedTensor, Record
-from reshard.forms.pytorch.form import DCP, HYPER_PARALLEL, METADATA, OBJECTS
+from reshard.forms.pytorch.dcp import HYPER, TORCH, DescribedChunk, DescribedTensor, Record
+from reshard.forms.pytorch.form import BACKEND, COMMON, DCP, HYPER_PARALLEL, METADATA, OBJECTS
 from reshard.forms.recorded import tensor_fault
 from reshard.forms.registry import form_named
 from reshard.forms.target import FinishingFile

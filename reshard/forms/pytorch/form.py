@@ -36,6 +36,12 @@ METADATA = ".metadata"
 OBJECTS = "__0_1.distcp"
 """The file of objects of checkpoints that are written here; files of tensors have another last number."""
 
+COMMON = "common.pt"
+"""Megatron's file of objects, before core 0.19."""
+
+BACKEND = "metadata.json"
+"""Megatron's file that names the library that it was saved with; it is written last."""
+
 ENDING = f".{ARCHIVES}"
 
 DCP, HYPER_PARALLEL = "dcp", "hyper-parallel"
