@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Optional
 from reshard.checkpoints.formats.archives import Archive, Elements, is_tensor, plain_tensor
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, ITEM_SIZES
 from reshard.checkpoints.formats.pickles import Global
+from reshard.checkpoints.placed import c_strides
 from reshard.forms.megatron.buckets import places_by_size
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT
 from reshard.forms.megatron.live import is_of_expert
@@ -249,7 +250,6 @@ def _in_buffer(owners: Sequence[Owner], buffer: Flat, bucket_sizes: Sequence[Opt
         )
     for owner, place in zip(owners, places):
         shape = owner.elements.shape
-        strides = tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
         for kind, flat in buffer.tensors.items():
             offset = flat.offset + place.start * ITEM_SIZES[flat.dtype]
-            yield State(owner, kind, flat._replace(shape=shape, strides=strides, offset=offset))
+            yield State(owner, kind, flat._replace(shape=shape, strides=c_strides(shape), offset=offset))

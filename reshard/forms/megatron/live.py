@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
+
+from reshard.checkpoints.placed import c_strides
 
 Rank = tuple[int, int]
 """Tensor rank and expert rank of a file."""
@@ -174,7 +176,7 @@ class LiveModule:
         start[dimension] = rank[0] * size
         full = list(shape)
         full[dimension] = total
-        return TensorPart(key, tuple(full), tuple(start), shape, 0, _strides(shape))
+        return TensorPart(key, tuple(full), tuple(start), shape, 0, c_strides(shape))
 
     def _share(self, name: str, dimension: int) -> tuple[int, int]:
         """Elements of each tensor rank along a dimension, and of all of them.
@@ -194,7 +196,7 @@ class LiveModule:
         """Rows of the gate and rows of the other half, one after the other."""
         size = shape[0] // 2
         full = (self._sizes.tp * shape[0], *shape[1:])
-        strides = _strides(shape)
+        strides = c_strides(shape)
         box = (size, *shape[1:])
         rest = (0,) * (len(shape) - 1)
         return [
@@ -332,40 +334,56 @@ class LiveModule:
             raise LiveError(f"is an expert's, cut over {etp} ranks, more than the {tp} tensor ranks")
         return expert * count, tensor % etp, etp
 
-    def _boxes(
-        self, linear: str, count: int, first: int, cut: tuple[int, int], size: int, width: int, halves: int
-    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]]:
-        """Shape, start and sizes of the boxes of some experts, and the number of each half."""
-        number, cuts = cut
+    def _experts(
+        self,
+        linear: str,
+        numbers: range,
+        here: int,
+        shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        rank: Rank,
+        transposed: bool = False,
+    ) -> list[TensorPart]:
+        """The boxes of a layer of some experts, one after the other in a parameter.
+
+        Args:
+            linear: the layer.
+            numbers: of the experts on the rank.
+            here: experts of the rank.
+            shapes: of the two layers of each expert there.
+            rank: the rank.
+            transposed: a layer is stored by columns.
+        """
+        (rows, width), (height, size) = shapes
+        if width != height:
+            raise LiveError(f"is of experts of {width} columns, and the layer after it has {height} rows")
+        halves = self._halves_of(rows, size)
+        first, cut, cuts = self._expert_place(here, rank)
         total, full = self._all_experts(), size * cuts
-        for half in range(halves if linear == "linear_fc1" else 1):
-            if linear == "linear_fc1":
-                start = (first, half * full + number * size, 0)
-                yield (total, halves * full, width), start, (count, size, width), half
-            else:
-                yield (total, width, full), (first, 0, number * size), (count, width, size), half
+        first += numbers.start
+        key = self.prefix + _EXPERTS.format(linear)
+        if linear == "linear_fc2":
+            box = (first, 0, cut * size), (len(numbers), width, size)
+            strides = (width * size, 1, width) if transposed else (width * size, size, 1)
+            return [TensorPart(key, (total, width, full), *box, 0, strides)]
+        strides = (rows * width, 1, rows) if transposed else (rows * width, width, 1)
+        of_half = size if transposed else size * width
+        return [
+            TensorPart(
+                key,
+                (total, halves * full, width),
+                (first, half * full + cut * size, 0),
+                (len(numbers), size, width),
+                half * of_half,
+                strides,
+            )
+            for half in range(halves)
+        ]
 
     def _expert(self, linear: str, number: int, rank: Rank) -> list[TensorPart]:
         """One expert's layer as a tensor of its own."""
         count, shapes = self._numbered(rank)
-        (rows, width), (height, size) = shapes["linear_fc1"], shapes["linear_fc2"]
-        halves = self._halves_of(rows, size)
-        if width != height:
-            raise LiveError(f"is an expert's of {width} columns, and the layer after it has {height} rows")
-        first, *cut = self._expert_place(count, rank)
-        shape = shapes[linear]
-        boxes = self._boxes(linear, 1, first + number, (cut[0], cut[1]), size, width, halves)
-        return [
-            TensorPart(
-                self.prefix + _EXPERTS.format(linear),
-                full,
-                start,
-                sizes,
-                half * size * width,
-                (math.prod(shape), *_strides(shape)),
-            )
-            for full, start, sizes, half in boxes
-        ]
+        both = shapes["linear_fc1"], shapes["linear_fc2"]
+        return self._experts(linear, range(number, number + 1), count, both, rank)
 
     def _stacked(self, linear: str, rank: Rank) -> list[TensorPart]:
         """The experts of a rank as one tensor, in their order."""
@@ -378,19 +396,7 @@ class LiveModule:
             if shape is None or len(shape) not in (2, 3) or rows % count or (len(shape) == 3 and shape[0] != count):
                 raise LiveError(f"is a stack of {count} experts of the shapes {shapes}")
             stacked.append((rows // count, shape[-1]))
-        (rows, width), (height, size) = stacked
-        halves = self._halves_of(rows, size)
-        if width != height:
-            raise LiveError(f"has {width} columns, and the layer after it {height} rows")
-        first, *cut = self._expert_place(count, rank)
-        of_expert = rows * width if linear == "linear_fc1" else width * size
-        inner = width if linear == "linear_fc1" else size
-        return [
-            TensorPart(
-                self.prefix + _EXPERTS.format(linear), full, start, sizes, half * size * width, (of_expert, inner, 1)
-            )
-            for full, start, sizes, half in self._boxes(linear, count, first, (cut[0], cut[1]), size, width, halves)
-        ]
+        return self._experts(linear, range(count), count, (stacked[0], stacked[1]), rank)
 
     def _experts_here(self) -> int:
         over = self._sizes.ep * (self._sizes.tp if self._sizes.extended else 1)
@@ -406,16 +412,10 @@ class LiveModule:
             raise LiveError("is not beside the other weights of the same experts")
         (width, columns), (rows, height) = shapes[0], shapes[1]
         count = self._experts_here()
-        if width != height or rows % count:
+        if columns % count or rows % count:
             raise LiveError(f"has the experts' shapes {shapes}, which are none of {count} experts")
-        halves, size = self._halves_of(columns, rows), rows // count
-        first, *cut = self._expert_place(count, rank)
-        linear = f"linear_fc{number}"
-        strides = (width * halves * size, 1, halves * size) if number == 1 else (size * width, 1, width)
-        return [
-            TensorPart(self.prefix + _EXPERTS.format(linear), full, start, sizes, half * size, strides)
-            for full, start, sizes, half in self._boxes(linear, count, first, (cut[0], cut[1]), size, width, halves)
-        ]
+        both = (columns // count, width), (height, rows // count)
+        return self._experts(f"linear_fc{number}", range(count), count, both, rank, transposed=True)
 
 
 def is_of_expert(name: str) -> bool:
@@ -424,11 +424,7 @@ def is_of_expert(name: str) -> bool:
 
 
 def _whole(key: str, shape: tuple[int, ...]) -> TensorPart:
-    return TensorPart(key, shape, (0,) * len(shape), shape, 0, _strides(shape))
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
+    return TensorPart(key, shape, (0,) * len(shape), shape, 0, c_strides(shape))
 
 
 def strides_in(part: TensorPart, shape: Sequence[int], strides: Sequence[int]) -> Optional[tuple[int, tuple[int, ...]]]:
@@ -436,7 +432,7 @@ def strides_in(part: TensorPart, shape: Sequence[int], strides: Sequence[int]) -
 
     None where the part's steps are no steps along dimensions of the parameter.
     """
-    usual = _strides(shape)
+    usual = c_strides(shape)
     if all(size == 1 or stride == other for size, stride, other in zip(shape, strides, usual)):
         return part.first, part.strides
     steps = {step: stride for size, step, stride in zip(shape, usual, strides) if size > 1}
