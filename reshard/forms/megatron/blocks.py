@@ -14,7 +14,7 @@ from typing import Optional
 
 from reshard.checkpoints.placed import c_strides
 from reshard.forms.megatron.keys import weight_of
-from reshard.forms.pytorch.dcp import DescribedChunk, DescribedTensor, ReadMetadata, joined_chunk
+from reshard.forms.pytorch.dcp import DescribedChunk, DescribedTensor, ReadMetadata, joined_chunk, run_of
 
 _EXPERTS = ".experts."
 CURE = "save it with --dist-ckpt-optim-fully-reshardable of Megatron-Core 0.15 or newer"
@@ -108,7 +108,7 @@ def _blocks(
         parts.sort(key=lambda chunk: chunk.offsets[-1])
         _check_whole(parts, flat, place)
         starts = tuple(number * size for number, size in zip(place, block))
-        runs = [(part.record, 0, part.sizes[-1]) for part in parts]
+        runs = [run_of(part, directory) for part in parts]
         if transposed:
             yield joined_chunk(_turned(starts), _turned(block), runs, directory, _turned(strides))
         else:

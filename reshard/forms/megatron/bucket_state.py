@@ -7,6 +7,7 @@ rank should hold, and `buckets` where that has to lie.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from bisect import bisect_right
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, Optional
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import FROM_TORCH
-from reshard.checkpoints.placed import PlacedFile, Run
+from reshard.checkpoints.placed import Run
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.megatron.blocks import CURE, LEAVE_OUT
 from reshard.forms.megatron.buckets import places_by_edges, places_by_size
@@ -31,11 +32,10 @@ from reshard.forms.megatron.parameters import (
     Model,
     OrderError,
     Parameter,
-    Piece,
     Rank,
     Variant,
 )
-from reshard.forms.pytorch.dcp import DescribedChunk, DescribedTensor, ReadMetadata, Record
+from reshard.forms.pytorch.dcp import DescribedTensor, ReadMetadata, Record, joined_chunk, run_of
 from reshard.forms.recorded import tensor_fault
 from reshard.storage import reading
 from reshard.text.messages import quoted
@@ -137,11 +137,11 @@ def read_buckets(directory: str, tensors: Mapping[str, DescribedTensor]) -> dict
 def _flat(directory: str, name: str, tensor: DescribedTensor) -> Flat:
     edges, runs = [0], []
     for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets):
-        offsets, sizes, record = chunk.offsets, chunk.sizes, chunk.record
+        offsets, sizes = chunk.offsets, chunk.sizes
         if len(offsets) != 1 or offsets[0] != edges[-1] or not sizes[0]:
             raise fault(directory, f"has a bucket with holes or overlaps: {quoted(name)}")
         edges.append(offsets[0] + sizes[0])
-        runs.append(Run(os.path.join(directory, record.file), record.offset, record.length, 0, sizes[0]))
+        runs.append(run_of(chunk, directory))
     if (edges[-1],) != tensor.shape:
         raise fault(directory, f"has a bucket that is not complete: {quoted(name)}")
     return Flat(tensor.dtype, edges, runs)
@@ -170,9 +170,8 @@ def read_gathered(directory: str, objects: Mapping[str, Record], handles: FileHa
             continue
         path = os.path.join(directory, record.file)
         try:
-            with reading(path), handles.borrow(path) as file:
-                stored = file.stored if isinstance(file, PlacedFile) else file
-                archive = Archive(stored, record.offset, record.length)
+            with reading(path), contextlib.closing(handles.open_file(path)) as file:
+                archive = Archive(file, record.offset, record.length)
                 # An object is in a list of one.
                 optimizers = flat_buffers(archive, archive.pickled(is_named))
         except StateError as error:
@@ -414,24 +413,20 @@ class _Map:
     def _mapped(self, placed: Sequence[_Placed]) -> dict[str, DescribedTensor]:
         tensors: dict[str, DescribedTensor] = {}
         for parameter, bucket, start in placed:
-            for key, piece in parameter.pieces:
-                shape = self._weights[key].shape
+            for part in parameter.parts:
+                # One box may be far apart in the bucket: strides of a transposed expert.
+                span = 1 + sum((size - 1) * stride for size, stride in zip(part.sizes, part.strides))
                 for state, flat in bucket.items():
-                    tensor = tensors.setdefault(f"{STATE}{state}.{key}", DescribedTensor(flat.dtype, shape, []))
-                    tensor.chunks.append(self._chunk(flat, start, piece))
+                    name = f"{STATE}{state}.{part.key}"
+                    tensor = tensors.setdefault(name, DescribedTensor(flat.dtype, part.shape, []))
+                    runs = flat.between(start + part.first, span)
+                    tensor.chunks.append(joined_chunk(part.start, part.sizes, runs, self._directory, part.strides))
         # Each tensor is checked for holes where files are placed; one that is absent would only be missed.
         with_state = {weight_of(name) for name in tensors}
         missing = [key for key in self._weights if key not in with_state and not key.endswith(BUFFERS)]
         if missing:
             raise OrderError(f"lacks that of {quoted(missing[0])}")
         return tensors
-
-    def _chunk(self, flat: Flat, start: int, piece: Piece) -> DescribedChunk:
-        """A box of a parameter that begins at an element of a bucket."""
-        span = 1 + sum((size - 1) * stride for size, stride in zip(piece.sizes, piece.strides))
-        runs = flat.between(start + piece.first, span)
-        file = os.path.relpath(runs[0].path, self._directory)
-        return DescribedChunk(piece.start, piece.sizes, Record(file, 0, -1, ""), runs, piece.strides)
 
 
 def _by_chunk(buffers: Sequence[Buffer]) -> list[list[Buffer]]:

@@ -18,7 +18,7 @@ from reshard.forms.megatron.gathered import Gathered
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
 from reshard.forms.megatron.legacy_state import KINDS, Owner, StateError, states_of_buffers, states_of_groups
 from reshard.forms.megatron.live import LiveError, LiveModule, Rank, Sizes, TensorPart, is_parameter, parse
-from reshard.forms.megatron.rank_files import HINT, Place, RankContents, RankFile, read_file
+from reshard.forms.megatron.rank_files import HINT, Place, RankFile, read_file
 from reshard.forms.megatron.stages import Stages, StagesError, stages_of
 from reshard.forms.recorded import ChunkedCheckpoint
 from reshard.forms.tracker import Iteration
@@ -65,15 +65,15 @@ class _Tree:
         names = sorted(filter(RANK_DIRECTORY.fullmatch, names_in(directory)))
         paths = [os.path.join(directory, name, MODEL_FILE) for name in names]
         results = dict(zip(names, for_each(lambda path: read_file(path, request), paths)))
-        read = {name: each for name, each in results.items() if isinstance(each, RankContents)}
-        problems = [each for each in results.values() if not isinstance(each, RankContents)]
+        read = {name: each for name, each in results.items() if isinstance(each, RankFile)}
+        problems = [each for each in results.values() if not isinstance(each, RankFile)]
         if not read:
             raise one_error(problems, f"{directory} is not complete")
         self.args = next(iter(read.values())).common.args
         self._check_alike(read)
-        self._places, self.sizes, self.stages_count = self._sizes(names, read)
-        self.files = [RankFile(each.path, self._places[name], *each[1:]) for name, each in read.items()]
-        problems += self._missing(names)
+        places, self.sizes, self.stages_count = self._sizes(names, read)
+        self.files = [each._replace(place=places[name]) for name, each in read.items()]
+        problems += self._missing(names, places)
         problems += [each.optimizer.problem for each in read.values() if each.optimizer.problem is not None]
         self.lacking: Optional[InputError] = one_error(problems, f"{directory} is not complete") if problems else None
         self.lost_stages = sorted({*range(self.stages_count)}.difference(file.place.stage for file in self.files))
@@ -87,7 +87,7 @@ class _Tree:
     def _refused(self, problem: str, hint: str = HINT, path: Optional[str] = None) -> CheckpointError:
         return CheckpointError(f"{path or self._directory}: {problem}", file=path or self._directory, hint=hint)
 
-    def _check_alike(self, read: Mapping[str, RankContents]) -> None:
+    def _check_alike(self, read: Mapping[str, RankFile]) -> None:
         """See that files are of one save."""
         first_name, first = next(iter(read.items()))
         for each in read.values():
@@ -109,7 +109,7 @@ class _Tree:
                         path=each.path,
                     )
 
-    def _sizes(self, names: Sequence[str], read: Mapping[str, RankContents]) -> tuple[dict[str, Place], Sizes, int]:
+    def _sizes(self, names: Sequence[str], read: Mapping[str, RankFile]) -> tuple[dict[str, Place], Sizes, int]:
         """The ranks of directories, the sizes of groups, and the number of pipeline ranks."""
         numbers = {name: _numbers_of(name) for name in names}
         lengths = {len(each) for each in numbers.values()}
@@ -148,7 +148,7 @@ class _Tree:
         pp: Optional[int],
         ep: Optional[int],
         numbers: Mapping[str, Sequence[int]],
-        read: Mapping[str, RankContents],
+        read: Mapping[str, RankFile],
     ) -> bool:
         """Whether the second number of a directory's name is the expert rank, and not the pipeline rank."""
         if ((pp or 1) > 1) != ((ep or 1) > 1):
@@ -173,9 +173,9 @@ class _Tree:
             "does not record in its args whether directories are numbered by pipeline ranks or by expert ranks"
         )
 
-    def _missing(self, names: Sequence[str]) -> list[InputError]:
+    def _missing(self, names: Sequence[str], places: Mapping[str, Place]) -> list[InputError]:
         """The error of directories that should exist."""
-        existing = {*self._places.values()}
+        existing = {*places.values()}
         tp, ep, etp, _ = self.sizes
         expected = [Place(*ranks) for ranks in itertools.product(range(tp), range(self.stages_count), range(ep))]
         if etp != tp:

@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Optional
 
+from reshard.checkpoints.placed import c_strides
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT
+from reshard.forms.megatron.live import TensorPart
 from reshard.forms.pytorch.dcp import DescribedTensor
 from reshard.text.messages import quoted
 
@@ -84,35 +86,19 @@ class Holding(Enum):
     ALL = "all"
 
 
-class Piece(NamedTuple):
-    """A box of a tensor of the model, and which elements of a rank's parameter it has.
-
-    Attributes:
-        start: first element of the box, per dimension.
-        sizes: elements of the box, per dimension.
-        first: its first element in the parameter, counted in C order.
-        strides: elements of the parameter from one to the next, per dimension of the box.
-    """
-
-    start: tuple[int, ...]
-    sizes: tuple[int, ...]
-    first: int
-    strides: tuple[int, ...]
-
-
 class Parameter(NamedTuple):
     """A parameter of a rank.
 
     Attributes:
         dtype: MindSpore's name of its type.
         elements: how many it has.
-        pieces: per key its boxes; empty for a copy of what another rank has.
+        parts: the boxes that it is; empty for a copy of what another rank has.
         shared: whether pipeline stages share it.
     """
 
     dtype: str
     elements: int
-    pieces: tuple[tuple[str, Piece], ...]
+    parts: tuple[TensorPart, ...]
     shared: bool = False
 
 
@@ -264,7 +250,7 @@ class Model:
             if key in self._weights:
                 parameter = self._parameter(_At(key, ()), rank)
                 if copies:
-                    parameter = parameter._replace(pieces=())
+                    parameter = parameter._replace(parts=())
                 yield parameter._replace(shared=shared and key == EMBEDDING)
 
     def _layer(self, layer: _Layer, rank: Rank, holding: Holding, variant: Variant) -> list[Parameter]:
@@ -311,7 +297,7 @@ class Model:
 
     def _fused(self, at: _At, rank: Rank, numbers: range) -> Parameter:
         """The experts of a rank as one parameter, each transposed: its rows are the columns of all cells."""
-        pieces: list[tuple[str, Piece]] = []
+        parts: list[TensorPart] = []
         first = 0
         for number in numbers:
             index = (*at.place, number)
@@ -322,25 +308,25 @@ class Model:
             for (start, sizes), before in zip(cells, itertools.accumulate((s[0] for _, s in cells), initial=0)):
                 strides = (*(0,) * len(index), 1, width)
                 box = (*index, *start), (*(1,) * len(index), *sizes)
-                pieces.append((at.key, Piece(*box, first + before, strides)))
+                parts.append(TensorPart(at.key, self._weights[at.key].shape, *box, first + before, strides))
             first += sum(math.prod(sizes) for _, sizes in cells)
-        return Parameter(self._weights[at.key].dtype, first, tuple(pieces))
+        return Parameter(self._weights[at.key].dtype, first, tuple(parts))
 
     def _parameter(self, at: _At, rank: Rank, size: Optional[int] = None, tensor: Optional[int] = None) -> Parameter:
         """What a rank has of a tensor, or of an index of it."""
         size, tensor = self.tp if size is None else size, rank.tensor if tensor is None else tensor
         cells = self._on_rank(at, size, tensor)
         elements = sum(math.prod(sizes) for _, sizes in cells)
-        pieces: list[tuple[str, Piece]] = []
+        parts: list[TensorPart] = []
         # Every tensor rank has a copy of what is not cut.
         if not tensor or len(self._cells_of(at)) > 1:
             first = 0
             for start, sizes in cells:
-                strides = [math.prod(sizes[dimension + 1 :]) for dimension in range(len(sizes))]
                 box = (*at.place, *start), (*(1,) * len(at.place), *sizes)
-                pieces.append((at.key, Piece(*box, first, (*(0,) * len(at.place), *strides))))
+                strides = (*(0,) * len(at.place), *c_strides(sizes))
+                parts.append(TensorPart(at.key, self._weights[at.key].shape, *box, first, strides))
                 first += math.prod(sizes)
-        return Parameter(self._weights[at.key].dtype, elements, tuple(pieces))
+        return Parameter(self._weights[at.key].dtype, elements, tuple(parts))
 
     def _on_rank(self, at: _At, size: int, tensor: int) -> list[_Cell]:
         """The cells of a tensor that a tensor rank has: one, or one in each half of the rows, or all of it."""

@@ -33,28 +33,6 @@ class Place(NamedTuple):
         return self.tensor, self.expert
 
 
-class RankFile(NamedTuple):
-    """What the file of a rank holds.
-
-    Attributes:
-        path: its path.
-        place: its ranks.
-        size: its bytes.
-        models: per chunk of the model its tensors by live name, in their order.
-        others: live names of entries that are no tensors, each with what it is.
-        common: its common state.
-        optimizer: the state of its optimizer.
-    """
-
-    path: str
-    place: Place
-    size: int
-    models: Sequence[Mapping[str, Elements]]
-    others: Mapping[str, str]
-    common: Common
-    optimizer: OptimizerFile
-
-
 class OptimizerFile(NamedTuple):
     """The state of an optimizer in the files of a rank.
 
@@ -77,8 +55,18 @@ class OptimizerFile(NamedTuple):
     refusal: Optional[str] = None
 
 
-class RankContents(NamedTuple):
-    """The contents of a file, without its ranks; see `RankFile`."""
+class RankFile(NamedTuple):
+    """What the file of a rank holds.
+
+    Attributes:
+        path: its path.
+        size: its bytes.
+        models: per chunk of the model its tensors by live name, in their order.
+        others: live names of entries that are no tensors, each with what it is.
+        common: its common state.
+        optimizer: the state of its optimizer.
+        place: its ranks, by the name of its directory among all of them.
+    """
 
     path: str
     size: int
@@ -86,14 +74,14 @@ class RankContents(NamedTuple):
     others: Mapping[str, str]
     common: Common
     optimizer: OptimizerFile
+    place: Place = Place(0, 0, 0)
 
 
-def read_file(path: str, request: ReadRequest) -> Union[RankContents, InputError]:
+def read_file(path: str, request: ReadRequest) -> Union[RankFile, InputError]:
     """The contents of a file; an error if it is missing or damaged."""
-    if path in request.damaged:
-        return DamagedCheckpointError(request.damaged[path], file=path, hint=HINT)
-    if status_at(path) is None:
-        return CheckpointError(f"{path}: does not exist", file=path, hint=HINT)
+    problem = _unreadable(path, request)
+    if problem is not None:
+        return problem
     with reading(path), contextlib.closing(request.handles.open_file(path)) as file:
         size = file.size()
         try:
@@ -108,11 +96,18 @@ def read_file(path: str, request: ReadRequest) -> Union[RankContents, InputError
             return DamagedCheckpointError(error.message, file=path, hint=HINT)
     if not models:
         return DamagedCheckpointError(f"{path}: holds no model", file=path, hint=HINT)
-    # Others than tensors are needed of one file alone.
-    common = common._replace(state={key: common.state.get(key) for key in _KEPT}, optimizers=common.optimizers)
+    # There are as many files as ranks: the rest of their states is not kept.
+    common = common._replace(state={key: common.state.get(key) for key in _KEPT}, optimizers=())
     if optimizer.saved and not optimizer.groups and optimizer.refusal is None:
         optimizer = _distributed_optimizer(os.path.join(os.path.dirname(path), OPTIMIZER_FILE), request)
-    return RankContents(path, size, models, others, common, optimizer)
+    return RankFile(path, size, models, others, common, optimizer)
+
+
+def _unreadable(path: str, request: ReadRequest) -> Optional[InputError]:
+    """The error of a file that is missing, or was found damaged before."""
+    if path in request.damaged:
+        return DamagedCheckpointError(request.damaged[path], file=path, hint=HINT)
+    return CheckpointError(f"{path}: does not exist", file=path, hint=HINT) if status_at(path) is None else None
 
 
 def _plain_optimizer(path: str, size: int, archive: Archive, optimizers: Sequence[Mapping[str, Any]]) -> OptimizerFile:
@@ -126,11 +121,7 @@ def _plain_optimizer(path: str, size: int, archive: Archive, optimizers: Sequenc
 
 def _distributed_optimizer(path: str, request: ReadRequest) -> OptimizerFile:
     """The state of distributed optimizers, from a file of its own."""
-    problem: Optional[InputError] = None
-    if path in request.damaged:
-        problem = DamagedCheckpointError(request.damaged[path], file=path, hint=HINT)
-    elif status_at(path) is None:
-        problem = CheckpointError(f"{path}: does not exist", file=path, hint=HINT)
+    problem = _unreadable(path, request)
     if problem is not None:
         return OptimizerFile(path, saved=True, problem=problem)
     with reading(path), contextlib.closing(request.handles.open_file(path)) as file:

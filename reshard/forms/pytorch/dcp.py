@@ -138,21 +138,19 @@ class DescribedChunk(NamedTuple):
 def joined_chunk(
     offsets: tuple[int, ...],
     sizes: tuple[int, ...],
-    runs: Sequence[tuple[Record, int, int]],
+    runs: Sequence[Run],
     directory: str,
     strides: Optional[tuple[int, ...]] = None,
 ) -> DescribedChunk:
-    """The chunk that is joined from elements of records.
+    """The chunk that is joined from runs of records in files of a directory; see `Stored`."""
+    file = os.path.relpath(runs[0].path, directory)
+    return DescribedChunk(offsets, sizes, Record(file, 0, -1, ""), tuple(runs), strides)
 
-    Args:
-        offsets: its first element per dimension of the tensor.
-        sizes: its elements per dimension.
-        runs: records, each with the first of its elements and their number, in order.
-        directory: of the files.
-        strides: elements from one to the next of the joined ones, per dimension; None where they are in C order.
-    """
-    joined = (Run(os.path.join(directory, each.file), *each[1:3], first, count) for each, first, count in runs)
-    return DescribedChunk(offsets, sizes, Record(runs[0][0].file, 0, -1, ""), tuple(joined), strides)
+
+def run_of(chunk: DescribedChunk, directory: str) -> Run:
+    """All elements of a chunk as a run of its record."""
+    file, offset, length, _ = chunk.record
+    return Run(os.path.join(directory, file), offset, length, 0, math.prod(chunk.sizes))
 
 
 class DescribedTensor(NamedTuple):
