@@ -160,6 +160,17 @@ DAMAGE: Mapping[str, tuple[Callable[[Path], None], str]] = {
         damaged_common(lambda state: state["content_metadata"].update(distrib_optim_sharding_type="dp_reshardable")),
         "common.pt",
     ),
+    "names": (damaged_common(lambda state: state["content_metadata"].update(singleton_local_shards=True)), "content"),
+    "position": (damaged_common(with_argument("consumed_train_samples", 1)), "consumed_train_samples"),
+    "place in the schedule": (
+        damaged_common(lambda state: state["opt_param_scheduler"].update(num_steps=1)),
+        "num_steps",
+    ),
+    "two optimizers": (
+        damaged_common(lambda state: state.update(optimizer={0: state["optimizer"], 1: state["optimizer"]})),
+        "optimizers",
+    ),
+    "groups of experts": (damaged_common(with_group("is_expert_parallel", True)), "experts"),
     "no common.pt": (lambda root: os.unlink(root / ITERATION / "common.pt"), "common.pt"),
     "no metadata.json": (lambda root: os.unlink(root / ITERATION / "metadata.json"), "metadata.json"),
     "metadata.json of another": (replace(f"{ITERATION}/metadata.json", b"torch_dist", b"torch_dict"), "metadata.json"),

@@ -36,6 +36,7 @@ _SIZE_ARGUMENTS = {
     "pp": "pipeline_model_parallel_size",
     "ep": "expert_model_parallel_size",
 }
+_CONSUMED = "consumed_train_samples"
 # Arguments that say how a run is divided over ranks.
 _DIVIDED = frozenset(
     {
@@ -85,7 +86,7 @@ def differences(
     place = os.path.relpath(target.place, directory)
     yield from _marks(directory, place)
     if kind_of_iteration(target.place, names_in(target.place)) == LEGACY:
-        yield from _of_legacy(directory, place, source, step, asked, config, handles)
+        yield from _of_legacy(directory, place, target, source, step, asked, config, handles)
         return
     yield from _backend(directory, place)
     common_file = os.path.join(place, COMMON)
@@ -102,7 +103,10 @@ def differences(
     problems = [
         *_numbers(common, place, origin, step, has_optimizer),
         *_arguments(common, origin),
+        *_positions(common, origin),
+        *_content(common, target.tensors),
         *(_groups(common, origin) if has_optimizer else ()),
+        *_optimizers(common, target.tensors),
     ]
     yield from ((common_file, problem) for problem in problems)
     yield from _objects(directory, target, source, handles)
@@ -124,6 +128,7 @@ def _marks(directory: str, place: str) -> Iterator[tuple[str, str]]:
 def _of_legacy(
     directory: str,
     place: str,
+    target: Checkpoint,
     source: Checkpoint,
     step: Optional[int],
     asked: Target,
@@ -144,7 +149,9 @@ def _of_legacy(
         problems = [
             *_numbers(common, place, origin, step, has_optimizer, None),
             *_arguments(common, origin, _DIVIDED),
+            *_positions(common, origin),
             *(_groups(common, origin, some=True) if has_optimizer else ()),
+            *_optimizers(common, target.tensors),
         ]
         ranks = 1
         for key, argument in _SIZE_ARGUMENTS.items():
@@ -224,6 +231,48 @@ def _arguments(common: Common, origin: Origin, others: Collection[str] = ()) -> 
             expected = origin.config.get(key, number)
             if key not in origin.args and isinstance(expected, (int, float, str)) and expected != number:
                 yield f"args give {key} {number!r}, and config.json {expected!r}"
+
+
+def _positions(common: Common, origin: Origin) -> Iterator[str]:
+    """Differences of the position in the data, and of that in the learning rate's schedule."""
+    consumed, schedule = common.args.get(_CONSUMED), common.state.get("opt_param_scheduler")
+    expected = consumed if origin.named is not None else origin.args.get(_CONSUMED, consumed)
+    if consumed != expected:
+        yield f"args.{_CONSUMED} is {consumed}, not {expected}"
+    if origin.named is None and origin.schedule is not None:
+        expected = origin.schedule.get("num_steps")
+    if isinstance(schedule, dict) and schedule.get("num_steps") != expected:
+        yield f"opt_param_scheduler.num_steps is {schedule.get('num_steps')}, not {expected}"
+
+
+def _content(common: Common, names: Collection[str]) -> Iterator[str]:
+    """What says other names than those of the tensors."""
+    parts = [name.split(".") for name in names if not name.startswith("optimizer.")]
+    numbered = any(each[1:2] == ["layers"] and each[2].isdigit() for each in parts if each[0] in ("decoder", "encoder"))
+    expected = {
+        "singleton_local_shards": any(each[-1].endswith(("_w", "_v")) for each in parts),
+        "chained_optim_avoid_prefix": True,
+        **({"non_homogeneous_layers": True} if numbered else {}),
+    }
+    found = {name: value for name, value in common.content.items() if not name.startswith("distrib_optim_")}
+    if found != expected:
+        yield f"content_metadata is {_shown(found)}, not {_shown(expected)}"
+
+
+def _optimizers(common: Common, names: Collection[str]) -> Iterator[str]:
+    """Optimizers for other parameters: those of experts have one of their own if ranks divide them."""
+    if not common.optimizers:
+        return
+    parallel = common.args.get(_SIZE_ARGUMENTS["ep"])
+    count = 2 if type(parallel) is int and parallel > 1 and any(".experts." in name for name in names) else 1
+    if len(common.optimizers) != count:
+        yield f"has {len(common.optimizers)} optimizers, not {count}"
+    for number, optimizer in enumerate(common.optimizers):
+        groups = common._replace(optimizers=[optimizer]).groups
+        if any(bool(group.get("is_expert_parallel")) != bool(number) for group in groups):
+            yield f"has groups of experts in optimizer {number}, or of others"
+        if len({_key(group) for group in groups}) < len(groups):
+            yield f"has a parameter group of optimizer {number} twice"
 
 
 def _groups(common: Common, origin: Origin, some: bool = False) -> Iterator[str]:
