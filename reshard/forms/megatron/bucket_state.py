@@ -7,7 +7,6 @@ rank should hold, and `buckets` where that has to lie.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from bisect import bisect_right
@@ -15,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.files import FileHandles
-from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import FROM_TORCH
 from reshard.checkpoints.placed import Run
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.megatron.blocks import CURE, LEAVE_OUT
 from reshard.forms.megatron.buckets import places_by_edges, places_by_size
-from reshard.forms.megatron.common import is_named
+from reshard.forms.megatron.common import opened, stored_in
 from reshard.forms.megatron.keys import STATE, weight_of
 from reshard.forms.megatron.legacy_state import MASTER, StateError, flat_buffers
 from reshard.forms.megatron.legacy_state import Flat as JoinedBuffer
@@ -37,7 +35,6 @@ from reshard.forms.megatron.parameters import (
 )
 from reshard.forms.pytorch.dcp import DescribedTensor, ReadMetadata, Record, joined_chunk, run_of
 from reshard.forms.recorded import tensor_fault
-from reshard.storage import reading
 from reshard.text.messages import quoted
 
 DISTRIBUTED = "optimizer.distributed"
@@ -170,10 +167,9 @@ def read_gathered(directory: str, objects: Mapping[str, Record], handles: FileHa
             continue
         path = os.path.join(directory, record.file)
         try:
-            with reading(path), contextlib.closing(handles.open_file(path)) as file:
-                archive = Archive(file, record.offset, record.length)
+            with opened(stored_in(directory, record), handles) as (state, archive, _):
                 # An object is in a list of one.
-                optimizers = flat_buffers(archive, archive.pickled(is_named))
+                optimizers = flat_buffers(archive, state)
         except StateError as error:
             raise fault(path, str(error)) from error
         buffers = [each for flats in optimizers for each in flats or () if MASTER in each.tensors]

@@ -18,7 +18,7 @@ from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.pickles import Global, PickledInstance
 from reshard.errors import DamagedCheckpointError, InputError
 from reshard.forms.megatron.arguments import configuration_of
-from reshard.forms.megatron.common import Common, common_in, common_of, is_named
+from reshard.forms.megatron.common import Common, common_of, is_named, read_common, stored_file
 from reshard.forms.megatron.form import LEGACY, MEGATRON, MODEL_FILE, RANK_DIRECTORY, kind_of_iteration
 from reshard.forms.megatron.origin import Origin, origin_of
 from reshard.forms.pytorch.form import BACKEND, COMMON, ITERATIONS
@@ -113,16 +113,15 @@ def differences(
 
 
 def _marks(directory: str, place: str) -> Iterator[tuple[str, str]]:
-    for name, expected in ((TRACKER, place if place == RELEASE else str(ITERATIONS.number(place))),):
-        path = os.path.join(directory, name)
-        with reading(path):
-            try:
-                text = read_small(path, _MOST).decode("ascii", "replace").strip()
-            except FileNotFoundError:
-                yield name, "is missing: it marks the iteration as complete"
-                continue
-        if text != expected:
-            yield name, f"names {quoted(text)}, not {expected}"
+    expected = place if place == RELEASE else str(ITERATIONS.number(place))
+    path = os.path.join(directory, TRACKER)
+    text = None
+    with reading(path), contextlib.suppress(FileNotFoundError):
+        text = read_small(path, _MOST).decode("ascii", "replace").strip()
+    if text is None:
+        yield TRACKER, "is missing: it marks the iteration as complete"
+    elif text != expected:
+        yield TRACKER, f"names {quoted(text)}, not {expected}"
 
 
 def _of_legacy(
@@ -142,9 +141,11 @@ def _of_legacy(
     asked_sizes = dict(asked.sizes or ())
     for name in names:
         path = os.path.join(root, name, MODEL_FILE)
-        with reading(path), contextlib.closing(handles.open_file(path)) as file:
-            archive = Archive(file, 0, file.size())
-            common = common_in(archive.pickled(is_named), archive, file)
+        stored = stored_file(path)
+        if stored is None:
+            yield os.path.join(place, name, MODEL_FILE), "is missing"
+            continue
+        common = read_common(stored, handles)
         has_optimizer = bool(common.optimizers)
         problems = [
             *_numbers(common, place, origin, step, has_optimizer, None),
@@ -192,7 +193,7 @@ def _numbers(
     has_optimizer: bool,
     kind: Optional[str] = "fully_reshardable",
 ) -> Iterator[str]:
-    own = None if origin.own is None else origin.own
+    own = origin.own
     if step is None and own is not None and len(own.steps) == 1:
         (step,) = own.steps
     expected = own.iteration if own is not None else step

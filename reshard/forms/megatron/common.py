@@ -41,30 +41,10 @@ STEP = TRAINING_STEP
 # Packages that a pickle of the state may name: all of them stand for data, and none is imported.
 _PACKAGES = frozenset(
     {
-        *(
-            "argparse",
-            "collections",
-            "copyreg",
-            "datetime",
-            "enum",
-            "pathlib",
-            "signal",
-            "types",
-            "_codecs",
-            "_io",
-            "io",
-        ),
-        *(
-            "apex",
-            "megatron",
-            "mindspeed",
-            "mindspeed_llm",
-            "nemo",
-            "numpy",
-            "torch",
-            "torch_npu",
-            "transformer_engine",
-        ),
+        *("argparse", "collections", "copyreg", "datetime", "enum", "pathlib", "signal", "types"),
+        *("_codecs", "_io", "io"),
+        *("apex", "megatron", "mindspeed", "mindspeed_llm", "nemo", "numpy", "torch", "torch_npu"),
+        "transformer_engine",
     }
 )
 _BUILTINS = frozenset(
@@ -140,18 +120,18 @@ def common_of(directory: str, handles: FileHandles) -> Optional[Common]:
     """
     names = names_in(directory)
     ranks = sorted(filter(RANK_DIRECTORY.fullmatch, names))
+    stored = None
     if ranks:
-        return _in_file(os.path.join(directory, ranks[0], MODEL_FILE), handles)
-    if COMMON in names:
-        return _in_file(os.path.join(directory, COMMON), handles)
-    if METADATA not in names:
-        return None
-    from reshard.forms.pytorch.dcp import read_metadata
+        stored = stored_file(os.path.join(directory, ranks[0], MODEL_FILE))
+    elif COMMON in names:
+        stored = stored_file(os.path.join(directory, COMMON))
+    elif METADATA in names:
+        from reshard.forms.pytorch.dcp import read_metadata
 
-    objects = read_metadata([os.path.join(directory, METADATA)]).objects
-    stored = common_object(directory, objects)
-    if stored is None and ARGS in objects:
-        return read_common(stored_in(directory, objects[ARGS]), handles)
+        objects = read_metadata([os.path.join(directory, METADATA)]).objects
+        stored = common_object(directory, objects)
+        if stored is None and ARGS in objects:
+            stored = stored_in(directory, objects[ARGS])
     return None if stored is None else read_common(stored, handles)
 
 
@@ -173,16 +153,18 @@ def stored_file(path: str) -> Optional[StoredObject]:
     return None if status is None else StoredObject(path, 0, status.size, True)
 
 
-def _in_file(path: str, handles: FileHandles) -> Optional[Common]:
-    stored = stored_file(path)
-    return None if stored is None else read_common(stored, handles)
+@contextlib.contextmanager
+def opened(stored: StoredObject, handles: FileHandles) -> Iterator[tuple[Any, Archive, ReadableFile]]:
+    """An object without its elements, the archive that it is in, and the file."""
+    with reading(stored.path), contextlib.closing(handles.open_file(stored.path)) as file:
+        archive = Archive(file, stored.offset, stored.length)
+        yield archive.pickled(is_named), archive, file
 
 
 def steps_of(stored: StoredObject, handles: FileHandles) -> frozenset[int]:
     """The steps in an object of an optimizer's state."""
-    with reading(stored.path), contextlib.closing(handles.open_file(stored.path)) as file:
-        archive = Archive(file, stored.offset, stored.length)
-        return steps_in(archive.pickled(is_named), archive, file)
+    with opened(stored, handles) as (state, archive, file):
+        return steps_in(state, archive, file)
 
 
 def read_common(stored: StoredObject, handles: FileHandles) -> Common:
@@ -191,9 +173,7 @@ def read_common(stored: StoredObject, handles: FileHandles) -> Common:
     Raises:
         CheckpointError: it is damaged, or something else.
     """
-    with reading(stored.path), contextlib.closing(handles.open_file(stored.path)) as file:
-        archive = Archive(file, stored.offset, stored.length)
-        state = archive.pickled(is_named)
+    with opened(stored, handles) as (state, archive, file):
         # Objects are lists of one; a plain distributed checkpoint has the arguments as an object of their own.
         if isinstance(state, list) and len(state) == 1:
             state = state[0]

@@ -59,20 +59,19 @@ class TensorPart(NamedTuple):
 
 
 _QUERY_UP, _KV_UP = "self_attention.linear_q_up_proj.weight", "self_attention.linear_kv_up_proj.weight"
-_QUERY_DOWN, _KV_DOWN = "self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight"
-_QKV, _QUERY = "self_attention.linear_qkv.weight", "self_attention.linear_q_proj.weight"
+_QUERY_DOWN, KV_DOWN = "self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight"
+_QKV, QUERY = "self_attention.linear_qkv.weight", "self_attention.linear_q_proj.weight"
 _QUERY_NORM, _KV_NORM = "self_attention.q_layernorm.weight", "self_attention.kv_layernorm.weight"
-_ROUTER = "mlp.router.weight"
-# MindSpeed's parts of heads of a projection: the projection, and which part of each head.
-_HEAD_PARTS = {
-    "self_attention.linear_qk_nope.weight": (_QUERY_UP, 0),
-    "self_attention.linear_qk_rope.weight": (_QUERY_UP, 1),
-    "self_attention.linear_kv_nope.weight": (_KV_UP, 0),
-    "self_attention.linear_v.weight": (_KV_UP, 1),
-}
-_PAIRS = (tuple(_HEAD_PARTS)[:2], tuple(_HEAD_PARTS)[2:])
+ROUTER = "mlp.router.weight"
+HEADS = {_QUERY_UP: ("linear_qk_nope", "linear_qk_rope"), _KV_UP: ("linear_kv_nope", "linear_v")}
+"""MindSpeed's two layers of each up projection: the parts of every head, in order."""
 
-_FC1 = re.compile(r"(mlp\.(?:shared_experts\.)?)linear_fc1\.(?:weight|bias)")
+# Per such layer its projection, and the number of its part.
+_HEAD_PARTS = {
+    f"self_attention.{name}.weight": (up, number) for up, names in HEADS.items() for number, name in enumerate(names)
+}
+
+FC1 = re.compile(r"(mlp\.(?:shared_experts\.)?)linear_fc1\.(?:weight|bias)")
 ROWS = re.compile(
     r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)|eh_proj\.weight"
     r"|self_attention\.linear_(qkv|q_proj|q_up_proj|kv_up_proj)\.(weight|bias)"
@@ -89,11 +88,8 @@ _SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.([0-9]{1,6})\.(linear_fc
 _GROUPED_TE = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight([0-9]{0,6})")
 _GROUPED = re.compile(r"mlp\.experts\.weight([12])")
 _EXPERTS = "mlp.experts.experts.{}.weight"
-# Norms that local layers hold beside the linear layers, and Transformer Engine's within them.
-_LOCAL_NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
+LOCAL_NORMS = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
+"""Norms that local layers hold beside linear layers, and the layers that Transformer Engine holds them in."""
 
 Shapes = Mapping[Rank, tuple[int, ...]]
 
@@ -140,14 +136,14 @@ class LiveModule:
         if name in _HEAD_PARTS:
             return self._heads(name, shape, rank)
         key = self._key(name)
-        gated = _FC1.fullmatch(name)
+        gated = FC1.fullmatch(name)
         if gated and self._is_gated(gated[1], rank):
             return self._halves(key, shape, rank)
-        if gated or ROWS.fullmatch(name) or (name in (_QUERY_DOWN, _KV_DOWN) and not self._is_duplicated(name, rank)):
+        if gated or ROWS.fullmatch(name) or (name in (_QUERY_DOWN, KV_DOWN) and not self._is_duplicated(name, rank)):
             return [self._cut(key, name, rank, 0)]
         if COLUMNS.fullmatch(name):
             return [self._cut(key, name, rank, len(shape) - 1)]
-        if not (WHOLE.fullmatch(name) or name in (_QUERY_DOWN, _KV_DOWN) or self._sizes.tp == 1):
+        if not (WHOLE.fullmatch(name) or name in (_QUERY_DOWN, KV_DOWN) or self._sizes.tp == 1):
             raise LiveError(f"is of no kind that says how it is cut over {self._sizes.tp} tensor ranks")
         if len(set(self._shapes[name].values())) > 1:
             raise LiveError("has different shapes on different ranks, which should hold all of it")
@@ -156,9 +152,9 @@ class LiveModule:
     def _key(self, name: str) -> str:
         """The key of a parameter that is one box of one tensor."""
         if not self._latent and any(each.startswith("input_layernorm.") for each in self._shapes):
-            for local, within in _LOCAL_NORMS.items():
-                if name.startswith(local):
-                    name = within + name[len(local) :]
+            norm, _, kind = name.rpartition(".")
+            if norm in LOCAL_NORMS:
+                name = f"{LOCAL_NORMS[norm]}.layer_norm_{kind}"
         return self.prefix + name
 
     def _check_replicas(self, name: str) -> None:
@@ -230,7 +226,7 @@ class LiveModule:
         """Whether every tensor rank has all of a down projection, as Transformer Engine's layers do."""
         if self._sizes.tp == 1:
             return True
-        for down, up, arg in ((_QUERY_DOWN, _QUERY_UP, "q_lora_rank"), (_KV_DOWN, _KV_UP, "kv_lora_rank")):
+        for down, up, arg in ((_QUERY_DOWN, _QUERY_UP, "q_lora_rank"), (KV_DOWN, _KV_UP, "kv_lora_rank")):
             rows, columns = self._shapes.get(down, {}).get(rank), self._shapes.get(up, {}).get(rank)
             if rows is None or columns is None:
                 continue
@@ -253,13 +249,13 @@ class LiveModule:
             rope = self._args.get("qk_pos_emb_head_dim", self._args.get("qk_rope_head_dim"))
             if kv_norm is None or type(rope) is not int:
                 raise LiveError("has the rows of two projections, and nothing shows how many of each")
-            first, name = rows - kv_norm[0] - rope, _QUERY
+            first, name = rows - kv_norm[0] - rope, QUERY
         if not 0 < first < rows or (kv_norm is not None and rows - first <= kv_norm[0]):
             raise LiveError(f"has {rows} rows, which are not those of two projections")
         return [
             TensorPart(self.prefix + name, (first, width), (0, 0), (first, width), 0, (width, 1)),
             TensorPart(
-                self.prefix + _KV_DOWN, (rows - first, width), (0, 0), (rows - first, width), first * width, (width, 1)
+                self.prefix + KV_DOWN, (rows - first, width), (0, 0), (rows - first, width), first * width, (width, 1)
             ),
         ]
 
@@ -270,8 +266,7 @@ class LiveModule:
         """A part of each head of an up projection."""
         heads = self._args.get("num_attention_heads")
         up, number = _HEAD_PARTS[name]
-        pair = _PAIRS[0] if up == _QUERY_UP else _PAIRS[1]
-        shapes = [self._shapes.get(each, {}).get(rank) for each in pair]
+        shapes = [self._shapes.get(f"self_attention.{part}.weight", {}).get(rank) for part in HEADS[up]]
         if type(heads) is not int or not heads or heads % self._sizes.tp or None in shapes:
             raise LiveError("is a part of each head, and args do not record how many heads there are")
         here = heads // self._sizes.tp
@@ -316,7 +311,7 @@ class LiveModule:
 
     def _all_experts(self) -> int:
         """Experts of the model: the router has a row for each."""
-        router = self._shape_of(_ROUTER)
+        router = self._shape_of(ROUTER)
         if router is None:
             raise LiveError("is an expert's, and there is no router beside it that shows how many there are")
         return router[0]

@@ -11,24 +11,16 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Optional
 
 from reshard.errors import CheckpointError
-from reshard.forms.megatron.live import COLUMNS, ROWS, WHOLE
+from reshard.forms.megatron.live import COLUMNS, FC1, HEADS, KV_DOWN, LOCAL_NORMS, QUERY, ROUTER, ROWS, WHOLE
 from reshard.forms.megatron.parameters import MODULES, PARAMETERS
 from reshard.forms.recorded import tensor_fault
 from reshard.layout.views import View
 
 _EXPERTS = re.compile(r"mlp\.experts\.experts\.(linear_fc[12])\.weight")
-_FC1 = re.compile(r"(mlp\.(?:shared_experts\.)?)linear_fc1\.(?:weight|bias)")
 _DOWN = re.compile(r"self_attention\.linear_(q|kv)_down_proj\.weight")
-_QUERY, _KV_DOWN = "self_attention.linear_q_proj.weight", "self_attention.linear_kv_down_proj.weight"
-_ROUTER = "mlp.router.weight"
-_HEADS = {
-    "self_attention.linear_q_up_proj.weight": ("linear_qk_nope", "linear_qk_rope"),
-    "self_attention.linear_kv_up_proj.weight": ("linear_kv_nope", "linear_v"),
-}
 # Norms beside a linear layer, and the layer that Transformer Engine holds them in.
 _NORMS = {
-    "input_layernorm": "self_attention.linear_qkv",
-    "pre_mlp_layernorm": "mlp.linear_fc1",
+    **LOCAL_NORMS,
     "self_attention.q_layernorm": "self_attention.linear_q_up_proj",
     "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj",
 }
@@ -114,14 +106,14 @@ class ModuleForms:
         experts = _EXPERTS.fullmatch(tail)
         if experts:
             return self._experts(experts[1])
-        if self._mindspeed and (_DOWN.fullmatch(tail) or tail == _QUERY):
+        if self._mindspeed and (_DOWN.fullmatch(tail) or tail == QUERY):
             return self._joined_down(tail)
-        if self._mindspeed and self._run.args.get("mla_mm_split") and tail in _HEADS:
+        if self._mindspeed and self._run.args.get("mla_mm_split") and tail in HEADS:
             return self._parts_of_heads(tail)
         name = self._name(tail)
         whole = tuple((dimension,) for dimension in range(len(shape)))
         rest: tuple[tuple[int, ...], ...] = ((),) * (len(shape) - 1)
-        gated = _FC1.fullmatch(tail)
+        gated = FC1.fullmatch(tail)
         if gated and self._halves(gated[1]) == 2:
             joined = ((0, 1), *((dimension + 1,) for dimension in range(1, len(shape))))
             return [LiveForm(name, ((), (_TP,), *rest), joined, (2, shape[0] // 2, *shape[1:]))]
@@ -142,7 +134,7 @@ class ModuleForms:
                     if module == "input_layernorm":
                         beside = self._latent or beside
                     elif module == "pre_mlp_layernorm":
-                        beside = _ROUTER in self._shapes or beside
+                        beside = ROUTER in self._shapes or beside
                     elif not self._latent:
                         return tail
                     return f"{module}.{kind}" if beside else f"{inner}.layer_norm_{kind}"
@@ -150,11 +142,11 @@ class ModuleForms:
 
     def _joined_down(self, tail: str) -> list[LiveForm]:
         """MindSpeed's one layer of queries or their down projection, and of the other down projection."""
-        if tail == _KV_DOWN:
+        if tail == KV_DOWN:
             return []
-        if _KV_DOWN not in self._shapes:
-            raise self._run.fault(self._prefix + tail, f"is not beside {_KV_DOWN}")
-        return [LiveForm("self_attention.linear_qkv.weight", ((), ()), ((0,), (1,)), beside=_KV_DOWN)]
+        if KV_DOWN not in self._shapes:
+            raise self._run.fault(self._prefix + tail, f"is not beside {KV_DOWN}")
+        return [LiveForm("self_attention.linear_qkv.weight", ((), ()), ((0,), (1,)), beside=KV_DOWN)]
 
     def _parts_of_heads(self, tail: str) -> list[LiveForm]:
         """MindSpeed's two layers of an up projection, each a part of every head."""
@@ -165,7 +157,7 @@ class ModuleForms:
         shape, parts = (heads, rows // heads, width), ((0, size), (size, rows // heads))
         return [
             LiveForm(f"self_attention.{name}.weight", ((_TP,), (), ()), ((0, 1), (2,)), shape, part)
-            for name, part in zip(_HEADS[tail], parts)
+            for name, part in zip(HEADS[tail], parts)
         ]
 
     def _halves(self, module: str) -> int:

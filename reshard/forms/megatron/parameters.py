@@ -16,7 +16,7 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints.placed import c_strides
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT
-from reshard.forms.megatron.live import TensorPart
+from reshard.forms.megatron.live import LOCAL_NORMS, TensorPart
 from reshard.forms.pytorch.dcp import DescribedTensor
 from reshard.text.messages import quoted
 
@@ -56,11 +56,6 @@ _AFTER = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias")
 _HEAD = (OUTPUT, "output_layer.bias")
 _MTP_BEFORE = ("enorm.weight", "enorm.bias", "hnorm.weight", "hnorm.bias", "eh_proj.weight", "eh_proj.bias")
 _MTP_AFTER = ("final_layernorm.weight", "final_layernorm.bias")
-# The names that local layers' norms are saved under, and their modules.
-_LOCAL_NORMS = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm",
-}
 
 
 class Experts(Enum):
@@ -384,9 +379,8 @@ def _in_order(key: str, cells: set[_Cell], shape: tuple[int, ...]) -> list[_Cell
 def _order(tail: str, local: bool, key: str) -> tuple[int, int]:
     """The place of a parameter in its layer."""
     module, _, name = tail.rpartition(".")
-    for beginning, norm in _LOCAL_NORMS.items():
-        if local and tail.startswith(beginning):
-            module = norm
+    if local and name.startswith("layer_norm_"):
+        module = next((norm for norm, within in LOCAL_NORMS.items() if within == module), module)
     if module not in MODULES or name not in PARAMETERS:
         raise OrderError(f"has an unknown order: where {quoted(key)} belongs in its layer is not known")
     return MODULES.index(module), PARAMETERS.index(name)

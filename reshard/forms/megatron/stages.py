@@ -63,15 +63,7 @@ def stages_of(args: Mapping[str, Any], ranks: int, chunks: int = 1) -> Stages:
     real = iter(range(positions - len(empty)))
     number = {position: None if position in empty else next(real) for position in range(positions)}
     result = tuple(tuple(tuple(map(number.__getitem__, layers)) for layers in of_rank) for of_rank in dealt)
-    return _checked(result, positions - len(empty))
-
-
-def _checked(chunks: tuple[tuple[Chunk, ...], ...], count: int) -> Stages:
-    """See that every layer is in one place."""
-    layers = sorted(layer for of_rank in chunks for chunk in of_rank for layer in chunk if layer is not None)
-    if layers != [*range(count)]:
-        raise StagesError("has stages by its args that do not hold every layer once")
-    return Stages(chunks, count)
+    return Stages(result, positions - len(empty))
 
 
 def chunks_stated(args: Mapping[str, Any], ranks: int) -> Optional[int]:

@@ -7,12 +7,11 @@ as data: no class of it is imported and nothing of it is run.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Optional
 
 from reshard.checkpoints.checkpoint import StoredObject
@@ -191,7 +190,7 @@ class ReadMetadata(NamedTuple):
         self.faults.setdefault(name, tensor_fault(path, name, problem, cure))
 
 
-def read_metadata(paths: Iterable[str]) -> ReadMetadata:
+def read_metadata(paths: Sequence[str]) -> ReadMetadata:
     """Read metadata: one file of all ranks, or one for each rank."""
     metadata = ReadMetadata({}, {}, {}, {}, {})
     for path in paths:
@@ -202,7 +201,27 @@ def read_metadata(paths: Iterable[str]) -> ReadMetadata:
         except PickleError as error:
             raise CheckpointError(f"{path}: {error}", file=path, hint=_HINT) from error
         _Reader(path, metadata).add(pickled)
+    _check_records(os.path.dirname(paths[0]), metadata)
     return metadata
+
+
+def _check_records(directory: str, metadata: ReadMetadata) -> None:
+    """See that no two chunks have the same bytes, as after a flipped bit in a reference of the pickle."""
+    by_file: dict[str, list[tuple[Record, str]]] = {}
+    for name, tensor in metadata.tensors.items():
+        for chunk in tensor.chunks if name not in metadata.faults else ():
+            by_file.setdefault(chunk.record.file, []).append((chunk.record, name))
+    for file, records in by_file.items():
+        records.sort(key=lambda each: (each[0].offset, each[0].length, each[0].key))
+        for (before, first), (record, second) in zip(records, records[1:]):
+            if record.offset < before.offset + before.length if record.length >= 0 else record.key == before.key:
+                path = os.path.join(directory, file)
+                raise CheckpointError(
+                    f"{path}: chunks of {quoted(first)} and {quoted(second)} share bytes by the metadata",
+                    file=path,
+                    parameter=second,
+                    hint=_HINT,
+                )
 
 
 class _Reader:
@@ -413,43 +432,6 @@ def _metadata_of(form: str, directory: str, names: Sequence[str]) -> list[str]:
     return [os.path.join(directory, numbered[rank]) for rank in sorted(numbered)]
 
 
-def _share_bytes(path: str, first: str, second: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: chunks of {quoted(first)} and {quoted(second)} share bytes by the metadata",
-        file=path,
-        parameter=second,
-        hint=_HINT,
-    )
-
-
-def _runs_of_files(
-    joined: Iterable[Sequence[tuple[Stored, tuple[int, ...]]]],
-) -> dict[str, list[tuple[int, int, int, str]]]:
-    """Per file the runs that tensors are joined from: record, first element, end, and the tensor's name."""
-    found: dict[str, list[tuple[int, int, int, str]]] = {}
-    for stored, _ in itertools.chain.from_iterable(joined):
-        for run in stored.runs:
-            # A record may hold several storages.
-            begin = run.located.offset if run.located else run.offset
-            place = (begin, run.first, run.first + run.elements, stored.name)
-            found.setdefault(run.path, []).append(place)
-    return found
-
-
-def _overlap(
-    path: str, records: Sequence[tuple[Record, Stored]], runs: Iterable[tuple[int, int, int, str]]
-) -> Optional[InputError]:
-    """An error where elements of a file are of several tensors; strides of one may interleave its own runs."""
-    whole = [(record.offset, 0, math.prod(stored.shape), stored.name) for record, stored in records if runs]
-    reached: tuple[int, int, str] = (-1, 0, "")
-    for offset, first, end, name in sorted([*whole, *runs]):
-        if offset == reached[0] and first < reached[1] and name != reached[2]:
-            return _share_bytes(path, reached[2], name)
-        if (offset, end) > reached[:2]:
-            reached = (offset, end, name)
-    return None
-
-
 class _Files:
     """The files that metadata names.
 
@@ -479,7 +461,6 @@ class _Files:
         for file, stored in self._values:
             joined_of_file.setdefault(file, []).append((stored, (0,) * len(stored.shape)))
         self._names = natural_order({*chunks_of_file, *joined_of_file})
-        runs_of = _runs_of_files(joined_of_file.values())
         parts = {run[:3] for each in joined_of_file.values() for stored, _ in each for run in stored.runs}
         alone = {record.file for record in described.objects.values()}
         alone = {*alone, *(os.path.relpath(path, directory) for path, _, _ in parts)}.difference(self._names)
@@ -492,9 +473,7 @@ class _Files:
         self.indexes = [CheckpointIndex(path, ARCHIVES, self._sizes[path], {}, archived=True) for path in paths]
         self._tensors: dict[tuple[str, tuple[int, ...], str], Tensor] = {}
         for name, path in zip(self._names, paths):
-            records = chunks_of_file.get(name, [])
-            problem = self._place(path, records, joined_of_file.get(name, []), request)
-            problem = problem or _overlap(path, [each[:2] for each in records], runs_of.get(path, ()))
+            problem = self._place(path, chunks_of_file.get(name, []), joined_of_file.get(name, []), request)
             if problem is not None:
                 problems.append(problem)
         others = [*described.objects.values()]
@@ -515,7 +494,7 @@ class _Files:
         joined: Sequence[tuple[Stored, tuple[int, ...]]],
         request: ReadRequest,
     ) -> Optional[InputError]:
-        """Give the tensors of a file their places; an error where the file is too short, or records overlap."""
+        """Give the tensors of a file their places; an error where the file is too short."""
         chunks = sorted(chunks, key=lambda each: (each[0].offset, each[0].length, each[0].key))
         records = {record.length >= 0 for record, _, _ in chunks}
         if len(records) > 1:
@@ -523,9 +502,6 @@ class _Files:
         last = max((record for record, _, _ in chunks), key=lambda record: record.offset + record.length, default=None)
         if last is not None and last.length >= 0 and last.offset + last.length > self._sizes[path]:
             return self._short(path, last)
-        for (before, first, _), (record, second, _) in zip(chunks, chunks[1:]):
-            if record.offset < before.offset + before.length if record.length >= 0 else record.key == before.key:
-                return _share_bytes(path, first.name, second.name)
         entries = [*(each[1:] for each in chunks), *joined]
         placement = Placement(path, [stored for stored, _ in entries])
         for (stored, offsets), tensor in zip(entries, placement.tensors()):
