@@ -73,9 +73,9 @@ def merged(
     """The configuration that a checkpoint records, with what a config.json adds.
 
     Args:
-        recorded: by the checkpoint.
+        recorded: by the checkpoint, with every key for the same size.
         stated: of the model's config.json, if any.
-        sizes: the sizes of tables, which may come from other keys in the two.
+        sizes: the sizes of tables.
         keys: other keys that tables read.
 
     Raises:
@@ -84,29 +84,22 @@ def merged(
     if stated is None:
         return recorded
     place = str(getattr(recorded, "path", "the checkpoint"))
-    # Model codes have other keys for the same size.
-    alike = {tuple(one.text for one in size.products if one.text in one.names) for size in sizes}
-    alike.update((key,) for key in (*keys, *(key for size in sizes for key in size.keys)))
-    for names in sorted(filter(None, alike)):
-        one, other = (_first(each, names) for each in (stated, recorded))
-        differ = None not in (one[1], other[1]) and one[1] != other[1]
-        if names == (_VOCABULARY,):
+    for key in sorted({*keys, *(key for size in sizes for key in size.keys)}):
+        one, other = (config_value(config, key) for config in (stated, recorded))
+        differ = None not in (one, other) and one != other
+        if key == _VOCABULARY:
             # The checkpoint may count rows of padding.
-            other = _first(recorded, (_PADDED, _VOCABULARY))
-            differ = isinstance(one[1], int) and isinstance(other[1], int) and one[1] > other[1]
+            padded = config_value(recorded, _PADDED)
+            other = other if padded is None else padded
+            differ = isinstance(one, int) and isinstance(other, int) and one > other
         if differ:
             raise NamesError(
-                f"{stated.path}: {one[0]} is {quoted(str(one[1]))}, and {place} records {quoted(str(other[1]))}",
+                f"{stated.path}: {key} is {quoted(str(one))}, and {place} records {quoted(str(other))}",
                 file=stated.path,
                 hint="name the model's config.json with --config, or correct it",
             )
     known = {key: value for key, value in stated.items() if value is not None}
     return Configuration({**recorded, **known}, stated.path)
-
-
-def _first(config: Mapping[str, object], keys: Sequence[str]) -> tuple[str, object]:
-    """The first of some keys that has a value, and the value; None without."""
-    return next(((key, value) for key in keys if (value := config_value(config, key)) is not None), ("", None))
 
 
 class ModelSizes:

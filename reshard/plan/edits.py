@@ -159,15 +159,24 @@ class EditRules(NamedTuple):
 
         Raises:
             NamesError: the names are neither Hugging Face's nor MindFormers'.
+            UsageError: no table of the chain has a stated option.
         """
-        first, *others = self.chains()
-        if not others:
-            return first
-        from reshard.names import is_reversed
+        chain, *others = self.chains()
+        if others and self.table is not None:
+            from reshard.names import is_reversed
 
-        assert self.table is not None
-        (second,) = others
-        return second if is_reversed(self.table, shapes, self.config, self.recorded_options) else first
+            if is_reversed(self.table, shapes, self.config, self.recorded_options):
+                (chain,) = others
+        if self.table is not None and self.megatron is not None:
+            applied = {name for link in chain for name, _ in link.rules.chosen}
+            unused = [f"{name}={value}" for name, value in self.table.chosen if name not in applied]
+            if unused:
+                raise UsageError(
+                    f"--names {self.table.path}: {unused[0]} is an option of MindFormers' names, which neither source "
+                    "nor target has",
+                    hint=f"leave out {','.join(unused)}",
+                )
+        return chain
 
     def identity(self, tables: Sequence[Settled] = ()) -> str:
         """A text; edits that make equal tensors have equal texts.
@@ -213,8 +222,7 @@ class EditRules(NamedTuple):
     def possible_names(self, name: str) -> Iterator[Optional[str]]:
         """The possible names of a tensor; None for a name that depends on other tensors."""
         rules = (self.table, self.renames, self.additions, self.quantisation)
-        by_table = self.table is not None or self.megatron is not None
-        if by_table and not self.optimizer and trainer_optimizer(name):
+        if self.table is not None and not self.optimizer and trainer_optimizer(name):
             # Rules leave it out.
             return
         if self.exactly or any(each is not None for each in rules) or (self.experts and is_near_experts(name)):
@@ -630,8 +638,8 @@ class Request(NamedTuple):
 
     def with_edits(self, edits: EditRules) -> Request:
         """The conversion with edits, which may need more of a source than a rewrite of its files."""
-        source, renamed = self.asked.source, bool(edits.table or edits.megatron)
-        return self._replace(edits=edits, form=self.form.for_target(source, self.to, renamed))
+        renamed = edits.table is not None
+        return self._replace(edits=edits, form=self.form.for_target(self.asked.source, self.to, renamed))
 
     @property
     def src(self) -> str:

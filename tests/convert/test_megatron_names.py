@@ -109,7 +109,7 @@ def test_older_states_and_legacy_trees_go_both_ways(case: McoreCase, tmp_path: P
 @pytest.mark.parametrize("form", [pytest.param("huggingface", marks=pytest.mark.long), "unified"])
 def test_hugging_faces_and_mindformers_names_become_megatrons(form: str, case: McoreCase, tmp_path: Path) -> None:
     words: list[Argument] = ["--config", config_of(case, tmp_path), "--verify", "--names"]
-    done("convert", case.root, tmp_path / "src", "--to", form, *words, family(case, options=True))
+    done("convert", case.root, tmp_path / "src", "--to", form, *words, family(case, options=form == "unified"))
     options = family(case) + (",mtp=copies" if family(case) == "deepseek_v3" and form == "unified" else "")
     out = tmp_path / "megatron"
     done("convert", tmp_path / "src", out, "--to", "megatron", "--args", case.root, *words, options)
@@ -145,11 +145,8 @@ def test_a_run_of_mindformers_goes_to_megatron_and_back_with_its_optimizer(tmp_p
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"])
 def test_every_family_goes_from_hugging_face_over_megatron_and_mindformers_and_back(name: str, tmp_path: Path) -> None:
-    config = dict(MODELS[name][0])
-    if name == "deepseek_v3":
-        # Multi-head latent attention has no groups of queries.
-        config["num_key_value_heads"] = config["num_attention_heads"]
-    write_huggingface(tmp_path / "src", bfloat16(weights(name)), config)
+    # Multi-head latent attention has no groups of queries, whatever its config.json states.
+    write_huggingface(tmp_path / "src", bfloat16(weights(name)), dict(MODELS[name][0]))
     words: list[Argument] = ["--config", tmp_path / "src" / "config.json", "--verify", "--names"]
     mtp = ",mtp=copies" if name == "deepseek_v3" else ""
     place = tmp_path / "src"
@@ -165,7 +162,7 @@ def test_every_family_goes_from_hugging_face_over_megatron_and_mindformers_and_b
 def test_without_optimizer_keep_only_weights_are_written(tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == "td_moe_fully")
     for form in ("huggingface", "unified"):
-        out, names = tmp_path / form, family(case, options=True)
+        out, names = tmp_path / form, family(case, options=form == "unified")
         done("convert", case.root, out, "--to", form, "--names", names, "--config", config_of(case, tmp_path))
         assert not any(name.startswith(tuple(STATES)) for name in contents(out))
     check_huggingface(tmp_path / "huggingface", case, ())
@@ -177,6 +174,18 @@ def test_mindformers_options_stay_errors_that_name_the_choices(tmp_path: Path) -
     fails(2, *words, "--to", "unified", "--names", family(case), texts=["qkv=grouped", "qkv=contiguous"])
     # Hugging Face's names need none.
     done(*words, "--to", "huggingface", "--names", family(case))
+
+
+def test_an_option_of_a_table_that_no_end_needs_is_wrong_usage(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "td_moe_fully")
+    words: list[Argument] = ["--config", config_of(case, tmp_path), "--names"]
+    option = "gate_up=halves"
+    hub: list[Argument] = [tmp_path / "hub", "--to", "huggingface", *words]
+    fails(2, "convert", case.root, *hub, f"{family(case)},{option}", texts=[option])
+    done("convert", case.root, *hub, family(case))
+    back: list[Argument] = [tmp_path / "back", "--to", "megatron", "--args", case.root, *words]
+    fails(2, "convert", tmp_path / "hub", *back, f"{family(case)},{option}", texts=[option])
+    assert not (tmp_path / "back").exists()
 
 
 def test_records_of_a_chain_verify_it_and_show_the_family(tmp_path: Path) -> None:

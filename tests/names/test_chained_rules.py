@@ -56,8 +56,10 @@ def test_configurations_are_merged() -> None:
         "n_routed_experts": 4,
         "b": 3,
     }
-    # Null and absent keys contradict nothing, and a vocabulary may be padded.
+    # Null and absent keys contradict nothing, not even what tables use in their place; a vocabulary may be padded.
     assert both({"head_dim": 8}, {"head_dim": None}) == {"head_dim": 8}
+    latent = both({"num_attention_heads": 4}, {"num_attention_heads": 4, "num_key_value_heads": 2})
+    assert latent["num_key_value_heads"] == 2
     assert both({"vocab_size": 30, "padded_vocab_size": 32}, {"vocab_size": 31})["vocab_size"] == 31
     assert both({"vocab_size": 32}, {"vocab_size": 31})["vocab_size"] == 31
 
@@ -66,7 +68,7 @@ def test_configurations_are_merged() -> None:
     "recorded, stated",
     [
         ({"num_hidden_layers": 2}, {"num_hidden_layers": 3}),
-        ({"num_experts": 4}, {"n_routed_experts": 8}),
+        ({"n_routed_experts": 4}, {"n_routed_experts": 8}),
         ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}),
         ({"padded_vocab_size": 32}, {"vocab_size": 33}),
         ({"vocab_size": 32}, {"vocab_size": 33}),

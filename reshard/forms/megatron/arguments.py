@@ -105,7 +105,7 @@ def configuration_of(args: Mapping[str, Any], path: str) -> dict[str, object]:
         except StagesError as error:
             raise CheckpointError(f"{path}: {error}", file=path) from error
     heads = config.get("num_attention_heads")
-    if heads is not None and args.get(GROUPS) is False:
+    if heads is not None and args.get(GROUPS) is False and not args.get(MLA):
         config["num_key_value_heads"] = heads
     if not args.get(MLA) and isinstance(args.get("kv_channels"), int):
         config["head_dim"] = args["kv_channels"]
