@@ -57,8 +57,13 @@ class IterationNames(NamedTuple):
     digits: int
     releases: bool = False
 
-    def of(self, number: int) -> str:
-        return f"{self.prefix}{number:0{self.digits}d}"
+    def of(self, number: Optional[int]) -> str:
+        """The name of an iteration's directory, or of that without a number."""
+        return RELEASE if number is None else f"{self.prefix}{number:0{self.digits}d}"
+
+    def tracked_as(self, name: str) -> str:
+        """What the tracker contains for a directory."""
+        return name if name == RELEASE else str(self.number(name))
 
     def number(self, name: str) -> Optional[int]:
         """The number in a name; None for a name that trainers do not find."""
@@ -69,6 +74,20 @@ class IterationNames(NamedTuple):
         """The iterations among the names in a root, oldest first."""
         numbers = ((self.number(name), os.path.join(root, name)) for name in names)
         return sorted(Iteration(number, path) for number, path in numbers if number is not None)
+
+    def held(self, root: str, names: Sequence[str], holds: Callable[[str, Sequence[str]], bool]) -> list[Iteration]:
+        """The iterations among the names in a root that are checkpoints, oldest first, and last its `RELEASE`.
+
+        Args:
+            root: the root.
+            names: the names in it.
+            holds: whether a directory is that of one checkpoint, by its names.
+        """
+        found = [each for each in self.in_root(root, names) if holds(each.path, names_in(each.path))]
+        release = os.path.join(root, RELEASE)
+        if self.releases and RELEASE in names and is_directory(release) and holds(release, names_in(release)):
+            found.append(Iteration(None, release, released=True))
+        return found
 
     def find(self, src: str, holds: Callable[[str, Sequence[str]], bool], step: str, report: Report) -> Iteration:
         """The directory of the requested step: the source, or one of the directories in a root.
@@ -82,11 +101,11 @@ class IterationNames(NamedTuple):
         names = names_in(src)
         if holds(src, names):
             return self.of_directory(src, "latest" if step == RELEASE else step, report)
-        release = os.path.join(src, RELEASE)
-        released = self.releases and RELEASE in names and is_directory(release) and holds(release, names_in(release))
-        in_root = [each for each in self.in_root(src, names) if holds(each.path, names_in(each.path))]
-        if released and (step == RELEASE or (step == "latest" and (_text_of_tracker(src) == RELEASE or not in_root))):
-            return Iteration(None, release, released=True)
+        held = self.held(src, names, holds)
+        in_root = [each for each in held if not each.released]
+        latest = step == "latest" and (not in_root or _text_of_tracker(src) == RELEASE)
+        if len(held) > len(in_root) and (latest or step == RELEASE):
+            return held[-1]
         chosen = self.choose(src, in_root, step, report)
         if chosen is not None:
             return chosen

@@ -216,6 +216,15 @@ def test_tensors_may_be_transposed_in_memory_or_be_an_npus(stored: Callable[[Arr
     agree(whole(tmp_path / "tree", tmp_path), {name: projection})
 
 
+def test_a_stage_without_its_layers_is_refused(tmp_path: Path) -> None:
+    """No other file shows that they are missing."""
+    args = {"pipeline_model_parallel_size": 2, "num_layers": 2}
+    model = {"embedding.word_embeddings.weight": values(0, 8, 4), "decoder.layers.0.mlp.router.weight": values(1, 2, 4)}
+    write_rank(tmp_path / "src" / "iter_0000001", "mp_rank_00_000", [model], args)
+    write_rank(tmp_path / "src" / "iter_0000001", "mp_rank_00_001", [{}], args)
+    fails(3, "convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface", texts=["mp_rank_00_001"])
+
+
 def test_a_parameter_of_unknown_kind_is_refused_by_its_name(tmp_path: Path) -> None:
     for tensor in range(2):
         model = {"decoder.layers.0.self_attention.softmax_sinks": values(tensor, 4)}

@@ -22,7 +22,7 @@ from reshard.forms.megatron.common import Common, common_of, is_named, read_comm
 from reshard.forms.megatron.form import LEGACY, MEGATRON, MODEL_FILE, RANK_DIRECTORY, kind_of_iteration
 from reshard.forms.megatron.origin import Origin, origin_of
 from reshard.forms.pytorch.form import BACKEND, COMMON, ITERATIONS
-from reshard.forms.tracker import RELEASE, TRACKER
+from reshard.forms.tracker import TRACKER
 from reshard.storage import names_in, read_small, reading
 from reshard.text.messages import quoted
 from reshard.text.names import natural_order
@@ -113,7 +113,7 @@ def differences(
 
 
 def _marks(directory: str, place: str) -> Iterator[tuple[str, str]]:
-    expected = place if place == RELEASE else str(ITERATIONS.number(place))
+    expected = ITERATIONS.tracked_as(place)
     path = os.path.join(directory, TRACKER)
     text = None
     with reading(path), contextlib.suppress(FileNotFoundError):
@@ -201,7 +201,7 @@ def _numbers(
     for name, number in recorded.items():
         if number != (expected or 0):
             yield f"{name} is {number}, not {expected or 0}"
-    if place != (RELEASE if expected is None else ITERATIONS.of(expected)):
+    if place != ITERATIONS.of(expected):
         yield f"lies in {place}, not in the directory of iteration {expected}"
     if common.state.get("checkpoint_version") != 3.0:
         yield f"checkpoint_version is {common.state.get('checkpoint_version')}, not 3.0"

@@ -36,7 +36,7 @@ from reshard.forms.pytorch.form import (
     DcpForm,
     kind_of_directory,
 )
-from reshard.forms.tracker import RELEASE, TRACKER, Iteration, saved_steps
+from reshard.forms.tracker import TRACKER, Iteration, saved_steps
 from reshard.storage import absolute, exists, is_directory, listings_cached, names_in
 from reshard.strategies import NONE, Strategy, target_named
 from reshard.text.messages import Report
@@ -86,8 +86,8 @@ def choose(src: str, step: str, report: Report) -> Iteration:
 
 
 def iterations(root: str, names: Sequence[str]) -> list[Iteration]:
-    """The iterations that a root holds, oldest first."""
-    return [each for each in ITERATIONS.in_root(root, names) if is_iteration(each.path, names_in(each.path))]
+    """The iterations that a root holds, oldest first, and one without a number."""
+    return ITERATIONS.held(root, names, is_iteration)
 
 
 class MegatronForm(Form):
@@ -111,10 +111,7 @@ class MegatronForm(Form):
         if not is_directory(src):
             return False
         names = names_in(src) if names is None else names
-        if is_iteration(src, names) or iterations(src, names):
-            return True
-        release = os.path.join(src, RELEASE)
-        return RELEASE in names and is_directory(release) and is_iteration(release, names_in(release))
+        return is_iteration(src, names) or bool(iterations(src, names))
 
     @listings_cached()
     def read(self, request: ReadRequest) -> Checkpoint:

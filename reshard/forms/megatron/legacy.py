@@ -208,7 +208,7 @@ class _Tree:
                 expected = {
                     local for local, layer in enumerate(stages.chunks[file.place.stage][number]) if layer is not None
                 }
-                if layers != expected and model:
+                if layers != expected:
                     raise self._refused(
                         f"holds the layers {_ranges(layers)} of its stage, and {_ranges(expected)} by its args",
                         path=file.path,

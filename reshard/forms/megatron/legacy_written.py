@@ -33,7 +33,7 @@ from reshard.forms.pytorch.form import ITERATIONS
 from reshard.forms.ranks.naming import FileNames
 from reshard.forms.recorded import tensor_fault
 from reshard.forms.target import FinishingFile, Section, TargetForm
-from reshard.forms.tracker import RELEASE, TRACKER
+from reshard.forms.tracker import TRACKER
 from reshard.forms.writing import selected
 from reshard.layout import Box, Layout, shape_of
 from reshard.layout.views import View
@@ -408,7 +408,7 @@ class LegacyFiles(TargetForm):
         return int(groups[0]["step"])
 
     def finishing(self) -> Sequence[FinishingFile]:
-        number = RELEASE if self.iteration == RELEASE else str(ITERATIONS.number(self.iteration))
+        number = ITERATIONS.tracked_as(self.iteration)
         return [FinishingFile(TRACKER, lambda: [number.encode()])]
 
 

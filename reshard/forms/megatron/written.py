@@ -22,7 +22,7 @@ from reshard.forms.megatron.training import Training, training_of
 from reshard.forms.pytorch.dcp_written import DcpFiles
 from reshard.forms.pytorch.form import BACKEND, COMMON, ITERATIONS, METADATA, OBJECTS
 from reshard.forms.target import FinishingFile
-from reshard.forms.tracker import RELEASE, TRACKER
+from reshard.forms.tracker import TRACKER
 from reshard.forms.writing import Selected, selected
 from reshard.storage import read_range, reading
 from reshard.text.messages import listing
@@ -95,7 +95,7 @@ def step_of(checkpoint: Checkpoint, request: WriteRequest) -> Optional[int]:
 
 def directory_of(iteration: Optional[int]) -> str:
     """The directory of an iteration in a root; without one, Megatron begins at the first."""
-    return RELEASE if iteration is None else ITERATIONS.of(iteration)
+    return ITERATIONS.of(iteration)
 
 
 class MegatronFiles(DcpFiles):
@@ -130,7 +130,7 @@ class MegatronFiles(DcpFiles):
 
     def finishing(self) -> Sequence[FinishingFile]:
         place = self.directory
-        number = place if place == RELEASE else str(ITERATIONS.number(place))
+        number = ITERATIONS.tracked_as(place)
         return [
             FinishingFile(os.path.join(place, OBJECTS), lambda: list(self._contents.values())),
             FinishingFile(os.path.join(place, COMMON), lambda: [self._state]),
