@@ -128,7 +128,8 @@ def _parallel_sizes(value: Any) -> tuple[tuple[str, int], ...]:
         or not sizes.keys() <= {*_SIZED}
         or not all(0 < size <= MAX_DEVICES for size in sizes.values())
     ):
-        raise ValueError(f"{value!r}: the sizes are {', '.join(_SIZED)}, each once and at least 1")
+        stated = ",".join(f"{name}={size}" for name, size in pairs)
+        raise ValueError(f"{stated!r}: the sizes are {', '.join(_SIZED)}, each once and at least 1")
     return tuple((name, sizes[name]) for name in _SIZED if name in sizes)
 
 

@@ -14,6 +14,7 @@ from typing import Callable, NamedTuple, Optional
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.forms.form import SavedStep
 from reshard.storage import UnfitError, absolute, is_directory, names_in, read_small, reading_error
+from reshard.storage.store import OWN
 from reshard.text.messages import Report, some_names
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -27,6 +28,12 @@ HOW_TO_CHOOSE = "name one with --step, or give its directory"
 
 _LONGEST_TRACKER = 256
 _NUMBER = re.compile(r"[0-9]{1,18}")
+
+
+def target_above(directory: str) -> str:
+    """The target of the conversion that wrote a directory: the root that holds its records, or itself."""
+    root = os.path.dirname(absolute(directory))
+    return root if is_directory(os.path.join(root, OWN)) else directory
 
 
 class Iteration(NamedTuple):
@@ -109,6 +116,12 @@ class IterationNames(NamedTuple):
         chosen = self.choose(src, in_root, step, report)
         if chosen is not None:
             return chosen
+        if not in_root:
+            raise CheckpointError(
+                f"{src}: holds no iteration",
+                file=src,
+                hint=f"give the directory that holds {TRACKER}, or one of its iterations",
+            )
         if len(in_root) != 1:
             raise CheckpointError(
                 f"{src}: {TRACKER} names no iteration, and there are {len(in_root)}", file=src, hint=HOW_TO_CHOOSE
@@ -152,7 +165,7 @@ class IterationNames(NamedTuple):
             raise CheckpointError(
                 f"{request} {root} holds no {self.of(number)}",
                 file=root,
-                hint=f"{HOW_TO_CHOOSE}; its iterations: {existing}",
+                hint=f"{HOW_TO_CHOOSE}; its iterations: {existing or 'none with a number'}",
             )
         if requested is not None:
             _warn_of_unfinished(chosen, tracked, report)

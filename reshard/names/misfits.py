@@ -74,6 +74,8 @@ class Misfits:
 
     def _hint(self) -> Optional[str]:
         hints = []
+        if self._rules.path == "megatron" and (self.unmatched or self.missing):
+            hints.append("is it a model of this family? `reshard suggest` names that of a checkpoint of Megatron")
         if self._options and (self.unmatched or self.missing):
             values = ", ".join(f"{name}={value}" for name, value in self._options.items())
             open_options = {name: self._options[name] for name in self._options if name not in dict(self._rules.chosen)}

@@ -267,7 +267,10 @@ class EditRules(NamedTuple):
             and self.table is None
             and not _MEGATRON.isdisjoint(name.split("/")[0] for name in checkpoint.objects)
         ):
-            report.warn("names and stacked layers are Megatron's and stay: transformers does not load them")
+            report.warn(
+                "names and stacked layers are Megatron's and stay: transformers does not load them; to change them: "
+                "--names with the family that `reshard suggest` names"
+            )
         if renamed.left_out:
             report.note(
                 f"{plural(len(renamed.left_out), 'tensor')} of the optimizer left out: " + listing(renamed.left_out)
@@ -379,8 +382,8 @@ class EditRules(NamedTuple):
         """
         if self.trainer and self.side is not Side.MEGATRON and any(name.startswith("optimizer.") for name in names):
             report.note(
-                "optimizer.state has no step for each parameter, which MindSpore does not save: torch loads it with "
-                "DefaultLoadPlanner(allow_partial_load=True)"
+                "optimizer.state has no step for each parameter, which neither MindSpore nor Megatron saves: torch "
+                "loads it with DefaultLoadPlanner(allow_partial_load=True)"
             )
 
     def laid_out(self, target: Strategy, names: Collection[str]) -> Strategy:

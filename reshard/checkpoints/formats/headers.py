@@ -95,6 +95,12 @@ def format_of(path: str) -> str:
                 file=path,
                 hint=f"give its directory: {directory or os.curdir}",
             )
+        if name in ("model_optim_rng.pt", "distrib_optim.pt"):
+            raise CheckpointError(
+                f"{path}: is a part of one rank of a checkpoint of Megatron",
+                file=path,
+                hint=f"give the directory of all ranks: {os.path.dirname(os.path.dirname(os.path.abspath(path)))}",
+            )
         kind = kind_of(path)
         if kind is not None:
             raise CheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_HINT)

@@ -293,7 +293,7 @@ class HuggingFaceForm(_FullForm):
 
         chosen = selected(checkpoint, request)
         _warn_of_training(chosen, checkpoint.names(), request.report)
-        if any(name.startswith(_MINDFORMERS) for name in chosen.tensors):
+        if checkpoint.form != "megatron" and any(name.startswith(_MINDFORMERS) for name in chosen.tensors):
             request.report.note(
                 "names stay those of MindFormers, which loaders of Hugging Face models do not expect; to change them: "
                 "--names TABLE (`reshard names list`)"

@@ -306,7 +306,13 @@ class LegacyFiles(TargetForm):
                 for size, each in zip(self.checkpoint.tensors[name].shape, axes):
                     parts = math.prod((self.tp, self.ep)[axis] for axis in each)
                     if size % parts:
-                        raise self.fault(name, f"has {size} elements along a dimension that {parts} ranks are to cut")
+                        raise CheckpointError(
+                            f"{self._place}: {quoted(name)} has {size} elements along a dimension that {parts} ranks "
+                            f"are to cut (--sizes tp={self.tp},ep={self.ep})",
+                            file=self._place,
+                            parameter=name,
+                            hint="choose sizes that divide it",
+                        )
                 laid_out[name] = layout
             yield Section(stage, range(stage * over, (stage + 1) * over), laid_out, self.pp > 1, f"stage {stage}")
 

@@ -6,6 +6,7 @@ experts are parameters of their own, or one for all of a rank; MindSpeed joins p
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Optional
@@ -15,6 +16,7 @@ from reshard.forms.megatron.live import COLUMNS, FC1, HEADS, KV_DOWN, LOCAL_NORM
 from reshard.forms.megatron.parameters import MODULES, PARAMETERS
 from reshard.forms.recorded import tensor_fault
 from reshard.layout.views import View
+from reshard.text.messages import quoted
 
 _EXPERTS = re.compile(r"mlp\.experts\.experts\.(linear_fc[12])\.weight")
 _DOWN = re.compile(r"self_attention\.linear_(q|kv)_down_proj\.weight")
@@ -24,6 +26,8 @@ _NORMS = {
     "self_attention.q_layernorm": "self_attention.linear_q_up_proj",
     "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj",
 }
+_IMPLEMENTATIONS = ('"local"', '"transformer_engine"', '"inference_optimized"')
+
 MINDSPEED = frozenset({"mla_mm_split", "moe_tp_extend_ep", "schedules_method"})
 _TP, _EP = 0, 1
 """Axes of a device matrix of expert ranks and tensor ranks, counted from the right."""
@@ -86,19 +90,27 @@ class ModuleForms:
         self._latent = any(name.startswith("self_attention.linear_kv_") for name in shapes)
         self._mindspeed = self._latent and not MINDSPEED.isdisjoint(run.args)
 
-    def _stated(self, name: str) -> Any:
+    def _stated(self, name: str, *choices: str) -> Any:
         value = self._run.args.get(name)
+        stated = " or ".join(f'{{"{name}": {choice}}}' for choice in choices or ("...",))
+        hint = f"add --args FILE.json with {stated}, as the run that loads the tree has it"
         if value is None:
             raise CheckpointError(
                 f"{self._run.place}: does not record {name} in its args, which the names in files depend on",
                 file=self._run.place,
-                hint=f'add --args FILE.json with {{"{name}": ...}}',
+                hint=hint,
+            )
+        if choices and json.dumps(value) not in choices:
+            raise CheckpointError(
+                f"{self._run.place}: has {name} {quoted(str(value))} in its args, which is not known",
+                file=self._run.place,
+                hint=hint,
             )
         return value
 
     @property
     def _local(self) -> bool:
-        return self._mindspeed or self._stated("transformer_impl") == "local"
+        return self._mindspeed or self._stated("transformer_impl", *_IMPLEMENTATIONS) == "local"
 
     def forms(self, tail: str) -> list[LiveForm]:
         """The parameters that a tensor becomes."""
@@ -183,10 +195,15 @@ class ModuleForms:
         extended = bool(self._run.args.get("moe_tp_extend_ep"))
         ranks = self._run.ep * (self._run.tp if extended else 1)
         if count % ranks:
-            raise self._run.fault(self._prefix + "mlp.experts", f"has {count} experts for {ranks} ranks")
+            raise CheckpointError(
+                f"{self._run.place}: {self._prefix}mlp.experts has {count} experts, which do not divide over {ranks} "
+                "ranks",
+                file=self._run.place,
+                hint="choose an ep in --sizes that divides them",
+            )
         over: tuple[int, ...] = (_EP, _TP) if extended else (_EP,)
         inner: tuple[int, ...] = () if extended else (_TP,)
-        grouped, up = bool(self._stated("moe_grouped_gemm")), linear == "linear_fc1"
+        grouped, up = bool(self._stated("moe_grouped_gemm", "true", "false")), linear == "linear_fc1"
         if grouped and self._local and up:
             shape, order = (count, halves, size, width), (0, 3, 1, 2)
             return [LiveForm("mlp.experts.weight1", (over, (), (), inner), ((1,), (0, 2, 3)), shape, None, order)]

@@ -98,7 +98,7 @@ _SIZES = (
     _Size(
         ".self_attention.linear_qkv.weight",
         -2,
-        "num_attention_heads, num_query_groups and kv_channels",
+        "num_attention_heads, num_query_groups (of group_query_attention) and kv_channels",
         _rows_of_qkv,
     ),
 )

@@ -26,7 +26,7 @@ from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE, weight_of
 from reshard.forms.pytorch.dcp import ReadMetadata, StoredValue, checkpoint_of, read_metadata
 from reshard.forms.pytorch.form import BACKEND, COMMON, METADATA
 from reshard.forms.recorded import ChunkedCheckpoint, tensor_fault
-from reshard.forms.tracker import Iteration
+from reshard.forms.tracker import Iteration, target_above
 from reshard.storage import names_in, read_small, reading
 from reshard.text.messages import quoted
 
@@ -83,7 +83,7 @@ def _incomplete(directory: str, missing: str) -> CheckpointError:
         f"{directory}: is not complete: {missing}, which is written last, is missing",
         file=os.path.join(directory, missing),
         hint="wait until the save is finished, or take another checkpoint; `reshard resume "
-        f"{shlex.quote(directory)}` completes a conversion",
+        f"{shlex.quote(target_above(directory))}` completes a conversion",
     )
 
 

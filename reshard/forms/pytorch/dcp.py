@@ -47,7 +47,7 @@ from reshard.forms.recorded import (
     sizes_of_files,
     tensor_fault,
 )
-from reshard.forms.tracker import Iteration
+from reshard.forms.tracker import Iteration, target_above
 from reshard.storage import names_in, read_small, reading, status_at
 from reshard.text.messages import Report, quoted, some_names
 from reshard.text.names import natural_order
@@ -427,7 +427,7 @@ def _metadata_of(form: str, directory: str, names: Sequence[str]) -> list[str]:
             f"{directory}: is not complete: {subject} missing",
             file=os.path.join(directory, METADATA),
             hint="wait until the save is finished, or take another checkpoint; `reshard resume "
-            f"{shlex.quote(directory)}` completes a conversion",
+            f"{shlex.quote(target_above(directory))}` completes a conversion",
         )
     return [os.path.join(directory, numbered[rank]) for rank in sorted(numbered)]
 

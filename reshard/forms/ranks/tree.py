@@ -499,7 +499,7 @@ _OTHER_FORMS = (
 )
 _CHECKPOINT_FILE = re.compile(
     r"\.metadata|.+\.distcp|model_world_size_[0-9]+_rank_[0-9]+\.pt|model(-[0-9]{5}-of-[0-9]{5})?\.safetensors|"
-    rf"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors|rank_?0|{_UNIFIED_MAP}"
+    rf"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors|rank_?0|{_UNIFIED_MAP}|mp_rank_00(_000){{0,2}}"
 )
 # Levels of directories that are searched, directories of one level, and those that a message names.
 _MAX_LEVELS, _MAX_SEARCHED, _MAX_NAMED = 3, 16, 3
