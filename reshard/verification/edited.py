@@ -63,7 +63,7 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
     if edits.plain is not None:
         plain = plain_names(originals, base.checkpoint.objects, base.checkpoint.nested, edits.plain != "weights")
         recipes = {new: recipes[old] for old, new in plain.names.items() if new is not None}
-        if edits.plain == "weights" and edits.source_side is not None and edits.source_side.value == "megatron":
+        if edits.plain == "weights" and edits.source_side is Side.MEGATRON:
             kept_values.discard(TRAINING_STEP)
     edits = edits.for_experts(recipes)
     for link in _chain(edits, shapes):
@@ -84,8 +84,7 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
     model_names = edits.model_names(recipes.keys(), base.checkpoint)
     last_names: dict[str, str] = {}
     if edits.trainer:
-        to_megatron = edits.side is not None and edits.side.value == "megatron"
-        names_of = megatron_names if to_megatron else trainer_names
+        names_of = megatron_names if edits.side is Side.MEGATRON else trainer_names
         last_names = {name: new or name for name, new in names_of(recipes.keys()).items()}
     model_names = {last_names.get(name, name): model_names[name] for name in recipes}
     recipes = {last_names.get(name, name): recipe for name, recipe in recipes.items()}
@@ -116,14 +115,13 @@ def _chain(edits: EditRules, shapes: Callable[[], Mapping[str, Shape]]) -> list[
     if edits.megatron is None:
         return [Link(edits.table, edits.reverse)]
     chain = []
-    ends = [None if side is None else side.value for side in (edits.source_side, edits.side)]
-    if ends[0] == "megatron":
+    if edits.source_side is Side.MEGATRON:
         chain.append(Link(edits.megatron, True))
     elif edits.reverse or _is_right(edits.table, shapes()):
         chain.append(Link(edits.table, True))
-    if ends[1] == "megatron":
+    if edits.side is Side.MEGATRON:
         chain.append(Link(edits.megatron, False))
-    elif ends[1] == "mindformers":
+    elif edits.side is Side.MINDFORMERS:
         chain.append(Link(edits.table, False))
     return chain
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
 from reshard.checkpoints.formats.dtypes import PT
-from reshard.forms.form import Names
+from reshard.forms.form import Names, Side
 from reshard.strategies import SAME, Strategy, shards_of
 from reshard.text.messages import Report, listing, plural, quoted
 from reshard.text.names import TRAINER_OPTIMIZERS, warn_of_unmatched
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from reshard.plan.edits import EditRules, Request
 
 _MAX_SHOWN = 3
-_MEGATRON = "megatron"
 
 
 class MergedAdapter(NamedTuple):
@@ -148,7 +147,7 @@ def between_forms(request: Request) -> EditRules:
     plain = None
     if trains and target.names is Names.MODEL:
         plain = "all" if target.mindspore or edits.optimizer else "weights"
-    elif trains and (edits.table is not None or target.side.value == _MEGATRON):
+    elif trains and (edits.table is not None or target.side is Side.MEGATRON):
         plain = "all"
     trainer = target.names is Names.TRAINER and (not trains or plain is not None)
     return edits._replace(plain=plain, trainer=trainer)
@@ -156,18 +155,17 @@ def between_forms(request: Request) -> EditRules:
 
 def _megatron(edits: EditRules) -> Optional[NameRules]:
     """Megatron's table for the family of the other table, where one end is Megatron's; None without."""
-    ends = {side.value for side in (edits.source_side, edits.side) if side is not None}
-    if edits.table is None or _MEGATRON not in ends:
+    if edits.table is None or Side.MEGATRON not in (edits.source_side, edits.side):
         return None
     # Imported only here: most conversions have no rules.
-    from reshard.names import rules_named
+    from reshard.names import MEGATRON, rules_named
 
-    rules = rules_named(_MEGATRON)
+    rules = rules_named(MEGATRON)
     if not any(option.name == "family" and edits.table.path in option.values for option in rules.options):
         return None
     typed = {} if edits.megatron is None else dict(edits.megatron.chosen)
     options = {**typed, "family": edits.table.path}
-    return rules_named(",".join([_MEGATRON, *(f"{name}={value}" for name, value in options.items())]))
+    return rules_named(",".join([MEGATRON, *(f"{name}={value}" for name, value in options.items())]))
 
 
 def _for_trainer(request: Request, strategy: Strategy, names: Collection[str]) -> Strategy:
@@ -180,7 +178,7 @@ def _for_trainer(request: Request, strategy: Strategy, names: Collection[str]) -
     # Imported only here: most targets have a model's names.
     from reshard.names import megatron_names, trainer_names
 
-    names_of = megatron_names if request.to.options.side.value == _MEGATRON else trainer_names
+    names_of = megatron_names if request.to.options.side is Side.MEGATRON else trainer_names
     new_names = names_of(strategy.parameters)
     # Names that a trainer's state has beside the model, such as moments.w, are those of the strategy.
     return renamed(strategy, {name: new for name, new in new_names.items() if name not in listed})
@@ -214,9 +212,7 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
     elif form.options.names is Names.TRAINER:
         kept = admit if request.edits.keeps_objects else lambda name: False
         differences += object_differences(source.checkpoint, written.checkpoint, kept, means.handles)
-        # Megatron's metadata has no keys of nested dictionaries.
-        nested = form.options.side.value != _MEGATRON
-        differences += _other_keys(source, written, request.edits.trainer) if nested else ()
+        differences += _other_keys(source, written, request.edits.trainer)
     differences += training_differences(source.checkpoint, written, means.handles)
     differences += compare_form(source, written, target, directory, means, admit)
     _note_left_out(source, written.names, request, differences, report)

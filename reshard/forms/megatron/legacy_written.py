@@ -25,22 +25,19 @@ from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
 from reshard.forms.megatron.legacy_state import HALF, MASTER
 from reshard.forms.megatron.live import is_of_expert, is_parameter
 from reshard.forms.megatron.live_forms import MINDSPEED, LiveForm, ModuleForms, Run, is_ordered, order_of
-from reshard.forms.megatron.model import Model
 from reshard.forms.megatron.stages import Stages, StagesError, chunks_stated, stages_of
-from reshard.forms.megatron.training import Training, training_of
-from reshard.forms.megatron.written import directory_of, step_of
+from reshard.forms.megatron.training import Training
+from reshard.forms.megatron.written import directory_of, prepared
 from reshard.forms.pytorch.form import ITERATIONS
 from reshard.forms.ranks.naming import FileNames
 from reshard.forms.recorded import tensor_fault
 from reshard.forms.target import FinishingFile, Section, TargetForm
 from reshard.forms.tracker import TRACKER
-from reshard.forms.writing import selected
 from reshard.layout import Box, Layout, shape_of
 from reshard.layout.views import View
 from reshard.text.messages import quoted
 
-_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "param": MASTER, MASTER: MASTER}
-_STATE = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param|fp32_param)\.(.+)")
+_STATE = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param)\.(.+)")
 _LAYER = re.compile(r"decoder\.layers\.(?:([0-9]{1,6})\.)?(.+)")
 _MTP = re.compile(r"(mtp\.layers\.[0-9]{1,6}\.(?:transformer_layer\.)?)(.+)")
 _LATENT = re.compile(r"\.(kv_layernorm|linear_kv_up_proj|linear_kv_nope)\.")
@@ -96,18 +93,9 @@ class _Kept(NamedTuple):
 
 
 def legacy_files(checkpoint: Checkpoint, request: WriteRequest) -> LegacyFiles:
-    """The files of a legacy tree.
-
-    Raises:
-        CheckpointError: the tensors are not Megatron's, or what Megatron needs beside them is not known.
-    """
-    chosen = selected(checkpoint, request)
-    model = Model(chosen.tensors, checkpoint.place)
-    if checkpoint.form != MEGATRON:
-        model.check_names()
-    model.check_optimizer()
-    training = training_of(checkpoint, model, step_of(checkpoint, request), request)
-    return LegacyFiles(checkpoint, chosen.tensors, model.has_experts, training, request)
+    """The files of a legacy tree; raises as `prepared`."""
+    chosen, _, training = prepared(checkpoint, request)
+    return LegacyFiles(checkpoint, chosen.tensors, training, request)
 
 
 class LegacyFiles(TargetForm):
@@ -123,14 +111,13 @@ class LegacyFiles(TargetForm):
         self,
         checkpoint: Checkpoint,
         tensors: Mapping[str, GlobalTensor],
-        has_experts: bool,
         training: Training,
         request: WriteRequest,
     ) -> None:
         sizes = dict(request.asked.sizes or ())
         self.tp, self.pp, self.ep = (sizes.get(kind, 1) for kind in ("tp", "pp", "ep"))
         self._training = training
-        self._groups = _divided_groups(training, has_experts and self.ep > 1)
+        self._groups = training.optimizers or ()
         self._args = _arguments(training.args, self.tp, self.pp, self.ep)
         self._place = checkpoint.place
         self._run = Run(self._args, self.tp, self.ep, checkpoint.place)
@@ -193,7 +180,7 @@ class LegacyFiles(TargetForm):
         modules: dict[tuple[str, Optional[int]], dict[str, dict[str, _Kept]]] = {}
         for name, tensor in tensors.items():
             state = _STATE.fullmatch(name)
-            kind, key = (_KINDS[state[1]], state[2]) if state else ("", name)
+            kind, key = (state[1], state[2]) if state else ("", name)
             if kind == "" and name.startswith(STATE):
                 raise tensor_fault(self._place, name, "is state that Megatron's optimizer does not have")
             layer, inner = _LAYER.fullmatch(key), _MTP.fullmatch(key)
@@ -437,17 +424,6 @@ def _recipe(kept: Sequence[_Kept], form: LiveForm, name: str) -> Recipe:
     cast = dtype if any(source.dtype != dtype for source in stored) else None
     same = len(needed) == 1 and view.is_all_of(stored[needed[0]].shape)
     return Recipe(tuple(sources[number] for number in needed), None if same else view, cast)
-
-
-def _divided_groups(training: Training, separate: bool) -> list[Sequence[Mapping[str, Any]]]:
-    """The parameter groups of each optimizer: experts over several ranks have one of their own."""
-    if training.optimizers is None:
-        return []
-    dense, *experts = training.optimizers
-    if not separate:
-        return [dense]
-    same = [{**group, "is_expert_parallel": True} for group in dense if not group.get("is_decoupled_lr")]
-    return [dense, experts[0] if experts else same]
 
 
 def _arguments(args: Mapping[str, Any], tp: int, pp: int, ep: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.errors import CheckpointError
 from reshard.forms.megatron.arguments import arguments_of
-from reshard.forms.megatron.common import Common, common_of, read_common
+from reshard.forms.megatron.common import Common, common_of, read_common, stored_in
 from reshard.forms.megatron.form import LEGACY, MEGATRON, choose
 from reshard.forms.pytorch.dcp import read_metadata
 from reshard.forms.pytorch.form import METADATA
@@ -137,7 +137,7 @@ def stated_arguments(path: str, handles: FileHandles) -> Stated:
         common, metadata = common_of(place, handles), os.path.join(place, METADATA)
         if status_at(metadata) is not None:
             for name, record in read_metadata([metadata]).objects.items():
-                objects[name] = StoredObject(os.path.join(place, record.file), record.offset, record.length, True)
+                objects[name] = stored_in(place, record)
     else:
         common = read_common(StoredObject(path, 0, status.size, True), handles)
     if common is None or not common.args:

@@ -38,7 +38,12 @@ _EMPTY = archive_of_pickle(pickled([None]))
 
 
 def torch_dist_files(checkpoint: Checkpoint, request: WriteRequest) -> MegatronFiles:
-    """The files of a ``torch_dist`` checkpoint.
+    """The files of a ``torch_dist`` checkpoint; raises as `prepared`."""
+    return MegatronFiles(checkpoint, *prepared(checkpoint, request), request)
+
+
+def prepared(checkpoint: Checkpoint, request: WriteRequest) -> tuple[Selected, Model, Training]:
+    """The tensors to write, without values of the training, and what is written beside them.
 
     Raises:
         CheckpointError: the tensors are not Megatron's, or what Megatron needs beside them is not known.
@@ -48,19 +53,19 @@ def torch_dist_files(checkpoint: Checkpoint, request: WriteRequest) -> MegatronF
     if checkpoint.form != MEGATRON:
         model.check_names()
     model.check_optimizer()
-    step = step_of(checkpoint, request)
-    training = training_of(checkpoint, model, step, request)
-    left_out = sorted(filter(is_training_value, chosen.values))
-    values = {name: size for name, size in chosen.values.items() if name not in left_out}
-    others = [name for name in left_out if name != TRAINING_STEP]
-    if others:
-        request.report.note("values that Megatron does not have are left out: " + listing(others))
-    _note_left_out(checkpoint, model, training, request)
-    return MegatronFiles(checkpoint, chosen._replace(values=values), model, training, request)
+    training = training_of(checkpoint, model, step_of(checkpoint, request), request)
+    values = {name: size for name, size in chosen.values.items() if not is_training_value(name)}
+    _note_left_out(checkpoint, chosen, model, training, request)
+    return chosen._replace(values=values), model, training
 
 
-def _note_left_out(checkpoint: Checkpoint, model: Model, training: Training, request: WriteRequest) -> None:
+def _note_left_out(
+    checkpoint: Checkpoint, chosen: Selected, model: Model, training: Training, request: WriteRequest
+) -> None:
     report = request.report
+    values = [name for name in sorted(chosen.values) if is_training_value(name) and name != TRAINING_STEP]
+    if values:
+        report.note("values that Megatron does not have are left out: " + listing(values))
     if training.optimizers is None and training.iteration is not None:
         report.note("without optimizer state: Megatron loads it with --no-load-optim, or --finetune")
     carried = ("common_state", "optimizer.", "chained_")
