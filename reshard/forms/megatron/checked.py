@@ -6,6 +6,7 @@ Nothing here is shared with the code that writes, but the readers of common stat
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,11 +15,10 @@ from typing import Any, Optional
 from reshard.asked import Target
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
-from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.pickles import Global, PickledInstance
 from reshard.errors import DamagedCheckpointError, InputError
 from reshard.forms.megatron.arguments import configuration_of
-from reshard.forms.megatron.common import Common, common_of, is_named, read_common, stored_file
+from reshard.forms.megatron.common import Common, common_of, opened, read_common, stored_file
 from reshard.forms.megatron.form import LEGACY, MEGATRON, MODEL_FILE, RANK_DIRECTORY, kind_of_iteration
 from reshard.forms.megatron.origin import Origin, origin_of
 from reshard.forms.pytorch.form import BACKEND, COMMON, ITERATIONS
@@ -348,29 +348,20 @@ def _expected_objects(target: Checkpoint) -> Iterator[str]:
         of_experts = [at for at, part in enumerate(parts[:-2]) if parts[at : at + 2] == ["experts", "experts"]]
         if of_experts and not parts[of_experts[0] + 2].isdigit():
             counts = tensor.shape[: len(counts) + 1]
+        counts = counts or (1,)
         modules = [parts[:-1]]
         if parts[-3:-1] == ["self_attention", "linear_proj"]:
             modules.append([*parts[:-2], "core_attention"])
-        shape = ".".join(map(str, counts)) if counts else "1"
         for module in modules:
-            for place in _places(counts):
-                yield f"{'.'.join(module)}._extra_state/shard_{place}_{shape}"
-
-
-def _places(counts: Sequence[int]) -> list[str]:
-    if not counts:
-        return ["0"]
-    first, *others = counts
-    if not others:
-        return [str(number) for number in range(first)]
-    return [f"{number}.{rest}" for number in range(first) for rest in _places(others)]
+            for place in itertools.product(*map(range, counts)):
+                numbers = ".".join(map(str, place)) + "_" + ".".join(map(str, counts))
+                yield f"{'.'.join(module)}._extra_state/shard_{numbers}"
 
 
 def _archive(stored: StoredObject, handles: FileHandles) -> tuple[bytes, Any]:
-    with reading(stored.path), contextlib.closing(handles.open_file(stored.path)) as file:
-        archive = Archive(file, stored.offset, stored.length)
+    with opened(stored, handles) as (state, archive, _):
         archive.check(memoryview(bytearray(_MOST)))
-        return archive.pickle(), archive.pickled(is_named)
+        return archive.pickle(), state
 
 
 def _bytes(stored: StoredObject, handles: FileHandles) -> bytes:

@@ -81,8 +81,6 @@ class _Tree:
             raise self.lacking
         self.stages = self._stages()
         self._check_order()
-        # Per stage and chunk, the modules of live names.
-        self._modules_of: dict[tuple[int, int], dict[str, tuple[str, LiveModule, str]]] = {}
 
     def _refused(self, problem: str, hint: str = HINT, path: Optional[str] = None) -> CheckpointError:
         return CheckpointError(f"{path or self._directory}: {problem}", file=path or self._directory, hint=hint)
@@ -266,28 +264,31 @@ class _Tree:
         return self.args.get("untie_embeddings_and_output_weights") is False
 
     def _add_stage(self, files: Sequence[RankFile], gathered: Gathered) -> None:
+        parts: list[dict[tuple[int, str], list[TensorPart]]] = [{} for _ in files]
         for number in range(len(files[0].models) if files else 0):
-            modules = self._modules_of[files[0].place.stage, number] = self._modules(files, number)
-            for file in files:
-                for name, why in file.others.items():
-                    gathered.fault(file.path, name, why)
+            modules = self._modules(files, number)
+            for file, of_file in zip(files, parts):
                 for name, elements in file.models[number].items():
                     key, module, within = modules[name]
+                    of_parameter = of_file[number, name] = []
                     try:
-                        parts = module.parts(within, file.place.rank)
+                        of_parameter += module.parts(within, file.place.rank)
                     except LiveError as error:
                         gathered.fault(file.path, key, str(error))
-                        continue
-                    for part in parts:
+                    for part in of_parameter:
                         gathered.add((file.path, file.size), (file.place.stage, number), part.key, part, elements)
-        for file in files:
+        for file, of_file in zip(files, parts):
+            for name, why in file.others.items():
+                gathered.fault(file.path, name, why)
             if file.optimizer.saved:
-                self._add_state(file, gathered)
+                self._add_state(file, of_file, gathered)
 
-    def _add_state(self, file: RankFile, gathered: Gathered) -> None:
+    def _add_state(
+        self, file: RankFile, parts: Mapping[tuple[int, str], Sequence[TensorPart]], gathered: Gathered
+    ) -> None:
         """Add the state of a rank's optimizer, in the boxes of its parameters."""
         optimizer, stage = file.optimizer, file.place.stage
-        owners, parts = self._owners(file)
+        owners = self._owners(file)
         for owner in owners:
             for part in parts[owner.chunk, owner.name]:
                 gathered.expect(part.key, owner.elements.dtype)
@@ -313,29 +314,16 @@ class _Tree:
                     for kind in dict.fromkeys(KINDS.values()):
                         gathered.fault(optimizer.path, f"{STATE}{kind}.{part.key}", problem, _CURE)
 
-    def _owners(self, file: RankFile) -> tuple[list[Owner], dict[tuple[int, str], list[TensorPart]]]:
-        """The parameters of a rank, and the parts of tensors that each is; none for unreadable ones."""
-        owners: list[Owner] = []
-        parts: dict[tuple[int, str], list[TensorPart]] = {}
-        for number, model in enumerate(file.models):
-            modules = self._modules_of[file.place.stage, number]
-            for name, elements in model.items():
-                if not is_parameter(name):
-                    continue
-                _, module, within = modules[name]
-                try:
-                    parts[number, name] = module.parts(within, file.place.rank)
-                except LiveError:
-                    parts[number, name] = []
-                shared = self.stages_count > 1 and (
-                    (name == EMBEDDING and (self._is_tied() or self._has_mtp)) or (name == OUTPUT and self._is_tied())
-                )
-                owners.append(Owner(number, name, elements, shared))
-        return owners, parts
-
-    @property
-    def _has_mtp(self) -> bool:
-        return bool(self.args.get("mtp_num_layers"))
+    def _owners(self, file: RankFile) -> list[Owner]:
+        """The parameters of a rank, in order."""
+        tied = self._is_tied()
+        several = {EMBEDDING: tied or bool(self.args.get("mtp_num_layers")), OUTPUT: tied}
+        return [
+            Owner(number, name, elements, self.stages_count > 1 and several.get(name, False))
+            for number, model in enumerate(file.models)
+            for name, elements in model.items()
+            if is_parameter(name)
+        ]
 
     def _bucket_sizes(self, stage: int) -> list[Optional[int]]:
         """Sizes of buckets to try first: those that Megatron makes with the arguments of the run."""

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Optional
 
@@ -23,10 +22,10 @@ from reshard.forms.megatron.bucket_state import name_state
 from reshard.forms.megatron.common import STEP, Common, common_object, read_common, steps_of, stored_file, stored_in
 from reshard.forms.megatron.form import TORCH_DIST
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE, weight_of
-from reshard.forms.pytorch.dcp import ReadMetadata, StoredValue, checkpoint_of, read_metadata
+from reshard.forms.pytorch.dcp import ReadMetadata, StoredValue, checkpoint_of, incomplete, read_metadata
 from reshard.forms.pytorch.form import BACKEND, COMMON, METADATA
 from reshard.forms.recorded import ChunkedCheckpoint, tensor_fault
-from reshard.forms.tracker import Iteration, target_above
+from reshard.forms.tracker import Iteration
 from reshard.storage import names_in, read_small, reading
 from reshard.text.messages import quoted
 
@@ -79,12 +78,7 @@ def read_plain(form: str, iteration: Iteration, request: ReadRequest) -> Chunked
 
 
 def _incomplete(directory: str, missing: str) -> CheckpointError:
-    return CheckpointError(
-        f"{directory}: is not complete: {missing}, which is written last, is missing",
-        file=os.path.join(directory, missing),
-        hint="wait until the save is finished, or take another checkpoint; `reshard resume "
-        f"{shlex.quote(target_above(directory))}` completes a conversion",
-    )
+    return incomplete(directory, missing, f"{missing}, which is written last, is missing")
 
 
 def is_complete(directory: str, names: Sequence[str]) -> bool:

@@ -409,6 +409,16 @@ def _common(directory: str, names: Sequence[str]) -> dict[str, StoredObject]:
     return {} if status is None else {COMMON: StoredObject(path, 0, status.size, True)}
 
 
+def incomplete(directory: str, name: str, problem: str) -> CheckpointError:
+    """The error of a directory without a file that is written last."""
+    return CheckpointError(
+        f"{directory}: is not complete: {problem}",
+        file=os.path.join(directory, name),
+        hint="wait until the save is finished, or take another checkpoint; `reshard resume "
+        f"{shlex.quote(target_above(directory))}` completes a conversion",
+    )
+
+
 def _metadata_of(form: str, directory: str, names: Sequence[str]) -> list[str]:
     if METADATA in names:
         return [os.path.join(directory, METADATA)]
@@ -423,12 +433,7 @@ def _metadata_of(form: str, directory: str, names: Sequence[str]) -> list[str]:
         subject = (
             f"the metadata of ranks {some_names(missing)} is" if numbered else f"{METADATA}, which is written last, is"
         )
-        raise CheckpointError(
-            f"{directory}: is not complete: {subject} missing",
-            file=os.path.join(directory, METADATA),
-            hint="wait until the save is finished, or take another checkpoint; `reshard resume "
-            f"{shlex.quote(target_above(directory))}` completes a conversion",
-        )
+        raise incomplete(directory, METADATA, f"{subject} missing")
     return [os.path.join(directory, numbered[rank]) for rank in sorted(numbered)]
 
 
