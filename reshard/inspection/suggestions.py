@@ -44,6 +44,10 @@ SRC_STRATEGY, DST_STRATEGY, DEVICES, TABLE, CONFIG = "SRC_STRATEGY", "DST_STRATE
 _OF_RESUME = ("--endpoint-url",)
 # Commands for one aim, where several strategies suit it.
 _MAX_TARGETS = 4
+_OPTIMIZER = (
+    "Optimizer state, if there is any, follows its weights with --optimizer keep. The table may need options of the "
+    "MindFormers run, such as gate_up; an error lists them."
+)
 _HUGGINGFACE, _DCP, _RANKS = "huggingface", "dcp", "ranks"
 # A side of the built-in tables; the other is Hugging Face's.
 _MINDFORMERS = "mindformers"
@@ -379,7 +383,8 @@ class _Advisor:
                 yield self._cluster(count, laid_out, *self._same_form(), *words)
             else:
                 title = "MindSpore, a file for each rank" + (f": {plural(count, 'device')}" if count else "") + laid_out
-                yield self._convert("mindspore", title, "ranks", *words, *self._names(_HUGGINGFACE))
+                notes = [_OPTIMIZER] if self._model.side == _MEGATRON else []
+                yield self._convert("mindspore", title, "ranks", *words, *self._names(_HUGGINGFACE), notes=notes)
 
     def _huggingface(self) -> Suggestion:
         """Whole weights for inference engines."""

@@ -44,16 +44,21 @@ class ModelSize:
         return tuple(key for one in self.products for key in one.names)
 
 
+_NO_ARGUMENTS: Mapping[str, str] = {}
+
+
 class Configuration(dict[str, object]):
     """The content of a config.json.
 
     Attributes:
         path: the file.
+        arguments: Megatron's argument for each of its keys, where it is made of these; empty for a config.json.
     """
 
-    def __init__(self, content: Mapping[str, object], path: str) -> None:
+    def __init__(self, content: Mapping[str, object], path: str, arguments: Mapping[str, str] = _NO_ARGUMENTS) -> None:
         super().__init__(content)
         self.path = path
+        self.arguments = arguments
 
     @property
     def file(self) -> Optional[str]:
@@ -147,11 +152,14 @@ class ModelSizes:
                     hint="add --config FILE with the model's config.json",
                 )
             near = [near_key for key in size.keys for near_key in near_names(key, self._config)]
+            of_keys = getattr(self._config, "arguments", _NO_ARGUMENTS)
+            argument = next((of_keys[key] for key in size.keys if key in of_keys), None)
+            named = f'add "{argument}", as arguments of Megatron name it' if argument else "add it"
             raise NamesError(
                 f"{self.source} does not give the size {name}: it has no {size.text}"
                 + (f", but {quoted(near[0])}" if near else ""),
                 file=getattr(self._config, "path", None),
-                hint="add it, or name another file with --config FILE",
+                hint=f"{named}, or name {'another file' if argument is None else 'config.json'} with --config FILE",
             )
         return value
 

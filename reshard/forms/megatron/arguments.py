@@ -57,6 +57,9 @@ PAIRS = (
     Pair(("mtp_num_layers",), ("num_nextn_predict_layers",)),
 )
 
+ARGUMENTS: Mapping[str, str] = {key: pair.arguments[0] for pair in PAIRS for key in pair.keys}
+"""The argument for each key of config.json."""
+
 # Whether linear_fc1 has gate rows and up rows.
 _GATED = "swiglu"
 # Arguments that change what the rows of a weight mean, and the values of each with which they do not.

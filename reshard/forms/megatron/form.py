@@ -199,13 +199,13 @@ class MegatronForm(Form):
 
     def stated_configuration(self, args: str) -> Optional[Mapping[str, object]]:
         from reshard.checkpoints import FileHandles
-        from reshard.forms.megatron.arguments import configuration_of
+        from reshard.forms.megatron.arguments import ARGUMENTS, configuration_of
         from reshard.forms.megatron.origin import stated_arguments
         from reshard.names.sizes import Configuration
 
         with FileHandles() as handles:
             stated = stated_arguments(args, handles)
-        return Configuration(configuration_of(stated.all_args, args), args)
+        return Configuration(configuration_of(stated.all_args, args), args, ARGUMENTS)
 
     def steps(self, src: str) -> list[SavedStep]:
         return saved_steps(src, iterations(src, names_in(src)))
