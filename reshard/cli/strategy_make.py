@@ -392,15 +392,10 @@ def _under_names(tensors: ModelTensors, table: Optional[str], config: Optional[s
         return tensors
     # Loaded only here: most strategies are made for names as they are.
     from reshard.asked import Edits
-    from reshard.forms.form import Side
-    from reshard.forms.registry import form_named, form_of
-    from reshard.names import config_beside, read_config, rules_named
+    from reshard.forms.registry import form_named
     from reshard.plan.edits import edit_rules
 
     place = tensors.path if is_directory(tensors.path) else os.path.dirname(tensors.path)
-    if form_of(place).options.side is not Side.MEGATRON:
-        sizes = config_beside(place) if config is None else read_config(config)
-        return _under_table(tensors, rules_named(table), sizes, None)
     edits = edit_rules(place, Edits(names=table, config=config), form_named("ranks"))
     for rules, reverse in edits.chain({name: tensor.shape for name, tensor in tensors.weights.items()}):
         tensors = _under_table(tensors, rules, edits.config, reverse)
