@@ -8,7 +8,7 @@ import shlex
 from dataclasses import replace
 from typing import Optional
 
-from reshard.asked import CHANGES, Conversion, Effort, Target
+from reshard.asked import CHANGES, Conversion, Effort
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.forms.form import Form
 from reshard.forms.ranks.naming import RANK, fixed_directory
@@ -64,7 +64,10 @@ def with_absolute_paths(asked: Conversion) -> Conversion:
         asked,
         source=replace(asked.source, path=_absolute(asked.source.path), strategy=_strategy(asked.source.strategy)),
         target=replace(
-            _with_args(asked.target), path=absolute(asked.target.path), strategy=_strategy(asked.target.strategy)
+            asked.target,
+            path=absolute(asked.target.path),
+            strategy=_strategy(asked.target.strategy),
+            args=_optional(asked.target.args),
         ),
         edits=replace(asked.edits, names=_names(asked.edits.names), config=_optional(asked.edits.config)),
     )
@@ -77,10 +80,6 @@ def _absolute(path: str) -> str:
 
 def _strategy(path: Optional[str]) -> Optional[str]:
     return absolute(path) if path is not None and names_files(path) else path
-
-
-def _with_args(target: Target) -> Target:
-    return target if target.args is None else replace(target, args=absolute(target.args))
 
 
 def _optional(path: Optional[str]) -> Optional[str]:
@@ -148,9 +147,9 @@ def with_records(out: str, asked: Conversion, to: Form, plan: Identity, report: 
         edits = replace(edits, include=plan.include, exclude=plan.exclude)
     asked = replace(asked, source=source, edits=edits)
     if to.options.arguments and target.args is None:
-        recorded_args = [command.asked.target.args for command in _commands_or_warn(out, plan, report)[:1]]
-        target = replace(target, args=next(iter(recorded_args), None))
-        asked = replace(asked, target=target)
+        for command in _commands_or_warn(out, plan, report)[:1]:
+            target = replace(target, args=command.asked.target.args)
+            asked = replace(asked, target=target)
     missing = {
         "--src-strategy": source.strategy is None and form_of(source.path).options.needs_strategy,
         "--dst-strategy": target.strategy is None and target.shards is None and to.options.cut,

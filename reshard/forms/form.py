@@ -49,6 +49,28 @@ class Side(Enum):
     MEGATRON = "megatron"
 
 
+class WrittenTraining(NamedTuple):
+    """A written checkpoint whose records of the training are compared with their origin.
+
+    Attributes:
+        directory: the target directory.
+        target: the checkpoint in it.
+        source: the source, without edits.
+        counters: the values of the source that the form records as numbers.
+        asked: what is asked of the target.
+        config: the model's configuration, or its directory.
+        handles: open files.
+    """
+
+    directory: str
+    target: Checkpoint
+    source: Checkpoint
+    counters: Mapping[str, int]
+    asked: Target
+    config: Optional[str]
+    handles: FileHandles
+
+
 class FormOptions(NamedTuple):
     """The options of a form, and its words in messages.
 
@@ -311,26 +333,8 @@ class Form(Protocol):
         """
         return iter(())
 
-    def check_training(
-        self,
-        directory: str,
-        target: Checkpoint,
-        source: Checkpoint,
-        counters: Mapping[str, int],
-        asked: Target,
-        config: Optional[str],
-        handles: FileHandles,
-    ) -> Iterator[tuple[str, str]]:
+    def check_training(self, training: WrittenTraining) -> Iterator[tuple[str, str]]:
         """Compare what a form with `FormOptions.arguments` records of the training with its origin.
-
-        Args:
-            directory: the target directory.
-            target: the checkpoint in it.
-            source: the source, without edits.
-            counters: the values of the source that the form records as numbers.
-            asked: what is asked of the target.
-            config: the model's configuration, or its directory.
-            handles: open files.
 
         Yields:
             Each difference, with a relative file before it.

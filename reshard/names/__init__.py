@@ -23,6 +23,7 @@ from reshard.names.tables import (
     chained_rules,
     config_beside,
     experts_table,
+    megatron_families,
     parse_renames,
     parse_rules,
     read_config,

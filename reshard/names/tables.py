@@ -101,8 +101,7 @@ def chained_rules(text_of_user: str, mindformers: bool = False) -> tuple[NameRul
     """
     name, stated = _typed(text_of_user)
     rules, megatron = _table(name), replace(_table(MEGATRON), named_by=_FAMILY)
-    families = next(option.values for option in megatron.options if option.name == _FAMILY)
-    if name not in families:
+    if name not in _families(megatron):
         return with_options(rules, stated), None
 
     def having(table: NameRules, numbers: bool) -> dict[str, str]:
@@ -116,6 +115,15 @@ def chained_rules(text_of_user: str, mindformers: bool = False) -> tuple[NameRul
     of_rules, of_megatron = having(rules, mindformers), having(megatron, not mindformers)
     unknown = {key: value for key, value in stated.items() if key not in of_megatron}
     return with_options(rules, {**unknown, **of_rules}), with_options(megatron, {_FAMILY: name, **of_megatron})
+
+
+def megatron_families() -> Sequence[str]:
+    """The tables between Hugging Face's names and MindFormers' that Megatron's names lead to."""
+    return _families(_table(MEGATRON))
+
+
+def _families(rules: NameRules) -> Sequence[str]:
+    return next(option.values for option in rules.options if option.name == _FAMILY)
 
 
 def _table(name: str) -> NameRules:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 PLAIN_WEIGHTS, PLAIN_ALL, PLAIN_KNOWN = "weights", "all", "known"
 """The part of a trainer's state that is renamed to a model's names; ``known``: all, as far as they are decided."""
 
-_FAMILIES = "--names llama, qwen2, qwen3, qwen3_moe or deepseek_v3"
 # Megatron's objects of a whole checkpoint.
 _MEGATRON = frozenset(["common.pt", "common_state"])
 
@@ -365,8 +364,8 @@ class EditRules(NamedTuple):
             if self.table is None and self.source_side is not Side.MEGATRON:
                 raise UsageError(
                     "Megatron has other names and packing than the source",
-                    hint=f"name the family of the model: {_FAMILIES}, with --config for the config.json of the model; "
-                    "--rename '*=*' keeps all names",
+                    hint=f"{_name_the_family()}, with --config for the config.json of the model; --rename '*=*' keeps "
+                    "all names",
                 )
             return megatron_names(names)
         renamed = trainer_names(names)
@@ -542,6 +541,13 @@ def edit_rules(
     return between_forms(rules, src, form_of(src), to, keep=asked.names is not None)
 
 
+def _name_the_family() -> str:
+    from reshard.names import megatron_families
+
+    *families, last = megatron_families()
+    return f"name the family of the model: --names {', '.join(families)} or {last}"
+
+
 def _asked_rules(src: str, asked: Edits, to: Optional[Form], step: str, args: Optional[str]) -> EditRules:
     names, config, exactly = asked.names, asked.config, asked.exactly
     for option, is_set in (("reverse", asked.reverse), ("optimizer", asked.optimizer is not None)):
@@ -565,7 +571,7 @@ def _asked_rules(src: str, asked: Edits, to: Optional[Form], step: str, args: Op
         if names.partition(",")[0] == MEGATRON:
             raise UsageError(
                 f"--names {names}: the table {MEGATRON} follows from Megatron's form",
-                hint=f"name the family of the model: {_FAMILIES}",
+                hint=_name_the_family(),
             )
         target = None if to is None else to.options.side
         if Side.MEGATRON in (form.options.side, target):

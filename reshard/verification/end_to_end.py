@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
 from reshard.checkpoints.formats.dtypes import PT
-from reshard.forms.form import Names, Side
+from reshard.forms.form import Names, Side, WrittenTraining
 from reshard.strategies import SAME, Strategy, shards_of
 from reshard.text.messages import Report, listing, plural, quoted
 from reshard.text.names import TRAINER_OPTIMIZERS, warn_of_unmatched
@@ -231,11 +231,11 @@ def _training_differences(source: Source, written: Source, request: Request, mea
         data = value.read(whole_box(value.shape), means.handles).tobytes()
         counters[name] = int.from_bytes(data, "little", signed=value.dtype.startswith("Int"))
     config = request.edits.config_path or getattr(request.edits.config, "path", None)
-    checkpoints = written.checkpoint, stored_checkpoint(source.checkpoint)
-    problems = request.to.check_training(
-        request.dst, *checkpoints, counters, request.asked.target, config, means.handles
+    origin = stored_checkpoint(source.checkpoint)
+    training = WrittenTraining(
+        request.dst, written.checkpoint, origin, counters, request.asked.target, config, means.handles
     )
-    return (Difference("file", None, (), text, (file,)) for file, text in problems)
+    return (Difference("file", None, (), text, (file,)) for file, text in request.to.check_training(training))
 
 
 def _other_keys(source: Source, written: Source, renamed: bool) -> Iterator[Difference]:

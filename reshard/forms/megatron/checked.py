@@ -12,11 +12,11 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
-from reshard.asked import Target
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.pickles import Global, PickledInstance
 from reshard.errors import DamagedCheckpointError, InputError
+from reshard.forms.form import WrittenTraining
 from reshard.forms.megatron.arguments import configuration_of
 from reshard.forms.megatron.common import Common, common_of, opened, read_common, stored_file
 from reshard.forms.megatron.form import LEGACY, MEGATRON, MODEL_FILE, RANK_DIRECTORY, kind_of_iteration
@@ -25,7 +25,7 @@ from reshard.forms.pytorch.form import BACKEND, COMMON, ITERATIONS
 from reshard.forms.tracker import TRACKER
 from reshard.storage import names_in, read_small, reading
 from reshard.text.messages import quoted
-from reshard.text.names import natural_order
+from reshard.text.names import TRAINING_STEP, natural_order
 
 _MOST = 1 << 16
 _PARAMETERS = frozenset(
@@ -63,30 +63,14 @@ _SET = frozenset(
 )
 
 
-def differences(
-    directory: str,
-    target: Checkpoint,
-    source: Checkpoint,
-    step: Optional[int],
-    asked: Target,
-    config: Optional[str],
-    handles: FileHandles,
-) -> Iterator[tuple[str, str]]:
-    """Differences of a written checkpoint from its source, or from what --args states, each with a relative file.
-
-    Args:
-        directory: the target directory.
-        target: the checkpoint in it.
-        source: the source, without edits.
-        step: the source's step.
-        asked: what is asked of the target.
-        config: the model's configuration.
-        handles: open files.
-    """
+def differences(training: WrittenTraining) -> Iterator[tuple[str, str]]:
+    """Differences of a written checkpoint from its source, or from what --args states, each with a relative file."""
+    directory, target, source, counters, asked, config, handles = training
     place = os.path.relpath(target.place, directory)
+    step = counters.get(TRAINING_STEP)
     yield from _marks(directory, place)
     if kind_of_iteration(target.place, names_in(target.place)) == LEGACY:
-        yield from _of_legacy(directory, place, target, source, step, asked, config, handles)
+        yield from _of_legacy(training, place, origin_of(source, asked.args, config, handles), step)
         return
     yield from _backend(directory, place)
     common_file = os.path.join(place, COMMON)
@@ -124,35 +108,25 @@ def _marks(directory: str, place: str) -> Iterator[tuple[str, str]]:
         yield TRACKER, f"names {quoted(text)}, not {expected}"
 
 
-def _of_legacy(
-    directory: str,
-    place: str,
-    target: Checkpoint,
-    source: Checkpoint,
-    step: Optional[int],
-    asked: Target,
-    config: Optional[str],
-    handles: FileHandles,
-) -> Iterator[tuple[str, str]]:
+def _of_legacy(training: WrittenTraining, place: str, origin: Origin, step: Optional[int]) -> Iterator[tuple[str, str]]:
     """Differences of every file of a legacy tree."""
-    origin = origin_of(source, asked.args, config, handles)
-    root = os.path.join(directory, place)
+    root = os.path.join(training.directory, place)
     names = sorted(filter(RANK_DIRECTORY.fullmatch, names_in(root)))
-    asked_sizes = dict(asked.sizes or ())
+    asked_sizes = dict(training.asked.sizes or ())
     for name in names:
         path = os.path.join(root, name, MODEL_FILE)
         stored = stored_file(path)
         if stored is None:
             yield os.path.join(place, name, MODEL_FILE), "is missing"
             continue
-        common = read_common(stored, handles)
+        common = read_common(stored, training.handles)
         has_optimizer = bool(common.optimizers)
         problems = [
             *_numbers(common, place, origin, step, has_optimizer, None),
             *_arguments(common, origin, _DIVIDED),
             *_positions(common, origin),
             *(_groups(common, origin, some=True) if has_optimizer else ()),
-            *_optimizers(common, target.tensors),
+            *_optimizers(common, training.target.tensors),
         ]
         ranks = 1
         for key, argument in _SIZE_ARGUMENTS.items():

@@ -24,6 +24,7 @@ from reshard.forms.form import (
     SavedStep,
     Side,
     WriteRequest,
+    WrittenTraining,
 )
 from reshard.forms.pytorch.form import (
     BACKEND,
@@ -43,7 +44,6 @@ from reshard.text.messages import Report
 from reshard.text.names import TRAINING_STEP
 
 if TYPE_CHECKING:
-    from reshard.checkpoints import FileHandles
     from reshard.forms.target import TargetForm
 
 MEGATRON = "megatron"
@@ -152,19 +152,10 @@ class MegatronForm(Form):
 
         return torch_dist_files(checkpoint, request)
 
-    def check_training(
-        self,
-        directory: str,
-        target: Checkpoint,
-        source: Checkpoint,
-        counters: Mapping[str, int],
-        asked: Target,
-        config: Optional[str],
-        handles: FileHandles,
-    ) -> Iterator[tuple[str, str]]:
+    def check_training(self, training: WrittenTraining) -> Iterator[tuple[str, str]]:
         from reshard.forms.megatron.checked import differences
 
-        return differences(directory, target, source, counters.get(TRAINING_STEP), asked, config, handles)
+        return differences(training)
 
     def table_options(self, asked: Target, config: Optional[Mapping[str, object]]) -> Mapping[str, str]:
         """Whether keys have the numbers of layers, and the rows of the vocabulary."""
