@@ -155,6 +155,12 @@ class NameRules:
                 options.add(option.name)
         return frozenset(options)
 
+    @property
+    def config_keys(self) -> set[str]:
+        """The keys of config.json that the table reads."""
+        keys = {option.key for option in self.options if option.key is not None}
+        return keys.union(*(size.keys for size in self.sizes))
+
     def size_values(self, config: Optional[Mapping[str, object]]) -> dict[str, object]:
         keys = {key for size in self.sizes for key in size.keys}
         values = {key: config_value(config, key) for key in sorted(keys)}

@@ -70,18 +70,14 @@ _VOCABULARY, _PADDED = "vocab_size", "padded_vocab_size"
 
 
 def merged(
-    recorded: Mapping[str, object],
-    stated: Optional[Configuration],
-    sizes: Sequence[ModelSize] = (),
-    keys: Iterable[str] = (),
+    recorded: Mapping[str, object], stated: Optional[Configuration], keys: Iterable[str]
 ) -> Mapping[str, object]:
     """The configuration that a checkpoint records, with what a config.json adds.
 
     Args:
         recorded: by the checkpoint, with every key for the same size.
         stated: of the model's config.json, if any.
-        sizes: the sizes of tables.
-        keys: other keys that tables read.
+        keys: the keys that tables read.
 
     Raises:
         NamesError: the two contradict each other in what tables read.
@@ -89,7 +85,7 @@ def merged(
     if stated is None:
         return recorded
     place = str(getattr(recorded, "path", "the checkpoint"))
-    for key in sorted({*keys, *(key for size in sizes for key in size.keys)}):
+    for key in sorted(keys):
         one, other = (config_value(config, key) for config in (stated, recorded))
         differ = None not in (one, other) and one != other
         if key == _VOCABULARY:

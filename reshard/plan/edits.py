@@ -337,8 +337,6 @@ class EditRules(NamedTuple):
             names: of the tensors after these edits.
             recorded: the keys in the source. Names that these edits gave have keys where the source has their root.
         """
-        if self.trainer and self.side is Side.MEGATRON:
-            return {}
         roots = {keys[0] for keys in recorded.values() if len(keys) > 1}
         if not self.trainer and not roots:
             return recorded
@@ -584,10 +582,8 @@ def _asked_rules(src: str, asked: Edits, to: Optional[Form], step: str, args: Op
     if recorded is None and named and to is not None and args is not None:
         recorded = to.stated_configuration(args)
     if recorded is not None:
-        read = [rules for rules in (table, megatron) if rules is not None]
-        options = (option.key for rules in read for option in rules.options)
-        config_keys = [key for key in options if key is not None]
-        sizes = merged(recorded, stated, [size for rules in read for size in rules.sizes], config_keys)
+        tables = [rules for rules in (table, megatron) if rules is not None]
+        sizes = merged(recorded, stated, set().union(*(rules.config_keys for rules in tables)))
     if megatron is not None and asked.reverse and form.options.side is Side.MEGATRON:
         raise UsageError("--reverse: the names of a Megatron checkpoint decide the direction", hint="leave it out")
     return EditRules(

@@ -10,7 +10,7 @@ from reshard.errors import NamesError, UsageError
 from reshard.names import Configuration, chained_rules, merged, rules_named
 from reshard.names.rules import NameRules
 
-SIZES = [*rules_named("deepseek_v3").sizes, *rules_named("megatron").sizes]
+KEYS = rules_named("deepseek_v3").config_keys | rules_named("megatron").config_keys
 
 
 def chosen(rules: Optional[NameRules]) -> dict[str, str]:
@@ -46,11 +46,11 @@ def test_a_table_of_no_family_is_used_alone() -> None:
 
 
 def both(recorded: dict[str, Any], stated: dict[str, Any]) -> dict[str, object]:
-    return dict(merged(recorded, Configuration(stated, "config.json"), SIZES, ["tie_word_embeddings"]))
+    return dict(merged(recorded, Configuration(stated, "config.json"), KEYS))
 
 
 def test_configurations_are_merged() -> None:
-    assert merged({"a": 1}, None) == {"a": 1}
+    assert merged({"a": 1}, None, ()) == {"a": 1}
     assert both({"num_experts": 4, "b": 2}, {"n_routed_experts": 4, "b": 3}) == {
         "num_experts": 4,
         "n_routed_experts": 4,
