@@ -109,6 +109,7 @@ class LiveModule:
         self._shapes = shapes
         self._sizes = sizes
         self._args = args
+        self._of_tensor_rank: dict[str, Mapping[int, tuple[int, ...]]] = {}
         self._numbered_of: dict[Rank, tuple[int, dict[str, tuple[int, ...]]]] = {}
         self._latent = any(name in shapes for name in (_KV_UP, _KV_NORM, *_HEAD_PARTS))
 
@@ -130,8 +131,9 @@ class LiveModule:
             return self._stacked(grouped_te[1], rank)
         if grouped:
             return self._transposed(int(grouped[1]), rank)
-        self._check_replicas(name)
+        shapes = self._on_tensor_ranks(name)
         if name == _QKV and self._latent:
+            _check_same(shapes)
             return self._down_projections(shape)
         if name in _HEAD_PARTS:
             return self._heads(name, shape, rank)
@@ -145,8 +147,7 @@ class LiveModule:
             return [self._cut(key, name, rank, len(shape) - 1)]
         if not (WHOLE.fullmatch(name) or name in (_QUERY_DOWN, KV_DOWN) or self._sizes.tp == 1):
             raise LiveError(f"is of no kind that says how it is cut over {self._sizes.tp} tensor ranks")
-        if len(set(self._shapes[name].values())) > 1:
-            raise LiveError("has different shapes on different ranks, which should hold all of it")
+        _check_same(shapes)
         return [_whole(key, shape)]
 
     def _key(self, name: str) -> str:
@@ -157,12 +158,16 @@ class LiveModule:
                 name = f"{LOCAL_NORMS[norm]}.layer_norm_{kind}"
         return self.prefix + name
 
-    def _check_replicas(self, name: str) -> None:
-        """Ranks that differ in their experts alone hold the same."""
-        shapes = self._shapes[name]
-        for (tensor, _), shape in shapes.items():
-            if any(other != shape for (of, _), other in shapes.items() if of == tensor):
+    def _on_tensor_ranks(self, name: str) -> Mapping[int, tuple[int, ...]]:
+        """The shape of a parameter on every tensor rank: ranks that differ in their experts alone hold the same."""
+        shapes = self._of_tensor_rank.get(name)
+        if shapes is None:
+            on_ranks = self._shapes[name]
+            shapes = {tensor: shape for (tensor, _), shape in on_ranks.items()}
+            if any(shapes[tensor] != shape for (tensor, _), shape in on_ranks.items()):
                 raise LiveError("has different shapes in files of one tensor rank")
+            self._of_tensor_rank[name] = shapes
+        return shapes
 
     def _cut(self, key: str, name: str, rank: Rank, dimension: int) -> TensorPart:
         """Rows or columns of a tensor."""
@@ -179,7 +184,7 @@ class LiveModule:
 
         Those of the last rank may be fewer where a converter cut a vocabulary that was not padded.
         """
-        by_rank = {tensor: shape[dimension] for (tensor, _), shape in self._shapes[name].items()}
+        by_rank = {tensor: shape[dimension] for tensor, shape in self._on_tensor_ranks(name).items()}
         count, last = self._sizes.tp, self._sizes.tp - 1
         sizes = {size for tensor, size in by_rank.items() if tensor != last}
         size = sizes.pop() if sizes else by_rank[last]
@@ -239,8 +244,6 @@ class LiveModule:
 
     def _down_projections(self, shape: tuple[int, ...]) -> list[TensorPart]:
         """MindSpeed's one layer of both down projections, or of the queries and a down projection; all of both."""
-        if any(other != shape for other in self._shapes[_QKV].values()):
-            raise LiveError("has different shapes on different ranks, which should hold all of it")
         norm, kv_norm = self._shape_of(_QUERY_NORM), self._shape_of(_KV_NORM)
         rows, width = shape
         if norm is not None:
@@ -416,6 +419,11 @@ class LiveModule:
 def is_of_expert(name: str) -> bool:
     """Whether a parameter, by its live name, is one of experts."""
     return ".experts." in name
+
+
+def _check_same(shapes: Mapping[int, tuple[int, ...]]) -> None:
+    if len({*shapes.values()}) > 1:
+        raise LiveError("has different shapes on different ranks, which should hold all of it")
 
 
 def _whole(key: str, shape: tuple[int, ...]) -> TensorPart:
