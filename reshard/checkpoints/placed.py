@@ -377,6 +377,10 @@ class PlacedFile:
         chunk = b"".join(_box(file, elements, box, item).tobytes() for box in boxes)
         out[:] = chunk[inside - first * item : inside - first * item + len(out)]
 
+    def located(self, place: int) -> Elements:
+        """Where the elements of the tensor are in the file that begins at a place."""
+        return self._placement.locate(self.stored, next(self._placement.within(place, place + 1))[0])
+
     def locate_all(self) -> None:
         for number, _, _ in self._placement.within(0, self._placement.size + 1):
             if self._placement.data(number) is None and not self._placement.joined(number, self.stored, self._handles):

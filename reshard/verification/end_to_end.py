@@ -108,7 +108,15 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
             matrices = edited_source(stored_source(conversion.read(reading), reading.source), reading.edits, Report())
             source.tensors = sums_of(source, matrices, str(reading.src), scale)
         differences = [*_untied(source, means), *_disagreeing(source, means)]
-    differences += _unproved(stored, source, request.filters.admit, means)
+    used = {
+        name for name, tensor in source.tensors.items() if request.filters.admit(name) for name in _stored_names(tensor)
+    }
+    differences += _unproved(stored, used, means)
+    if request.form.options.arguments and all(path.endswith(f".{PT}") for path in stored.checkpoint.files.values()):
+        # Imported only here: other sources record the places of their slices.
+        from reshard.verification.rank_trees import misplaced
+
+        differences += misplaced(stored, used, means, report)
     target = _for_trainer(request, target, source.tensors)
     warn_of_unmatched(request.filters, (listed, target.parameters, source.names), report)
     return [*differences, *_compared(source, target, conversion, means, report)]
@@ -262,13 +270,12 @@ def _note_left_out(
         )
 
 
-def _unproved(stored: Source, source: Source, admit: Callable[[str], bool], means: Means) -> list[Difference]:
+def _unproved(stored: Source, used: Collection[str], means: Means) -> list[Difference]:
     """Weights that differ from their masters, cast, where these show that the optimizer's state is that of the weights.
 
     Args:
         stored: the source as it is stored.
-        source: with its edits.
-        admit: whether a tensor of it is compared.
+        used: the names in its files of all that is compared.
         means: files, threads and memory.
     """
     proofs = [
@@ -279,7 +286,6 @@ def _unproved(stored: Source, source: Source, admit: Callable[[str], bool], mean
     ]
     if not proofs:
         return []
-    used = {name for name, tensor in source.tensors.items() if admit(name) for name in _stored_names(tensor)}
     differences = []
     for _, tensors in (proof for proof in proofs if proof[0].concerns(used)):
         contents = [_cast_content(stored, tensor) for tensor in tensors]

@@ -51,8 +51,8 @@ _PACKED = {
 _SPECIAL = [0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00001, 0x7F7FFFFF, 0x00000001, 0x3F808000, 0x3F818000, 0x33800000]
 
 
-# Of Megatron's checkpoints: state that has no names, or no shapes.
-_STATE = ("td14_grouped_model_space", "td_moe_buckets")
+# Of Megatron's checkpoints: state that has no names, or no shapes, and tensors of ranks.
+_STATE = ("td14_grouped_model_space", "td_moe_buckets", "legacy_vpp", "legacy14_grouped")
 
 # The prefixes of weights and moments.
 _STATES = ("", "adam_m.", "adam_v.")
@@ -208,7 +208,7 @@ def build(root: Path) -> Mapping[str, list[str]]:
     done("convert", megatron, place, "--to", "unified", *names)
     created.plain("to-megatron", "--names", "qwen3_moe", "--to", "megatron", "--args", megatron)
 
-    # State in blocks, and in buckets.
+    # State in blocks and in buckets, and trees of ranks.
     for case in mcore_cases():
         if case.name in _STATE:
             (root / case.name).mkdir()

@@ -37,6 +37,10 @@ MODULES = (
     *(f"reshard.quantised.{name}" for name in ("values", "decoding")),
     *(f"reshard.execute.{name}" for name in ("filling", "parts", "reader", "run", "runs", "casts")),
     *(f"reshard.forms.megatron.{name}" for name in ("blocks", "bucket_state", "buckets", "parameters")),
+    *(
+        f"reshard.forms.megatron.{name}"
+        for name in ("gathered", "legacy", "legacy_state", "live", "rank_files", "stages")
+    ),
     *(f"reshard.plan.{path.stem}" for path in sorted((ROOT / "reshard" / "plan").glob("[a-z]*.py"))),
 )
 REFUSED, SAME, FOUND, CERTIFIED, ENDLESS = "refused", "same", "found", "certified", "endless"

@@ -1,0 +1,353 @@
+"""Legacy trees of Megatron: the boxes of the model's tensors that the tensors of each rank are.
+
+They follow from names and shapes. Numbers of layers follow from how many each stage holds, in the order of the stages.
+Written for proof alone: it shares no code with `reshard.forms.megatron`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+from reshard.checkpoints.formats.archives import Elements
+from reshard.verification.boxes import Box, Shape
+
+EMBEDDING = "embedding.word_embeddings.weight"
+_ATTENTION = "self_attention."
+_QKV = "self_attention.linear_qkv.weight"
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_(fc[12])\.weight|linear_(fc[12])\.weight(\d*))")
+_GROUPED = re.compile(r"mlp\.experts\.weight([12])")
+_FC1 = re.compile(r"(mlp\.(?:shared_experts\.)?linear_fc)1\.(weight|bias)")
+_ROWS = re.compile(
+    r"embedding\.word_embeddings\.weight|output_layer\..*|.*eh_proj\.weight|self_attention\.linear_(qkv|q_proj|q_up_proj"
+    r"|kv_up_proj)\.(weight|bias)"
+)
+_COLUMNS = re.compile(r"self_attention\.linear_proj\.weight|mlp\.(shared_experts\.)?linear_fc2\.weight")
+_NOWHERE = "?"
+_UNEVEN = (
+    *(f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")),
+    *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")),
+    *(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
+    "pipeline_model_parallel_layout",
+)
+_HEADS = {"linear_qk_nope": ("q", 0), "linear_qk_rope": ("q", 1), "linear_kv_nope": ("kv", 0), "linear_v": ("kv", 1)}
+
+
+class Cell(NamedTuple):
+    """A part of a tensor of a rank, seen as rows, and the box of a tensor of the model that it is.
+
+    Attributes:
+        key: the tensor of the model.
+        width: elements of a row of the file.
+        rows: the rows of the part.
+        columns: its columns.
+        start: of the box.
+        axis: the dimension of the box along which the rows lie.
+        turned: rows of the file are columns of the box.
+        inner: shape of a row in the box; empty for columns.
+    """
+
+    key: str
+    width: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    start: tuple[int, ...]
+    axis: int = 0
+    turned: bool = False
+    inner: tuple[int, ...] = ()
+
+    def box(self, rows: tuple[int, int], columns: tuple[int, int]) -> Box:
+        """The box of some rows and columns, which are all of them where a row has a shape."""
+        sizes = [1] * len(self.start)
+        sizes[1 if self.turned else -1] = columns[1] - columns[0]
+        sizes[len(sizes) - len(self.inner) :] = self.inner
+        sizes[self.axis] = rows[1] - rows[0]
+        start = [*self.start]
+        start[self.axis] += rows[0] - self.rows[0]
+        start[1 if self.turned else -1] += columns[0] - self.columns[0]
+        return tuple((at, at + size) for at, size in zip(start, sizes))
+
+
+class RankFile(NamedTuple):
+    """A file of a rank.
+
+    Attributes:
+        path: its path.
+        numbers: in the name of its directory.
+        args: arguments of the run.
+        models: per chunk its tensors.
+        steps: of its optimizers.
+        parameters: of plain optimizers: which parameter a storage has state of, by where the storage begins.
+        saved: the optimizer was saved.
+    """
+
+    path: str
+    numbers: tuple[int, ...]
+    args: Mapping[str, Any]
+    models: Sequence[Mapping[str, Elements]]
+    steps: set[int]
+    parameters: Mapping[int, tuple[int, ...]]
+    saved: bool
+
+
+class _Sizes(NamedTuple):
+    tp: int
+    ep: int
+    etp: int
+    extended: bool
+
+
+def cells_of(ranks: Sequence[RankFile]) -> Iterator[tuple[RankFile, Elements, Cell]]:
+    """Every tensor of every rank, and what it is."""
+    if not ranks:
+        return
+    args = ranks[0].args
+    places = [*map(_place, ranks, itertools.repeat(ranks))]
+    tp, pp, ep = (
+        args.get(f"{kind}_model_parallel_size") or 1 + max(numbers)
+        for kind, numbers in zip(("tensor", "pipeline", "expert"), zip(*places))
+    )
+    sizes = _Sizes(tp, ep, args.get("expert_tensor_parallel_size") or tp, bool(args.get("moe_tp_extend_ep")))
+    stages = {
+        (stage, chunk): model for each, (_, stage, _) in zip(ranks, places) for chunk, model in enumerate(each.models)
+    }
+    layers = layers_of(args, pp, stages)
+    # The last rank may have fewer rows of a vocabulary.
+    most: dict[tuple[int, int, str], int] = defaultdict(int)
+    for rank, (_, stage, _) in zip(ranks, places):
+        for chunk, model in enumerate(rank.models):
+            for name, elements in model.items():
+                most[stage, chunk, name] = max(most[stage, chunk, name], *elements.shape[:1], 0)
+    # Replicas are not compared: the first of them is read.
+    for rank, (tensor, stage, expert) in zip(ranks, places):
+        for chunk, model in enumerate(rank.models):
+            modules: dict[str, dict[str, str]] = defaultdict(dict)
+            for name in model:
+                prefix, within = _parsed(name, layers.get((stage, chunk), ()))
+                modules[prefix][within] = name
+            modules.pop(_NOWHERE, None)
+            for prefix, names in modules.items():
+                shapes = {within: model[name].shape for within, name in names.items()}
+                module = _Module(
+                    prefix, shapes, {within: most[stage, chunk, name] for within, name in names.items()}, args, sizes
+                )
+                for within, name in names.items():
+                    cells: list[Cell] = []
+                    # What lacks the tensors or arguments that it depends on has no known place.
+                    with contextlib.suppress(LookupError, TypeError, ValueError, ZeroDivisionError):
+                        cells = module.cells(within, tensor, expert)
+                    yield from ((rank, model[name], cell) for cell in cells)
+
+
+def _place(rank: RankFile, ranks: Sequence[RankFile]) -> tuple[int, int, int]:
+    """Tensor, pipeline and expert rank of a directory."""
+    tensor, *rest = rank.numbers
+    if len(rest) != 1:
+        return (tensor, rest[0], rest[1]) if rest else (tensor, 0, 0)
+    pp, ep = (rank.args.get(f"{kind}_model_parallel_size") or 1 for kind in ("pipeline", "expert"))
+    # Every expert rank of a model of one stage has its embedding.
+    experts = ep > 1 if pp > 1 or ep > 1 else all(EMBEDDING in each.models[0] for each in ranks)
+    return (tensor, 0, rest[0]) if experts else (tensor, rest[0], 0)
+
+
+def layers_of(
+    args: Mapping[str, Any], pp: int, stages: Mapping[tuple[int, int], Mapping[str, Elements]]
+) -> dict[tuple[int, int], list[Optional[int]]]:
+    """Per pipeline rank and chunk the numbers of its layers: one stage after the other; None for those without any."""
+    chunks = 1 + max(chunk for _, chunk in stages)
+    order = [(stage, chunk) for chunk in range(chunks) for stage in range(pp)]
+    if args.get("schedules_method") == "dualpipev":
+        order[pp:] = order[pp:][::-1]
+    empty = args.get("noop_layers")
+    empty = getattr(empty, "args", (empty,))[0] if empty is not None else ()
+    skipped = {int(each) for each in (empty.split(",") if isinstance(empty, str) else empty or ()) if str(each)}
+    if not stages.keys() >= {*order} or (skipped and any(args.get(name) for name in _UNEVEN)):
+        return {}
+    listed = args.get("num_layer_list")
+    listed = [int(each) for each in (listed.split(",") if isinstance(listed, str) else listed or ())]
+    position, number = itertools.count(), itertools.count()
+    layers: dict[tuple[int, int], list[Optional[int]]] = {}
+    for place in order:
+        count = max(
+            (int(name.split(".")[2]) + 1 for name in stages.get(place, ()) if name.startswith("decoder.layers.")),
+            default=0,
+        )
+        if skipped:
+            count = listed[place[0]] if listed else (args.get("num_layers") or args["num_hidden_layers"]) // len(order)
+        layers[place] = [None if next(position) in skipped else next(number) for _ in range(count)]
+    return layers
+
+
+def _parsed(name: str, layers: Sequence[Optional[int]]) -> tuple[str, str]:
+    """The module of a tensor, by its name in the model, and the tensor's name in it."""
+    parts = name.split(".")
+    if name.startswith("decoder.layers."):
+        local = int(parts[2])
+        # What should lie in a layer that does nothing has no key.
+        number = layers[local] if local < len(layers) else None
+        return f"decoder.layers.{number}." if number is not None else _NOWHERE, ".".join(parts[3:])
+    if name.startswith("mtp.layers."):
+        inner = parts[3] in ("transformer_layer", "mtp_model_layer")
+        return ".".join([*parts[:3], *["transformer_layer"] * inner, ""]), ".".join(parts[4 if inner else 3 :])
+    if name.startswith("mtp.final_layernorms."):
+        return f"mtp.layers.{parts[2]}.", f"final_layernorm.{parts[3]}"
+    return "", f"decoder.{name}" if parts[0] == "final_layernorm" else name
+
+
+class _Module:
+    """The tensors of a layer of a rank, or those outside of layers, by their names in it.
+
+    Args:
+        prefix: of keys.
+        shapes: of the tensors.
+        most: the most rows that any rank has of each.
+        args: arguments of the run.
+        sizes: of groups of ranks.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        shapes: Mapping[str, Shape],
+        most: Mapping[str, int],
+        args: Mapping[str, Any],
+        sizes: _Sizes,
+    ) -> None:
+        self._most = most
+        self._prefix = prefix
+        self._shapes = shapes
+        self._args = args
+        self._sizes = sizes
+        self._latent = any(re.search("kv_(up|layer|nope)|linear_v|qk_nope", name) for name in shapes)
+
+    def cells(self, name: str, tensor: int, expert: int) -> list[Cell]:
+        """What a tensor is; nothing if that is not known."""
+        shape, tp = self._shapes[name], self._sizes.tp
+        if not all(shape):
+            return []
+        if name.startswith("mlp.experts."):
+            return self._of_experts(name, tensor, expert)
+        if name == _QKV and self._latent:
+            return self._down(shape)
+        part = _HEADS.get(name[len(_ATTENTION) : -len(".weight")])
+        if part is not None:
+            return self._of_heads(name, *part, tensor)
+        key = self._prefix + self._norm(name)
+        fc1 = _FC1.fullmatch(name)
+        rows, *inner = shape
+        if fc1 and self._shapes[f"{fc1[1]}1.weight"][0] == 2 * self._shapes[f"{fc1[1]}2.weight"][1]:
+            half = rows // 2
+            return [self._rows(key, shape, number * half, half, (number * tp + tensor) * half) for number in (0, 1)]
+        if fc1 or _ROWS.fullmatch(name) or (name.endswith("_down_proj.weight") and self._is_cut(name)):
+            return [self._rows(key, shape, 0, rows, tensor * self._most[name])]
+        if _COLUMNS.fullmatch(name):
+            return [Cell(key, inner[0], (0, rows), (0, inner[0]), (0, tensor * inner[0]))]
+        return [self._rows(key, shape, 0, rows, 0)]
+
+    @staticmethod
+    def _rows(key: str, shape: Shape, first: int, count: int, start: int) -> Cell:
+        inner, width = shape[1:], math.prod(shape[1:])
+        return Cell(key, width, (first, first + count), (0, width), (start, *(0 for _ in inner)), 0, False, inner)
+
+    def _norm(self, name: str) -> str:
+        """The key of a norm that layers hold beside what comes after it."""
+        if self._latent or "input_layernorm.weight" not in self._shapes:
+            return name
+        for beside, within in (("input", "self_attention.linear_qkv"), ("pre_mlp", "mlp.linear_fc1")):
+            name = re.sub(rf"^{beside}_layernorm\.", f"{within}.layer_norm_", name)
+        return name
+
+    def _is_cut(self, name: str) -> bool:
+        up = self._shapes[name.replace("_down_", "_up_")][1]
+        rows: int = self._shapes[name][0]
+        return bool(rows != up + ("kv_down" in name) * self._args.get("qk_pos_emb_head_dim", 0))
+
+    def _down(self, shape: Shape) -> list[Cell]:
+        """Two projections, one after the other: of queries, and of keys and values."""
+        query = self._shapes.get("self_attention.q_layernorm.weight")
+        if query is None:
+            rope = self._args.get("qk_pos_emb_head_dim", self._args.get("qk_rope_head_dim"))
+            query, name = (shape[0] - self._shapes["self_attention.kv_layernorm.weight"][0] - rope,), "q_proj"
+        else:
+            name = "q_down_proj"
+        parts = ((name, 0, query[0]), ("kv_down_proj", query[0], shape[0]))
+        return [
+            self._rows(f"{self._prefix}{_ATTENTION}linear_{each}.weight", shape, first, stop - first, 0)
+            for each, first, stop in parts
+        ]
+
+    def _of_heads(self, name: str, kind: str, number: int, tensor: int) -> list[Cell]:
+        """The rows of each head are a part of the rows of the head."""
+        heads = self._args["num_attention_heads"] // self._sizes.tp
+        both = [self._shapes[f"{_ATTENTION}{each}.weight"] for each, (of, _) in _HEADS.items() if of == kind]
+        rows = [shape[0] // heads for shape in both]
+        key = f"{self._prefix}{_ATTENTION}linear_{kind}_up_proj.weight"
+        size, shape = rows[number], self._shapes[name]
+        return [
+            self._rows(key, shape, head * size, size, (tensor * heads + head) * sum(rows) + number * rows[0])
+            for head in range(heads)
+        ]
+
+    def _of_experts(self, name: str, tensor: int, expert: int) -> list[Cell]:
+        """Experts, one by one, in turn, or all of a rank."""
+        tp, ep, etp, extended = self._sizes
+        single, grouped = _EXPERT.fullmatch(name), _GROUPED.fullmatch(name)
+        if not (single or grouped):
+            return []
+        router = self._shapes.get("mlp.router.weight")
+        total = router[0] if router else self._args.get("num_experts") or self._args["n_routed_experts"]
+        numbered = {match[1] or match[4] for match in map(_EXPERT.fullmatch, self._shapes) if match} - {""}
+        here = len(numbered) or total // (ep * tp if extended else ep)
+        part, first = tensor % etp, expert * here
+        if extended and here * ep * tp == total:
+            part, etp, first = 0, 1, (expert * tp + tensor) * here
+        if grouped:
+            return self._transposed(int(grouped[1]), here, first, part, etp)
+        assert single is not None
+        linear, number = single[2] or single[3], single[1] or single[4]
+        layers = [self._shapes[name.replace(linear, each)] for each in ("fc1", "fc2")]
+        count = 1 if number else here
+        rows, size = math.prod(layers[0][:-1]) // count, layers[1][-1]
+        key = f"{self._prefix}mlp.experts.experts.linear_{linear}.weight"
+        cells = []
+        for each in range(count):
+            at = first + (int(number) if number else each)
+            if linear == "fc1":
+                for half in range(rows // size):
+                    start = each * rows + half * size
+                    box = (at, (half * etp + part) * size, 0)
+                    cells.append(Cell(key, layers[0][-1], (start, start + size), (0, layers[0][-1]), box, 1))
+            else:
+                high = math.prod(layers[1][:-1]) // count
+                cells.append(Cell(key, size, (each * high, (each + 1) * high), (0, size), (at, 0, part * size), 1))
+        return cells
+
+    def _transposed(self, number: int, here: int, first: int, part: int, etp: int) -> list[Cell]:
+        """Transposed layers of experts, one after the other in memory, whatever shape is recorded."""
+        (width, all_columns), (all_rows, _) = (self._shapes[f"mlp.experts.weight{each}"] for each in (1, 2))
+        size = all_rows // here
+        halves = all_columns // all_rows
+        key = f"{self._prefix}mlp.experts.experts.linear_fc{number}.weight"
+        if number == 2:
+            return [
+                Cell(key, width, (at * size, (at + 1) * size), (0, width), (first + at, 0, part * size), 2, True)
+                for at in range(here)
+            ]
+        return [
+            Cell(
+                key,
+                all_columns // here,
+                (at * width, (at + 1) * width),
+                (half * size, (half + 1) * size),
+                (first + at, (half * etp + part) * size, 0),
+                2,
+                True,
+            )
+            for at in range(here)
+            for half in range(halves)
+        ]
