@@ -211,25 +211,10 @@ class ModuleForms:
             return [LiveForm("mlp.experts.weight2", (over, inner, ()), ((0, 1), (2,)), order=(0, 2, 1))]
         # One expert of each rank is a tensor.
         here = count // ranks
-        if up:
-            return [
-                LiveForm(
-                    self._expert(linear, number, grouped),
-                    (over, (), (), inner, ()),
-                    ((0, 1, 2, 3), (4,)),
-                    (ranks, here, halves, size, width),
-                    (number, number + 1),
-                )
-                for number in range(here)
-            ]
+        each, joined = ((halves, size, width), ((0, 1, 2, 3), (4,))) if up else ((width, size), ((0, 1, 2), (3,)))
+        axes = (over, (), (), inner, ())[: len(each) + 2]
         return [
-            LiveForm(
-                self._expert(linear, number, grouped),
-                (over, (), (), inner),
-                ((0, 1, 2), (3,)),
-                (ranks, here, width, size),
-                (number, number + 1),
-            )
+            LiveForm(self._expert(linear, number, grouped), axes, joined, (ranks, here, *each), (number, number + 1))
             for number in range(here)
         ]
 
