@@ -19,7 +19,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
-from reshard.text.names import TRAINER_OPTIMIZERS, is_weight, state_prefix, trainer_optimizer
+from reshard.text.names import TRAINER_OPTIMIZERS, UNNAMED_STATE, is_weight, state_prefix, trainer_optimizer
 
 MODEL = "model."
 _STATES = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "fp32_param": "main_param."}
@@ -129,6 +129,8 @@ def _is_model(beginning: str) -> bool:
 
 def possible_plain_names(name: str, optimizer: bool) -> list[str]:
     """The names that `plain_names` may give a tensor, whatever the others are; none where it is left out."""
+    if name == UNNAMED_STATE:
+        return [name] if optimizer else []
     if trainer_optimizer(name):
         found = _possible_states(name) if optimizer else []
         return [*dict.fromkeys([*found, *map(_without_modules, found)])]

@@ -229,9 +229,12 @@ class EditRules(NamedTuple):
         elif self.plain is None:
             yield from (name, None if self.trainer else name)
         else:
-            from reshard.names import possible_plain_names
+            from reshard.names import megatron_names, possible_plain_names
 
-            yield from possible_plain_names(name, self.plain != PLAIN_WEIGHTS)
+            for plain in possible_plain_names(name, self.plain != PLAIN_WEIGHTS):
+                # State has its name beside its weight.
+                beside = (plain, plain.partition(".")[2])
+                yield megatron_names(beside)[plain] if self.trainer and self.side is Side.MEGATRON else plain
 
     def first_names(self, names: Collection[str], checkpoint: Checkpoint, report: Report) -> dict[str, Optional[str]]:
         """The first renaming: new names by old ones, None for skipped tensors.

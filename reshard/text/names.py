@@ -195,6 +195,9 @@ STATE_PREFIXES = (*_OPTIMIZER_WORDS, *_ALSO_MODULES)
 TRAINER_OPTIMIZERS = ("optimizer.", "optim.")
 """Keys before the optimizer state of PyTorch's trainers."""
 
+UNNAMED_STATE = "optimizer.distributed"
+"""All state of an optimizer that is stored without names, where it cannot be given names."""
+
 # Megatron numbers the optimizers of dense weights and of experts.
 _CHAINED = re.compile(r"chained_\d+\.")
 # Of a state in another one, which only its keys show.

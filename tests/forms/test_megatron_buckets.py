@@ -24,7 +24,7 @@ from reshard.forms.pytorch.dcp import DescribedChunk, DescribedTensor, Record, r
 from tests.asking import open_checkpoint
 from tests.corpus_mcore import mcore_cases
 from tests.layouts import examples
-from tests.running import done, fails
+from tests.running import Argument, done, fails
 
 Numbers = npt.NDArray[np.int64]
 _PADDING = -1
@@ -507,3 +507,14 @@ def test_a_moved_edge_is_refused(tmp_path: Path) -> None:
         records[0,].fields["offset"], records[64,].fields["offset"] = (128,), (0,)
     path.write_bytes(pickled(metadata))
     is_refused(root, tmp_path, "optimizer.distributed", "rank 0 of the pipeline")
+
+
+@pytest.mark.parametrize("to", ["megatron", "unified", "ranks"])
+def test_state_without_a_map_is_left_out_only_where_it_is_excluded(to: str, tmp_path: Path) -> None:
+    """As of a directory of buckets that was rewritten: the edges of its chunks are gone."""
+    root, _ = copied(tmp_path)
+    done("convert", root, tmp_path / "rewritten", "--to", "dcp", "--shards", 4)
+    words: list[Argument] = ["convert", tmp_path / "rewritten", tmp_path / "out", "--to", to]
+    words += ["--dst-strategy", "none"] if to == "ranks" else []
+    fails(3, *words, texts=["optimizer.distributed", "--exclude"])
+    done(*words, "--exclude", "optimizer.*")

@@ -292,6 +292,7 @@ def stated(directory: Path, **more: Any) -> Path:
         ({"num_query_groups": 4}, ["num_query_groups"]),
         ({"padded_vocab_size": 64}, ["padded_vocab_size", "64"]),
         ({"moe_layer_freq": [1, 1]}, ["layers"]),
+        ({"num_experts": 4}, ["num_experts"]),
         ({"untie_embeddings_and_output_weights": False}, ["output_layer.weight"]),
         (None, ["holds no arguments"]),
         ("", ["does not exist"]),

@@ -36,8 +36,7 @@ from reshard.forms.megatron.parameters import (
 from reshard.forms.pytorch.dcp import DescribedTensor, ReadMetadata, Record, joined_chunk, run_of
 from reshard.forms.recorded import tensor_fault
 from reshard.text.messages import quoted
-
-DISTRIBUTED = "optimizer.distributed"
+from reshard.text.names import UNNAMED_STATE
 
 _GROUP = r"(?:chained_([0-9]{1,6})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,6})\."
 _BUCKET = re.compile(
@@ -196,7 +195,7 @@ def _dtype(path: str, name: str) -> str:
 
 def fault(path: str, problem: str) -> CheckpointError:
     """The error of all state without names."""
-    error = tensor_fault(path, DISTRIBUTED, problem)
+    error = tensor_fault(path, UNNAMED_STATE, problem)
     error.hint = f"{CURE}, {LEAVE_OUT}"
     return error
 
@@ -228,7 +227,7 @@ def name_state(directory: str, metadata: ReadMetadata, args: Mapping[str, Any], 
         if twice:
             raise fault(directory, f"is stored twice: {quoted(twice[0])} is a tensor, too")
     except InputError as error:
-        metadata.faults[DISTRIBUTED] = error
+        metadata.faults[UNNAMED_STATE] = error
         return set()
     metadata.tensors.update(state)
     return {*state}

@@ -204,6 +204,12 @@ class Model:
                 parameter="output_layer.weight",
                 hint="name the arguments of this model, with --args or --config",
             )
+        if args.get("num_experts") and not self.has_experts:
+            raise CheckpointError(
+                f"{path}: num_experts is {args['num_experts']}, but no weight is of experts",
+                file=path,
+                hint="name the arguments of this model, with --args or --config",
+            )
         if keeps_numbers(args) and stacked:
             raise CheckpointError(
                 f"{path}: with these arguments Megatron reads decoder.layers.N.*, a key for each layer, and the layers "
