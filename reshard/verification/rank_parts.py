@@ -223,6 +223,8 @@ class _Module:
         self._shapes = shapes
         self._args = args
         self._sizes = sizes
+        experts = {match[1] or match[4] for match in map(_EXPERT.fullmatch, shapes) if match}
+        self._numbered = len(experts - {""})
         self._latent = any(re.search("kv_(up|layer|nope)|linear_v|qk_nope", name) for name in shapes)
 
     def cells(self, name: str, tensor: int, expert: int) -> list[Cell]:
@@ -301,8 +303,7 @@ class _Module:
             return []
         router = self._shapes.get("mlp.router.weight")
         total = router[0] if router else self._args.get("num_experts") or self._args["n_routed_experts"]
-        numbered = {match[1] or match[4] for match in map(_EXPERT.fullmatch, self._shapes) if match} - {""}
-        here = len(numbered) or total // (ep * tp if extended else ep)
+        here = self._numbered or total // (ep * tp if extended else ep)
         part, first = tensor % etp, expert * here
         if extended and here * ep * tp == total:
             part, etp, first = 0, 1, (expert * tp + tensor) * here
