@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import shutil
+import threading
 import sys
 import threading
 from typing import Any
@@ -171,13 +172,14 @@ def test_a_short_read_is_continued(arguments: int, command: str, converted: Worl
     words = commands(converted)[command]
     expected = done(*words)
     calls = 0
-    read = os.pread
+    read, of_thread = os.pread, threading.local()
 
     def short(fd: int, count: int, offset: int) -> bytes:
         nonlocal calls
         calls += 1
-        # Every read but the one that follows gives a part.
-        return read(fd, min(count, arguments), offset) if calls % 2 else read(fd, count, offset)
+        of_thread.calls = getattr(of_thread, "calls", 0) + 1
+        # Of each thread, every read but the one that follows gives a part.
+        return read(fd, min(count, arguments), offset) if of_thread.calls % 2 else read(fd, count, offset)
 
     for place in ("other", "recovered", "merged.ckpt"):
         shutil.rmtree(converted.root / place, ignore_errors=True)
