@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import shutil
-import threading
 import sys
 import threading
 from typing import Any
