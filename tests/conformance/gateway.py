@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
-_START_SECONDS = 300
+_START_SECONDS = 100
+_ATTEMPTS = 3
 _CONFIGURATION = """\
 [global]
 fsid = {fsid}
@@ -56,11 +57,27 @@ def running(key: str, secret: str) -> Iterator[str]:
     Args:
         key: the user's access key.
         secret: the user's secret key.
+
+    Raises:
+        NotStartedError: it does not start, in several attempts.
     """
-    with contextlib.ExitStack() as stack:
-        cluster = _Cluster(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ceph"))), stack)
-        cluster.start(key, secret)
-        yield f"http://127.0.0.1:{cluster.port}"
+    problem = ""
+    for _ in range(_ATTEMPTS):
+        with contextlib.ExitStack() as stack:
+            cluster = _Cluster(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ceph"))), stack)
+            try:
+                cluster.start(key, secret)
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                # An OSD may die while its monitor is slow.
+                problem = str(error)
+                continue
+            yield f"http://127.0.0.1:{cluster.port}"
+            return
+    raise NotStartedError(problem)
+
+
+class NotStartedError(Exception):
+    """A cluster that does not start on this machine."""
 
 
 class _Cluster:
