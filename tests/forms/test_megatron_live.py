@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from reshard.checkpoints.formats.pickles import read_pickle
 from reshard.forms.megatron.arguments import configuration_of
 from reshard.forms.megatron.common import is_named
-from reshard.forms.megatron.stages import StagesError, stages_of
+from reshard.forms.megatron.problems import ProblemError
+from reshard.forms.megatron.stages import stages_of
 from tests.forms.legacy_trees import Array, OnNpu, Strided, values, write_rank
 from tests.forms.test_megatron_legacy import converted
 from tests.running import fails
@@ -246,7 +247,7 @@ def test_a_parameter_of_unknown_kind_is_refused_by_its_name(tmp_path: Path) -> N
 )
 def test_layers_of_virtual_stages_are_those_that_megatron_deals(args: dict[str, Any], expected: Any) -> None:
     if expected is None:
-        with pytest.raises(StagesError):
+        with pytest.raises(ProblemError):
             stages_of(args, 2, 2)
         return
     assert stages_of(args, 2, 2).chunks == tuple(tuple(map(tuple, each)) for each in expected)
@@ -275,7 +276,7 @@ def test_layers_of_virtual_stages_are_those_that_megatron_deals(args: dict[str, 
 )
 def test_uneven_stages_have_the_layers_that_args_state(args: dict[str, Any], expected: Any) -> None:
     if expected is None:
-        with pytest.raises(StagesError):
+        with pytest.raises(ProblemError):
             stages_of(args, 3)
         return
     stages = stages_of(args, 3)

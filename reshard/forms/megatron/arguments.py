@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Optional
 
 from reshard.errors import CheckpointError
-from reshard.forms.megatron.stages import StagesError, numbers_in
+from reshard.forms.megatron.problems import ProblemError
+from reshard.forms.megatron.stages import numbers_in
 from reshard.text.messages import quoted
 
 MLA, MOE, GROUPS = "multi_latent_attention", "num_experts", "group_query_attention"
@@ -105,7 +106,7 @@ def configuration_of(args: Mapping[str, Any], path: str) -> dict[str, object]:
         # MindSpeed counts layers that do nothing, which no other model has.
         try:
             config["num_hidden_layers"] = layers - len(numbers_in(args, "noop_layers") or ())
-        except StagesError as error:
+        except ProblemError as error:
             raise CheckpointError(f"{path}: {error}", file=path) from error
     heads = config.get("num_attention_heads")
     if heads is not None and args.get(GROUPS) is False and not args.get(MLA):

@@ -14,6 +14,7 @@ from typing import Optional
 
 from reshard.checkpoints.placed import c_strides
 from reshard.forms.megatron.keys import weight_of
+from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.pytorch.dcp import DescribedChunk, DescribedTensor, ReadMetadata, joined_chunk, run_of
 
 _EXPERTS = ".experts."
@@ -22,10 +23,6 @@ CURE = "save it with --dist-ckpt-optim-fully-reshardable of Megatron-Core 0.15 o
 
 LEAVE_OUT = "or leave it out: without --optimizer keep, or with --exclude 'optimizer.*'"
 """How the weights alone are converted."""
-
-
-class _NoMap(ValueError):
-    """Blocks that are not those of a weight; the text is the end of a sentence about the tensor."""
 
 
 def unblock(directory: str, metadata: ReadMetadata) -> set[str]:
@@ -42,12 +39,12 @@ def unblock(directory: str, metadata: ReadMetadata) -> set[str]:
             continue
         try:
             if weight is None:
-                raise _NoMap("is flattened in blocks, and there is no weight of its name to tell how")
+                raise ProblemError("is flattened in blocks, and there is no weight of its name to tell how")
             swapped = _is_transposed(name, shape, weight.shape, metadata)
             described[name] = DescribedTensor(tensor.dtype, weight.shape, [*_blocks(tensor, shape, directory, swapped)])
             if swapped:
                 transposed.add(name)
-        except _NoMap as error:
+        except ProblemError as error:
             metadata.fault(directory, name, str(error), CURE)
     metadata.tensors.update(described)
     return transposed
@@ -58,7 +55,7 @@ def _is_transposed(name: str, shape: tuple[int, ...], weight: tuple[int, ...], m
     swapped = _turned(shape)
     if _EXPERTS not in name or len(shape) < 2 or weight not in (shape, swapped):
         if shape != weight:
-            raise _NoMap(f"has the shape {list(shape)}, and its weight {list(weight)}")
+            raise ProblemError(f"has the shape {list(shape)}, and its weight {list(weight)}")
         return False
     if shape != swapped:
         return weight == swapped
@@ -70,7 +67,7 @@ def _is_transposed(name: str, shape: tuple[int, ...], weight: tuple[int, ...], m
         if (answer := _by_shape_or_cut(other, true_shape, metadata)) is not None
     }
     if len(found) != 1:
-        raise _NoMap("belongs to square matrices of experts, and nothing tells whether it is transposed")
+        raise ProblemError("belongs to square matrices of experts, and nothing tells whether it is transposed")
     return found.pop()
 
 
@@ -93,14 +90,14 @@ def _blocks(
     """The blocks of a tensor as boxes of its true shape, or of that with the last two dimensions in the other order."""
     grid, flat = tensor.shape[:-1], tensor.shape[-1] if tensor.shape else 0
     if len(grid) != len(shape) or any(not count or size % count for size, count in zip(shape, grid)):
-        raise _NoMap(f"has the shape {list(shape)} in a grid of {list(grid)} blocks, which does not divide it")
+        raise ProblemError(f"has the shape {list(shape)} in a grid of {list(grid)} blocks, which does not divide it")
     block = tuple(size // count for size, count in zip(shape, grid))
     if math.prod(block) != flat:
-        raise _NoMap(f"has blocks of {flat} elements, and of the shape {list(block)}")
+        raise ProblemError(f"has blocks of {flat} elements, and of the shape {list(block)}")
     cuts: dict[tuple[int, ...], list[DescribedChunk]] = {}
     for chunk in tensor.chunks:
         if any(size != 1 for size in chunk.sizes[:-1]):
-            raise _NoMap("has a chunk of several blocks")
+            raise ProblemError("has a chunk of several blocks")
         if chunk.sizes[-1]:
             cuts.setdefault(chunk.offsets[:-1], []).append(chunk)
     strides = c_strides(block)
@@ -124,7 +121,9 @@ def _check_whole(parts: Sequence[DescribedChunk], flat: int, place: tuple[int, .
     reached = 0
     for part in parts:
         if part.offsets[-1] != reached:
-            raise _NoMap(f"has ranges of the block {list(place)} that overlap or leave a hole at element {reached}")
+            raise ProblemError(
+                f"has ranges of the block {list(place)} that overlap or leave a hole at element {reached}"
+            )
         reached += part.sizes[-1]
     if reached != flat:
-        raise _NoMap(f"has {reached} of the {flat} elements of the block {list(place)}")
+        raise ProblemError(f"has {reached} of the {flat} elements of the block {list(place)}")

@@ -21,18 +21,18 @@ from reshard.forms.megatron.blocks import CURE, LEAVE_OUT
 from reshard.forms.megatron.buckets import places_by_edges, places_by_size
 from reshard.forms.megatron.common import opened, stored_in
 from reshard.forms.megatron.keys import STATE, weight_of
-from reshard.forms.megatron.legacy_state import MASTER, StateError, flat_buffers
+from reshard.forms.megatron.legacy_state import MASTER, flat_buffers
 from reshard.forms.megatron.legacy_state import Flat as JoinedBuffer
 from reshard.forms.megatron.parameters import (
     BUFFERS,
     Experts,
     Holding,
     Model,
-    OrderError,
     Parameter,
     Rank,
     Variant,
 )
+from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.pytorch.dcp import DescribedTensor, ReadMetadata, Record, joined_chunk, run_of
 from reshard.forms.recorded import tensor_fault
 from reshard.text.messages import quoted
@@ -169,7 +169,7 @@ def read_gathered(directory: str, objects: Mapping[str, Record], handles: FileHa
             with opened(stored_in(directory, record), handles) as (state, archive, _):
                 # An object is in a list of one.
                 optimizers = flat_buffers(archive, state)
-        except StateError as error:
+        except ProblemError as error:
             raise fault(path, str(error)) from error
         buffers = [each for flats in optimizers for each in flats or () if MASTER in each.tensors]
         if len(optimizers) != 1 or len(buffers) != len(optimizers[0] or ()):
@@ -249,7 +249,7 @@ def named_state(
     """
     try:
         return _Map(directory, weights, optimizers, args).tensors()
-    except OrderError as error:
+    except ProblemError as error:
         raise fault(directory, str(error)) from error
 
 
@@ -281,7 +281,7 @@ class _Map:
         buffers = [each for groups in self._optimizers for group in groups.values() for each in group]
         other = {buffer.dtype for buffer in buffers} - {weight.dtype for weight in weights.values()}
         if other:
-            raise OrderError(f"is of parameters of other types than the weights: {', '.join(sorted(other))}")
+            raise ProblemError(f"is of parameters of other types than the weights: {', '.join(sorted(other))}")
         self._args = args
         size = args.get("ddp_bucket_size")
         self._bucket_sizes = (size,) if type(size) is int else ()
@@ -297,19 +297,19 @@ class _Map:
             placed = self._placed(variant)
             if placed is not None:
                 return self._mapped(placed)
-        raise OrderError(f"has no map: {self._problem}")
+        raise ProblemError(f"has no map: {self._problem}")
 
     def _placed(self, variant: Variant) -> Optional[list[_Placed]]:
         """All parameters in an order, with their places; None where they do not fit."""
         first, *others = self._optimizers
         holding = Holding.DENSE if others or not self._model.expert_count else Holding.ALL
         if len(others) > 1 or (others and not self._model.expert_count):
-            raise OrderError(f"is that of {len(self._optimizers)} optimizers: one, or another of experts, is read")
+            raise ProblemError(f"is that of {len(self._optimizers)} optimizers: one, or another of experts, is read")
         if holding is Holding.ALL and self._model.etp != self._model.tp:
-            raise OrderError("lacks that of experts, which are cut over other ranks")
+            raise ProblemError("lacks that of experts, which are cut over other ranks")
         stages, rest = divmod(len(first), self._model.tp)
         if rest or first.keys() != set(range(len(first))):
-            raise OrderError(
+            raise ProblemError(
                 f"is in {len(first)} groups, which are not those of {self._model.tp} tensor parallel ranks"
             )
         chunks = self._chunks(first, stages, holding, variant)
@@ -325,7 +325,7 @@ class _Map:
         """The layers of every chunk: as many as fit. All first chunks have layers before those of any second one."""
         numbers = {len(_by_chunk(groups[group])) for group in groups}
         if len(numbers) > 1:
-            raise OrderError("has other numbers of buffers on some ranks than on others")
+            raise ProblemError("has other numbers of buffers on some ranks than on others")
         chunks: list[_Chunk] = []
         begin, total = 0, self._model.layer_count
         for number in range(numbers.pop()):
@@ -358,7 +358,7 @@ class _Map:
                 expert_size = -(-(1 + max(groups)) // (stages * self._model.etp))
             size = expert_size * self._model.etp
         if max(groups) >= stages * size:
-            raise OrderError(f"is in {1 + max(groups)} groups, which are not those of {stages} pipeline ranks")
+            raise ProblemError(f"is in {1 + max(groups)} groups, which are not those of {stages} pipeline ranks")
         placed: list[_Placed] = []
         for stage in range(stages):
             for number in range(size):
@@ -420,7 +420,7 @@ class _Map:
         with_state = {weight_of(name) for name in tensors}
         missing = [key for key in self._weights if key not in with_state and not key.endswith(BUFFERS)]
         if missing:
-            raise OrderError(f"lacks that of {quoted(missing[0])}")
+            raise ProblemError(f"lacks that of {quoted(missing[0])}")
         return tensors
 
 

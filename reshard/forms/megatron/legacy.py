@@ -16,10 +16,11 @@ from reshard.forms.form import ReadRequest
 from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY
 from reshard.forms.megatron.gathered import Gathered
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
-from reshard.forms.megatron.legacy_state import KINDS, Owner, StateError, states_of_buffers, states_of_groups
-from reshard.forms.megatron.live import LiveError, LiveModule, Rank, Sizes, TensorPart, is_parameter, parse
+from reshard.forms.megatron.legacy_state import KINDS, Owner, states_of_buffers, states_of_groups
+from reshard.forms.megatron.live import LiveModule, Rank, Sizes, TensorPart, is_parameter, parse
+from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.megatron.rank_files import HINT, Place, RankFile, read_file
-from reshard.forms.megatron.stages import Stages, StagesError, stages_of
+from reshard.forms.megatron.stages import Stages, stages_of
 from reshard.forms.recorded import ChunkedCheckpoint
 from reshard.forms.tracker import Iteration
 from reshard.storage import for_each, names_in
@@ -198,7 +199,7 @@ class _Tree:
         chunks = len(self.files[0].models)
         try:
             stages = stages_of(self.args, self.stages_count, chunks)
-        except StagesError as error:
+        except ProblemError as error:
             raise self._refused(f"{error}") from error
         for file in self.files:
             for number, model in enumerate(file.models):
@@ -273,7 +274,7 @@ class _Tree:
                     of_parameter = of_file[number, name] = []
                     try:
                         of_parameter += module.parts(within, file.place.rank)
-                    except LiveError as error:
+                    except ProblemError as error:
                         gathered.fault(file.path, key, str(error))
                     for part in of_parameter:
                         gathered.add((file.path, file.size), (file.place.stage, number), part.key, part, elements)
@@ -306,7 +307,7 @@ class _Tree:
                     gathered.add(
                         (optimizer.path, optimizer.size), (stage, state.owner.chunk), key, part, state.elements
                     )
-        except StateError as error:
+        except ProblemError as error:
             problem = str(error)
         if problem is not None:
             for owner in owners:

@@ -18,6 +18,7 @@ from reshard.checkpoints.placed import c_strides
 from reshard.forms.megatron.buckets import places_by_size
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT
 from reshard.forms.megatron.live import is_of_expert
+from reshard.forms.megatron.problems import ProblemError
 
 MASTER = "param"
 KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "param": MASTER, "master_param": MASTER}
@@ -26,10 +27,6 @@ KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "param": MASTER, "mas
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 _NO_STATE = frozenset({"step", "numel_unpadded"})
 HALF = frozenset({"Float16", "BFloat16"})
-
-
-class StateError(ValueError):
-    """State that is not read; the text is the end of a sentence about the optimizer."""
 
 
 class Owner(NamedTuple):
@@ -86,7 +83,7 @@ def plain_groups(archive: Archive, optimizers: Sequence[Mapping[str, Any]]) -> l
     """The groups of each optimizer; empty for optimizers whose state is in a file of its own.
 
     Raises:
-        StateError: the state is none that is read.
+        ProblemError: the state is none that is read.
     """
     return [_groups_of(archive, optimizer) for optimizer in optimizers]
 
@@ -98,17 +95,17 @@ def _groups_of(archive: Archive, optimizer: Mapping[str, Any]) -> list[Plain]:
         return []
     masters: Any = next((optimizer[key] for key in _MASTERS if key in optimizer), [[]] * len(groups))
     if not isinstance(masters, list) or len(masters) != len(groups):
-        raise StateError("has FP32 parameters for other groups than it has")
+        raise ProblemError("has FP32 parameters for other groups than it has")
     result = []
     for group, of_group in zip(groups, masters):
         numbers = group.get("params") if isinstance(group, dict) else None
         if not isinstance(numbers, list) or not isinstance(of_group, list):
-            raise StateError("has a group without a list of parameters")
+            raise ProblemError("has a group without a list of parameters")
         tensors = []
         for number in numbers:
             of_parameter = states.get(number)
             if not isinstance(of_parameter, dict):
-                raise StateError(f"has no state of its parameter {number}")
+                raise ProblemError(f"has no state of its parameter {number}")
             tensors.append({KINDS[kind]: archive.tensor(each) for kind, each in _read(of_parameter)})
         result.append(Plain(group, tensors, [archive.tensor(each) for each in of_group]))
     return result
@@ -121,14 +118,14 @@ def _read(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         if kind in KINDS and is_tensor(value):
             yield kind, value
         elif kind not in _NO_STATE:
-            raise StateError(f"has state called {kind!r}, which is not read")
+            raise ProblemError(f"has state called {kind!r}, which is not read")
 
 
 def flat_buffers(archive: Archive, state: Any) -> list[Optional[list[Flat]]]:
     """The buffers of each optimizer in a file of a distributed optimizer; None for one that another rank saves.
 
     Raises:
-        StateError: the file holds something else.
+        ProblemError: the file holds something else.
     """
     optimizers = state if isinstance(state, list) else [state]
     return [None if each is None else _buffers_of(archive, each) for each in optimizers]
@@ -136,7 +133,7 @@ def flat_buffers(archive: Archive, state: Any) -> list[Optional[list[Flat]]]:
 
 def _buffers_of(archive: Archive, state: Any) -> list[Flat]:
     if not isinstance(state, dict) or state.get("buckets_coalesced") is not True:
-        raise StateError(
+        raise ProblemError(
             "has buckets that are not joined, as Megatron saved them before 2024: load it and save it again"
         )
     buffers = []
@@ -146,12 +143,12 @@ def _buffers_of(archive: Archive, state: Any) -> list[Flat]:
             dtype = dtypes[0] if isinstance(dtypes, tuple) and dtypes else dtypes
             name = FROM_TORCH.get(dtype.name) if isinstance(dtype, Global) else None
             if name is None or not isinstance(tensors, dict):
-                raise StateError("has a buffer that is none of parameters of one type")
+                raise ProblemError("has a buffer that is none of parameters of one type")
             read = {KINDS[kind]: archive.tensor(each) for kind, each in _read(tensors)}
             if any(len(each.shape) != 1 or not each.in_order for each in read.values()):
-                raise StateError("has a buffer that is not flat")
+                raise ProblemError("has a buffer that is not flat")
             if len({each.shape for each in read.values()}) != 1:
-                raise StateError("has buffers of different sizes for one set of parameters")
+                raise ProblemError("has buffers of different sizes for one set of parameters")
             buffers.append(Flat(name, read))
     return buffers
 
@@ -160,7 +157,7 @@ def states_of_groups(optimizers: Sequence[Sequence[Plain]], owners: Sequence[Own
     """The state of every parameter in the groups of plain optimizers.
 
     Raises:
-        StateError: groups are not those of these parameters.
+        ProblemError: groups are not those of these parameters.
     """
     groups = [group for optimizer in optimizers for group in optimizer]
     left = [*owners]
@@ -169,23 +166,25 @@ def states_of_groups(optimizers: Sequence[Sequence[Plain]], owners: Sequence[Own
         mine = [owner for owner, belongs in zip(left, belong) if belongs]
         left = [owner for owner, belongs in zip(left, belong) if not belongs]
         if len(mine) != len(group.state):
-            raise StateError(f"has a group of {len(group.state)} parameters, and {len(mine)} in the model belong to it")
+            raise ProblemError(
+                f"has a group of {len(group.state)} parameters, and {len(mine)} in the model belong to it"
+            )
         halves = [owner for owner in mine if owner.elements.dtype in HALF]
         if mine and not group.masters:
-            raise StateError("has a group without FP32 parameters, which would show whose state is whose")
+            raise ProblemError("has a group without FP32 parameters, which would show whose state is whose")
         if len(group.masters) != len(halves):
-            raise StateError(f"has {len(group.masters)} FP32 parameters of a group, and {len(halves)} in the model")
+            raise ProblemError(f"has {len(group.masters)} FP32 parameters of a group, and {len(halves)} in the model")
         found = [State(owner, kind, each) for owner, of in zip(mine, group.state) for kind, each in of.items()]
         found += [State(owner, MASTER, each) for owner, each in zip(halves, group.masters)]
         for state in found:
             if state.elements.shape != state.owner.elements.shape:
-                raise StateError(
+                raise ProblemError(
                     f"has state of shape {list(state.elements.shape)} where {state.owner.name!r} of shape "
                     f"{list(state.owner.elements.shape)} is expected"
                 )
             yield state
     if left:
-        raise StateError(f"has no group with {left[0].name!r}")
+        raise ProblemError(f"has no group with {left[0].name!r}")
 
 
 def _is_in(owner: Owner, group: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -213,17 +212,17 @@ def states_of_buffers(
         bucket_sizes: elements from which on a bucket is full, to be tried first; see `places_by_size`.
 
     Raises:
-        StateError: buffers are not those of these parameters.
+        ProblemError: buffers are not those of these parameters.
     """
     if len(optimizers) > 2:
-        raise StateError(f"is made of {len(optimizers)} optimizers, and one or two are read")
+        raise ProblemError(f"is made of {len(optimizers)} optimizers, and one or two are read")
     for number, buffers in enumerate(optimizers):
         if buffers is None:
             continue
         mine = [each for each in owners if len(optimizers) == 1 or is_of_expert(each.name) == bool(number)]
         sets = _sets(mine)
         if len(sets) != len(buffers):
-            raise StateError(f"has {len(buffers)} buffers, and the model's parameters make {len(sets)}")
+            raise ProblemError(f"has {len(buffers)} buffers, and the model's parameters make {len(sets)}")
         for of_buffer, buffer in zip(sets, buffers):
             yield from _in_buffer(of_buffer, buffer, bucket_sizes)
 
@@ -238,13 +237,13 @@ def _sets(owners: Sequence[Owner]) -> list[list[Owner]]:
 
 def _in_buffer(owners: Sequence[Owner], buffer: Flat, bucket_sizes: Sequence[Optional[int]]) -> Iterator[State]:
     if owners[0].elements.dtype != buffer.dtype:
-        raise StateError(f"has a buffer of {buffer.dtype} parameters where {owners[0].elements.dtype} are expected")
+        raise ProblemError(f"has a buffer of {buffer.dtype} parameters where {owners[0].elements.dtype} are expected")
     (size,) = next(iter(buffer.tensors.values())).shape if buffer.tensors else (0,)
     lengths = [math.prod(owner.elements.shape) for owner in owners]
     alone = [number for number, owner in enumerate(owners) if owner.shared]
     places = places_by_size(lengths, size, alone, bucket_sizes)
     if places is None:
-        raise StateError(
+        raise ProblemError(
             f"has a buffer of {size} elements, and {len(lengths)} parameters of {sum(lengths)} do not lie in it in the "
             "order of the model"
         )

@@ -25,7 +25,8 @@ from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
 from reshard.forms.megatron.legacy_state import HALF, MASTER
 from reshard.forms.megatron.live import is_of_expert, is_parameter
 from reshard.forms.megatron.live_forms import MINDSPEED, LiveForm, ModuleForms, Run, is_ordered, order_of
-from reshard.forms.megatron.stages import Stages, StagesError, chunks_stated, stages_of
+from reshard.forms.megatron.problems import ProblemError
+from reshard.forms.megatron.stages import Stages, chunks_stated, stages_of
 from reshard.forms.megatron.training import Training
 from reshard.forms.megatron.written import directory_of, prepared
 from reshard.forms.pytorch.form import ITERATIONS
@@ -167,7 +168,7 @@ class LegacyFiles(TargetForm):
         args = {**self._args, "num_layers": self._args.get("num_layers") or len(layers)}
         try:
             stages = stages_of(args, self.pp, chunks_stated(args, self.pp) or 1)
-        except StagesError as error:
+        except ProblemError as error:
             raise self._refused(
                 f"{error} (--sizes pp={self.pp})", "choose another pp, or state it in --args"
             ) from error

@@ -13,13 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.placed import c_strides
+from reshard.forms.megatron.problems import ProblemError
 
 Rank = tuple[int, int]
 """Tensor rank and expert rank of a file."""
-
-
-class LiveError(ValueError):
-    """A parameter that is not read; the text is the end of a sentence about it."""
 
 
 class Sizes(NamedTuple):
@@ -117,11 +114,11 @@ class LiveModule:
         """The boxes that a parameter is on a rank.
 
         Raises:
-            LiveError: it is not known which they are.
+            ProblemError: it is not known which they are.
         """
         shape = self._shapes[name][rank]
         if not all(shape):
-            raise LiveError("has no elements")
+            raise ProblemError("has no elements")
         sequential, grouped_te, grouped = (pattern.fullmatch(name) for pattern in (_SEQUENTIAL, _GROUPED_TE, _GROUPED))
         if sequential:
             return self._expert(sequential[2], int(sequential[1]), rank)
@@ -146,7 +143,7 @@ class LiveModule:
         if COLUMNS.fullmatch(name):
             return [self._cut(key, name, rank, len(shape) - 1)]
         if not (WHOLE.fullmatch(name) or name in (_QUERY_DOWN, KV_DOWN) or self._sizes.tp == 1):
-            raise LiveError(f"is of no kind that says how it is cut over {self._sizes.tp} tensor ranks")
+            raise ProblemError(f"is of no kind that says how it is cut over {self._sizes.tp} tensor ranks")
         _check_same(shapes)
         return [_whole(key, shape)]
 
@@ -165,7 +162,7 @@ class LiveModule:
             on_ranks = self._shapes[name]
             shapes = {tensor: shape for (tensor, _), shape in on_ranks.items()}
             if any(shapes[tensor] != shape for (tensor, _), shape in on_ranks.items()):
-                raise LiveError("has different shapes in files of one tensor rank")
+                raise ProblemError("has different shapes in files of one tensor rank")
             self._of_tensor_rank[name] = shapes
         return shapes
 
@@ -190,7 +187,9 @@ class LiveModule:
         size = sizes.pop() if sizes else by_rank[last]
         end = by_rank.get(last, size)
         if sizes or (end != size and not (_VOCABULARY.fullmatch(name) and end < size)):
-            raise LiveError(f"has {sorted({*by_rank.values()})} elements along dimension {dimension} on tensor ranks")
+            raise ProblemError(
+                f"has {sorted({*by_rank.values()})} elements along dimension {dimension} on tensor ranks"
+            )
         return size, (count - 1) * size + end
 
     def _halves(self, key: str, shape: tuple[int, ...], rank: Rank) -> list[TensorPart]:
@@ -216,15 +215,15 @@ class LiveModule:
         """Whether fc1 of a module has two halves: the second layer has as many columns as one half has rows."""
         name, second = f"{module}linear_fc1.weight", f"{module}linear_fc2.weight"
         if name not in self._shapes or second not in self._shapes or rank not in self._shapes[second]:
-            raise LiveError(f"is not beside {name} and {second}, which show whether it is gated")
+            raise ProblemError(f"is not beside {name} and {second}, which show whether it is gated")
         return self._halves_of(self._shapes[name][rank][0], self._shapes[second][rank][-1]) == 2
 
     def _halves_of(self, rows: int, columns: int) -> int:
         if rows not in (columns, 2 * columns):
-            raise LiveError(f"has {rows} rows, and the layer after it {columns} columns")
+            raise ProblemError(f"has {rows} rows, and the layer after it {columns} columns")
         interleaved = [name for name in self._args if name.endswith("glu_interleave_size") and self._args[name]]
         if interleaved and rows != columns:
-            raise LiveError(f"is interleaved by {interleaved[0]} in args, which is not read")
+            raise ProblemError(f"is interleaved by {interleaved[0]} in args, which is not read")
         return rows // columns
 
     def _is_duplicated(self, name: str, rank: Rank) -> bool:
@@ -239,8 +238,8 @@ class LiveModule:
             more = 0 if down == _QUERY_DOWN else self._args.get("qk_pos_emb_head_dim")
             if type(more) is int and rows[0] in (size + more, (size + more) // self._sizes.tp):
                 return rows[0] == size + more
-            raise LiveError(f"has {rows[0]} rows, and {arg} is {size}, which does not show whether it is cut")
-        raise LiveError("is not beside the projections that show whether it is cut")
+            raise ProblemError(f"has {rows[0]} rows, and {arg} is {size}, which does not show whether it is cut")
+        raise ProblemError("is not beside the projections that show whether it is cut")
 
     def _down_projections(self, shape: tuple[int, ...]) -> list[TensorPart]:
         """MindSpeed's one layer of both down projections, or of the queries and a down projection; all of both."""
@@ -251,10 +250,10 @@ class LiveModule:
         else:
             rope = self._args.get("qk_pos_emb_head_dim", self._args.get("qk_rope_head_dim"))
             if kv_norm is None or type(rope) is not int:
-                raise LiveError("has the rows of two projections, and nothing shows how many of each")
+                raise ProblemError("has the rows of two projections, and nothing shows how many of each")
             first, name = rows - kv_norm[0] - rope, QUERY
         if not 0 < first < rows or (kv_norm is not None and rows - first <= kv_norm[0]):
-            raise LiveError(f"has {rows} rows, which are not those of two projections")
+            raise ProblemError(f"has {rows} rows, which are not those of two projections")
         return [
             TensorPart(self.prefix + name, (first, width), (0, 0), (first, width), 0, (width, 1)),
             TensorPart(
@@ -271,11 +270,11 @@ class LiveModule:
         up, number = _HEAD_PARTS[name]
         shapes = [self._shapes.get(f"self_attention.{part}.weight", {}).get(rank) for part in HEADS[up]]
         if type(heads) is not int or not heads or heads % self._sizes.tp or None in shapes:
-            raise LiveError("is a part of each head, and args do not record how many heads there are")
+            raise ProblemError("is a part of each head, and args do not record how many heads there are")
         here = heads // self._sizes.tp
         rows = [each[0] for each in shapes if each is not None]
         if any(count % here for count in rows):
-            raise LiveError(f"has {shape[0]} rows, which are no part of {here} heads")
+            raise ProblemError(f"has {shape[0]} rows, which are no part of {here} heads")
         of_head = [count // here for count in rows]
         width, size = shape[1], of_head[number]
         full = (heads * sum(of_head), width)
@@ -306,9 +305,9 @@ class LiveModule:
             counts = {linear: len(each) for linear, each in numbers.items()}
             count = counts.get("linear_fc1", 0)
             if [*counts.values()] != [count] * 2 or any(each != {*range(count)} for each in numbers.values()):
-                raise LiveError("is one of experts that are not numbered without gaps, each with both of its layers")
+                raise ProblemError("is one of experts that are not numbered without gaps, each with both of its layers")
             if any(len(each) > 1 or len(min(each)) != 2 for each in shapes.values()):
-                raise LiveError("is one of experts of different shapes")
+                raise ProblemError("is one of experts of different shapes")
             numbered = self._numbered_of[rank] = count, {linear: min(each) for linear, each in shapes.items()}
         return numbered
 
@@ -316,7 +315,7 @@ class LiveModule:
         """Experts of the model: the router has a row for each."""
         router = self._shape_of(ROUTER)
         if router is None:
-            raise LiveError("is an expert's, and there is no router beside it that shows how many there are")
+            raise ProblemError("is an expert's, and there is no router beside it that shows how many there are")
         return router[0]
 
     def _expert_place(self, count: int, rank: Rank) -> tuple[int, int, int]:
@@ -327,9 +326,9 @@ class LiveModule:
         if extended and count * ep * tp == total:
             return (expert * tp + tensor) * count, 0, 1
         if count * ep != total:
-            raise LiveError(f"is one of {count} experts here, and there are {total} over {ep} expert ranks")
+            raise ProblemError(f"is one of {count} experts here, and there are {total} over {ep} expert ranks")
         if tp % etp:
-            raise LiveError(f"is an expert's, cut over {etp} ranks, more than the {tp} tensor ranks")
+            raise ProblemError(f"is an expert's, cut over {etp} ranks, more than the {tp} tensor ranks")
         return expert * count, tensor % etp, etp
 
     def _experts(
@@ -353,7 +352,7 @@ class LiveModule:
         """
         (rows, width), (height, size) = shapes
         if width != height:
-            raise LiveError(f"is of experts of {width} columns, and the layer after it has {height} rows")
+            raise ProblemError(f"is of experts of {width} columns, and the layer after it has {height} rows")
         halves = self._halves_of(rows, size)
         first, cut, cuts = self._expert_place(here, rank)
         total, full = self._all_experts(), size * cuts
@@ -392,7 +391,7 @@ class LiveModule:
         for shape in shapes:
             rows = 0 if shape is None else math.prod(shape[:-1])
             if shape is None or len(shape) not in (2, 3) or rows % count or (len(shape) == 3 and shape[0] != count):
-                raise LiveError(f"is a stack of {count} experts of the shapes {shapes}")
+                raise ProblemError(f"is a stack of {count} experts of the shapes {shapes}")
             stacked.append((rows // count, shape[-1]))
         return self._experts(linear, range(count), count, (stacked[0], stacked[1]), rank)
 
@@ -400,18 +399,18 @@ class LiveModule:
         over = self._sizes.ep * (self._sizes.tp if self._sizes.extended else 1)
         total = self._all_experts()
         if total % over:
-            raise LiveError(f"holds experts, and {total} of them do not divide over {over} ranks")
+            raise ProblemError(f"holds experts, and {total} of them do not divide over {over} ranks")
         return total // over
 
     def _transposed(self, number: int, rank: Rank) -> list[TensorPart]:
         """The experts of a rank in GroupedMLP's order: transposed layers, one after the other, whatever its shape."""
         shapes = [self._shapes.get(f"mlp.experts.weight{each}", {}).get(rank) for each in (1, 2)]
         if shapes[0] is None or shapes[1] is None or len(shapes[0]) != 2 or len(shapes[1]) != 2:
-            raise LiveError("is not beside the other weights of the same experts")
+            raise ProblemError("is not beside the other weights of the same experts")
         (width, columns), (rows, height) = shapes[0], shapes[1]
         count = self._experts_here()
         if columns % count or rows % count:
-            raise LiveError(f"has the experts' shapes {shapes}, which are none of {count} experts")
+            raise ProblemError(f"has the experts' shapes {shapes}, which are none of {count} experts")
         both = (columns // count, width), (height, rows // count)
         return self._experts(f"linear_fc{number}", range(count), count, both, rank, transposed=True)
 
@@ -423,7 +422,7 @@ def is_of_expert(name: str) -> bool:
 
 def _check_same(shapes: Mapping[int, tuple[int, ...]]) -> None:
     if len({*shapes.values()}) > 1:
-        raise LiveError("has different shapes on different ranks, which should hold all of it")
+        raise ProblemError("has different shapes on different ranks, which should hold all of it")
 
 
 def _whole(key: str, shape: tuple[int, ...]) -> TensorPart:

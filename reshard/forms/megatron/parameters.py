@@ -17,6 +17,7 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints.placed import c_strides
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT
 from reshard.forms.megatron.live import LOCAL_NORMS, TensorPart
+from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.pytorch.dcp import DescribedTensor
 from reshard.text.messages import quoted
 
@@ -106,10 +107,6 @@ class Rank(NamedTuple):
     expert_size: int = 1
 
 
-class OrderError(ValueError):
-    """An unknown order of parameters; the text is the end of a sentence about the optimizer's state."""
-
-
 class _At(NamedTuple):
     """A tensor, or the part of one at an index of its first dimensions."""
 
@@ -134,7 +131,7 @@ class _MtpLayer(NamedTuple):
         around = {name: at for name, at in layer.items() if not _INNER.fullmatch(name)}
         unknown = sorted(around.keys() - {*_MTP_BEFORE, *_MTP_AFTER})
         if unknown:
-            raise OrderError(f"has an unknown order: where {quoted(around[unknown[0]].key)} belongs is not known")
+            raise ProblemError(f"has an unknown order: where {quoted(around[unknown[0]].key)} belongs is not known")
         before, after = ([around[name] for name in names if name in around] for names in (_MTP_BEFORE, _MTP_AFTER))
         return cls(before, inner, after)
 
@@ -150,7 +147,7 @@ class Model:
         tied: whether the output layer is the embedding.
 
     Raises:
-        OrderError: keys or chunks are not Megatron's.
+        ProblemError: keys or chunks are not Megatron's.
     """
 
     def __init__(self, weights: Mapping[str, DescribedTensor]) -> None:
@@ -169,12 +166,12 @@ class Model:
             elif of_mtp:
                 mtp.setdefault(int(of_mtp[1]), {})[of_mtp[2]] = _At(key, ())
             elif key not in (*_BEFORE, *_AFTER, *_HEAD):
-                raise OrderError(f"has an unknown order: where {quoted(key)} belongs is not known")
+                raise ProblemError(f"has an unknown order: where {quoted(key)} belongs is not known")
         self.layer_count = len(layers)
         self._layers = [layers[number] for number in range(self.layer_count)] if _are_all(layers) else []
         self._mtp = [_MtpLayer.of(mtp[number]) for number in range(len(mtp))] if _are_all(mtp) else []
         if len(self._layers) < len(layers) or len(self._mtp) < len(mtp) or not layers:
-            raise OrderError("is of a model some of whose layers are missing")
+            raise ProblemError("is of a model some of whose layers are missing")
         self.tied = OUTPUT not in weights
         vocabulary = EMBEDDING if EMBEDDING in weights else OUTPUT
         self.tp = len(self._cells_of(_At(vocabulary, ()))) if vocabulary in weights else 1
@@ -184,7 +181,7 @@ class Model:
         self.expert_count, self.etp = 0, 1
         if experts is not None:
             if len(weights[experts.key].shape) != len(experts.place) + 3:
-                raise OrderError(f"has an unknown order: {quoted(experts.key)} is not that of experts")
+                raise ProblemError(f"has an unknown order: {quoted(experts.key)} is not that of experts")
             index = (*experts.place, 0)
             self.expert_count = weights[experts.key].shape[len(experts.place)]
             self.etp = len(self._cells_of(_At(experts.key, index)))
@@ -273,7 +270,7 @@ class Model:
     def _of_experts(self, experts: Mapping[str, _At], rank: Rank, variant: Variant) -> list[Parameter]:
         unknown = sorted(experts.keys() - {f"linear_fc{n}.{kind}" for n in (1, 2) for kind in ("weight", "bias")})
         if unknown or self.expert_count % rank.expert_size:
-            raise OrderError("has experts of an unknown order")
+            raise ProblemError("has experts of an unknown order")
         count = self.expert_count // rank.expert_size
         numbers = range(rank.expert * count, (rank.expert + 1) * count)
         names = [f"linear_fc{n}.{kind}" for n in (1, 2) for kind in ("weight", "bias")]
@@ -298,7 +295,7 @@ class Model:
             index = (*at.place, number)
             cells = self._on_rank(_At(at.key, index), self.etp, rank.expert_tensor)
             if any(len(sizes) != 2 for _, sizes in cells):
-                raise OrderError("has experts of an unknown order")
+                raise ProblemError("has experts of an unknown order")
             width = sum(sizes[0] for _, sizes in cells)
             for (start, sizes), before in zip(cells, itertools.accumulate((s[0] for _, s in cells), initial=0)):
                 strides = (*(0,) * len(index), 1, width)
@@ -332,7 +329,7 @@ class Model:
             return [cells[tensor]]
         if len(cells) == 2 * size and "linear_fc1." in at.key and len({start[1:] for start, _ in cells}) == 1:
             return [cells[tensor], cells[size + tensor]]
-        raise OrderError(
+        raise ProblemError(
             f"does not fit the weights: {quoted(at.key)} is in {len(cells)} chunks, and the embedding in {self.tp}"
         )
 
@@ -340,7 +337,7 @@ class Model:
         """The distinct chunks of a tensor at an index, without the dimensions of that, ascending.
 
         Raises:
-            OrderError: they are not all of it, one after the other along one dimension.
+            ProblemError: they are not all of it, one after the other along one dimension.
         """
         depth = len(at.place)
         if (at.key, depth) not in self._cells:
@@ -357,7 +354,7 @@ class Model:
             }
         cells = self._cells[at.key, depth].get(at.place)
         if cells is None:
-            raise OrderError(f"does not fit the weights: {quoted(at.key)} has no chunk at {list(at.place)}")
+            raise ProblemError(f"does not fit the weights: {quoted(at.key)} has no chunk at {list(at.place)}")
         return cells
 
 
@@ -373,7 +370,7 @@ def _in_order(key: str, cells: set[_Cell], shape: tuple[int, ...]) -> list[_Cell
             for (start, sizes), end in zip(ordered, ends)
         ):
             return ordered
-    raise OrderError(f"does not fit the weights: the chunks of {quoted(key)} are not those of tensor parallel ranks")
+    raise ProblemError(f"does not fit the weights: the chunks of {quoted(key)} are not those of tensor parallel ranks")
 
 
 def _order(tail: str, local: bool, key: str) -> tuple[int, int]:
@@ -382,7 +379,7 @@ def _order(tail: str, local: bool, key: str) -> tuple[int, int]:
     if local and name.startswith("layer_norm_"):
         module = next((norm for norm, within in LOCAL_NORMS.items() if within == module), module)
     if module not in MODULES or name not in PARAMETERS:
-        raise OrderError(f"has an unknown order: where {quoted(key)} belongs in its layer is not known")
+        raise ProblemError(f"has an unknown order: where {quoted(key)} belongs in its layer is not known")
     return MODULES.index(module), PARAMETERS.index(name)
 
 

@@ -12,8 +12,9 @@ from reshard.checkpoints.formats.archives import Archive, Elements, is_tensor, p
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
 from reshard.forms.form import ReadRequest
 from reshard.forms.megatron.common import Common, common_in, is_named
-from reshard.forms.megatron.legacy_state import Flat, Plain, StateError, flat_buffers, plain_groups
+from reshard.forms.megatron.legacy_state import Flat, Plain, flat_buffers, plain_groups
 from reshard.forms.megatron.live import Rank
+from reshard.forms.megatron.problems import ProblemError
 from reshard.storage import reading, status_at
 
 HINT = "copy the checkpoint again, or take another step"
@@ -114,7 +115,7 @@ def _plain_optimizer(path: str, size: int, archive: Archive, optimizers: Sequenc
     """The state of optimizers that are not distributed."""
     try:
         groups = plain_groups(archive, optimizers)
-    except StateError as error:
+    except ProblemError as error:
         return OptimizerFile(path, size, saved=True, refusal=str(error))
     return OptimizerFile(path, size, groups if any(groups) else (), saved=bool(optimizers))
 
@@ -132,7 +133,7 @@ def _distributed_optimizer(path: str, request: ReadRequest) -> OptimizerFile:
         except DamagedCheckpointError as error:
             problem = DamagedCheckpointError(error.message, file=path, hint=HINT)
             return OptimizerFile(path, size, saved=True, problem=problem)
-        except StateError as error:
+        except ProblemError as error:
             return OptimizerFile(path, size, saved=True, refusal=str(error))
     return OptimizerFile(path, size, flats=flats, saved=True)
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.formats.pickles import PickledInstance
+from reshard.forms.megatron.problems import ProblemError
 
 Chunk = tuple[Optional[int], ...]
 """Per local number of a layer its number in the model; None where MindSpeed's models have a layer that does nothing."""
@@ -18,10 +19,6 @@ Chunk = tuple[Optional[int], ...]
 _LAYOUT = "pipeline_model_parallel_layout"
 _REPEATED = (re.compile(r"\(([^()]*)\)\*([0-9]{1,6})"), re.compile(r"(.)\*([0-9]{1,6})"))
 _MAX_LAYOUT = 1 << 16
-
-
-class StagesError(ValueError):
-    """Layers that are not known; the text is the end of a sentence about the checkpoint."""
 
 
 class Stages(NamedTuple):
@@ -50,16 +47,16 @@ def stages_of(args: Mapping[str, Any], ranks: int, chunks: int = 1) -> Stages:
         chunks: of each rank: more than 1 with a virtual pipeline.
 
     Raises:
-        StagesError: the arguments do not determine them.
+        ProblemError: the arguments do not determine them.
     """
     stated = chunks_stated(args, ranks)
     if stated is not None and stated != chunks:
-        raise StagesError(f"has {chunks} model chunks per rank of the pipeline, and {stated} by its args")
+        raise ProblemError(f"has {chunks} model chunks per rank of the pipeline, and {stated} by its args")
     dealt, positions = _dealt(args, ranks, chunks)
     empty = numbers_in(args, "noop_layers") or ()
     wrong = [layer for layer in empty if not 0 <= layer < positions]
     if wrong or len(set(empty)) < len(empty):
-        raise StagesError(f"has {positions} layers, and noop_layers {[*empty]} by its args")
+        raise ProblemError(f"has {positions} layers, and noop_layers {[*empty]} by its args")
     real = iter(range(positions - len(empty)))
     number = {position: None if position in empty else next(real) for position in range(positions)}
     result = tuple(tuple(tuple(map(number.__getitem__, layers)) for layers in of_rank) for of_rank in dealt)
@@ -87,11 +84,11 @@ def _dealt(args: Mapping[str, Any], ranks: int, chunks: int) -> tuple[Sequence[S
     if layers is None:
         layers = _number(args, "num_hidden_layers")
     if layers is None:
-        raise StagesError("does not record num_layers in its args")
+        raise ProblemError("does not record num_layers in its args")
     listed = numbers_in(args, "num_layer_list")
     if listed is not None:
         if chunks > 1 or len(listed) != ranks or sum(listed) != layers:
-            raise StagesError(f"has {layers} layers in {ranks} stages, and num_layer_list {[*listed]} by its args")
+            raise ProblemError(f"has {layers} layers in {ranks} stages, and num_layer_list {[*listed]} by its args")
         return _in_order([[count] for count in listed])
     if args.get("schedules_method") == "dualpipev":
         return _from_both_ends(layers, ranks), layers
@@ -112,7 +109,7 @@ def _in_order(counts: Sequence[Sequence[int]]) -> tuple[Sequence[Sequence[Sequen
 def _from_both_ends(layers: int, ranks: int) -> Sequence[Sequence[Sequence[int]]]:
     count, more = divmod(layers, 2 * ranks)
     if more:
-        raise StagesError(f"has {layers} layers, which dualpipev cannot deal to {ranks} ranks of a pipeline")
+        raise ProblemError(f"has {layers} layers, which dualpipev cannot deal to {ranks} ranks of a pipeline")
     return [
         [range(rank * count, (rank + 1) * count), range(layers - (rank + 1) * count, layers - rank * count)]
         for rank in range(ranks)
@@ -127,25 +124,25 @@ def _counts(args: Mapping[str, Any], layers: int, ranks: int, chunks: int) -> li
     if first is None and last is None:
         count, more = divmod(layers + embedding + loss, ranks * chunks)
         if more:
-            raise StagesError(f"has {layers} layers by its args, which do not divide into {ranks * chunks} stages")
+            raise ProblemError(f"has {layers} layers by its args, which do not divide into {ranks * chunks} stages")
         counts = [[count] * chunks for _ in range(ranks)]
         counts[0][0] -= embedding
         counts[-1][-1] -= loss
     else:
         if embedding or loss:
-            raise StagesError("has both counts of layers and account_for_... in its args")
+            raise ProblemError("has both counts of layers and account_for_... in its args")
         middle = ranks - (first is not None) - (last is not None)
         rest = layers - (first or 0) - (last or 0)
         if rest < 0 or (rest % middle if middle else rest):
-            raise StagesError(f"has {rest} layers by its args, which do not divide into {middle} middle stages")
+            raise ProblemError(f"has {rest} layers by its args, which do not divide into {middle} middle stages")
         of_rank = [rest // middle if middle else 0] * ranks
         of_rank[0] = of_rank[0] if first is None else first
         of_rank[-1] = of_rank[-1] if last is None else last
         if any(count % chunks for count in of_rank):
-            raise StagesError(f"has stages of {of_rank} layers by its args, which do not divide into {chunks} chunks")
+            raise ProblemError(f"has stages of {of_rank} layers by its args, which do not divide into {chunks} chunks")
         counts = [[count // chunks] * chunks for count in of_rank]
     if min(map(min, counts)) < 0:
-        raise StagesError(f"has {layers} layers by its args, fewer than its stages need")
+        raise ProblemError(f"has {layers} layers by its args, fewer than its stages need")
     return counts
 
 
@@ -171,18 +168,18 @@ def _counts_of_layout(layout: Any, ranks: int, chunks: int) -> list[list[int]]:
     elif isinstance(layout, (list, tuple)) and all(isinstance(stage, (list, tuple)) for stage in layout):
         stages = [list(stage) for stage in layout]
     else:
-        raise StagesError(f"has a {_LAYOUT} in its args that is not read")
+        raise ProblemError(f"has a {_LAYOUT} in its args that is not read")
     kinds = {"E": 0, "L": 0, "m": 0, "t": 1, "embedding": 0, "loss": 0, "mtp": 0, "decoder": 1}
     unknown = [kind for stage in stages for kind in stage if not isinstance(kind, str) or kind.strip() not in kinds]
     if unknown or len(stages) != ranks * chunks:
-        raise StagesError(f"has a {_LAYOUT} in its args that is none of {ranks * chunks} stages")
+        raise ProblemError(f"has a {_LAYOUT} in its args that is none of {ranks * chunks} stages")
     counts = [sum(kinds[kind.strip()] for kind in stage) for stage in stages]
     return [[counts[chunk * ranks + rank] for chunk in range(chunks)] for rank in range(ranks)]
 
 
 def _repeat(match: re.Match[str]) -> str:
     if len(match[1]) * int(match[2]) > _MAX_LAYOUT:
-        raise StagesError(f"has a {_LAYOUT} in its args that is too long")
+        raise ProblemError(f"has a {_LAYOUT} in its args that is too long")
     return match[1] * int(match[2])
 
 
@@ -191,7 +188,7 @@ def _number(args: Mapping[str, Any], name: str) -> Optional[int]:
     value = args.get(name)
     if value is None or (type(value) is int and value >= 0):
         return value
-    raise StagesError(f"has {name} = {str(value)[:40]} in its args, which is no number")
+    raise ProblemError(f"has {name} = {str(value)[:40]} in its args, which is no number")
 
 
 def numbers_in(args: Mapping[str, Any], name: str) -> Optional[tuple[int, ...]]:
@@ -205,4 +202,4 @@ def numbers_in(args: Mapping[str, Any], name: str) -> Optional[tuple[int, ...]]:
     try:
         return tuple(int(part) for part in parts)
     except (TypeError, ValueError):
-        raise StagesError(f"has {name} = {str(value)[:40]} in its args, which lists no numbers") from None
+        raise ProblemError(f"has {name} = {str(value)[:40]} in its args, which lists no numbers") from None
