@@ -15,14 +15,10 @@ from typing import Optional
 from reshard.checkpoints.placed import c_strides
 from reshard.forms.megatron.keys import weight_of
 from reshard.forms.megatron.problems import ProblemError
+from reshard.forms.megatron.proofs import CURE
 from reshard.forms.pytorch.dcp import DescribedChunk, DescribedTensor, ReadMetadata, joined_chunk, run_of
 
 _EXPERTS = ".experts."
-CURE = "save it with --dist-ckpt-optim-fully-reshardable of Megatron-Core 0.15 or newer"
-"""For state that cannot be read or proved."""
-
-LEAVE_OUT = "or leave it out: without --optimizer keep, or with --exclude 'optimizer.*'"
-"""How the weights alone are converted."""
 
 
 def unblock(directory: str, metadata: ReadMetadata) -> set[str]:

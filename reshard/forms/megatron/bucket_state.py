@@ -17,7 +17,6 @@ from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.dtypes import FROM_TORCH
 from reshard.checkpoints.placed import Run
 from reshard.errors import CheckpointError, InputError
-from reshard.forms.megatron.blocks import CURE, LEAVE_OUT
 from reshard.forms.megatron.buckets import places_by_edges, places_by_size
 from reshard.forms.megatron.common import opened, stored_in
 from reshard.forms.megatron.keys import STATE, weight_of
@@ -33,6 +32,7 @@ from reshard.forms.megatron.parameters import (
     Variant,
 )
 from reshard.forms.megatron.problems import ProblemError
+from reshard.forms.megatron.proofs import CURE, LEAVE_OUT
 from reshard.forms.pytorch.dcp import DescribedTensor, ReadMetadata, Record, joined_chunk, run_of
 from reshard.forms.recorded import tensor_fault
 from reshard.text.messages import quoted

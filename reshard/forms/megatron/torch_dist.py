@@ -11,26 +11,23 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from reshard.checkpoints.checkpoint import TiedTensors
 from reshard.errors import CheckpointError
 from reshard.forms.form import ReadRequest
-from reshard.forms.megatron.blocks import CURE, LEAVE_OUT, unblock
+from reshard.forms.megatron.blocks import unblock
 from reshard.forms.megatron.bucket_state import name_state
 from reshard.forms.megatron.common import STEP, Common, common_object, read_common, steps_of, stored_file, stored_in
 from reshard.forms.megatron.form import TORCH_DIST
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE, weight_of
+from reshard.forms.megatron.proofs import CURE, MASTERS, proofs, refuse_unproved
 from reshard.forms.pytorch.dcp import ReadMetadata, StoredValue, checkpoint_of, incomplete, read_metadata
 from reshard.forms.pytorch.form import BACKEND, COMMON, METADATA
-from reshard.forms.recorded import ChunkedCheckpoint, tensor_fault
+from reshard.forms.recorded import ChunkedCheckpoint
 from reshard.forms.tracker import Iteration
 from reshard.storage import names_in, read_small, reading
 from reshard.text.messages import quoted
-
-MASTERS = (f"{STATE}fp32_param.", f"{STATE}param.")
-"""Before the keys of the weights whose masters these are."""
 
 _MTP = "mtp."
 _CHAINED = re.compile(r"chained_[0-9]+\.")
@@ -159,29 +156,3 @@ def _step(metadata: ReadMetadata, common: Optional[Common]) -> list[StoredValue]
         metadata.faults[STEP] = error
         return []
     return [] if value is None else [StoredValue(common.path, value)]
-
-
-def proofs(checkpoint: ChunkedCheckpoint, names: Collection[str]) -> list[TiedTensors]:
-    """What shows that state is that of the weights: masters among these, cast to the types of weights, equal them."""
-    found = []
-    of_weight: dict[str, list[str]] = {}
-    for name in checkpoint.tensors:
-        of_weight.setdefault(weight_of(name), []).append(name)
-    for name, master in checkpoint.tensors.items():
-        weight = checkpoint.tensors.get(weight_of(name)) if name in names and name.startswith(MASTERS) else None
-        if weight is not None:
-            cast = master._replace(dtype=weight.dtype, item_size=weight.item_size, stored=(master,))
-            reason = f"state of the optimizer in {checkpoint.place} is not that of its weights"
-            hint = f"{CURE}, {LEAVE_OUT}"
-            found.append(TiedTensors(cast, (weight,), reason, hint, tuple(of_weight[weight.name])))
-    return found
-
-
-def refuse_unproved(checkpoint: ChunkedCheckpoint, names: Collection[str]) -> None:
-    """Make state unreadable that has to be proved, with the names of some of it, where its weight or master is."""
-    weights = {weight_of(name) for name in names} - {equal.copies[0].name for equal in checkpoint.tied}
-    unproved = sorted(name for name in checkpoint.tensors if weight_of(name) in weights)
-    error = "belongs to a weight only if its master shows it, and the master or the weight cannot be read"
-    faults = {name: tensor_fault(checkpoint.place, name, error, CURE) for name in unproved}
-    checkpoint.faults = {**checkpoint.faults, **faults}
-    checkpoint.tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in faults}

@@ -1,0 +1,44 @@
+"""Proofs that optimizer state belongs to its weights: masters, cast to the types of the weights, equal them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from reshard.checkpoints.checkpoint import TiedTensors
+from reshard.forms.megatron.keys import STATE, weight_of
+from reshard.forms.recorded import ChunkedCheckpoint, tensor_fault
+
+MASTERS = (f"{STATE}fp32_param.", f"{STATE}param.")
+"""Before the keys of the weights whose masters these are."""
+
+CURE = "save it with --dist-ckpt-optim-fully-reshardable of Megatron-Core 0.15 or newer"
+"""For state that cannot be read or proved."""
+
+LEAVE_OUT = "or leave it out: without --optimizer keep, or with --exclude 'optimizer.*'"
+"""How the weights alone are converted."""
+
+
+def proofs(checkpoint: ChunkedCheckpoint, names: Collection[str]) -> list[TiedTensors]:
+    """What shows that state is that of the weights: masters among these, cast to the types of weights, equal them."""
+    found = []
+    of_weight: dict[str, list[str]] = {}
+    for name in checkpoint.tensors:
+        of_weight.setdefault(weight_of(name), []).append(name)
+    for name, master in checkpoint.tensors.items():
+        weight = checkpoint.tensors.get(weight_of(name)) if name in names and name.startswith(MASTERS) else None
+        if weight is not None:
+            cast = master._replace(dtype=weight.dtype, item_size=weight.item_size, stored=(master,))
+            reason = f"state of the optimizer in {checkpoint.place} is not that of its weights"
+            hint = f"{CURE}, {LEAVE_OUT}"
+            found.append(TiedTensors(cast, (weight,), reason, hint, tuple(of_weight[weight.name])))
+    return found
+
+
+def refuse_unproved(checkpoint: ChunkedCheckpoint, names: Collection[str]) -> None:
+    """Make state unreadable that has to be proved, with the names of some of it, where its weight or master is."""
+    weights = {weight_of(name) for name in names} - {equal.copies[0].name for equal in checkpoint.tied}
+    unproved = sorted(name for name in checkpoint.tensors if weight_of(name) in weights)
+    error = "belongs to a weight only if its master shows it, and the master or the weight cannot be read"
+    faults = {name: tensor_fault(checkpoint.place, name, error, CURE) for name in unproved}
+    checkpoint.faults = {**checkpoint.faults, **faults}
+    checkpoint.tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in faults}
