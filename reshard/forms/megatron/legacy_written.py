@@ -21,7 +21,7 @@ from reshard.checkpoints.formats.pickles import NAMESPACE, PickledInstance, iner
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import WriteRequest
 from reshard.forms.megatron.form import MEGATRON, MODEL_FILE
-from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
+from reshard.forms.megatron.keys import EMBEDDING, LAYER, OUTPUT, STATE
 from reshard.forms.megatron.legacy_state import HALF, MASTER
 from reshard.forms.megatron.live import is_of_expert, is_parameter
 from reshard.forms.megatron.live_forms import MINDSPEED, LiveForm, ModuleForms, Run, is_ordered, order_of
@@ -39,7 +39,6 @@ from reshard.layout.views import View
 from reshard.text.messages import quoted
 
 _STATE = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param)\.(.+)")
-_LAYER = re.compile(r"decoder\.layers\.(?:([0-9]{1,6})\.)?(.+)")
 _MTP = re.compile(r"(mtp\.layers\.[0-9]{1,6}\.(?:transformer_layer\.)?)(.+)")
 _LATENT = re.compile(r"\.(kv_layernorm|linear_kv_up_proj|linear_kv_nope)\.")
 _FIRST, _LAST = ("embedding.",), ("decoder.final_layernorm.", "output_layer.")
@@ -162,7 +161,7 @@ class LegacyFiles(TargetForm):
         """The layers of every stage."""
         layers: set[int] = set()
         for name, tensor in tensors.items():
-            match = _LAYER.fullmatch(name)
+            match = LAYER.fullmatch(name)
             if match:
                 layers.update(range(tensor.shape[0]) if match[1] is None else [int(match[1])])
         args = {**self._args, "num_layers": self._args.get("num_layers") or len(layers)}
@@ -184,7 +183,7 @@ class LegacyFiles(TargetForm):
             kind, key = (state[1], state[2]) if state else ("", name)
             if kind == "" and name.startswith(STATE):
                 raise tensor_fault(self._place, name, "is state that Megatron's optimizer does not have")
-            layer, inner = _LAYER.fullmatch(key), _MTP.fullmatch(key)
+            layer, inner = LAYER.fullmatch(key), _MTP.fullmatch(key)
             places: list[tuple[tuple[str, Optional[int]], str, Optional[int]]]
             if layer and layer[1] is None:
                 places = [(("decoder.layers.", number), layer[2], number) for number in range(tensor.shape[0])]

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.placed import c_strides
+from reshard.forms.megatron.keys import LAYER, MTP, MTP_INNER
 from reshard.forms.megatron.problems import ProblemError
 
 Rank = tuple[int, int]
@@ -448,9 +449,6 @@ def strides_in(part: TensorPart, shape: Sequence[int], strides: Sequence[int]) -
     return first, tuple(0 if size == 1 else steps[step] for size, step in zip(part.sizes, part.strides))
 
 
-_LAYER = re.compile(r"decoder\.layers\.([0-9]{1,6})\.(.+)")
-_MTP_LAYER = re.compile(r"mtp\.layers\.([0-9]{1,6})\.(?:transformer_layer|mtp_model_layer)\.(.+)")
-_MTP = re.compile(r"mtp\.layers\.([0-9]{1,6})\.(.+)")
 _MTP_NORM = re.compile(r"mtp\.final_layernorms\.([0-9]{1,6})\.(weight|bias)")
 
 
@@ -470,15 +468,13 @@ class LiveName(NamedTuple):
 
 def parse(name: str) -> LiveName:
     """The parts of a live name, with MindSpeed's and older names replaced by Megatron's of today's keys."""
-    match = _LAYER.fullmatch(name)
-    if match:
+    match = LAYER.fullmatch(name)
+    if match and match[1]:
         return LiveName(int(match[1]), "decoder.layers.", match[2])
-    match = _MTP_LAYER.fullmatch(name)
+    match = MTP.fullmatch(name)
     if match:
-        return LiveName(None, f"mtp.layers.{match[1]}.transformer_layer.", match[2])
-    match = _MTP.fullmatch(name)
-    if match:
-        return LiveName(None, f"mtp.layers.{match[1]}.", match[2])
+        prefix, inner = f"mtp.layers.{match[1]}.", MTP_INNER.fullmatch(match[2])
+        return LiveName(None, f"{prefix}transformer_layer.", inner[1]) if inner else LiveName(None, prefix, match[2])
     match = _MTP_NORM.fullmatch(name)
     if match:
         return LiveName(None, f"mtp.layers.{match[1]}.", f"final_layernorm.{match[2]}")

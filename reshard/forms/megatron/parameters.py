@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.placed import c_strides
-from reshard.forms.megatron.keys import EMBEDDING, OUTPUT
+from reshard.forms.megatron.keys import EMBEDDING, LAYER, MTP, MTP_INNER, OUTPUT
 from reshard.forms.megatron.live import LOCAL_NORMS, TensorPart
 from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.pytorch.dcp import DescribedTensor
 from reshard.text.messages import quoted
 
-_LAYER = re.compile(r"decoder\.layers\.(?:([0-9]{1,6})\.)?(.+)")
-_MTP = re.compile(r"mtp\.layers\.([0-9]{1,6})\.(.+)")
-_INNER = re.compile(r"(?:transformer_layer|mtp_model_layer)\.(.+)")
 _EXPERTS = "mlp.experts.experts."
 # Saved, and no parameters.
 BUFFERS = ("mlp.router.expert_bias",)
@@ -127,8 +123,8 @@ class _MtpLayer(NamedTuple):
 
     @classmethod
     def of(cls, layer: _Layer) -> _MtpLayer:
-        inner = {match[1]: at for name, at in layer.items() for match in [_INNER.fullmatch(name)] if match}
-        around = {name: at for name, at in layer.items() if not _INNER.fullmatch(name)}
+        inner = {match[1]: at for name, at in layer.items() for match in [MTP_INNER.fullmatch(name)] if match}
+        around = {name: at for name, at in layer.items() if not MTP_INNER.fullmatch(name)}
         unknown = sorted(around.keys() - {*_MTP_BEFORE, *_MTP_AFTER})
         if unknown:
             raise ProblemError(f"has an unknown order: where {quoted(around[unknown[0]].key)} belongs is not known")
@@ -157,7 +153,7 @@ class Model:
         layers: dict[int, _Layer] = {}
         mtp: dict[int, _Layer] = {}
         for key, tensor in weights.items():
-            match, of_mtp = _LAYER.fullmatch(key), _MTP.fullmatch(key)
+            match, of_mtp = LAYER.fullmatch(key), MTP.fullmatch(key)
             if match and match[1] is None:
                 for number in range(tensor.shape[0] if tensor.shape else 0):
                     layers.setdefault(number, {})[match[2]] = _At(key, (number,))
