@@ -414,7 +414,7 @@ def _recipe(kept: Sequence[_Kept], form: LiveForm, name: str) -> Recipe:
         tensor = each.tensor
         if tensor.added is not None:
             raise tensor_fault("", name, "gets an addition, which is written as torch_dist only")
-        mine = tensor.stored or (tensor,)
+        mine = tensor.sources
         views.append(each.view().with_sources(range(len(sources), len(sources) + len(mine))))
         sources += (source.name for source in mine)
         stored += mine
