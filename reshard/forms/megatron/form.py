@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Optional, cast
+from typing import TYPE_CHECKING, Optional
 
 from reshard.asked import Source, Target
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.forms.form import (
-    Description,
     Form,
     FormOptions,
     Layouts,
@@ -34,12 +33,13 @@ from reshard.forms.pytorch.form import (
     ITERATIONS,
     METADATA,
     OBJECTS,
+    ChunkedForm,
     DcpForm,
     kind_of_directory,
 )
 from reshard.forms.tracker import TRACKER, Iteration, saved_steps
 from reshard.storage import absolute, exists, is_directory, listings_cached, names_in
-from reshard.strategies import NONE, Strategy, target_named
+from reshard.strategies import NONE, target_named
 from reshard.text.messages import Report
 from reshard.text.names import TRAINING_STEP
 
@@ -90,7 +90,7 @@ def iterations(root: str, names: Sequence[str]) -> list[Iteration]:
     return ITERATIONS.held(root, names, is_iteration)
 
 
-class MegatronForm(Form):
+class MegatronForm(ChunkedForm):
     """Checkpoints of Megatron-Core."""
 
     name = MEGATRON
@@ -132,16 +132,6 @@ class MegatronForm(Form):
         iteration = choose(source.path, source.step, Report())
         legacy = kind_of_iteration(iteration.path, names_in(iteration.path)) == LEGACY
         return self if legacy else DcpForm()
-
-    def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
-        from reshard.forms.recorded import ChunkedCheckpoint, strategy_of
-
-        return strategy_of(cast(ChunkedCheckpoint, checkpoint))
-
-    def describe(self, checkpoint: Checkpoint) -> Description:
-        from reshard.forms.recorded import ChunkedCheckpoint, described
-
-        return described(cast(ChunkedCheckpoint, checkpoint))
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         if request.asked.format == LEGACY:

@@ -69,8 +69,8 @@ def iterations(directory: str, names: Sequence[str]) -> list[Iteration]:
     return [iteration for iteration in candidates if kind_of_directory(names_in(iteration.path)) == DCP]
 
 
-class _ChunkedForm(Form):
-    """The common part of PyTorch's forms, whose checkpoints are `ChunkedCheckpoint`."""
+class ChunkedForm(Form):
+    """The common part of forms whose checkpoints are `ChunkedCheckpoint`: PyTorch's and Megatron's."""
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
         from reshard.forms.recorded import ChunkedCheckpoint, strategy_of
@@ -83,7 +83,7 @@ class _ChunkedForm(Form):
         return described(cast(ChunkedCheckpoint, checkpoint))
 
 
-class _DistributedForm(_ChunkedForm):
+class _DistributedForm(ChunkedForm):
     """The common part of torch DCP and hyper-parallel's form."""
 
     @listings_cached()
@@ -172,7 +172,7 @@ def shards_in(path: str, names: Sequence[str]) -> Optional[str]:
     return None
 
 
-class HfShardedForm(_ChunkedForm):
+class HfShardedForm(ChunkedForm):
     """Sharded safetensors of torch.distributed.checkpoint."""
 
     name = "hf-sharded"
@@ -214,7 +214,7 @@ class HfShardedForm(_ChunkedForm):
 VERL_FILE = re.compile(r"model_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt")
 
 
-class VerlForm(_ChunkedForm):
+class VerlForm(ChunkedForm):
     """The files ``model_world_size_N_rank_R.pt`` of a directory."""
 
     name = "verl"
