@@ -61,6 +61,11 @@ TORCH_DIST, LEGACY, PLAIN = "torch_dist", "torch", "plain"
 _SHARDS = 16
 
 
+def rank_directory(tensor: int, others: Sequence[int]) -> str:
+    """The name of a rank's directory in a legacy tree, by its numbers."""
+    return "_".join([f"mp_rank_{tensor:02d}", *(f"{number:03d}" for number in others)])
+
+
 def kind_of_iteration(path: str, names: Sequence[str]) -> Optional[str]:
     """The kind of a directory of one checkpoint, by the names in it; None where it is not Megatron's.
 

@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.forms.form import ReadRequest
-from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY
+from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY, rank_directory
 from reshard.forms.megatron.gathered import Gathered
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
 from reshard.forms.megatron.legacy_state import KINDS, Owner, states_of_buffers, states_of_groups
@@ -192,7 +192,7 @@ class _Tree:
     def _name_of(self, place: Place, names: Sequence[str]) -> str:
         length = len(_numbers_of(names[0]))
         numbers = [place.stage, place.expert] if length == 3 else [place.stage or place.expert][: length - 1]
-        return "_".join([f"mp_rank_{place.tensor:02d}", *(f"{number:03d}" for number in numbers)])
+        return rank_directory(place.tensor, numbers)
 
     def _stages(self) -> Stages:
         """Layers of every stage, which should be those in the files."""

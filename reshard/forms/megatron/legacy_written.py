@@ -20,7 +20,7 @@ from reshard.checkpoints.formats.output import OutputLayout, OutputTensor
 from reshard.checkpoints.formats.pickles import NAMESPACE, PickledInstance, inert, pickled
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import WriteRequest
-from reshard.forms.megatron.form import MEGATRON, MODEL_FILE
+from reshard.forms.megatron.form import MEGATRON, MODEL_FILE, rank_directory
 from reshard.forms.megatron.keys import EMBEDDING, LAYER, OUTPUT, STATE
 from reshard.forms.megatron.legacy_state import HALF, MASTER
 from reshard.forms.megatron.live import is_of_expert, is_parameter
@@ -308,8 +308,7 @@ class LegacyFiles(TargetForm):
             for expert in range(self.ep):
                 for tensor in range(self.tp):
                     numbers = [*([stage] if self.pp > 1 else []), *([expert] if self.ep > 1 else [])]
-                    directory = "_".join([f"mp_rank_{tensor:02d}", *(f"{number:03d}" for number in numbers)])
-                    yield f"{self.iteration}/{directory}/{MODEL_FILE.rpartition('.')[0]}"
+                    yield f"{self.iteration}/{rank_directory(tensor, numbers)}/{MODEL_FILE.rpartition('.')[0]}"
 
     def section_of(self, file: int) -> Section:
         return self.sections[file // (self.tp * self.ep)]
