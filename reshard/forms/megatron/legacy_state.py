@@ -17,7 +17,7 @@ from reshard.checkpoints.formats.pickles import Global
 from reshard.checkpoints.placed import c_strides
 from reshard.forms.megatron.buckets import places_by_size
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT
-from reshard.forms.megatron.live import is_of_expert
+from reshard.forms.megatron.live import is_decayed, is_of_expert
 from reshard.forms.megatron.problems import ProblemError
 
 MASTER = "param"
@@ -189,9 +189,8 @@ def states_of_groups(optimizers: Sequence[Sequence[Plain]], owners: Sequence[Own
 
 def _is_in(owner: Owner, group: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a parameter belongs to a group, by the properties in which its groups differ."""
-    decayed = not (owner.name.endswith(".bias") or len(owner.elements.shape) == 1)
     properties = {
-        "wd_mult": float(decayed),
+        "wd_mult": float(is_decayed(owner.name, owner.elements.shape)),
         "is_expert_parallel": is_of_expert(owner.name),
         "is_decoupled_lr": owner.name in (EMBEDDING, OUTPUT),
     }

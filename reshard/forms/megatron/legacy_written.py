@@ -23,7 +23,7 @@ from reshard.forms.form import WriteRequest
 from reshard.forms.megatron.form import MEGATRON, MODEL_FILE, rank_directory
 from reshard.forms.megatron.keys import EMBEDDING, LAYER, OUTPUT, STATE
 from reshard.forms.megatron.legacy_state import HALF, MASTER
-from reshard.forms.megatron.live import is_of_expert, is_parameter
+from reshard.forms.megatron.live import is_decayed, is_of_expert, is_parameter
 from reshard.forms.megatron.live_forms import MINDSPEED, LiveForm, ModuleForms, Run, is_ordered, order_of
 from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.megatron.stages import Stages, chunks_stated, stages_of
@@ -373,7 +373,7 @@ class LegacyFiles(TargetForm):
         of_groups: dict[tuple[bool, bool], list[tuple[LiveTensor, bool]]] = {}
         decoupled = any(group.get("is_decoupled_lr") for group in groups)
         for each, shape, half in owned:
-            decayed = not (each.local.endswith(".bias") or len(shape) == 1)
+            decayed = is_decayed(each.local, shape)
             key = (decayed, decoupled and each.local in (EMBEDDING, OUTPUT))
             of_groups.setdefault(key, []).append((each, half))
         written, masters = [], []

@@ -421,6 +421,11 @@ def is_of_expert(name: str) -> bool:
     return ".experts." in name
 
 
+def is_decayed(name: str, shape: Sequence[int]) -> bool:
+    """Whether Megatron's optimizer decays a parameter, by its live name and its shape on a rank."""
+    return not (name.endswith(".bias") or len(shape) == 1)
+
+
 def _check_same(shapes: Mapping[int, tuple[int, ...]]) -> None:
     if len({*shapes.values()}) > 1:
         raise ProblemError("has different shapes on different ranks, which should hold all of it")
