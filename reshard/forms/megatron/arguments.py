@@ -1,7 +1,7 @@
-"""Arguments of a training with Megatron, and the keys of config.json that say the same.
+"""Arguments of a training with Megatron, and the keys of config.json for the same.
 
-`PAIRS` lists what is the same number under two names. What is said otherwise, such as which layers have experts, has a
-function for each direction.
+`PAIRS` lists numbers that have two names. Others, such as which layers have experts, have a function for each
+direction.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def configuration_of(args: Mapping[str, Any], path: str) -> dict[str, object]:
         path: the file they are from, for messages.
 
     Raises:
-        CheckpointError: an argument says that rows of weights mean something else than in such models, or arguments
+        CheckpointError: with an argument, rows of weights mean something else than in such models, or arguments
             contradict one another.
     """
     refuse_other_rows(args, path)
@@ -127,15 +127,15 @@ def refuse_other_rows(args: Mapping[str, Any], path: str) -> None:
     for name, harmless in _OF_ROWS.items():
         if args.get(name) not in harmless and not (name == _GATED and args.get("quick_geglu")):
             raise CheckpointError(
-                f"{path}: the arguments of the training say {name} = {quoted(str(args[name]))}, with which rows of "
-                "weights mean something else than tables of names know",
+                f"{path}: the arguments of the training have {name} = {quoted(str(args[name]))}, with which rows of "
+                "weights mean something else than in tables of names",
                 file=path,
                 hint="export it with the tools that it was trained with",
             )
 
 
 def _holds(args: Mapping[str, Any], where: Optional[str]) -> bool:
-    """Whether a condition of a pair holds; an absent argument says nothing against it."""
+    """Whether a condition of a pair holds; it holds if the argument is absent."""
     value = args.get(where, True) if where is not None else True
     return value is not None and value is not False
 
@@ -168,8 +168,8 @@ def dense_layers(args: Mapping[str, Any], layers: int, path: str) -> list[int]:
     if isinstance(frequency, (list, tuple)) and len(frequency) == layers and not set(frequency) - {0, 1}:
         return [layer for layer, has_experts in enumerate(frequency) if not has_experts]
     raise CheckpointError(
-        f"{path}: the arguments of the training say moe_layer_freq = {quoted(str(frequency))}, which does not tell "
-        f"for each of {layers} layers whether it has experts",
+        f"{path}: the arguments of the training have moe_layer_freq = {quoted(str(frequency))}, which does not "
+        f"state for each of {layers} layers whether it has experts",
         file=path,
     )
 

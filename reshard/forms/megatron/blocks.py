@@ -35,7 +35,7 @@ def unblock(directory: str, metadata: ReadMetadata) -> set[str]:
             continue
         try:
             if weight is None:
-                raise ProblemError("is flattened in blocks, and there is no weight of its name to tell how")
+                raise ProblemError("is flattened in blocks, and its weight is missing")
             swapped = _is_transposed(name, shape, weight.shape, metadata)
             described[name] = DescribedTensor(tensor.dtype, weight.shape, [*_blocks(tensor, shape, directory, swapped)])
             if swapped:
@@ -55,7 +55,7 @@ def _is_transposed(name: str, shape: tuple[int, ...], weight: tuple[int, ...], m
         return False
     if shape != swapped:
         return weight == swapped
-    # The shapes of a square do not tell: the cut of a tensor rank goes with the dimension.
+    # A square has the same shape in both orders; the cut of tensor ranks is along one dimension of the weight.
     found = {
         answer
         for other, true_shape in metadata.flattened.items()
@@ -63,7 +63,7 @@ def _is_transposed(name: str, shape: tuple[int, ...], weight: tuple[int, ...], m
         if (answer := _by_shape_or_cut(other, true_shape, metadata)) is not None
     }
     if len(found) != 1:
-        raise ProblemError("belongs to square matrices of experts, and nothing tells whether it is transposed")
+        raise ProblemError("belongs to square matrices of experts, and whether it is transposed is not known")
     return found.pop()
 
 

@@ -37,7 +37,7 @@ _SIZE_ARGUMENTS = {
     "ep": "expert_model_parallel_size",
 }
 _CONSUMED = "consumed_train_samples"
-# Arguments that say how a run is divided over ranks.
+# Arguments for the division of a run over ranks.
 _DIVIDED = frozenset(
     {
         *_SIZE_ARGUMENTS.values(),
@@ -221,7 +221,7 @@ def _positions(common: Common, origin: Origin) -> Iterator[str]:
 
 
 def _content(common: Common, names: Collection[str]) -> Iterator[str]:
-    """What says other names than those of the tensors."""
+    """Entries of the content metadata that contradict the names of the tensors."""
     parts = [name.split(".") for name in names if not name.startswith("optimizer.")]
     numbered = any(each[1:2] == ["layers"] and each[2].isdigit() for each in parts if each[0] in ("decoder", "encoder"))
     expected = {

@@ -144,7 +144,9 @@ class LiveModule:
         if COLUMNS.fullmatch(name):
             return [self._cut(key, name, rank, len(shape) - 1)]
         if not (WHOLE.fullmatch(name) or name in (_QUERY_DOWN, KV_DOWN) or self._sizes.tp == 1):
-            raise ProblemError(f"is of no kind that says how it is cut over {self._sizes.tp} tensor ranks")
+            raise ProblemError(
+                f"is a parameter of an unknown kind: how {self._sizes.tp} tensor ranks cut it is not known"
+            )
         _check_same(shapes)
         return [_whole(key, shape)]
 

@@ -135,7 +135,10 @@ class ModuleForms:
             return [LiveForm(name, (*rest, (_TP,)), whole)]
         if WHOLE.fullmatch(tail) or _DOWN.fullmatch(tail) or self._run.tp == 1:
             return [LiveForm(name, ((),) * len(shape), whole)]
-        raise self._run.fault(self._prefix + tail, "is of no kind that says how tensor ranks cut it")
+        raise self._run.fault(
+            self._prefix + tail,
+            f"is a parameter of an unknown kind: how {self._run.tp} tensor ranks cut it is not known",
+        )
 
     def _name(self, tail: str) -> str:
         """The live name of a tensor: norms are beside linear layers or within them."""

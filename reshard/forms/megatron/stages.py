@@ -64,7 +64,7 @@ def stages_of(args: Mapping[str, Any], ranks: int, chunks: int = 1) -> Stages:
 
 
 def chunks_stated(args: Mapping[str, Any], ranks: int) -> Optional[int]:
-    """Chunks of each rank by the arguments; None where these do not say."""
+    """Chunks of each rank by the arguments; None where these do not state it."""
     if args.get("schedules_method") == "dualpipev":
         return 2
     for name in ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"):
