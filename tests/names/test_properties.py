@@ -205,13 +205,17 @@ def test_rules_use_every_element_once(rule: RandomRule) -> None:
     np.testing.assert_array_equal(np.sort(used[used > 0]), np.sort(np.tile(expected, rule.tied)))
 
 
-_CASES = """
+_COUNTS = """
 [sizes]
 layers = "layers"
 experts = "experts"
 [numbers]
 layer = "layers"
 expert = "experts"
+"""
+_CASES = (
+    _COUNTS
+    + """
 [[blocks.block]]
 from = "a.{layer}"
 to = "b.{layer}"
@@ -236,6 +240,7 @@ to = "{block}.each.{expert}"
 choice = "mlp"
 case = "experts"
 """
+)
 
 
 def _with_state(names: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -274,13 +279,7 @@ def test_a_case_is_complete_for_each_value_of_the_numbers(names: list[str], prob
 @given(st.lists(st.integers(1, 3), min_size=3, max_size=3), st.integers(0, 1), st.integers(0, 2), st.booleans())
 def test_two_numbers_are_stacked_in_their_order(counts: list[int], inner: int, outer: int, named: bool) -> None:
     layers, experts, rows = counts
-    text = f"""
-[sizes]
-layers = "layers"
-experts = "experts"
-[numbers]
-layer = "layers"
-expert = "experts"
+    text = f"""{_COUNTS}
 [[rule]]
 from = ["a.{{layer}}.{{expert}}.x", "a.{{layer}}.{{expert}}.y"]
 to = "b"
