@@ -298,9 +298,9 @@ def test_a_second_strategy_settles_undecided_layouts(tmp_path: Path) -> None:
 
 
 def test_cuts_beyond_the_strategies_are_stated_in_rules(tmp_path: Path) -> None:
-    one, other = made_cases.load("10_dp4mp2pp1"), made_cases.load("10_dp2mp4pp1")
+    one, other = made_cases.load("10_dp2mp2pp2"), made_cases.load("10_dp2mp4pp1")
     words: Words = (one.strategy, tmp_path / "out.ckpt", "--shapes", shapes_of(one, tmp_path / "full.ckpt"))
-    words = (*words, "--src-sizes", "dp=4,mp=2", "--dst-sizes", "dp=2,mp=4", *other.options())
+    words = (*words, "--src-sizes", "dp=2,mp=2,pp=2", "--dst-sizes", "dp=2,mp=4", *other.options())
     failed = fails(3, "strategy", "derive", *words, texts=["no strategy has mp above 2", "--also"])
     pasted = [line.strip() for line in failed.err.splitlines() if line.startswith("    ")]
     stated = tmp_path / "stated.toml"
