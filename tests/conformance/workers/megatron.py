@@ -3,19 +3,19 @@
 usage: python -m tests.conformance.workers.megatron DIRECTORY    DIRECTORY has the package megatron of one version
 
 A `model` and a `layout` are numbers that `MODEL` and `LAYOUT` default. Values, and gradients of two steps of Adam,
-follow from the names of whole tensors, so that every layout trains the same model: what two runs answer is equal if the
-same weights and the same state of the optimizer lie on the same ranks. Jobs:
+follow from the names of whole tensors, so that every layout trains the same model: the answers of two runs are equal
+if the same weights and the same state of the optimizer lie on the same ranks. Jobs:
 
 * ``{"do": "train", "model", "layout", "directory", "format", "optimizer"}``: two steps, and a save unless `directory`
   is null. `format` is ``torch_dist`` or ``torch``; `optimizer` is ``plain``, the distributed optimizer's kind of
   sharding, or null. Answers a dictionary for every rank: hashes of its weights and of its parts of the optimizer's
   state, and the step.
 * ``{"do": "start", ...}``: the same model with other values loads `directory`. Answers the same.
-* ``{"do": "logits", "model"}``: of the trained model on one rank in float32, those of one fixed text, as numbers.
+* ``{"do": "logits", "model"}``: logits of one fixed text, as numbers, by the trained model on one rank in float32.
 * ``{"do": "plain", "directory"}``: hashes of all tensors of an iteration, by key, as Megatron loads them without a
   model.
-* ``{"do": "transformers", "directory"}``: those of a model of Hugging Face's, and the names that it misses or does not
-  know.
+* ``{"do": "transformers", "directory"}``: logits of that text by Hugging Face's model of `directory`, and the missing
+  and unexpected names of its weights.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig  #
 VERSION = tuple(map(int, megatron.core.__version__.split(".")[:2]))
 
 if VERSION < (0, 13):
-    # It knows a torch whose function has an argument less, and without Transformer Engine it refuses all parameters.
+    # It calls torch's function with an argument less, and without Transformer Engine it refuses all parameters.
     from torch.distributed.checkpoint.filesystem import SerializationFormat
 
     _write_item = filesystem_async._write_item
@@ -239,7 +239,7 @@ class _Setting:
         )
 
     def args(self) -> argparse.Namespace:
-        """As Megatron's training has them, those that tell about the model and its layout."""
+        """Arguments of the model and its layout, as Megatron's training has them."""
         model, layout = self.model, self.layout
         return argparse.Namespace(
             num_layers=model["layers"],
@@ -653,8 +653,8 @@ class _Run:
         if self.setting.optimizer != "dp_zero_gather_scatter":
             group = ranks.get_data_parallel_group(with_context_parallel=True)
             strategy = FullyParallelSaveStrategyWrapper(strategy, group, False)
-        told = {"content_metadata": content} if VERSION >= (0, 13) else {}
-        dist_checkpointing.save({**state, **self._sharded(content, False)}, directory, strategy, **told)
+        options = {"content_metadata": content} if VERSION >= (0, 13) else {}
+        dist_checkpointing.save({**state, **self._sharded(content, False)}, directory, strategy, **options)
 
     def load(self) -> None:
         setting = self.setting
@@ -670,8 +670,8 @@ class _Run:
             content = dist_checkpointing.load_content_metadata(directory)
         state = dist_checkpointing.load(self._sharded(content or self._content(), True), directory)
         for name, chunk in zip(self._names, self.chunks):
-            told = chunk.load_state_dict(state[name], strict=False)
-            assert not told.unexpected_keys, told
+            keys = chunk.load_state_dict(state[name], strict=False)
+            assert not keys.unexpected_keys, keys
         if self.optimizer:
             self.optimizer.load_state_dict(state["optimizer"])
 
@@ -679,9 +679,9 @@ class _Run:
         where = self._rank_directory(directory)
         state = torch.load(os.path.join(where, "model_optim_rng.pt"), weights_only=False)
         for name, chunk in zip(self._names, self.chunks):
-            told = chunk.load_state_dict(state[name], strict=False)
-            assert not told.unexpected_keys, told
-            assert all(each.endswith("_extra_state") for each in told.missing_keys), told
+            keys = chunk.load_state_dict(state[name], strict=False)
+            assert not keys.unexpected_keys, keys
+            assert all(each.endswith("_extra_state") for each in keys.missing_keys), keys
         if self.optimizer:
             self.optimizer.load_state_dict(state["optimizer"])
             if self.setting.distributed:
@@ -859,8 +859,8 @@ def _on_all_ranks(job: Job) -> Any:
             os.waitpid(child, 0)
             raise RuntimeError(f"no answer within {SECONDS} seconds")
         if ended[1]:
-            said = Path(place, "error")
-            raise RuntimeError(said.read_text()[-1500:] if said.exists() else f"exit status {ended[1]}")
+            report = Path(place, "error")
+            raise RuntimeError(report.read_text()[-1500:] if report.exists() else f"exit status {ended[1]}")
         return [json.loads(Path(place, f"answer{rank}").read_text()) for rank in range(world)]
 
 

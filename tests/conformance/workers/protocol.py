@@ -24,7 +24,7 @@ def serve(work: Callable[[Job], Any]) -> None:
 
 
 def serve_lines(work: Callable[[Job], Any]) -> None:
-    """Likewise, but a list a line, until the input ends: for programs that take long to start."""
+    """Answer a list of jobs per line until the input ends: for programs that start slowly."""
     answers = _answers()
     for line in sys.stdin:
         print(json.dumps(_worked(work, json.loads(line))), file=answers, flush=True)
