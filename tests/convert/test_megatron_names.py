@@ -14,6 +14,7 @@ import pytest
 from reshard.names import tables
 from reshard.plan.edits import EditRules, Link
 from reshard.verification import edited
+from tests.corpus_dcp import held_in
 from tests.corpus_mcore import McoreCase, mcore_cases
 from tests.model_weights import MODELS, bfloat16, weights, write_huggingface
 from tests.running import Argument, done, fails, reshard
@@ -48,16 +49,10 @@ def family(case: McoreCase, options: bool = False) -> str:
 
 def contents(directory: Path) -> dict[str, dict[str, Any]]:
     """Type, shape and digest of each tensor of a directory, as expected.json has them."""
-    tensors = {}
-    for path in directory.glob("**/*.safetensors"):
-        data = path.read_bytes()
-        length = int.from_bytes(data[:8], "little")
-        for name, entry in json.loads(data[8 : 8 + length]).items():
-            if name != "__metadata__":
-                start, stop = (8 + length + each for each in entry["data_offsets"])
-                digest = hashlib.sha256(data[start:stop]).hexdigest()
-                tensors[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "sha256": digest}
-    return tensors
+    return {
+        name: {"dtype": dtype, "shape": [*shape], "sha256": digest}
+        for name, (dtype, shape, digest) in held_in(directory).items()
+    }
 
 
 def check_huggingface(directory: Path, case: McoreCase, states: Collection[str]) -> None:

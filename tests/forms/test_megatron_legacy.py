@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import re
 import shutil
 import struct
@@ -22,9 +21,9 @@ from reshard.checkpoints.formats.archives import Archive, Elements
 from reshard.checkpoints.formats.pickles import pickled, read_pickle
 from tests.corpus_mcore import McoreCase, mcore_cases
 from tests.running import Argument, done, fails, warns
+from tests.trees import SAFETENSORS_NAMES, read_checkpoint
 
 CASES = [case for case in mcore_cases("legacy") if case.expected["expect"] == "convert"]
-_NAMES = {"BF16": "<u2", "F32": "<f4"}
 _LOCAL = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -32,7 +31,7 @@ _LOCAL = {
 
 
 class Whole(NamedTuple):
-    """A whole tensor: type and elements, those of BF16 as 16 bits."""
+    """A whole tensor: the type's name in safetensors, and elements as unsigned integers."""
 
     dtype: str
     array: np.ndarray[Any, Any]
@@ -42,24 +41,14 @@ class Whole(NamedTuple):
         return hashlib.sha256(self.array.tobytes()).hexdigest()
 
 
-def whole_tensors(directory: Path) -> dict[str, Whole]:
-    """The tensors of safetensors files, by name."""
-    tensors = {}
-    for path in directory.glob("*.safetensors"):
-        data = path.read_bytes()
-        (length,) = struct.unpack("<Q", data[:8])
-        header = json.loads(data[8 : 8 + length])
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            start, stop = (8 + length + offset for offset in entry["data_offsets"])
-            array = np.frombuffer(data[start:stop], _NAMES.get(entry["dtype"], "<u4")).reshape(entry["shape"])
-            tensors[name] = Whole(entry["dtype"], array)
-    return tensors
-
-
 def converted(source: Path, directory: Path, *options: Argument) -> dict[str, Whole]:
+    """The tensors of a conversion to Hugging Face's form, by name."""
     done("convert", source, directory, "--to", "huggingface", "--verify", *options)
-    return whole_tensors(directory)
+    return {
+        name: Whole(SAFETENSORS_NAMES[dtype], array)
+        for path in directory.glob("*.safetensors")
+        for name, (dtype, array) in read_checkpoint(path).items()
+    }
 
 
 def live(tensors: Mapping[str, Whole], local: bool) -> dict[str, Whole]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -20,11 +19,13 @@ from reshard.names import NameRules, apply_rules, chained_rules, rules_named
 from reshard.names.operations import Copy, Join, Pad, Stack
 from reshard.names.rules import NameRule, with_options
 from reshard.text.products import product
-from tests.corpus_mcore import McoreCase, mcore_cases
+from tests.corpus_dcp import held_in
+from tests.corpus_mcore import McoreCase, digest, mcore_cases
 from tests.layouts import examples
 from tests.names.models import deepseek, dense, fused, mixture
 from tests.names.naive import Array, Shapes, arrays_of, assert_equal, numbered, redone
 from tests.running import done
+from tests.trees import read_checkpoint
 
 CASES = [case for case in mcore_cases() if case.expected["expect"] == "convert"]
 STACKED = [case for case in CASES if case.name.startswith("td")]
@@ -41,30 +42,8 @@ def named(case: McoreCase) -> str:
     return case.name
 
 
-def tensors_in(directory: Path) -> dict[str, tuple[str, np.ndarray[Any, Any]]]:
-    """Types and elements of the tensors of safetensors files, by name."""
-    tensors = {}
-    for path in directory.glob("*.safetensors"):
-        data = path.read_bytes()
-        length = int.from_bytes(data[:8], "little")
-        header: dict[str, Any] = json.loads(data[8 : 8 + length])
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            start, stop = (8 + length + offset for offset in entry["data_offsets"])
-            words = np.frombuffer(data[start:stop], "<u2" if entry["dtype"] == "BF16" else "<i4")
-            tensors[name] = entry["dtype"], words.reshape(entry["shape"])
-    return tensors
-
-
-def digests(tensors: Mapping[str, tuple[str, np.ndarray[Any, Any]]]) -> dict[str, tuple[str, list[int], str]]:
-    return {
-        name: (dtype, [*array.shape], hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest())
-        for name, (dtype, array) in tensors.items()
-    }
-
-
-def answers(expected: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, list[int], str]]:
-    return {name: (each["dtype"], each["shape"], each["sha256"]) for name, each in expected.items()}
+def answers(expected: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    return {name: (each["dtype"], tuple(each["shape"]), each["sha256"]) for name, each in expected.items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
@@ -75,12 +54,16 @@ def test_tensors_of_megatron_are_those_of_its_model_in_transformers(case: McoreC
 
     done("convert", case.root, tmp_path / "hf", "--to", "huggingface", "--names", names, *config, *state, "--verify")
 
-    tensors = tensors_in(tmp_path / "hf")
-    actual, optional = digests(tensors), answers(case.expected.get("tensors_optional", {}))
+    actual, optional = held_in(tmp_path / "hf"), answers(case.expected.get("tensors_optional", {}))
     expected, optimizer = answers(case.expected["tensors"]), case.expected.get("optimizer", {"state": {}})
     for key, values in optimizer["state"].items():
         expected.update({_STATES[key] + name: each for name, each in answers(values).items()})
-    _, step = tensors.pop("global_step", (None, None))
+    tensors = {
+        name: each.array
+        for path in (tmp_path / "hf").glob("*.safetensors")
+        for name, each in read_checkpoint(path).items()
+    }
+    step = tensors.pop("global_step", None)
     assert step is None or step.item() == optimizer["step"]
     assert {name: each for name, each in actual.items() if name not in {*optional, "global_step"}} == expected
     assert {name: each for name, each in actual.items() if name in optional}.items() <= optional.items()
@@ -91,24 +74,23 @@ def test_tensors_of_megatron_are_those_of_its_model_in_transformers(case: McoreC
     native = answers(case.expected["native"])
     padded = {**case.expected["config"], "padded_vocab_size": case.expected["model"]["padded_vocab"]}
     table = rules_named(f"megatron,family={names}")
-    shapes = {name: array.shape for name, (_, array) in tensors.items()}
-    before = {name: tuple(shape) for name, (_, shape, _) in native.items()}
+    before = {name: shape for name, (_, shape, _) in native.items()}
     options = apply_rules(table, before, padded, True).options
     keys = ("layer_keys", "attention_norm", "mla_norms", "dense_norm", "experts_norm")
     stated = "".join(f",{key}={options[key]}" for key in keys)
-    back = apply_rules(rules_named(f"megatron,family={names}{stated}"), shapes, padded)
-    arrays = {name: array.astype(np.int64) for name, (_, array) in tensors.items()}
+    back = apply_rules(rules_named(f"megatron,family={names}{stated}"), shapes_of(tensors), padded)
+    arrays = {name: array.astype(np.int64) for name, array in tensors.items()}
     made = arrays_of(back, arrays)
     assert made.keys() == native.keys()
     for name, array in made.items():
-        dtype, shape, digest = native[name]
+        dtype, shape, expected_digest = native[name]
         rows = case.expected["model"]["vocab"]
         if name.split(".")[0] in ("embedding", "output_layer") and rows != shape[0]:
             # Megatron trains rows of padding.
-            assert [*array.shape] == shape and not array[rows:].any()
+            assert array.shape == shape and not array[rows:].any()
         else:
             words = array.astype("<u2" if dtype == "BF16" else "<i4")
-            assert digests({name: (dtype, words)})[name] == (dtype, shape, digest), name
+            assert (words.shape, digest(words)) == (shape, expected_digest), name
 
 
 class Layout(NamedTuple):
