@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.placed import c_strides
@@ -456,6 +456,7 @@ def strides_in(part: TensorPart, shape: Sequence[int], strides: Sequence[int]) -
     return first, tuple(0 if size == 1 else steps[step] for size, step in zip(part.sizes, part.strides))
 
 
+_NO_PARAMETERS = ("expert_bias", "local_tokens_per_expert", "_extra_state")
 _MTP_NORM = re.compile(r"mtp\.final_layernorms\.([0-9]{1,6})\.(weight|bias)")
 
 
@@ -490,7 +491,6 @@ def parse(name: str) -> LiveName:
     return LiveName(None, "", name)
 
 
-def is_parameter(name: str, buffers: Collection[str] = ("expert_bias", "local_tokens_per_expert")) -> bool:
+def is_parameter(name: str) -> bool:
     """Whether an entry of a model is one of its parameters, which the optimizer has; not a buffer or an object."""
-    last = name.rpartition(".")[2]
-    return last not in buffers and last != "_extra_state"
+    return name.rpartition(".")[2] not in _NO_PARAMETERS
