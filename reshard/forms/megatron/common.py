@@ -36,8 +36,6 @@ OBJECT = "common_state"
 ARGS = "args"
 """The key of the arguments in it."""
 
-STEP = TRAINING_STEP
-
 # Packages that a pickle of the state may name: all of them stand for data, and none is imported.
 _PACKAGES = frozenset(
     {
@@ -109,8 +107,8 @@ class Common(NamedTuple):
             return None
         if len(self.steps) > 1:
             found = " and ".join(map(str, sorted(self.steps)))
-            raise tensor_fault(self.path, STEP, f"is not one number: optimizers are at the steps {found}")
-        return Stored(STEP, "Int32", (1,), data=np.array([*self.steps], "<i4").tobytes())
+            raise tensor_fault(self.path, TRAINING_STEP, f"is not one number: optimizers are at the steps {found}")
+        return Stored(TRAINING_STEP, "Int32", (1,), data=np.array([*self.steps], "<i4").tobytes())
 
 
 def common_of(directory: str, handles: FileHandles) -> Optional[Common]:

@@ -13,13 +13,14 @@ from reshard.checkpoints.formats.dtypes import ARCHIVES, ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import InputError
-from reshard.forms.megatron.common import STEP, Common
+from reshard.forms.megatron.common import Common
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
 from reshard.forms.megatron.legacy_state import HALF, MASTER
 from reshard.forms.megatron.live import TensorPart, strides_in
 from reshard.forms.megatron.proofs import MASTERS, proofs, refuse_unproved
 from reshard.forms.megatron.rank_files import HINT
 from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, tensor_fault
+from reshard.text.names import TRAINING_STEP
 
 _TIED = "the run has tied weights"
 
@@ -109,7 +110,7 @@ class Gathered:
         try:
             value = common.with_steps(frozenset(steps)).step_value()
         except InputError as error:
-            self.faults[STEP] = error
+            self.faults[TRAINING_STEP] = error
             return
         if value is not None and common.path in self._sizes:
             self._values[common.path].append(value)

@@ -18,7 +18,7 @@ from reshard.errors import CheckpointError
 from reshard.forms.form import ReadRequest
 from reshard.forms.megatron.blocks import unblock
 from reshard.forms.megatron.bucket_state import name_state
-from reshard.forms.megatron.common import STEP, Common, common_object, read_common, steps_of, stored_file, stored_in
+from reshard.forms.megatron.common import Common, common_object, read_common, steps_of, stored_file, stored_in
 from reshard.forms.megatron.form import TORCH_DIST
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE, weight_of
 from reshard.forms.megatron.proofs import CURE, MASTERS, proofs, refuse_unproved
@@ -28,6 +28,7 @@ from reshard.forms.recorded import ChunkedCheckpoint
 from reshard.forms.tracker import Iteration
 from reshard.storage import names_in, read_small, reading
 from reshard.text.messages import quoted
+from reshard.text.names import TRAINING_STEP
 
 _MTP = "mtp."
 _CHAINED = re.compile(r"chained_[0-9]+\.")
@@ -148,11 +149,11 @@ def _check_shapes(directory: str, metadata: ReadMetadata) -> None:
 
 def _step(metadata: ReadMetadata, common: Optional[Common]) -> list[StoredValue]:
     """The step as a value, beside state of an optimizer."""
-    if common is None or STEP in metadata.tensors or not any(map(weight_of, metadata.tensors)):
+    if common is None or TRAINING_STEP in metadata.tensors or not any(map(weight_of, metadata.tensors)):
         return []
     try:
         value = common.step_value()
     except CheckpointError as error:
-        metadata.faults[STEP] = error
+        metadata.faults[TRAINING_STEP] = error
         return []
     return [] if value is None else [StoredValue(common.path, value)]
