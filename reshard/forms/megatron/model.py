@@ -11,7 +11,7 @@ from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.dtypes import TORCH_NAMES
 from reshard.checkpoints.formats.pickles import inert_class
 from reshard.errors import CheckpointError, NamesError
-from reshard.forms.megatron.keys import STATE
+from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
 from reshard.forms.megatron.origin import keeps_numbers
 from reshard.text.messages import listing, quoted
 
@@ -81,9 +81,9 @@ class _Size(NamedTuple):
 
 
 _SIZES = (
-    _Size("embedding.word_embeddings.weight", -2, "padded_vocab_size", _argument("padded_vocab_size")),
-    _Size("embedding.word_embeddings.weight", -1, "hidden_size", _argument("hidden_size")),
-    _Size("output_layer.weight", -2, "padded_vocab_size", _argument("padded_vocab_size")),
+    _Size(EMBEDDING, -2, "padded_vocab_size", _argument("padded_vocab_size")),
+    _Size(EMBEDDING, -1, "hidden_size", _argument("hidden_size")),
+    _Size(OUTPUT, -2, "padded_vocab_size", _argument("padded_vocab_size")),
     _Size(".mlp.linear_fc2.weight", -1, "ffn_hidden_size", _argument("ffn_hidden_size")),
     _Size(".mlp.router.weight", -2, "num_experts", _argument("num_experts")),
     _Size(".mlp.experts.experts.linear_fc2.weight", -3, "num_experts", _argument("num_experts")),
@@ -197,11 +197,11 @@ class Model:
                 parameter=stacked[0],
                 hint="leave out those of another checkpoint, with --exclude",
             )
-        if "output_layer.weight" in self.weights and args.get("untie_embeddings_and_output_weights") is False:
+        if OUTPUT in self.weights and args.get("untie_embeddings_and_output_weights") is False:
             raise CheckpointError(
-                f"{path}: untie_embeddings_and_output_weights is False, but there is 'output_layer.weight'",
+                f"{path}: untie_embeddings_and_output_weights is False, but there is {OUTPUT!r}",
                 file=path,
-                parameter="output_layer.weight",
+                parameter=OUTPUT,
                 hint="name the arguments of this model, with --args or --config",
             )
         if args.get("num_experts") and not self.has_experts:
@@ -238,7 +238,7 @@ class Model:
 
     def arguments(self) -> dict[str, Any]:
         """Arguments that the tensors show, for those that nothing records."""
-        embedding = self.tensors.get("embedding.word_embeddings.weight")
+        embedding = self.tensors.get(EMBEDDING)
         args: dict[str, Any] = {}
         if embedding is not None:
             rows, _ = embedding.shape
@@ -251,7 +251,7 @@ class Model:
 
         return {
             **args,
-            "untie_embeddings_and_output_weights": holds("output_layer.weight"),
+            "untie_embeddings_and_output_weights": holds(OUTPUT),
             "add_qkv_bias": holds(".self_attention.linear_qkv.bias"),
             "add_bias_linear": holds(".linear_proj.bias", ".mlp.linear_fc1.bias"),
             "qk_layernorm": holds(".q_layernorm.weight", ".linear_q_up_proj.layer_norm_weight"),
