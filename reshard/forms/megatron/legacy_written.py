@@ -261,7 +261,8 @@ class LegacyFiles(TargetForm):
         for each in self.live.values():
             unknown = mindspeed and _LATENT.search(each.local)
             if unknown or (is_parameter(each.local) and not is_ordered(each.local)):
-                raise self.fault(
+                raise tensor_fault(
+                    self._place,
                     each.name,
                     "has a place among the parameters of the optimizer that is not known",
                     "convert weights alone with --exclude 'optimizer.*', or write torch_dist",
@@ -273,9 +274,6 @@ class LegacyFiles(TargetForm):
             name = re.sub(r"^mtp\.layers\.([0-9]+)\.final_layernorm\.", r"mtp.final_layernorms.\1.", name)
             name = re.sub(r"^decoder\.final_layernorm\.", "final_layernorm.", name)
         return name
-
-    def fault(self, name: str, problem: str, cure: str = "") -> CheckpointError:
-        return tensor_fault(self._place, name, problem, cure)
 
     def _sections(self) -> Iterator[Section]:
         """The files of each stage."""
