@@ -126,12 +126,11 @@ class EditRules(NamedTuple):
     @property
     def is_empty(self) -> bool:
         """Whether all names, packing and types are unchanged."""
-        return self.changes == NO_EDITS
-
-    @property
-    def changes(self) -> EditRules:
-        """These edits without what changes nothing alone: equal to `NO_EDITS` if names, packing and types stay."""
-        return self._replace(config=None, config_path=None, source_packing=(), source_side=None, side=None, exclude=())
+        # Without a table, these change nothing.
+        changes = self._replace(
+            config=None, config_path=None, source_packing=(), source_side=None, side=None, exclude=()
+        )
+        return changes == NO_EDITS
 
     def chains(self) -> Sequence[Chain]:
         """The possible chains of tables.

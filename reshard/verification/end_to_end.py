@@ -96,7 +96,7 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
         by_shards = shards_of(target.path) is not None
         target = Strategy.none() if by_shards else request.form.strategy_of(stored.checkpoint)
     listed = [*request.source.parameters]
-    if any(request.edits.changes) or conversion.adapter is not None:
+    if not request.edits.is_empty or conversion.adapter is not None:
         listed = [*stored.names] if request.edits.exclude else []
         source = edited_source(stored, request.edits, report)
         if request.target.path == SAME:
@@ -108,18 +108,26 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
             matrices = edited_source(stored_source(conversion.read(reading), reading.source), reading.edits, Report())
             source.tensors = sums_of(source, matrices, str(reading.src), scale)
         differences = [*_untied(source, means), *_disagreeing(source, means)]
-    used = {
-        name for name, tensor in source.tensors.items() if request.filters.admit(name) for name in _stored_names(tensor)
-    }
-    differences += _unproved(stored, used, means)
-    if request.form.options.arguments and all(path.endswith(f".{PT}") for path in stored.checkpoint.files.values()):
+    if request.form.options.arguments:
+        differences += _megatron_differences(stored, source, request, means, report)
+    target = _for_trainer(request, target, source.tensors)
+    warn_of_unmatched(request.filters, (listed, target.parameters, source.names), report)
+    return [*differences, *_compared(source, target, conversion, means, report)]
+
+
+def _megatron_differences(
+    stored: Source, source: Source, request: Request, means: Means, report: Report
+) -> list[Difference]:
+    """Differences within a checkpoint of Megatron, in the tensors that are compared."""
+    compared = (source.tensors[name] for name in filter(request.filters.admit, source.tensors))
+    used = {name for tensor in compared for name in _stored_names(tensor)}
+    differences = _unproved(stored, used, means)
+    if all(path.endswith(f".{PT}") for path in stored.checkpoint.files.values()):
         # Imported only here: other sources record the places of their slices.
         from reshard.verification.rank_trees import misplaced
 
         differences += misplaced(stored, used, means, report)
-    target = _for_trainer(request, target, source.tensors)
-    warn_of_unmatched(request.filters, (listed, target.parameters, source.names), report)
-    return [*differences, *_compared(source, target, conversion, means, report)]
+    return differences
 
 
 def as_asked(request: Request) -> bool:
@@ -166,14 +174,12 @@ def _megatron(edits: EditRules) -> Optional[NameRules]:
     if edits.table is None or Side.MEGATRON not in (edits.source_side, edits.side):
         return None
     # Imported only here: most conversions have no rules.
-    from reshard.names import MEGATRON, rules_named
+    from reshard.names import MEGATRON, megatron_families, rules_named, with_options
 
-    rules = rules_named(MEGATRON)
-    if not any(option.name == "family" and edits.table.path in option.values for option in rules.options):
+    if edits.table.path not in megatron_families():
         return None
     typed = {} if edits.megatron is None else dict(edits.megatron.chosen)
-    options = {**typed, "family": edits.table.path}
-    return rules_named(",".join([MEGATRON, *(f"{name}={value}" for name, value in options.items())]))
+    return with_options(rules_named(MEGATRON), {**typed, "family": edits.table.path})
 
 
 def _for_trainer(request: Request, strategy: Strategy, names: Collection[str]) -> Strategy:
@@ -278,21 +284,14 @@ def _unproved(stored: Source, used: Collection[str], means: Means) -> list[Diffe
         used: the names in its files of all that is compared.
         means: files, threads and memory.
     """
-    proofs = [
-        (equal, tensors)
-        for equal in stored.checkpoint.tied_tensors()
-        for tensors in [(equal.representative, *equal.copies)]
-        if any(tensor.stored for tensor in tensors)
-    ]
-    if not proofs:
-        return []
     differences = []
-    for _, tensors in (proof for proof in proofs if proof[0].concerns(used)):
+    for equal in stored.checkpoint.tied_tensors():
+        tensors = (equal.representative, *equal.copies)
+        if not any(tensor.stored for tensor in tensors) or not equal.concerns(used):
+            continue
         contents = [_cast_content(stored, tensor) for tensor in tensors]
-        if (
-            len({total for _, total in sums(((each, each, whole_box(each.shape)) for each in contents), means, False)})
-            > 1
-        ):
+        parts = ((each, each, whole_box(each.shape)) for each in contents)
+        if len({total for _, total in sums(parts, means, counted=False)}) > 1:
             first, *others = (content.name for content in contents)
             detail = f"is not its master {quoted(first)}, cast: the optimizer's state is that of other weights"
             differences += [Difference("content", name, (), detail) for name in others]
