@@ -350,15 +350,15 @@ class Form(Protocol):
         return []
 
     def configuration(self, src: str, step: str) -> Optional[Mapping[str, object]]:
-        """What a source records of its model, under the keys of config.json; None if the form records nothing.
+        """The model's configuration that a source records, under the keys of config.json; None if it records none.
 
         Raises:
-            InputError: what it records is damaged, or says that rows of weights mean something else than elsewhere.
+            InputError: it is damaged, or rows of weights have another meaning than elsewhere.
         """
         return None
 
     def stated_configuration(self, args: str) -> Optional[Mapping[str, object]]:
-        """What a target's --args state of its model, likewise; None for a form without this option.
+        """The model's configuration that a target's --args state, likewise; None for a form without this option.
 
         Raises:
             InputError: the file is damaged, or holds no arguments.

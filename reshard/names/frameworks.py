@@ -27,9 +27,9 @@ _STATES = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "fp32_param": "main_pa
 _MASTER = "param"
 # Between these and the names of parameters.
 _INNER = ("optim.", "state.")
-# Modules around others, of torch.compile, FSDP and activation checkpointing.
 # Megatron's FSDP names parameters after one wrapper in its model, and after three of them in its optimizer.
 _MODULES = re.compile(r"((?:adam_m\.|adam_v\.|main_param\.)?)(?:module\.)+")
+# Modules around others, of torch.compile, FSDP and activation checkpointing.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 # Optimizer state without a key of its own: an optimizer's flattened state, saved beside a model's names.
 _BARE_STATE, _BARE_GROUPS = "state.", "param_groups."

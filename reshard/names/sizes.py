@@ -62,7 +62,7 @@ class Configuration(dict[str, object]):
 
     @property
     def file(self) -> Optional[str]:
-        """The config.json itself; None for what a checkpoint records elsewhere."""
+        """The path, if it is a config.json; None if a checkpoint records it elsewhere."""
         return self.path if self.path.endswith(".json") else None
 
 

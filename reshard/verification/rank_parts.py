@@ -103,7 +103,7 @@ class _Sizes(NamedTuple):
 
 
 def cells_of(ranks: Sequence[RankFile]) -> Iterator[tuple[RankFile, Elements, Cell]]:
-    """Every tensor of every rank, and what it is."""
+    """The cells of all tensors of all ranks, each with its file and its tensor."""
     if not ranks:
         return
     args = ranks[0].args
@@ -138,7 +138,7 @@ def cells_of(ranks: Sequence[RankFile]) -> Iterator[tuple[RankFile, Elements, Ce
                 )
                 for within, name in names.items():
                     cells: list[Cell] = []
-                    # What lacks the tensors or arguments that it depends on has no known place.
+                    # Without the tensors or arguments that it depends on, the place of a tensor is unknown.
                     with contextlib.suppress(LookupError, TypeError, ValueError, ZeroDivisionError):
                         cells = module.cells(within, tensor, expert)
                     yield from ((rank, model[name], cell) for cell in cells)
@@ -188,7 +188,7 @@ def _parsed(name: str, layers: Sequence[Optional[int]]) -> tuple[str, str]:
     parts = name.split(".")
     if name.startswith("decoder.layers."):
         local = int(parts[2])
-        # What should lie in a layer that does nothing has no key.
+        # A tensor in a layer that does nothing has no key.
         number = layers[local] if local < len(layers) else None
         return f"decoder.layers.{number}." if number is not None else _NOWHERE, ".".join(parts[3:])
     if name.startswith("mtp.layers."):
@@ -228,7 +228,7 @@ class _Module:
         self._latent = any(re.search("kv_(up|layer|nope)|linear_v|qk_nope", name) for name in shapes)
 
     def cells(self, name: str, tensor: int, expert: int) -> list[Cell]:
-        """What a tensor is; nothing if that is not known."""
+        """The cells of a tensor; none if its place is unknown."""
         shape, tp = self._shapes[name], self._sizes.tp
         if not all(shape):
             return []

@@ -43,7 +43,7 @@ def misplaced(source: Source, used: Collection[str], means: Means, report: Repor
         source: the tree as it was read.
         used: names of tensors that are compared.
         means: files, threads and memory.
-        report: told of weights that are not placed here.
+        report: gets a warning that lists weights without a known place.
     """
     ranks = _ranks(source, means)
     strayed = [*_strayed(source, used, ranks, means), *_other_step(source, used, ranks, means)]
