@@ -24,7 +24,7 @@ from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.ranks.tree import find_rank
 from reshard.forms.registry import form_named
 from reshard.inspection.checkpoint import Inspected, Problem, inspect, problems_of
-from reshard.names import Configuration, builtin_names, chained_rules, config_beside, rules_named
+from reshard.names import Configuration, builtin_names, config_beside, megatron_families, rules_named
 from reshard.names.rules import settle, side_of
 from reshard.plan.checks import needed
 from reshard.plan.editing import edited, words_of_packing
@@ -259,12 +259,13 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
 def _megatron_model(src: str, inspected: Inspected, config: Optional[Configuration], type: Optional[str]) -> Model:
     """The families whose tables lead from Megatron's names to those of Hugging Face."""
     checkpoint = inspected.shown.checkpoint
+    if checkpoint is None:
+        return Model(config, type)
     fitting: dict[str, frozenset[str]] = {}
-    for name in builtin_names():
-        path = None if config is None else config.path
+    path = None if config is None else config.path
+    for name in sorted(megatron_families()):
         with suppress(ReshardError):
-            if checkpoint is not None and chained_rules(name)[1] is not None:
-                fitting[name] = frozenset(_written(src, inspected, checkpoint, name, path).tensors)
+            fitting[name] = frozenset(_written(src, inspected, checkpoint, name, path).tensors)
     # A mixture of experts may have none: its table then gives the same names.
     tables = [type] if type in fitting else [*fitting][: 1 if len({*fitting.values()}) == 1 else None]
     return Model(config, type, _MEGATRON, tables) if tables else Model(config, type)
