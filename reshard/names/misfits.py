@@ -8,6 +8,7 @@ from typing import Optional
 
 from reshard.errors import NamesError
 from reshard.names.rules import InstanceKey, NameRules, Side, SidedRule
+from reshard.names.tables import MEGATRON
 from reshard.text.messages import block, joined, listing, quoted
 from reshard.text.names import near_names
 
@@ -74,7 +75,7 @@ class Misfits:
 
     def _hint(self) -> Optional[str]:
         hints = []
-        if self._rules.path == "megatron" and (self.unmatched or self.missing):
+        if self._rules.path == MEGATRON and (self.unmatched or self.missing):
             hints.append("is it a model of this family? `reshard suggest` names that of a checkpoint of Megatron")
         if self._options and (self.unmatched or self.missing):
             values = ", ".join(f"{name}={value}" for name, value in self._options.items())

@@ -289,11 +289,13 @@ class HuggingFaceForm(_FullForm):
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         from reshard.forms.full.beside import files_beside
         from reshard.forms.full.written_files import FullDirectory
+        from reshard.forms.registry import form_named
         from reshard.forms.writing import selected
 
         chosen = selected(checkpoint, request)
         _warn_of_training(chosen, checkpoint.names(), request.report)
-        if checkpoint.form != "megatron" and any(name.startswith(_MINDFORMERS) for name in chosen.tensors):
+        of_megatron = form_named(checkpoint.form).options.side is Side.MEGATRON
+        if not of_megatron and any(name.startswith(_MINDFORMERS) for name in chosen.tensors):
             request.report.note(
                 "names stay those of MindFormers, which loaders of Hugging Face models do not expect; to change them: "
                 "--names TABLE (`reshard names list`)"
