@@ -146,13 +146,10 @@ def with_records(out: str, asked: Conversion, to: Form, plan: Identity, report: 
     if not (edits.include or edits.exclude):
         edits = replace(edits, include=plan.include, exclude=plan.exclude)
     asked = replace(asked, source=source, edits=edits)
-    if to.options.arguments and target.args is None:
-        for command in _commands_or_warn(out, plan, report)[:1]:
-            target = replace(target, args=command.asked.target.args)
-            asked = replace(asked, target=target)
     missing = {
         "--src-strategy": source.strategy is None and form_of(source.path).options.needs_strategy,
         "--dst-strategy": target.strategy is None and target.shards is None and to.options.cut,
+        "--args": target.args is None and to.options.arguments,
     }
     commands = _commands_or_warn(out, plan, report) if any(missing.values()) else []
     if not commands:
@@ -176,6 +173,8 @@ def with_records(out: str, asked: Conversion, to: Form, plan: Identity, report: 
             words += [option, path]
     if missing["--src-strategy"]:
         source = replace(source, strategy=saved)
+    if missing["--args"]:
+        target = replace(target, args=recorded.target.args)
     if missing["--dst-strategy"]:
         target = replace(target, strategy=paths["--dst-strategy"], shards=recorded.target.shards)
         if recorded.target.shards is not None:
