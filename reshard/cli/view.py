@@ -110,10 +110,8 @@ def _moves(asked: Conversion, inspected: Inspected, problems: list[Problem]) -> 
         asked = replace(asked, target=replace(asked.target, form=form))
     request = with_ends(asked, report)
     try:
-        moves = moves_data(
-            request._replace(edits=edit_rules(request.src, asked.edits, request.to, asked.source.step, asked.target)),
-            report,
-        )
+        edits = edit_rules(request.src, asked.edits, request.to, asked.source.step, asked.target)
+        moves = moves_data(request.with_edits(edits), report)
     except InputError as error:
         problems.append(Problem(0, f"a {conversion} is refused: {error.message}", error.hint and str(error.hint)))
         return None
