@@ -21,8 +21,8 @@ from reshard.names.rules import (
     NameMatch,
     NameRules,
     Settled,
-    Side,
     SidedRule,
+    TableSide,
     UndeterminedError,
     settle,
     side_of,
@@ -198,7 +198,7 @@ class _ShapeClass(NamedTuple):
 @dataclass
 class _Application:
     rules: NameRules
-    side: Side
+    side: TableSide
     shapes: Mapping[str, Shape]
     optimizer: bool
     settled: Settled

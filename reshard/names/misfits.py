@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Optional
 
 from reshard.errors import NamesError
-from reshard.names.rules import InstanceKey, NameRules, Side, SidedRule
+from reshard.names.rules import InstanceKey, NameRules, SidedRule, TableSide
 from reshard.names.tables import MEGATRON
 from reshard.text.messages import block, joined, listing, quoted
 from reshard.text.names import near_names
@@ -27,7 +27,7 @@ class Misfits:
     def __init__(
         self,
         rules: NameRules,
-        side: Side,
+        side: TableSide,
         options: Mapping[str, str],
         names: Collection[str],
         excludable: bool = False,
@@ -118,7 +118,7 @@ def _numbers_replaced(name: str, number: str) -> str:
 class Completeness:
     """A check for needed rules without any name; `apply` notes rules with only some names."""
 
-    def __init__(self, side: Side, instances: Iterable[InstanceKey], problems: Misfits) -> None:
+    def __init__(self, side: TableSide, instances: Iterable[InstanceKey], problems: Misfits) -> None:
         self._side = side
         self._problems = problems
         self._present: dict[int, dict[tuple[str, ...], set[Values]]] = {}

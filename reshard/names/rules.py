@@ -365,7 +365,7 @@ class SidedRule(NamedTuple):
     unstacked: tuple[str, ...]
 
 
-class Side:
+class TableSide:
     """The side of a table that a checkpoint is on: the left, or the right where the rules are reversed.
 
     Attributes:
@@ -436,7 +436,7 @@ class Side:
         return tuple(SizedPattern(pattern, self.sizes.value) for pattern in patterns)
 
 
-def side_of(rules: NameRules, settled: Settled, shapes: Mapping[str, Shape], reverse: Optional[bool]) -> Side:
+def side_of(rules: NameRules, settled: Settled, shapes: Mapping[str, Shape], reverse: Optional[bool]) -> TableSide:
     """The side that the source is on.
 
     Raises:
@@ -445,8 +445,8 @@ def side_of(rules: NameRules, settled: Settled, shapes: Mapping[str, Shape], rev
     if reverse is None and rules.direction == FORWARD:
         reverse = False
     if reverse is not None:
-        return Side(settled, rules.numbers, reverse)
-    sides = [Side(settled, rules.numbers, is_right) for is_right in (False, True)]
+        return TableSide(settled, rules.numbers, reverse)
+    sides = [TableSide(settled, rules.numbers, is_right) for is_right in (False, True)]
     weights = [name for name, shape in shapes.items() if kind_of(name, math.prod(shape), shapes) == WEIGHTS]
     fitting = [sum(bool(side.matches(name)) for name in weights) for side in sides]
     if fitting[0] != fitting[1]:
@@ -465,7 +465,7 @@ def side_of(rules: NameRules, settled: Settled, shapes: Mapping[str, Shape], rev
     )
 
 
-def _examples(sides: list[Side], weights: list[str]) -> Optional[str]:
+def _examples(sides: list[TableSide], weights: list[str]) -> Optional[str]:
     examples = [side.patterns()[:1] for side in sides]
     if not weights or not all(examples):
         return None

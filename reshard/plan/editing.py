@@ -16,7 +16,7 @@ from reshard.errors import CheckpointError, NamesError, UsageError
 from reshard.forms.form import Side
 from reshard.layout.views import View
 from reshard.plan.casts import cast
-from reshard.plan.edits import Additions, EditRules, Settled, recorded_name
+from reshard.plan.edits import Additions, AppliedTable, EditRules, recorded_name
 from reshard.storage import absolute
 from reshard.strategies import Strategy
 from reshard.text.messages import Report, as_pattern, listing, plural, quoted
@@ -164,7 +164,7 @@ class _Editing:
         """Apply rules of names and packing; returns the identity of the edits."""
         if edits.quantisation is None:
             _check_not_quantised(self._checkpoint)
-        settled: list[Settled] = []
+        settled: list[AppliedTable] = []
         for link in edits.chain(self._shapes()):
             applied = edits.apply_table(link, self._shapes())
             self._apply_table(link.rules, applied, edits, complete)

@@ -69,7 +69,7 @@ class Link(NamedTuple):
 Chain = tuple[Link, ...]
 """Tables that follow each other: each takes the tensors that the one before makes."""
 
-Settled = tuple["NameRules", Mapping[str, str], bool]
+AppliedTable = tuple["NameRules", Mapping[str, str], bool]
 """A table that was applied, all its options, and whether it was read from right to left."""
 
 
@@ -176,7 +176,7 @@ class EditRules(NamedTuple):
                 )
         return chain
 
-    def identity(self, tables: Sequence[Settled] = ()) -> str:
+    def identity(self, tables: Sequence[AppliedTable] = ()) -> str:
         """A text; edits that make equal tensors have equal texts.
 
         Args:
@@ -417,7 +417,7 @@ class EditRules(NamedTuple):
             for tables in itertools.product(*map(self._possibly_settled, chain)):
                 yield self.identity(tables)
 
-    def _possibly_settled(self, link: Link) -> list[Settled]:
+    def _possibly_settled(self, link: Link) -> list[AppliedTable]:
         # Loaded only here: most conversions have no rules.
         from reshard.names import possible_options
 
