@@ -24,6 +24,7 @@ from reshard.checkpoints.formats.archives import (
     Elements,
     archived_tensor,
     archived_tensors,
+    c_strides,
     check_entry,
 )
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
@@ -42,11 +43,6 @@ if TYPE_CHECKING:
 _SPAN_BYTES = 1 << 20
 _SPAN_FACTOR = 4
 _OTHER_SAVE = "the files and the metadata are not of one save: copy the checkpoint again"
-
-
-def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements from one to the next, per dimension, in C order."""
-    return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
 
 
 class Run(NamedTuple):

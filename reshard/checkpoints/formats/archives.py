@@ -105,6 +105,11 @@ class ArchiveEntry(NamedTuple):
     crc: Optional[int]
 
 
+def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one to the next, per dimension, in C order."""
+    return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
+
+
 class Elements(NamedTuple):
     """Where the elements of a tensor lie in a file.
 
@@ -529,11 +534,10 @@ def _described(dtype: str, shape: tuple[int, ...], nbytes: int) -> bytes:
 
 def _rebuilt(dtype: str, shape: tuple[int, ...], nbytes: int, key: str) -> PickledInstance:
     """A tensor in a pickle that is all of a storage."""
-    strides = tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
     typed = _STORAGE_OF.get(dtype)
     elements = math.prod(shape) if typed else nbytes
     storage = PickledInstance(("storage", inert_class(typed or UNTYPED), key, "cpu", elements))
-    args = (storage, 0, shape, strides, False, _ORDERED)
+    args = (storage, 0, shape, c_strides(shape), False, _ORDERED)
     return inert(REBUILD, *args) if typed else inert(REBUILD_TYPED, *args, inert_class(TORCH_NAMES[dtype]))
 
 

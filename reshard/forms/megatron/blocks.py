@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Optional
 
-from reshard.checkpoints.placed import c_strides
+from reshard.checkpoints.formats.archives import c_strides
 from reshard.forms.megatron.keys import weight_of
 from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.megatron.proofs import CURE

@@ -11,10 +11,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
-from reshard.checkpoints.formats.archives import Archive, Elements, is_tensor, plain_tensor
+from reshard.checkpoints.formats.archives import Archive, Elements, c_strides, is_tensor, plain_tensor
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, ITEM_SIZES
 from reshard.checkpoints.formats.pickles import Global
-from reshard.checkpoints.placed import c_strides
 from reshard.forms.megatron.buckets import places_by_size
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT
 from reshard.forms.megatron.live import is_decayed, is_of_expert

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
-from reshard.checkpoints.placed import c_strides
+from reshard.checkpoints.formats.archives import c_strides
 from reshard.forms.megatron.keys import LAYER, MTP, MTP_INNER
 from reshard.forms.megatron.problems import ProblemError
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints.placed import c_strides
+from reshard.checkpoints.formats.archives import c_strides
 from reshard.forms.megatron.keys import EMBEDDING, LAYER, MTP, MTP_INNER, OUTPUT
 from reshard.forms.megatron.live import LOCAL_NORMS, TensorPart
 from reshard.forms.megatron.problems import ProblemError
