@@ -269,16 +269,12 @@ class Placement:
                     end = self._tensors[last].offset + self._tensors[last].length
                 near, stop = (_Ahead(file, begin, end), end) if end - begin <= block_bytes else (file, end)
             entry, stored = self.locate(near, number).entry, self._tensors[number]
-            try:
+            with _naming(stored, self._path):
                 if stored.length >= 0:
                     Archive(near, stored.offset, stored.length).check(buffer, on_block)
                 # Tensors may share a storage.
                 elif entry not in checked and not check_entry(near, entry, buffer, on_block):
                     raise DamagedCheckpointError(f"{self._path}: is damaged: the CRC-32 of its storage is another one")
-            except DamagedCheckpointError as error:
-                raise DamagedCheckpointError(
-                    f"{error.message} (tensor {quoted(stored.name)})", file=self._path, parameter=stored.name
-                ) from error
             checked.add(entry)
 
     def _check_runs(
@@ -296,13 +292,8 @@ class Placement:
                 if (run.path, run.offset) in checked:
                     continue
                 checked.add((run.path, run.offset))
-                try:
-                    with _stored_file(handles, run.path, file) as other:
-                        Archive(other, run.offset, run.length).check(buffer, lambda count: on_block(0))
-                except DamagedCheckpointError as error:
-                    raise DamagedCheckpointError(
-                        f"{error.message} (tensor {quoted(stored.name)})", file=run.path, parameter=stored.name
-                    ) from error
+                with _naming(stored, run.path), _stored_file(handles, run.path, file) as other:
+                    Archive(other, run.offset, run.length).check(buffer, lambda count: on_block(0))
             if stored.runs:
                 on_block(stored.nbytes)
 
@@ -384,6 +375,17 @@ class PlacedFile:
 
     def check(self, tensors: Iterable[Tensor], block_bytes: int, on_block: Callable[[int], None]) -> None:
         self._placement.check(self.stored, self._handles, tensors, block_bytes, on_block)
+
+
+@contextlib.contextmanager
+def _naming(stored: Stored, path: str) -> Iterator[None]:
+    """Add the name of a tensor to the error of damage in a file."""
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(
+            f"{error.message} (tensor {quoted(stored.name)})", file=path, parameter=stored.name
+        ) from error
 
 
 @contextlib.contextmanager
