@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from tests.corpus import FIXTURES, ROOT
 
@@ -41,6 +42,14 @@ def mcore_cases(start: str = "") -> list[McoreCase]:
     place = CORPUS_MCORE if CORPUS_MCORE.is_dir() else FIXTURES / "megatron"
     found = sorted(place.glob(f"{start}*/expected.json"))
     return [McoreCase(path.parent.name, path.parent / "checkpoint", json.loads(path.read_text())) for path in found]
+
+
+def mcore_case(name: str) -> McoreCase:
+    """The case of this name; the test that asks for it skips where it is missing."""
+    for case in mcore_cases(name):
+        if case.name == name:
+            return case
+    pytest.skip(f"the whole collection is not on this machine, and {name} is not among the fixtures")
 
 
 _NORMS_AND_MATRICES = {

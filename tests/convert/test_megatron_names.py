@@ -15,7 +15,7 @@ from reshard.names import tables
 from reshard.plan.edits import EditRules, Link
 from reshard.verification import edited
 from tests.corpus_dcp import held_in
-from tests.corpus_mcore import McoreCase, mcore_cases
+from tests.corpus_mcore import McoreCase, mcore_case, mcore_cases
 from tests.model_weights import MODELS, bfloat16, weights, write_huggingface
 from tests.running import Argument, done, fails, reshard
 
@@ -122,7 +122,7 @@ def test_hugging_faces_and_mindformers_names_become_megatrons(form: str, case: M
 
 
 def test_a_run_of_mindformers_goes_to_megatron_and_back_with_its_optimizer(tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == "td_dense_plain")
+    case = mcore_case("td_dense_plain")
     strategy, names = tmp_path / "strategy.json", ["--names", family(case, options=True)]
     words: list[Argument] = [*names, "--config", config_of(case, tmp_path)]
     done("strategy", "make", "llama", strategy, "--shapes", case.root, *words, *RANKS)
@@ -155,7 +155,7 @@ def test_every_family_goes_from_hugging_face_over_megatron_and_mindformers_and_b
 
 
 def test_without_optimizer_keep_only_weights_are_written(tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == "td_moe_fully")
+    case = mcore_case("td_moe_fully")
     for form in ("huggingface", "unified"):
         out, names = tmp_path / form, family(case, options=form == "unified")
         done("convert", case.root, out, "--to", form, "--names", names, "--config", config_of(case, tmp_path))
@@ -164,7 +164,7 @@ def test_without_optimizer_keep_only_weights_are_written(tmp_path: Path) -> None
 
 
 def test_mindformers_options_stay_errors_that_name_the_choices(tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == "td_moe_fully")
+    case = mcore_case("td_moe_fully")
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--config", config_of(case, tmp_path)]
     fails(2, *words, "--to", "unified", "--names", family(case), texts=["qkv=grouped", "qkv=contiguous"])
     # Hugging Face's names need none.
@@ -172,7 +172,7 @@ def test_mindformers_options_stay_errors_that_name_the_choices(tmp_path: Path) -
 
 
 def test_an_option_of_a_table_that_no_end_needs_is_wrong_usage(tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == "td_moe_fully")
+    case = mcore_case("td_moe_fully")
     words: list[Argument] = ["--config", config_of(case, tmp_path), "--names"]
     option = "gate_up=halves"
     hub: list[Argument] = [tmp_path / "hub", "--to", "huggingface", *words]
@@ -184,7 +184,7 @@ def test_an_option_of_a_table_that_no_end_needs_is_wrong_usage(tmp_path: Path) -
 
 
 def test_records_of_a_chain_verify_it_and_show_the_family(tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == "td_moe_fully")
+    case = mcore_case("td_moe_fully")
     out, names = tmp_path / "out", family(case, options=True)
     words: list[Argument] = ["convert", case.root, out, "--to", "unified", "--names", names]
     words += ["--config", config_of(case, tmp_path)]
@@ -196,7 +196,7 @@ def test_records_of_a_chain_verify_it_and_show_the_family(tmp_path: Path) -> Non
 
 
 def test_records_of_megatrons_files_verify_them(tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == "td_moe_fully")
+    case = mcore_case("td_moe_fully")
     words: list[Argument] = ["--names", family(case), "--config", config_of(case, tmp_path)]
     done("convert", case.root, tmp_path / "huggingface", "--to", "huggingface", *words)
     done("convert", tmp_path / "huggingface", tmp_path / "out", "--to", "megatron", *words)
@@ -204,7 +204,7 @@ def test_records_of_megatrons_files_verify_them(tmp_path: Path) -> None:
 
 
 def test_a_strategy_for_ranks_is_made_of_megatrons_shapes(tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == "td_moe_fully")
+    case = mcore_case("td_moe_fully")
     strategy, names = tmp_path / "strategy.json", ["--names", family(case, options=True)]
     config: list[Argument] = ["--config", config_of(case, tmp_path)]
     done("strategy", "make", "mcore", strategy, "--shapes", case.root, *names, *config, *RANKS)
@@ -227,19 +227,19 @@ def test_a_strategy_for_ranks_is_made_of_megatrons_shapes(tmp_path: Path) -> Non
 def test_a_configuration_that_contradicts_the_arguments_is_refused(
     changes: dict[str, object], texts: list[str], tmp_path: Path
 ) -> None:
-    case = next(case for case in CASES if case.name == "td_dense_plain")
+    case = mcore_case("td_dense_plain")
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "huggingface", "--names", family(case)]
     fails(3, *words, "--config", config_of(case, tmp_path, **changes), texts=[*texts, "config.json"])
 
 
 def test_arguments_give_sizes_without_a_configuration(tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == "td_dense_plain")
+    case = mcore_case("td_dense_plain")
     done("convert", case.root, tmp_path / "out", "--to", "huggingface", "--names", family(case))
     check_huggingface(tmp_path / "out", case, ())
 
 
 def test_the_table_of_megatron_is_chosen_by_the_form(tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == "td_dense_plain")
+    case = mcore_case("td_dense_plain")
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "huggingface"]
     fails(2, *words, "--names", "megatron", texts=["--names llama"])
     fails(2, *words, "--names", family(case), "--reverse", texts=["--reverse"])
@@ -250,9 +250,8 @@ def test_the_table_of_megatron_is_chosen_by_the_form(tmp_path: Path) -> None:
     assert any(name.startswith("net.layers.") for name in contents(tmp_path / "out"))
 
 
-@pytest.mark.skipif(not any(case.name == "td_dense_te_names" for case in ALL), reason="needs the whole collection")
 def test_a_weight_that_the_family_lacks_is_refused_by_name_or_left_out(tmp_path: Path) -> None:
-    case = next(case for case in ALL if case.name == "td_dense_te_names")
+    case = mcore_case("td_dense_te_names")
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "huggingface", "--names", "llama"]
     words += ["--config", config_of(case, tmp_path)]
     fails(3, *words, texts=["self_attention.q_layernorm.weight", "--exclude"])
@@ -281,7 +280,7 @@ CHAINS = EditRules.chains
 
 @pytest.mark.parametrize("mutant", [swapped, second_alone, backwards])
 def test_a_wrong_chain_gets_no_certificate(mutant: Any, tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == "td_moe_fully")
+    case = mcore_case("td_moe_fully")
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "unified", "--verify"]
     with mock.patch.object(EditRules, "chains", mutant):
         result = reshard(*words, "--names", family(case, options=True), "--config", config_of(case, tmp_path))
@@ -290,7 +289,7 @@ def test_a_wrong_chain_gets_no_certificate(mutant: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["qwen3", "llama", "deepseek_v3"])
 def test_another_family_gets_no_certificate(wrong: str, tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == "td_dense_plain")
+    case = mcore_case("td_dense_plain")
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "huggingface", "--verify"]
     chained = tables.chained_rules
 
@@ -308,7 +307,7 @@ def test_a_second_table_on_unmapped_tensors_gets_no_certificate(tmp_path: Path) 
     from reshard.layout.views import View
     from reshard.plan.editing import _Editing
 
-    case = next(case for case in CASES if case.name == "td_moe_fully")
+    case = mcore_case("td_moe_fully")
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "unified", "--verify"]
 
     def whole(self: Any, recipe: Any) -> View:

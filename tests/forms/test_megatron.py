@@ -26,7 +26,7 @@ from reshard.forms.pytorch.dcp import read_metadata
 from reshard.forms.registry import form_of
 from tests.corpus import FIXTURES
 from tests.corpus_dcp import held_in
-from tests.corpus_mcore import McoreCase, digest, mcore_cases, to_hugging_face
+from tests.corpus_mcore import McoreCase, digest, mcore_case, mcore_cases, to_hugging_face
 from tests.running import Argument, done, fails
 from tests.running import reshard as run
 from tests.sampling import some_of
@@ -102,11 +102,11 @@ def test_damaged_checkpoints_are_refused_with_what_is_wrong(case: McoreCase, tmp
 def test_a_distributed_checkpoint_under_other_names_is_not_megatrons(tmp_path: Path) -> None:
     """Its objects say where Megatron's tensors are, and the step is a value."""
     words: list[Argument] = ["--to", "dcp", "--shards", 2, "--optimizer", "keep", "--verify"]
-    done("convert", one("td_dense_plain").root, tmp_path / "out", "--names", "llama", *words)
+    done("convert", mcore_case("td_dense_plain").root, tmp_path / "out", "--names", "llama", *words)
     assert form_of(str(tmp_path / "out")).name == "dcp"
     inspected = done("inspect", tmp_path / "out", "--json").json
     assert inspected["values"] == ["global_step"] and not inspected.get("objects")
-    done("verify", tmp_path / "out", "--src", one("td_dense_plain").root)
+    done("verify", tmp_path / "out", "--src", mcore_case("td_dense_plain").root)
 
 
 @pytest.mark.parametrize("case", some_of(zip(READABLE), 3), ids=named)
@@ -133,10 +133,6 @@ def copied(case: McoreCase, to: Path) -> Path:
     return to
 
 
-def one(name: str) -> McoreCase:
-    return mcore_cases(name)[0]
-
-
 @pytest.mark.parametrize("missing", ["metadata.json", ".metadata"])
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.name in ("td_dense_plain", "td19_common_state")], ids=named
@@ -153,7 +149,7 @@ def test_a_directory_without_the_file_that_is_written_last_is_refused(
 
 
 def test_another_backend_is_refused_by_name(tmp_path: Path) -> None:
-    root = copied(one("td_dense_plain"), tmp_path / "root")
+    root = copied(mcore_case("td_dense_plain"), tmp_path / "root")
     path = root / "iter_0000100" / "metadata.json"
     words: list[Argument] = ["convert", root, tmp_path / "out", "--to", "hf-sharded", "--shards", 1]
     for content in ('{"sharded_backend": "zarr"}', "[]", "{", '{"sharded_backend_version": 1}'):
@@ -177,13 +173,13 @@ def test_a_file_of_another_program_beside_a_distributed_checkpoint_is_ignored(tm
     ("name", "state"),
     [
         ("td_tied", "param.embedding.word_embeddings.weight"),
-        ("td14_dense_model", "fp32_param.decoder.layers.mlp.linear_fc2.weight"),
-        ("td14_grouped", "fp32_param.decoder.layers.mlp.experts.experts.linear_fc1.weight"),
+        ("td14_dense_model_space", "fp32_param.decoder.layers.mlp.linear_fc2.weight"),
+        ("td14_grouped_model_space", "fp32_param.decoder.layers.mlp.experts.experts.linear_fc1.weight"),
     ],
 )
 def test_masters_that_only_values_prove_have_to_be_the_weights(name: str, state: str, tmp_path: Path) -> None:
     """Megatron 0.16.1 writes others for tied embeddings of odd sizes. All checksums are right."""
-    (case,) = mcore_cases(name) or pytest.skip("the whole collection is not on this machine")
+    case = mcore_case(name)
     root = copied(case, tmp_path / "root")
     change_an_element(root / "iter_0000100", f"optimizer.state.{state}")
     words: list[Argument] = ["convert", root, tmp_path / "out", "--to", "hf-sharded", "--shards", 1]
@@ -194,7 +190,7 @@ def test_masters_that_only_values_prove_have_to_be_the_weights(name: str, state:
 
 def test_the_master_of_an_embedding_beside_multi_token_prediction_has_to_be_the_weight(tmp_path: Path) -> None:
     """Its last stage has the embedding, too, and Megatron 0.16.1 writes other state at odd sizes."""
-    (case,) = mcore_cases("td_dense_fully") or pytest.skip("the whole collection is not on this machine")
+    case = mcore_case("td_dense_fully")
     norm, other = "decoder.final_layernorm.weight", "mtp.layers.0.enorm.weight"
     befores = ("", *(f"optimizer.state.{kind}." for kind in ("exp_avg", "exp_avg_sq", "param")))
     renamed = [word for before in befores for word in ("--rename", f"{before}{norm}={before}{other}")]
@@ -223,7 +219,7 @@ def change_an_element(directory: Path, name: str) -> None:
 
 
 def test_nothing_in_a_common_state_is_run(tmp_path: Path) -> None:
-    root = copied(one("td_dense_plain"), tmp_path / "root")
+    root = copied(mcore_case("td_dense_plain"), tmp_path / "root")
     words: list[Argument] = ["convert", root, tmp_path / "out", "--to", "hf-sharded", "--shards", 1]
     for harmful in (b"cos\nsystem\n(S'touch EXECUTED'\ntR.", b"cbuiltins\neval\n(S'1'\ntR."):
         (root / "iter_0000100" / "common.pt").write_bytes(archive_of_pickle(harmful))
@@ -234,7 +230,7 @@ def test_nothing_in_a_common_state_is_run(tmp_path: Path) -> None:
 
 
 def test_optimizers_at_different_steps_are_refused(tmp_path: Path) -> None:
-    root = copied(one("td_moe_fully"), tmp_path / "root")
+    root = copied(mcore_case("td_moe_fully"), tmp_path / "root")
     path = root / "iter_0000100" / "common.pt"
     with FileHandles() as handles:
         common = read_common(StoredObject(str(path), 0, path.stat().st_size, True), handles)
@@ -261,7 +257,7 @@ def test_a_plain_distributed_checkpoint_is_megatrons_in_a_root_with_a_tracker(tm
 
 
 def test_a_release_is_read_by_name_and_where_the_tracker_names_it(tmp_path: Path) -> None:
-    root = copied(one("td_dense_plain"), tmp_path / "root")
+    root = copied(mcore_case("td_dense_plain"), tmp_path / "root")
     shutil.copytree(root / "iter_0000100", root / "release")
     os.remove(root / "release" / "common.pt")
     release = str(root / "release")
@@ -293,7 +289,7 @@ def test_the_family_of_the_model_is_suggested(case: McoreCase) -> None:
 
 
 def test_state_of_a_dump_in_progress_is_no_iteration(tmp_path: Path) -> None:
-    root = copied(one("td_dense_plain"), tmp_path / "root")
+    root = copied(mcore_case("td_dense_plain"), tmp_path / "root")
     shutil.copytree(root / "iter_0000100", root / "iter_0000200_tmp")
     assert [each["iteration"] for each in done("inspect", root, "--json").json["iterations"]] == [100]
 

@@ -22,7 +22,7 @@ from reshard.forms.megatron.bucket_state import Buffer, Flat, Groups, named_stat
 from reshard.forms.megatron.buckets import places_by_edges
 from reshard.forms.pytorch.dcp import DescribedChunk, DescribedTensor, Record, read_metadata
 from tests.asking import open_checkpoint
-from tests.corpus_mcore import mcore_cases
+from tests.corpus_mcore import mcore_case
 from tests.layouts import examples
 from tests.running import Argument, done, fails
 
@@ -399,10 +399,9 @@ def test_an_edge_of_nothing_or_a_missing_one_leaves_no_map(lengths: list[int], d
 
 def copied(tmp_path: Path) -> tuple[Path, Path]:
     """A copy of a checkpoint with buckets, and the directory of its iteration."""
-    for case in mcore_cases("td_dense_buckets"):
-        shutil.copytree(case.root, tmp_path / "checkpoint")
-        return tmp_path / "checkpoint", tmp_path / "checkpoint" / case.directory.name
-    pytest.skip("the collection of Megatron's checkpoints is missing")
+    case = mcore_case("td_dense_buckets")
+    shutil.copytree(case.root, tmp_path / "checkpoint")
+    return tmp_path / "checkpoint", tmp_path / "checkpoint" / case.directory.name
 
 
 def elements_at(directory: Path, name: str, *start: int) -> tuple[Path, int]:

@@ -19,7 +19,7 @@ import pytest
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archives import Archive, Elements
 from reshard.checkpoints.formats.pickles import pickled, read_pickle
-from tests.corpus_mcore import McoreCase, mcore_cases
+from tests.corpus_mcore import McoreCase, mcore_case, mcore_cases
 from tests.running import Argument, done, fails, warns
 from tests.trees import SAFETENSORS_NAMES, read_checkpoint
 
@@ -114,13 +114,6 @@ def test_state_of_the_optimizer_is_that_of_its_parameters(case: McoreCase, tmp_p
     assert not actual.keys() - expected.keys() - case.expected.get("tensors_optional", {}).keys()
 
 
-def one_case(name: str) -> McoreCase:
-    found = mcore_cases(name)
-    if not found:
-        pytest.skip("the collection lies beside the repository where the project is developed")
-    return found[0]
-
-
 def elements_in(path: Path, *keys: Any) -> Elements:
     """Where a tensor of a file is, by the keys to it in its pickle."""
     with FileHandles() as handles, contextlib.closing(handles.open_file(str(path))) as file:
@@ -158,7 +151,7 @@ def change_args(path: Path, **args: Any) -> None:
 
 
 def test_a_lost_file_is_refused_and_its_dense_weights_come_from_replicas(tmp_path: Path) -> None:
-    directory = copied(one_case("legacy_moe"), tmp_path)
+    directory = copied(mcore_case("legacy_moe"), tmp_path)
     shutil.rmtree(directory / "mp_rank_00_001")
     fails(3, "convert", directory, tmp_path / "out", "--to", "huggingface", texts=["mp_rank_00_001"])
     result = done(
@@ -168,7 +161,7 @@ def test_a_lost_file_is_refused_and_its_dense_weights_come_from_replicas(tmp_pat
 
 
 def test_directories_of_stages_in_another_order_are_refused(tmp_path: Path) -> None:
-    directory = copied(one_case("legacy_dense"), tmp_path)
+    directory = copied(mcore_case("legacy_dense"), tmp_path)
     for tensor in ("00", "01"):
         first, second = (directory / f"mp_rank_{tensor}_{stage}" for stage in ("000", "001"))
         first.rename(directory / "other")
@@ -178,7 +171,7 @@ def test_directories_of_stages_in_another_order_are_refused(tmp_path: Path) -> N
 
 
 def test_a_changed_replica_is_refused(tmp_path: Path) -> None:
-    directory = copied(one_case("legacy_dense"), tmp_path)
+    directory = copied(mcore_case("legacy_dense"), tmp_path)
     path = directory / "mp_rank_01_000" / "model_optim_rng.pt"
     elements = elements_in(path, "model", "decoder.layers.0.input_layernorm.weight")
     change(path, elements, b"\1\2")
@@ -187,7 +180,7 @@ def test_a_changed_replica_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["legacy_dense", "legacy_plain"])
 def test_state_of_other_parameters_is_refused_and_weights_can_be_taken(name: str, tmp_path: Path) -> None:
-    directory = copied(one_case(name), tmp_path)
+    directory = copied(mcore_case(name), tmp_path)
     path = next(directory.glob("*/distrib_optim.pt"), None) or next(directory.glob("*/model_optim_rng.pt"))
     plain = ("optimizer", "fp32_from_fp16_params", 0, 1)
     elements = elements_in(path, *(plain if name == "legacy_plain" else (0, None, "param")))
@@ -198,21 +191,21 @@ def test_state_of_other_parameters_is_refused_and_weights_can_be_taken(name: str
 
 
 def test_older_versions_are_refused(tmp_path: Path) -> None:
-    directory = copied(one_case("legacy_te_names"), tmp_path)
+    directory = copied(mcore_case("legacy_te_names"), tmp_path)
     for path in directory.glob("*/model_optim_rng.pt"):
         change_args(path, checkpoint_version=2.0)
     fails(3, "convert", directory, tmp_path / "out", "--to", "huggingface", texts=["2.0"])
 
 
 def test_directories_named_otherwise_than_their_ranks_are_refused(tmp_path: Path) -> None:
-    directory = copied(one_case("legacy_te_names"), tmp_path)
+    directory = copied(mcore_case("legacy_te_names"), tmp_path)
     for path in directory.glob("*/model_optim_rng.pt"):
         change_args(path, rank=1 - int(path.parent.name[-1]), world_size=4)
     fails(3, "convert", directory, tmp_path / "out", "--to", "huggingface", texts=["saved by rank"])
 
 
 def test_experts_in_the_directory_of_another_rank_are_refused(tmp_path: Path) -> None:
-    directory = copied(one_case("legacy_moe"), tmp_path)
+    directory = copied(mcore_case("legacy_moe"), tmp_path)
     for path in directory.glob("*/model_optim_rng.pt"):
         tensor, expert = (int(number) for number in path.parent.name.split("_")[2:])
         change_args(path, rank=tensor + 2 * (1 - expert), world_size=4)
@@ -221,7 +214,7 @@ def test_experts_in_the_directory_of_another_rank_are_refused(tmp_path: Path) ->
 
 @pytest.mark.parametrize("numbered", [False, True])
 def test_a_copy_of_another_rank_is_refused(numbered: bool, tmp_path: Path) -> None:
-    directory = copied(one_case("legacy_dense"), tmp_path)
+    directory = copied(mcore_case("legacy_dense"), tmp_path)
     for path in directory.glob("*/model_optim_rng.pt"):
         tensor, stage = (int(number) for number in path.parent.name.split("_")[2:])
         if numbered:
@@ -233,7 +226,7 @@ def test_a_copy_of_another_rank_is_refused(numbered: bool, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("number", ["pipeline", "expert"])
 def test_the_second_number_of_a_directory_is_told_from_contents(number: str, tmp_path: Path) -> None:
-    directory = copied(one_case("legacy_vpp" if number == "pipeline" else "legacy_moe"), tmp_path)
+    directory = copied(mcore_case("legacy_vpp" if number == "pipeline" else "legacy_moe"), tmp_path)
     for path in directory.glob("*/model_optim_rng.pt"):
         sizes = {f"{kind}_model_parallel_size": None for kind in ("pipeline", "expert")}
         change_args(path, **sizes)
@@ -241,7 +234,7 @@ def test_the_second_number_of_a_directory_is_told_from_contents(number: str, tmp
 
 
 def test_a_number_that_could_be_either_is_refused(tmp_path: Path) -> None:
-    directory = copied(one_case("legacy_vpp"), tmp_path)
+    directory = copied(mcore_case("legacy_vpp"), tmp_path)
     for path in directory.glob("*/model_optim_rng.pt"):
         change_args(path, pipeline_model_parallel_size=None, expert_model_parallel_size=None)
     shutil.rmtree(directory / "mp_rank_00_000")

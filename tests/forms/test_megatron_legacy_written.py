@@ -13,8 +13,8 @@ import pytest
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archives import Archive, plain_tensor
 from reshard.checkpoints.formats.pickles import PickledInstance
-from tests.corpus_mcore import McoreCase
-from tests.forms.test_megatron_legacy import converted, one_case
+from tests.corpus_mcore import McoreCase, mcore_case
+from tests.forms.test_megatron_legacy import converted
 from tests.running import Argument, done, fails
 
 
@@ -82,7 +82,7 @@ def arrays_in(path: Path) -> Any:
     ids=lambda each: f"{each.case}-{each.sizes}",
 )
 def test_a_written_tree_has_all_that_megatron_held(written: Written, tmp_path: Path) -> None:
-    case = one_case(written.case)
+    case = mcore_case(written.case)
     tree = write(case, tmp_path / "tree", written.sizes)
     names = ["--names", case.expected["names"], *(["--optimizer", "keep"] if written.optimizer else [])]
     tensors = converted(tree.parent, tmp_path / "out", *names)
@@ -103,13 +103,13 @@ def test_a_written_tree_has_all_that_megatron_held(written: Written, tmp_path: P
 def test_interleaved_rows_are_refused(tmp_path: Path) -> None:
     (tmp_path / "args.json").write_text(json.dumps({"moe_mlp_glu_interleave_size": 8}))
     options = ["--to", "megatron", "--format", "torch", "--sizes", "tp=2", "--args", str(tmp_path / "args.json")]
-    fails(3, "convert", one_case("td_dense_plain").root, tmp_path / "out", *options, texts=["glu_interleave_size"])
+    fails(3, "convert", mcore_case("td_dense_plain").root, tmp_path / "out", *options, texts=["glu_interleave_size"])
 
 
 @pytest.mark.parametrize("split", [True, False])
 def test_latent_attention_is_written_as_mindspeed_has_it(split: bool, tmp_path: Path) -> None:
     """Down projections joined, heads' parts apart with ``mla_mm_split``; experts dealt over tensor ranks as well."""
-    case = one_case("td_mla_mtp")
+    case = mcore_case("td_mla_mtp")
     args = {"mla_mm_split": split, "moe_tp_extend_ep": split, "transformer_impl": "local", "moe_grouped_gemm": split}
     (tmp_path / "args.json").write_text(json.dumps(args))
     tree = write(case, tmp_path / "tree", "tp=2,pp=2", "--args", tmp_path / "args.json")
@@ -127,7 +127,7 @@ def test_latent_attention_is_written_as_mindspeed_has_it(split: bool, tmp_path: 
 
 def test_weights_and_optimizer_of_hugging_faces_names_become_a_tree(tmp_path: Path) -> None:
     """What it lacks is in --args; files are those of the run that the names came from, groups and steps included."""
-    case = one_case("legacy_moe")
+    case = mcore_case("legacy_moe")
     names = ["--names", case.expected["names"], "--optimizer", "keep"]
     done("convert", case.root, tmp_path / "hf", "--to", "huggingface", *names)
     (tmp_path / "hf" / "config.json").write_text(json.dumps(case.expected["config"]))
@@ -158,12 +158,12 @@ def test_weights_and_optimizer_of_hugging_faces_names_become_a_tree(tmp_path: Pa
 
 def test_a_plan_of_a_tree_has_its_files(tmp_path: Path) -> None:
     options = ["--to", "megatron", "--format", "torch", "--sizes", "tp=2,pp=2", "--json"]
-    plan = done("plan", one_case("legacy_dense").root, tmp_path / "out", *options).json
+    plan = done("plan", mcore_case("legacy_dense").root, tmp_path / "out", *options).json
     assert len(plan["files"]) == 4
 
 
 def test_names_that_args_do_not_decide_are_asked_for(tmp_path: Path) -> None:
-    case = one_case("legacy_dense")
+    case = mcore_case("legacy_dense")
     done("convert", case.root, tmp_path / "hf", "--to", "huggingface", "--names", "llama", "--exclude", "global_step")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(case.expected["config"]))
     options = ["--to", "megatron", "--format", "torch", "--names", "llama"]
@@ -172,7 +172,7 @@ def test_names_that_args_do_not_decide_are_asked_for(tmp_path: Path) -> None:
 
 def test_the_same_sizes_give_every_parameter_back(tmp_path: Path) -> None:
     """Weights of each rank are those that Megatron wrote; the optimizer has as many groups and the same numbers."""
-    case = one_case("legacy_plain")
+    case = mcore_case("legacy_plain")
     tree = write(case, tmp_path / "tree", "tp=2")
     for rank in ("mp_rank_00", "mp_rank_01"):
         theirs, ours = (arrays_in(root / rank / "model_optim_rng.pt") for root in (case.directory, tree))
@@ -190,7 +190,7 @@ def test_the_same_sizes_give_every_parameter_back(tmp_path: Path) -> None:
 
 
 def test_experts_of_a_group_are_transposed_one_after_the_other(tmp_path: Path) -> None:
-    case = one_case("legacy14_grouped")
+    case = mcore_case("legacy14_grouped")
     tree = write(case, tmp_path / "tree", "tp=2,ep=2")
     for rank in sorted(path.name for path in tree.iterdir()):
         theirs, ours = (arrays_in(root / rank / "model_optim_rng.pt")["model"] for root in (case.directory, tree))
@@ -199,7 +199,7 @@ def test_experts_of_a_group_are_transposed_one_after_the_other(tmp_path: Path) -
 
 
 def test_the_tracker_and_arguments_are_those_of_the_new_run(tmp_path: Path) -> None:
-    tree = write(one_case("legacy_dense"), tmp_path / "tree", "tp=1,pp=2")
+    tree = write(mcore_case("legacy_dense"), tmp_path / "tree", "tp=1,pp=2")
     assert (tree.parent / "latest_checkpointed_iteration.txt").read_text() == "100"
     args = arrays_in(tree / "mp_rank_00_001" / "model_optim_rng.pt")["args"].fields
     assert (args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]) == (1, 2)
@@ -209,14 +209,14 @@ def test_the_tracker_and_arguments_are_those_of_the_new_run(tmp_path: Path) -> N
 @pytest.mark.parametrize("sizes", ["pp=3", "tp=3", "ep=3"])
 def test_sizes_that_do_not_divide_a_model_are_refused(sizes: str, tmp_path: Path) -> None:
     fails(
-        *(3, "convert", one_case("legacy_moe").root, tmp_path / "out", "--to", "megatron"),
+        *(3, "convert", mcore_case("legacy_moe").root, tmp_path / "out", "--to", "megatron"),
         *("--format", "torch", "--sizes", sizes),
     )
     assert not any(path.suffix == ".pt" for path in tmp_path.rglob("*"))
 
 
 def test_a_changed_element_is_found(tmp_path: Path) -> None:
-    case = one_case("legacy_vpp")
+    case = mcore_case("legacy_vpp")
     tree = write(case, tmp_path / "tree", "pp=2")
     path = tree / "mp_rank_00_001" / "model_optim_rng.pt"
     (place,) = [match.start() for match in re.finditer(re.escape(_output_layer(path)), path.read_bytes())]

@@ -21,7 +21,7 @@ from reshard.checkpoints.formats.pickles import inert, inert_class, pickled
 from reshard.forms.megatron.common import Common, common_of
 from tests.conftest import LONG
 from tests.corpus import ROOT
-from tests.corpus_mcore import McoreCase, digest, mcore_cases
+from tests.corpus_mcore import McoreCase, digest, mcore_case, mcore_cases
 from tests.running import Argument, done, fails, warns
 from tests.running import reshard as run
 from tests.sampling import some_of
@@ -42,13 +42,6 @@ STATED = {
     "train_iters": 1000,
     "lr_warmup_iters": 10,
 }
-
-
-def case_named(name: str) -> McoreCase:
-    cases = {case.name: case for case in WRITABLE}
-    if name not in cases:
-        pytest.skip(f"there is no case {name} here")
-    return cases[name]
 
 
 def tensors_of(root: Path) -> dict[str, tuple[str, str]]:
@@ -75,7 +68,7 @@ def written(case: McoreCase, root: Path, *options: Argument) -> Path:
 
 @pytest.mark.parametrize("name", some_of([case.name for case in WRITABLE], 4, 1))
 def test_a_checkpoint_of_megatron_is_written_as_one_that_it_loads_at_any_sizes(name: str, tmp_path: Path) -> None:
-    case = case_named(name)
+    case = mcore_case(name)
     root = written(case, tmp_path / "out")
     source, (directory,) = common_in(case.directory), root.glob("iter_*")
     tracked = (root / TRACKER).read_text()
@@ -103,7 +96,7 @@ def test_a_checkpoint_of_megatron_is_written_as_one_that_it_loads_at_any_sizes(n
 
 @pytest.mark.parametrize("name", some_of([case.name for case in WRITABLE], 6, 2))
 def test_the_objects_of_the_source_are_there_and_empty_ones_for_all_other_modules(name: str, tmp_path: Path) -> None:
-    case = case_named(name)
+    case = mcore_case(name)
     root = written(case, tmp_path / "out", "--exclude", "optimizer.*")
     objects = {name for name in done("inspect", root, "--json").json["objects"] if "._extra_state/" in name}
     if case.expected["form"] == "megatron_torch_dist":
@@ -185,7 +178,7 @@ DAMAGE: Mapping[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written(case_named("td_dense_plain"), tmp_path_factory.mktemp("dense") / "out")
+    return written(mcore_case("td_dense_plain"), tmp_path_factory.mktemp("dense") / "out")
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -194,7 +187,7 @@ def test_verify_finds_damage_beside_the_tensors(kind: str, dense: Path, tmp_path
     damage, text = DAMAGE[kind]
     damage(root)
     (root / "reshard-manifest.json").unlink()
-    result = run("verify", root, "--src", case_named("td_dense_plain").root, "--shards", 3)
+    result = run("verify", root, "--src", mcore_case("td_dense_plain").root, "--shards", 3)
     assert result.status == 4 and text in result.out + result.err
 
 
@@ -210,7 +203,7 @@ def test_the_manifest_finds_changed_marks(mark: str, dense: Path, tmp_path: Path
 @pytest.mark.parametrize("number", range(len(MARKS)))
 def test_an_unfinished_directory_is_none_of_megatrons_and_is_completed(number: int, tmp_path: Path) -> None:
     """Marks are missing from the last on; without the tracker or metadata.json Megatron finds no checkpoint."""
-    case = case_named("td_moe_fully")
+    case = mcore_case("td_moe_fully")
     root = written(case, tmp_path / "out")
     before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and ".reshard" not in str(path)}
     (root / "reshard-manifest.json").unlink()
@@ -223,14 +216,14 @@ def test_an_unfinished_directory_is_none_of_megatrons_and_is_completed(number: i
 @pytest.mark.deep
 @pytest.mark.parametrize("other", ["types", "iteration"])
 def test_a_killed_run_resumes_also_with_overwrite(other: str, tmp_path: Path) -> None:
-    case = case_named("td_moe_fully")
+    case = mcore_case("td_moe_fully")
     words: list[Argument] = ["--to", "megatron", "--shards", 2]
     if other == "types":
         done("convert", case.root, tmp_path / "before", *words, "--cast", "Float16")
     else:
-        src = renamed_source(case_named("td_dense_plain"), tmp_path / "src", "--exclude", "optimizer.*")
+        src = renamed_source(mcore_case("td_dense_plain"), tmp_path / "src", "--exclude", "optimizer.*")
         done(
-            "convert", src, tmp_path / "before", *words, "--args", case_named("td_dense_plain").root, "--rename", "*=*"
+            "convert", src, tmp_path / "before", *words, "--args", mcore_case("td_dense_plain").root, "--rename", "*=*"
         )
     done("convert", case.root, tmp_path / "after", *words)
     arguments = [sys.executable, "-m", "tests.stops", tmp_path, 1, 7 if LONG else 60]
@@ -241,7 +234,7 @@ def test_a_killed_run_resumes_also_with_overwrite(other: str, tmp_path: Path) ->
 
 
 def test_other_arguments_are_another_conversion(tmp_path: Path) -> None:
-    case = case_named("td_dense_plain")
+    case = mcore_case("td_dense_plain")
     command: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "megatron", "--shards", 2]
     done(*command)
     (tmp_path / "args.json").write_text(json.dumps(STATED))
@@ -254,7 +247,7 @@ def test_other_arguments_are_another_conversion(tmp_path: Path) -> None:
 
 
 def test_a_json_file_of_arguments_gives_groups_and_schedule(tmp_path: Path) -> None:
-    case = case_named("td_dense_plain")
+    case = mcore_case("td_dense_plain")
     (tmp_path / "args.json").write_text(json.dumps({**STATED, "consumed_train_samples": 1234}))
     root = written(case, tmp_path / "out", "--args", tmp_path / "args.json")
     common = common_in(root / ITERATION)
@@ -268,7 +261,7 @@ def test_a_json_file_of_arguments_gives_groups_and_schedule(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("of", ["root", "directory", "file"])
 def test_another_checkpoint_gives_its_arguments_and_groups(of: str, tmp_path: Path) -> None:
-    case = case_named("td_dense_plain")
+    case = mcore_case("td_dense_plain")
     other = written(case, tmp_path / "other", "--args", stated(tmp_path))
     place = {"root": other, "directory": other / ITERATION, "file": other / ITERATION / "common.pt"}[of]
     root = written(case, tmp_path / "out", "--args", place)
@@ -299,7 +292,7 @@ def stated(directory: Path, **more: Any) -> Path:
     ],
 )
 def test_arguments_that_contradict_the_tensors_are_refused(args: object, texts: list[str], tmp_path: Path) -> None:
-    case, path = case_named("td_dense_plain"), tmp_path / "args.json"
+    case, path = mcore_case("td_dense_plain"), tmp_path / "args.json"
     if args is None:
         path = tmp_path / "args.pt"
         path.write_bytes(archive_of_pickle(pickled({"iteration": 3})))
@@ -312,7 +305,7 @@ def test_arguments_that_contradict_the_tensors_are_refused(args: object, texts: 
 def test_keys_of_one_layer_beside_those_of_all_layers_are_refused(tmp_path: Path) -> None:
     name = "mlp.linear_fc2.weight"
     renamed = ["--to", "megatron", "--rename", f"decoder.layers.0.{name}=decoder.layers.{name}"]
-    case = case_named("td_moe_layer_keys")
+    case = mcore_case("td_moe_layer_keys")
     for options in ([], ["--format", "torch", "--sizes", "tp=2"]):
         options += [*renamed, "--exclude", "optimizer.*"]
         fails(3, "convert", case.root, tmp_path / "out", *options, texts=[f"decoder.layers.{name}"])
@@ -320,7 +313,7 @@ def test_keys_of_one_layer_beside_those_of_all_layers_are_refused(tmp_path: Path
 
 def test_only_plain_arguments_are_carried_over(tmp_path: Path) -> None:
     """Others would run where Megatron loads the file, or name a package that is not there."""
-    case = case_named("td_dense_plain")
+    case = mcore_case("td_dense_plain")
     src = Path(shutil.copytree(case.root, tmp_path / "src"))
     values = {
         "a_dtype": inert_class("torch.float16"),
@@ -353,7 +346,7 @@ def renamed_source(case: McoreCase, directory: Path, *options: Argument) -> Path
 
 @pytest.mark.parametrize("name", ["td_dense_plain", "td_moe_fully"])
 def test_what_no_checkpoint_of_megatron_records_is_stated_or_listed(name: str, tmp_path: Path) -> None:
-    case = case_named(name)
+    case = mcore_case(name)
     moe = "moe" in name
     rename = [] if moe else ["--rename", "optimizer.state.fp32_param.*=optimizer.state.param.*"]
     src = renamed_source(case, tmp_path / "src", *rename)
@@ -375,7 +368,7 @@ def test_what_no_checkpoint_of_megatron_records_is_stated_or_listed(name: str, t
 
 
 def test_weights_alone_become_a_release(tmp_path: Path) -> None:
-    case = case_named("td_dense_plain")
+    case = mcore_case("td_dense_plain")
     src = renamed_source(case, tmp_path / "src", "--include", "decoder.*", "--include", "*.weight", "--exclude", "opt*")
     (tmp_path / "config.json").write_text(json.dumps(case.expected["config"]))
     config: list[Argument] = ["--config", tmp_path / "config.json"]
@@ -402,7 +395,7 @@ NAMES = {
 @pytest.mark.parametrize("name", some_of(NAMES, 4))
 def test_a_run_goes_to_mindformers_and_back_with_every_bit(name: str, tmp_path: Path) -> None:
     """The source is named in --args: names of layers and norms, groups and schedule are as it has them."""
-    case = case_named(name)
+    case = mcore_case(name)
     (tmp_path / "config.json").write_text(json.dumps(case.expected["config"]))
     words: list[Argument] = ["--names", NAMES[name], "--config", tmp_path / "config.json", "--verify"]
     words += ["--optimizer", "keep"] if case.optimizer else []
@@ -423,7 +416,7 @@ def test_a_run_goes_to_mindformers_and_back_with_every_bit(name: str, tmp_path: 
 def test_values_that_mindformers_saves_beside_the_step_are_left_out(
     dtype: str, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
-    case = case_named("td_dense_plain")
+    case = mcore_case("td_dense_plain")
     (tmp_path / "config.json").write_text(json.dumps(case.expected["config"]))
     words: list[Argument] = ["--names", "llama", "--config", tmp_path / "config.json", "--optimizer", "keep"]
     done("convert", case.root, tmp_path / "ranks", "--dst-strategy", "none", "--format", "safetensors", *words)
@@ -446,7 +439,7 @@ def test_values_that_mindformers_saves_beside_the_step_are_left_out(
 
 @pytest.mark.parametrize("batch", [None, 5])
 def test_step_and_batch_that_checkpoint2_records_are_used(batch: Optional[int], tmp_path: Path) -> None:
-    case = case_named("td_dense_plain")
+    case = mcore_case("td_dense_plain")
     (tmp_path / "config.json").write_text(json.dumps(case.expected["config"]))
     words: list[Argument] = ["--names", "llama", "--config", tmp_path / "config.json", "--optimizer", "keep"]
     done("convert", case.root, tmp_path / "src", "--to", "checkpoint2", "--dst-strategy", "none", *words)
@@ -482,7 +475,7 @@ def own_masters(case: McoreCase, directory: Path, *others: str) -> Path:
 
 
 def test_float32_weights_become_masters_and_their_type_is_stated(tmp_path: Path) -> None:
-    case = case_named("td_dense_plain")
+    case = mcore_case("td_dense_plain")
     src = own_masters(case, tmp_path / "src")
     words: list[Argument] = ["convert", src, tmp_path / "out", "--to", "megatron", "--rename", "*=*"]
     words += ["--args", case.root]
@@ -494,7 +487,7 @@ def test_float32_weights_become_masters_and_their_type_is_stated(tmp_path: Path)
 
 
 def test_float32_weights_of_mindformers_become_masters(tmp_path: Path) -> None:
-    case = case_named("td_moe_fully")
+    case = mcore_case("td_moe_fully")
     (tmp_path / "config.json").write_text(json.dumps(case.expected["config"]))
     words: list[Argument] = ["--names", "qwen3_moe,gate_up=halves,qkv=grouped", "--config", tmp_path / "config.json"]
     words += ["--optimizer", "keep"]
@@ -510,7 +503,7 @@ def test_float32_weights_of_mindformers_become_masters(tmp_path: Path) -> None:
 
 
 def test_verify_finds_masters_that_are_not_the_weights(tmp_path: Path) -> None:
-    case = case_named("td_dense_plain")
+    case = mcore_case("td_dense_plain")
     src = own_masters(case, tmp_path / "src")
     words: list[Argument] = ["--to", "megatron", "--rename", "*=*", "--args", case.root, "--cast", "BFloat16"]
     done("convert", src, tmp_path / "out", *words)
@@ -526,7 +519,7 @@ def test_verify_finds_masters_that_are_not_the_weights(tmp_path: Path) -> None:
 
 
 def test_weights_of_lower_precision_are_no_masters(tmp_path: Path) -> None:
-    case = case_named("td_dense_plain")
+    case = mcore_case("td_dense_plain")
     src = own_masters(case, tmp_path / "src", "output_layer.weight")
     words: list[Argument] = ["convert", src, tmp_path / "out", "--to", "megatron", "--rename", "*=*"]
     fails(3, *words, "--args", case.root, "--cast", "BFloat16", texts=["output_layer.weight"])
@@ -534,7 +527,7 @@ def test_weights_of_lower_precision_are_no_masters(tmp_path: Path) -> None:
 
 
 def test_experts_are_of_one_optimizer_without_expert_parallelism(tmp_path: Path) -> None:
-    case = case_named("td_moe_fully")
+    case = mcore_case("td_moe_fully")
     (tmp_path / "args.json").write_text(json.dumps({"expert_model_parallel_size": 1}))
     root = written(case, tmp_path / "out", "--args", tmp_path / "args.json")
     (optimizer,) = common_in(root / ITERATION).optimizers
@@ -543,20 +536,20 @@ def test_experts_are_of_one_optimizer_without_expert_parallelism(tmp_path: Path)
 
 
 def test_biases_of_experts_that_a_cast_rounds_give_a_warning(tmp_path: Path) -> None:
-    case = case_named("td_mla_mtp")
+    case = mcore_case("td_mla_mtp")
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "megatron", "--cast", "BFloat16"]
     warns(done(*words, "--dry-run"), "expert_bias=Float32")
     assert "expert_bias" not in done(*words, "--cast", "*.expert_bias=Float32").err
 
 
 def test_optimizer_state_of_some_parameters_is_refused(tmp_path: Path) -> None:
-    case = case_named("td_dense_plain")
+    case = mcore_case("td_dense_plain")
     for pattern in ("optimizer.state.exp_avg.*norm*", "*.exp_avg_sq.*"):
         fails(3, "convert", case.root, tmp_path / "out", "--to", "megatron", "--exclude", pattern, texts=["optimizer"])
 
 
 def test_other_names_than_megatrons_are_refused(tmp_path: Path) -> None:
-    case = case_named("td_dense_plain")
+    case = mcore_case("td_dense_plain")
     src = renamed_source(case, tmp_path / "src", "--exclude", "opt*", "--rename", "*=model.*")
     fails(3, "convert", src, tmp_path / "out", "--to", "megatron", "--rename", "*=*", texts=["--names"])
 
@@ -572,4 +565,4 @@ def test_other_names_than_megatrons_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_options_go_with_what_they_are_for(options: list[Argument], texts: list[str], tmp_path: Path) -> None:
-    fails(2, "convert", case_named("td_dense_plain").root, tmp_path / "out", *options, texts=texts)
+    fails(2, "convert", mcore_case("td_dense_plain").root, tmp_path / "out", *options, texts=texts)
