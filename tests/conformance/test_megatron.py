@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.conformance import oracles
+from tests.conformance.workers.megatron_model import LATENT, MODEL
 from tests.conftest import LONG
 from tests.corpus_mcore import McoreCase, mcore_cases
 from tests.running import Argument, done
@@ -149,7 +150,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saves:
 
 def config_of(case: Case, directory: Path) -> Path:
     """config.json of the model for Hugging Face's library."""
-    sizes = {**_defaults(), **case.model}
+    sizes = {**MODEL, **case.model}
     config: dict[str, Any] = {
         "hidden_size": sizes["hidden"],
         "intermediate_size": sizes["ffn"],
@@ -180,11 +181,11 @@ def config_of(case: Case, directory: Path) -> Path:
     if case.family == "deepseek_v3":
         config.update(
             num_key_value_heads=sizes["heads"],
-            q_lora_rank=12,
-            kv_lora_rank=8,
-            qk_nope_head_dim=4,
-            qk_rope_head_dim=4,
-            v_head_dim=6,
+            q_lora_rank=LATENT["q_lora"],
+            kv_lora_rank=LATENT["kv_lora"],
+            qk_nope_head_dim=LATENT["nope"],
+            qk_rope_head_dim=LATENT["rope"],
+            v_head_dim=LATENT["value"],
             n_routed_experts=sizes["experts"],
             num_experts_per_tok=2,
             moe_intermediate_size=sizes["moe_ffn"],
@@ -202,25 +203,6 @@ def config_of(case: Case, directory: Path) -> Path:
     path = directory / "config.json"
     path.write_text(json.dumps(config))
     return path
-
-
-def _defaults() -> dict[str, Any]:
-    """Of the models of workers/megatron.py, which cannot be imported without torch."""
-    return {
-        "layers": 4,
-        "hidden": 16,
-        "heads": 4,
-        "groups": 4,
-        "head_dim": 4,
-        "ffn": 32,
-        "vocab": 44,
-        "tied": False,
-        "experts": 0,
-        "moe_ffn": 8,
-        "shared_ffn": 0,
-        "frequency": None,
-        "mtp": 0,
-    }
 
 
 def check_loaded(case: Case, places: Sequence[tuple[Path, Layout]]) -> None:
@@ -280,7 +262,7 @@ def test_logits_of_transformers_are_megatrons(case: Case, saved: Saves, tmp_path
 
 
 def config_layers(case: Case) -> int:
-    return int({**_defaults(), **case.model}["layers"])
+    return int({**MODEL, **case.model}["layers"])
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if LONG or case.version == NOW], ids=named)

@@ -2,7 +2,7 @@
 
 usage: python -m tests.conformance.workers.megatron DIRECTORY    DIRECTORY has the package megatron of one version
 
-A `model` and a `layout` are numbers that `MODEL` and `LAYOUT` default. Values, and gradients of two steps of Adam,
+A `model` and a `layout` are numbers with the defaults `MODEL` and `LAYOUT`. Values, and gradients of two steps of Adam,
 follow from the names of whole tensors, so that every layout trains the same model: the answers of two runs are equal
 if the same weights and the same state of the optimizer lie on the same ranks. Jobs:
 
@@ -41,33 +41,13 @@ from typing import Any, Optional
 
 import numpy as np
 
+from tests.conformance.workers.megatron_model import LATENT, MODEL
 from tests.conformance.workers.protocol import Job, serve_lines
 
 warnings.filterwarnings("ignore")
 os.environ.update(OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1", GLOO_SOCKET_IFNAME="lo")
 
-MODEL: dict[str, Any] = {
-    "family": "qwen3",
-    "layers": 4,
-    "hidden": 16,
-    "heads": 4,
-    "groups": 4,
-    "head_dim": 4,
-    "ffn": 32,
-    "vocab": 44,
-    "divisible": 8,
-    "tied": False,
-    "experts": 0,
-    "moe_ffn": 8,
-    "shared_ffn": 0,
-    "frequency": None,
-    "grouped": False,
-    "norms_in_linears": False,
-    "mtp": 0,
-    "seed": 1,
-}
 LAYOUT: dict[str, Any] = {"tp": 1, "pp": 1, "ep": 1, "dp": 1, "vpp": None, "first": None, "bucket": None}
-MLA = {"q_lora": 12, "kv_lora": 8, "nope": 4, "rope": 4, "value": 6}
 STEPS = 2
 ITERATION = 20
 SECONDS = 90
@@ -150,7 +130,7 @@ class _Setting:
     """A job's model on its layout."""
 
     def __init__(self, job: Job) -> None:
-        latent = MLA if job.get("model", {}).get("family") == "deepseek_v3" else {}
+        latent = LATENT if job.get("model", {}).get("family") == "deepseek_v3" else {}
         self.model: dict[str, Any] = {**MODEL, **latent, **job.get("model", {})}
         self.layout: dict[str, Any] = {**LAYOUT, **job.get("layout", {})}
         self.format: str = job.get("format", "torch_dist")
