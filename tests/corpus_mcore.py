@@ -45,7 +45,7 @@ def mcore_cases(start: str = "") -> list[McoreCase]:
 
 
 def mcore_case(name: str) -> McoreCase:
-    """The case of this name; the test that asks for it skips where it is missing."""
+    """The case of this name; where it is missing, the test skips."""
     for case in mcore_cases(name):
         if case.name == name:
             return case

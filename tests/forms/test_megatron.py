@@ -100,7 +100,7 @@ def test_damaged_checkpoints_are_refused_with_what_is_wrong(case: McoreCase, tmp
 
 
 def test_a_distributed_checkpoint_under_other_names_is_not_megatrons(tmp_path: Path) -> None:
-    """Its objects say where Megatron's tensors are, and the step is a value."""
+    """Its objects record where Megatron's tensors are, and the step is a value."""
     words: list[Argument] = ["--to", "dcp", "--shards", 2, "--optimizer", "keep", "--verify"]
     done("convert", mcore_case("td_dense_plain").root, tmp_path / "out", "--names", "llama", *words)
     assert form_of(str(tmp_path / "out")).name == "dcp"
