@@ -1,4 +1,4 @@
-# Everything runs in environments made here, from nothing but make and a Python 3.9 or newer.
+# Everything runs in environments made here, from nothing but make and a Python 3.10 or newer.
 # Another Python: make test PYTHON=python3.12
 
 PYTHON ?= python3
@@ -35,14 +35,14 @@ help:
 	@echo 'make conformance-transformers   those against Hugging Face transformers and torch (needs torch, which on x86 may bring CUDA along)'
 	@echo 'make package       build wheel and source distribution, and use them in environments with nothing else; the steps of'
 	@echo '                   Dockerfile, too (some minutes)'
-	@echo 'make matrix        the tests on Python 3.9, 3.11 and 3.13 with the oldest and the newest dependencies (15 minutes)'
+	@echo 'make matrix        the tests on Python 3.10, 3.12 and 3.13 with the oldest and the newest dependencies (15 minutes)'
 	@echo 'make bench         speed and memory against cp -r; writes docs/benchmarks.md (half an hour, 16 GB of memory)'
 	@echo 'make docs          write docs/commands.md and the output of the examples in the pages anew'
 	@echo 'make site          build the documentation as a site in build/site, and look at it in a browser if Chromium is here'
 	@echo 'make clean         remove environments, caches and what the demo wrote'
 	@echo
 	@echo 'PYTHON=python3.x   the Python to use (now: $(PYTHON))'
-	@echo 'MATRIX="3.9 3.13"  what make matrix tests; --skip-absent before it leaves out Pythons that are not here'
+	@echo 'MATRIX="3.10 3.13"  what make matrix tests; --skip-absent before it leaves out Pythons that are not here'
 
 demo:
 	@.ci/venv $(VENV) $(PYTHON) -

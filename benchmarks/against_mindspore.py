@@ -7,7 +7,6 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Optional
 
 from benchmarks.measure import MIB, Run, Section, memory_backed, remove, reshard, run
 from benchmarks.synthetic import Model, Scheme, wrong_slices
@@ -38,7 +37,7 @@ mindspore.ckpt_to_safetensors(sys.argv[1], sys.argv[2])
 """
 
 
-def mindspore_python() -> Optional[str]:
+def mindspore_python() -> str | None:
     """A Python that can import MindSpore: `RESHARD_MINDSPORE_PYTHON`, or the one of `make conformance`."""
     python = os.environ.get("RESHARD_MINDSPORE_PYTHON") or str(ENVIRONMENT)
     if not Path(python).exists():

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from benchmarks.measure import COMPARED, Run, Section, memory_backed, remove, reshard, reshard_as_if, run
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy, wrong_slices
@@ -49,7 +49,7 @@ BY_RANK = [
 ]
 
 
-def measure(gigabytes: float = GIGABYTES, names: Optional[list[str]] = None) -> Section:
+def measure(gigabytes: float = GIGABYTES, names: list[str] | None = None) -> Section:
     """Measure some cases, by default all."""
     model = Model(layers=max(1, round(gigabytes * 1e9 / (4 * SIDE * SIDE))), matrices=1, rows=SIDE, columns=SIDE)
     cores = len(os.sched_getaffinity(0))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.measure import COMPARED, Compared, Section, against_copy, memory_backed, reshard
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy, wrong_slices

@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple
 
 MIB = 1 << 20
 _SAMPLE_SECONDS = 0.01
@@ -128,7 +128,7 @@ def memory_backed() -> Iterator[Path]:
 
 
 @contextmanager
-def directory_in(base: Optional[str]) -> Iterator[Path]:
+def directory_in(base: str | None) -> Iterator[Path]:
     """A directory that is removed afterwards."""
     place = Path(tempfile.mkdtemp(prefix="reshard-bench-", dir=base))
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import sys
 from pathlib import Path
-from typing import Optional
 
 from benchmarks.measure import MIB, Section, memory_backed, reshard, run, times
 from benchmarks.synthetic import Model, Scheme, write_strategy
@@ -43,7 +42,7 @@ def measure() -> Section:
     return section
 
 
-def row(section: Section, name: str, old: Path, new: Optional[Path], rank: int) -> None:
+def row(section: Section, name: str, old: Path, new: Path | None, rank: int) -> None:
     target = new or "none"
     process = run([sys.executable, "-m", "benchmarks.planning", old, target])
     listing = times([reshard("rank-list", rank, "--src-strategy", old, "--dst-strategy", target)], 3)[0]
@@ -56,7 +55,7 @@ def row(section: Section, name: str, old: Path, new: Optional[Path], rank: int) 
     )
 
 
-def resized(place: Path, devices: int) -> Optional[Path]:
+def resized(place: Path, devices: int) -> Path | None:
     """The PanGu-alpha strategy for another number of devices: none for one, half the model parallelism for 512."""
     if devices == 1:
         return None

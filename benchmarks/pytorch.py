@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from benchmarks.against_mindspore import quietly
 from benchmarks.measure import COMPARED, MIB, Run, Section, against_copy, memory_backed, remove, reshard, run
@@ -68,7 +68,7 @@ torch.distributed.checkpoint.save({"model": state}, checkpoint_id=sys.argv[2], n
 """
 
 
-def torch_python() -> Optional[str]:
+def torch_python() -> str | None:
     """A Python that can import torch: `RESHARD_TORCH_PYTHON`, or the one of `make conformance-transformers`."""
     python = os.environ.get("RESHARD_TORCH_PYTHON") or str(ENVIRONMENT)
     if not Path(python).exists():

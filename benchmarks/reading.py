@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Optional
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -83,7 +82,7 @@ def opening(section: Section, place: Path) -> None:
     remove(place / "many", place / "others", place / "one")
 
 
-def slices(section: Section, place: Path, python: Optional[str]) -> None:
+def slices(section: Section, place: Path, python: str | None) -> None:
     """One rank's slices, by `reshard.open`, by `cp` of as many bytes and by MindSpore, and everything."""
     section.say(
         f"A `.ckpt` checkpoint of {MODEL.nbytes / 1e9:.1f} GB, cut by rows over 8 ranks. All slices of rank {RANK} of "

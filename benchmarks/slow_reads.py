@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from reshard.cli.main import main
 from reshard.storage import store as storage

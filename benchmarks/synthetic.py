@@ -7,9 +7,9 @@ parameter (in C order) is i plus a number of the parameter's own, so every mispl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 import numpy as np
 import numpy.typing as npt

@@ -11,9 +11,9 @@ import functools
 import operator
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, TypeVar, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
 
 from reshard.defaults import DEFAULT_PREFIX, MAX_DEVICES, MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
@@ -152,7 +152,7 @@ class Kind(NamedTuple):
 
     name: str
     checked: Callable[[Any], Any]
-    parse: Optional[Callable[[str], Any]] = None
+    parse: Callable[[str], Any] | None = None
     words: Callable[[Any], str] = str
 
 
@@ -192,11 +192,11 @@ class Option(NamedTuple):
     section: str
     names: tuple[str, ...] = ()
     kind: Kind = TEXT
-    metavar: Optional[str] = None
-    shown: Optional[str] = None
+    metavar: str | None = None
+    shown: str | None = None
     choices: Collection[str] = ()
-    limits: Optional[tuple[int, int]] = None
-    completes: Optional[str] = None
+    limits: tuple[int, int] | None = None
+    completes: str | None = None
 
     @property
     def parameter(self) -> str:
@@ -243,7 +243,7 @@ class Group:
         values = ((getattr(self, field.name), field.default) for field in others)
         return all(value.is_typed if isinstance(value, Group) else value == default for value, default in values)
 
-    def words(self, names: Optional[Sequence[str]] = None) -> list[str]:
+    def words(self, names: Sequence[str] | None = None) -> list[str]:
         """The options, as words; defaults are left out.
 
         Args:
@@ -325,7 +325,7 @@ class Source(Group):
     """
 
     path: str
-    strategy: Optional[str] = _option(
+    strategy: str | None = _option(
         None,
         "Strategy that the source was saved with; none if it is not sharded.",
         "Strategies",
@@ -341,7 +341,7 @@ class Source(Group):
         kind=STEP,
         metavar="EPOCH_STEP|latest",
     )
-    file_suffix: Optional[str] = _option(
+    file_suffix: str | None = _option(
         None,
         "Read only files whose names end in TEXT before .ckpt or .safetensors.",
         "Source",
@@ -363,7 +363,7 @@ class Source(Group):
         "--no-fallback",
         kind=FLAG,
     )
-    files: Optional[Mapping[int, str]] = None
+    files: Mapping[int, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -376,7 +376,7 @@ class Target(Group):
     """
 
     path: str
-    strategy: Optional[str] = _option(
+    strategy: str | None = _option(
         None,
         "Strategy of the target; none for one unsharded rank, same for the source's.",
         "Strategies",
@@ -385,7 +385,7 @@ class Target(Group):
         metavar="FILE|DIR|none|same",
         completes="paths",
     )
-    shards: Optional[int] = _option(
+    shards: int | None = _option(
         None,
         "Cut rows over N files, as FSDP does, in place of --dst-strategy.",
         "Strategies",
@@ -393,7 +393,7 @@ class Target(Group):
         metavar="N",
         limits=(1, MAX_DEVICES),
     )
-    form: Optional[str] = _option(
+    form: str | None = _option(
         None,
         f"Form of the target: {', '.join(FORM_CLASSES)}; hf is short for huggingface.",
         "Target",
@@ -403,7 +403,7 @@ class Target(Group):
         shown="ranks",
         choices=FORM_CLASSES.keys(),
     )
-    max_shard_size: Optional[int] = _option(
+    max_shard_size: int | None = _option(
         None,
         "Largest file of --to huggingface or unified: 500M, 5GB (decimal) or 5GiB.",
         "Target",
@@ -412,7 +412,7 @@ class Target(Group):
         limits=_SIZES,
         shown="5GB, unified 3GiB",
     )
-    prefix: Optional[str] = _option(
+    prefix: str | None = _option(
         DEFAULT_PREFIX,
         "Prefix of target file names; with {rank}, {epoch} or {step} in it, the whole name.",
         "Target",
@@ -425,7 +425,7 @@ class Target(Group):
         kind=FORMAT,
         choices=("same", "ckpt", "safetensors", TORCH),
     )
-    args: Optional[str] = _option(
+    args: str | None = _option(
         None,
         "With --to megatron: the arguments of the training, as a JSON file, or a checkpoint of Megatron that has them.",
         "Target",
@@ -433,7 +433,7 @@ class Target(Group):
         completes="paths",
         shown="those of SRC",
     )
-    sizes: Optional[tuple[tuple[str, int], ...]] = _option(
+    sizes: tuple[tuple[str, int], ...] | None = _option(
         None,
         "Parallel sizes of --to megatron --format torch.",
         "Target",
@@ -488,7 +488,7 @@ class Edits(Group):
         metavar="GLOB",
         shown="none",
     )
-    names: Optional[str] = _option(
+    names: str | None = _option(
         None,
         "Convert names and packing to another framework's: a built-in table (`reshard names list`) or a TOML file. "
         "none: keep them, those of fused experts, too.",
@@ -503,7 +503,7 @@ class Edits(Group):
         "Names and types",
         kind=FLAG,
     )
-    config: Optional[str] = _option(
+    config: str | None = _option(
         None,
         "config.json with the model's type, and sizes for the table, such as heads and experts; --to huggingface "
         "copies it, and of a DIR also the tokenizer's files.",
@@ -512,7 +512,7 @@ class Edits(Group):
         completes="paths",
         shown="config.json in SRC",
     )
-    optimizer: Optional[str] = _option(
+    optimizer: str | None = _option(
         None,
         "keep: apply the table to optimizer state, too.",
         "Names and types",
@@ -526,7 +526,7 @@ class Edits(Group):
         kind=TEXTS,
         metavar="OLD=NEW",
     )
-    dequantize: Optional[str] = _option(
+    dequantize: str | None = _option(
         None,
         "Turn quantised weights (block FP8, FP8 and Int8 with scales, MXFP4) into BFloat16, Float16 or Float32; "
         "scales are left out.",
@@ -545,7 +545,7 @@ class Edits(Group):
         completes="types",
         shown="unchanged",
     )
-    exactly: tuple[tuple[str, Optional[str]], ...] = ()
+    exactly: tuple[tuple[str, str | None], ...] = ()
 
     @functools.cached_property
     def filters(self) -> Filters:
@@ -566,7 +566,7 @@ CHANGES = tuple(name for name, (option, _) in fields_of(Edits).items() if option
 class Effort(Group):
     """How much of the machine is used, and what is checked; no byte that is written depends on it."""
 
-    jobs: Optional[int] = _option(
+    jobs: int | None = _option(
         None,
         "Number of CPUs to use.",
         "Effort",
@@ -625,7 +625,7 @@ class Conversion(Group):
     target: Target
     edits: Edits = Edits()
     effort: Effort = Effort()
-    files: Optional[tuple[int, ...]] = _option(
+    files: tuple[int, ...] | None = _option(
         None,
         "Write only these target ranks; with --to, these files.",
         "Target",
@@ -634,7 +634,7 @@ class Conversion(Group):
         metavar="0-7,12",
         shown="all",
     )
-    shard: Optional[tuple[int, int]] = _option(
+    shard: tuple[int, int] | None = _option(
         None,
         "Write only share I of N, counted from 0; auto reads I/N from Slurm, MPI, Kubernetes, torchrun or MindSpore.",
         "Target",

@@ -15,8 +15,8 @@ import contextlib
 import os
 import struct
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, Callable, NamedTuple, Optional
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE, read_ckpt_index
@@ -148,7 +148,7 @@ def _names(src: str) -> Sequence[str]:
     return [path for path in paths if path.endswith(_CKPT) and is_regular_file(os.path.join(src, path))]
 
 
-def _cipher(path: str, handles: FileHandles) -> Optional[str]:
+def _cipher(path: str, handles: FileHandles) -> str | None:
     with reading(path), handles.borrow(path) as file:
         return cipher_of(read_range(file, 0, min(file.size(), MARK_SIZE)))
 

@@ -14,7 +14,7 @@ from reshard import signals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, NoReturn, Optional, TextIO
+    from typing import Any, NoReturn, TextIO
 
 
 class _Output(io.FileIO):
@@ -24,7 +24,7 @@ class _Output(io.FileIO):
         failure: why a write failed; None for a closed pipe, as in `reshard inspect FILE | head`.
     """
 
-    failure: Optional[OSError] = None
+    failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Write bytes, or drop them."""
@@ -71,6 +71,6 @@ def main() -> NoReturn:
     signals.leave(status)
 
 
-def _text(output: _Output, stream: Optional[TextIO]) -> TextIO:
+def _text(output: _Output, stream: TextIO | None) -> TextIO:
     encoding = "utf-8" if stream is None else stream.encoding
     return io.TextIOWrapper(io.BufferedWriter(output), encoding, "backslashreplace", line_buffering=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from typing import Optional
 
 from reshard.text.messages import Message, as_pattern, block, full_text, joined, listing, quoted
 
@@ -31,16 +30,16 @@ class ReshardError(Exception):
     """
 
     status = 3
-    usual_hint: Optional[str] = None
+    usual_hint: str | None = None
 
     def __init__(
         self,
         message: str,
         *,
-        file: Optional[str] = None,
-        rank: Optional[int] = None,
-        parameter: Optional[str] = None,
-        hint: Optional[str] = None,
+        file: str | None = None,
+        rank: int | None = None,
+        parameter: str | None = None,
+        hint: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -53,7 +52,7 @@ class ReshardError(Exception):
         """The message, then the hint on a line of its own."""
         return f"{self.message}\n{self.hint}" if self.hint else self.message
 
-    def add_hint(self, hint: Optional[str], first: bool = False) -> None:
+    def add_hint(self, hint: str | None, first: bool = False) -> None:
         """Add lines below the hint, or above it; None adds nothing."""
         self.hint = joined("\n", filter(None, (hint, self.hint) if first else (self.hint, hint))) or None
 
@@ -176,7 +175,7 @@ def is_read_only(error: OSError) -> bool:
     return error.errno in (*FORBIDDEN, errno.EROFS)
 
 
-def _without_name(problem: InputError, text: Optional[str]) -> str:
+def _without_name(problem: InputError, text: str | None) -> str:
     if problem.parameter is None or text is None:
         return text or ""
     return text.replace(quoted(problem.parameter), "").replace(as_pattern(problem.parameter), "")

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from typing import Optional
 
 from reshard.asked import Conversion, Edits, Effort, Source, Target
 from reshard.convert import transform
@@ -28,8 +27,8 @@ def transform_checkpoints(
     src_checkpoints_dir: str,
     dst_checkpoints_dir: str,
     ckpt_prefix: str,
-    src_strategy_file: Optional[str] = None,
-    dst_strategy_file: Optional[str] = None,
+    src_strategy_file: str | None = None,
+    dst_strategy_file: str | None = None,
     process_num: int = 1,
     output_format: str = "ckpt",
 ) -> None:
@@ -66,8 +65,8 @@ def transform_checkpoint_by_rank(
     rank_id: int,
     checkpoint_files_map: Mapping[int, str],
     save_checkpoint_file_name: str,
-    src_strategy_file: Optional[str] = None,
-    dst_strategy_file: Optional[str] = None,
+    src_strategy_file: str | None = None,
+    dst_strategy_file: str | None = None,
 ) -> None:
     """Convert a checkpoint for one rank of a target strategy.
 
@@ -95,7 +94,7 @@ def transform_checkpoint_by_rank(
 
 
 def rank_list_for_transform(
-    rank_id: int, src_strategy_file: Optional[str] = None, dst_strategy_file: Optional[str] = None
+    rank_id: int, src_strategy_file: str | None = None, dst_strategy_file: str | None = None
 ) -> list[int]:
     """The source ranks that a target rank needs, ascending; all of them are needed.
 
@@ -133,9 +132,9 @@ def restore_group_info_list(group_info_file_name: str) -> list[int]:
 
 def ckpt_to_safetensors(
     file_path: str,
-    save_path: Optional[str] = None,
-    name_map: Optional[Mapping[str, str]] = None,
-    file_name_regex: Optional[str] = None,
+    save_path: str | None = None,
+    name_map: Mapping[str, str] | None = None,
+    file_name_regex: str | None = None,
     processes_num: int = 1,
 ) -> None:
     """Copy ``.ckpt`` files to safetensors files, each as it is cut.
@@ -156,9 +155,9 @@ def ckpt_to_safetensors(
 
 def safetensors_to_ckpt(
     file_path: str,
-    save_path: Optional[str] = None,
-    name_map: Optional[Mapping[str, str]] = None,
-    file_name_regex: Optional[str] = None,
+    save_path: str | None = None,
+    name_map: Mapping[str, str] | None = None,
+    file_name_regex: str | None = None,
     processes_num: int = 1,
 ) -> None:
     """Copy safetensors files to ``.ckpt`` files, each as it is cut; the parameters are those of `ckpt_to_safetensors`.
@@ -171,9 +170,9 @@ def safetensors_to_ckpt(
 
 def _change_format(
     src: str,
-    dst: Optional[str],
-    names: Optional[Mapping[str, str]],
-    pattern: Optional[str],
+    dst: str | None,
+    names: Mapping[str, str] | None,
+    pattern: str | None,
     threads: int,
     source: str,
     target: str,
@@ -209,12 +208,12 @@ def between_ranks(asked: Conversion) -> Request:
     return Request(asked, ranks, source, ranks, target, edit_rules(asked.source.path, asked.edits))
 
 
-def strategy_of(path: Optional[str]) -> str:
+def strategy_of(path: str | None) -> str:
     """A strategy's path as a text; ``none`` for an unsharded checkpoint."""
     return NONE if path is None else str(path)
 
 
-def jobs_of(threads: int) -> Optional[int]:
+def jobs_of(threads: int) -> int | None:
     """MindSpore's number of threads; its default, 1, means all CPUs."""
     return threads if threads > 1 else None
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Callable, Optional, Union
+from collections.abc import Callable, Mapping, Sequence
 
 from reshard.asked import Conversion, Edits, Effort, Source, Target
 from reshard.convert import transform
@@ -23,12 +22,12 @@ from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight, pattern_of
 
 def unified_safetensors(
     src_dir: str,
-    src_strategy_file: Optional[str],
+    src_strategy_file: str | None,
     dst_dir: str,
     merge_with_redundancy: bool = True,
-    file_suffix: Optional[str] = None,
+    file_suffix: str | None = None,
     max_process_num: int = 64,
-    choice_func: Optional[Callable[[str], Union[bool, str]]] = None,
+    choice_func: Callable[[str], bool | str] | None = None,
     split_dst_file: Sequence[int] = (),
 ) -> None:
     """Convert the checkpoint of a training job to a directory of unified weights.
@@ -69,17 +68,17 @@ def unified_safetensors(
 def load_distributed_checkpoint(
     network: None,
     checkpoint_filenames: None = None,
-    predict_strategy: Optional[str] = None,
+    predict_strategy: str | None = None,
     train_strategy_filename: None = None,
     strict_load: bool = False,
     dec_key: None = None,
     dec_mode: str = "AES-GCM",
     format: str = "ckpt",
-    unified_safetensors_dir: Optional[str] = None,
-    dst_safetensors_dir: Optional[str] = None,
-    rank_id: Optional[int] = None,
+    unified_safetensors_dir: str | None = None,
+    dst_safetensors_dir: str | None = None,
+    rank_id: int | None = None,
     output_format: str = "safetensors",
-    name_map: Optional[Mapping[str, str]] = None,
+    name_map: Mapping[str, str] | None = None,
     max_process_num: int = 64,
     return_param_dict: bool = False,
 ) -> bool:
@@ -173,14 +172,14 @@ def load_distributed_checkpoint(
     return True
 
 
-def _chosen(source: Strategy, choice: Optional[Callable[[str], Union[bool, str]]]) -> dict[str, Optional[str]]:
+def _chosen(source: Strategy, choice: Callable[[str], bool | str] | None) -> dict[str, str | None]:
     """New names of parameters; None for skipped ones and accumulated gradients."""
     if choice is not None and source.is_none:
         raise UsageError(
             "choice_func needs src_strategy_file, which lists the parameters",
             hint="remove choice_func; reshard convert has --include, --exclude and --rename",
         )
-    names: dict[str, Optional[str]] = {}
+    names: dict[str, str | None] = {}
     for name in source.parameters:
         if name.startswith(ACCUMULATED_GRADIENTS):
             names[name] = None
@@ -199,9 +198,9 @@ def _effort(threads: int) -> Effort:
     return Effort(jobs=max(1, min(threads, usable_cpus())))
 
 
-def _in_network(name_map: Optional[Mapping[str, str]]) -> tuple[tuple[str, Optional[str]], ...]:
+def _in_network(name_map: Mapping[str, str] | None) -> tuple[tuple[str, str | None], ...]:
     """The renaming from names in files to names in the network."""
-    names: dict[str, Optional[str]] = {}
+    names: dict[str, str | None] = {}
     for new, name in (name_map or {}).items():
         if names.setdefault(name, new) != new:
             raise UsageError(
@@ -211,7 +210,7 @@ def _in_network(name_map: Optional[Mapping[str, str]]) -> tuple[tuple[str, Optio
     return tuple(names.items())
 
 
-def _share(split: Sequence[int]) -> Optional[tuple[int, int]]:
+def _share(split: Sequence[int]) -> tuple[int, int] | None:
     """Number of this run, from 0, and of all runs; MindSpore's pair counts from 1."""
     if not split:
         return None

@@ -18,8 +18,8 @@ import struct
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, Callable, NoReturn, Optional
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 from reshard.errors import RetryableError
 
@@ -209,7 +209,7 @@ class _Worker:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._lock = threading.Lock()
-        self._status: Optional[int] = None
+        self._status: int | None = None
 
     def kill(self) -> None:
         with self._lock:
@@ -265,7 +265,7 @@ class Seat:
 
 def _work(
     parent: int,
-    prctl: Optional[Any],
+    prctl: Any | None,
     parents_ends: Sequence[socket.socket],
     ends: Sequence[socket.socket],
     serve: Serve,

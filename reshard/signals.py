@@ -15,8 +15,9 @@ import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
-    from typing import Callable, NoReturn, Optional
+    from typing import NoReturn
 
 _WORDS = {
     signal.SIGINT: "interrupted",
@@ -27,7 +28,7 @@ _WORDS = {
 PATIENCE = 20.0
 
 _unwinding = False
-_received: Optional[int] = None
+_received: int | None = None
 _ending = False
 at_end: list[Callable[[], None]] = []
 """Functions that are called before the process ends in any way; threads may still be running."""
@@ -52,7 +53,7 @@ class unwinding:
         global _unwinding
         _unwinding = True
 
-    def __exit__(self, _: object, error: Optional[BaseException], __: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         global _unwinding
         _unwinding = False
         if _received is not None and not isinstance(error, Stopped):
@@ -75,7 +76,7 @@ def leave(status: int) -> NoReturn:
         os._exit(status)
 
 
-def _handle(number: int, _: Optional[FrameType]) -> None:
+def _handle(number: int, _: FrameType | None) -> None:
     global _received
     if not _unwinding:
         _end(number)

@@ -6,7 +6,6 @@ import contextlib
 import signal
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Optional
 
 from tests.running import Argument, Result, fails
 
@@ -24,7 +23,7 @@ def within(seconds: int = SECONDS) -> Iterator[None]:
     A machine that is busy or halted for a while makes no test fail.
     """
 
-    def stop(number: int, frame: Optional[FrameType]) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
         raise TookTooLong
 
     timers = {signal.SIGPROF: (signal.ITIMER_PROF, seconds), signal.SIGALRM: (signal.ITIMER_REAL, 10 * seconds)}

@@ -11,7 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 DRIVER = shutil.which("chromedriver")
 BROWSER = shutil.which("chromium")
@@ -109,7 +109,7 @@ class Browser:
         """Save a screenshot as a PNG."""
         path.write_bytes(base64.b64decode(self._send("screenshot")))
 
-    def _send(self, command: str, body: Optional[dict[str, Any]] = None) -> Any:
+    def _send(self, command: str, body: dict[str, Any] | None = None) -> Any:
         return _request(f"{self._url}/{command}", body)
 
 
@@ -137,7 +137,7 @@ def browser(directory: Path) -> Iterator[Browser]:
             driver.terminate()
 
 
-def _request(url: str, body: Optional[dict[str, Any]] = None, method: Optional[str] = None) -> Any:
+def _request(url: str, body: dict[str, Any] | None = None, method: str | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     # Proxies of the environment cannot reach this machine.

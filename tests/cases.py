@@ -6,7 +6,7 @@ import hashlib
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ class Case(NamedTuple):
             result[name] = Value("Float32", array.astype("<u4").reshape(shape))
         return result
 
-    def expected(self, name: str, rank: int) -> Optional[tuple[list[int], str]]:
+    def expected(self, name: str, rank: int) -> tuple[list[int], str] | None:
         """Shape and hash of MindSpore's own slice, or None where it did not make one."""
         entry = self.slices["classes"][self.params[name][1]]
         index = self.slices["ranks"].index(rank)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,8 @@ class Laid:
     """A tensor and its layout, in the words of metadata.json; without a matrix every rank holds it whole."""
 
     array: Array
-    matrix: Optional[Sequence[int]]
-    tensor_map: Sequence[Union[int, Sequence[int]]]
+    matrix: Sequence[int] | None
+    tensor_map: Sequence[int | Sequence[int]]
     ranks: Sequence[int]
 
     def part(self, rank: int) -> tuple[int, tuple[slice, ...]]:
@@ -80,12 +80,12 @@ class Saving:
 
     tensors: Mapping[str, Laid]
     world: int
-    unlisted: Mapping[str, Union[Array, Sequence[Array]]]
+    unlisted: Mapping[str, Array | Sequence[Array]]
     values: Mapping[str, Array]
     deduplicated: bool = False
     groups: bool = True
-    indent: Optional[int] = None
-    prefix: Optional[str] = "llm"
+    indent: int | None = None
+    prefix: str | None = "llm"
 
     def metadata(self) -> dict[str, Any]:
         """The content of metadata.json."""

@@ -11,7 +11,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tests.wire import field, varint
 
 Parts = tuple[str, Sequence[int], bytes]
-Source = Union[npt.NDArray[Any], Parts]
+Source = npt.NDArray[Any] | Parts
 
 DTYPES = {
     "bool": "Bool",
@@ -79,7 +79,7 @@ def trailer(data: bytes) -> bytes:
     return b"crc_num" + zlib.crc32(data).to_bytes(10, "big")
 
 
-def ckpt_bytes(tensors: Mapping[str, Source], record_limit: Optional[int] = None, crc: bool = False) -> bytes:
+def ckpt_bytes(tensors: Mapping[str, Source], record_limit: int | None = None, crc: bool = False) -> bytes:
     """A `.ckpt` file; with `record_limit` (bytes) larger tensors take several records, but not text."""
     data = b""
     for name, tensor in tensors.items():
@@ -90,22 +90,20 @@ def ckpt_bytes(tensors: Mapping[str, Source], record_limit: Optional[int] = None
     return data + trailer(data) if crc else data
 
 
-def write_ckpt(
-    path: Path, tensors: Mapping[str, Source], record_limit: Optional[int] = None, crc: bool = False
-) -> Path:
+def write_ckpt(path: Path, tensors: Mapping[str, Source], record_limit: int | None = None, crc: bool = False) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(ckpt_bytes(tensors, record_limit, crc))
     return path
 
 
-def header_bytes(header: Union[str, bytes, Mapping[str, Any]], pad: int = 8) -> bytes:
+def header_bytes(header: str | bytes | Mapping[str, Any], pad: int = 8) -> bytes:
     """A safetensors header with its length before it."""
     data = header if isinstance(header, bytes) else (header if isinstance(header, str) else json.dumps(header)).encode()
     data += b" " * (-len(data) % pad)
     return struct.pack("<Q", len(data)) + data
 
 
-def safetensors_bytes(tensors: Mapping[str, Source], metadata: Optional[Mapping[str, str]] = None) -> bytes:
+def safetensors_bytes(tensors: Mapping[str, Source], metadata: Mapping[str, str] | None = None) -> bytes:
     """A safetensors file; `metadata` as it is, with the marks of Int4 tensors."""
     header: dict[str, Any] = {}
     body = b""
@@ -122,13 +120,13 @@ def safetensors_bytes(tensors: Mapping[str, Source], metadata: Optional[Mapping[
     return header_bytes(header) + body
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Source], metadata: Optional[Mapping[str, str]] = None) -> Path:
+def write_safetensors(path: Path, tensors: Mapping[str, Source], metadata: Mapping[str, str] | None = None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(safetensors_bytes(tensors, metadata))
     return path
 
 
-def write_sparse(path: Path, pieces: Iterable[Union[bytes, int]]) -> Path:
+def write_sparse(path: Path, pieces: Iterable[bytes | int]) -> Path:
     """A file of the given bytes and holes (ints, in bytes), which take no space on disk."""
     with open(path, "wb") as file:
         for piece in pieces:
@@ -140,7 +138,7 @@ def write_sparse(path: Path, pieces: Iterable[Union[bytes, int]]) -> Path:
     return path
 
 
-def sparse_record(name: str, dtype: str, dims: Sequence[int], size: int) -> Iterator[Union[bytes, int]]:
+def sparse_record(name: str, dtype: str, dims: Sequence[int], size: int) -> Iterator[bytes | int]:
     """A record whose content is a hole of `size` bytes."""
     yield record_head(name, dtype, dims, size)
     yield size

@@ -7,10 +7,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Callable, Optional
+from typing import Any
 
 from tests.corpus import ROOT
 from tests.running import LAUNCHER, Argument, Result
@@ -47,7 +47,7 @@ class DaskCluster:
     """
 
     def __init__(
-        self, directory: Path, protocol: str = "tcp", everywhere: Optional[Mapping[str, str]] = None, **settings: Any
+        self, directory: Path, protocol: str = "tcp", everywhere: Mapping[str, str] | None = None, **settings: Any
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.file = directory / "scheduler.json"
@@ -114,7 +114,7 @@ class DaskCluster:
         return self
 
     def __exit__(
-        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self._started:
             process.kill()

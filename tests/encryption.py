@@ -6,7 +6,7 @@ import hashlib
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 KEY = b"0123456789abcdef"
 """The key of the files in `fixtures/ckpt_files`."""
@@ -44,7 +44,7 @@ def encrypt_file(path: Path, mode: str, key: bytes = KEY, block: int = BLOCK) ->
     path.write_bytes(encrypted(path.read_bytes(), mode, key, block, str(path)))
 
 
-def encrypt_tree(root: Path, how: Union[str, Mapping[int, str]], block: int = BLOCK) -> None:
+def encrypt_tree(root: Path, how: str | Mapping[int, str], block: int = BLOCK) -> None:
     """Encrypt the files of a rank tree, all in one mode, or those of some ranks each in its own."""
     for path in root.glob("rank_*/*.ckpt"):
         mode = how if isinstance(how, str) else how.get(int(path.parent.name.partition("_")[2]))

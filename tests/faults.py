@@ -8,10 +8,10 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any
 
 import pytest
 
@@ -38,12 +38,12 @@ ERRORS = {
 class Faults:
     """Counts calls on files below a directory and lets one of them fail."""
 
-    def __init__(self, root: Path, fails_at: Optional[int], fault: Callable[[], None]) -> None:
+    def __init__(self, root: Path, fails_at: int | None, fault: Callable[[], None]) -> None:
         self.root, self.fails_at, self.fault = str(root), fails_at, fault
         self.calls = 0
         self._lock = threading.Lock()
 
-    def concerns(self, first: object, directory: Optional[int] = None) -> bool:
+    def concerns(self, first: object, directory: int | None = None) -> bool:
         """Whether a call's first argument is a file below the directory, or an open one."""
         if isinstance(first, int):
             return first > 2
@@ -66,7 +66,7 @@ class Faults:
 
 
 @contextmanager
-def failing(kind: str, root: Path, at: Optional[int], number: int) -> Iterator[Faults]:
+def failing(kind: str, root: Path, at: int | None, number: int) -> Iterator[Faults]:
     """While this runs, the ``at``-th call of a kind fails with an error of this number."""
 
     def fault() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from itertools import product
-from typing import Any, Optional
+from itertools import pairwise, product
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -97,7 +97,7 @@ def layouts(draw: st.DrawFn, devices: int, shape: Sequence[int]) -> dict[str, An
         # At least one row in each slice, the others wherever they fall.
         bounds = draw(st.lists(st.integers(1, shape[0] - 1), min_size=cuts - 1, max_size=cuts - 1, unique=True))
         edges = [0, *sorted(bounds), shape[0]]
-        layout_record["uneven"] = [stop - start for start, stop in zip(edges, edges[1:])]
+        layout_record["uneven"] = [stop - start for start, stop in pairwise(edges)]
     elif draw(st.integers(0, 3)) < 3:
         replicas = devices // math.prod(matrix[-1 - axis] for entry in axes for axis in entry)
         rows = shape[0] // cuts
@@ -179,7 +179,7 @@ def _ambiguous(layout_record: LayoutDict, shape: Sequence[int]) -> bool:
     return actual != 1
 
 
-def _sliced(layout_record: LayoutDict, shape: Sequence[int]) -> Optional[list[int]]:
+def _sliced(layout_record: LayoutDict, shape: Sequence[int]) -> list[int] | None:
     try:
         return [stop - start for start, stop in boxes(layout_record, shape)[0]]
     except AssertionError:

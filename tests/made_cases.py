@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.strategies import RecordedLayout, read_strategy_file
@@ -33,9 +33,9 @@ class MadeCase(NamedTuple):
     rules: str
     sizes: dict[str, int]
     shards: ShardSetting
-    layers_per_stage: Optional[tuple[int, ...]]
+    layers_per_stage: tuple[int, ...] | None
     tensors: tuple[FullTensor, ...]
-    own: Optional[str]
+    own: str | None
 
     @property
     def same_network(self) -> object:

@@ -16,11 +16,11 @@ import threading
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -80,7 +80,7 @@ class Faults:
     delay: float = 0.0
     conditions: str = "heed"
     clock: float = 0.0
-    choose: Callable[[int, str, str], Optional[str]] = lambda number, method, path: None
+    choose: Callable[[int, str, str], str | None] = lambda number, method, path: None
     edit: Callable[[str, str, Answer], Answer] = lambda method, path, answer: answer
     requests: Counter[str] = field(default_factory=Counter)
     asked: list[tuple[str, str]] = field(default_factory=list)
@@ -133,15 +133,15 @@ class Proxy:
                 time.sleep(faults.delay)
                 self.pass_on(faults.choose(number, self.command, self.path))
 
-            def pass_on(self, fault: Optional[str]) -> None:
+            def pass_on(self, fault: str | None) -> None:
                 faults = proxy.faults
                 length = int(self.headers.get("Content-Length") or 0)
                 body = self.rfile.read(length)
                 if len(body) < length:
                     # Its sender was killed. The server would wait for the rest, and others for the object.
                     return self.hang_up()
-                answer: Optional[http.client.HTTPResponse]
-                refusal: Optional[str] = None
+                answer: http.client.HTTPResponse | None
+                refusal: str | None = None
                 if fault == "drop":
                     return self.hang_up()
                 if fault == "silent":
@@ -185,7 +185,7 @@ class Proxy:
                 return None
 
             def ask(
-                self, method: str, body: bytes = b"", path: Optional[str] = None
+                self, method: str, body: bytes = b"", path: str | None = None
             ) -> tuple[http.client.HTTPResponse, bytes]:
                 server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
                 own = method == self.command
@@ -200,7 +200,7 @@ class Proxy:
                     answer = server.getresponse()
                     return answer, answer.read()
 
-            def unmet(self) -> Optional[str]:
+            def unmet(self) -> str | None:
                 """Why a conditional write is refused."""
                 match, none_match = (self.headers.get(name) for name in _CONDITIONS)
                 if (match or none_match) is None or proxy.faults.conditions == "ignore":
@@ -232,7 +232,7 @@ class Proxy:
                 if self.command != "HEAD":
                     self.wfile.write(text)
 
-            def date_time_string(self, timestamp: Optional[float] = None) -> str:
+            def date_time_string(self, timestamp: float | None = None) -> str:
                 return super().date_time_string((timestamp or time.time()) + proxy.faults.clock)
 
             def hang_up(self) -> None:

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Optional
+from typing import Any, NoReturn
 
 from tests.running import Argument, Result
 
@@ -33,7 +33,7 @@ class Run:
         self.process = process
         self._log = log
         self._ended = threading.Event()
-        self._status: Optional[int] = None
+        self._status: int | None = None
 
     def ended(self, status: int) -> None:
         self._status = status

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -146,7 +146,7 @@ def uncovered(
     source: Strategy,
     target: Strategy,
     shapes: Mapping[str, Sequence[int]],
-    target_rank: Optional[int],
+    target_rank: int | None,
     available: Iterable[int],
     unsharded: Iterable[str] = (),
 ) -> set[str]:

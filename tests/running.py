@@ -14,12 +14,12 @@ import sys
 import termios
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 from tests.corpus import ROOT
 
 LAUNCHER = "from reshard.entry import main; main()"
-Argument = Union[str, Path, int]
+Argument = str | Path | int
 
 
 class Result(NamedTuple):
@@ -106,7 +106,7 @@ def install(directory: Path) -> dict[str, str]:
     }
 
 
-def terminal_output(size: Union[int, tuple[int, int]], script: str, *words: str, **environment: str) -> str:
+def terminal_output(size: int | tuple[int, int], script: str, *words: str, **environment: str) -> str:
     """The output of a Python script on a terminal, given its columns, or columns and rows; it must succeed."""
     columns, rows = size if isinstance(size, tuple) else (size, 50)
     master, slave = pty.openpty()

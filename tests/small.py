@@ -18,7 +18,7 @@ import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 
@@ -57,7 +57,7 @@ SHAPES = {"w": (8, 6), "v": (4,), "m.w": (8, 6)}
 COPIED = {"global_step": scalar(41, shape=(1,))}
 
 
-def tensors(label: str = "", names: Optional[list[str]] = None) -> dict[str, Value]:
+def tensors(label: str = "", names: list[str] | None = None) -> dict[str, Value]:
     """The full tensors, with other values for every label."""
     return {name: value(label + name, shape) for name, shape in SHAPES.items() if names is None or name in names}
 
@@ -75,8 +75,8 @@ class World:
         self,
         full: Mapping[str, Value],
         pattern: str = "rank_{rank}/net-1_10.ckpt",
-        ranks: Optional[list[int]] = None,
-        copied: Optional[Mapping[str, Value]] = None,
+        ranks: list[int] | None = None,
+        copied: Mapping[str, Value] | None = None,
         **options: Any,
     ) -> None:
         """Save a checkpoint on all source ranks, or on some."""
@@ -89,7 +89,7 @@ class World:
             **options,
         )
 
-    def save_step(self, step: str, full: Mapping[str, Value], ranks: Optional[list[int]] = None) -> None:
+    def save_step(self, step: str, full: Mapping[str, Value], ranks: list[int] | None = None) -> None:
         """Save a step such as 1_10."""
         self.save(full, f"rank_{{rank}}/net-{step}.ckpt", ranks)
 
@@ -130,7 +130,7 @@ class World:
         return read_tree(self.dst, prefix)
 
     def expected(
-        self, full: Mapping[str, Value], copied: Optional[Mapping[str, Value]] = None
+        self, full: Mapping[str, Value], copied: Mapping[str, Value] | None = None
     ) -> dict[int, dict[str, Value]]:
         return cut_ranks(self.target, full, COPIED if copied is None else copied)
 

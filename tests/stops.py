@@ -15,8 +15,9 @@ import contextlib
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 

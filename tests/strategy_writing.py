@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from tests.wire import field
 
@@ -67,7 +67,7 @@ def json_content(layouts: Layouts, item_stages: Sequence[int] = (0,)) -> dict[st
     return {"current_stage": 1, "parallel_layout_item": fields, "parallel_strategy_item": items}
 
 
-def write_strategy(path: Path, stage: int, layouts: Layouts, item_stages: Optional[Sequence[int]] = None) -> Path:
+def write_strategy(path: Path, stage: int, layouts: Layouts, item_stages: Sequence[int] | None = None) -> Path:
     """Write one file, as JSON where its name ends so; items of `stage` alone unless told otherwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stages = (stage,) if item_stages is None else item_stages

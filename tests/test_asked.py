@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
-from typing import Any, Optional
+from typing import Any
 
 import click
 import pytest
@@ -102,7 +102,7 @@ def test_an_option_is_added_in_one_place() -> None:
     @dataclass(frozen=True)
     class Coloured(Group):
         path: str
-        colour: Optional[str] = reshard.asked._option(None, "Colour of all tensors.", "Source", metavar="NAME")
+        colour: str | None = reshard.asked._option(None, "Colour of all tensors.", "Source", metavar="NAME")
 
     @click.command()
     @click.argument("src")

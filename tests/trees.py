@@ -13,7 +13,7 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -123,7 +123,7 @@ def ckpt_record(name: str, dtype: str, dims: Sequence[int], content: bytes) -> b
     return field(1, field(1, name) + field(2, tensor))
 
 
-def ckpt_bytes(checkpoint: Checkpoint, record_bytes: Optional[int] = None, crc: bool = False) -> bytes:
+def ckpt_bytes(checkpoint: Checkpoint, record_bytes: int | None = None, crc: bool = False) -> bytes:
     """A `.ckpt` file; with `record_bytes` larger tensors take several records."""
     out = []
     for name, (dtype, array) in checkpoint.items():
@@ -136,7 +136,7 @@ def ckpt_bytes(checkpoint: Checkpoint, record_bytes: Optional[int] = None, crc: 
     return data + b"crc_num" + zlib.crc32(data).to_bytes(10, "big") if crc else data
 
 
-def safetensors_bytes(checkpoint: Checkpoint, metadata: Optional[Mapping[str, str]] = None) -> bytes:
+def safetensors_bytes(checkpoint: Checkpoint, metadata: Mapping[str, str] | None = None) -> bytes:
     """A `.safetensors` file, with Int4 marks where they are due."""
     marks = {name: "Int4" for name, tensor in checkpoint.items() if tensor.dtype == "Int4"}
     header: dict[str, Any] = {"__metadata__": {"format": "ms", **marks, **(metadata or {})}}
@@ -153,7 +153,7 @@ def safetensors_bytes(checkpoint: Checkpoint, metadata: Optional[Mapping[str, st
     return struct.pack("<Q", len(text_)) + text_ + b"".join(t.array.tobytes() for t in checkpoint.values())
 
 
-def write_checkpoint(path: Union[str, Path], checkpoint: Checkpoint, **options: Any) -> Path:
+def write_checkpoint(path: str | Path, checkpoint: Checkpoint, **options: Any) -> Path:
     """Write one file, in the format of its ending; makes the directory."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def write_checkpoint(path: Union[str, Path], checkpoint: Checkpoint, **options: 
     return path
 
 
-def read_checkpoint(path: Union[str, Path]) -> dict[str, Value]:
+def read_checkpoint(path: str | Path) -> dict[str, Value]:
     """Read one file; records of one name are joined."""
     path = Path(path)
     data = path.read_bytes()
@@ -202,7 +202,7 @@ def read_safetensors(data: bytes) -> dict[str, Value]:
     return result
 
 
-def safetensors_metadata(path: Union[str, Path]) -> dict[str, str]:
+def safetensors_metadata(path: str | Path) -> dict[str, str]:
     data = Path(path).read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     metadata: dict[str, str] = json.loads(data[8 : 8 + length]).get("__metadata__", {})
@@ -215,7 +215,7 @@ def safetensors_metadata(path: Union[str, Path]) -> dict[str, str]:
 def cut_ranks(
     strategy: Strategy,
     checkpoint: Checkpoint,
-    copied: Optional[Checkpoint] = None,
+    copied: Checkpoint | None = None,
     unsharded: Sequence[str] = (),
 ) -> dict[int, dict[str, Value]]:
     """What every rank saves: its slices of `checkpoint`, and `copied` as it is."""
@@ -227,7 +227,7 @@ def cut_ranks(
 
 
 def write_tree(
-    root: Union[str, Path],
+    root: str | Path,
     ranks: Mapping[int, Checkpoint],
     pattern: str = "rank_{rank}/net-1_10.ckpt",
     **options: Any,
@@ -239,7 +239,7 @@ def write_tree(
     return root
 
 
-def read_tree(root: Union[str, Path], prefix: str = "checkpoint_") -> dict[int, dict[str, Value]]:
+def read_tree(root: str | Path, prefix: str = "checkpoint_") -> dict[int, dict[str, Value]]:
     """A converted tree; any file of another name than the contract's is a failure."""
     result: dict[int, dict[str, Value]] = {}
     root = Path(root)
@@ -252,7 +252,7 @@ def read_tree(root: Union[str, Path], prefix: str = "checkpoint_") -> dict[int, 
     return result
 
 
-def read_named(root: Union[str, Path], pattern: str) -> dict[int, dict[str, Value]]:
+def read_named(root: str | Path, pattern: str) -> dict[int, dict[str, Value]]:
     """A tree whose files are named so, with ``{rank}`` for the rank; any other checkpoint in it is a failure."""
     root = Path(root)
     paths = [path for path in root.rglob("*") if path.suffix in (".ckpt", ".safetensors")]
@@ -261,7 +261,7 @@ def read_named(root: Union[str, Path], pattern: str) -> dict[int, dict[str, Valu
     return {ranks[str(path)]: read_checkpoint(path) for path in paths}
 
 
-def tree_bytes(root: Union[str, Path]) -> dict[str, bytes]:
+def tree_bytes(root: str | Path) -> dict[str, bytes]:
     """Every rank file below a converted tree, by its path."""
     root = Path(root)
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.glob("rank_*/*"))}
@@ -369,9 +369,9 @@ def layout_json(layout: LayoutDict, shape: Sequence[int]) -> dict[str, Any]:
 
 
 def write_strategy(
-    path: Union[str, Path],
+    path: str | Path,
     strategy: Strategy,
-    shapes: Optional[Mapping[str, Sequence[int]]] = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
     form: str = "pb",
 ) -> Path:
     """Write a strategy in one of its forms and give the path to name on the command line.
@@ -448,7 +448,7 @@ def layout(
     tensor_map: Sequence[Any],
     shard_size: int = 0,
     shard_step: int = 0,
-    uneven: Optional[Sequence[int]] = None,
+    uneven: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     return {
         "dev_matrix": list(dev_matrix),

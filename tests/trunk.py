@@ -13,9 +13,10 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Callable, Optional
+from typing import Any
 
 from tests.corpus import FIXTURES, ROOT
 
@@ -41,7 +42,7 @@ def trace_program(arguments: list[str]) -> None:
             lines.add((frame.f_code.co_filename, frame.f_lineno))
         return in_function
 
-    def at_call(frame: FrameType, _: str, __: Any) -> Optional[Callable[..., Any]]:
+    def at_call(frame: FrameType, _: str, __: Any) -> Callable[..., Any] | None:
         return in_function if is_function(frame.f_code) else None
 
     def is_function(code: CodeType) -> bool:

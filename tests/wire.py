@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Union
 
-FieldValue = Union[int, bytes]
+FieldValue = int | bytes
 
 
 def varint(number: int) -> bytes:
@@ -19,7 +18,7 @@ def varint(number: int) -> bytes:
     return bytes(out)
 
 
-def field(number: int, value: Union[int, str, bytes]) -> bytes:
+def field(number: int, value: int | str | bytes) -> bytes:
     """One field: integers as varints, text and bytes (messages too) with their length."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,7 +116,7 @@ def home() -> Iterator[Path]:
         yield Path(place)
 
 
-def type_page(page: Path, place: Path, commands: Optional[Path] = None) -> list[Printed]:
+def type_page(page: Path, place: Path, commands: Path | None = None) -> list[Printed]:
     """Type a page's examples in a directory, which gets a copy of the fixtures.
 
     Args:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +62,7 @@ class _Card(NamedTuple):
     """
 
     name: str
-    elements: Optional[Sequence[int]]
+    elements: Sequence[int] | None
     lines: Sequence[str]
 
 

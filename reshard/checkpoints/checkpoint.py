@@ -11,11 +11,11 @@ tensors, which will be written; only readers of bytes use the tensors in the fil
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, files_alike
@@ -56,7 +56,7 @@ class FileSharding:
 
     grid: Grid
     files_of: tuple[tuple[int, ...], ...]
-    parts_of: Optional[tuple[Box, ...]] = None
+    parts_of: tuple[Box, ...] | None = None
 
     def holders(self, slice_number: int) -> Sequence[int]:
         return self.files_of[slice_number]
@@ -129,7 +129,7 @@ class StoredSlice(NamedTuple):
     rank: int
     extents: tuple[tuple[int, int], ...]
     box: Box
-    decoding: Optional[Decoding] = None
+    decoding: Decoding | None = None
 
 
 ReadBytes = Callable[[StoredSlice, int, memoryview], None]
@@ -206,9 +206,9 @@ class GlobalTensor(NamedTuple):
     shardings: tuple[Sharding, ...]
     shards: ShardReading = AS_RECORDED
     stored: tuple[GlobalTensor, ...] = ()
-    view: Optional[View] = None
-    added: Optional[Addition] = None
-    decoding: Optional[Decoding] = None
+    view: View | None = None
+    added: Addition | None = None
+    decoding: Decoding | None = None
 
     @property
     def nbytes(self) -> int:
@@ -308,7 +308,7 @@ class Checkpoint(Protocol):
         """The name of its form, as `forms.registry` lists them."""
 
     @property
-    def step(self) -> Optional[str]:
+    def step(self) -> str | None:
         """The step in the notation of its form, such as ``3_10`` or ``20``; None if unknown."""
 
     @property
@@ -401,9 +401,9 @@ class Recipe(NamedTuple):
     """
 
     sources: tuple[str, ...]
-    view: Optional[View] = None
-    dtype: Optional[str] = None
-    added: Optional[Addition] = None
+    view: View | None = None
+    dtype: str | None = None
+    added: Addition | None = None
 
 
 class EditedTensors(ByName[GlobalTensor]):
@@ -462,8 +462,8 @@ class EditedCheckpoint:
         kept_values: Collection[str],
         identity: str,
         tied: Sequence[TiedTensors] = (),
-        unseen: Mapping[str, Optional[str]] = MappingProxyType({}),
-        nested: Optional[Mapping[str, tuple[Any, ...]]] = None,
+        unseen: Mapping[str, str | None] = MappingProxyType({}),
+        nested: Mapping[str, tuple[Any, ...]] | None = None,
         packing: Sequence[str] = (),
         with_objects: bool = True,
     ) -> None:

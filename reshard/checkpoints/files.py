@@ -8,7 +8,7 @@ import itertools
 import resource
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 from reshard.storage import CHANGED, FileStatus, OpenFile, ReadableFile, changed_meanwhile, store_of
 from reshard.threads import ThreadLock
@@ -25,7 +25,7 @@ class _Handle:
     """An open file, the threads that use it, and the lock for opening it."""
 
     def __init__(self) -> None:
-        self.opened: Optional[OpenFile] = None
+        self.opened: OpenFile | None = None
         self.users = 0
         self.opening = ThreadLock()
 
@@ -40,7 +40,7 @@ class FileHandles:
         opened: number of opens so far.
     """
 
-    def __init__(self, limit: Optional[int] = None) -> None:
+    def __init__(self, limit: int | None = None) -> None:
         self.limit = default_limit() if limit is None else max(1, limit)
         self.opened = 0
         self._lock = ThreadLock()

@@ -11,8 +11,8 @@ import contextlib
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +62,7 @@ class Run(NamedTuple):
     length: int
     first: int
     elements: int
-    located: Optional[Elements] = None
+    located: Elements | None = None
 
 
 class Stored(NamedTuple):
@@ -86,9 +86,9 @@ class Stored(NamedTuple):
     offset: int = 0
     length: int = -1
     key: str = ""
-    data: Optional[bytes] = None
+    data: bytes | None = None
     runs: tuple[Run, ...] = ()
-    strides: Optional[tuple[int, ...]] = None
+    strides: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -143,16 +143,16 @@ class Placement:
                 return
             yield number, self._starts[number], self._tensors[number].nbytes
 
-    def around(self, first: int, last: int) -> Optional[tuple[int, int]]:
+    def around(self, first: int, last: int) -> tuple[int, int] | None:
         """From where to where the records of some tensors lie; None where they are no records."""
         begin, end = self._tensors[first], self._tensors[last]
         return None if min(begin.length, end.length) < 0 else (begin.offset, end.offset + end.length)
 
-    def data(self, number: int) -> Optional[bytes]:
+    def data(self, number: int) -> bytes | None:
         """The bytes of a number that the file has in a pickle; None for a tensor."""
         return self._tensors[number].data
 
-    def joined(self, number: int, file: ReadableFile, handles: FileHandles) -> Optional[tuple[_Joined, Elements]]:
+    def joined(self, number: int, file: ReadableFile, handles: FileHandles) -> tuple[_Joined, Elements] | None:
         """The runs of a tensor as one file, and where its elements are in that; None for others.
 
         Raises:
@@ -214,7 +214,7 @@ class Placement:
             self._check(stored, elements)
         return located
 
-    def _in_safetensors(self, tensor: Optional[Tensor], key: str) -> Elements:
+    def _in_safetensors(self, tensor: Tensor | None, key: str) -> Elements:
         if tensor is None:
             raise DamagedCheckpointError(f"{self._path}: does not hold {quoted(key)}", file=self._path, parameter=key)
         offset = tensor.extents[0][0] if tensor.extents else 0
@@ -305,7 +305,7 @@ class PlacedFile:
         stored: the file as it is stored.
     """
 
-    descriptor: Optional[int] = None
+    descriptor: int | None = None
 
     def __init__(self, file: ReadableFile, placement: Placement, handles: FileHandles) -> None:
         self.path = file.path
@@ -401,7 +401,7 @@ def _stored_file(handles: FileHandles, path: str, file: ReadableFile) -> Iterato
 class _Joined:
     """Runs of records, one after the other, as a file."""
 
-    descriptor: Optional[int] = None
+    descriptor: int | None = None
 
     def __init__(self, file: ReadableFile, handles: FileHandles, runs: Sequence[tuple[Run, Elements]]) -> None:
         self.path = file.path
@@ -444,7 +444,7 @@ class _Joined:
 class _Ahead:
     """A file of which some bytes were read already."""
 
-    descriptor: Optional[int] = None
+    descriptor: int | None = None
 
     def __init__(self, file: ReadableFile, start: int, stop: int) -> None:
         self.path = file.path

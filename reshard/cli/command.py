@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -137,7 +137,7 @@ class Group(click.Group):
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
-    ) -> tuple[Optional[str], Optional[click.Command], list[str]]:
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         name = spelling(args[0])
         if self.get_command(ctx, name) is None and not name.startswith("-") and not ctx.resilient_parsing:
             ctx.fail(f"No such command: {args[0]}.{nearest(name, self.names())}")
@@ -159,7 +159,7 @@ class LazyGroup(Group):
         self,
         *arguments: Any,
         sections: Mapping[str, Mapping[str, tuple[str, str, str]]],
-        aliases: Optional[Mapping[str, str]] = None,
+        aliases: Mapping[str, str] | None = None,
         **attributes: Any,
     ) -> None:
         super().__init__(*arguments, **attributes)
@@ -173,7 +173,7 @@ class LazyGroup(Group):
     def names(self) -> list[str]:
         return [*self._entries, *self._aliases]
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         entry = self._entries.get(self._aliases.get(cmd_name, cmd_name))
         if entry is None:
             return None
@@ -200,7 +200,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         self.name = name
         self._parse = parse
 
-    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
             return self._parse(value) if isinstance(value, str) else value
         except UsageError as error:

@@ -7,7 +7,8 @@ import shlex
 import sys
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from reshard.asked import Conversion, Edits, Effort, Source, Target, Task
 from reshard.cli import options
@@ -82,8 +83,8 @@ def carry_out(
     request: Request,
     report: Report,
     lines: Callable[[Summary, float], list[str]],
-    elsewhere: Optional[WriteElsewhere] = None,
-    adapter: Optional[MergedAdapter] = None,
+    elsewhere: WriteElsewhere | None = None,
+    adapter: MergedAdapter | None = None,
 ) -> None:
     """Convert, or dry-run, and print the result.
 
@@ -168,9 +169,9 @@ reshard convert ckpt/ out/ --scheduler tcp://host:8786 \\
 @options.dry_run
 @options.proof("Compare every tensor with the source after writing.")
 def convert(
-    files: Optional[tuple[int, ...]],
-    shard: Optional[tuple[int, int]],
-    scheduler: Optional[str],
+    files: tuple[int, ...] | None,
+    shard: tuple[int, int] | None,
+    scheduler: str | None,
     dry_run: bool,
     verify: bool,
     source: Source,
@@ -225,7 +226,7 @@ def by_rank(
     _convert(asked, Task(by_rank=True, dry_run=dry_run, verify=verify))
 
 
-def _convert(asked: Conversion, task: Task, scheduler: Optional[str] = None) -> None:
+def _convert(asked: Conversion, task: Task, scheduler: str | None = None) -> None:
     report = Report(listener())
     request = request_of(asked, report, task)
     elsewhere = None if scheduler is None else _on_cluster(scheduler, asked, report)
@@ -309,7 +310,7 @@ cp -rf lost/rank_* ckpt/
 @options.dry_run
 @options.output
 def recover(
-    ranks: Optional[tuple[int, ...]],
+    ranks: tuple[int, ...] | None,
     lost_only: bool,
     source: Source,
     target: Target,

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional, Union
+from typing import Any
 
 import click
 import numpy as np
@@ -70,8 +70,8 @@ reshard get iterations/ lm_head.weight -o head.npy
 @options.common
 def get(
     name: str,
-    index: Optional[str],
-    output: Optional[str],
+    index: str | None,
+    output: str | None,
     source: Source,
     edits: Edits,
     effort: Effort,
@@ -141,7 +141,7 @@ def _print_object(name: str, value: Any) -> None:
     click.echo(json.dumps(value, indent=2 if isinstance(value, (dict, list)) else None))
 
 
-def _index(text: Optional[str]) -> Any:
+def _index(text: str | None) -> Any:
     """The index of --slice."""
     if text is None:
         return ...
@@ -180,7 +180,7 @@ def _names(checkpoint: OpenedCheckpoint, typed: str) -> tuple[list[str], list[st
     return matches, objects
 
 
-def _shape(tensor: LazyTensor, chosen: Any, text: Optional[str]) -> tuple[int, ...]:
+def _shape(tensor: LazyTensor, chosen: Any, text: str | None) -> tuple[int, ...]:
     """The shape of the requested elements."""
     try:
         shape = select(chosen, tensor.shape).finished_shape
@@ -198,7 +198,7 @@ def _blocks(tensor: LazyTensor, chosen: Any) -> Iterator[Array]:
     return (widen(block, tensor.dtype_name) for block in tensor.blocks(chosen))
 
 
-def _array(tensor: LazyTensor, chosen: Any, text: Optional[str]) -> Array:
+def _array(tensor: LazyTensor, chosen: Any, text: str | None) -> Array:
     """All requested elements, for printing."""
     shape = _shape(tensor, chosen, text)
     if math.prod(shape) > _MAX_PRINTED:
@@ -215,7 +215,7 @@ def _write(
     checkpoint: OpenedCheckpoint,
     name: str,
     chosen: Any,
-    text: Optional[str],
+    text: str | None,
     path: str,
     report: Report,
 ) -> None:
@@ -235,7 +235,7 @@ def _write(
                 f"a file {_SAFETENSORS} keeps the type"
             )
 
-    def parts() -> Iterator[Union[bytes, memoryview]]:
+    def parts() -> Iterator[bytes | memoryview]:
         yield header
         for block in blocks:
             yield block.view(np.uint8).data

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.asked import Source
 from reshard.cli import options
@@ -118,7 +118,7 @@ def _file_json(path: str, index: CheckpointIndex, contents: InspectedContents) -
     }
 
 
-def _totals_json(contents: Optional[InspectedContents]) -> dict[str, object]:
+def _totals_json(contents: InspectedContents | None) -> dict[str, object]:
     by_dtype, by_kind = ({}, {}) if contents is None else (contents.by_dtype(), contents.by_kind())
     return {"dtypes": by_dtype, "kinds": by_kind}
 

@@ -6,7 +6,6 @@ import os
 import shlex
 from collections import Counter
 from dataclasses import replace
-from typing import Optional
 
 from reshard.asked import Conversion, Edits, Effort, Source, Target, Task
 from reshard.cli import options
@@ -59,9 +58,9 @@ def merge_lora(
     source: Source,
     adapter: str,
     target: Target,
-    adapter_strategy: Optional[str],
+    adapter_strategy: str | None,
     adapter_step: str,
-    alpha: Optional[float],
+    alpha: float | None,
     edits: Edits,
     effort: Effort,
     dry_run: bool,
@@ -139,7 +138,7 @@ def _is_peft(directory: str) -> bool:
     return is_regular_file(os.path.join(directory, PEFT_ADAPTER))
 
 
-def _place_of(adapter: str, strategy: Optional[str]) -> tuple[str, Optional[str]]:
+def _place_of(adapter: str, strategy: str | None) -> tuple[str, str | None]:
     """The place of an adapter's matrices, and their strategy: PEFT's directories have one whole file."""
     place = os.path.join(adapter, PEFT_ADAPTER) if _is_peft(adapter) else adapter
     return place, NONE if strategy is None and is_regular_file(place) else strategy

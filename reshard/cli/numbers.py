@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any
 
 import click
 
@@ -32,7 +32,7 @@ from reshard.text.messages import Report, listing, one_line, plural, rank_ranges
 _KINDS = {"nan": "NaN", "inf": "Inf"}
 
 
-def _kinds(_: click.Context, __: click.Parameter, value: Optional[str]) -> tuple[str, ...]:
+def _kinds(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...]:
     kinds = tuple(part.strip().lower() for part in (value or "").split(",") if part.strip())
     unknown = [kind for kind in kinds if kind not in _KINDS]
     if unknown:
@@ -152,11 +152,11 @@ reshard diff ckpt/ ckpt/ --strategy src.ckpt --a-step 1_100 --b-step 1_200
 def diff(
     a: str,
     b: str,
-    strategy: Optional[str],
-    a_strategy: Optional[str],
-    b_strategy: Optional[str],
-    a_step: Optional[str],
-    b_step: Optional[str],
+    strategy: str | None,
+    a_strategy: str | None,
+    b_strategy: str | None,
+    a_step: str | None,
+    b_step: str | None,
     exit_code: bool,
     source: Source,
     edits: Edits,
@@ -226,7 +226,7 @@ def _heads(result: Differences) -> Iterator[str]:
         yield f"{name}: {shape_words(shape_a)} in A, {shape_words(shape_b)} in B"
 
 
-def _rename_by_prefix(only_a: Sequence[str], only_b: Sequence[str]) -> Optional[str]:
+def _rename_by_prefix(only_a: Sequence[str], only_b: Sequence[str]) -> str | None:
     """The rule that gives most names of A those of B, if one prefix is all that differs."""
     for longer, shorter, rule in ((only_a, only_b, "{}*=*"), (only_b, only_a, "*={}*")):
         first = min(shorter, default="")
@@ -265,7 +265,7 @@ def _side(path: str, checkpoint: OpenedCheckpoint) -> dict[str, Any]:
 
 
 def _opened(
-    side: str, read: Source, shared_strategy: Optional[str], edits: Edits, effort: Effort, report: Report
+    side: str, read: Source, shared_strategy: str | None, edits: Edits, effort: Effort, report: Report
 ) -> OpenedCheckpoint:
     """One of the two.
 

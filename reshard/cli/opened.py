@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Optional, Union
 
 from reshard.asked import Conversion, Edits, Effort, Source, Target
 from reshard.checkpoints import FileHandles
@@ -24,8 +23,8 @@ def opened(
     report: Report,
     share: int = 1,
     option: str = "--strategy ",
-    unrecorded: Optional[str] = None,
-    rules: Optional[EditRules] = None,
+    unrecorded: str | None = None,
+    rules: EditRules | None = None,
 ) -> OpenedCheckpoint:
     """Open a checkpoint; full tensors.
 
@@ -55,7 +54,7 @@ def check_crcs(
     progress: Progress,
     report: Report,
     copies: bool = False,
-    hint: Optional[str] = "to skip CRC checks: --crc never",
+    hint: str | None = "to skip CRC checks: --crc never",
 ) -> None:
     """Compare files that are read with the CRCs that they record.
 
@@ -88,7 +87,7 @@ def check_crcs(
         raise error
 
 
-def number_words(number: Optional[Union[int, float]]) -> str:
+def number_words(number: int | float | None) -> str:
     """A number in a table; ``-`` without one."""
     if number is None:
         return "-"

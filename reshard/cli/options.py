@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -56,7 +56,7 @@ class FormType(click.Choice):  # type: ignore[type-arg, unused-ignore]
         # A view, for forms that are registered later.
         self.choices = choices  # type: ignore[assignment, unused-ignore]
 
-    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The form."""
         if value in ("ckpt", "safetensors"):
             self.fail(f"{value} is a format, not a form: --format {value}", param, ctx)
@@ -71,7 +71,7 @@ class FormType(click.Choice):  # type: ignore[type-arg, unused-ignore]
 class FormatType(click.Choice):  # type: ignore[type-arg, unused-ignore]
     """A format of files."""
 
-    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The format."""
         if SHORT_NAMES.get(value, value) in FORM_CLASSES:
             self.fail(f"{value} is a form, not a format: --to {value}", param, ctx)
@@ -85,7 +85,7 @@ def _parse_share(text: str) -> Share:
     return parse_share(text)
 
 
-def _set_endpoint(_: click.Context, __: click.Parameter, value: Optional[str]) -> None:
+def _set_endpoint(_: click.Context, __: click.Parameter, value: str | None) -> None:
     if value is not None and not re.match("https?://[^/]", value):
         raise UsageError("--endpoint-url: is no URL", hint="name the service as in --endpoint-url https://host:port")
     if value is not None:
@@ -94,7 +94,7 @@ def _set_endpoint(_: click.Context, __: click.Parameter, value: Optional[str]) -
 
 def path_to_write(
     name: str, *endings: str, standard_output: bool = False
-) -> Callable[[click.Context, click.Parameter, Optional[str]], Optional[str]]:
+) -> Callable[[click.Context, click.Parameter, str | None], str | None]:
     """Callback of an option that names a file to write: a name typed by mistake may be that of a checkpoint.
 
     Args:
@@ -103,7 +103,7 @@ def path_to_write(
         standard_output: ``-`` is allowed.
     """
 
-    def check(_: click.Context, __: click.Parameter, value: Optional[str]) -> Optional[str]:
+    def check(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
         if value is None or (standard_output and value == "-"):
             return value
         if not value.lower().endswith(endings):
@@ -151,7 +151,7 @@ def _click(asked: Option, default: Any) -> Callable[[F], F]:
     return option(asked.section, *names, default=default or None, multiple=asked.kind is TEXTS, **attributes)
 
 
-def group(of: type[Group], *names: str, path: Optional[str] = None, **changes: Any) -> Callable[[F], F]:
+def group(of: type[Group], *names: str, path: str | None = None, **changes: Any) -> Callable[[F], F]:
     """The options of a group of `reshard.asked`; the command receives the group, named like its class.
 
     Args:

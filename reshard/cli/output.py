@@ -6,9 +6,9 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -78,10 +78,10 @@ def listener() -> Callable[[str, str], None]:
     return show
 
 
-def _remembered(name: str) -> Callable[[click.Context, click.Parameter, Optional[bool]], None]:
+def _remembered(name: str) -> Callable[[click.Context, click.Parameter, bool | None], None]:
     """Callback of a flag whose value all modules can read from the root context."""
 
-    def remember(ctx: click.Context, _: click.Parameter, value: Optional[bool]) -> None:
+    def remember(ctx: click.Context, _: click.Parameter, value: bool | None) -> None:
         # A command that runs another one, such as resume, passes its flags on.
         if value or (name == "progress" and value is not None):
             ctx.find_root().meta[f"reshard.{name}"] = value
@@ -109,12 +109,12 @@ def is_json() -> bool:
     return bool(_flag("json"))
 
 
-def progress_requested() -> Optional[bool]:
+def progress_requested() -> bool | None:
     """The value of --progress or --no-progress; None without either."""
     return _flag("progress")
 
 
-def _flag(name: str) -> Optional[bool]:
+def _flag(name: str) -> bool | None:
     context = click.get_current_context(silent=True)
     return None if context is None else context.find_root().meta.get(f"reshard.{name}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, Optional
+from typing import Any
 
 from reshard.asked import Conversion, Edits, Effort, Source, Target, Task
 from reshard.cli import options
@@ -52,14 +52,14 @@ reshard plan ckpt/ out/ --svg transfers.svg \\
 @options.proof("Compare every tensor with the source after writing.")
 @options.svg("Draw how many bytes each target rank reads from each source rank or file.")
 def plan(
-    files: Optional[tuple[int, ...]],
-    shard: Optional[tuple[int, int]],
+    files: tuple[int, ...] | None,
+    shard: tuple[int, int] | None,
     source: Source,
     target: Target,
     edits: Edits,
     effort: Effort,
     verify: bool,
-    svg: Optional[str],
+    svg: str | None,
     **_: Any,
 ) -> None:
     """Print the plan of convert with the same arguments and options; DST is not changed.
@@ -77,7 +77,7 @@ def plan(
         print_plan(prepared, summary, svg)
 
 
-def print_plan(prepared: Prepared, summary: Summary, svg: Optional[str] = None) -> None:
+def print_plan(prepared: Prepared, summary: Summary, svg: str | None = None) -> None:
     """Print a plan as text or JSON, and draw it to the file of --svg."""
     moved = transfers_of(prepared.plan, prepared.state.work, prepared.state.execution)
     if svg is not None:
@@ -224,7 +224,7 @@ def _room(space: Space, several: bool) -> str:
     return f"  space    {byte_size(space.needed)} needed, {free}" + (f", below {space.place}" if several else "")
 
 
-def _requests_json(budget: Budget) -> Optional[dict[str, Any]]:
+def _requests_json(budget: Budget) -> dict[str, Any] | None:
     storage = budget.storage
     if not storage.remote:
         return None

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, NoReturn, Optional
+from typing import TYPE_CHECKING, NoReturn
 
 from reshard.cli.output import is_quiet, progress_requested, say
 from reshard.execute import Progress
@@ -47,7 +47,7 @@ class _Bar(Progress):
     """A bar that goes away at the end."""
 
     def __init__(self) -> None:
-        self._bar: Optional[tqdm[NoReturn]] = None
+        self._bar: tqdm[NoReturn] | None = None
         self._total = self._done = 0
         self._doing = ""
         self._begun = 0.0
@@ -100,7 +100,7 @@ class _Lines(Progress):
     def __init__(self) -> None:
         self._done = 0
         self._ended = threading.Event()
-        self._thread: Optional[threading.Thread] = None
+        self._thread: threading.Thread | None = None
 
     def begin(self, total: int, doing: str) -> None:
         self._done = 0

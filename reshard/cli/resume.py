@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -116,7 +116,7 @@ def combined(commands: Sequence[RecordedCommand], dst: str) -> RecordedCommand:
     return last._replace(asked=asked, lost_only=all(command.lost_only for command in commands))
 
 
-def _is_done(status: Status, command: Optional[RecordedCommand]) -> bool:
+def _is_done(status: Status, command: RecordedCommand | None) -> bool:
     """Whether no work is left."""
     if status.complete or command is None or command.lost_only:
         return status.complete
@@ -160,7 +160,7 @@ def _check_paths(command: RecordedCommand, status: Status, dst: str, words: Sequ
             )
 
 
-def overwriting(command: RecordedCommand, dst: str, rank: Optional[int] = None) -> str:
+def overwriting(command: RecordedCommand, dst: str, rank: int | None = None) -> str:
     """The command that replaces all targets of a run, or that of one rank."""
     # Some forms are verified together only, so by-rank refuses --verify.
     verify = command.verify and rank is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from typing import Optional
 
 from reshard.cli import options
 from reshard.cli.command import argument, command
@@ -110,7 +109,7 @@ def _cures(dst: str, progress: Status, noun: str) -> list[str]:
     if was_merged(dst, progress.plan):
         merge = f"reshard merge-lora BASE ADAPTER {shlex.quote(dst)} --overwrite"
         return [f"{again} {merge}, with all options of the first run"]
-    command: Optional[RecordedCommand] = None
+    command: RecordedCommand | None = None
     # Damaged records and runs with different sources are reported by `resume`.
     with contextlib.suppress(TargetError):
         commands = Ledger(dst, progress.plan).commands()

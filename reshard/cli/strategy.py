@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import click
 
 from reshard.asked import Source, Target
@@ -136,7 +134,7 @@ reshard replicas --group-info ckpt_dir*/group_info.pb
 @options.json_output
 @options.names_in_full
 @options.common
-def replicas(strategy: Optional[str], group_info: tuple[str, ...], more: tuple[str, ...]) -> None:
+def replicas(strategy: str | None, group_info: tuple[str, ...], more: tuple[str, ...]) -> None:
     """Print the groups of ranks with identical checkpoints, one group per line.
 
     With --strategy, all groups are exact, and a rank without replicas is a group of its own. group_info files

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -153,9 +153,9 @@ def strategy_make(
     rules: str,
     out: str,
     shapes: str,
-    src_strategy: Optional[str],
-    names: Optional[str],
-    config: Optional[str],
+    src_strategy: str | None,
+    names: str | None,
+    config: str | None,
     stated: tuple[str, ...],
     sizes: AxisSizes,
     **typed: Any,
@@ -245,10 +245,10 @@ def strategy_derive(
     src_sizes: AxisSizes,
     also: tuple[str, ...],
     also_sizes: tuple[AxisSizes, ...],
-    shapes: Optional[str],
-    names: Optional[str],
-    config: Optional[str],
-    stated: Optional[str],
+    shapes: str | None,
+    names: str | None,
+    config: str | None,
+    stated: str | None,
     dst_sizes: AxisSizes,
     **typed: Any,
 ) -> None:
@@ -343,7 +343,7 @@ reshard strategy rules llama > model.toml
 @click.argument("name", metavar="[NAME]", required=False)
 @option("Output", "--list", "as_list", is_flag=True, help="List the built-in rules, as without NAME.")
 @options.common
-def strategy_rules(name: Optional[str], as_list: bool) -> None:
+def strategy_rules(name: str | None, as_list: bool) -> None:
     """Print the built-in rules NAME, to start from, or list all of them."""
     from reshard.strategies.rules import builtin_names, rules_named
 
@@ -370,7 +370,7 @@ def _target(sizes: AxisSizes, typed: Mapping[str, Any]) -> TargetRun:
     return TargetRun(sizes, setting, typed["layers_per_stage"], typed["weights_only"])
 
 
-def _read_shapes(path: str, strategy: Optional[Strategy]) -> ModelTensors:
+def _read_shapes(path: str, strategy: Strategy | None) -> ModelTensors:
     from reshard.checkpoints import FileHandles
     from reshard.forms.model_shapes import read_shapes
     from reshard.text.messages import Report
@@ -379,7 +379,7 @@ def _read_shapes(path: str, strategy: Optional[Strategy]) -> ModelTensors:
         return read_shapes(path, strategy, handles, Report())
 
 
-def _under_names(tensors: ModelTensors, table: Optional[str], config: Optional[str]) -> ModelTensors:
+def _under_names(tensors: ModelTensors, table: str | None, config: str | None) -> ModelTensors:
     """The tensors that a table makes of a model's.
 
     Raises:
@@ -403,7 +403,7 @@ def _under_names(tensors: ModelTensors, table: Optional[str], config: Optional[s
 
 
 def _under_table(
-    tensors: ModelTensors, rules: NameRules, sizes: Optional[Mapping[str, object]], reverse: Optional[bool]
+    tensors: ModelTensors, rules: NameRules, sizes: Mapping[str, object] | None, reverse: bool | None
 ) -> ModelTensors:
     from reshard.names import apply_rules
     from reshard.strategies.rules import FullTensor, model_tensors
@@ -432,7 +432,7 @@ def _write(
     tensors: ModelTensors,
     target: TargetRun,
     more: Mapping[str, Any],
-    made_of: Sequence[Optional[str]],
+    made_of: Sequence[str | None],
     overwrite: bool,
 ) -> None:
     """Write a strategy and its record, and print what it is; refuses to overwrite its own input."""

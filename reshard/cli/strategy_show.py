@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from typing import Optional
 
 import click
 
@@ -62,7 +61,7 @@ reshard strategy show src_strategy.ckpt \\
 @options.verbose("Without PARAM: list every parameter.")
 @options.json_output
 @options.common
-def strategy_show(path: str, parameter: Optional[str], svg: Optional[str]) -> None:
+def strategy_show(path: str, parameter: str | None, svg: str | None) -> None:
     """Show layouts, or the slices of one PARAM.
 
     FILE is a strategy file, DIR a directory of them. Without PARAM, parameters are grouped by layout; names
@@ -176,7 +175,7 @@ def strategy_words(strategy: Strategy) -> str:
     return f"{strategy.path}: {devices} in {stages}{parameters}"
 
 
-def _show_parameter(strategy: Strategy, name: str, svg: Optional[str]) -> None:
+def _show_parameter(strategy: Strategy, name: str, svg: str | None) -> None:
     arrangements = [_arranged(strategy, stage, name) for stage in strategy.stages if name in stage.layouts]
     if svg is not None:
         from reshard.pictures.slices import parameter_picture

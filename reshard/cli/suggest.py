@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 import click
 
@@ -42,7 +42,7 @@ reshard suggest ckpt/ --src-strategy src.ckpt
 @options.group(Source, *options.STORED, path="src", strategy={"names": ("--src-strategy", "--strategy")})
 @options.json_output
 @options.common
-def suggest(source: Source, devices: Optional[int]) -> None:
+def suggest(source: Source, devices: int | None) -> None:
     """Print the commands for the usual aims with the checkpoint SRC of any form.
 
     The aims are another cluster size, Hugging Face for inference, lost ranks, MindSpore, PyTorch and quantised

@@ -8,7 +8,6 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Optional
 
 import click
 
@@ -81,13 +80,13 @@ reshard verify out/ --src ckpt/ --cast BFloat16 \\
 )
 @options.output
 def verify(
-    src: Optional[str],
+    src: str | None,
     source: Source,
     target: Target,
     replicas: bool,
     headers_only: bool,
-    strategy: Optional[str],
-    ranks: Optional[tuple[int, ...]],
+    strategy: str | None,
+    ranks: tuple[int, ...] | None,
     edits: Edits,
     effort: Effort,
 ) -> None:
@@ -173,7 +172,7 @@ def verify(
     print_differences(differences, not is_json(), verdict)
 
 
-def _without_checksums(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Optional[RecordedCommand]:
+def _without_checksums(out: str, manifest: Manifest, ranks: tuple[int, ...] | None) -> RecordedCommand | None:
     """The recorded command whose source replaces missing checksums; None if none is missing, or the source is."""
     in_part = ranks is not None and not form_named(manifest.plan.form).options.by_rank
     if in_part or all(file.crc32 is not None for file in manifest.files) or was_merged(out, manifest.plan):

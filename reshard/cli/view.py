@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 from reshard.asked import Conversion, Edits, Effort, Source, Target
 from reshard.cli import options
@@ -45,7 +45,7 @@ reshard view iterations/ --dst-strategy same --stats
 @options.group(Edits, "dequantize")
 @options.group(Effort, *options.LIMITS)
 @options.common
-def view(source: Source, target: Target, edits: Edits, effort: Effort, output: Optional[str], stats: bool) -> None:
+def view(source: Source, target: Target, edits: Edits, effort: Effort, output: str | None, stats: bool) -> None:
     """Write an HTML page that shows what is in a checkpoint of any form.
 
     The page lists problems first, then parameters with shapes, types, sizes and layouts, the slices of each
@@ -95,7 +95,7 @@ def _check_replaceable(path: str, named: bool) -> None:
             )
 
 
-def _moves(asked: Conversion, inspected: Inspected, problems: list[Problem]) -> Optional[dict[str, Any]]:
+def _moves(asked: Conversion, inspected: Inspected, problems: list[Problem]) -> dict[str, Any] | None:
     """The bytes that a conversion moves; None if it is refused, which the page lists as a problem."""
     from reshard.convert.ends import with_ends
     from reshard.inspection.checkpoint import Problem
@@ -123,7 +123,7 @@ def _moves(asked: Conversion, inspected: Inspected, problems: list[Problem]) -> 
 _STATISTICS = ("name", "count", "nan", "inf", "zeros", "min", "max", "mean", "norm", "first_nonfinite")
 
 
-def _statistics(asked: Conversion, inspected: Inspected, problems: list[Problem]) -> Optional[list[list[Any]]]:
+def _statistics(asked: Conversion, inspected: Inspected, problems: list[Problem]) -> list[list[Any]] | None:
     """Statistics of every tensor; None if tensors cannot be read, which the page lists as a problem."""
     from reshard.cli.opened import check_crcs, opened
     from reshard.cli.progress import progress_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Optional
 
 from reshard.asked import TORCH, Conversion, Source, Target, Task
 from reshard.defaults import DEFAULT_PREFIX
@@ -108,7 +107,7 @@ def with_ends(asked: Conversion, report: Report, task: Task = Task()) -> Request
     return Request(asked, form, source, to, target, task=task)
 
 
-def _keeps_cut(asked: Conversion, form: Form, to: Form, target: Optional[str]) -> bool:
+def _keeps_cut(asked: Conversion, form: Form, to: Form, target: str | None) -> bool:
     """Whether only the format of rank files changes: neither strategy is given, and nothing else is requested."""
     if not (form.options.by_rank and to.options.by_rank) or asked.edits.changes:
         return False
@@ -134,7 +133,7 @@ def _as_cut(source: Source) -> Strategy:
     return Strategy.as_cut(len(ranks))
 
 
-def _check_target(target: Target, strategy: Optional[str], form: Form, to: Form, src: str) -> None:
+def _check_target(target: Target, strategy: str | None, form: Form, to: Form, src: str) -> None:
     """Refuse options that make no sense with the target's form."""
     if not to.options.shards and target.shards is not None:
         sharded = " and ".join(f"--to {each.name}" for each in all_forms() if each.options.shards)
@@ -161,7 +160,7 @@ def _check_target(target: Target, strategy: Optional[str], form: Form, to: Form,
         raise UsageError(f"--max-shard-size is for {sized}", hint="remove --max-shard-size")
 
 
-def _check_arguments(target: Target, strategy: Optional[str], to: Form) -> None:
+def _check_arguments(target: Target, strategy: str | None, to: Form) -> None:
     """Refuse options of trees and arguments of Megatron where they have no meaning."""
     if not to.options.arguments:
         named = " and ".join(f"--to {each.name}" for each in all_forms() if each.options.arguments)

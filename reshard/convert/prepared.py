@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, unchecked
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
@@ -42,7 +41,7 @@ from reshard.text.messages import Report, are, joined, number_ranges, plural, ra
 class DamagedSourcesError(DamagedCheckpointError):
     """Source files of a step are damaged, by the CRCs that they record."""
 
-    checkpoint: Optional[Checkpoint]
+    checkpoint: Checkpoint | None
     """The step; None if earlier runs of the conversion found the same."""
 
 
@@ -136,7 +135,7 @@ def damaged_files(
     return checks.damaged
 
 
-def transform(request: Request, report: Optional[Report] = None) -> Summary:
+def transform(request: Request, report: Report | None = None) -> Summary:
     """Convert a checkpoint.
 
     Raises:
@@ -147,9 +146,7 @@ def transform(request: Request, report: Optional[Report] = None) -> Summary:
 
 
 @contextlib.contextmanager
-def prepare(
-    request: Request, report: Optional[Report] = None, progress: Optional[Progress] = None
-) -> Iterator[Prepared]:
+def prepare(request: Request, report: Report | None = None, progress: Progress | None = None) -> Iterator[Prepared]:
     """Plan and check a conversion; its source files stay open until the end of the ``with`` block.
 
     Args:
@@ -202,7 +199,7 @@ class Prepared:
         """The plan."""
         return self.state.plan
 
-    def _take_steps(self, damage: Optional[DamagedSourcesError] = None) -> None:
+    def _take_steps(self, damage: DamagedSourcesError | None = None) -> None:
         with self._swap_hinted():
             self.state = self._surveyed(damage)
         self._planned = time.monotonic()
@@ -217,7 +214,7 @@ class Prepared:
             return contextlib.nullcontext()
         return hint_of_swap(request.source, request.target, request.asked.source, self._handles)
 
-    def _surveyed(self, damage: Optional[DamagedSourcesError]) -> State:
+    def _surveyed(self, damage: DamagedSourcesError | None) -> State:
         """The plan, and what is left to write."""
         asked = self._request.asked
         try:
@@ -279,7 +276,7 @@ class Prepared:
             files = share_of(plan.data_bytes(files), *shard)
         return files
 
-    def carry_out(self, elsewhere: Optional[WriteElsewhere] = None) -> Summary:
+    def carry_out(self, elsewhere: WriteElsewhere | None = None) -> Summary:
         """Write the remaining files, unless it is a dry run.
 
         Args:
@@ -327,7 +324,7 @@ class Prepared:
         summary.dry_run = self._task.dry_run
         return summary
 
-    def _check_sources(self) -> Optional[ReplicaCheck]:
+    def _check_sources(self) -> ReplicaCheck | None:
         """Check space and source files before writing."""
         plan, work = self.plan, self.state.work
         if not self._task.dry_run:
@@ -347,7 +344,7 @@ class Prepared:
         self._check_equal()
         return replicas
 
-    def _check_replicas(self) -> Optional[ReplicaCheck]:
+    def _check_replicas(self) -> ReplicaCheck | None:
         """Compare replicas of the source."""
         task, plan = self._task, self.plan
         request, checkpoint = plan.request, rank_checkpoint_of(plan.checkpoint)
@@ -397,7 +394,7 @@ class Prepared:
         check_slices(request.source, tensors, checkpoint, self._handles, self.state.execution)
         return comparison.check
 
-    def _recovered(self, tensors: Iterable[GlobalTensor]) -> Optional[frozenset[int]]:
+    def _recovered(self, tensors: Iterable[GlobalTensor]) -> frozenset[int] | None:
         """The ranks whose slices are recovered; None for all, if another stage's ranks hold some of them."""
         strategy, ranks = self.plan.request.source, frozenset(self.state.work)
         stages = [stage for stage in strategy.stages if not ranks.isdisjoint(stage.ranks)]

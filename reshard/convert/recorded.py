@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 from dataclasses import replace
-from typing import Optional
 
 from reshard.asked import CHANGES, Conversion, Effort
 from reshard.errors import ReshardError, TargetError, UsageError
@@ -23,7 +22,7 @@ from reshard.strategies import names_files, read_strategy
 from reshard.text.messages import Report
 
 
-def command_of(plan: Plan) -> Optional[RecordedCommand]:
+def command_of(plan: Plan) -> RecordedCommand | None:
     """The command line of a run with absolute paths; None for a run that no command line repeats.
 
     Args:
@@ -78,15 +77,15 @@ def _absolute(path: str) -> str:
     return absolute(path) if RANK not in path else os.path.join(os.getcwd(), path)
 
 
-def _strategy(path: Optional[str]) -> Optional[str]:
+def _strategy(path: str | None) -> str | None:
     return absolute(path) if path is not None and names_files(path) else path
 
 
-def _optional(path: Optional[str]) -> Optional[str]:
+def _optional(path: str | None) -> str | None:
     return None if path is None else absolute(path)
 
 
-def _names(names: Optional[str]) -> Optional[str]:
+def _names(names: str | None) -> str | None:
     """A built-in table as it is; the absolute path of a file, with its options."""
     if names is None or names == NO_TABLE:
         return names
@@ -95,7 +94,7 @@ def _names(names: Optional[str]) -> Optional[str]:
     return names if names.partition(",")[0] in builtin_names() else absolute(names)
 
 
-def _ledger(out: str, plan: Identity) -> Optional[Ledger]:
+def _ledger(out: str, plan: Identity) -> Ledger | None:
     ledger = ledger_in(out)
     return ledger if ledger is not None and ledger.identity == plan else None
 
@@ -106,7 +105,7 @@ def _commands(out: str, plan: Identity) -> list[RecordedCommand]:
     return [] if ledger is None else ledger.commands()
 
 
-def edits_of_target(request: Request, plan: Optional[Identity], report: Report) -> EditRules:
+def edits_of_target(request: Request, plan: Identity | None, report: Report) -> EditRules:
     """The names and types that a converted checkpoint was given; without options those of its records.
 
     Args:
@@ -192,7 +191,7 @@ def source_exists(path: str) -> bool:
     return exists(path) or (RANK in path and is_directory(fixed_directory(path)))
 
 
-def command_with_source(out: str, plan: Identity) -> Optional[RecordedCommand]:
+def command_with_source(out: str, plan: Identity) -> RecordedCommand | None:
     """The last recorded command of a directory's conversion whose source exists; None without one."""
     with contextlib.suppress(ReshardError):
         return next((command for command in _commands(out, plan) if source_exists(command.asked.source.path)), None)
@@ -205,7 +204,7 @@ def recorded_source(out: str, plan: Identity) -> str:
     return "SRC" if command is None else command.asked.source.path
 
 
-def other_source(out: str, src: str, plan: Identity) -> Optional[str]:
+def other_source(out: str, src: str, plan: Identity) -> str | None:
     """A sentence with the recorded source of a directory's conversion, if it is another path than ``src``."""
     with contextlib.suppress(ReshardError):
         recorded = [command.asked.source.path for command in _commands(out, plan)]
@@ -274,7 +273,7 @@ def _names_by_form(command: RecordedCommand, plan: Identity) -> bool:
     return False
 
 
-def _given(edits: EditRules, plan: Identity) -> Optional[EditRules]:
+def _given(edits: EditRules, plan: Identity) -> EditRules | None:
     """The edits that a directory has its names and types by, as far as the source's names decide; None if others.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.plan.plan import Plan
 from reshard.source_replicas import ReplicaCheck
@@ -60,14 +60,14 @@ class Summary:
         dry_run: nothing was written.
     """
 
-    def __init__(self, step: Optional[str]) -> None:
+    def __init__(self, step: str | None) -> None:
         """Args: step: see above; the rest is set afterwards."""
         self.step = step
         self.ranks: list[int] = []
         self.files: list[str] = []
         self.target_files: dict[int, str] = {}
         self.done_before: list[int] = []
-        self.manifest: Optional[str] = None
+        self.manifest: str | None = None
         self.bytes_written = 0
         self.source_ranks: list[int] = []
         self.recovered: list[int] = []
@@ -79,7 +79,7 @@ class Summary:
         self.left_out: list[str] = []
         self.missing: list[str] = []
         self.unholdable: list[str] = []
-        self.replicas: Optional[ReplicaCheck] = None
+        self.replicas: ReplicaCheck | None = None
         self.warnings: list[str] = []
         self.notes: list[str] = []
         self.phases = Phases()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.checkpoints.checkpoint import EditedCheckpoint
 from reshard.convert.recorded import command_of
@@ -65,7 +65,7 @@ class Survey(NamedTuple):
     """A target directory: what this run has to write, the records before it, and whether it replaces these."""
 
     missing: list[int]
-    before: Optional[Ledger]
+    before: Ledger | None
     recorded: Mapping[str, DoneRecord]
     anew: bool
 
@@ -136,7 +136,7 @@ class TargetDirectory:
             comparable=not task.recover and request.edits.additions is None,
         )
         self._unfinished = _unfinished(self._root, identity)
-        self._last_headers: tuple[object, Optional[str]] = (None, None)
+        self._last_headers: tuple[object, str | None] = (None, None)
 
     @listings_cached()
     def survey(self) -> Survey:
@@ -325,7 +325,7 @@ class TargetDirectory:
         return {name for name, status in zip(names, statuses) if status is not None}
 
     @property
-    def manifest(self) -> Optional[str]:
+    def manifest(self) -> str | None:
         """The manifest's path; None without a manifest."""
         path = os.path.join(self._root, MANIFEST_NAME)
         return path if is_regular_file(path) else None
@@ -348,7 +348,7 @@ class TargetDirectory:
             if missing:
                 yield missing
 
-    def finished(self, target: TargetFile, status: FileStatus, crc: Optional[int]) -> None:
+    def finished(self, target: TargetFile, status: FileStatus, crc: int | None) -> None:
         """Record a target whose bytes are on disk, before it gets its name: it never exists without a record.
 
         Args:
@@ -380,7 +380,7 @@ class TargetDirectory:
         with writing(path), contextlib.suppress(FileNotFoundError):
             write_whole(path, UNFINISHED_CONTENT)
 
-    def complete(self) -> Optional[str]:
+    def complete(self) -> str | None:
         """Write the manifest if every rank is written; returns its path.
 
         Raises:
@@ -511,7 +511,7 @@ class TargetDirectory:
 
         return {record: crc_of_file(self._plan.path(rank)) for rank, record in records.items() if record in missing}
 
-    def _all_done(self) -> Optional[dict[int, DoneRecord]]:
+    def _all_done(self) -> dict[int, DoneRecord] | None:
         """The record of every rank of the target strategy; None if a target is missing."""
         finished = self._ledger.finished()
         records = {rank: finished.get(self._name(rank)) for rank in self._everything}
@@ -542,14 +542,14 @@ def _marks(identity: Identity) -> list[str]:
     return form_named(identity.form).marks([identity.file_of(file) for file in range(identity.ranks)])
 
 
-def _unfinished(root: str, identity: Identity) -> Optional[str]:
+def _unfinished(root: str, identity: Identity) -> str | None:
     """The path of the mark of an incomplete directory; None for rank files, which need none."""
     if form_named(identity.form).options.by_rank:
         return None
     return os.path.join(root, os.path.dirname(identity.file_of(0)), UNFINISHED)
 
 
-def _remove(path: Optional[str]) -> None:
+def _remove(path: str | None) -> None:
     """Remove a small file of ours, if it exists."""
     if path is not None:
         remove_file(path)

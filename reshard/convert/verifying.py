@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Optional
 
 from reshard.asked import Conversion, Effort, Task
 from reshard.checkpoints import FileHandles
@@ -41,9 +40,7 @@ from reshard.verification.stored import Source, stored_source
 
 
 @contextlib.contextmanager
-def reading_sources(
-    effort: Effort, progress: Progress, report: Report
-) -> Iterator[tuple[Means, Optional[RecordedCrcs]]]:
+def reading_sources(effort: Effort, progress: Progress, report: Report) -> Iterator[tuple[Means, RecordedCrcs | None]]:
     """Means to read source files within an effort, and the CRCs that the files record; None with ``crc="never"``.
 
     Raises:
@@ -55,14 +52,14 @@ def reading_sources(
         means.check_unchanged()
 
 
-def _at(request: Request, step: str, files: Optional[tuple[int, ...]]) -> Request:
+def _at(request: Request, step: str, files: tuple[int, ...] | None) -> Request:
     """A conversion of one step to these files."""
     asked = request.asked
     return request._replace(asked=replace(asked, source=replace(asked.source, step=step), files=files))
 
 
 def verify_written(
-    request: Request, summary: Summary, progress: Progress, adapter: Optional[MergedAdapter] = None
+    request: Request, summary: Summary, progress: Progress, adapter: MergedAdapter | None = None
 ) -> list[Difference]:
     """Compare all requested target files with the source: those of ranks one by one, other forms as a whole.
 
@@ -85,9 +82,7 @@ def verify_written(
         return verify_conversion(conversion, means, report, crcs)
 
 
-def verify_with_source(
-    asked: Conversion, means: Means, report: Report, crcs: Optional[RecordedCrcs]
-) -> list[Difference]:
+def verify_with_source(asked: Conversion, means: Means, report: Report, crcs: RecordedCrcs | None) -> list[Difference]:
     """Compare a converted checkpoint with its source, and with its manifest if it has one.
 
     Args:
@@ -154,7 +149,7 @@ def verify_with_source(
     return [*differences, *differing]
 
 
-def source_fingerprints(request: Request, means: Means, report: Report, crcs: Optional[RecordedCrcs]) -> Fingerprints:
+def source_fingerprints(request: Request, means: Means, report: Report, crcs: RecordedCrcs | None) -> Fingerprints:
     """The fingerprints of the selected tensors and values of a source, with the names and types of its edits.
 
     Raises:
@@ -197,7 +192,7 @@ def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> 
 
 
 @contextlib.contextmanager
-def _naming_other_source(out: str, src: str, plan: Optional[Identity]) -> Iterator[None]:
+def _naming_other_source(out: str, src: str, plan: Identity | None) -> Iterator[None]:
     """Add to errors about a source that the records list another one."""
     try:
         yield
@@ -222,13 +217,13 @@ def _check_finished(out: str) -> None:
         )
 
 
-def against_manifest(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]], means: Means) -> list[Difference]:
+def against_manifest(out: str, manifest: Manifest, ranks: tuple[int, ...] | None, means: Means) -> list[Difference]:
     """The differences of some ranks, or all, from the manifest."""
     differences = compare_with_manifest(out, manifest, means)
     return [difference for difference in differences if ranks is None or set(difference.ranks) & set(ranks)]
 
 
-def of_ranks(manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Manifest:
+def of_ranks(manifest: Manifest, ranks: tuple[int, ...] | None) -> Manifest:
     """A manifest of some of its ranks, or all.
 
     Raises:
@@ -248,7 +243,7 @@ def of_ranks(manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Manifest:
     return manifest._replace(files=files)
 
 
-def _manifest(out: str) -> Optional[Manifest]:
+def _manifest(out: str) -> Manifest | None:
     try:
         return read_manifest(out)
     except InputError:
@@ -256,7 +251,7 @@ def _manifest(out: str) -> Optional[Manifest]:
         return None
 
 
-def recorded_step(src: str, form: str, step: Optional[str]) -> str:
+def recorded_step(src: str, form: str, step: str | None) -> str:
     """The step to read for a conversion that recorded a step, or none."""
     source_form = form_named(form)
     # The directory of a single iteration is read without a step: its name may lack the number.
@@ -264,7 +259,7 @@ def recorded_step(src: str, form: str, step: Optional[str]) -> str:
     return step if step is not None and several else "latest"
 
 
-def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Optional[Identity]:
+def recorded_plan(out: str, manifest: Manifest | None, report: Report) -> Identity | None:
     """The conversion of a directory, from its manifest or else from the records of unfinished runs, if it has any.
 
     Raises:
@@ -280,7 +275,7 @@ def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Opt
     return None if ledger is None else ledger.identity
 
 
-def written_ranks(out: str, report: Report) -> Optional[tuple[int, ...]]:
+def written_ranks(out: str, report: Report) -> tuple[int, ...] | None:
     """The ranks to compare in a directory without a manifest, from its records.
 
     A recovery of some ranks is whole without the others. A conversion is not: the runs of other machines are missing.
@@ -306,7 +301,7 @@ def written_ranks(out: str, report: Report) -> Optional[tuple[int, ...]]:
 
 
 def converted_files(
-    out: str, manifest: Optional[Manifest], ranks: Optional[tuple[int, ...]]
+    out: str, manifest: Manifest | None, ranks: tuple[int, ...] | None
 ) -> tuple[dict[int, str], list[Difference]]:
     """The files of a converted checkpoint by rank, and a difference for each file of another step.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Callable, NamedTuple, Optional
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from reshard.checkpoints import FileHandles
 from reshard.convert.target_directory import TargetDirectory
@@ -41,7 +41,7 @@ class State(NamedTuple):
     execution: Budget
     requested: tuple[int, ...]
     sizes: Mapping[int, int]
-    directory: Optional[TargetDirectory]
+    directory: TargetDirectory | None
     checksum: bool
 
     @property
@@ -79,9 +79,9 @@ class Writing:
         handles: FileHandles,
         report: Report,
         progress: Progress,
-        elsewhere: Optional[WriteElsewhere] = None,
+        elsewhere: WriteElsewhere | None = None,
     ) -> None:
-        self.manifest: Optional[str] = None
+        self.manifest: str | None = None
         self.work = state.work
         self._plan = state.plan
         self._execution = state.execution
@@ -121,7 +121,7 @@ class Writing:
         target_of = self._plan.target_file
         # Files of a later pipeline stage, or of another part of the model, may need NumPy where the first do not.
         samples = {self.work[len(self.work) // 2], self.work[-1]}
-        finish: Optional[Finish] = None
+        finish: Finish | None = None
         if self._directory is not None:
             groups, finish = self._directory.missing(groups), self._directory.finished
         convert(groups, self._handles, self._execution, progress, finish, self._checksum, target_of, samples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
@@ -108,7 +108,7 @@ class Budget(NamedTuple):
         limits: GroupLimits = ONE_FILE,
         decoded: bool = False,
         transposed: int = 0,
-        work: Optional[tuple[int, int]] = None,
+        work: tuple[int, int] | None = None,
     ) -> Budget:
         """The budget of some CPUs and bytes of memory.
 
@@ -231,7 +231,7 @@ def writing_budget(
     target, nbytes = store.costs(plan.request.dst), sum(sizes.values())
     part_bytes = max(map(store.part_bytes, sizes.values()), default=0)
 
-    def budget_of(limits: GroupLimits, work: Optional[tuple[int, int]] = None) -> Budget:
+    def budget_of(limits: GroupLimits, work: tuple[int, int] | None = None) -> Budget:
         return Budget.of(
             jobs,
             max_memory,

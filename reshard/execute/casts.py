@@ -9,8 +9,8 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Sequence
-from typing import Any, Callable, Optional
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -149,7 +149,7 @@ def as_words(data: memoryview, shape: Sequence[int], item_size: int) -> Words:
     return np.frombuffer(data, dtype=f"u{word}").reshape(*shape, item_size // word)
 
 
-def put(source: Words, out: Words, cast: Optional[Cast] = None) -> None:
+def put(source: Words, out: Words, cast: Cast | None = None) -> None:
     """Copy elements, or cast them, between arrays of one word or more per element in the last dimension.
 
     Transposed copies go tile by tile through buffers in the cache.
@@ -176,7 +176,7 @@ def put(source: Words, out: Words, cast: Optional[Cast] = None) -> None:
     slices = [
         [slice(first, first + steps[axis]) for first in range(0, source.shape[axis], steps[axis])] for axis in axes
     ]
-    tile: Optional[_Tile] = getattr(_BUFFERS, "tile", None)
+    tile: _Tile | None = getattr(_BUFFERS, "tile", None)
     for place in itertools.product(*slices):
         source_tile, out_tile = source[place], out[place]
         kind = (out_tile.shape, out.dtype, by_source, by_out, lanes)
@@ -238,7 +238,7 @@ class _Tile:
         self._turned = [np.ndarray(turned_shape, word, turned.data, lane * dtype.itemsize) for lane in range(lanes)]
         self._axis = by_out.index(by_source[-1])
 
-    def move(self, source: Words, out: Words, cast: Optional[Cast]) -> None:
+    def move(self, source: Words, out: Words, cast: Cast | None) -> None:
         """Copy or cast the elements of a tile."""
         ordered = source.transpose(self._by_source)
         if not self._turned:
@@ -260,7 +260,7 @@ class _Tile:
             np.copyto(neighbours, words, casting="unsafe")
 
 
-def _put_rows(source: Words, rows: Words, cast: Optional[Cast]) -> None:
+def _put_rows(source: Words, rows: Words, cast: Cast | None) -> None:
     if cast is None:
         rows[...] = source
         return
@@ -272,7 +272,7 @@ def _put_rows(source: Words, rows: Words, cast: Optional[Cast]) -> None:
 
 def _buffer(purpose: str, nbytes: int) -> Bytes:
     """Memory of this thread."""
-    buffer: Optional[Bytes] = getattr(_BUFFERS, purpose, None)
+    buffer: Bytes | None = getattr(_BUFFERS, purpose, None)
     if buffer is None or len(buffer) < nbytes:
         buffer = np.empty(nbytes, np.uint8)
         setattr(_BUFFERS, purpose, buffer)

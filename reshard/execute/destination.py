@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple
 
 from reshard.errors import TargetError, UnwritableError, UsageError
 from reshard.forms.target import UNFINISHED
@@ -133,7 +133,7 @@ def check_bucket(dst: str) -> None:
 
 
 def check_disjoint(
-    src: Union[str, Mapping[int, str]],
+    src: str | Mapping[int, str],
     sources: Iterable[str],
     dst: str,
     targets: Iterable[str] = (),
@@ -203,9 +203,9 @@ class _Places:
     """Places of files and directories: one place may have several names, through mounts."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Optional[Hashable]] = {}
+        self._known: dict[str, Hashable | None] = {}
 
-    def of(self, path: str) -> Optional[Hashable]:
+    def of(self, path: str) -> Hashable | None:
         """The place of a path; None if nothing exists there."""
         if path not in self._known:
             with inspecting(path):
@@ -235,10 +235,10 @@ class Space(NamedTuple):
 
     place: str
     needed: int
-    free: Optional[int]
+    free: int | None
 
     @property
-    def problem(self) -> Optional[str]:
+    def problem(self) -> str | None:
         """The message for too little space; None if there is enough."""
         if self.free is None or self.needed <= self.free:
             return None
@@ -251,7 +251,7 @@ def space_for(needed: Iterable[tuple[str, int]]) -> list[Space]:
     Raises:
         RetryableError: the free space cannot be read.
     """
-    places: dict[int, tuple[str, Optional[int]]] = {}
+    places: dict[int, tuple[str, int | None]] = {}
     totals: Counter[int] = Counter()
     for directory, count in needed:
         with inspecting(directory):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from typing import Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TiedTensors, stored_checkpoint
 from reshard.errors import CheckpointError, IncompleteSourceError
@@ -30,8 +29,8 @@ def check_equal(
     checkpoint: Checkpoint,
     equals: Collection[TiedTensors],
     reader: BoxReader,
-    progress: Optional[Progress] = None,
-    most: Optional[int] = None,
+    progress: Progress | None = None,
+    most: int | None = None,
 ) -> None:
     """Compare tensors that should be equal.
 
@@ -59,9 +58,7 @@ def check_equal(
         progress.end()
 
 
-def _check(
-    checkpoint: Checkpoint, equal: TiedTensors, reader: BoxReader, progress: Progress, most: Optional[int]
-) -> None:
+def _check(checkpoint: Checkpoint, equal: TiedTensors, reader: BoxReader, progress: Progress, most: int | None) -> None:
     first = equal.representative
     for tensor in equal.copies:
         if (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
@@ -96,7 +93,7 @@ def _make_nans_equal(elements: memoryview, dtype: str) -> None:
     numbers[np.isnan(numbers)] = np.nan
 
 
-def _elements(tensor: GlobalTensor, most: Optional[int]) -> int:
+def _elements(tensor: GlobalTensor, most: int | None) -> int:
     count = math.prod(tensor.shape)
     return count if most is None else min(count, most // tensor.item_size)
 
@@ -140,7 +137,7 @@ def _holder(tensor: GlobalTensor, present: tuple[frozenset[int], ...], slices: t
 
 
 def _differ(
-    checkpoint: Checkpoint, equal: TiedTensors, copy: GlobalTensor, at: Optional[tuple[int, ...]]
+    checkpoint: Checkpoint, equal: TiedTensors, copy: GlobalTensor, at: tuple[int, ...] | None
 ) -> CheckpointError:
     where = "in type or shape" if at is None else f"at {list(at)}"
     paths = []

@@ -8,9 +8,8 @@ read directly into the block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Callable, Optional, Union
 
 import numpy as np
 
@@ -56,7 +55,7 @@ class BlockFiller:
 
     def __init__(
         self,
-        reader: Union[FileReader, _StageReader],
+        reader: FileReader | _StageReader,
         scratch: memoryview,
         overflowed: Overflowed = lambda name, count: None,
     ) -> None:
@@ -133,7 +132,7 @@ class BlockFiller:
                 part = placed(part, box)
                 yield part, partial(filler._fill, staged, part)
 
-    def _staged(self, tensor: TargetTensor, block: Box) -> Optional[TargetTensor]:
+    def _staged(self, tensor: TargetTensor, block: Box) -> TargetTensor | None:
         """The tensor with the elements of a block in the staging buffer; None if they do not fit."""
         box = placed(block, tensor.box)
         pieces: list[Piece] = []
@@ -157,7 +156,7 @@ class BlockFiller:
             slices = self._read_to_stage([piece.source for piece in pieces], boxes, sizes)
         return tensor._replace(pieces=tuple(piece._replace(source=each) for piece, each in zip(pieces, slices) if each))
 
-    def _in_stage(self, source: StoredSlice, box: Box) -> Optional[StoredSlice]:
+    def _in_stage(self, source: StoredSlice, box: Box) -> StoredSlice | None:
         """The slice in the staging buffer with a box of a source; None if there is none."""
         for read, staged in self._in_buffer:
             if intersection(box, staged.box) == box and read == source:
@@ -177,10 +176,10 @@ class BlockFiller:
 
     def _read_to_stage(
         self, sources: Sequence[StoredSlice], boxes: Sequence[Box], sizes: Sequence[int]
-    ) -> list[Optional[StoredSlice]]:
+    ) -> list[StoredSlice | None]:
         """Read boxes of sources to the staging buffer, given the bytes of their elements."""
         self._in_buffer = []
-        slices: list[Optional[StoredSlice]] = []
+        slices: list[StoredSlice | None] = []
         first = 0
         for source, box, size in zip(sources, boxes, sizes):
             shape = shape_of(box)
@@ -269,14 +268,14 @@ class BlockFiller:
         self._copy(source, start, counts, strides, data, item_size, self._scratch)
         return data
 
-    def _fill_region(self, source: StoredSlice, region: Box, out: Words, item_size: int, cast: Optional[Cast]) -> None:
+    def _fill_region(self, source: StoredSlice, region: Box, out: Words, item_size: int, cast: Cast | None) -> None:
         """Fill ``out`` with a box whose dimensions have the same order in source and target."""
         stored_size = item_size if cast is None else cast.stored_size
         start, strides = _place(source, region, stored_size)
         self._take(source, start, shape_of(region), strides, out, stored_size, cast)
 
     def _fill_loops(
-        self, source: StoredSlice, region: Region, box: Box, view: Words, item_size: int, cast: Optional[Cast]
+        self, source: StoredSlice, region: Region, box: Box, view: Words, item_size: int, cast: Cast | None
     ) -> None:
         """Fill the part of a block, given its box, that comes from a region of the source."""
         stored_size = item_size if cast is None else cast.stored_size
@@ -299,7 +298,7 @@ class BlockFiller:
         strides: Sequence[int],
         out: Words,
         stored_size: int,
-        cast: Optional[Cast],
+        cast: Cast | None,
     ) -> None:
         """Copy strided elements of a stored slice, or cast them through the scratch buffer."""
         if cast is None:
@@ -384,7 +383,7 @@ class _StageReader:
         return self._stage[first : first + length]
 
 
-def gather(data: Union[memoryview, Bytes], counts: Sequence[int], strides: Sequence[int], out: Words) -> None:
+def gather(data: memoryview | Bytes, counts: Sequence[int], strides: Sequence[int], out: Words) -> None:
     """Copy strided elements out of ``data``, whose first byte is the region's first."""
     put(_strided(data, counts, strides, out.shape[-1] * out.itemsize), out)
 
@@ -395,7 +394,7 @@ def _place(source: StoredSlice, region: Box, item_size: int) -> tuple[int, list[
     return sum((low - first) * stride for (low, _), (first, _), stride in zip(region, source.box, strides)), strides
 
 
-def _strided(data: Union[memoryview, Bytes], counts: Sequence[int], strides: Sequence[int], item_size: int) -> Words:
+def _strided(data: memoryview | Bytes, counts: Sequence[int], strides: Sequence[int], item_size: int) -> Words:
     """Strided elements, each of one word or more in the last dimension."""
     word = word_of(item_size)
     return np.ndarray((*counts, item_size // word), f"u{word}", data, strides=(*strides, word))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Any, Callable, Optional
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import RetryableError
@@ -68,10 +68,10 @@ class _ServingThread(threading.local):
     """State of a thread of a worker process."""
 
     def __init__(self) -> None:
-        self.worker: Optional[Worker] = None
+        self.worker: Worker | None = None
         self.notify: Notify = lambda message: None
         # The files of the last request, cut into parts; and the number of its part.
-        self.parts: Optional[Parts] = None
+        self.parts: Parts | None = None
         self.number = -1
 
 

@@ -10,8 +10,8 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Callable, NamedTuple, Optional, Union
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from reshard.checkpoints import Data, Literal
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
@@ -21,7 +21,7 @@ from reshard.execute.writing import PartBuffer, TargetWriter
 from reshard.layout import Box, boxes_of_range, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetFile, TargetTensor
 
-Segment = Union[Literal, Data]
+Segment = Literal | Data
 Segments = tuple[Sequence[Segment], ...]
 """Per member of a group the segments of a tensor to write, in file order."""
 
@@ -60,7 +60,7 @@ class SharedRows(NamedTuple):
     last: int
     row_bytes: tuple[int, ...]
     uses: tuple[tuple[StoredSlice, tuple[tuple[int, Box], ...]], ...]
-    dtype: Optional[str] = None
+    dtype: str | None = None
 
     @property
     def stored_size(self) -> int:
@@ -77,11 +77,11 @@ class TensorShare(NamedTuple):
 
     group: Sequence[TargetFile]
     segments: Segments
-    find_shared: Callable[[], Optional[SharedRows]]
+    find_shared: Callable[[], SharedRows | None]
     number: int
     shares: int
 
-    def cut(self) -> tuple[Segments, Optional[SharedRows]]:
+    def cut(self) -> tuple[Segments, SharedRows | None]:
         """The segments of the share, and rows to read once for all members instead of the data in the segments."""
         shared = self.find_shared()
         if self.shares == 1:
@@ -200,7 +200,7 @@ def _unit_of(target: TargetFile, segments: Sequence[Segment], shares: int) -> in
     return row if row * shares <= tensor.nbytes else tensor.item_size
 
 
-def _shared_rows(group: Sequence[TargetFile], segments: Sequence[Sequence[Segment]]) -> Optional[SharedRows]:
+def _shared_rows(group: Sequence[TargetFile], segments: Sequence[Sequence[Segment]]) -> SharedRows | None:
     """The rows of a tensor that members share, or None where reading them once gains nothing."""
     if len(group) == 1:
         return None
@@ -253,10 +253,10 @@ class Parts:
         self._lock = threading.Lock()
         self._remaining = enumerate(parts_of(files, threads))
         # Before the first: nothing is cut where worker processes do it.
-        self._next: Optional[tuple[int, list[TensorShare]]] = (-1, [])
+        self._next: tuple[int, list[TensorShare]] | None = (-1, [])
         self._skipped: dict[int, list[TensorShare]] = {}
 
-    def take(self, number: int) -> tuple[Optional[list[TensorShare]], bool]:
+    def take(self, number: int) -> tuple[list[TensorShare] | None, bool]:
         """A part by its number, None if there are fewer parts; and whether it is the last."""
         with self._lock:
             if number in self._skipped:

@@ -14,9 +14,9 @@ import errno
 import mmap
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.tensors import file_ranges
@@ -199,7 +199,7 @@ class FileReader:
         except OSError as error:
             raise unreadable(source, error) from error
 
-    def view(self, source: StoredSlice, start: int, length: int) -> Optional[memoryview]:
+    def view(self, source: StoredSlice, start: int, length: int) -> memoryview | None:
         """The bytes in a memory map, or None where they have to be read.
 
         A contiguous run is never viewed: it is copied once in both ways, and a read avoids page faults.
@@ -220,7 +220,7 @@ class FileReader:
             self._mapped_bytes = 0
         return memoryview(mapped)[offset : offset + length]
 
-    def _map_of(self, source: StoredSlice) -> Optional[mmap.mmap]:
+    def _map_of(self, source: StoredSlice) -> mmap.mmap | None:
         """The map of a file, or None if it cannot be mapped."""
         mapped = self._maps.get(source.path)
         if mapped is not None:
@@ -285,7 +285,7 @@ class Worker:
         for run, places in zip(runs, self._places_of(runs, out)):
             self._reader.scatter(run.source, run.start, places, run.number * run.length)
 
-    def runs(self, tensor: TargetTensor, box: Box, kept: bool = True) -> Optional[list[Run]]:
+    def runs(self, tensor: TargetTensor, box: Box, kept: bool = True) -> list[Run] | None:
         """The runs of a box that are read directly to their places; None if it is filled in another way.
 
         Args:
@@ -322,7 +322,7 @@ class BoxReader:
         handles: FileHandles,
         budget: Budget,
         overflowed: Overflowed = lambda name, count: None,
-        threads: Optional[int] = None,
+        threads: int | None = None,
     ) -> None:
         self.threads = threads or budget.threads
         self.budget = budget
@@ -336,7 +336,7 @@ class BoxReader:
         self._change = threading.Condition()
         self._idle: list[Worker] = []
         self._workers = 0
-        self._pool: Optional[ThreadPoolExecutor] = None
+        self._pool: ThreadPoolExecutor | None = None
 
     @property
     def pool(self) -> ThreadPoolExecutor:
@@ -451,7 +451,7 @@ def in_order(
     begin: Callable[[_T], Iterable[Callable[[], _R]]],
     memory: int,
     size: Callable[[_T], int] = lambda task: 1,
-    stop: Optional[threading.Event] = None,
+    stop: threading.Event | None = None,
 ) -> Iterator[tuple[_T, list[_R]]]:
     """Have threads work ahead on tasks, within a bound, and yield the results in the order of the tasks.
 

@@ -16,9 +16,9 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Callable, Optional
+from typing import TYPE_CHECKING
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import ReshardError, RetryableError, TargetError, UnwritableError
@@ -45,9 +45,9 @@ def convert(
     handles: FileHandles,
     budget: Budget,
     progress: Progress,
-    finish: Optional[Finish] = None,
+    finish: Finish | None = None,
     checksum: bool = False,
-    target_of: Optional[TargetOf] = None,
+    target_of: TargetOf | None = None,
     samples: Iterable[int] = (),
 ) -> None:
     """Write all target files.
@@ -122,7 +122,7 @@ class Schedule:
         self._group_of: dict[int, FileGroup] = {}
         self._uncommitted: set[TargetWriter] = set()
 
-    def next(self) -> Optional[tuple[FileGroup, int]]:
+    def next(self) -> tuple[FileGroup, int] | None:
         """The group and number of the calling thread's next part, which may not exist; None when all are begun.
 
         Raises:
@@ -161,7 +161,7 @@ class Schedule:
         with self._lock:
             return list(self._uncommitted)
 
-    def _begin(self) -> Optional[FileGroup]:
+    def _begin(self) -> FileGroup | None:
         if self._open and len(self._uncommitted) > self._beside:
             # A kill loses the files that are being written.
             return None
@@ -181,9 +181,9 @@ class _Execution:
         handles: FileHandles,
         budget: Budget,
         progress: Progress,
-        finish: Optional[Finish],
+        finish: Finish | None,
         checksum: bool,
-        processes: Optional[PartProcesses],
+        processes: PartProcesses | None,
     ) -> None:
         self._finish = finish
         self._checksum = checksum
@@ -202,7 +202,7 @@ class _Execution:
         # Threads that have ended, and a queue that wakes the thread which waits for them.
         self._ended: set[threading.Thread] = set()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._error: Optional[BaseException] = None
+        self._error: BaseException | None = None
         # Errors of failed files, by number, while the others are finished.
         self._failures: dict[int, ReshardError] = {}
 

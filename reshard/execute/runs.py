@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint
 from reshard.layout import Box, intersection, placed
@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
 def runs_of_box(
     tensor: TargetTensor, block: Box, min_piece: Callable[[StoredSlice], int] = lambda source: NEVER
-) -> Optional[list[Run]]:
+) -> list[Run] | None:
     """The runs that make a box of a target tensor; None if other elements are in it.
 
     Args:
@@ -88,7 +88,7 @@ class _Pieces(NamedTuple):
     stride: int
 
 
-def _pieces_in(part: Box, box: Box, item_size: int) -> Optional[_Pieces]:
+def _pieces_in(part: Box, box: Box, item_size: int) -> _Pieces | None:
     """The contiguous pieces of a part of a box; None if they are not equally far apart."""
     offset, length, number, stride = 0, item_size, 1, 0
     # Bytes from one element to the next along an axis.

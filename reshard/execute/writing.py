@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import threading
 import zlib
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Callable, Optional
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from reshard.errors import ReshardError, RetryableError, UnwritableError, UsageError
 from reshard.plan.pieces import TargetFile
@@ -26,7 +26,7 @@ _NOWHERE = -1
 Checksum = tuple[int, int, int]
 """Of a piece of a file: offset, bytes, CRC-32."""
 
-Finish = Callable[[TargetFile, FileStatus, Optional[int]], None]
+Finish = Callable[[TargetFile, FileStatus, int | None], None]
 """Receives a target whose bytes are on disk, its status and CRC-32, before it gets its final name."""
 
 
@@ -50,10 +50,10 @@ class TargetWriter:
     def __init__(
         self,
         target: TargetFile,
-        finish: Optional[Finish],
+        finish: Finish | None,
         checksum: bool = False,
-        sending: Optional[Sending] = None,
-        file: Optional[NewFile] = None,
+        sending: Sending | None = None,
+        file: NewFile | None = None,
         allocated: bool = False,
         mapped: bool = False,
     ) -> None:
@@ -61,7 +61,7 @@ class TargetWriter:
         self._finish = finish
         self._sending = sending
         self._allocated = allocated
-        self.checksums: Optional[list[Checksum]] = [] if checksum else None
+        self.checksums: list[Checksum] | None = [] if checksum else None
         # Ends of parts with a CRC of their own.
         entries = target.layout.entries if checksum else ()
         self._ends = array("Q", (end for entry in entries for end in (entry.start, entry.stop)))
@@ -73,7 +73,7 @@ class TargetWriter:
         # Threads that are writing: the file is closed after the last, because the system could give the number of its
         # descriptor to another file while they write.
         self._users = 0
-        self.error: Optional[ReshardError] = None
+        self.error: ReshardError | None = None
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes at an offset of the file; nothing once `error` is set.
@@ -104,7 +104,9 @@ class TargetWriter:
         ends = self._ends
         first, last = bisect_right(ends, offset), bisect_left(ends, offset + len(data))
         bounds = [0, *(end - offset for end in ends[first:last]), len(data)]
-        return [(offset + start, stop - start, zlib.crc32(data[start:stop])) for start, stop in zip(bounds, bounds[1:])]
+        return [
+            (offset + start, stop - start, zlib.crc32(data[start:stop])) for start, stop in itertools.pairwise(bounds)
+        ]
 
     def window(self, offset: int, count: int) -> memoryview:
         """A writable map of a range of the file, which is `mapped`.
@@ -117,7 +119,7 @@ class TargetWriter:
             return file.window(offset, min(count, self.target.layout.size - offset))
 
     @contextlib.contextmanager
-    def handed_out(self) -> Iterator[Optional[int]]:
+    def handed_out(self) -> Iterator[int | None]:
         """A descriptor of the file, for workers that write to it while the block runs; None once `error` is set.
 
         Raises:
@@ -141,7 +143,7 @@ class TargetWriter:
         with self.handed_out():
             pass
 
-    def adopt(self, nbytes: int, checksums: Optional[list[Checksum]], error: Optional[ReshardError]) -> None:
+    def adopt(self, nbytes: int, checksums: list[Checksum] | None, error: ReshardError | None) -> None:
         """Add the `result` of a worker that has written a part."""
         if error is not None:
             self.fail(error)
@@ -151,7 +153,7 @@ class TargetWriter:
                 self.checksums += checksums or ()
 
     @property
-    def result(self) -> tuple[int, Optional[list[Checksum]], Optional[ReshardError]]:
+    def result(self) -> tuple[int, list[Checksum] | None, ReshardError | None]:
         """Bytes written, their checksums, and the error after which the file is not finished."""
         return self.written, self.checksums, self.error
 

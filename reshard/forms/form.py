@@ -8,9 +8,9 @@ A form's own module recognises sources by names; its methods import the reader a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.asked import Source, Target
 from reshard.checkpoints import FileHandles
@@ -67,7 +67,7 @@ class WrittenTraining(NamedTuple):
     source: Checkpoint
     counters: Mapping[str, int]
     asked: Target
-    config: Optional[str]
+    config: str | None
     handles: FileHandles
 
 
@@ -104,7 +104,7 @@ class FormOptions(NamedTuple):
     names: Names = Names.MODEL
     metadata: tuple[str, ...] = ()
     arguments: bool = False
-    counters: Optional[tuple[str, ...]] = None
+    counters: tuple[str, ...] | None = None
 
     @property
     def by_rank(self) -> bool:
@@ -130,7 +130,7 @@ class EditedStep(NamedTuple):
 
     tensors: Mapping[str, GlobalTensor]
     target: Strategy
-    unseen: Mapping[str, Optional[str]]
+    unseen: Mapping[str, str | None]
 
 
 def _all(name: str) -> bool:
@@ -164,9 +164,9 @@ class ReadRequest(NamedTuple):
     complete: bool = True
     source: Strategy = Strategy.none()
     target: Strategy = Strategy.none()
-    ranks: Optional[Sequence[int]] = None
+    ranks: Sequence[int] | None = None
     filters: Filters = Filters()
-    edit: Optional[Callable[[Checkpoint], EditedStep]] = None
+    edit: Callable[[Checkpoint], EditedStep] | None = None
 
     @property
     def path(self) -> str:
@@ -197,7 +197,7 @@ class WriteRequest(NamedTuple):
     report: Report
     admit: Callable[[str], bool]
     in_memory: bool = False
-    config: Optional[str] = None
+    config: str | None = None
     cast: bool = False
     dequantised: bool = False
 
@@ -217,7 +217,7 @@ class SavedStep(NamedTuple):
 
     number: int
     path: str
-    finished: Optional[bool]
+    finished: bool | None
     latest: bool
 
 
@@ -233,15 +233,15 @@ class Description(NamedTuple):
 
     ranks: Mapping[str, int] = {}
     lost: Mapping[str, int] = {}
-    incomplete: Optional[InputError] = None
-    unplaced: Optional[str] = None
+    incomplete: InputError | None = None
+    unplaced: str | None = None
 
 
 class SavedCut(Protocol):
     """The layout of a tensor in a checkpoint's metadata."""
 
     @property
-    def layout(self) -> Optional[Layout]:
+    def layout(self) -> Layout | None:
         """The layout; None where every file holds the whole tensor."""
 
     @property
@@ -264,7 +264,7 @@ class Form(Protocol):
     name: str
     options: FormOptions
 
-    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
         """Whether a source is of this form, by names alone: of the directory all, or only these.
 
         The source is a directory, a file, or a path with ``{rank}`` in it.
@@ -293,11 +293,11 @@ class Form(Protocol):
         """The strategy that a checkpoint records; an InputError if it records none, or not for every tensor."""
         raise CheckpointError(f"{checkpoint.place}: does not record the layouts of its tensors", file=checkpoint.place)
 
-    def saved_cut(self, checkpoint: Checkpoint, name: str) -> Optional[SavedCut]:
+    def saved_cut(self, checkpoint: Checkpoint, name: str) -> SavedCut | None:
         """The layout of a tensor in metadata; None if metadata does not list it."""
         return None
 
-    def table_options(self, asked: Target, config: Optional[Mapping[str, object]]) -> Mapping[str, str]:
+    def table_options(self, asked: Target, config: Mapping[str, object] | None) -> Mapping[str, str]:
         """Options of the table of names to this form that follow from what is asked, unless they are stated.
 
         Args:
@@ -306,7 +306,7 @@ class Form(Protocol):
         """
         return {}
 
-    def default_strategy(self, asked: Target) -> Optional[str]:
+    def default_strategy(self, asked: Target) -> str | None:
         """The path of the target's strategy where none is given; None if one has to be."""
         return None
 
@@ -349,7 +349,7 @@ class Form(Protocol):
         """All steps of a source that holds several, oldest first."""
         return []
 
-    def configuration(self, src: str, step: str) -> Optional[Mapping[str, object]]:
+    def configuration(self, src: str, step: str) -> Mapping[str, object] | None:
         """The model's configuration that a source records, under the keys of config.json; None if it records none.
 
         Raises:
@@ -357,7 +357,7 @@ class Form(Protocol):
         """
         return None
 
-    def stated_configuration(self, args: str) -> Optional[Mapping[str, object]]:
+    def stated_configuration(self, args: str) -> Mapping[str, object] | None:
         """The model's configuration that a target's --args state, likewise; None for a form without this option.
 
         Raises:

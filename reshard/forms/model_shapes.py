@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Optional
 
 from reshard.asked import Source
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, read_index
@@ -29,7 +28,7 @@ _HINT = (
 )
 
 
-def read_shapes(path: str, strategy: Optional[Strategy], handles: FileHandles, report: Report) -> ModelTensors:
+def read_shapes(path: str, strategy: Strategy | None, handles: FileHandles, report: Report) -> ModelTensors:
     """The tensors of a model.
 
     Args:
@@ -60,7 +59,7 @@ def read_shapes(path: str, strategy: Optional[Strategy], handles: FileHandles, r
     return model_tensors(path, full_tensors, ITEM_SIZES)
 
 
-def _names_in_model(checkpoint: Checkpoint, form: Form) -> Mapping[str, Optional[str]]:
+def _names_in_model(checkpoint: Checkpoint, form: Form) -> Mapping[str, str | None]:
     """New names of tensors of Megatron, whose optimizer has words of its own; None for those that have none."""
     if form.options.side is not Side.MEGATRON:
         return {}
@@ -80,7 +79,7 @@ def _is_value(tensor: Tensor) -> bool:
     return tensor.is_value or tensor.dtype in NO_ARRAYS
 
 
-def strategy_shapes(strategy: Strategy) -> Optional[ModelTensors]:
+def strategy_shapes(strategy: Strategy) -> ModelTensors | None:
     """The tensors of a strategy that records all shapes, as JSON does; else None."""
     if any(layout.recorded_shape is None for stage in strategy.stages for layout in stage.layouts.values()):
         return None
@@ -111,7 +110,7 @@ def _of_strategy(strategy: Strategy) -> Iterator[FullTensor]:
     yield from (FullTensor(name, shape) for name, shape in shape_of.items())
 
 
-def _of_ranks(path: str, strategy: Optional[Strategy], handles: FileHandles) -> Iterator[FullTensor]:
+def _of_ranks(path: str, strategy: Strategy | None, handles: FileHandles) -> Iterator[FullTensor]:
     """The full tensors of ranks' slices; reads each stage's files until all its parameters are found."""
     if strategy is None:
         raise CheckpointError(

@@ -7,11 +7,12 @@ name: files have the first numbers, further parts of files the numbers after the
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -75,7 +76,7 @@ class RecordedCheckpoint:
     tensors: Mapping[str, GlobalTensor]
     plain: Collection[str] = ()
     extra_files: Sequence[str] = ()
-    step: Optional[str] = None
+    step: str | None = None
     label: str = step_words(None)
     without_layouts: Collection[str] = ()
     training: Mapping[str, Any] = field(default_factory=dict)
@@ -123,7 +124,7 @@ class RecordedCheckpoint:
     def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
         return tuple(sharding.present for sharding in tensor.shardings if isinstance(sharding, FileSharding))
 
-    def check(self, required: Optional[Callable[[str], bool]] = None) -> None:
+    def check(self, required: Callable[[str], bool] | None = None) -> None:
         """Raise an InputError that names all required tensors that cannot be read."""
         faults = [error for name, error in self.faults.items() if required is None or required(name)]
         if faults:
@@ -143,7 +144,7 @@ class Chunk(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: int
-    stored: Optional[Tensor] = None
+    stored: Tensor | None = None
 
 
 class ChunkedTensor(NamedTuple):
@@ -167,7 +168,7 @@ class ChunkedCheckpoint(RecordedCheckpoint):
 
     file_count: int = 0
     chunks: Mapping[str, ChunkedTensor] = field(default_factory=dict)
-    chunk_holders: Mapping[str, Sequence[Optional[int]]] = field(default_factory=dict)
+    chunk_holders: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
 
     def holders(self, name: str) -> list[int]:
         """The files that hold an entry of this name, ascending; empty entries of values do not count.
@@ -257,14 +258,14 @@ def strategy_of(checkpoint: ChunkedCheckpoint) -> Strategy:
     return Strategy((Stage(0, 0, count, layouts, (checkpoint.place,)),), SAME, notes)
 
 
-def _layout_of(grid: Grid, count: int) -> Optional[Layout]:
+def _layout_of(grid: Grid, count: int) -> Layout | None:
     """A layout over ``count`` ranks whose slices are those of a grid; None if no layout is."""
     cuts, rows = grid.cuts, grid.edges[:1]
     if all(cut == 1 for cut in cuts[1:]) and cuts and cuts[0] > 1:
         sizes = [b - a for a, b in zip(rows[0], rows[0][1:])]
         sizes += [0] * (count - len(sizes))
         return Layout((count,), ((0,), *((),) * (len(cuts) - 1)), uneven=tuple(sizes))
-    even = all(len({b - a for a, b in zip(edges, edges[1:])}) == 1 for edges in grid.edges)
+    even = all(len({b - a for a, b in itertools.pairwise(edges)}) == 1 for edges in grid.edges)
     if not even or count % grid.slice_count:
         return None
     # The last axes of the matrix cut, in the order of the dimensions; the first counts replicas.
@@ -277,7 +278,7 @@ class _Builder:
 
     def __init__(self, place: str, files: Sequence[CheckpointIndex], hint: str) -> None:
         self.indexes: dict[int, CheckpointIndex] = dict(enumerate(files))
-        self.holders: dict[str, list[Optional[int]]] = {}
+        self.holders: dict[str, list[int | None]] = {}
         self._place = place
         self._files = files
         self._hint = hint

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol, Union
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.checkpoints.checkpoint import ByName, Checkpoint, GlobalTensor, Sharding
 from reshard.checkpoints.formats.dtypes import MEMORY
@@ -35,7 +35,7 @@ class Section(NamedTuple):
     layouts: Mapping[str, Layout]
     in_pipeline: bool = False
     label: str = ""
-    devices: Optional[tuple[int, ...]] = None
+    devices: tuple[int, ...] | None = None
 
     def position(self, file: int) -> int:
         """The device of a file in the layouts."""
@@ -59,8 +59,8 @@ class FinishingFile(NamedTuple):
 
     name: str
     make: Callable[[], Iterable[bytes]]
-    size: Optional[int] = None
-    source: Optional[str] = None
+    size: int | None = None
+    source: str | None = None
 
 
 class TargetForm(Protocol):
@@ -86,10 +86,10 @@ class TargetForm(Protocol):
     format: str
     names: FileNames
     sections: Sequence[Section]
-    metadata: Optional[Mapping[str, str]]
+    metadata: Mapping[str, str] | None
     limits_layouts: bool = False
     boxed: bool = False
-    checkpoint: Optional[Checkpoint] = None
+    checkpoint: Checkpoint | None = None
 
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
         """The places of a file's bytes, from its tensors, in order, and the box of each in the full tensor.
@@ -116,14 +116,14 @@ class TargetForm(Protocol):
     def section_of(self, file: int) -> Section:
         """The section of a file."""
 
-    def names_in(self, file: int) -> Optional[frozenset[str]]:
+    def names_in(self, file: int) -> frozenset[str] | None:
         """The tensors of its section that a file holds; None for all."""
         return None
 
     def takes_value(self, name: str, file: int) -> bool:
         """Whether a file gets a copied value, unless the section lays the value out."""
 
-    def copied_file(self, file: int) -> Optional[int]:
+    def copied_file(self, file: int) -> int | None:
         """The number of the source file that a file copies byte for byte; None if its bytes are computed."""
         return None
 
@@ -139,7 +139,7 @@ class TargetForm(Protocol):
 class WholeLayouts(ByName[Layout]):
     """Layouts of tensors that one device holds whole, all or some by name."""
 
-    def __init__(self, tensors: Mapping[str, GlobalTensor], names: Optional[Collection[str]] = None) -> None:
+    def __init__(self, tensors: Mapping[str, GlobalTensor], names: Collection[str] | None = None) -> None:
         super().__init__(tensors.keys() if names is None else names)
         self._tensors = tensors
 
@@ -205,7 +205,7 @@ class Cut(NamedTuple):
     """
 
     number: int
-    overlap: Union[Overlap, ViewOverlap]
+    overlap: Overlap | ViewOverlap
     target: Layout
     shardings: tuple[Sharding, ...]
     firsts: tuple[int, ...] = (0,)
@@ -254,7 +254,7 @@ class Cuts:
             ) from error
 
 
-def _overlap(tensor: GlobalTensor, target: Grid) -> Union[Overlap, ViewOverlap]:
+def _overlap(tensor: GlobalTensor, target: Grid) -> Overlap | ViewOverlap:
     if tensor.view is None:
         return Overlap([sharding.grid for sharding in tensor.shardings], target)
     # Loaded only here: most conversions have no views.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
-from typing import Callable, NamedTuple, Optional
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.forms.form import SavedStep
@@ -43,12 +43,12 @@ class Iteration(NamedTuple):
         released: it is the root's `RELEASE`.
     """
 
-    number: Optional[int]
+    number: int | None
     path: str
     released: bool = False
 
     @property
-    def step(self) -> Optional[str]:
+    def step(self) -> str | None:
         """What ``--step`` requests it with in its root; None for a directory without a number."""
         return RELEASE if self.released else None if self.number is None else str(self.number)
 
@@ -64,7 +64,7 @@ class IterationNames(NamedTuple):
     digits: int
     releases: bool = False
 
-    def of(self, number: Optional[int]) -> str:
+    def of(self, number: int | None) -> str:
         """The name of an iteration's directory, or of that without a number."""
         return RELEASE if number is None else f"{self.prefix}{number:0{self.digits}d}"
 
@@ -72,7 +72,7 @@ class IterationNames(NamedTuple):
         """What the tracker contains for a directory."""
         return name if name == RELEASE else str(self.number(name))
 
-    def number(self, name: str) -> Optional[int]:
+    def number(self, name: str) -> int | None:
         """The number in a name; None for a name that trainers do not find."""
         digits = name[len(self.prefix) :]
         return int(digits) if _NUMBER.fullmatch(digits) and self.of(int(digits)) == name else None
@@ -146,7 +146,7 @@ class IterationNames(NamedTuple):
             _warn_of_unfinished(iteration, self._tracked(os.path.dirname(absolute(path))), report)
         return iteration
 
-    def choose(self, root: str, iterations: Sequence[Iteration], step: str, report: Report) -> Optional[Iteration]:
+    def choose(self, root: str, iterations: Sequence[Iteration], step: str, report: Report) -> Iteration | None:
         """The iteration that ``step`` requests; for ``latest`` that of the tracker, None without a tracker.
 
         Raises:
@@ -178,11 +178,11 @@ class IterationNames(NamedTuple):
             )
         return chosen
 
-    def _tracked(self, root: str) -> Optional[int]:
+    def _tracked(self, root: str) -> int | None:
         return None if self.releases and _text_of_tracker(root) == RELEASE else read_tracker(root)
 
 
-def parse_iteration_number(step: str) -> Optional[int]:
+def parse_iteration_number(step: str) -> int | None:
     """The iteration that ``--step`` requests; None for ``latest``."""
     if step == "latest":
         return None
@@ -194,7 +194,7 @@ def parse_iteration_number(step: str) -> Optional[int]:
     return int(step)
 
 
-def read_tracker(root: str) -> Optional[int]:
+def read_tracker(root: str) -> int | None:
     """The iteration in the tracker of a root; None without a tracker."""
     text = _text_of_tracker(root)
     if text is None:
@@ -205,7 +205,7 @@ def read_tracker(root: str) -> Optional[int]:
     return int(text)
 
 
-def _text_of_tracker(root: str) -> Optional[str]:
+def _text_of_tracker(root: str) -> str | None:
     """The text of the tracker of a root; None without a tracker."""
     path = os.path.join(root, TRACKER)
     try:
@@ -218,7 +218,7 @@ def _text_of_tracker(root: str) -> Optional[str]:
         return ""
 
 
-def _warn_of_unfinished(chosen: Iteration, tracked: Optional[int], report: Report) -> None:
+def _warn_of_unfinished(chosen: Iteration, tracked: int | None, report: Report) -> None:
     if tracked is not None and chosen.number is not None and chosen.number > tracked:
         report.warn(
             f"{chosen.path}: {TRACKER} beside it names iteration {tracked} as the last finished one: this one may have "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Callable, NamedTuple, Optional
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -134,7 +134,7 @@ class SharedFiles(TargetForm):
     def section_of(self, file: int) -> Section:
         return self.sections[self._section_numbers[file]]
 
-    def names_in(self, file: int) -> Optional[frozenset[str]]:
+    def names_in(self, file: int) -> frozenset[str] | None:
         return self._files[file].names
 
 
@@ -158,12 +158,12 @@ class ChunkFiles(SharedFiles):
     boxed = True
     holds_empty = True
     """Ranks without rows of a tensor have an empty chunk of it; only metadata outside of the files can do without."""
-    metadata: Optional[Mapping[str, str]] = None
+    metadata: Mapping[str, str] | None = None
 
     def __init__(self, strategy: Strategy, chosen: Selected, name_of: Callable[[int], str]) -> None:
         super().__init__(strategy, chosen.tensors)
         self._values = frozenset(chosen.values)
-        self._layout_of: Optional[Callable[[int], OutputLayout]] = None
+        self._layout_of: Callable[[int], OutputLayout] | None = None
         for stage, section in zip(strategy.stages, stage_sections(strategy, chosen.tensors)):
             # Values are in the first file.
             first = bool(chosen.values) and not self._files

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.asked import Source
 from reshard.checkpoints import FileHandles
@@ -41,10 +41,10 @@ class InspectedFile(NamedTuple):
         state: ``ok``, ``damaged`` or ``missing``.
     """
 
-    number: Optional[int]
-    path: Optional[str]
+    number: int | None
+    path: str | None
     nbytes: int
-    names: Optional[int] = None
+    names: int | None = None
     state: str = "ok"
 
 
@@ -69,17 +69,17 @@ class InspectedStep:
         not_saved: parameters of the strategy in no file.
     """
 
-    step: Optional[str]
+    step: str | None
     files: list[InspectedFile] = field(default_factory=list)
-    contents: Optional[InspectedContents] = None
-    checkpoint: Optional[Checkpoint] = None
-    complete: Optional[bool] = None
+    contents: InspectedContents | None = None
+    checkpoint: Checkpoint | None = None
+    complete: bool | None = None
     missing: Sequence[str] = ()
-    full_bytes: Optional[int] = None
+    full_bytes: int | None = None
     absent: tuple[int, ...] = ()
     ambiguous: bool = False
-    saved_at: Optional[str] = None
-    one_per_group: Optional[bool] = None
+    saved_at: str | None = None
+    one_per_group: bool | None = None
     damaged: Mapping[int, str] = field(default_factory=dict)
     lost: Sequence[LostParameter] = ()
     not_saved: Sequence[str] = ()
@@ -118,7 +118,7 @@ class InspectedLayout(NamedTuple):
     shape: tuple[int, ...]
     kind: str
     cuts: tuple[int, ...]
-    ranks: Optional[int]
+    ranks: int | None
     files: int
     lost: int
 
@@ -151,8 +151,8 @@ class Inspected:
     quantised: Mapping[str, int] = field(default_factory=dict)
     ranks: Sequence[int] = ()
     one_rank: bool = False
-    strategy: Optional[str] = None
-    latest: Optional[InspectedStep] = None
+    strategy: str | None = None
+    latest: InspectedStep | None = None
     iterations: Sequence[SavedStep] = ()
     description: Description = field(default_factory=Description)
     objects: Mapping[str, Any] = field(default_factory=dict)
@@ -207,7 +207,7 @@ class Problem(NamedTuple):
 
     level: int
     text: str
-    hint: Optional[str] = None
+    hint: str | None = None
 
 
 def problems_of(inspected: Inspected) -> list[Problem]:
@@ -234,7 +234,7 @@ def problems_of(inspected: Inspected) -> list[Problem]:
     return sorted(problems, key=lambda problem: problem.level)
 
 
-def inspect(read: Source, strategy: Optional[Strategy] = None) -> Inspected:
+def inspect(read: Source, strategy: Strategy | None = None) -> Inspected:
     """Inspect a checkpoint.
 
     Args:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold, files_alike, read_index
 from reshard.checkpoints.formats.dtypes import INT4, MAP_TENSOR, TEXT
@@ -29,8 +29,8 @@ class Finding(NamedTuple):
 
     kind: str
     text: str
-    hint: Optional[str] = None
-    step: Optional[str] = None
+    hint: str | None = None
+    step: str | None = None
     refuses: bool = False
 
 
@@ -173,7 +173,7 @@ def inspect_file(path: str) -> CheckpointIndex:
             raise error_by_name(path) or error from error
 
 
-def error_by_name(path: str) -> Optional[CheckpointError]:
+def error_by_name(path: str) -> CheckpointError | None:
     """The error for a file that is not a checkpoint but that another command reads."""
     from reshard.strategies import read_group_info, read_strategy_file
 

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.asked import Edits, Source
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -59,7 +59,7 @@ _NUMBER = re.compile(r"[0-9]+")
 class Missing(NamedTuple):
     """Information that only the user has: its placeholder, None if the command runs without it, and a text."""
 
-    placeholder: Optional[str]
+    placeholder: str | None
     text: str
 
 
@@ -85,9 +85,9 @@ class Model(NamedTuple):
         packing: the table that the conversion that wrote the checkpoint recorded; see `words_of_packing`.
     """
 
-    config: Optional[Configuration] = None
-    type: Optional[str] = None
-    side: Optional[str] = None
+    config: Configuration | None = None
+    type: str | None = None
+    side: str | None = None
     tables: Sequence[str] = ()
     undetermined: Sequence[tuple[str, Sequence[str], str]] = ()
     packing: Sequence[str] = ()
@@ -106,7 +106,7 @@ class Suggestions:
 
     inspected: Inspected
     problems: list[Problem]
-    strategy: Optional[str] = None
+    strategy: str | None = None
     fits_headers: bool = False
     recorded: bool = False
     beside: Sequence[Strategy] = ()
@@ -114,7 +114,7 @@ class Suggestions:
     items: Sequence[Suggestion] = ()
 
 
-def suggest(source: Source, devices: Optional[int] = None, options: Sequence[str] = ()) -> Suggestions:
+def suggest(source: Source, devices: int | None = None, options: Sequence[str] = ()) -> Suggestions:
     """The commands for a checkpoint of any form.
 
     Args:
@@ -256,7 +256,7 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
     )
 
 
-def _megatron_model(src: str, inspected: Inspected, config: Optional[Configuration], type: Optional[str]) -> Model:
+def _megatron_model(src: str, inspected: Inspected, config: Configuration | None, type: str | None) -> Model:
     """The families whose tables lead from Megatron's names to those of Hugging Face."""
     checkpoint = inspected.shown.checkpoint
     if checkpoint is None:
@@ -294,8 +294,8 @@ def _written(
     src: str,
     inspected: Inspected,
     checkpoint: Checkpoint,
-    table: Optional[str] = None,
-    config: Optional[str] = None,
+    table: str | None = None,
+    config: str | None = None,
     to: str = _HUGGINGFACE,
 ) -> Checkpoint:
     """The checkpoint as a conversion names its tensors.
@@ -314,8 +314,8 @@ class _Advisor:
     """The commands for one checkpoint."""
 
     _src: str
-    _devices: Optional[int]
-    _strategy: Optional[Strategy]
+    _devices: int | None
+    _strategy: Strategy | None
     _options: tuple[str, ...]
     _inspected: Inspected
     _model: Model
@@ -400,7 +400,7 @@ class _Advisor:
         words = ("--to", _HUGGINGFACE, *words, *(word for glob in excluded for word in ("--exclude", glob)))
         return self._convert("huggingface", "Hugging Face, for inference", _HUGGINGFACE, *words, notes=notes)
 
-    def _cluster(self, count: Optional[int], more: str, *words: str) -> Suggestion:
+    def _cluster(self, count: int | None, more: str, *words: str) -> Suggestion:
         """Another number of devices."""
         title = f"Another cluster: {plural(count, 'device')}" if count else "Another cluster"
         return self._convert("cluster", title + more, f"on-{count}" if count else "resharded", *words)

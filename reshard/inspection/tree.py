@@ -11,7 +11,6 @@ import os
 import shlex
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Optional
 
 from reshard.asked import Source
 from reshard.checkpoints import FileHandles
@@ -43,7 +42,7 @@ from reshard.text.names import CURRENT_RANK
 _MAX_PATTERNS = 6
 
 
-def inspect_tree(read: Source, form: Form, strategy: Optional[Strategy]) -> Inspected:
+def inspect_tree(read: Source, form: Form, strategy: Strategy | None) -> Inspected:
     """Inspect a rank tree, the directory of one rank, or one file; see `inspect`."""
     path = read.path
     # Headers are read outside: files may vanish in the meantime.
@@ -79,7 +78,7 @@ def _converted(path: str) -> bool:
 class _Inspection:
     """Inspection of a tree."""
 
-    def __init__(self, inspected: Inspected, tree: SourceTree, strategy: Optional[Strategy], one_rank: bool) -> None:
+    def __init__(self, inspected: Inspected, tree: SourceTree, strategy: Strategy | None, one_rank: bool) -> None:
         self._inspected = inspected
         inspected.one_rank = one_rank
         self._tree = tree
@@ -110,7 +109,7 @@ class _Inspection:
                 hint = f"`reshard resume {name}` completes it" if status.resumable else hint
         self._note("conversion", text, hint=hint)
 
-    def run(self, requested: Optional[Step]) -> Inspected:
+    def run(self, requested: Step | None) -> Inspected:
         """The inspection, with headers of the ``requested`` step, or of the newest."""
         inspected = self._inspected
         with FileHandles() as handles:
@@ -127,17 +126,17 @@ class _Inspection:
         shown.files = [file._replace(state="damaged") if file.number in shown.damaged else file for file in shown.files]
         return inspected
 
-    def _note(self, kind: str, text: str, hint: Optional[str] = None, step: Optional[str] = None) -> None:
+    def _note(self, kind: str, text: str, hint: str | None = None, step: str | None = None) -> None:
         self._add(Finding(kind, text, hint, step))
 
-    def _add_refusal(self, kind: str, error: InputError, step: Optional[Step] = None) -> None:
+    def _add_refusal(self, kind: str, error: InputError, step: Step | None = None) -> None:
         self._add(Finding(kind, error.message, error.hint, _named(step), refuses=True))
 
     def _add(self, finding: Finding) -> None:
         if all(finding.text != earlier.text for earlier in self._inspected.findings):
             self._inspected.findings.append(finding)
 
-    def _by_names(self, number: Optional[Step], sizes: Mapping[str, Optional[int]]) -> InspectedStep:
+    def _by_names(self, number: Step | None, sizes: Mapping[str, int | None]) -> InspectedStep:
         files = []
         for file in self._tree.by_step[number]:
             size = sizes[file.path]
@@ -192,7 +191,7 @@ class _Inspection:
                 step.ambiguous = True
                 self._add_refusal("ambiguous", error, number)
 
-    def _read_headers(self, number: Optional[Step], handles: FileHandles) -> None:
+    def _read_headers(self, number: Step | None, handles: FileHandles) -> None:
         """The contents of the files of one step, complete or not."""
         try:
             source = RankCheckpoint(self._tree.of_step(number), handles, Report())
@@ -201,12 +200,12 @@ class _Inspection:
             return
         self._note_contents(source)
 
-    def _judge(self, requested: Optional[Step], handles: FileHandles) -> Optional[InspectedStep]:
+    def _judge(self, requested: Step | None, handles: FileHandles) -> InspectedStep | None:
         """Check steps as a conversion does, newest first; the step that it would read."""
         assert self._strategy is not None
         selector = StepSelector(ReadRequest(Source(self._tree.root), handles, Report(), source=self._strategy))
-        source: Optional[RankCheckpoint] = None
-        number: Optional[Step] = None
+        source: RankCheckpoint | None = None
+        number: Step | None = None
         try:
             check_ranks(self._tree, self._strategy, handles)
             for candidate in self._tree.candidates(_named(requested)):
@@ -238,7 +237,7 @@ class _Inspection:
         return step
 
 
-def _note_verdict(step: InspectedStep, checkpoint: RankCheckpoint, missing: Optional[Incomplete]) -> None:
+def _note_verdict(step: InspectedStep, checkpoint: RankCheckpoint, missing: Incomplete | None) -> None:
     step.complete = missing is None
     step.checkpoint = checkpoint
     if missing is not None:
@@ -248,5 +247,5 @@ def _note_verdict(step: InspectedStep, checkpoint: RankCheckpoint, missing: Opti
     step.full_bytes = sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _named(step: Optional[Step]) -> Optional[str]:
+def _named(step: Step | None) -> str | None:
     return None if step is None else str(step)

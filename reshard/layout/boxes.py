@@ -7,9 +7,10 @@ common refinement of all boxes, and several of its slices lie in one stored box.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,7 @@ class Covering(NamedTuple):
     """
 
     grid: Grid
-    box_of_slice: Optional[Numbers]
+    box_of_slice: Numbers | None
     boxes: tuple[Box, ...]
     members: tuple[tuple[int, ...], ...]
 
@@ -68,7 +69,7 @@ def covering(shape: Sequence[int], starts: Numbers, sizes: Numbers) -> Covering:
     order = np.argsort(number, kind="stable")
     bounds = np.searchsorted(number[order], np.arange(len(distinct) + 1))
     numbers = filled[order].tolist()
-    members = tuple(tuple(numbers[a:b]) for a, b in zip(bounds, bounds[1:]))
+    members = tuple(tuple(numbers[a:b]) for a, b in itertools.pairwise(bounds))
     first, last = distinct[:, : len(shape)], distinct[:, len(shape) :]
     boxes = tuple(tuple(zip(*pair)) for pair in zip(first.tolist(), last.tolist()))
     edges = [np.unique(np.concatenate([first[:, d], last[:, d], [0, size]])) for d, size in enumerate(shape)]

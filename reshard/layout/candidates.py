@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Optional
 
 from reshard.errors import LayoutError
 from reshard.layout.layout import Layout
@@ -19,14 +18,14 @@ MAX_CANDIDATES = 20_000
 """Limit of layouts to try."""
 
 
-def cuts_of(shape: Sequence[int], slice_shape: Sequence[int]) -> Optional[tuple[int, ...]]:
+def cuts_of(shape: Sequence[int], slice_shape: Sequence[int]) -> tuple[int, ...] | None:
     """The number of equal slices per dimension; None if slices are not equal."""
     if len(shape) != len(slice_shape) or any(part < 1 or size % part for size, part in zip(shape, slice_shape)):
         return None
     return tuple(size // part for size, part in zip(shape, slice_shape))
 
 
-def possible_holders(device_count: int, cuts: tuple[int, ...]) -> Optional[list[tuple[int, ...]]]:
+def possible_holders(device_count: int, cuts: tuple[int, ...]) -> list[tuple[int, ...]] | None:
     """All distributions of slices over devices: the slice number of each device, in C order of ``cuts``.
 
     Args:

@@ -23,7 +23,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import LayoutError
 from reshard.threads import cached_property
@@ -47,7 +47,7 @@ def whole_box(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def intersection(first: Box, second: Box) -> Optional[Box]:
+def intersection(first: Box, second: Box) -> Box | None:
     """The common part of two boxes, or None if it is empty."""
     common = []
     for (start, stop), (begin, end) in zip(first, second):
@@ -157,7 +157,7 @@ class Cell(NamedTuple):
 
     box: Box
     slices: tuple[int, ...]
-    region: Optional[Region] = None
+    region: Region | None = None
 
     @property
     def source_number(self) -> int:

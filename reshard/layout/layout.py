@@ -18,7 +18,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Optional
 
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box, Grid, place_of
@@ -50,8 +49,8 @@ class Layout:
     tensor_map: tuple[tuple[int, ...], ...]
     shard_size: int = 0
     shard_step: int = 0
-    uneven: Optional[tuple[int, ...]] = None
-    recorded_shape: Optional[tuple[int, ...]] = None
+    uneven: tuple[int, ...] | None = None
+    recorded_shape: tuple[int, ...] | None = None
     expandable: bool = False
 
     def __post_init__(self) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
-from typing import Any, Callable, Optional
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +52,7 @@ class MatrixCache:
         self._nbytes = 0
         self._lock = ThreadLock()
 
-    def find(self, key: Hashable) -> Optional[Matrix]:
+    def find(self, key: Hashable) -> Matrix | None:
         with self._lock:
             matrix = self._matrices.get(key)
             if matrix is not None:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 from reshard.errors import CheckpointError
 from reshard.lora.pairs import module_of
@@ -50,9 +50,9 @@ class KeyPatterns:
     PEFT uses the first key for which ``re.match(rf"(.*\.)?({key})$", module)`` succeeds.
     """
 
-    def __init__(self, values: Optional[Mapping[str, float]] = None) -> None:
+    def __init__(self, values: Mapping[str, float] | None = None) -> None:
         self._values = dict(values or {})
-        self._values_of_modules: dict[str, Optional[float]] = {}
+        self._values_of_modules: dict[str, float | None] = {}
 
     def match(self, modules: Sequence[str]) -> list[str]:
         """Match all keys with modules, so that `value` returns theirs; returns the keys without a matching module.
@@ -81,7 +81,7 @@ class KeyPatterns:
         self._values_of_modules = {**others, **matches}
         return [key for key in unused if key not in others]
 
-    def value(self, module: str) -> Optional[float]:
+    def value(self, module: str) -> float | None:
         """The value of the first key that matches a module of `match`; None without a match."""
         return self._values_of_modules[module] if self._values else None
 
@@ -103,7 +103,7 @@ class Scale:
     path: str
     alpha: float
     alphas: KeyPatterns = field(default_factory=KeyPatterns)
-    rank: Optional[float] = None
+    rank: float | None = None
     ranks: KeyPatterns = field(default_factory=KeyPatterns)
     by_root: bool = False
     fan_in_fan_out: bool = False
@@ -188,7 +188,7 @@ class Scale:
                 )
 
 
-def scale_of(adapter: str, alpha: Optional[float], report: Report) -> Scale:
+def scale_of(adapter: str, alpha: float | None, report: Report) -> Scale:
     """The scale from --alpha or else from the configuration beside an adapter; warns if it needs another base.
 
     Raises:

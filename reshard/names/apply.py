@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.errors import NamesError, UsageError
 from reshard.layout.views import View
@@ -93,14 +93,14 @@ class Applied:
 def apply_rules(
     rules: NameRules,
     shapes: Mapping[str, Shape],
-    config: Optional[Mapping[str, object]] = None,
-    reverse: Optional[bool] = None,
+    config: Mapping[str, object] | None = None,
+    reverse: bool | None = None,
     optimizer: bool = False,
     values: AbstractSet[str] = frozenset(),
     recorded: Mapping[str, str] = NONE_RECORDED,
     contents: bool = True,
     to_huggingface: bool = False,
-    left_out: Optional[Callable[[str], bool]] = None,
+    left_out: Callable[[str], bool] | None = None,
 ) -> Applied:
     """Apply rules to the names and shapes of a checkpoint.
 
@@ -123,7 +123,7 @@ def apply_rules(
         NamesError: rules and source do not fit, a size is missing or contradicts a shape.
     """
 
-    def applied_as(settled: Settled, reverse: Optional[bool]) -> Applied:
+    def applied_as(settled: Settled, reverse: bool | None) -> Applied:
         side = side_of(rules, settled, shapes, reverse)
         run = _Application(rules, side, shapes, optimizer, settled, values, left_out)
         run.sort()
@@ -160,7 +160,7 @@ def apply_rules(
 def is_reversed(
     rules: NameRules,
     shapes: Mapping[str, Shape],
-    config: Optional[Mapping[str, object]] = None,
+    config: Mapping[str, object] | None = None,
     recorded: Mapping[str, str] = NONE_RECORDED,
 ) -> bool:
     """Whether the names of a checkpoint are those of the right side.
@@ -191,7 +191,7 @@ class _ShapeClass(NamedTuple):
     """
 
     operations: tuple[SizedOperation, ...]
-    views: tuple[tuple[Optional[tuple[int, ...]], View], ...]
+    views: tuple[tuple[tuple[int, ...] | None, View], ...]
     error: str = ""
 
 
@@ -203,7 +203,7 @@ class _Application:
     optimizer: bool
     settled: Settled
     values: AbstractSet[str]
-    left_out: Optional[Callable[[str], bool]]
+    left_out: Callable[[str], bool] | None
     problems: Misfits = field(init=False)
     instances: dict[InstanceKey, InstanceNames] = field(default_factory=dict)
     unchanged: list[str] = field(default_factory=list)
@@ -289,7 +289,7 @@ class _Application:
 
     def _case(
         self, key: InstanceKey, numbers: AbstractSet[str] = frozenset()
-    ) -> tuple[Optional[str], Optional[str], frozenset[tuple[str, int]]]:
+    ) -> tuple[str | None, str | None, frozenset[tuple[str, int]]]:
         """A case of a choice, and the values for which it is chosen: those of some numbers, where a rule has more."""
         sided = self.side.sided[key.rule]
         values = zip(sided.free, key.values)
@@ -345,7 +345,7 @@ class _Application:
                 if number not in used and not (sided.rule.optional or sided.rule.drops):
                     self.problems.note_unused(sided)
 
-    def _sources(self, key: InstanceKey, sided: SidedRule) -> Optional[tuple[str, ...]]:
+    def _sources(self, key: InstanceKey, sided: SidedRule) -> tuple[str, ...] | None:
         """The names that a rule needs; None, after noting them, if some are missing."""
         names = self.instances[key]
         counts = [
@@ -372,7 +372,7 @@ class _Application:
 
     def _targets(
         self, key: InstanceKey, sided: SidedRule, view_count: int, names: tuple[str, ...]
-    ) -> Optional[tuple[str, ...]]:
+    ) -> tuple[str, ...] | None:
         each, remainder = divmod(view_count, len(sided.targets))
         counts = [self.side.counts.get(number) for number in sided.unstacked]
         if counts and counts[0] is None:
@@ -414,7 +414,7 @@ class _Application:
                 pairs = ((names[number % each], name) for number, name in enumerate(names))
                 self.tied += [(one, other) for one, other in pairs if one != other]
 
-    def _add_step(self, step: AppliedStep, views: Iterable[tuple[Optional[tuple[int, ...]], View]]) -> None:
+    def _add_step(self, step: AppliedStep, views: Iterable[tuple[tuple[int, ...] | None, View]]) -> None:
         self.steps.append(step)
         for target, (needed, view) in zip(step.targets, views):
             sources = step.sources if needed is None else tuple(step.sources[number] for number in needed)
@@ -483,7 +483,7 @@ def _padding_note(operation: SizedOperation) -> str:
     return f"padded with zeros along dimension {operation.dimension} from {before} to {after}"
 
 
-def _needed(view: View, sources: int) -> tuple[Optional[tuple[int, ...]], View]:
+def _needed(view: View, sources: int) -> tuple[tuple[int, ...] | None, View]:
     """The sources that a view needs, None for all, and the view with its sources renumbered."""
     needed, renumbered = view.with_needed_sources()
     return None if len(needed) == sources else needed, renumbered

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.text.names import TRAINER_OPTIMIZERS, UNNAMED_STATE, is_weight, state_prefix, trainer_optimizer
 
@@ -46,7 +46,7 @@ class PlainNames(NamedTuple):
         undecided: beginnings of names that may be a trainer's; weights keep their names then.
     """
 
-    names: dict[str, Optional[str]]
+    names: dict[str, str | None]
     prefix: str
     left_out: Sequence[str]
     outside: Sequence[str]
@@ -100,7 +100,7 @@ def plain_names(
     beside = weights if prefix else [name for name in weights if recorded.get(name)]
     outside = [] if undecided else [name for name in beside if not prefix or not name.startswith(prefix)]
     around = prefix[: -len(MODEL)] if _is_model(prefix) else ""
-    new_names: dict[str, Optional[str]] = {}
+    new_names: dict[str, str | None] = {}
     for name in names:
         if name in states:
             new_names[name] = _state_name(name, states) if optimizer and name.startswith(around) else None
@@ -146,7 +146,7 @@ def _possible_states(name: str) -> list[str]:
     return [*dict.fromkeys(filter(None, (_state_name(name, states) for states in ((), None))))]
 
 
-def _state_name(name: str, states: Optional[Collection[str]]) -> Optional[str]:
+def _state_name(name: str, states: Collection[str] | None) -> str | None:
     """MindSpore's name of optimizer state; None where it has none.
 
     Args:
@@ -195,11 +195,11 @@ def name_before(name: str) -> str:
     return keys[-1]
 
 
-def megatron_names(names: Collection[str]) -> dict[str, Optional[str]]:
+def megatron_names(names: Collection[str]) -> dict[str, str | None]:
     """The names of tensors of a model, and of MindSpore's optimizer state, as Megatron's fully_reshardable has them."""
     all_names = frozenset(names)
     states = {**{prefix: state for state, prefix in _STATES.items()}, "main_param.": _MASTER}
-    new_names: dict[str, Optional[str]] = {}
+    new_names: dict[str, str | None] = {}
     for name in names:
         word, dot, parameter = name.partition(".")
         is_state = word + dot in states and parameter in all_names
@@ -212,11 +212,11 @@ def megatron_name_before(name: str) -> str:
     return _state_name(name, None) or name if trainer_optimizer(name) else name
 
 
-def trainer_names(names: Collection[str]) -> dict[str, Optional[str]]:
+def trainer_names(names: Collection[str]) -> dict[str, str | None]:
     """The names of tensors of a model, and of MindSpore's optimizer state, as a trainer's state has them."""
     all_names = frozenset(names)
     states = {prefix: state for state, prefix in _STATES.items()}
-    new_names: dict[str, Optional[str]] = {}
+    new_names: dict[str, str | None] = {}
     for name in names:
         word, dot, parameter = name.partition(".")
         if word + dot in states and parameter in all_names:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Optional
 
 from reshard.errors import NamesError
 from reshard.names.rules import InstanceKey, NameRules, SidedRule, TableSide
@@ -73,7 +72,7 @@ class Misfits:
             headline = f"the rules {self._rules.path} do not fit the checkpoint ({self._side}):"
             raise NamesError(block(headline, [joined("", ["  ", line]) for line in lines]), hint=self._hint())
 
-    def _hint(self) -> Optional[str]:
+    def _hint(self) -> str | None:
         hints = []
         if self._rules.path == MEGATRON and (self.unmatched or self.missing):
             hints.append("is it a model of this family? `reshard suggest` names that of a checkpoint of Megatron")

@@ -10,7 +10,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Optional
 
 from reshard.layout.views import View
 from reshard.names.sizes import ModelSizes, solved
@@ -60,7 +59,7 @@ class SizedOperation:
     count: int = 1
 
 
-Results = tuple[Sequence[View], Optional[SizedOperation]]
+Results = tuple[Sequence[View], SizedOperation | None]
 """The results of an operation as views of the sources, and the operation with its sizes, if it changes anything."""
 
 
@@ -96,9 +95,9 @@ class Join(Operation):
 
     dimension: int
     count: int
-    parts: Optional[tuple[Optional[Product], ...]] = None
-    groups: Optional[Product] = None
-    block: Optional[Product] = None
+    parts: tuple[Product | None, ...] | None = None
+    groups: Product | None = None
+    block: Product | None = None
     inverted: bool = False
 
     def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
@@ -144,7 +143,7 @@ class Join(Operation):
             )
         return tuple(remaining if length is None else length for length in lengths)
 
-    def _parts_text(self, lengths: Sequence[Optional[int]]) -> str:
+    def _parts_text(self, lengths: Sequence[int | None]) -> str:
         return ", ".join(
             f"{part.text} = {length}" for part, length in zip(self.parts or (), lengths) if part is not None
         )
@@ -183,7 +182,7 @@ class Stack(Operation):
     number: str
     dimension: int
     columns: int
-    count: Optional[Product] = None
+    count: Product | None = None
     inverted: bool = False
 
     def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
@@ -210,7 +209,7 @@ class Transpose(Operation):
         order: the source dimension of each; None reverses all.
     """
 
-    order: Optional[tuple[int, ...]] = None
+    order: tuple[int, ...] | None = None
 
     def inverse(self) -> Transpose:
         return self if self.order is None else Transpose(tuple(map(self.order.index, range(len(self.order)))))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.text.products import ExpressionError, Product, product
 
@@ -27,7 +28,7 @@ class NumberPlace(NamedTuple):
     """A number in a pattern: its name, such as ``layer``, empty for a size; the product to add to it, if any."""
 
     number: str
-    offset: Optional[Product]
+    offset: Product | None
 
 
 class Fit(NamedTuple):
@@ -79,7 +80,7 @@ def pattern(text: str) -> Pattern:
             raise PatternError(f"{text!r} has an unmatched brace")
         elif part:
             parts.append(part)
-    for before, after in zip(parts, parts[1:]):
+    for before, after in itertools.pairwise(parts):
         if not isinstance(before, str) and not isinstance(after, str):
             raise PatternError(f"{text!r}: two numbers or stars need a text between them")
         if (isinstance(after, NumberPlace) and isinstance(before, str) and before[-1] in "0123456789") or (
@@ -135,7 +136,7 @@ class SizedPattern:
             )
             for star in stars
         ]
-        self.skeleton: Optional[str] = None
+        self.skeleton: str | None = None
         if not pattern.stars:
             texts = (_DIGITS.sub(_SOME, part) if isinstance(part, str) else _SOME for part in self._parts)
             self.skeleton = "".join(texts)
@@ -156,7 +157,7 @@ class SizedPattern:
         texts = dict.fromkeys(match.groups() for match in matches)
         return [fit for fit in map(self._fit, texts) if fit is not None]
 
-    def _fit(self, texts: Sequence[str]) -> Optional[Fit]:
+    def _fit(self, texts: Sequence[str]) -> Fit | None:
         """The numbers and stars with these texts; None for a number that no name has."""
         values, stars = {}, []
         for part, text in zip((part for part in self._parts if not isinstance(part, str)), texts):
@@ -174,7 +175,7 @@ class PatternIndex:
     """A fast search for the patterns that a name matches."""
 
     def __init__(self, patterns: Iterable[SizedPattern]) -> None:
-        self._by_skeleton: dict[Optional[str], list[tuple[int, SizedPattern]]] = {}
+        self._by_skeleton: dict[str | None, list[tuple[int, SizedPattern]]] = {}
         for number, each in enumerate(patterns):
             self._by_skeleton.setdefault(each.skeleton, []).append((number, each))
 

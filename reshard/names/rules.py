@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.errors import NamesError, UsageError
 from reshard.names.operations import Operation, Shape, Stack
@@ -48,8 +48,8 @@ class TableOption:
 
     name: str
     values: tuple[str, ...]
-    default: Optional[str]
-    key: Optional[str]
+    default: str | None
+    key: str | None
     config_values: tuple[tuple[str, str], ...]
     name_values: tuple[tuple[tuple[Pattern, ...], tuple[str, ...]], ...]
     about: str
@@ -76,8 +76,8 @@ class NameRule:
     operations: tuple[Operation, ...] = ()
     when: tuple[tuple[str, tuple[str, ...]], ...] = ()
     optional: bool = False
-    choice: Optional[str] = None
-    case: Optional[str] = None
+    choice: str | None = None
+    case: str | None = None
 
     @property
     def drops(self) -> bool:
@@ -161,7 +161,7 @@ class NameRules:
         keys = {option.key for option in self.options if option.key is not None}
         return keys.union(*(size.keys for size in self.sizes))
 
-    def size_values(self, config: Optional[Mapping[str, object]]) -> dict[str, object]:
+    def size_values(self, config: Mapping[str, object] | None) -> dict[str, object]:
         keys = {key for size in self.sizes for key in size.keys}
         values = {key: config_value(config, key) for key in sorted(keys)}
         return {key: value for key, value in values.items() if value is not None}
@@ -223,7 +223,7 @@ def with_options(rules: NameRules, stated: Mapping[str, str]) -> NameRules:
 
 def settle(
     rules: NameRules,
-    config: Optional[Mapping[str, object]],
+    config: Mapping[str, object] | None,
     names: Collection[str],
     recorded: Mapping[str, str] = NONE_RECORDED,
 ) -> Settled:
@@ -252,7 +252,7 @@ def settle(
 
 
 def possible_options(
-    rules: NameRules, config: Optional[Mapping[str, object]], recorded: Mapping[str, str] = NONE_RECORDED
+    rules: NameRules, config: Mapping[str, object] | None, recorded: Mapping[str, str] = NONE_RECORDED
 ) -> Iterator[dict[str, str]]:
     """All possible combinations of option values, for a checkpoint with unknown names."""
     stated = dict(rules.chosen)
@@ -270,8 +270,8 @@ def possible_options(
 
 
 def _stated_value(
-    option: TableOption, stated: Mapping[str, str], config: Optional[Mapping[str, object]], rules: NameRules
-) -> Optional[str]:
+    option: TableOption, stated: Mapping[str, str], config: Mapping[str, object] | None, rules: NameRules
+) -> str | None:
     if option.name in stated:
         return stated[option.name]
     value = None if option.key is None else config_value(config, option.key)
@@ -397,7 +397,7 @@ class TableSide:
             return matches
         return [match._replace(key=match.key._replace(prefix=prefix)) for match in matches]
 
-    def beyond(self, name: str) -> Optional[str]:
+    def beyond(self, name: str) -> str | None:
         """The number in a name that is too large for the model; None if the name does not match at all."""
         for _, fit in self._index.fits(name):
             number = self._out_of_range(fit)
@@ -408,7 +408,7 @@ class TableSide:
     def patterns(self) -> list[str]:
         return list(dict.fromkeys(each.pattern.text for sided in self.sided for each in sided.sources))
 
-    def _out_of_range(self, fit: Fit) -> Optional[str]:
+    def _out_of_range(self, fit: Fit) -> str | None:
         for number, value in fit.values.items():
             count = self.counts.get(number)
             if count is not None and value >= count:
@@ -436,7 +436,7 @@ class TableSide:
         return tuple(SizedPattern(pattern, self.sizes.value) for pattern in patterns)
 
 
-def side_of(rules: NameRules, settled: Settled, shapes: Mapping[str, Shape], reverse: Optional[bool]) -> TableSide:
+def side_of(rules: NameRules, settled: Settled, shapes: Mapping[str, Shape], reverse: bool | None) -> TableSide:
     """The side that the source is on.
 
     Raises:
@@ -465,7 +465,7 @@ def side_of(rules: NameRules, settled: Settled, shapes: Mapping[str, Shape], rev
     )
 
 
-def _examples(sides: list[TableSide], weights: list[str]) -> Optional[str]:
+def _examples(sides: list[TableSide], weights: list[str]) -> str | None:
     examples = [side.patterns()[:1] for side in sides]
     if not weights or not all(examples):
         return None

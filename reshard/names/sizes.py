@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Optional
+from typing import Any
 
 from reshard.errors import NamesError
 from reshard.text.messages import quoted
@@ -61,7 +61,7 @@ class Configuration(dict[str, object]):
         self.arguments = arguments
 
     @property
-    def file(self) -> Optional[str]:
+    def file(self) -> str | None:
         """The path, if it is a config.json; None if a checkpoint records it elsewhere."""
         return self.path if self.path.endswith(".json") else None
 
@@ -69,9 +69,7 @@ class Configuration(dict[str, object]):
 _VOCABULARY, _PADDED = "vocab_size", "padded_vocab_size"
 
 
-def merged(
-    recorded: Mapping[str, object], stated: Optional[Configuration], keys: Iterable[str]
-) -> Mapping[str, object]:
+def merged(recorded: Mapping[str, object], stated: Configuration | None, keys: Iterable[str]) -> Mapping[str, object]:
     """The configuration that a checkpoint records, with what a config.json adds.
 
     Args:
@@ -113,11 +111,11 @@ class ModelSizes:
     """
 
     def __init__(
-        self, sizes: Sequence[ModelSize], config: Optional[Mapping[str, object]], stated: Mapping[str, int] = _NONE
+        self, sizes: Sequence[ModelSize], config: Mapping[str, object] | None, stated: Mapping[str, int] = _NONE
     ) -> None:
         self._sizes = {size.name: size for size in sizes}
         self._config = config
-        self._known: dict[str, Optional[int]] = dict(stated)
+        self._known: dict[str, int | None] = dict(stated)
 
     @property
     def source(self) -> str:
@@ -131,7 +129,7 @@ class ModelSizes:
     def __contains__(self, name: str) -> bool:
         return name in self._sizes or name in self._known
 
-    def known(self, name: str) -> Optional[int]:
+    def known(self, name: str) -> int | None:
         """A size of the table; None if the configuration does not determine it."""
         if name not in self._known:
             self._known[name] = self._stated_value(self._sizes[name])
@@ -163,10 +161,10 @@ class ModelSizes:
         """The value of a product of sizes."""
         return expression.whole(self)
 
-    def value_if_known(self, expression: Product) -> Optional[int]:
+    def value_if_known(self, expression: Product) -> int | None:
         return None if any(self.known(name) is None for name in expression.names) else self.value(expression)
 
-    def _stated_value(self, size: ModelSize) -> Optional[int]:
+    def _stated_value(self, size: ModelSize) -> int | None:
         for expression in size.products:
             keys = {key: value for key in expression.names if (value := self._key(key)) is not None}
             if len(keys) == len(expression.names):
@@ -176,7 +174,7 @@ class ModelSizes:
                     raise NamesError(f"{self.source}: size {size.name}: {error}") from error
         return None
 
-    def _key(self, key: str) -> Optional[int]:
+    def _key(self, key: str) -> int | None:
         value = config_value(self._config, key)
         if value is None:
             return None
@@ -185,7 +183,7 @@ class ModelSizes:
         return value
 
 
-def config_value(config: Optional[Mapping[str, object]], key: str) -> Optional[object]:
+def config_value(config: Mapping[str, object] | None, key: str) -> object | None:
     """The value of a key of a configuration; a dot separates nested keys. None if it is absent or null."""
     value: Any = config
     for part in key.split("."):

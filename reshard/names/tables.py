@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Callable, Optional
+from typing import Any
 
 from reshard.errors import NamesError, UsageError
 from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Transpose
@@ -89,7 +89,7 @@ def rules_named(text_of_user: str) -> NameRules:
     return with_options(_table(name), stated)
 
 
-def chained_rules(text_of_user: str, mindformers: bool = False) -> tuple[NameRules, Optional[NameRules]]:
+def chained_rules(text_of_user: str, mindformers: bool = False) -> tuple[NameRules, NameRules | None]:
     """The table as `rules_named` reads it, and Megatron's for the same family; None for a table of no family.
 
     An option belongs to every table that has it, with this value. A number, such as that of padding, belongs to the
@@ -143,7 +143,7 @@ def _typed(text_of_user: str) -> tuple[str, dict[str, str]]:
     return table, stated
 
 
-def experts_table(fused: str, config: Optional[Mapping[str, object]]) -> NameRules:
+def experts_table(fused: str, config: Mapping[str, object] | None) -> NameRules:
     """The table that gives experts, which transformers 5 fuses, their published names.
 
     Args:
@@ -207,7 +207,7 @@ def read_config(path: str) -> Configuration:
     return Configuration(content, path)
 
 
-def config_beside(directory: str) -> Optional[Configuration]:
+def config_beside(directory: str) -> Configuration | None:
     """The config.json of a directory, if it has one."""
     path = os.path.join(directory, "config.json")
     return read_config(path) if exists(path) else None
@@ -475,7 +475,7 @@ class _OperationReader:
                 raise self._wrong(f"do: {name} is not a size{did_you_mean(name, self._sizes)}")
         return expression
 
-    def _parts(self, value: Any, count: int) -> Optional[tuple[Optional[Product], ...]]:
+    def _parts(self, value: Any, count: int) -> tuple[Product | None, ...] | None:
         if value is None:
             return None
         if not isinstance(value, list) or len(value) != count or value.count(_REST) > 1:

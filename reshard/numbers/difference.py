@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,12 +49,12 @@ class TensorPair:
     dtypes: tuple[str, str]
     shape: tuple[int, ...]
     identical: bool
-    differing: Optional[int] = 0
+    differing: int | None = 0
     nan: tuple[int, int] = (0, 0)
     max_abs: float = 0.0
     max_rel: float = 0.0
-    at: Optional[tuple[int, ...]] = None
-    first_nonfinite: Optional[tuple[Location, Location]] = field(default=None, compare=False)
+    at: tuple[int, ...] | None = None
+    first_nonfinite: tuple[Location, Location] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class _PartialDifference:
     nan_b: int = 0
     max_abs: float = 0.0
     max_rel: float = 0.0
-    at: Optional[int] = None
-    first_nonfinite: Optional[int] = None
+    at: int | None = None
+    first_nonfinite: int | None = None
 
 
 def differences(a: OpenedCheckpoint, b: OpenedCheckpoint, max_memory: int, progress: Progress) -> Differences:

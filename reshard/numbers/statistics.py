@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional, Union
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from reshard.opened.checkpoint import in_file_order
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
-Number = Union[int, float]
+Number = int | float
 
 # Maximum numbers per call of BLAS: for more, it starts threads.
 _DOT = 1 << 12
@@ -65,12 +65,12 @@ class TensorStatistics:
     nan: int
     inf: int
     zeros: int
-    min: Optional[Number]
-    max: Optional[Number]
-    mean: Optional[float]
+    min: Number | None
+    max: Number | None
+    mean: float | None
     norm: float
-    first_nonfinite: Optional[Location] = field(default=None, compare=False)
-    magnitudes: Optional[Counts] = field(default=None, compare=False)
+    first_nonfinite: Location | None = field(default=None, compare=False)
+    magnitudes: Counts | None = field(default=None, compare=False)
 
 
 class _PartialStatistics:
@@ -81,12 +81,12 @@ class _PartialStatistics:
 
     def __init__(self, magnitudes: bool) -> None:
         self.nan = self.inf = self.zeros = self.finite = 0
-        self.low: Optional[Number] = None
-        self.high: Optional[Number] = None
+        self.low: Number | None = None
+        self.high: Number | None = None
         self.totals: list[Any] = []
         self.squares: list[Any] = []
         # The number of the first element that is not finite, in C order.
-        self.first_nonfinite: Optional[int] = None
+        self.first_nonfinite: int | None = None
         self.exponents = np.zeros(EXPONENTS, np.int64) if magnitudes else None
 
     def bad(self, place: int) -> None:
@@ -189,7 +189,7 @@ class _StatisticsComputer:
         if dtype in BYTES:
             counts = np.zeros(256, np.int64)
             bad: npt.NDArray[np.bool_] = np.logical_not(np.isfinite(table(dtype)).all(axis=1))
-            first_nonfinite: Optional[int] = None
+            first_nonfinite: int | None = None
             for block in blocks:
                 for place, raw in _slices(block, 1):
                     block_counts = np.bincount(raw, minlength=256)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable, NamedTuple, Optional, Protocol, TypeVar, Union
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +61,8 @@ class Location:
     """
 
     index: tuple[int, ...]
-    rank: Optional[int] = None
-    file: Optional[str] = None
+    rank: int | None = None
+    file: str | None = None
 
 
 class Computer(Protocol[_P]):
@@ -188,7 +188,7 @@ def _elsewhere(
         result = work(chunk, notify)
         return result, [checkpoint.handles.seen_after(count) for checkpoint, count in zip(checkpoints, seen_before)]
 
-    def receive(message: Union[int, tuple[int, str, int]]) -> None:
+    def receive(message: int | tuple[int, str, int]) -> None:
         if isinstance(message, int):
             count_read(message)
         else:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -204,8 +204,8 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         self._handles = handles
         self._report = report
         self._lock = ThreadLock()
-        self._contents: Optional[OpenedContents] = None
-        self._reader: Optional[BoxReader] = None
+        self._contents: OpenedContents | None = None
+        self._reader: BoxReader | None = None
         self._closed = False
         self._comparing = ThreadLock()
         self._compared: set[str] = set()
@@ -285,7 +285,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         return self.contents.plan.checkpoint.form
 
     @property
-    def step(self) -> Optional[str]:
+    def step(self) -> str | None:
         """The step that is read, in words of its form; None if unknown."""
         return self.contents.plan.checkpoint.step
 
@@ -339,7 +339,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         array: Array = self[name][...]
         return array
 
-    def read_all(self, names: Optional[Iterable[str]] = None) -> Iterator[tuple[str, Array]]:
+    def read_all(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Array]]:
         """Read whole tensors in file order.
 
         Threads read ahead within half of ``max_memory``, or one tensor.
@@ -360,7 +360,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         )
         self.check_unchanged(order.paths)
 
-    def check_unchanged(self, paths: Optional[Iterable[str]] = None) -> None:
+    def check_unchanged(self, paths: Iterable[str] | None = None) -> None:
         """Check that files are unchanged since they were first opened.
 
         Args:

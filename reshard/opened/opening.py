@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import replace
-from typing import Optional, Union
 
 from reshard.asked import Conversion, Edits, Effort, Path, Source, Target, Task
 from reshard.checkpoints import FileHandles
@@ -25,12 +24,12 @@ from reshard.text.messages import Report, logged, plural
 
 @errors_in_python()
 def open(
-    source: Union[Path, Source],
+    source: Path | Source,
     *,
-    src_strategy: Optional[Path] = None,
-    dst_strategy: Optional[Path] = None,
-    shards: Optional[int] = None,
-    rank: Optional[int] = None,
+    src_strategy: Path | None = None,
+    dst_strategy: Path | None = None,
+    shards: int | None = None,
+    rank: int | None = None,
     edits: Edits = Edits(),
     effort: Effort = Effort(),
 ) -> OpenedCheckpoint:
@@ -69,10 +68,10 @@ def open(
 def reading_request(
     asked: Conversion,
     report: Report,
-    rank: Optional[int] = None,
-    edits: Optional[EditRules] = None,
+    rank: int | None = None,
+    edits: EditRules | None = None,
     option: str = "--src-strategy ",
-    unrecorded: Optional[str] = None,
+    unrecorded: str | None = None,
 ) -> Request:
     """The conversion request for reading: its target is one file in memory, which is never written.
 
@@ -98,9 +97,7 @@ def reading_request(
     return Request(one, form, source, form_named(DEFAULT_FORM), target, rules, Task(in_memory=True))
 
 
-def source_strategy(
-    read: Source, form: Form, report: Report, option: str, unrecorded: Optional[str] = None
-) -> Strategy:
+def source_strategy(read: Source, form: Form, report: Report, option: str, unrecorded: str | None = None) -> Strategy:
     """The strategy of a source, as typed or recorded by the conversion that wrote it; `none` for other forms.
 
     Args:
@@ -138,9 +135,7 @@ def source_strategy(
     return Strategy.none()
 
 
-def _target(
-    asked: Conversion, form: Form, source: Strategy, rank: Optional[int], report: Report
-) -> tuple[Strategy, int]:
+def _target(asked: Conversion, form: Form, source: Strategy, rank: int | None, report: Report) -> tuple[Strategy, int]:
     """The strategy of the requested slices, and its rank."""
     src, strategy = asked.source.path, target_named(asked.target.strategy, asked.target.shards)
     if strategy is None and rank is not None:

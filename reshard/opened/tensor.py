@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +50,7 @@ class LazyTensor:
         self.dtype: np.dtype[Any] = array_dtype(entry.dtype, entry.item_size)
         self._owner = owner
         self._item_size = entry.item_size
-        self._target: Optional[TargetTensor] = None
+        self._target: TargetTensor | None = None
 
     @property
     def ndim(self) -> int:
@@ -133,7 +133,7 @@ class LazyTensor:
     def empty(self, shape: tuple[int, ...]) -> Array:
         return np.empty(shape, self.dtype)
 
-    def __array__(self, dtype: Optional[npt.DTypeLike] = None, copy: Optional[bool] = None) -> Array:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         """All of it, for `numpy.asarray`."""
         if copy is False:
             raise ValueError(f"{self.name} is in files and cannot be returned without a copy")
@@ -237,7 +237,7 @@ class BoxReading(NamedTuple):
     """
 
     box: Box
-    chosen: Optional[tuple[slice, ...]]
+    chosen: tuple[slice, ...] | None
     out: Array
 
 

@@ -9,7 +9,7 @@ import colorsys
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.layout import Box
 from reshard.layout.grid import place_of
@@ -60,7 +60,7 @@ class Arrangement:
             f"the file can also mean shape {list(alternative.recorded_shape or ())}, tensor map {alternative.map_text}"
             for alternative in alternatives
         )
-        shape: Sequence[Optional[int]] = layout.recorded_shape or [None] * len(layout.cuts)
+        shape: Sequence[int | None] = layout.recorded_shape or [None] * len(layout.cuts)
         known_sizes = [sum(layout.uneven) if layout.uneven and not d else size for d, size in enumerate(shape)]
         self.in_elements = tuple(size is not None for size in known_sizes)
         self.extents = tuple(cuts if size is None else size for size, cuts in zip(known_sizes, layout.cuts))
@@ -145,7 +145,7 @@ class Arrangement:
         shards = self.layout.shards
         return f", shard {position % shards + 1} of {shards}" if shards > 1 else ""
 
-    def shard_order(self) -> Optional[str]:
+    def shard_order(self) -> str | None:
         """The order of optimizer shards on a slice's ranks, for pictures that do not distinguish shards."""
         shards, group = self.layout.shards, self.layout.replica_count
         if shards == 1:
@@ -158,7 +158,7 @@ class Arrangement:
         )
 
 
-def shown_positions(count: int, most: int) -> list[Optional[int]]:
+def shown_positions(count: int, most: int) -> list[int | None]:
     """All positions if they are few; else the first ones, None for the omitted ones, and the last."""
     if count <= most:
         return list(range(count))
@@ -198,7 +198,7 @@ def _hex(hue: float, lightness: float, saturation: float) -> str:
 class _Band(NamedTuple):
     """A row or column of slices, or the place of the omitted ones."""
 
-    position: Optional[int]
+    position: int | None
     start: float
     size: float
 
@@ -238,7 +238,7 @@ def _stage(arrangement: Arrangement, colours: _Colours, line: float) -> tuple[li
             body.append(svg.text(_MARGIN, line + 12, f"… {left_out} left out", "soft"))
             line += svg.LINE_HEIGHT + 8
             continue
-        place: dict[Optional[int], int] = dict(zip(further, place_of(panel, cuts)))
+        place: dict[int | None, int] = dict(zip(further, place_of(panel, cuts)))
         if further:
             where = ", ".join(f"dimension {d} at {drawn.interval(d, at)}" for d, at in zip(further, place.values()))
             body.append(svg.text(_MARGIN, line + 12, where))
@@ -248,9 +248,7 @@ def _stage(arrangement: Arrangement, colours: _Colours, line: float) -> tuple[li
     return body, line
 
 
-def _panel(
-    drawn: Arrangement, colours: _Colours, place: dict[Optional[int], int], top: float
-) -> tuple[list[str], float]:
+def _panel(drawn: Arrangement, colours: _Colours, place: dict[int | None, int], top: float) -> tuple[list[str], float]:
     """The last two cut dimensions; dimension 0 runs downwards, as in printed matrices."""
     plane = drawn.cut_dimensions[-2:]
     down = plane[0] if len(plane) == 2 or plane == [0] else None
@@ -290,7 +288,7 @@ def _panel(
     return body, top + height + 30
 
 
-def _bands(drawn: Arrangement, dimension: Optional[int], start: float, room: float, most: int) -> list[_Band]:
+def _bands(drawn: Arrangement, dimension: int | None, start: float, room: float, most: int) -> list[_Band]:
     """Rows or columns in true proportion; omitted ones share one narrow band."""
     if dimension is None:
         return [_Band(0, start, room)]

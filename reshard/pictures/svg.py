@@ -10,7 +10,6 @@ from __future__ import annotations
 import html
 import textwrap
 from collections.abc import Iterable, Mapping
-from typing import Optional, Union
 
 from reshard.text.messages import printable
 
@@ -31,7 +30,7 @@ _COLOURS = {
 Colours = Mapping[str, tuple[str, str, str]]
 
 
-def element(name: str, *children: str, **attributes: Union[str, float, None]) -> str:
+def element(name: str, *children: str, **attributes: str | float | None) -> str:
     """An element as text.
 
     Args:
@@ -49,13 +48,13 @@ def element(name: str, *children: str, **attributes: Union[str, float, None]) ->
     return f"<{start}>{''.join(children)}</{name}>" if children else f"<{start}/>"
 
 
-def text(x: float, y: float, words: str, class_: str = "ink", **attributes: Union[str, float, None]) -> str:
+def text(x: float, y: float, words: str, class_: str = "ink", **attributes: str | float | None) -> str:
     """One line of text whose baseline starts at (x, y), or has its ``text_anchor`` there."""
     return element("text", _escaped(words), x=x, y=y, class_=class_, **attributes)
 
 
 def paragraph(
-    x: float, y: float, words: str, width: float, class_: str = "ink", **attributes: Union[str, float, None]
+    x: float, y: float, words: str, width: float, class_: str = "ink", **attributes: str | float | None
 ) -> tuple[list[str], float]:
     """Text in lines of about ``width``, and the baseline of the next line."""
     lines = textwrap.wrap(words, max(10, int(width / CHARACTER_WIDTH))) or [""]
@@ -64,14 +63,14 @@ def paragraph(
 
 
 def rectangle(
-    x: float, y: float, width: float, height: float, class_: str, title: Optional[str] = None, **attributes: float
+    x: float, y: float, width: float, height: float, class_: str, title: str | None = None, **attributes: float
 ) -> str:
     """A rectangle; a pointer on it shows its title."""
     children = [] if title is None else [element("title", _escaped(title))]
     return element("rect", *children, x=x, y=y, width=width, height=height, class_=class_, **attributes)
 
 
-def document(width: float, height: float, title: str, body: Iterable[str], colours: Optional[Colours] = None) -> bytes:
+def document(width: float, height: float, title: str, body: Iterable[str], colours: Colours | None = None) -> bytes:
     """A whole SVG file, UTF-8.
 
     Args:

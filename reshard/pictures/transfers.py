@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -114,7 +115,7 @@ class _Axis:
     def stage_captions(self) -> list[tuple[float, str]]:
         """The middles of the pipeline stages and their captions, if all fit."""
         ends = [0.0, *self.borders(), self.length]
-        stages = list(zip(ends, ends[1:])) if self.stages else []
+        stages = list(itertools.pairwise(ends)) if self.stages else []
         if any(end - start < _STAGE_IN_WORDS for start, end in stages):
             return []
         return [((start + end) / 2, f"stage {number}") for number, (start, end) in enumerate(stages)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, Recipe
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE, dtype_named
@@ -22,7 +22,7 @@ class CastRule(NamedTuple):
         dtype: the type.
     """
 
-    pattern: Optional[str]
+    pattern: str | None
     dtype: str
 
     @classmethod
@@ -120,7 +120,7 @@ class RequestedTypes:
         self._casts = [(None if rule.pattern is None else Glob(rule.pattern), rule.dtype) for rule in casts]
         self._matched = [False] * len(casts)
 
-    def of(self, name: str, floating: bool = True) -> Optional[str]:
+    def of(self, name: str, floating: bool = True) -> str | None:
         """The requested type for a tensor; None without one. Patterns match floating tensors only."""
         requested = None
         for number, (glob, dtype) in enumerate(self._casts):

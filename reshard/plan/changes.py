@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.errors import LayoutError
 from reshard.layout import Layout
@@ -32,7 +32,7 @@ class Change:
     """
 
     effect: str
-    problem: Optional[str]
+    problem: str | None
     sources: list[Holding]
     targets: list[Holding]
     names: list[str] = field(default_factory=list)
@@ -120,7 +120,7 @@ def _place(holding: Holding) -> tuple[object, ...]:
 
 def _change(source: Strategy, target: Strategy, before: Sequence[Holding], after: Sequence[Holding]) -> Change:
     sources, targets, effects = [*before], [], set()
-    goals: list[tuple[Stage, Optional[Layout]]] = [(holding.stage, holding.layout) for holding in after]
+    goals: list[tuple[Stage, Layout | None]] = [(holding.stage, holding.layout) for holding in after]
     try:
         for stage, wanted in goals or [(target.stages[0], None)]:
             layouts, goal = _regrouped([each.layout for each in before], wanted)
@@ -136,7 +136,7 @@ def _change(source: Strategy, target: Strategy, before: Sequence[Holding], after
     return Change(EFFECTS[max(effects)], None, sources, targets)
 
 
-def _regrouped(sources: Sequence[Layout], target: Optional[Layout]) -> tuple[list[Layout], Layout]:
+def _regrouped(sources: Sequence[Layout], target: Layout | None) -> tuple[list[Layout], Layout]:
     """The layouts of one tensor with a common number of dimensions; of `none` whole ones."""
     if sources or target is None:
         return common_dimensions(sources, target)

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 from reshard.checkpoints import Tensor
 from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, GlobalTensor, Recipe, TiedTensors
@@ -106,7 +106,7 @@ class _Editing:
         self._report = report
         self.recipes: Mapping[str, Recipe] = {name: Recipe((name,), views.get(name)) for name in checkpoint.tensors}
         self.values: AbstractSet[str] = {*checkpoint.values(), *checkpoint.without_layout()}
-        self.unseen: Mapping[str, Optional[str]] = {name: name for name in checkpoint.unseen}
+        self.unseen: Mapping[str, str | None] = {name: name for name in checkpoint.unseen}
         self.tied: Sequence[TiedTensors] = ()
         self.packing: tuple[str, ...] = ()
 
@@ -115,7 +115,7 @@ class _Editing:
         """The known new names of parameters that only absent ranks hold."""
         return {name for name in self.unseen.values() if name is not None}
 
-    def rename(self, names: Mapping[str, Optional[str]]) -> None:
+    def rename(self, names: Mapping[str, str | None]) -> None:
         """Give tensors other names; None skips a tensor. Values keep their names.
 
         A weight without a layout is a tensor and a value; under another name it is a tensor.
@@ -195,7 +195,7 @@ class _Editing:
         self.tied = [*self.tied, *filter(None, tied)]
         self._apply(applied)
 
-    def _tied(self, first: str, second: str) -> Optional[TiedTensors]:
+    def _tied(self, first: str, second: str) -> TiedTensors | None:
         """Tensors of which rules use the first; None if a table before has made both of the same elements."""
         recipes = [self.recipes[first], self.recipes[second]]
         if recipes[0] == recipes[1]:

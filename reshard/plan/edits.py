@@ -6,9 +6,9 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reshard.asked import Conversion, Edits, Target, Task
 from reshard.checkpoints import FileHandles
@@ -63,7 +63,7 @@ class Link(NamedTuple):
     """A table of a chain, and the direction that it is read in; None for the one that fits."""
 
     rules: NameRules
-    reverse: Optional[bool]
+    reverse: bool | None
 
 
 Chain = tuple[Link, ...]
@@ -99,23 +99,23 @@ class EditRules(NamedTuple):
         exclude: patterns of Megatron's names that no table lists, and that are left out.
     """
 
-    table: Optional[NameRules] = None
-    megatron: Optional[NameRules] = None
-    renames: Optional[NameRules] = None
-    config: Optional[Mapping[str, object]] = None
-    reverse: Optional[bool] = None
+    table: NameRules | None = None
+    megatron: NameRules | None = None
+    renames: NameRules | None = None
+    config: Mapping[str, object] | None = None
+    reverse: bool | None = None
     optimizer: bool = False
     casts: tuple[CastRule, ...] = ()
-    additions: Optional[Additions] = None
-    exactly: tuple[tuple[str, Optional[str]], ...] = ()
-    plain: Optional[str] = None
+    additions: Additions | None = None
+    exactly: tuple[tuple[str, str | None], ...] = ()
+    plain: str | None = None
     experts: bool = False
     trainer: bool = False
-    quantisation: Optional[Quantisation] = None
-    config_path: Optional[str] = None
+    quantisation: Quantisation | None = None
+    config_path: str | None = None
     source_packing: tuple[str, ...] = ()
-    source_side: Optional[Side] = None
-    side: Optional[Side] = None
+    source_side: Side | None = None
+    side: Side | None = None
     exclude: tuple[str, ...] = ()
 
     @property
@@ -217,7 +217,7 @@ class EditRules(NamedTuple):
             left_out=Globs(self.exclude).match if link.rules is self.megatron and link.reverse else None,
         )
 
-    def possible_names(self, name: str) -> Iterator[Optional[str]]:
+    def possible_names(self, name: str) -> Iterator[str | None]:
         """The possible names of a tensor; None for a name that depends on other tensors."""
         rules = (self.table, self.renames, self.additions, self.quantisation)
         if self.table is not None and not self.optimizer and trainer_optimizer(name):
@@ -235,7 +235,7 @@ class EditRules(NamedTuple):
                 beside = (plain, plain.partition(".")[2])
                 yield megatron_names(beside)[plain] if self.trainer and self.side is Side.MEGATRON else plain
 
-    def first_names(self, names: Collection[str], checkpoint: Checkpoint, report: Report) -> dict[str, Optional[str]]:
+    def first_names(self, names: Collection[str], checkpoint: Checkpoint, report: Report) -> dict[str, str | None]:
         """The first renaming: new names by old ones, None for skipped tensors.
 
         Args:
@@ -349,7 +349,7 @@ class EditRules(NamedTuple):
         keys_by_name = {name: trainer_keys(name) for name in names if name not in recorded}
         return {**recorded, **{name: keys for name, keys in keys_by_name.items() if keys[0] in roots}}
 
-    def last_names(self, names: Collection[str], report: Report) -> dict[str, Optional[str]]:
+    def last_names(self, names: Collection[str], report: Report) -> dict[str, str | None]:
         """The last renaming: new names by old ones.
 
         Args:
@@ -514,7 +514,7 @@ _CONFIG = "config.json"
 
 
 def edit_rules(
-    src: str, asked: Edits, to: Optional[Form] = None, step: str = "latest", target: Optional[Target] = None
+    src: str, asked: Edits, to: Form | None = None, step: str = "latest", target: Target | None = None
 ) -> EditRules:
     """The rules of names, packing and types that are asked for; empty for unchanged ones.
 
@@ -548,7 +548,7 @@ def _name_the_family() -> str:
     return f"name the family of the model: --names {', '.join(families)} or {last}"
 
 
-def _asked_rules(src: str, asked: Edits, to: Optional[Form], step: str, args: Optional[str]) -> EditRules:
+def _asked_rules(src: str, asked: Edits, to: Form | None, step: str, args: str | None) -> EditRules:
     names, config, exactly = asked.names, asked.config, asked.exactly
     for option, is_set in (("reverse", asked.reverse), ("optimizer", asked.optimizer is not None)):
         if is_set and names in (None, NO_TABLE):
@@ -579,7 +579,7 @@ def _asked_rules(src: str, asked: Edits, to: Optional[Form], step: str, args: Op
         else:
             table = rules_named(names)
     stated = None if config is None else read_config(config)
-    sizes: Optional[Mapping[str, object]] = stated
+    sizes: Mapping[str, object] | None = stated
     recorded = form.configuration(src, step) if named else None
     if recorded is None and named and to is not None and args is not None:
         recorded = to.stated_configuration(args)
@@ -605,7 +605,7 @@ def _asked_rules(src: str, asked: Edits, to: Optional[Form], step: str, args: Op
     )
 
 
-def _quantisation(dequantize: str, src: str, config: Optional[Mapping[str, object]]) -> Quantisation:
+def _quantisation(dequantize: str, src: str, config: Mapping[str, object] | None) -> Quantisation:
     """How quantised tensors are recognised, from the source's other files.
 
     Raises:
@@ -664,6 +664,6 @@ class Request(NamedTuple):
         return self.asked.edits.filters
 
     @property
-    def target_ranks(self) -> Optional[tuple[int, ...]]:
+    def target_ranks(self) -> tuple[int, ...] | None:
         """The requested target ranks, ascending; None for all, and for forms without rank files."""
         return self.asked.files if self.to.options.by_rank else None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, Recipe
 from reshard.errors import CheckpointError

@@ -14,10 +14,11 @@ files that are being written. So groups are small, unless it costs too much to r
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Optional, Union, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 from reshard.checkpoints import OutputLayout, OutputTensor, Tensor
 from reshard.checkpoints.checkpoint import Addition, GlobalTensor
@@ -42,8 +43,8 @@ class Piece(NamedTuple):
 
     source: StoredSlice
     box: Box
-    region: Optional[Region] = None
-    dtype: Optional[str] = None
+    region: Region | None = None
+    dtype: str | None = None
 
     @property
     def source_number(self) -> int:
@@ -82,9 +83,9 @@ class TargetTensor(NamedTuple):
     item_size: int
     box: Box
     pieces: tuple[Piece, ...]
-    dtype: Optional[str] = None
+    dtype: str | None = None
     padded: bool = False
-    added: Optional[Addition] = None
+    added: Addition | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -136,7 +137,7 @@ class TargetTensors(Sequence[TargetTensor]):
         kinds: Sequence[TargetTensor],
         single: Sequence[TargetTensor],
         stored: Callable[[str, Piece], StoredSlice],
-        added: Optional[Callable[[str], Optional[Addition]]] = None,
+        added: Callable[[str], Addition | None] | None = None,
     ) -> None:
         self._order = order
         self._kinds = kinds
@@ -144,7 +145,7 @@ class TargetTensors(Sequence[TargetTensor]):
         self._stored = stored
         self._added = added
         # A writer needs each tensor a few times.
-        self._last: Optional[tuple[int, TargetTensor]] = None
+        self._last: tuple[int, TargetTensor] | None = None
 
     @property
     def names(self) -> Sequence[str]:
@@ -160,7 +161,7 @@ class TargetTensors(Sequence[TargetTensor]):
     @overload
     def __getitem__(self, place: slice) -> list[TargetTensor]: ...
 
-    def __getitem__(self, place: Union[int, slice]) -> Union[TargetTensor, list[TargetTensor]]:
+    def __getitem__(self, place: int | slice) -> TargetTensor | list[TargetTensor]:
         if isinstance(place, slice):
             return [self._tensor(at) for at in range(*place.indices(len(self)))]
         # Several threads write the parts of a file: another may replace the attribute at any moment.
@@ -199,7 +200,7 @@ class Kind(NamedTuple):
         """The slice of a file of the section."""
         return self.cut.overlap.target.slice_box(self.cut.slice_of(position))
 
-    def count(self, names: Optional[Collection[str]]) -> int:
+    def count(self, names: Collection[str] | None) -> int:
         """The number of its tensors with these names; None counts all."""
         return len(self.tensors) if names is None else sum(tensor.name in names for tensor in self.tensors)
 
@@ -218,7 +219,7 @@ def order_of(
     kinds: Sequence[Kind],
     boxes: Sequence[Box],
     values: Sequence[Tensor],
-    names: Optional[Collection[str]],
+    names: Collection[str] | None,
 ) -> FileOrder:
     """The order and layout of a file.
 
@@ -320,7 +321,7 @@ def splits_rows(cut: Cut) -> bool:
         return False
     for dimension in range(1, len(cut.target.cuts)):
         intervals = [cut.overlap.intervals(dimension, position) for position in range(cut.target.cuts[dimension])]
-        if any(interval[1] > following[0] for interval, following in zip(intervals, intervals[1:])):
+        if any(interval[1] > following[0] for interval, following in itertools.pairwise(intervals)):
             return True
     return False
 

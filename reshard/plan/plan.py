@@ -8,8 +8,8 @@ may exceed the memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Callable, NamedTuple, Optional
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from reshard.checkpoints import CheckpointIndex, OutputLayout, lay_out_copy
@@ -80,7 +80,7 @@ class Plan:
         values: Callable[[int], list[CopiedValue]],
         treatment: Sorted,
         cuts: Cuts,
-        choice: Optional[ReplicaChoice],
+        choice: ReplicaChoice | None,
     ) -> None:
         self.request = request
         self.checkpoint = checkpoint
@@ -111,7 +111,7 @@ class Plan:
         return frozenset(self.checkpoint.names()).union(self.request.target.parameters)
 
     def groups(
-        self, files: Sequence[int], limits: GroupLimits = ALL_LINKED, names: Optional[Collection[str]] = None
+        self, files: Sequence[int], limits: GroupLimits = ALL_LINKED, names: Collection[str] | None = None
     ) -> Iterator[list[TargetFile]]:
         """The parts of some target files, a group at a time; a group's files are written together.
 
@@ -140,9 +140,9 @@ class Plan:
                     for start in range(0, len(linked), together):
                         yield tuple(linked[start : start + together])
 
-    def by_names(self, section: Section, files: Sequence[int]) -> dict[Optional[frozenset[str]], list[int]]:
+    def by_names(self, section: Section, files: Sequence[int]) -> dict[frozenset[str] | None, list[int]]:
         """The files of a section among some files, by the names of their tensors; None for all names of the section."""
-        alike: dict[Optional[frozenset[str]], list[int]] = {}
+        alike: dict[frozenset[str] | None, list[int]] = {}
         for file in in_section(section, files):
             alike.setdefault(self.form.names_in(file), []).append(file)
         return alike
@@ -247,7 +247,7 @@ class Plan:
             sizes[file] = size_of_key[key]
         return sizes
 
-    def target_file(self, file: int, names: Optional[Collection[str]] = None) -> TargetFile:
+    def target_file(self, file: int, names: Collection[str] | None = None) -> TargetFile:
         """The parts of one target file.
 
         Args:
@@ -291,7 +291,7 @@ class Plan:
         return self._order_of(file, kinds, self.values_of(file), inside).layout
 
     def _order_of(
-        self, file: int, kinds: Sequence[Kind], values: Sequence[CopiedValue], inside: Optional[Collection[str]]
+        self, file: int, kinds: Sequence[Kind], values: Sequence[CopiedValue], inside: Collection[str] | None
     ) -> FileOrder:
         """The order of a file of these tensors; files of the same ones share it."""
         section = self.form.section_of(file)
@@ -431,7 +431,7 @@ class Plan:
         return TargetTensor("", kind.item_size, kind.box_of(position), tuple(pieces), cast, padded)
 
     @property
-    def _added(self) -> Optional[Callable[[str], Optional[Addition]]]:
+    def _added(self) -> Callable[[str], Addition | None] | None:
         """The addition to a tensor by name; None without one."""
         return (lambda name: self.checkpoint.tensors[name].added) if self._edited else None
 
@@ -460,7 +460,7 @@ def in_section(section: Section, files: Sequence[int]) -> Sequence[int]:
     return [file for file in files if file in section.files]
 
 
-def _intersection(first: Optional[frozenset[str]], second: Optional[Collection[str]]) -> Optional[Collection[str]]:
+def _intersection(first: frozenset[str] | None, second: Collection[str] | None) -> Collection[str] | None:
     """The intersection of two collections; None is everything."""
     if first is None:
         return second

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Callable, Optional
+from typing import TYPE_CHECKING
 
 from reshard.checkpoints import FileHandles, can_hold
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -55,7 +56,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     if shards is not None:
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         request = request._replace(target=Strategy.shards(shards, shapes))
-    recovery: Optional[Recovery] = None
+    recovery: Recovery | None = None
     ranks = rank_checkpoint_of(base)
     if request.task.recover:
         from reshard.plan.recovery import RecoveredFiles, Recovery
@@ -95,7 +96,7 @@ def _note_skipped_objects(checkpoint: Checkpoint, admit: Callable[[str], bool], 
 
 
 def read_source(
-    request: Request, handles: FileHandles, report: Report, required: Optional[Callable[[str], bool]] = None
+    request: Request, handles: FileHandles, report: Report, required: Callable[[str], bool] | None = None
 ) -> Checkpoint:
     """One step of the source of a request.
 

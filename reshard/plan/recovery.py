@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Optional
 
 from reshard.checkpoints import FileHandles, files_alike
 from reshard.errors import IncompleteSourceError, InputError
@@ -148,7 +147,7 @@ class Recovery:
             self._held[stage.number] = counts, len(loaded)
         return self._held[stage.number]
 
-    def _unlisted(self, rank: int) -> dict[str, Optional[int]]:
+    def _unlisted(self, rank: int) -> dict[str, int | None]:
         """The rank whose copy a lost rank gets, per parameter that only another stage's strategy lists."""
         strategy = self._strategy
         stage = strategy.stage_of(rank)
@@ -159,7 +158,7 @@ class Recovery:
         names = sorted(name for name in listed_elsewhere - stage.layouts.keys() if counts[name] >= least)
         return {name: self._unlisted_holder(name, rank, stage) for name in names}
 
-    def _unlisted_holder(self, name: str, rank: int, stage: Stage) -> Optional[int]:
+    def _unlisted_holder(self, name: str, rank: int, stage: Stage) -> int | None:
         """The rank with a certain replica of a rank's tensor, itself first; None without one."""
         index = self._checkpoint.indexes.get(rank)
         if index is not None and name in index.tensors:
@@ -207,7 +206,7 @@ class Recovery:
         return equal
 
     @staticmethod
-    def _content_of(way: Sequence[int], local: int, content: Mapping[int, int], first_rank: int) -> Optional[int]:
+    def _content_of(way: Sequence[int], local: int, content: Mapping[int, int], first_rank: int) -> int | None:
         """The content, by its lowest holder, that one way gives a local rank; None where no survivor has it."""
         slice_number = way[local]
         return next((equal for rank, equal in content.items() if way[rank - first_rank] == slice_number), None)
@@ -224,7 +223,7 @@ class RecoveredFiles(RankFiles):
         super().__init__(request.target, checkpoint.tensors, recovery.format, names)
         self._recovery = recovery
 
-    def copied_file(self, file: int) -> Optional[int]:
+    def copied_file(self, file: int) -> int | None:
         """The rank's own file, if it is intact."""
         return file if self._recovery.intact(file) else None
 

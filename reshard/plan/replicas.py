@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.errors import IncompleteSourceError, LayoutError, StrategyError
 from reshard.layout import Layout, Overlap, stand_in_shape, whole
@@ -35,7 +35,7 @@ class Need(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def common_dimensions(sources: Sequence[Layout], target: Optional[Layout]) -> tuple[list[Layout], Layout]:
+def common_dimensions(sources: Sequence[Layout], target: Layout | None) -> tuple[list[Layout], Layout]:
     """Regroup layouts of the JSON writer's expanded form to the same number of dimensions.
 
     Without a file, only another strategy shows a tensor's own number of dimensions. Every
@@ -53,7 +53,7 @@ def common_dimensions(sources: Sequence[Layout], target: Optional[Layout]) -> tu
     for dimensions in sorted({len(layout.cuts) for layout in choices[0]}, reverse=True):
         fitting = [[layout for layout in choice if len(layout.cuts) == dimensions] for choice in choices]
         shapes = {layout.recorded_shape for choice in fitting for layout in choice if layout.recorded_shape}
-        candidate_shapes: list[Optional[tuple[int, ...]]] = [*sorted(shapes, reverse=True)]
+        candidate_shapes: list[tuple[int, ...] | None] = [*sorted(shapes, reverse=True)]
         for shape in candidate_shapes or [None]:
             picked = [
                 next((layout for layout in choice if shape is None or layout.recorded_shape in (None, shape)), None)
@@ -85,7 +85,7 @@ class ReplicaChoice:
         self._deciding: dict[int, dict[tuple[int, ...], Need]] = {}
         self._turns: dict[int, list[int]] = {}
 
-    def ranks(self, target_rank: int, available: Optional[Collection[int]] = None) -> tuple[int, ...]:
+    def ranks(self, target_rank: int, available: Collection[int] | None = None) -> tuple[int, ...]:
         """Source ranks that ``target_rank`` needs, ascending; none of them could be left out.
 
         Args:
@@ -190,7 +190,7 @@ class ReplicaChoice:
             if ranks:
                 deciding.setdefault(ranks, Need(name, ranks))
             layouts = [holding.layout for holding in holdings]
-            problem: Optional[LayoutError] = None
+            problem: LayoutError | None = None
             fits = False
             for sources, cut in readings(name, layouts, target):
                 key = (tuple((h.stage.number, source) for h, source in zip(holdings, sources)), cut)
@@ -210,9 +210,7 @@ class ReplicaChoice:
                 ) from problem
         return kinds
 
-    def _kind(
-        self, name: str, holdings: Sequence[Holding], sources: Sequence[Layout], target: Optional[Layout]
-    ) -> _Kind:
+    def _kind(self, name: str, holdings: Sequence[Holding], sources: Sequence[Layout], target: Layout | None) -> _Kind:
         grouped, cut = common_dimensions(sources, target)
         shape = stand_in_shape(grouped, cut)
         overlap = Overlap([layout.grid(shape) for layout in grouped], cut.grid(shape))
@@ -236,9 +234,7 @@ def _unavailable(target_rank: int, lost: Sequence[Need]) -> IncompleteSourceErro
     )
 
 
-def readings(
-    name: str, sources: Sequence[Layout], target: Optional[Layout]
-) -> list[tuple[list[Layout], Optional[Layout]]]:
+def readings(name: str, sources: Sequence[Layout], target: Layout | None) -> list[tuple[list[Layout], Layout | None]]:
     """The possible readings of a parameter's layouts.
 
     Accumulated gradients are often stored without the optimizer shard that their layout records.
@@ -253,7 +249,7 @@ def readings(
     return result
 
 
-def _deciding_ranks(name: str, holdings: Sequence[Holding], target: Optional[Layout]) -> tuple[int, ...]:
+def _deciding_ranks(name: str, holdings: Sequence[Holding], target: Layout | None) -> tuple[int, ...]:
     """Ranks, ascending; a file of one of them decides whether recorded optimizer shards are real.
 
     Empty where the target records no shards, and where every stage that holds the parameter records some, so that

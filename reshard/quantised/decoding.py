@@ -8,13 +8,14 @@ memory.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -141,14 +142,14 @@ class _Scaled:
     owner: object
     box: Box
     scales: Words
-    offsets: Optional[Floats]
-    factors: Optional[Floats]
+    offsets: Floats | None
+    factors: Floats | None
 
 
 class ScaledCodes:
     """Decodes one tensor; see `checkpoint.Decoding`."""
 
-    def __init__(self, tensor: Quantised, dtype: str, scales: _Scales, offsets: Optional[_Scales]) -> None:
+    def __init__(self, tensor: Quantised, dtype: str, scales: _Scales, offsets: _Scales | None) -> None:
         self.name = tensor.name
         self.stored = tensor.codes
         self.beside = tensor.sources[1:]
@@ -190,7 +191,7 @@ class ScaledCodes:
         overflowed = 0
         # A byte of two codes is decoded whole, also where only one of them is needed.
         edges = [first // per_byte, -(-first // per_byte), last // per_byte, -(-last // per_byte)]
-        for begin, end in zip(edges, edges[1:]):
+        for begin, end in itertools.pairwise(edges):
             low = begin * per_byte
             for part in boxes_of_range(shape, low, end * per_byte, most):
                 box = placed(part, source.box)
@@ -219,7 +220,7 @@ class ScaledCodes:
             tables, numbers = tables_of_exponents(code, self.dtype), scaled.scales[inside(scales, scaled.box)]
             return dequantise(codes, tables, numbers, block, box, out, memory)
         if volume_of(scales) <= MAX_TABLES:
-            recent: Optional[tuple[object, Box, Tables]] = getattr(_RECENT, "tables", None)
+            recent: tuple[object, Box, Tables] | None = getattr(_RECENT, "tables", None)
             if recent is None or recent[:2] != (scaled, scales):
                 index = inside(scales, scaled.box)
                 offsets = None if scaled.offsets is None else scaled.offsets[index]
@@ -241,7 +242,7 @@ class ScaledCodes:
 
     def _scaled(self, read: ReadBytes, box: Box, around: Box, most: int) -> _Scaled:
         """At least the scales of a box; ahead of it in the slice ``around``, at most ``most`` of them."""
-        recent: Optional[_Scaled] = getattr(_RECENT, "scaled", None)
+        recent: _Scaled | None = getattr(_RECENT, "scaled", None)
         if recent is not None and recent.owner is self:
             if intersection(recent.box, box) == box:
                 return recent
@@ -421,8 +422,8 @@ class Quantisation(NamedTuple):
     """
 
     dtype: str
-    config: Optional[Mapping[str, Any]] = None
-    description: Optional[Mapping[str, Any]] = None
+    config: Mapping[str, Any] | None = None
+    description: Mapping[str, Any] | None = None
     place: str = "config.json"
 
     @property
@@ -432,7 +433,7 @@ class Quantisation(NamedTuple):
         return repr((self.dtype, json.dumps([settings, self.description], sort_keys=True)))
 
 
-def quantisation_of(directory: str, dtype: str, config: Optional[Mapping[str, Any]] = None) -> Quantisation:
+def quantisation_of(directory: str, dtype: str, config: Mapping[str, Any] | None = None) -> Quantisation:
     """The settings of quantised tensors, from the files of a directory; ``config`` replaces its config.json.
 
     Raises:

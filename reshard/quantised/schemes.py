@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.errors import CheckpointError
 from reshard.quantised.values import E2M1, OFFSET_TYPES, SCALE_TYPES, scale_box
@@ -114,7 +114,7 @@ class Quantised(NamedTuple):
     codes: str
     code: str
     scales: str
-    offsets: Optional[str]
+    offsets: str | None
     shape: Shape
     block: Shape
     scheme: str
@@ -140,8 +140,8 @@ class Recognised(NamedTuple):
 
 def recognise(
     stored: Mapping[str, TypedShape],
-    config: Optional[Mapping[str, Any]],
-    description: Optional[Mapping[str, Any]] = None,
+    config: Mapping[str, Any] | None,
+    description: Mapping[str, Any] | None = None,
     place: str = "config.json",
 ) -> Recognised:
     """Find the quantised tensors of a checkpoint.
@@ -211,8 +211,8 @@ def _object(value: object) -> Mapping[str, Any]:
 
 
 def _settings(
-    config: Optional[Mapping[str, Any]], place: str, description: Optional[Mapping[str, Any]]
-) -> Optional[Mapping[str, Any]]:
+    config: Mapping[str, Any] | None, place: str, description: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
     """`quantization_config`; None where only msmodelslim's description lists schemes.
 
     Refuses methods and keys that are not supported, and different ones.
@@ -270,7 +270,7 @@ def _is_harmless(key: str, value: object) -> bool:
     return value in (None, {}, [])
 
 
-def _scale_of(name: str, stored: Mapping[str, TypedShape]) -> Optional[tuple[str, str]]:
+def _scale_of(name: str, stored: Mapping[str, TypedShape]) -> tuple[str, str] | None:
     """The scales of a tensor of codes, and the name of the dequantised tensor."""
     for scale, weight in _SCALES:
         if not name.endswith(weight):
@@ -281,7 +281,7 @@ def _scale_of(name: str, stored: Mapping[str, TypedShape]) -> Optional[tuple[str
     return None
 
 
-def _offsets_of(name: str, stored: Mapping[str, TypedShape]) -> Optional[str]:
+def _offsets_of(name: str, stored: Mapping[str, TypedShape]) -> str | None:
     stem = name[: -len(".weight")]
     return next((stem + end for end in _OFFSETS if name.endswith(".weight") and stem + end in stored), None)
 
@@ -290,11 +290,11 @@ def _quantised(
     name: str,
     tensor: TypedShape,
     scales: str,
-    offsets: Optional[str],
+    offsets: str | None,
     new_name: str,
     stored: Mapping[str, TypedShape],
     settings: Mapping[str, Any],
-    description: Optional[Mapping[str, Any]],
+    description: Mapping[str, Any] | None,
 ) -> Quantised:
     """The quantised tensor of some codes and scales; refuses an unknown scheme, and scales that do not fit."""
     scale = stored[scales]
@@ -361,7 +361,7 @@ def _fits(shape: Shape, candidate: Quantised) -> bool:
 
 
 def _blocks(
-    name: str, shape: Shape, settings: Mapping[str, Any], description: Optional[Mapping[str, Any]]
+    name: str, shape: Shape, settings: Mapping[str, Any], description: Mapping[str, Any] | None
 ) -> Iterator[tuple[str, Shape, bool]]:
     """The possible blocks of a weight of FP8 or Int8 by its configuration: name, sizes, whether it has zero points."""
     rank = len(shape)
@@ -416,8 +416,8 @@ def _check_unused(
     stored: Mapping[str, TypedShape],
     used: set[str],
     quantised: Mapping[str, Quantised],
-    settings: Optional[Mapping[str, Any]],
-    description: Optional[Mapping[str, Any]],
+    settings: Mapping[str, Any] | None,
+    description: Mapping[str, Any] | None,
 ) -> None:
     """Refuse tensors that look quantised and were not recognised."""
     for name, tensor in stored.items():

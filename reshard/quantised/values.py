@@ -10,8 +10,9 @@ results are equal bit for bit. There are two ways to compute it:
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -108,7 +109,7 @@ class Tables(NamedTuple):
     overflowing: Words
 
 
-def tables_of(code: str, scales: Floats, dtype: str, offsets: Optional[Floats] = None) -> Tables:
+def tables_of(code: str, scales: Floats, dtype: str, offsets: Floats | None = None) -> Tables:
     """A table for each of some scales.
 
     Args:
@@ -138,7 +139,7 @@ def tables_of_exponents(code: str, dtype: str) -> Tables:
     return tables_of(code, decode_scales(np.arange(256, dtype="u1"), EXPONENTS[0]), dtype)
 
 
-def factors_of(code: str, scales: Floats, dtype: str) -> Optional[Floats]:
+def factors_of(code: str, scales: Floats, dtype: str) -> Floats | None:
     """Factors of codes for some positive scales; None where vector arithmetic does not give the exact results."""
     if code not in _LARGEST or dtype not in ("Float32", "BFloat16"):
         return None
@@ -268,7 +269,7 @@ def _spread(values: Words, block: Sequence[int], box: Box, per_byte: int, most: 
     same = len(edges) == 2 or (several and len(where) * columns >= _MIN_TOGETHER * len(edges))
     if several and not same:
         most = max(1, min(most, _MAX_REPEATED // (columns * values.itemsize)))
-    for begin, end in zip(edges, edges[1:]) if same else [(0, len(where))]:
+    for begin, end in itertools.pairwise(edges) if same else [(0, len(where))]:
         count = end - begin
         # NumPy takes twice as long where it repeats short rows itself.
         fold = 1 << (_MAX_SHORT // columns).bit_length() if same and several else 1

@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.asked import Conversion
 from reshard.errors import TargetError, UsageError
@@ -108,7 +108,7 @@ def commands_in(directory: str) -> list[RecordedCommand]:
     return [command for _, _, command in sorted(commands, key=lambda entry: entry[:2], reverse=True)]
 
 
-def requested_ranks(commands: Iterable[RecordedCommand]) -> Optional[tuple[int, ...]]:
+def requested_ranks(commands: Iterable[RecordedCommand]) -> tuple[int, ...] | None:
     """The target ranks that any of these commands requested, ascending; None for all."""
     ranks = [command.asked.files for command in commands]
     return None if None in ranks else tuple(sorted({rank for numbers in ranks for rank in numbers or ()}))
@@ -117,7 +117,7 @@ def requested_ranks(commands: Iterable[RecordedCommand]) -> Optional[tuple[int, 
 _HINT = "run the command that began the conversion again"
 
 
-def _read(path: str) -> Optional[RecordedCommand]:
+def _read(path: str) -> RecordedCommand | None:
     content = read_json(path, _MAX_BYTES, TargetError, _HINT, through_links=False, file_names=True)
     if content is None:
         return None

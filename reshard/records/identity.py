@@ -18,8 +18,8 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, Callable, NamedTuple, Optional, Union, get_type_hints
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, get_type_hints
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Literal, OutputLayout, Tensor
 from reshard.checkpoints.formats.headers import ALL_FORMATS
@@ -38,7 +38,7 @@ _DIGEST_LENGTH = 16
 # Readers of an identity's members, by the attribute's type.
 _READERS: dict[object, Callable[[Fields, str], Any]] = {
     str: Fields.text,
-    Optional[str]: Fields.optional_text,
+    str | None: Fields.optional_text,
     tuple[str, ...]: Fields.texts,
     FileNames: lambda fields, key: FileNames.from_fields(fields.fields(key)),
     tuple[int, ...]: lambda fields, key: fields.integers(key, 0, MAX_DEVICES),
@@ -68,7 +68,7 @@ class Identity(NamedTuple):
     source_strategy: str
     target_strategy: str
     ranks: int
-    step: Optional[str]
+    step: str | None
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     format: str
@@ -135,7 +135,7 @@ def strategy_digest(strategy: Strategy) -> str:
     return hashed.hexdigest()[:_DIGEST_LENGTH]
 
 
-def header_digest(layout: OutputLayout) -> Optional[str]:
+def header_digest(layout: OutputLayout) -> str | None:
     """A digest of all bytes of a file except tensor contents, in file order; None without any."""
     literals = (segment.data for segment in layout.segments() if isinstance(segment, Literal))
     first = next(literals, None)
@@ -147,7 +147,7 @@ def short_digest(*parts: bytes) -> str:
     return digest_of(parts)
 
 
-def digest_of(parts: Iterable[Union[bytes, memoryview]]) -> str:
+def digest_of(parts: Iterable[bytes | memoryview]) -> str:
     """Likewise, of parts from an iterator."""
     hashed = hashlib.sha256()
     for part in parts:
@@ -208,7 +208,7 @@ class SourceFile(NamedTuple):
         return ".".join(map(str, self))
 
     @classmethod
-    def parse(cls, text: str) -> Optional[SourceFile]:
+    def parse(cls, text: str) -> SourceFile | None:
         """The file in a text from `record`; None for other text."""
         match = re.fullmatch(_RECORD, text)
         if match is None:

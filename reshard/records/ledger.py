@@ -23,9 +23,9 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.errors import ReshardError, TargetError
 from reshard.forms.ranks.form import STRATEGY_FILE
@@ -78,10 +78,10 @@ class DoneRecord(NamedTuple):
     rank: int
     size: int
     modified: int
-    headers: Optional[str]
-    crc: Optional[int]
+    headers: str | None
+    crc: int | None
 
-    def matches(self, status: Optional[FileStatus]) -> bool:
+    def matches(self, status: FileStatus | None) -> bool:
         """Whether a file with this status is the recorded one; read the status before the record."""
         if status is None:
             return False
@@ -119,7 +119,7 @@ class Ledger:
         self._destination = destination
         self._root = os.path.join(destination, OWN)
         self._made_destination = False
-        self._plan_seen: Optional[tuple[int, int]] = None
+        self._plan_seen: tuple[int, int] | None = None
         # At the end of the names of its targets' records.
         self._ending = f".{identity.digest}"
 
@@ -182,13 +182,13 @@ class Ledger:
             if self._made_destination:
                 store_of(self._root).remove_directory(self._destination)
 
-    def only(self) -> Optional[set[int]]:
+    def only(self) -> set[int] | None:
         """The only requested ranks; None if all were requested."""
         numbers = [name[len(_ONLY) :] for name in self._names() if name.startswith(_ONLY)]
         ranks = {int(number) for number in numbers if number.isascii() and number.isdecimal()}
         return ranks or None
 
-    def request(self, ranks: Optional[Collection[int]]) -> None:
+    def request(self, ranks: Collection[int] | None) -> None:
         """Record that only these ranks, or all, were requested; once all were, no others can be."""
         only = self.only()
         if ranks is None:
@@ -255,7 +255,7 @@ class Ledger:
         """
         return commands_in(self._root)
 
-    def done(self, ranks: Optional[Collection[int]] = None) -> dict[int, list[DoneRecord]]:
+    def done(self, ranks: Collection[int] | None = None) -> dict[int, list[DoneRecord]]:
         """Records of finished targets, by rank; a rank has several if several runs wrote it."""
         records: dict[int, list[DoneRecord]] = {}
         names = (name for name in self._names("done") if name.endswith(self._ending))
@@ -264,7 +264,7 @@ class Ledger:
                 records.setdefault(record.rank, []).append(record)
         return records
 
-    def finished(self, ranks: Optional[Collection[int]] = None) -> dict[str, DoneRecord]:
+    def finished(self, ranks: Collection[int] | None = None) -> dict[str, DoneRecord]:
         """The records of finished targets whose files are unchanged, by the name of the file in the directory.
 
         Args:
@@ -371,7 +371,7 @@ class RecordedStrategy(NamedTuple):
     complete: bool
 
 
-def recorded_strategy(src: str) -> Optional[RecordedStrategy]:
+def recorded_strategy(src: str) -> RecordedStrategy | None:
     """The target strategy of the conversion that wrote all files of a rank tree.
 
     Args:
@@ -412,7 +412,7 @@ def _all_recorded(directory: str, ledger: Ledger, files: Sequence[RankFile]) -> 
     return all(os.path.relpath(file.path, directory or os.curdir) in finished for file in files)
 
 
-def _conversion_of(src: str) -> Optional[tuple[str, Ledger]]:
+def _conversion_of(src: str) -> tuple[str, Ledger] | None:
     """The directory and the records of the conversion that wrote a checkpoint; see `packing_of`."""
     directory = (fixed_directory(src) if RANK in src else src).rstrip("/")
     places = [os.path.dirname(directory) if is_regular_file(directory) else directory]
@@ -427,7 +427,7 @@ def _conversion_of(src: str) -> Optional[tuple[str, Ledger]]:
     return None
 
 
-def ledger_in(destination: str) -> Optional[Ledger]:
+def ledger_in(destination: str) -> Ledger | None:
     """The records of the conversion in a directory; None without records.
 
     Raises:
@@ -455,7 +455,7 @@ def _same_time(current: int, recorded: int) -> bool:
     return current == recorded or current == recorded // _SECOND * _SECOND
 
 
-def _parsed(name: str) -> Optional[DoneRecord]:
+def _parsed(name: str) -> DoneRecord | None:
     try:
         rank, size, modified, headers, crc, _ = name.split(".")
         digest, checksum = None if headers == _NONE else headers, None if crc == _NONE else int(crc, 16)

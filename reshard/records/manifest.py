@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shlex
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, TargetError
@@ -51,8 +51,8 @@ class ManifestFile(NamedTuple):
     rank: int
     file: str
     size: int
-    headers: Optional[str]
-    crc32: Optional[str]
+    headers: str | None
+    crc32: str | None
 
 
 class FinishingRecord(NamedTuple):

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 from collections.abc import Collection, Iterable, Sequence
-from typing import Optional
 
 from reshard.asked import CHANGES
 from reshard.errors import ReplaceableError, ReshardError, TargetError
@@ -66,7 +65,7 @@ class Refusals:
             "--overwrite" if self._whole else f"{self._mine.task} --overwrite, for all {counted_as(self._mine.form)}s"
         )
 
-    def another_conversion(self, theirs: Ledger, command: Optional[RecordedCommand]) -> ReplaceableError:
+    def another_conversion(self, theirs: Ledger, command: RecordedCommand | None) -> ReplaceableError:
         """Another conversion has begun in the directory.
 
         Args:
@@ -149,7 +148,7 @@ def _differences(
     mine: Identity,
     theirs: Identity,
     field: str,
-    command: Optional[RecordedCommand],
+    command: RecordedCommand | None,
     recorded: Sequence[RecordedCommand],
 ) -> list[str]:
     """An attribute, or the options behind its digest, with both values."""

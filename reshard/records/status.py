@@ -7,7 +7,6 @@ import os
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Optional
 
 from reshard.errors import CheckpointError, TargetError
 from reshard.records.commands import RecordedCommand, requested_ranks
@@ -41,10 +40,10 @@ class Status:
     changed: tuple[int, ...]
     missing: tuple[int, ...]
     bytes_done: int
-    manifest: Optional[str]
+    manifest: str | None
     unfinished: tuple[str, ...] = ()
     resumable: bool = False
-    requested: Optional[tuple[int, ...]] = None
+    requested: tuple[int, ...] | None = None
 
     @property
     def complete(self) -> bool:

@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple
 
 from reshard.asked import Source
 from reshard.checkpoints import FileHandles
@@ -285,7 +285,7 @@ class ReplicaFiles:
         calls = (
             [partial(self._sample, one.parameter, *each) for each in zip(one.holders, one.boxes)] for one in samples
         )
-        results: Iterator[Iterable[Optional[bytes]]]
+        results: Iterator[Iterable[bytes | None]]
         if self._remote:
             results = (data for _, data in in_order(self._reader.pool, calls, list, 2 * _IN_FLIGHT, size=len))
         else:
@@ -298,7 +298,7 @@ class ReplicaFiles:
             self.requests += len(one.holders)
             yield by_content
 
-    def _sample(self, parameter: GlobalTensor, holder: Holder, box: Box) -> Optional[bytes]:
+    def _sample(self, parameter: GlobalTensor, holder: Holder, box: Box) -> bytes | None:
         data = bytearray(volume_of(box) * parameter.item_size)
         with contextlib.suppress(DamagedCheckpointError, RetryableError):
             if not self.is_late:
@@ -316,7 +316,7 @@ def sample_box(replicated: Replicated, parameter: GlobalTensor, number: int) -> 
     return replicated.run(max(1, _SAMPLE_BYTES // parameter.item_size), number)
 
 
-def is_constant(data: Union[bytes, bytearray], item_size: int) -> bool:
+def is_constant(data: bytes | bytearray, item_size: int) -> bool:
     """Whether all elements are the same."""
     return data == data[:item_size] * (len(data) // item_size)
 
@@ -328,7 +328,7 @@ def compare_replicas(
     budget: Budget,
     progress: Progress,
     effort: str,
-    ranks: Optional[frozenset[int]] = None,
+    ranks: frozenset[int] | None = None,
 ) -> ReplicaComparison:
     """Compare slices that several ranks hold by the strategy, or several files by the checkpoint's own metadata.
 
@@ -486,7 +486,7 @@ class _Part(NamedTuple):
 
 def _compare_everything(
     groups: Sequence[ParameterGroup],
-    ranks: Optional[frozenset[int]],
+    ranks: frozenset[int] | None,
     files: ReplicaFiles,
     budget: Budget,
     progress: Progress,
@@ -546,7 +546,7 @@ def _compare_everything(
         progress.end()
 
 
-def _concerns(box: Replicated, ranks: Optional[frozenset[int]]) -> bool:
+def _concerns(box: Replicated, ranks: frozenset[int] | None) -> bool:
     return ranks is None or not all(ranks.isdisjoint(group.ranks) for group in box.groups)
 
 

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.asked import Source
 from reshard.checkpoints import FileHandles, files_alike
@@ -280,7 +280,7 @@ class StrategyCheck:
         alike: for a parameter that contradicts the strategy, the ranks with equal bytes.
     """
 
-    step: Optional[str]
+    step: str | None
     ranks: list[int]
     absent_ranks: list[int]
     beyond_ranks: list[int]
@@ -292,7 +292,7 @@ class StrategyCheck:
     comparison: ReplicaComparison
     same_slices: list[SameSlices]
     misplaced: list[str]
-    alike: Optional[EqualRanks]
+    alike: EqualRanks | None
 
     @property
     def other_network(self) -> bool:

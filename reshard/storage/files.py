@@ -13,8 +13,8 @@ import errno
 import os
 import shlex
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Callable, Optional, Union
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from reshard.errors import (
     FORBIDDEN,
@@ -117,7 +117,7 @@ def reading_error(path: str, error: OSError, kind: type[InputError] = Checkpoint
 
 
 @contextlib.contextmanager
-def reading(path: str, kind: type[InputError] = CheckpointError, hint: Optional[str] = None) -> Iterator[None]:
+def reading(path: str, kind: type[InputError] = CheckpointError, hint: str | None = None) -> Iterator[None]:
     """Replace errors of a block that reads a file by errors that name it.
 
     Args:
@@ -143,7 +143,7 @@ def inspecting(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(path: str, action: str = "written", rank: Optional[int] = None) -> Iterator[None]:
+def writing(path: str, action: str = "written", rank: int | None = None) -> Iterator[None]:
     """Replace an OSError of a block that changes a file by its `writing_error`."""
     try:
         yield
@@ -151,7 +151,7 @@ def writing(path: str, action: str = "written", rank: Optional[int] = None) -> I
         raise writing_error(path, error, action, rank) from error
 
 
-def writing_error(path: str, error: OSError, action: str = "written", rank: Optional[int] = None) -> ReshardError:
+def writing_error(path: str, error: OSError, action: str = "written", rank: int | None = None) -> ReshardError:
     """The error for a file or directory that cannot be written or removed: lasting, or worth a retry.
 
     ``action`` is a participle.
@@ -197,7 +197,7 @@ def too_long(path: str) -> UsageError:
     )
 
 
-def cut_short(path: str, rank: Optional[int] = None) -> RetryableError:
+def cut_short(path: str, rank: int | None = None) -> RetryableError:
     """The error for a file that became shorter while it was open."""
     return RetryableError(
         f"{path}: became shorter while it was read",
@@ -207,7 +207,7 @@ def cut_short(path: str, rank: Optional[int] = None) -> RetryableError:
     )
 
 
-def status_at(path: str, through_links: bool = True) -> Optional[FileStatus]:
+def status_at(path: str, through_links: bool = True) -> FileStatus | None:
     """The status of a path; None if nothing is there.
 
     Raises:
@@ -219,7 +219,7 @@ def status_at(path: str, through_links: bool = True) -> Optional[FileStatus]:
         return status_or_none(lambda: store_of(path).status(path, through_links))
 
 
-def status_of_each(paths: Sequence[str], through_links: bool = True) -> list[Optional[FileStatus]]:
+def status_of_each(paths: Sequence[str], through_links: bool = True) -> list[FileStatus | None]:
     """The status of each of several paths, as `status_at` returns it; concurrently where requests take a round trip."""
     return for_each(lambda path: status_at(path, through_links), paths)
 
@@ -303,10 +303,10 @@ def read_json(
     path: str,
     most: int,
     kind: type[InputError] = CheckpointError,
-    hint: Optional[str] = None,
+    hint: str | None = None,
     through_links: bool = True,
     file_names: bool = False,
-) -> Optional[dict[str, Any]]:
+) -> dict[str, Any] | None:
     """The object in a JSON file of at most ``most`` bytes; None if the file is missing.
 
     Args:
@@ -330,7 +330,7 @@ def read_json(
         return content
 
 
-def read_range(file: ReadableFile, offset: int, least: int, most: Optional[int] = None) -> bytes:
+def read_range(file: ReadableFile, offset: int, least: int, most: int | None = None) -> bytes:
     """Bytes of an open file from an offset on: at least the ``least`` that it had there when it was opened.
 
     A read may return fewer bytes than requested, above all on network file systems. That is no sign of damage:
@@ -356,7 +356,7 @@ def read_each(file: ReadableFile, ranges: Sequence[tuple[int, int]]) -> Iterator
     return (read_range(file, offset, count) for offset, count in ranges)
 
 
-def fill(file: ReadableFile, offset: int, out: memoryview, rank: Optional[int] = None) -> None:
+def fill(file: ReadableFile, offset: int, out: memoryview, rank: int | None = None) -> None:
     """Fill ``out`` with bytes that an open file had from an offset on when it was opened."""
     position = 0
     while position < len(out):
@@ -366,11 +366,9 @@ def fill(file: ReadableFile, offset: int, out: memoryview, rank: Optional[int] =
         position += count
 
 
-def scatter(
-    file: ReadableFile, offset: int, outs: Sequence[memoryview], nbytes: int, rank: Optional[int] = None
-) -> None:
+def scatter(file: ReadableFile, offset: int, outs: Sequence[memoryview], nbytes: int, rank: int | None = None) -> None:
     """As `fill`, several buffers of ``nbytes`` together, one after the other: in one read each 1024, where possible."""
-    read: Optional[Callable[[int, Sequence[memoryview]], int]] = getattr(file, "scatter", None)
+    read: Callable[[int, Sequence[memoryview]], int] | None = getattr(file, "scatter", None)
     if read is None:
         for out in outs:
             fill(file, offset, out, rank)
@@ -396,11 +394,11 @@ def between(outs: Sequence[memoryview], start: int, stop: int) -> list[memoryvie
     return parts
 
 
-def new_file(path: str, size: int, sending: Optional[Sending] = None) -> NewFile:
+def new_file(path: str, size: int, sending: Sending | None = None) -> NewFile:
     return store_of(path).new_file(path, size, sending)
 
 
-def write_parts(path: str, size: int, parts: Iterable[Union[bytes, memoryview]]) -> int:
+def write_parts(path: str, size: int, parts: Iterable[bytes | memoryview]) -> int:
     """Write a file part by part, in a directory that is made if missing; the CRC-32 of the whole file.
 
     It gets its name after the last part. No partial file remains.
@@ -419,7 +417,7 @@ def write_parts(path: str, size: int, parts: Iterable[Union[bytes, memoryview]])
     return crc
 
 
-def _gathered(parts: Iterable[Union[bytes, memoryview]]) -> Iterator[memoryview]:
+def _gathered(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
     """The same bytes, with small parts joined."""
     buffer = bytearray()
     for part in parts:
@@ -444,7 +442,7 @@ def remove_file(path: str) -> None:
         store_of(path).remove(path)
 
 
-def cipher_of(head: bytes) -> Optional[str]:
+def cipher_of(head: bytes) -> str | None:
     """The encryption mode of a `.ckpt` with this head."""
     return CIPHERS.get(head[:MARK_SIZE])
 
@@ -456,7 +454,7 @@ def is_ckpt(head: bytes) -> bool:
     return head[:1] == b"\x0a" and head[length + 1 : length + 2] in _VALUE_PARTS
 
 
-def kind_by_head(head: bytes) -> Optional[str]:
+def kind_by_head(head: bytes) -> str | None:
     """The kind of another program's file with this head; None if unknown."""
     if head.startswith(_ZIP):
         return "a zip archive, as PyTorch saves"
@@ -467,7 +465,7 @@ def kind_by_head(head: bytes) -> Optional[str]:
     return None
 
 
-def kind_of(path: str) -> Optional[str]:
+def kind_of(path: str) -> str | None:
     """The kind of the file at a path; None if unknown or unreadable."""
     with contextlib.suppress(OSError, UnfitError), opened_regular(path) as file:
         return kind_by_head(file.read(0, HEAD))

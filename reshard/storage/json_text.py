@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import ItemsView, Iterator
-from typing import Any, Callable, NoReturn, Optional, TypeVar
+from collections.abc import Callable, ItemsView, Iterator
+from typing import Any, NoReturn, TypeVar
 
 from reshard.storage.files import UnfitError
 from reshard.text.messages import quoted
@@ -25,9 +25,7 @@ class JsonError(UnfitError):
     problem = "is damaged: "
 
 
-def parse_json(
-    data: bytes, file_names: bool = False, compact: Optional[Callable[[dict[str, Any]], None]] = None
-) -> Any:
+def parse_json(data: bytes, file_names: bool = False, compact: Callable[[dict[str, Any]], None] | None = None) -> Any:
     """The value of a JSON text in UTF-8; a duplicate key is an error.
 
     Args:
@@ -101,7 +99,7 @@ class Fields:
     def is_null(self, key: str) -> bool:
         return self._content.get(key, "") is None
 
-    def optional_text(self, key: str) -> Optional[str]:
+    def optional_text(self, key: str) -> str | None:
         return None if self.is_null(key) else self.text(key)
 
     def entries(self, key: str) -> list[Any]:

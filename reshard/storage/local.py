@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import Optional
 
 from reshard.storage import temporary
 from reshard.storage.registry import absolute
@@ -57,7 +56,7 @@ class LocalFile:
     # Other programs may write to it, or replace it.
     pinned = False
 
-    def __init__(self, descriptor: int, path: str, measured: Optional[Measured] = None) -> None:
+    def __init__(self, descriptor: int, path: str, measured: Measured | None = None) -> None:
         self.descriptor = descriptor
         self.path = path
         self._measured = measured
@@ -99,7 +98,7 @@ class WrittenFile(NewFile):
         self._fd = descriptor
 
     @property
-    def descriptor(self) -> Optional[int]:
+    def descriptor(self) -> int | None:
         return self._fd
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -177,7 +176,7 @@ class LocalStore(Store):
 
     def __init__(self) -> None:
         # Measurements of requests by device; None on a local file system.
-        self._measured: dict[int, Optional[Measured]] = {}
+        self._measured: dict[int, Measured | None] = {}
 
     def status(self, path: str, through_links: bool = True) -> FileStatus:
         return FileStatus.of(os.stat(path) if through_links else os.lstat(path))
@@ -205,12 +204,12 @@ class LocalStore(Store):
         measured = self._measurements(device, path)
         return LOCAL if measured is None else measured.storage()
 
-    def _measurements(self, device: int, path: str) -> Optional[Measured]:
+    def _measurements(self, device: int, path: str) -> Measured | None:
         if device not in self._measured:
             self._measured[device] = Measured(REMOTE, usual=0.0) if storage_on(path).remote else None
         return self._measured[device]
 
-    def new_file(self, path: str, size: int, sending: Optional[Sending] = None) -> NewLocalFile:
+    def new_file(self, path: str, size: int, sending: Sending | None = None) -> NewLocalFile:
         return NewLocalFile(path)
 
     def write_whole(self, path: str, data: bytes) -> None:
@@ -253,7 +252,7 @@ class LocalStore(Store):
         status = self._status_or_none(path)
         return None if status is None else (status.device, status.inode)
 
-    def space(self, directory: str) -> Optional[tuple[int, str, Optional[int]]]:
+    def space(self, directory: str) -> tuple[int, str, int | None] | None:
         """That of the directory's file system, or of its nearest existing parent's."""
         existing = absolute(directory)
         while (status := self._status_or_none(existing)) is None or not status.directory:
@@ -274,7 +273,7 @@ class LocalStore(Store):
     def lock(self, path: str, notify: Notify) -> AbstractContextManager[None]:
         return temporary.lock(path, notify)
 
-    def _status_or_none(self, path: str) -> Optional[FileStatus]:
+    def _status_or_none(self, path: str) -> FileStatus | None:
         return status_or_none(lambda: self.status(path))
 
 

@@ -15,9 +15,9 @@ import contextvars
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, Union, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from reshard.errors import UsageError
 from reshard.storage.store import DirectoryEntry, FileStatus, Storage, Store
@@ -43,18 +43,18 @@ T = TypeVar("T")
 # Attributes of a store that do not write.
 _READING = ("at_a_time", "costs", "flush", "open", "part_bytes", "place", "space", "special_files")
 _Absent = (FileNotFoundError, NotADirectoryError)
-_Status = Union[FileStatus, OSError]
-_Entries = Union[list[DirectoryEntry], OSError]
+_Status = FileStatus | OSError
+_Entries = list[DirectoryEntry] | OSError
 
-_endpoint: Optional[str] = None
+_endpoint: str | None = None
 
 
-def use_endpoint(url: Optional[str]) -> None:
+def use_endpoint(url: str | None) -> None:
     global _endpoint
     _endpoint = url
 
 
-def endpoint() -> Optional[str]:
+def endpoint() -> str | None:
     """The URL of the service for objects; None for the setting in environment or profile."""
     return _endpoint
 
@@ -185,7 +185,7 @@ class _ListingCache:
         return self._named[directory]
 
 
-_cache: ContextVar[Optional[_ListingCache]] = ContextVar("listings", default=None)
+_cache: ContextVar[_ListingCache | None] = ContextVar("listings", default=None)
 
 
 @contextlib.contextmanager
@@ -204,7 +204,7 @@ def listings_cached() -> Iterator[None]:
         _cache.reset(token)
 
 
-def cached_entry(path: str) -> Optional[DirectoryEntry]:
+def cached_entry(path: str) -> DirectoryEntry | None:
     """The entry of a path in the cached list of its directory; None outside such a block."""
     cache = _cache.get()
     if cache is None or not cache.valid:
@@ -247,7 +247,7 @@ class _CachedStore:
             self._cache.valid = False
         return getattr(self._store, name)
 
-    def _unlisted(self, key: str) -> Optional[OSError]:
+    def _unlisted(self, key: str) -> OSError | None:
         """The error for a path that is missing in the cached list of its directory; None otherwise."""
         directory, _, name = key.rpartition("/")
         if not isinstance(self._cache.entries.get(directory), list) or name in self._cache.named(directory):
@@ -270,7 +270,7 @@ class _CachedStore:
         return entries
 
 
-def _or_absent(look: Callable[[], T]) -> Union[T, OSError]:
+def _or_absent(look: Callable[[], T]) -> T | OSError:
     """The result, or the error for a missing path; other errors are raised: a retry may help."""
     try:
         return look()

@@ -14,9 +14,9 @@ import stat
 import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.defaults import usable_cpus
 from reshard.threads import ThreadLock, thread_pool
@@ -51,7 +51,7 @@ class Storage(NamedTuple):
     window: int
     small: int
     held: int = 0
-    round_trip: Optional[float] = None
+    round_trip: float | None = None
     mappable: bool = True
     large: int = 0
 
@@ -101,7 +101,7 @@ def _within(least: int, suitable: int, most: int) -> int:
     return max(least, min(suitable, most))
 
 
-def round_trip_of(seconds: Sequence[float]) -> Optional[float]:
+def round_trip_of(seconds: Sequence[float]) -> float | None:
     """The round trip that the durations of requests show; None if they show none.
 
     It is the median of the slow requests. Fast ones were answered by a cache of this machine and are left out.
@@ -203,7 +203,7 @@ class FileStatus(NamedTuple):
         )
 
 
-def status_or_none(look: Callable[[], FileStatus]) -> Optional[FileStatus]:
+def status_or_none(look: Callable[[], FileStatus]) -> FileStatus | None:
     """The status that ``look`` returns; None if nothing is at its path."""
     try:
         return look()
@@ -228,7 +228,7 @@ class ReadableFile(Protocol):
         """Its name, for messages."""
 
     @property
-    def descriptor(self) -> Optional[int]:
+    def descriptor(self) -> int | None:
         """Descriptor to map into memory; None if the bytes are not stored as they are read."""
 
     def size(self) -> int:
@@ -275,7 +275,7 @@ class NewFile(Protocol):
     """
 
     @property
-    def descriptor(self) -> Optional[int]:
+    def descriptor(self) -> int | None:
         """The descriptor through which other processes may write; None where they cannot."""
         return None
 
@@ -397,14 +397,14 @@ class Store(Protocol):
         """
         return path.rstrip("/")
 
-    def space(self, directory: str) -> Optional[tuple[int, str, Optional[int]]]:
+    def space(self, directory: str) -> tuple[int, str, int | None] | None:
         """Of the volume of files below a directory: its number, an existing directory, and free bytes if known."""
         return None
 
     # Writing.
 
     @abstractmethod
-    def new_file(self, path: str, size: int, sending: Optional[Sending] = None) -> NewFile:
+    def new_file(self, path: str, size: int, sending: Sending | None = None) -> NewFile:
         """Begin to write a file of ``size`` bytes, in a directory that is made if missing.
 
         ``sending`` sends parts, in a store that takes files in parts; without it, the writing thread sends them.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Callable, Optional, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from reshard.errors import InputError
 from reshard.storage import UnfitError, exists, is_regular_file, read_small, reading
@@ -111,7 +111,7 @@ class BuiltinFiles:
     def names(self) -> list[str]:
         return sorted(name[: -len(_ENDING)] for name in os.listdir(self._directory) if name.endswith(_ENDING))
 
-    def path(self, text: str) -> Optional[str]:
+    def path(self, text: str) -> str | None:
         """The path of the built-in file with this name; None if the text is a path; an error for unknown names."""
         names = self.names()
         # A model's directory may have the name of its table.

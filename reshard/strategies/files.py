@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple
 
 from reshard.errors import StrategyError
 from reshard.storage import UnfitError, opened_regular, read_range, reading
@@ -45,11 +45,11 @@ ENDINGS = (".ckpt", ".json")
 class OtherFile(NamedTuple):
     """A file that is not a strategy: its kind in words, None if unknown; the content of a group_info file."""
 
-    kind: Optional[str] = None
+    kind: str | None = None
     content: bytes = b""
 
 
-def read_content(path: str) -> Union[bytes, OtherFile]:
+def read_content(path: str) -> bytes | OtherFile:
     """The content of a file that may be a strategy."""
     with reading(path, StrategyError):
         try:
@@ -81,7 +81,7 @@ def read_content(path: str) -> Union[bytes, OtherFile]:
     return OtherFile("too large for a strategy")
 
 
-def parse(path: str, data: bytes) -> Union[StrategyFile, OtherFile]:
+def parse(path: str, data: bytes) -> StrategyFile | OtherFile:
     """The strategy in the bytes of a file.
 
     Raises:
@@ -129,7 +129,7 @@ def _must_be_strategy(path: str, data: bytes) -> bool:
     return data[:1] == b"\x08" or ("strategy" in os.path.basename(path) and path.endswith(ENDINGS))
 
 
-def _kind_by_head(head: bytes, size: int) -> Optional[str]:
+def _kind_by_head(head: bytes, size: int) -> str | None:
     if cipher_of(head) is not None:
         return "an encrypted checkpoint"
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
@@ -218,7 +218,7 @@ _UINT32 = 2**32
 _INT64 = 2**63
 
 
-def parse_protobuf(data: bytes, path: str) -> Optional[StrategyFile]:
+def parse_protobuf(data: bytes, path: str) -> StrategyFile | None:
     """The content of a strategy file, or None for bytes that are not its message.
 
     Raises:
@@ -285,7 +285,7 @@ def protobuf_bytes(file: StrategyFile) -> bytes:
     return bytes(message.SerializeToString(deterministic=True))
 
 
-def parse_group_map(data: bytes, path: str) -> Optional[tuple[Ranks, tuple[tuple[str, Ranks], ...]]]:
+def parse_group_map(data: bytes, path: str) -> tuple[Ranks, tuple[tuple[str, Ranks], ...]] | None:
     """The restore list and the named groups of a group_info file, or None for other bytes.
 
     Raises:
@@ -375,7 +375,7 @@ def _pool() -> Any:
     return pool
 
 
-def parse_json_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
+def parse_json_strategy(data: bytes, path: str) -> StrategyFile | None:
     """The content of a strategy file, or None for JSON of another kind.
 
     Raises:
@@ -451,7 +451,7 @@ def _json_layout(name: str, item: Fields) -> RecordedLayout:
     nested = any(isinstance(entry, list) for entry in maps)
     label = f"parameter {quoted(name)}: tensor_map"
 
-    def optional(key: str) -> Optional[tuple[int, ...]]:
+    def optional(key: str) -> tuple[int, ...] | None:
         return item.integers(key, -_INT64, _INT64) if key in item else None
 
     if nested:

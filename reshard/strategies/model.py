@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import LayoutError, UsageError
@@ -54,7 +54,7 @@ class RecordedLayout(NamedTuple):
     device_matrix: tuple[int, ...]
     tensor_maps: tuple[tuple[int, ...], ...]
     nested: bool = False
-    tensor_shape: Optional[tuple[int, ...]] = None
+    tensor_shape: tuple[int, ...] | None = None
     field: int = 0
     shard_step: int = 0
     shard_size: int = 0
@@ -62,7 +62,7 @@ class RecordedLayout(NamedTuple):
     split_offsets: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, layout: Layout, nested: Optional[bool] = None) -> RecordedLayout:
+    def of(cls, layout: Layout, nested: bool | None = None) -> RecordedLayout:
         """The record of a layout, without a shape."""
         maps = tuple(axes or (-1,) for axes in layout.tensor_map)
         if nested is None:
@@ -141,7 +141,7 @@ class RecordedLayout(NamedTuple):
         if min((*(self.tensor_shape or ()), *(self.split_sizes if self.split_offsets else ())), default=0) < 0:
             raise LayoutError("a dimension or slice of a negative number of elements")
 
-    def _uneven(self) -> Optional[tuple[int, ...]]:
+    def _uneven(self) -> tuple[int, ...] | None:
         # Stand-alone writers put the full shape into param_split_shape; only the offsets are reliable.
         if not self.split_offsets:
             return None
@@ -151,7 +151,7 @@ class RecordedLayout(NamedTuple):
             raise LayoutError(f"slices of sizes {sizes} do not begin at indices_offset {offsets}")
         return self.split_sizes
 
-    def _shape(self) -> Optional[tuple[int, ...]]:
+    def _shape(self) -> tuple[int, ...] | None:
         shape = self.tensor_shape
         entries = self.dimensions
         widths = [max(1, len(axes)) for axes in entries]
@@ -162,7 +162,7 @@ class RecordedLayout(NamedTuple):
         return tuple(math.prod(shape[end - width : end]) for end, width in zip(ends, widths))
 
 
-def shards_of(path: str) -> Optional[int]:
+def shards_of(path: str) -> int | None:
     """The number of ranks in ``shards:8``; None for other strategies.
 
     Raises:
@@ -176,7 +176,7 @@ def shards_of(path: str) -> Optional[int]:
     return int(text)
 
 
-def target_named(path: Optional[str], shards: Optional[int]) -> Optional[str]:
+def target_named(path: str | None, shards: int | None) -> str | None:
     """The path of a target's strategy, or the name of rows over a number of ranks."""
     if shards is None:
         return path
@@ -294,7 +294,7 @@ class Strategy:
     stages: tuple[Stage, ...]
     path: str
     notes: tuple[str, ...] = field(default=(), compare=False)
-    original: Optional[Strategy] = field(default=None, compare=False, repr=False)
+    original: Strategy | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def none(cls) -> Strategy:
@@ -310,7 +310,7 @@ class Strategy:
         return cls((Stage(0, 0, ranks, {}, (AS_CUT,)),), AS_CUT)
 
     @classmethod
-    def shards(cls, count: int, shapes: Optional[Mapping[str, tuple[int, ...]]] = None) -> Strategy:
+    def shards(cls, count: int, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Strategy:
         """Rows cut over ranks in parts of one size, the last smaller or empty, as PyTorch's FSDP cuts them.
 
         Args:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple
 
 from reshard.defaults import MAX_DEVICES, MAX_STAGES
 from reshard.errors import LayoutError, ReshardError, StrategyError, UsageError
@@ -44,7 +44,7 @@ class StageRecord(NamedTuple):
         layouts: the same in normal form.
     """
 
-    number: Optional[int]
+    number: int | None
     file: StrategyFile
     paths: tuple[str, ...]
     items: tuple[StrategyItem, ...]
@@ -52,7 +52,7 @@ class StageRecord(NamedTuple):
     layouts: Mapping[str, Layout]
 
 
-def read_strategy(path: Optional[str]) -> Strategy:
+def read_strategy(path: str | None) -> Strategy:
     """Read a strategy.
 
     Args:
@@ -86,7 +86,7 @@ def typed_strategy(path: str, report: Report) -> Strategy:
     return strategy
 
 
-def required_strategies(source: Optional[str], target: Optional[str]) -> tuple[str, str]:
+def required_strategies(source: str | None, target: str | None) -> tuple[str, str]:
     """The values of --src-strategy and --dst-strategy.
 
     Raises:
@@ -105,7 +105,7 @@ def required_strategies(source: Optional[str], target: Optional[str]) -> tuple[s
     )
 
 
-def read_records(path: str, leave_out: Optional[str] = None) -> tuple[Strategy, dict[int, list[StageRecord]]]:
+def read_records(path: str, leave_out: str | None = None) -> tuple[Strategy, dict[int, list[StageRecord]]]:
     """A strategy, and per stage its records in all files.
 
     Args:
@@ -148,7 +148,7 @@ def preferred(records: Sequence[StageRecord], form: str) -> StageRecord:
     return next((record for record in records if record.file.form == form), records[0])
 
 
-def _records_in(directory: str, leave_out: Optional[str]) -> tuple[list[StageRecord], list[str]]:
+def _records_in(directory: str, leave_out: str | None) -> tuple[list[StageRecord], list[str]]:
     names = _names_in(directory, leave_out)
     files, notes = _read_files(directory, names)
     of_ranks = [] if files else [name for name in names if _is_of_rank(os.path.join(directory, name))]
@@ -169,7 +169,7 @@ def _records_in(directory: str, leave_out: Optional[str]) -> tuple[list[StageRec
     # Merged JSON may lack items of the stages, so their own files are the first.
     files.sort(key=lambda file: is_merged(file[0]))
     found: list[StageRecord] = []
-    stages: dict[str, set[Optional[int]]] = {}
+    stages: dict[str, set[int | None]] = {}
     for file, paths in files:
         records = list(stage_records(file, paths))
         found += records
@@ -183,7 +183,7 @@ def _records_in(directory: str, leave_out: Optional[str]) -> tuple[list[StageRec
     return found, notes
 
 
-def _names_in(directory: str, leave_out: Optional[str]) -> list[str]:
+def _names_in(directory: str, leave_out: str | None) -> list[str]:
     left_out = real(leave_out) if leave_out is not None else None
     # Records of made strategies are skipped without a note.
     names = [name for name in names_in(directory) if not name.endswith(RECORD)]
@@ -202,14 +202,14 @@ def _read_files(directory: str, names: Iterable[str]) -> tuple[list[tuple[Strate
 
     skipped: dict[str, list[str]] = {}
     # Content and name's ending both determine the kind of a file.
-    parsed: dict[tuple[bytes, str], Union[StrategyFile, OtherFile]] = {}
+    parsed: dict[tuple[bytes, str], StrategyFile | OtherFile] = {}
     copies: dict[tuple[bytes, str], list[str]] = {}
     for name in names:
         path = os.path.join(directory, name)
         # Editors, file systems and unfinished writes leave hidden files.
         data = OtherFile("hidden") if os.path.basename(name).startswith(".") else read_content(path)
         if isinstance(data, OtherFile):
-            file: Union[StrategyFile, OtherFile] = data
+            file: StrategyFile | OtherFile = data
         else:
             key = (sha256(data).digest(), os.path.splitext(name)[1])
             file = parsed[key] if key in parsed else parsed.setdefault(key, parse(path, data))
@@ -287,7 +287,7 @@ def _check_prefixes(file: StrategyFile, of_items: list[int], of_names: list[int]
 
 
 def _stage_record(
-    number: Optional[int],
+    number: int | None,
     file: StrategyFile,
     paths: tuple[str, ...],
     items: tuple[StrategyItem, ...],
@@ -366,7 +366,7 @@ def _disagreement(number: int, names: Sequence[str], records: Sequence[StageReco
 
 
 @lru_cache(maxsize=4096)
-def _agreed(first: Layout, second: Layout) -> Optional[Layout]:
+def _agreed(first: Layout, second: Layout) -> Layout | None:
     """The layout that both describe, with the details of either; None if they differ."""
     expandable = first.expandable and second.expandable
     # An expanded map and the tensor's own: the latter groups the former.

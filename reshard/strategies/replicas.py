@@ -7,10 +7,11 @@ empty; lists that share a rank are joined.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,7 @@ class ReplicaGroup(NamedTuple):
     """
 
     ranks: tuple[int, ...]
-    stage: Optional[int] = None
+    stage: int | None = None
 
 
 class Replicas(NamedTuple):
@@ -124,18 +125,18 @@ def _groups(stage: Stage, keys: npt.NDArray[np.int64]) -> list[ReplicaGroup]:
     # As lists: a million separate ranks would be a million arrays.
     ranks: list[int] = (order + stage.first_rank).tolist()
     bounds: list[int] = [0, *edges.tolist(), len(ranks)]
-    members = sorted(tuple(ranks[start:end]) for start, end in zip(bounds, bounds[1:]))
+    members = sorted(tuple(ranks[start:end]) for start, end in itertools.pairwise(bounds))
     return [ReplicaGroup(group, stage.number) for group in members]
 
 
-def _own_rank(path: str) -> Optional[int]:
+def _own_rank(path: str) -> int | None:
     """The rank that wrote a group_info file, if its path contains it."""
     directory, name = os.path.split(absolute(path))
     match = _OWN_DIRECTORY.fullmatch(os.path.basename(directory)) or _OWN_NAME.fullmatch(os.path.splitext(name)[0])
     return int(match[1]) if match is not None else None
 
 
-def _check(info: GroupInfo, own_rank: Optional[int]) -> None:
+def _check(info: GroupInfo, own_rank: int | None) -> None:
     largest = max(info.restore_ranks)
     if largest >= MAX_DEVICES:
         problem = f"{info.file} is damaged: it lists rank {largest}, more than any cluster has"

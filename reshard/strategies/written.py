@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import LayoutError, StrategyError, TargetError, UsageError
 from reshard.layout import Layout
@@ -76,7 +76,7 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
     return [*strategy.notes, *_unreadable_in_json(file)]
 
 
-def _replaceable(path: str, data: Union[bytes, OtherFile]) -> Optional[StrategyFile]:
+def _replaceable(path: str, data: bytes | OtherFile) -> StrategyFile | None:
     """The strategy in an existing file that is to be replaced; None in an empty file."""
     if not data:
         return None
@@ -131,7 +131,7 @@ def _new_file(path: str, maker: str, stages: Mapping[int, Mapping[str, RecordedL
     return StrategyFile(path, _FORMS.get(os.path.splitext(path)[1], "json"), items, layouts)
 
 
-def _json_record(layout: Layout, shape: Optional[tuple[int, ...]]) -> RecordedLayout:
+def _json_record(layout: Layout, shape: tuple[int, ...] | None) -> RecordedLayout:
     """The record of a layout in a JSON file; the shape is None if it is unknown."""
     if shape is not None:
         # The shape shows which entries are one dimension, if the source file leaves it open.

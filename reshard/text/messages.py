@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Callable, Optional
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 # Maximum number of characters of a name in a message; MindSpore's longest names have about 120.
 _MAX_SHOWN = 240
@@ -82,7 +81,7 @@ def left_alone(ranks: Collection[int]) -> str:
     return "left as it is" if len(ranks) == 1 else "left as they are"
 
 
-def step_words(step: Optional[object]) -> str:
+def step_words(step: object | None) -> str:
     """``step 3_10``, or ``the checkpoint`` for names without a step."""
     return "the checkpoint" if step is None else f"step {step}"
 
@@ -155,7 +154,7 @@ class Message(str):
     full: str
     shortened: bool
 
-    def __new__(cls, text: str, full: Optional[str] = None, shortened: bool = False) -> Message:
+    def __new__(cls, text: str, full: str | None = None, shortened: bool = False) -> Message:
         """Args: full: the text with every name, where that is another one."""
         message = super().__new__(cls, text)
         message.full = text if full is None else full
@@ -219,7 +218,7 @@ class Report:
         notes: decisions, in the same form.
     """
 
-    def __init__(self, listener: Optional[Callable[[str, str], None]] = None) -> None:
+    def __init__(self, listener: Callable[[str, str], None] | None = None) -> None:
         """Args: listener: called with ``"warning"`` or ``"note"`` and the text."""
         self.warnings: list[str] = []
         self.notes: list[str] = []

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Container, Iterable, Sequence
 from fnmatch import translate
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple
 
 from reshard.errors import UsageError
 from reshard.text.messages import Report, as_glob, listing, one_line, plural, quoted, some_names, stepped_ranges
@@ -42,7 +42,7 @@ class Glob:
     def matches(self, text: str) -> bool:
         return self._match(text) is not None
 
-    def numbers(self, text: str) -> Optional[list[tuple[int, int]]]:
+    def numbers(self, text: str) -> list[tuple[int, int]] | None:
         """The positions of the numbers in a text, in order; None if it does not match.
 
         Stars are greedy, the first one first.
@@ -245,7 +245,7 @@ _MIN_PREFIX = 3
 _WILD = frozenset("*?[{")
 
 
-def fused_expert(names: Iterable[str]) -> Optional[str]:
+def fused_expert(names: Iterable[str]) -> str | None:
     """The first name of experts that transformers 5 fuses; None if there is none."""
     return next((name for name in names if name.endswith(_FUSED)), None)
 
@@ -429,9 +429,9 @@ def name_patterns(names: Iterable[str], parameters: Container[str] = ()) -> list
 
 def _products_of(rows: list[tuple[str, ...]]) -> list[tuple[frozenset[str], ...]]:
     """Rows as products of sets: for each column, rows that are equal in all others are merged."""
-    products: list[tuple[Union[str, frozenset[str]], ...]] = [*rows]
+    products: list[tuple[str | frozenset[str], ...]] = [*rows]
     for place in range(len(rows[0])):
-        values: dict[tuple[Union[str, frozenset[str]], ...], list[str]] = {}
+        values: dict[tuple[str | frozenset[str], ...], list[str]] = {}
         for row in products:
             value = row[place]
             assert isinstance(value, str)
@@ -466,13 +466,13 @@ def near_names(typed: str, names: Iterable[str]) -> list[str]:
     return [spelled[name] for name in longer[:3]]
 
 
-def did_you_mean(typed: str, names: Iterable[str]) -> Optional[str]:
+def did_you_mean(typed: str, names: Iterable[str]) -> str | None:
     """A hint with similar names, or None."""
     near = near_names(typed, names)
     return f"did you mean {' or '.join(map(quoted, near))}?" if near else None
 
 
-def similar_path_hint(path: str) -> Optional[str]:
+def similar_path_hint(path: str) -> str | None:
     """``did you mean ...?`` with similar names beside the first missing part of a path, or None."""
     if "://" in path:
         # An object store is not searched for similar names.

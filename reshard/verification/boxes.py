@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.errors import LayoutError
 
@@ -34,8 +34,8 @@ class LayoutValues(NamedTuple):
     device_matrix: tuple[int, ...]
     tensor_map: tuple[tuple[int, ...], ...]
     shard_size: int = 0
-    uneven: Optional[tuple[int, ...]] = None
-    shape: Optional[Shape] = None
+    uneven: tuple[int, ...] | None = None
+    shape: Shape | None = None
     expandable: bool = False
 
     @property
@@ -68,7 +68,7 @@ def whole_box(shape: Shape) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def common(first: Box, second: Box) -> Optional[Box]:
+def common(first: Box, second: Box) -> Box | None:
     """The common elements of two boxes; None without any."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second))
     return both if all(start < stop for start, stop in both) else None
@@ -80,7 +80,7 @@ def within(box: Box, around: Box) -> tuple[slice, ...]:
 
 
 @lru_cache(maxsize=64)
-def device_boxes(layout: LayoutValues, shape: Shape) -> Optional[tuple[Box, ...]]:
+def device_boxes(layout: LayoutValues, shape: Shape) -> tuple[Box, ...] | None:
     """The box of each device in a tensor of this shape; None if the layout does not fit the shape."""
     for tensor_map in _maps(layout, shape):
         boxes = _plain_boxes(layout, tensor_map, shape)
@@ -130,7 +130,7 @@ def _maps(layout: LayoutValues, shape: Shape) -> Iterator[tuple[tuple[int, ...],
             yield tuple(tuple(axis for at in group for axis in entries[at]) for group in groups)
 
 
-def _plain_boxes(layout: LayoutValues, tensor_map: Sequence[Sequence[int]], shape: Shape) -> Optional[list[Box]]:
+def _plain_boxes(layout: LayoutValues, tensor_map: Sequence[Sequence[int]], shape: Shape) -> list[Box] | None:
     """The boxes without optimizer shards."""
     sizes = layout.device_matrix[::-1]
     uneven = layout.uneven or ()
@@ -161,7 +161,7 @@ def _plain_boxes(layout: LayoutValues, tensor_map: Sequence[Sequence[int]], shap
     return boxes
 
 
-def _sharded(boxes: list[Box], shards: int) -> Optional[list[Box]]:
+def _sharded(boxes: list[Box], shards: int) -> list[Box] | None:
     """Boxes, each cut along dimension 0 for their devices, in order."""
     if shards == 1:
         return boxes

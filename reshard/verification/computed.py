@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +78,7 @@ class Dequantised(Content):
     block: Shape
     codes: Content
     scales: Content
-    offsets: Optional[Content]
+    offsets: Content | None
     swapped: bool
 
     # NaN stays NaN; its other bits may differ.

@@ -11,8 +11,7 @@ import contextlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Callable, Optional
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
@@ -122,7 +121,7 @@ class TargetComparison:
             self._compare_values(values)
         return sorted(self._differences, key=lambda item: (item.parameter or "", item.kind, item.ranks, item.files))
 
-    def _add(self, kind: str, name: Optional[str], detail: str, numbers: Iterable[int] = ()) -> None:
+    def _add(self, kind: str, name: str | None, detail: str, numbers: Iterable[int] = ()) -> None:
         self._differences.append(Difference(kind, name, tuple(sorted(numbers)), detail))
 
     def _check_names(self) -> None:
@@ -166,7 +165,7 @@ class TargetComparison:
                 self._add(kind, name, detail, [number])
         return fitting_origins
 
-    def _value_problem(self, name: str, number: int, origin: int) -> Optional[tuple[str, str]]:
+    def _value_problem(self, name: str, number: int, origin: int) -> tuple[str, str] | None:
         """The difference between the header of a file's value and the source's: kind and detail, or None."""
         mine, theirs = self._indexes[number].tensors[name], self._source.value(name, origin)
         if mine.header != theirs.header:
@@ -238,7 +237,7 @@ class _Files(TargetComparison):
         self._format = "ms" if self._form.options.mindspore else "pt"
         self._known_metadata = {item for item in self.source_metadata if item[0] != "format"}
 
-    def _add(self, kind: str, name: Optional[str], detail: str, numbers: Iterable[int] = ()) -> None:
+    def _add(self, kind: str, name: str | None, detail: str, numbers: Iterable[int] = ()) -> None:
         paths = self._written.checkpoint.files
         names = tuple(os.path.relpath(paths[number], self._directory) for number in sorted(numbers))
         self._differences.append(Difference(kind, name, (), detail, names))
@@ -269,7 +268,7 @@ class _Files(TargetComparison):
             if len(numbers) > 1:
                 self._add("extra", name, "is in several files, of which loaders read one", numbers)
 
-    def _file_of_values(self) -> Optional[int]:
+    def _file_of_values(self) -> int | None:
         """The file with all values but weights: the first, of optimizer state if any; None where an index lists it."""
         if self._form.options.layouts is Layouts.WHOLE:
             return None
@@ -342,7 +341,7 @@ class _Files(TargetComparison):
                     return
         yield "is not cut as by the target's strategy"
 
-    def _wrong_layout(self, content: Content, recorded: Optional[LayoutValues], ranks: Sequence[int]) -> Iterator[str]:
+    def _wrong_layout(self, content: Content, recorded: LayoutValues | None, ranks: Sequence[int]) -> Iterator[str]:
         """Differences of a recorded layout from the target strategy's."""
         stage = next(stage for stage in self._new.stages if self._new.is_none or content.name in stage.layouts)
         try:

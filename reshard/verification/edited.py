@@ -6,9 +6,9 @@ The rules, as numeric operations, come from `names`. `operations` executes them 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Union
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.checkpoints.checkpoint import ShardReading
 from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
@@ -33,7 +33,7 @@ class _Recipe(NamedTuple):
     """
 
     operations: tuple[SizedOperation, ...]
-    sources: tuple[Union[str, _Recipe], ...]
+    sources: tuple[str | _Recipe, ...]
     number: int = 0
 
 
@@ -184,7 +184,7 @@ def same_layouts(source: Source, strategy: Strategy) -> Strategy:
     return strategy.with_layouts(lambda old: {name: old[first] for name, first in before.items() if first in old})
 
 
-def renamed(strategy: Strategy, names: Mapping[str, Optional[str]]) -> Strategy:
+def renamed(strategy: Strategy, names: Mapping[str, str | None]) -> Strategy:
     """A strategy with new names by old ones; other names are unchanged."""
     return strategy.with_layouts(lambda layouts: {names.get(name) or name: one for name, one in layouts.items()})
 
@@ -209,7 +209,7 @@ def _needed(recipe: _Recipe, originals: Mapping[str, Content]) -> dict[str, Cont
     return needed
 
 
-def _content(name: str, recipe: _Recipe, originals: Mapping[str, Content], requested: Optional[str]) -> Content:
+def _content(name: str, recipe: _Recipe, originals: Mapping[str, Content], requested: str | None) -> Content:
     """An edited tensor, cast to a requested type.
 
     Raises:
@@ -298,7 +298,7 @@ def _ruled(
 
 
 def _types(
-    all_names: Collection[str], names: Collection[str], casts: Sequence[tuple[Optional[str], str]]
+    all_names: Collection[str], names: Collection[str], casts: Sequence[tuple[str | None, str]]
 ) -> dict[str, str]:
     """The requested types of tensors by name; the last match wins.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
 from reshard.checkpoints.formats.dtypes import PT
@@ -59,11 +59,11 @@ class Verified(NamedTuple):
     files: Mapping[int, str]
     read: Callable[[Request], Checkpoint]
     checked: bool = False
-    adapter: Optional[MergedAdapter] = None
+    adapter: MergedAdapter | None = None
 
 
 def verify_conversion(
-    conversion: Verified, means: Means, report: Report, crcs: Optional[RecordedCrcs]
+    conversion: Verified, means: Means, report: Report, crcs: RecordedCrcs | None
 ) -> list[Difference]:
     """Compare a converted checkpoint with its source.
 
@@ -169,7 +169,7 @@ def between_forms(request: Request) -> EditRules:
     return edits._replace(plain=plain, trainer=trainer)
 
 
-def _megatron(edits: EditRules) -> Optional[NameRules]:
+def _megatron(edits: EditRules) -> NameRules | None:
     """Megatron's table for the family of the other table, where one end is Megatron's; None without."""
     if edits.table is None or Side.MEGATRON not in (edits.source_side, edits.side):
         return None

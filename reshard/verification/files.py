@@ -9,9 +9,8 @@ import os
 import struct
 import tempfile
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Callable, Optional
 
 from reshard import asked
 from reshard.checkpoints import CheckpointIndex, FileHandles, read_index, unchecked
@@ -150,7 +149,7 @@ class RecordedCrcs:
 
 def read_sound(
     read: Callable[[Mapping[str, str]], Source],
-    crcs: Optional[RecordedCrcs],
+    crcs: RecordedCrcs | None,
     report: Report,
     damage: Mapping[str, str] = MappingProxyType({}),
 ) -> Source:
@@ -182,8 +181,8 @@ def read_sound(
 
 
 def read_written(
-    directory: str, form: str, handles: FileHandles, files: Optional[Collection[str]] = None
-) -> tuple[Optional[Source], list[Difference]]:
+    directory: str, form: str, handles: FileHandles, files: Collection[str] | None = None
+) -> tuple[Source | None, list[Difference]]:
     """Read a converted checkpoint of any form except rank directories; ``files`` are relative to the directory.
 
     Readers tolerate known defects of other writers. Files written here have none, so every tolerated defect is a

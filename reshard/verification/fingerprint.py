@@ -34,10 +34,10 @@ import hashlib
 import itertools
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, Callable, NamedTuple, Optional, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -107,7 +107,7 @@ class Workspace:
         edges = sorted({start, min(-(-start // _TILE) * _TILE, stop), max(stop // _TILE * _TILE, start), stop})
         sums, tiles = [], []
         row_tiles = (rows.numbers(block) * np.uint64(rows.tiles))[:, None]
-        for begin, end in zip(edges, edges[1:]):
+        for begin, end in itertools.pairwise(edges):
             width = min(_TILE, end - begin)
             part = words[:, begin - start : end - start].reshape(len(words), -1, width)
             sums.append(self._tile_sums(part, begin % _TILE))
@@ -360,7 +360,7 @@ def fingerprints(
     source: Source,
     means: Means,
     admit: Callable[[str], bool] = lambda name: True,
-    model_names: Optional[Mapping[str, str]] = None,
+    model_names: Mapping[str, str] | None = None,
 ) -> Fingerprints:
     """Sum every distinct slice once, from its lowest file, and every copy of a value of a complete checkpoint.
 

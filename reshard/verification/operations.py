@@ -13,9 +13,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, Union
+from typing import NamedTuple
 
 import numpy as np
 
@@ -388,7 +388,7 @@ class _Step:
         return elements.reshape(shape_of(box))
 
 
-_Operand = Union[_Leaf, _Step]
+_Operand = _Leaf | _Step
 
 
 def _replaced(box: Box, at: int, interval: tuple[int, int]) -> Box:

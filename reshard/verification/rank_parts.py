@@ -12,7 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.checkpoints.formats.archives import Elements
 from reshard.verification.boxes import Box, Shape
@@ -157,7 +157,7 @@ def _place(rank: RankFile, ranks: Sequence[RankFile]) -> tuple[int, int, int]:
 
 def layers_of(
     args: Mapping[str, Any], pp: int, stages: Mapping[tuple[int, int], Mapping[str, Elements]]
-) -> dict[tuple[int, int], list[Optional[int]]]:
+) -> dict[tuple[int, int], list[int | None]]:
     """Per pipeline rank and chunk the numbers of its layers: one stage after the other; None for those without any."""
     chunks = 1 + max(chunk for _, chunk in stages)
     order = [(stage, chunk) for chunk in range(chunks) for stage in range(pp)]
@@ -171,7 +171,7 @@ def layers_of(
     listed = args.get("num_layer_list")
     listed = [int(each) for each in (listed.split(",") if isinstance(listed, str) else listed or ())]
     position, number = itertools.count(), itertools.count()
-    layers: dict[tuple[int, int], list[Optional[int]]] = {}
+    layers: dict[tuple[int, int], list[int | None]] = {}
     for place in order:
         count = max(
             (int(name.split(".")[2]) + 1 for name in stages.get(place, ()) if name.startswith("decoder.layers.")),
@@ -183,7 +183,7 @@ def layers_of(
     return layers
 
 
-def _parsed(name: str, layers: Sequence[Optional[int]]) -> tuple[str, str]:
+def _parsed(name: str, layers: Sequence[int | None]) -> tuple[str, str]:
     """The module of a tensor, by its name in the model, and the tensor's name in it."""
     parts = name.split(".")
     if name.startswith("decoder.layers."):

@@ -6,8 +6,7 @@ The box of each tensor in each rank's file follows from the source and the targe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Callable, Optional
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold, files_alike, format_of
 from reshard.checkpoints.formats.headers import read_headers
@@ -27,7 +26,7 @@ def compare_ranks(
     target: Strategy,
     means: Means,
     *,
-    ranks: Optional[Iterable[int]] = None,
+    ranks: Iterable[int] | None = None,
     admit: Callable[[str], bool] = lambda name: True,
     recovered: bool = False,
 ) -> tuple[list[Difference], set[str]]:

@@ -6,11 +6,11 @@ import contextlib
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Callable, NamedTuple, Optional, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Difference(NamedTuple):
     """
 
     kind: str
-    parameter: Optional[str]
+    parameter: str | None
     ranks: tuple[int, ...]
     detail: str
     files: tuple[str, ...] = ()
@@ -188,7 +188,7 @@ def compare(comparisons: Iterable[Comparison], means: Means, counted: bool = Tru
     return mismatches
 
 
-_Wrong = tuple[object, str, Optional[int]]
+_Wrong = tuple[object, str, int | None]
 """The place and name of a tensor, and a file with a wrong copy; None where pipeline stages differ."""
 
 

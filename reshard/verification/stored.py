@@ -10,9 +10,9 @@ import itertools
 import math
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -189,7 +189,7 @@ class StoredTensor(Content):
             return False
         parts = [both for slices in self.slice_sets for _, both, _ in slices.overlapping(box)]
         edges = [sorted({edge for part in parts for edge in part[at]} | set(box[at])) for at in range(len(box))]
-        cells = itertools.product(*(zip(each, each[1:]) for each in edges))
+        cells = itertools.product(*(itertools.pairwise(each) for each in edges))
         return any(all(common(cell, part) is None for part in parts) for cell in cells)
 
     def read(self, box: Box, handles: FileHandles, buffer: Callable[[str, Shape, int], Words] = new_buffer) -> Words:
@@ -516,7 +516,7 @@ class _StoredTensors(ByName[Content]):
                     files_of[boxes[place[rank]]].append(file)
             else:
                 # Metadata lists the boxes in C order.
-                edges = [list(zip(each, each[1:])) for each in sharding.grid.edges]
+                edges = [list(itertools.pairwise(each)) for each in sharding.grid.edges]
                 stored = sharding.parts_of if isinstance(sharding, FileSharding) else None
                 for at, box in enumerate(itertools.product(*edges) if stored is None else stored):
                     files_of[tuple(box)] = [*sharding.holders(at)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from typing import Any, Optional
+from typing import Any
 
 from reshard.checkpoints import FileHandles
 from reshard.convert.transfers import Transfers, transfers_of
@@ -96,9 +97,7 @@ def _halved(rows: Rows) -> Rows:
     return halved_rows
 
 
-def _by_target(
-    rows: Rows, targets: int, values: Table, patterns: Table, most: Optional[int]
-) -> Optional[dict[str, Any]]:
+def _by_target(rows: Rows, targets: int, values: Table, patterns: Table, most: int | None) -> dict[str, Any] | None:
     """Per target its first source and the number of its pattern, -1 for none; None if tables get too large.
 
     A pattern is distances between neighbouring sources, each after the value of the first of both: ``[value, distance,
@@ -113,7 +112,7 @@ def _by_target(
             used.append(-1)
             continue
         pattern = [values.number(row[0][1])]
-        for (before, _), (source, value) in zip(row, row[1:]):
+        for (before, _), (source, value) in itertools.pairwise(row):
             pattern += [source - before, values.number(value)]
         first.append(row[0][0])
         used.append(patterns.number(tuple(pattern)))

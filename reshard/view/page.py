@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +59,7 @@ class Table:
         return key in self._numbers
 
 
-def page_data(inspected: Inspected, problems: Sequence[Problem], strategy: Optional[Strategy] = None) -> dict[str, Any]:
+def page_data(inspected: Inspected, problems: Sequence[Problem], strategy: Strategy | None = None) -> dict[str, Any]:
     """The page's data on a checkpoint, as JSON; the strategy describes layouts that its form does not record."""
     shown, files = inspected.shown, inspected.shown.with_missing()
     parameters = _Parameters(inspected, files, strategy)
@@ -111,7 +111,7 @@ def _steps(inspected: Inspected) -> list[dict[str, Any]]:
     ]
 
 
-def _paths(files: Sequence[InspectedFile]) -> tuple[list[Optional[str]], str]:
+def _paths(files: Sequence[InspectedFile]) -> tuple[list[str | None], str]:
     """Paths relative to the directory of all, and this directory with its separator."""
     directories = [f"{os.path.dirname(file.path)}/" for file in files if file.path is not None]
     # Not commonpath: paths may be addresses of objects.
@@ -120,7 +120,7 @@ def _paths(files: Sequence[InspectedFile]) -> tuple[list[Optional[str]], str]:
     return [None if file.path is None else file.path[len(base) :] for file in files], base
 
 
-def _aliases(checkpoint: Optional[Checkpoint], files: Sequence[InspectedFile]) -> dict[int, int]:
+def _aliases(checkpoint: Checkpoint | None, files: Sequence[InspectedFile]) -> dict[int, int]:
     """The number of the file by further holder numbers: a file with several chunks of a tensor has several."""
     if checkpoint is None:
         return {}
@@ -136,14 +136,14 @@ class _Parameters:
     A type is the dtype, the shapes, bytes of the full tensor, bytes in files, number of files and kind.
     """
 
-    def __init__(self, inspected: Inspected, files: Sequence[InspectedFile], strategy: Optional[Strategy]) -> None:
+    def __init__(self, inspected: Inspected, files: Sequence[InspectedFile], strategy: Strategy | None) -> None:
         checkpoint, contents = inspected.shown.checkpoint, inspected.shown.contents
         self._files = files
         self.aliases = _aliases(checkpoint, files)
         self.types = Table()
         self.layouts = _Layouts(inspected.form, checkpoint, strategy)
         self.columns: dict[str, list[Any]] = {"name": [], "type": [], "layout": []}
-        self.full_bytes: Optional[int] = None if checkpoint is None else 0
+        self.full_bytes: int | None = None if checkpoint is None else 0
         stored = {} if contents is None else {item.name: item for item in contents.stored}
         tensors: Mapping[str, GlobalTensor] = {} if checkpoint is None else checkpoint.tensors
         for name in sorted({*stored, *tensors}):
@@ -162,7 +162,7 @@ class _Parameters:
         self.columns["type"].append(self.types.number(type))
         self.columns["layout"].append(layout)
 
-    def replicas(self) -> list[Optional[int]]:
+    def replicas(self) -> list[int | None]:
         """Per file the first file with the same slices by the layouts; None where layouts are unknown."""
         numbers = [file.number for file in self._files]
         if not self.layouts.holding or None in numbers:
@@ -172,14 +172,14 @@ class _Parameters:
             for slice_number, files in enumerate(holders):
                 for file in files:
                     slices_of_file.setdefault(self.aliases.get(file, file), []).append((way, slice_number))
-        first: dict[object, Optional[int]] = {}
+        first: dict[object, int | None] = {}
         return [first.setdefault(tuple(slices_of_file.get(number or 0, (number,))), number) for number in numbers]
 
 
 class _Layouts:
     """The layouts of tensors, each once, and every way in which slices are held, as lists of files per slice."""
 
-    def __init__(self, form: Form, checkpoint: Optional[Checkpoint], strategy: Optional[Strategy]) -> None:
+    def __init__(self, form: Form, checkpoint: Checkpoint | None, strategy: Strategy | None) -> None:
         self.layouts = Table()
         self.holding: list[list[Sequence[int]]] = []
         self._form = form
@@ -249,7 +249,7 @@ class _Layouts:
         return self._words[id(layout)][1]
 
 
-def _structures(checkpoint: Optional[Checkpoint], names: Sequence[str]) -> Optional[dict[str, Any]]:
+def _structures(checkpoint: Checkpoint | None, names: Sequence[str]) -> dict[str, Any] | None:
     """Places of tensors in files: per structure its files, and by parameter the offset and size of its slice.
 
     Offsets are counted from the end of the previous entry. None beyond `MAX_PLACES`.
@@ -290,7 +290,7 @@ def repeats(values: Iterable[Any]) -> list[Any]:
     return runs
 
 
-def strides(values: Sequence[int]) -> Optional[list[int]]:
+def strides(values: Sequence[int]) -> list[int] | None:
     """Numbers as ``[first, count, stride, count, stride ...]``, the innermost count first.
 
     The numbers are the first one plus every sum of multiples of the strides, each below its count, like the ranks of a
@@ -321,7 +321,7 @@ def from_strides(form: Sequence[int]) -> Numbers:
     return numbers
 
 
-def levels(magnitudes: Optional[Numbers]) -> Optional[list[Any]]:
+def levels(magnitudes: Numbers | None) -> list[Any] | None:
     """Counts by binary exponent as the lowest exponent and a digit from 0 to 8 for each, relative to the largest.
 
     A digit is 0 only for exponents without elements. None without counts.

@@ -7,7 +7,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def fill(layout: OutputLayout, contents: Sequence[bytes]) -> bytes:
     return bytes(out)
 
 
-def written(tensors: Mapping[str, Source], metadata: Optional[Mapping[str, str]] = None) -> bytes:
+def written(tensors: Mapping[str, Source], metadata: Mapping[str, str] | None = None) -> bytes:
     listing, contents = outputs(tensors)
     return fill(lay_out_safetensors(listing, metadata), contents)
 

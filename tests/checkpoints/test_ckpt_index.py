@@ -7,8 +7,9 @@ import json
 import math
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, Union
+from typing import Any
 
 import numpy as np
 import pytest
@@ -452,7 +453,7 @@ class Reads:
 
 
 def test_the_index_does_not_read_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces: list[Union[bytes, int]] = []
+    pieces: list[bytes | int] = []
     for number in range(300):
         pieces += sparse_record(f"layers.{number}.weight", "Float32", (1024, 1024), 4 << 20)
     path = write_sparse(tmp_path / "big.ckpt", pieces)

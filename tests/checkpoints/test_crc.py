@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Optional
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from tests.corpus import FIXTURES
 FILES = FIXTURES / "ckpt_files"
 
 
-def check(path: Path, block_bytes: int = 64) -> Optional[str]:
+def check(path: Path, block_bytes: int = 64) -> str | None:
     with FileHandles() as handles:
         return check_crc(handles, read_index(handles, str(path)), block_bytes)
 

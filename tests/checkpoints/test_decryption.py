@@ -11,7 +11,6 @@ import shutil
 import sys
 import tracemalloc
 from pathlib import Path
-from typing import Optional
 
 import pytest
 
@@ -45,7 +44,7 @@ def files_in(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def decrypted(path: Path, key: bytes = KEY) -> Optional[bytes]:
+def decrypted(path: Path, key: bytes = KEY) -> bytes | None:
     """The plain file of a file, in a directory of its own."""
     plain = path.parent / "plain"
     shutil.rmtree(plain, ignore_errors=True)

@@ -103,7 +103,7 @@ def test_rank_lists_of_thousands_of_ranks_contain_all_needed_ranks(tmp_path: Pat
 # Patterns
 
 
-PARTS = ["*", "*", "?", "a", "b", "1", "2", "[ab]", "[!1]", ".", "[z-a]", "[]a]", "["]
+PARTS = ["*", "*", "?", "a", "b", "1", "2", "[ab]", "[!1]", ".", "[]a]", "["]
 
 
 def test_patterns_match_like_shell_patterns() -> None:
@@ -111,8 +111,7 @@ def test_patterns_match_like_shell_patterns() -> None:
     for _ in range(2_000):
         pattern = "".join(source.choice(PARTS) for _ in range(source.randrange(9)))
         text = "".join(source.choice("ab12.][") for _ in range(source.randrange(12)))
-        # Older Pythons refuse the empty range.
-        expected = fnmatchcase(text, pattern.replace("[z-a]", "[\0]"))
+        expected = fnmatchcase(text, pattern)
         assert Glob(pattern).matches(text) == expected, (pattern, text)
         assert Globs([pattern, "zz*"]).match(text) == expected, (pattern, text)
 

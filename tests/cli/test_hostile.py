@@ -6,10 +6,8 @@ special files, impossible sizes, and names.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
-import re
 import struct
 from pathlib import Path
 
@@ -238,23 +236,6 @@ def test_a_device_matrix_with_more_axes_than_numpy_allows_is_read(tmp_path: Path
     path.write_bytes(protobuf({"w": layout([2, *[1] * 60, 2], [61, -1])}))
     # Axis 61 from the right is the first of the 62.
     assert done("replicas", "--strategy", path).out == "[0, 1]\n[2, 3]\n"
-
-
-@pytest.mark.parametrize(
-    "pattern", ["[!]", "[!]]", "[]a]", "[a--b]", "[0--[0-9]", "[z-a]", "[a&&b]", "[a~~b]", "[a||b]", "[[a]", "[\\w]"]
-)
-def test_character_sets_in_patterns_match_like_in_a_shell(tmp_path: Path, pattern: str) -> None:
-    from reshard.forms.ranks.naming import match_paths
-
-    names = [*"abz!]&~|-[w0", "\\", "[!]", "[z-a]"]
-    for name in names:
-        (tmp_path / name).touch()
-    actual = [os.path.basename(match.path) for match in match_paths(f"{tmp_path}/{pattern}", "_tmp")]
-    try:
-        expected = sorted(fnmatch.filter(names, pattern))
-    except re.error:
-        pytest.skip("the fnmatch of this Python cannot read the set")
-    assert actual == expected
 
 
 # Sizes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Union
 
 import numpy as np
 import pytest
@@ -138,7 +137,7 @@ def test_numbered_files_are_not_called_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [41, "41", np.int64(41)])
-def test_step_accepts_the_number_of_an_iteration(step: Union[str, int], plain: World) -> None:
+def test_step_accepts_the_number_of_an_iteration(step: str | int, plain: World) -> None:
     plain.save(tensors())
     root = plain.root / "root"
     done("convert", plain.src, root, "--src-strategy", plain.old, "--to", "checkpoint2", "--dst-strategy", "same")

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from typing import Optional
 
 import pytest
 
@@ -29,7 +28,7 @@ entry.main()
 
 @pytest.mark.parametrize("typed", [None, "3"])
 def test_the_program_starts_no_threads_for_matrices_unless_the_environment_requests_them(
-    typed: Optional[str],
+    typed: str | None,
 ) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "OPENBLAS_NUM_THREADS"}
     if typed is not None:

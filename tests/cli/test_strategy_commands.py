@@ -8,7 +8,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -278,7 +278,7 @@ def test_diff_shows_layouts_before_and_after() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("old", None), (None, "old")])
-def test_diff_accepts_none(world: World, first: Optional[str], second: Optional[str]) -> None:
+def test_diff_accepts_none(world: World, first: str | None, second: str | None) -> None:
     paths = [world.old if name else "none" for name in (first, second)]
     report = done("strategy", "diff", *paths, "--json").json
     effects = {name: change["effect"] for change in report["changes"] for name in change["parameters"]}

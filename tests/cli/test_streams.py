@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Optional
 
 import pytest
 
@@ -25,7 +24,7 @@ FULL = tensors()
 
 
 def run(
-    *words: Argument, out: Optional[int] = None, err: Optional[int] = None, encoding: str = "utf-8", **environment: str
+    *words: Argument, out: int | None = None, err: int | None = None, encoding: str = "utf-8", **environment: str
 ) -> Result:
     """Run a command with descriptors as its standard output and standard error; its other output."""
     process = subprocess.run(

@@ -6,9 +6,9 @@ inputs. Its rules are written in named axes, by hand; nothing here makes one of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from tests.conformance import oracles
 
@@ -30,7 +30,7 @@ class Run(NamedTuple):
     """
 
     sizes: dict[str, int]
-    shards: Optional[dict[str, int]] = None
+    shards: dict[str, int] | None = None
     layers: tuple[int, ...] = (4,)
     training: bool = True
 
@@ -73,7 +73,7 @@ def operator(
     weight: str,
     shape: Sequence[int],
     *shard: Any,
-    stage: Optional[int] = None,
+    stage: int | None = None,
     dtype: str = "float32",
     trained: bool = True,
     opted_out: bool = False,
@@ -94,7 +94,7 @@ def _decoder(run: Run) -> list[Operator]:
     heads = min(mp, HEADS)
     last = run.stages - 1
 
-    def on(stage: int) -> Optional[int]:
+    def on(stage: int) -> int | None:
         return stage if run.stages > 1 else None
 
     first_table = [mp * cp, 1], [data // cp]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ mindspore = pytest.importorskip("mindspore", reason="needs MindSpore: run `make 
 Arrays = Mapping[str, Any]
 
 
-def save(arrays: Arrays, path: Path, append_dict: Optional[Mapping[str, Any]] = None, **options: Any) -> None:
+def save(arrays: Arrays, path: Path, append_dict: Mapping[str, Any] | None = None, **options: Any) -> None:
     """`mindspore.save_checkpoint` of arrays or MindSpore tensors; `options` are its own."""
     parameters = [
         {"name": name, "data": array if isinstance(array, mindspore.Tensor) else tensor(array)}

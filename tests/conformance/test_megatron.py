@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ class Case(NamedTuple):
     model: dict[str, Any]
     layout: Layout
     others: Sequence[Layout]
-    optimizer: Optional[str] = "fully_reshardable"
+    optimizer: str | None = "fully_reshardable"
     version: str = NOW
     format: str = "torch_dist"
 
@@ -69,7 +69,7 @@ class Case(NamedTuple):
     def family(self) -> str:
         return str(self.model["family"])
 
-    def job(self, task: str, layout: Layout, directory: Optional[Path], **changes: Any) -> dict[str, Any]:
+    def job(self, task: str, layout: Layout, directory: Path | None, **changes: Any) -> dict[str, Any]:
         place = str(directory) if directory else None
         words = {"do": task, "model": self.model, "layout": layout, "directory": place}
         return {**words, "optimizer": self.optimizer, "format": self.format, **changes}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 
@@ -79,7 +79,7 @@ RANK_LISTS: dict[str, dict[str, Any]] = json.loads((FIXTURES / "rank_lists.json"
 PAIRS = list(RANK_LISTS)
 
 
-def strategy_file(name: str, merged_by_us: Optional[Path] = None) -> Optional[str]:
+def strategy_file(name: str, merged_by_us: Path | None = None) -> str | None:
     """The one file that MindSpore reads for a case: None, the stage's own, or the merged one."""
     if name == "None":
         return None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, Optional, Union
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,7 @@ def counted(world: worlds.World, version: str) -> worlds.World:
     return worlds.World({name: value(name, tensor.array.shape) for name, tensor in world.checkpoint.items()})
 
 
-def choice(seed: int) -> Optional[Callable[[str], Union[bool, str]]]:
+def choice(seed: int) -> Callable[[str], bool | str] | None:
     """What is chosen of a checkpoint: everything, weights, or weights under other names."""
     if seed % 2 == 0:
         return None

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -60,12 +60,12 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Costs:
         counted.compared.append(file.path)
         return find(self, file, format, size)
 
-    def counting_fill(file: ReadableFile, offset: int, out: memoryview, *rank: Optional[int]) -> None:
+    def counting_fill(file: ReadableFile, offset: int, out: memoryview, *rank: int | None) -> None:
         counted.reads.append((file.path, len(out)))
         fill(file, offset, out, *rank)
 
     def counting_scatter(
-        file: ReadableFile, offset: int, outs: Sequence[memoryview], nbytes: int, *rank: Optional[int]
+        file: ReadableFile, offset: int, outs: Sequence[memoryview], nbytes: int, *rank: int | None
     ) -> None:
         counted.reads.append((file.path, nbytes))
         scatter(file, offset, outs, nbytes, *rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Optional
 
 import pytest
 
@@ -149,7 +148,7 @@ def test_resume_writes_the_missing_ranks_and_verify_compares_with_the_source(src
 
 
 @pytest.mark.parametrize("mark", [None, "True", "False"])
-def test_the_mark_of_a_deduplicated_save_is_kept(tmp_path: Path, mark: Optional[str]) -> None:
+def test_the_mark_of_a_deduplicated_save_is_kept(tmp_path: Path, mark: str | None) -> None:
     """Without a mark in the source, loaders must not take the copy for complete files."""
     options = {} if mark is None else {"metadata": {"remove_redundancy": mark}}
     src = write_tree(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -368,7 +368,7 @@ def test_output_does_not_depend_on_io_options(data: st.DataObject) -> None:
 @given(st.data())
 def test_some_ranks_equal_those_of_a_full_conversion(data: st.DataObject) -> None:
     full, source, target = drawn(data)
-    chosen: Optional[set[int]] = data.draw(st.sets(st.integers(0, rank_count(target) - 1), min_size=1), label="ranks")
+    chosen: set[int] | None = data.draw(st.sets(st.integers(0, rank_count(target) - 1), min_size=1), label="ranks")
     assert chosen is not None
     with world_of(source, target) as world:
         world.save(full, copied=COPIED)

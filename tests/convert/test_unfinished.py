@@ -7,8 +7,8 @@ import itertools
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 import pytest
 from safetensors import SafetensorError, safe_open

@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from tests.corpus import ROOT
 
-OLDEST_PYTHON = {"python_version": "3.9", "python_full_version": "3.9.0"}
+OLDEST_PYTHON = {"python_version": "3.10", "python_full_version": "3.10.0"}
 
 
 def needed(requirement: Requirement, extra: str) -> bool:
@@ -35,8 +35,8 @@ def test_the_oldest_dependencies_of_a_newer_python_are_no_older() -> None:
     lines = (ROOT / ".ci" / "oldest.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if not line.startswith("#")]
     of_python = {}
-    for python in ("3.9", "3.10", "3.11", "3.12", "3.13"):
+    for python in ("3.10", "3.11", "3.12", "3.13"):
         mine = [pin for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": python})]
         of_python[python] = {pin.name: only_version(pin, "==") for pin in mine}
         assert len(mine) == len(of_python[python]), f"two pins of one name for Python {python}"
-        assert all(of_python[python][name] >= least for name, least in of_python["3.9"].items()), python
+        assert all(of_python[python][name] >= least for name, least in of_python["3.10"].items()), python

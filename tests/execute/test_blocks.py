@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,7 @@ def tensors(draw: st.DrawFn, directory: Path) -> tuple[TargetTensor, npt.NDArray
     edges = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
     cells: list[Box] = [()]
     for cuts in edges:
-        cells = [(*cell, (low, high)) for cell in cells for low, high in zip(cuts, cuts[1:])]
+        cells = [(*cell, (low, high)) for cell in cells for low, high in itertools.pairwise(cuts)]
     pieces = []
     path = directory / f"{draw(st.integers(0, 10**9))}.bin"
     content = b""
@@ -194,7 +194,7 @@ class Views:
             cells: list[Box] = [()]
             for edge in array.shape:
                 cuts = sorted({0, edge, data.draw(st.integers(0, edge), "cut")})
-                cells = [(*cell, interval) for cell in cells for interval in zip(cuts, cuts[1:])]
+                cells = [(*cell, interval) for cell in cells for interval in itertools.pairwise(cuts)]
             slices = []
             for cell in cells:
                 stored = array[tuple(itertools.starmap(slice, cell))].tobytes()
@@ -204,7 +204,7 @@ class Views:
             self._slices.append(slices)
         path.write_bytes(content)
 
-    def tensor(self, stored: Optional[str], dtype: Optional[str]) -> tuple[TargetTensor, npt.NDArray[Any]]:
+    def tensor(self, stored: str | None, dtype: str | None) -> tuple[TargetTensor, npt.NDArray[Any]]:
         """A tensor and its elements, cast from one type to another."""
         data = self._data
         number = data.draw(st.sampled_from([0, 0, 1]), "source")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import tempfile
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +51,7 @@ def joined(draw: st.DrawFn, directory: Path) -> tuple[TargetTensor, npt.NDArray[
     for axis, size in enumerate(shape):
         cuts = draw(st.lists(st.integers(0, size), max_size=3)) if axis in cut_axes else []
         edges = sorted({0, size, *cuts})
-        cells = [(*cell, interval) for cell in cells for interval in zip(edges, edges[1:])]
+        cells = [(*cell, interval) for cell in cells for interval in itertools.pairwise(edges)]
     box: Box = tuple((0, size) for size in shape)
     if draw(st.booleans()):
         low = draw(st.integers(0, shape[0] - 1))
@@ -84,7 +85,7 @@ class Reads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.scattered: list[int] = []
-        self.most: Optional[int] = None
+        self.most: int | None = None
         self._read = os.preadv
         monkeypatch.setattr(os, "preadv", self._preadv)
 
@@ -207,7 +208,7 @@ def test_more_buffers_than_a_read_may_have_are_filled(tmp_path: Path, monkeypatc
 )
 @pytest.mark.parametrize("targets", [1, 2, 3])
 def test_columns_are_joined_in_any_form_of_run(
-    targets: int, jobs: int, name: str, most: Optional[int], monkeypatch: pytest.MonkeyPatch
+    targets: int, jobs: int, name: str, most: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Into ranks whose edges are those of source ranks, or not."""
     full = {name: FULL[name] for name in FULL if FULL[name].array.shape[-1] % targets == 0}

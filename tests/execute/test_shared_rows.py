@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional
 
 import pytest
 
@@ -32,7 +31,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The size of every request for tensor contents."""
     counted: list[int] = []
 
-    def counting(file: ReadableFile, offset: int, out: memoryview, *rank: Optional[int]) -> None:
+    def counting(file: ReadableFile, offset: int, out: memoryview, *rank: int | None) -> None:
         counted.append(len(out))
         fill(file, offset, out, *rank)
 

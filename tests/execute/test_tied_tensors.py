@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def test_a_plan_compares_the_beginning_of_tied_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [None, *np.ndindex(3, 3)])
-def test_tied_tensors_in_boxes_that_are_no_grid_are_compared(tmp_path: Path, place: Optional[tuple[int, int]]) -> None:
+def test_tied_tensors_in_boxes_that_are_no_grid_are_compared(tmp_path: Path, place: tuple[int, int] | None) -> None:
     pinwheel: list[Box] = [((0, 1), (0, 2)), ((0, 2), (2, 3)), ((2, 3), (1, 3)), ((1, 3), (0, 1)), ((1, 2), (1, 2))]
     (tmp_path / "rules.toml").write_text(TIED)
     array = np.arange(9, dtype="<u2").reshape(3, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +78,7 @@ def write_rank(directory: Path, name: str, models: list[dict[str, Any]], args: M
     write_pt(directory / name / "model_optim_rng.pt", {**state, **dict(zip(names, models)), **more})
 
 
-def values(seed: int, *shape: int, dtype: Optional[str] = None) -> Array:
+def values(seed: int, *shape: int, dtype: str | None = None) -> Array:
     """Random bits of BFloat16, or random numbers of FP32, that are all finite."""
     random = np.random.default_rng(seed)
     if dtype == "float32":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from reshard.forms.form import ReadRequest
 from reshard.text.messages import Report
 
 
-def read(path: Path, step: str = "latest", report: Optional[Report] = None, **options: Any) -> Checkpoint2:
+def read(path: Path, step: str = "latest", report: Report | None = None, **options: Any) -> Checkpoint2:
     """Read a checkpoint as a command would."""
     with FileHandles() as handles:
         return read_checkpoint2(ReadRequest(Source(str(path), step=step), handles, report or Report(), **options))
@@ -25,7 +25,7 @@ def read(path: Path, step: str = "latest", report: Optional[Report] = None, **op
 def full_bytes(checkpoint: Checkpoint, name: str) -> bytes:
     """A tensor put together naively; every copy of every slice has to be the same."""
     tensor = checkpoint.tensors[name]
-    whole: Optional[npt.NDArray[np.void]] = None
+    whole: npt.NDArray[np.void] | None = None
     for sharding in tensor.shardings:
         actual = np.zeros(tensor.shape, dtype=f"V{tensor.item_size}")
         for number in range(sharding.grid.slice_count):

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import tracemalloc
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,7 +102,7 @@ def test_values_of_common_json_are_read() -> None:
     assert read(HERE / "a14_single" / "checkpoint").training["global_step"] == 10
 
 
-def iterations(tmp_path: Path, *numbers: int, tracker: Optional[str] = None) -> Path:
+def iterations(tmp_path: Path, *numbers: int, tracker: str | None = None) -> Path:
     """A root with equal iterations of these numbers."""
     for number in numbers:
         shutil.copytree(HERE / "a02_dp2mp2_dedup/checkpoint/iteration_00000010", tmp_path / f"iteration_{number:08d}")

@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -337,10 +337,10 @@ def test_a_flipped_bit_around_the_contents_of_an_archive_moves_no_element() -> N
 class _Counted:
     """A file that counts its reads, or fails at one of them."""
 
-    descriptor: Optional[int] = None
-    cipher: Optional[str] = None
+    descriptor: int | None = None
+    cipher: str | None = None
 
-    def __init__(self, file: ReadableFile, failing: Optional[int] = None) -> None:
+    def __init__(self, file: ReadableFile, failing: int | None = None) -> None:
         self.path = file.path
         self.reads = 0
         self._file = file

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ CASES = {path.name: path for path in (*CORPUS2.glob("[uh]*"), *(FIXTURES / "full
 W, V = np.arange(12, dtype="f4").reshape(3, 4), np.arange(3, dtype="f2")
 
 
-def read(path: Path, report: Optional[Report] = None) -> FullWeights:
+def read(path: Path, report: Report | None = None) -> FullWeights:
     readers = {"unified": read_unified, "huggingface": read_huggingface}
     form = full_weights_form(str(path))
     assert form is not None
@@ -54,7 +54,7 @@ def content(tensors: Checkpoint, name: str) -> bytes:
     return b"".join(data[start : start + size] for start, size in tensors.indexes[number].tensors[name].extents)
 
 
-def saved(directory: Path, files: Mapping[str, Mapping[str, Any]], listing: Optional[Mapping[str, str]] = None) -> Path:
+def saved(directory: Path, files: Mapping[str, Mapping[str, Any]], listing: Mapping[str, str] | None = None) -> Path:
     """A Hugging Face directory of some files, and an index of their actual or given contents."""
     for name, tensors in files.items():
         write_safetensors(directory / name, tensors, {"format": "pt"})
@@ -314,7 +314,7 @@ def test_an_index_selects_one_of_two_models_in_a_directory(tmp_path: Path) -> No
         (["param_name_map.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"], "unified"),
     ],
 )
-def test_forms_are_recognised_by_file_names(tmp_path: Path, names: list[str], form: Optional[str]) -> None:
+def test_forms_are_recognised_by_file_names(tmp_path: Path, names: list[str], form: str | None) -> None:
     for name in names:
         (tmp_path / name).touch()
     assert full_weights_form(str(tmp_path)) == form

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 import struct
@@ -97,7 +98,7 @@ def rows(name: str, full: Value, shards: int) -> list[Chunk]:
     part = -(-shape[0] // shards)
     edges = [min(shape[0], part * shard) for shard in range(shards + 1)]
     inner = tuple((0, size) for size in shape[1:])
-    return [Chunk(name, (pair, *inner), shard) for shard, pair in enumerate(zip(edges, edges[1:]), 1)]
+    return [Chunk(name, (pair, *inner), shard) for shard, pair in enumerate(itertools.pairwise(edges), 1)]
 
 
 FULL = {"a.weight": value("a", (7, 6)), "b.weight": value("b", (5, 2, 3), "BFloat16"), "norm": value("n", (3,))}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ class Flattened:
             box = tuple(slice(at * size, (at + 1) * size) for at, size in zip(place, block))
             elements = stored[box].reshape(-1)
             edges = sorted({0, flat, *random.integers(0, flat + 1, random.integers(0, 3)).tolist()})
-            for first, end in zip(edges, edges[1:]):
+            for first, end in itertools.pairwise(edges):
                 record = Record("__0_0.distcp", len(self.records), 1, "")
                 chunks.append(DescribedChunk((*place, first), (*(1,) * len(grid), end - first), record))
                 self.records.append(elements[first:end])
@@ -40,7 +41,7 @@ class Flattened:
         tensors = {WEIGHT: weight, STATE: DescribedTensor("Float32", (*grid, flat), chunks)}
         self.metadata = ReadMetadata(tensors, {}, {}, {}, {STATE: stored.shape})
 
-    def read(self) -> Optional[npt.NDArray[Any]]:
+    def read(self) -> npt.NDArray[Any] | None:
         """The state by the chunks that it is described with; None where it is refused. Every element is read once."""
         if STATE in self.metadata.faults:
             return None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,7 @@ class Sizes(NamedTuple):
     ffn: int
     tp: int
     dp: int
-    bucket: Optional[int]
+    bucket: int | None
     local: bool
     tied: bool
     experts: int
@@ -288,7 +289,7 @@ def described_buckets(written: Written) -> tuple[dict[str, DescribedTensor], dic
                     starts = parameter_starts(written, bucket)
                     edges = sorted({*edges_of(bucket, written.of.dp), *starts})
                     chunks_of = []
-                    for start, stop in zip(edges, edges[1:]):
+                    for start, stop in itertools.pairwise(edges):
                         file = f"f{len(contents)}"
                         contents["d/" + file] = bucket[start:stop]
                         chunks_of.append(DescribedChunk((start,), (stop - start,), Record(file, 0, 0, "")))

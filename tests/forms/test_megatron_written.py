@@ -7,9 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any
 
 import numpy as np
 import pytest
@@ -438,7 +438,7 @@ def test_values_that_mindformers_saves_beside_the_step_are_left_out(
 
 
 @pytest.mark.parametrize("batch", [None, 5])
-def test_step_and_batch_that_checkpoint2_records_are_used(batch: Optional[int], tmp_path: Path) -> None:
+def test_step_and_batch_that_checkpoint2_records_are_used(batch: int | None, tmp_path: Path) -> None:
     case = mcore_case("td_dense_plain")
     (tmp_path / "config.json").write_text(json.dumps(case.expected["config"]))
     words: list[Argument] = ["--names", "llama", "--config", tmp_path / "config.json", "--optimizer", "keep"]

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Optional
 
 import pytest
 from hypothesis import given
@@ -29,7 +28,7 @@ def plant(root: Path, names: Iterable[str]) -> Path:
     return root
 
 
-def steps_of(tree: SourceTree, step: Optional[str] = None) -> dict[str, list[str]]:
+def steps_of(tree: SourceTree, step: str | None = None) -> dict[str, list[str]]:
     """Step to paths below the root, in the order of the candidates and of the ranks."""
     return {
         str(candidate.step): [os.path.relpath(path, tree.root) for path in candidate.files.values()]
@@ -116,7 +115,7 @@ def test_step_selects_files(tmp_path: Path) -> None:
         ("-1_2", "", Step(1, 2)),
     ],
 )
-def test_steps_are_parsed_from_names(stem: str, prefix: str, step: Optional[Step]) -> None:
+def test_steps_are_parsed_from_names(stem: str, prefix: str, step: Step | None) -> None:
     assert parse_stem(stem) == (prefix, step)
 
 
@@ -136,7 +135,7 @@ def test_files_without_a_step_are_fine_when_each_directory_holds_one(tmp_path: P
 # What is ambiguous.
 
 
-def ambiguous(tree: SourceTree, *texts: str, step: Optional[str] = None) -> None:
+def ambiguous(tree: SourceTree, *texts: str, step: str | None = None) -> None:
     with pytest.raises(CheckpointError) as caught:
         list(tree.candidates(step))
     for text in (*texts, "--file-suffix", "--step"):

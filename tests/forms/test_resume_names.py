@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Optional
 
 import pytest
 
@@ -75,7 +74,7 @@ def test_a_prefix_that_gives_no_file_name_is_wrong_usage(prefix: str) -> None:
         ("rank_3/llama_rank_3-1_0200.ckpt", None),
     ],
 )
-def test_meta_json_is_written_for_training_names_only(name: str, numbers: Optional[tuple[int, int]]) -> None:
+def test_meta_json_is_written_for_training_names_only(name: str, numbers: tuple[int, int] | None) -> None:
     actual = meta_json(name)
     if numbers is None:
         assert actual is None

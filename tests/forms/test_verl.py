@@ -7,9 +7,9 @@ import json
 import shutil
 import struct
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any
 
 import numpy as np
 import pytest
@@ -437,7 +437,7 @@ def test_parts_are_those_of_a_naive_cut(seed: int) -> None:
             held = naive(shape, mesh_shape, place, placements)
             sizes = [len(indexes) for indexes in held]
             try:
-                part: Optional[Any] = part_of(_Archive(sizes), dtensor(shape, mesh_shape, place, placements))  # type: ignore[arg-type]
+                part: Any | None = part_of(_Archive(sizes), dtensor(shape, mesh_shape, place, placements))  # type: ignore[arg-type]
             except PlacementError:
                 # Uneven strided parts may be no boxes.
                 assert any("Strided" in each.name for each in placements)

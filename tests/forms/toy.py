@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.forms.form import Form, FormOptions, ReadRequest, WriteRequest
@@ -28,7 +27,7 @@ class ToyForm(Form):
     name = "toy"
     options = FormOptions(mindspore=False)
 
-    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
         """By the list."""
         return is_directory(src) and LIST in (names_in(src) if names is None else names)
 

@@ -7,7 +7,7 @@ import pickle
 import pickletools
 import struct
 from random import Random
-from typing import Any, Union
+from typing import Any
 
 from tests.wire import fields, varint
 
@@ -60,7 +60,7 @@ def changed_bytes(data: bytes, others: list[bytes], random: Random) -> bytes:
     return data[:at] + bytes(random.randrange(256) for _ in range(random.randrange(9))) + data[at:]
 
 
-def tree_of(message: bytes, depth: int = 5) -> Union[list[Node], bytes]:
+def tree_of(message: bytes, depth: int = 5) -> list[Node] | bytes:
     """The fields of a message, each (number, wire type, value); bytes that are no message as they are."""
     try:
         actual = list(fields(message))
@@ -74,7 +74,7 @@ def tree_of(message: bytes, depth: int = 5) -> Union[list[Node], bytes]:
     ]
 
 
-def bytes_of(tree: Union[list[Node], bytes]) -> bytes:
+def bytes_of(tree: list[Node] | bytes) -> bytes:
     """The message of a tree, every length as it has to be."""
     if isinstance(tree, bytes):
         return tree

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import itertools
 import json
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,7 +88,7 @@ def see_that_it_adds_up(index: CheckpointIndex, size: int) -> None:
         assert len(tensor.shape) <= 64
         selected += tensor.extents
     selected.sort()
-    assert all(start + length <= next_start for (start, length), (next_start, _) in zip(selected, selected[1:]))
+    assert all(start + length <= next_start for (start, length), (next_start, _) in itertools.pairwise(selected))
     assert all(start >= 0 and length > 0 and start + length <= size for start, length in selected)
 
 

@@ -13,11 +13,11 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from types import FrameType
-from typing import Any, Callable, Optional
+from typing import Any
 
 import pytest
 
@@ -129,13 +129,13 @@ def covered(run: Callable[[], object]) -> set[tuple[str, int, int]]:
     """The line transitions of a call in the rooms that read files."""
     actual: set[tuple[str, int, int]] = set()
 
-    def enter(frame: FrameType, event: str, argument: object) -> Optional[Callable[..., Any]]:
+    def enter(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
         file = frame.f_code.co_filename
         if not any(room in file for room in ROOMS):
             return None
         last = 0
 
-        def step(frame: FrameType, event: str, argument: object) -> Optional[Callable[..., Any]]:
+        def step(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
             nonlocal last
             if event == "line":
                 actual.add((file, last, frame.f_lineno))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 
@@ -38,7 +38,7 @@ def judged(world: World, *words: Argument) -> Any:
     return inspected(world.src, "--strategy", world.old, *words)
 
 
-def steps(actual: Any) -> dict[Optional[str], Any]:
+def steps(actual: Any) -> dict[str | None, Any]:
     return {step["step"]: step for step in actual["steps"]}
 
 
@@ -156,7 +156,7 @@ def test_unfinished_directories_and_saves_at_a_fault_are_skipped_and_listed(plai
         ("rank_{rank}/net-1_10.ckpt", None),
     ],
 )
-def test_saves_at_a_fault_are_recognised_by_name(plain: World, pattern: str, saved_at: Optional[str]) -> None:
+def test_saves_at_a_fault_are_recognised_by_name(plain: World, pattern: str, saved_at: str | None) -> None:
     plain.save(FULL, pattern)
     place = plain.src / pattern.split("/")[0] if pattern.startswith("tft") else plain.src
     assert inspected(place)["steps"][0]["saved_at"] == saved_at
@@ -254,7 +254,7 @@ def test_a_strategy_that_does_not_fit_is_a_problem(plain: World) -> None:
 
 
 @pytest.mark.parametrize("devices", [2, None])
-def test_ranks_over_the_device_count_are_a_problem(plain: World, devices: Optional[int]) -> None:
+def test_ranks_over_the_device_count_are_a_problem(plain: World, devices: int | None) -> None:
     plain.save(FULL)
     arguments: Argument = "none"
     if devices:
@@ -267,7 +267,7 @@ def test_ranks_over_the_device_count_are_a_problem(plain: World, devices: Option
 # With the strategy, the same answer as a conversion's.
 
 
-def assert_agrees(world: World) -> Optional[str]:
+def assert_agrees(world: World) -> str | None:
     """Inspecting and converting choose the same step, or both find none; that step."""
     report = judged(world)
     shutil.rmtree(world.dst, ignore_errors=True)
@@ -281,7 +281,7 @@ def assert_agrees(world: World) -> Optional[str]:
         for step in report["steps"]:
             for line in step["reasons"][:1]:
                 assert flat(line) in flat(result.err)
-    selected: Optional[str] = latest["step"]
+    selected: str | None = latest["step"]
     return selected
 
 

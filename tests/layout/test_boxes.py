@@ -120,7 +120,7 @@ def test_a_hundred_thousand_boxes_are_checked_in_bounded_time(grid: bool) -> Non
     for row in range(rows):
         shift = 0 if grid else row % 2
         edges = sorted({0, 2 * columns, *(2 * column + shift for column in range(columns))})
-        boxes += (((row, row + 1), pair) for pair in zip(edges, edges[1:]))
+        boxes += (((row, row + 1), pair) for pair in itertools.pairwise(edges))
     started = time.monotonic()
     coverage = covered_by((rows, 2 * columns), boxes)
     assert time.monotonic() - started < 20

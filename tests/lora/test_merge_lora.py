@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -118,7 +118,7 @@ def test_the_product_is_added_and_all_other_tensors_are_copied(tmp_path: Path, i
     ],
 )
 def test_the_scale_follows_the_configuration(
-    tmp_path: Path, config: dict[str, Any], alpha: Optional[float], scale: float
+    tmp_path: Path, config: dict[str, Any], alpha: float | None, scale: float
 ) -> None:
     full, pairs = weights(), matrices()
     words: list[Argument] = [] if alpha is None else ["--alpha", str(alpha)]
@@ -439,7 +439,7 @@ def test_each_tile_of_the_product_is_computed_once(rows: int) -> None:
     assert len(read) == 12
 
 
-def compared(src: Path, adapter: Path, out: Path, alpha: float = 16) -> list[tuple[str, Optional[str]]]:
+def compared(src: Path, adapter: Path, out: Path, alpha: float = 16) -> list[tuple[str, str | None]]:
     """Kind and parameter of every difference from base plus adapter, by `verify_conversion`."""
     with FileHandles() as handles:
         ranks, huggingface, none = form_named("ranks"), form_named("huggingface"), Strategy.none()

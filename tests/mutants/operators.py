@@ -13,7 +13,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import CodeType
-from typing import NamedTuple, Optional, TypeVar
+from typing import NamedTuple, TypeVar
 
 from tests.corpus import ROOT
 
@@ -63,7 +63,7 @@ class Mutant(NamedTuple):
 class _Changer(ast.NodeTransformer):
     """Counts the places that can be changed, and changes one of them."""
 
-    def __init__(self, module: str, chosen: Optional[int] = None) -> None:
+    def __init__(self, module: str, chosen: int | None = None) -> None:
         self.found: list[Mutant] = []
         self._module, self._chosen = module, chosen
 
@@ -192,7 +192,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
-    ) -> Optional[importlib.machinery.ModuleSpec]:
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname != self._mutant.module:
             return None
         return importlib.util.spec_from_loader(fullname, _Loader(self._mutant))

@@ -22,11 +22,11 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Callable, Optional, TypeVar
+from typing import TypeVar
 
 from tests.corpus import ROOT
 from tests.mutants.operators import Mutant, install, mutants_of
@@ -134,7 +134,7 @@ def _judge(commands: Mapping[str, list[str]], right: Path, place: Path) -> Itera
 
 
 def _in_child(
-    work: Path, limit: int, mutant: Optional[Mutant], task: Callable[[Path], Iterable[tuple[str, _T]]]
+    work: Path, limit: int, mutant: Mutant | None, task: Callable[[Path], Iterable[tuple[str, _T]]]
 ) -> dict[str, _T]:
     """Run a task in a process of its own, with a mutant; its results until it took too long or too much.
 

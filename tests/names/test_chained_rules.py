@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 
@@ -13,7 +13,7 @@ from reshard.names.rules import NameRules
 KEYS = rules_named("deepseek_v3").config_keys | rules_named("megatron").config_keys
 
 
-def chosen(rules: Optional[NameRules]) -> dict[str, str]:
+def chosen(rules: NameRules | None) -> dict[str, str]:
     assert rules is not None
     return dict(rules.chosen)
 

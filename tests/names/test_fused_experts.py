@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,7 +94,7 @@ def test_the_configuration_beside_the_source_decides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", [None, "some_new_moe"])
-def test_an_unknown_model_is_an_error_and_names_can_stay(model_type: Optional[str], tmp_path: Path) -> None:
+def test_an_unknown_model_is_an_error_and_names_can_stay(model_type: str | None, tmp_path: Path) -> None:
     tensors = fused(numbered("qwen3_moe"))
     source = trained(tmp_path, tensors)
     words: list[Argument] = ["convert", source, tmp_path / "out", "--to", "huggingface", "--verify"]

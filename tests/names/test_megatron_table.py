@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -627,7 +627,7 @@ def test_one_layer_that_predicts_a_token_gets_copies_as_in_releases(layers: int,
 def mutants() -> list[Mutant]:
     """The table with one rule wrong."""
     table = TABLE
-    changed: list[tuple[str, int, Optional[NameRule]]] = []
+    changed: list[tuple[str, int, NameRule | None]] = []
     for place, rule in enumerate(table.rules):
         families = [{*values} for name, values in rule.when if name == "family"]
         # The layer that predicts a further token is of one family.

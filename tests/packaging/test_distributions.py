@@ -11,7 +11,7 @@ import tarfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple
 
 import pytest
 
@@ -28,7 +28,7 @@ DEMO = FIXTURES / "demo"
 
 
 def run(
-    *command: Union[str, Path], cwd: Path, environment: Optional[Mapping[str, str]] = None, status: int = 0
+    *command: str | Path, cwd: Path, environment: Mapping[str, str] | None = None, status: int = 0
 ) -> subprocess.CompletedProcess[str]:
     """Run a command away from this repository's modules, and see that it ends with `status`."""
     base = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
@@ -128,7 +128,7 @@ def test_the_build_gives_no_warning_and_complete_metadata(built: Built) -> None:
     for line in (
         "License: Apache-2.0",
         "License-File: LICENSE",
-        "Requires-Python: >=3.9",
+        "Requires-Python: >=3.10",
         "Classifier: Typing :: Typed",
     ):
         assert line in head.splitlines()
@@ -166,7 +166,7 @@ def test_the_python_api_works_with_runtime_dependencies_only(bare: Bare, tmp_pat
 
 def test_mypy_reads_the_installed_types(bare: Bare, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    mypy: list[Union[str, Path]] = [
+    mypy: list[str | Path] = [
         sys.executable,
         "-m",
         "mypy",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 
@@ -221,7 +221,7 @@ DESCRIPTION: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("config", [None, {}, {"quantize": "w8a8", "quantization_config": {"kv_quant_type": None}}])
-def test_published_weights_of_msmodelslim_are_read(config: Optional[dict[str, Any]]) -> None:
+def test_published_weights_of_msmodelslim_are_read(config: dict[str, Any] | None) -> None:
     stored = {**INT8, "a.weight_offset": TypedShape("Float32", (8, 1)), "norm.weight": TypedShape("BFloat16", (6,))}
 
     assert [*recognise(stored, config, DESCRIPTION).tensors] == ["a.weight"]
@@ -332,8 +332,8 @@ REFUSED = [
 def test_unknown_schemes_are_refused_by_name(
     message: str,
     stored: dict[str, TypedShape],
-    config: Optional[dict[str, Any]],
-    description: Optional[dict[str, Any]],
+    config: dict[str, Any] | None,
+    description: dict[str, Any] | None,
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         recognise(stored, config, description)

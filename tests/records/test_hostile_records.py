@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -145,7 +145,7 @@ def leaves(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
         yield from leaves(content[0], (*path, 0))
 
 
-def with_value(content: Any, path: tuple[Any, ...], value: Optional[Any], remove: bool = False) -> Any:
+def with_value(content: Any, path: tuple[Any, ...], value: Any | None, remove: bool = False) -> Any:
     created = copy.deepcopy(content)
     place = created
     for key in path[:-1]:

@@ -11,7 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 
@@ -60,7 +60,7 @@ FULL = {**{name: value(name, (32, 24)) for name in WEIGHTS}, **{name: value(name
 COPIED = {"global_step": scalar(7, shape=(1,))}
 
 
-def model(matrix: list[int], cut: list[int], names: Optional[list[str]] = None) -> Strategy:
+def model(matrix: list[int], cut: list[int], names: list[str] | None = None) -> Strategy:
     """A strategy that cuts the weights so, and gives every rank the norms whole."""
     layouts = {name: layout(matrix, cut if name in WEIGHTS else [-1]) for name in FULL}
     return single({name: created for name, created in layouts.items() if names is None or name in names})
@@ -75,7 +75,7 @@ class Tree:
         self.wrong = write_strategy(root / "wrong", model(*WRONG))
         self.new = write_strategy(root / "new", model([2], [0, -1]))
 
-    def save(self, full: Optional[dict[str, Value]] = None, strategy: Optional[Strategy] = None) -> None:
+    def save(self, full: dict[str, Value] | None = None, strategy: Strategy | None = None) -> None:
         write_tree(self.src, cut_ranks(strategy or model(*TRUE), full or FULL, COPIED))
 
     def change(self, rank: int, *names: str) -> None:

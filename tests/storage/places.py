@@ -8,7 +8,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Optional, Protocol
+from typing import Protocol
 
 import pytest
 
@@ -103,7 +103,7 @@ class ToyPlace:
         return []
 
 
-def failing(number: int, method: str, path: str) -> Optional[str]:
+def failing(number: int, method: str, path: str) -> str | None:
     """Every other request goes wrong, each in its own way; with several threads, see `try_often`."""
     fault = ("unavailable", None, "drop", None, "cut", None, "lost", None)[number % 8]
     # If this answer is lost, the upload ID stays unknown: it is left to a rule of the bucket.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Optional
 
 import pytest
 
@@ -19,7 +18,7 @@ def faulty(seed: int, form: str, objects: Objects, root: Path, *more: Argument) 
     """Convert while one request of five fails somehow, and compare."""
     expected = job(form, root)
     chance = random.Random(seed)
-    kinds: list[Optional[str]] = ["drop", "cut", "unavailable", "lost", *[None] * 16]
+    kinds: list[str | None] = ["drop", "cut", "unavailable", "lost", *[None] * 16]
     objects.faults.choose = lambda *_: chance.choice(kinds)
     done(*expected.into(objects.path("out"), "--verify", "--jobs", chance.choice([1, 2, 4]), *more))
     objects.faults.choose = lambda *_: None
@@ -44,7 +43,7 @@ def test_each_request_is_retried_once(kind: str, objects: Objects, tmp_path: Pat
     expected = job("parts", tmp_path)
     visited: set[tuple[str, str]] = set()
 
-    def choose(number: int, method: str, path: str) -> Optional[str]:
+    def choose(number: int, method: str, path: str) -> str | None:
         if (method, path) in visited:
             return None
         visited.add((method, path))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Callable, Optional
 
 import pytest
 
@@ -36,7 +35,7 @@ def content(pattern: bytes, new: bytes) -> Edit:
     return lambda answer: answer._replace(content=re.sub(pattern, new, answer.content, flags=re.DOTALL))
 
 
-def header(name: str, value: Optional[str]) -> Edit:
+def header(name: str, value: str | None) -> Edit:
     def edit(answer: Answer) -> Answer:
         bare = answer.without(name)
         return bare if value is None else bare._replace(headers={**bare.headers, name: value})

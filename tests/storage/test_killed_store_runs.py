@@ -6,9 +6,9 @@ import itertools
 import json
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple
 
 import pytest
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 MANIFEST = "reshard-manifest.json"
 UNFINISHED = "reshard-unfinished.safetensors"
 #: The options that write a form, and what its loaders wait for.
-FORMS: dict[str, tuple[list[Argument], Optional[str]]] = {
+FORMS: dict[str, tuple[list[Argument], str | None]] = {
     "ranks": ([], None),
     "parts": ([], None),
     "checkpoint2": (["--dst-strategy", "same"], "latest_checkpointed_iteration.txt"),
@@ -54,7 +54,7 @@ class Job(NamedTuple):
 
     words: list[Argument]
     whole: dict[str, bytes]
-    mark: Optional[str]
+    mark: str | None
 
     def into(self, dst: str, *more: Argument) -> list[Argument]:
         return ["convert", *(dst if word == "{}" else word for word in self.words), *more]
@@ -93,7 +93,7 @@ class Killer:
         self.done = False
         self._counted = itertools.count()
 
-    def __call__(self, number: int, method: str, path: str) -> Optional[str]:
+    def __call__(self, number: int, method: str, path: str) -> str | None:
         self.ready.wait(60)
         if method in ("GET", "HEAD") or self.of not in path:
             return None
@@ -117,7 +117,7 @@ def interrupted(preloaded: Preloaded, objects: Objects, killer: Killer, words: l
     return result.status
 
 
-def check_nothing_is_half_written(objects: Objects, job: Job, before: Optional[Job] = None) -> None:
+def check_nothing_is_half_written(objects: Objects, job: Job, before: Job | None = None) -> None:
     """Files under final names are whole, and the file that marks completion is written last."""
     content = objects.content("out")
     actual = {name: data for name, data in content.items() if name in job.whole and name != UNFINISHED}
@@ -148,7 +148,7 @@ def clear(objects: Objects) -> None:
         objects.client.delete_object(Bucket=objects.bucket, Key=name)
 
 
-def status(preloaded: Preloaded, dst: str) -> Optional[dict[str, object]]:
+def status(preloaded: Preloaded, dst: str) -> dict[str, object] | None:
     """The output of `status` for a directory; None without a conversion."""
     result = preloaded.start("status", dst, "--json").result()
     if result.status == 3:
@@ -248,7 +248,7 @@ def test_a_killed_run_does_not_affect_a_concurrent_one(preloaded: Preloaded, obj
     parts = itertools.count()
     killed: list[Callable[[int], None]] = []
 
-    def choose(number: int, method: str, path: str) -> Optional[str]:
+    def choose(number: int, method: str, path: str) -> str | None:
         if "partNumber=" in path and killed and next(parts) == 1:
             killed.pop()(signal.SIGKILL)
         return None
@@ -269,7 +269,7 @@ def test_another_conversion_is_refused_during_a_run(preloaded: Preloaded, object
     dst = objects.path("out")
     writing, go_on = threading.Event(), threading.Event()
 
-    def choose(number: int, method: str, path: str) -> Optional[str]:
+    def choose(number: int, method: str, path: str) -> str | None:
         if "partNumber=" in path:
             writing.set()
             go_on.wait(60)

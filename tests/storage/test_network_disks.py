@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -64,7 +64,7 @@ def slowed(milliseconds: float, file_system: str, *words: Argument) -> str:
     ],
     ids=str,
 )
-def test_the_round_trip_is_measured_on_blocking_requests(seconds: list[float], expected: Optional[float]) -> None:
+def test_the_round_trip_is_measured_on_blocking_requests(seconds: list[float], expected: float | None) -> None:
     assert round_trip_of(seconds) == expected
 
 

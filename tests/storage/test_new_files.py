@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Optional
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -63,7 +63,7 @@ def test_bytes_come_in_any_order_from_several_threads(place: Place, data: st.Dat
     cuts = data.draw(st.lists(st.integers(0, size), max_size=12))
     near = data.draw(st.lists(st.sampled_from([PART - 1, PART, PART + 1, 2 * PART]), max_size=3))
     places = sorted({0, size, *cuts, *(cut for cut in near if cut < size)})
-    pieces = list(zip(places, places[1:]))
+    pieces = list(itertools.pairwise(places))
     random.Random(data.draw(st.integers(0, 99))).shuffle(pieces)
     whole = content(size)
     path = f"{place.path}/directory/of-{size}"
@@ -286,7 +286,7 @@ class Failing:
         self._fault = fault
         self.left = times
 
-    def __call__(self, number: int, method: str, path: str) -> Optional[str]:
+    def __call__(self, number: int, method: str, path: str) -> str | None:
         if self.left and method == self._method and self._has in path and self._has_not not in path:
             self.left -= 1
             return self._fault
@@ -463,7 +463,7 @@ def test_a_failed_part_fails_the_file_and_leaves_nothing(objects: Objects) -> No
 def test_a_file_is_closed_after_its_last_part_although_others_failed(objects: Objects) -> None:
     on_its_way, go_on = threading.Event(), threading.Event()
 
-    def choose(number: int, method: str, path: str) -> Optional[str]:
+    def choose(number: int, method: str, path: str) -> str | None:
         if "partNumber=2" in path:
             on_its_way.set()
             assert go_on.wait(60)

@@ -13,7 +13,7 @@ import time
 import zipfile
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -116,7 +116,7 @@ def test_a_source_in_a_store_converts_like_a_local_one(name: str, objects: Objec
     assert outcome and outcome == locally(KINDS[name], tmp_path / "local")
 
 
-def some_fail(number: int, method: str, path: str) -> Optional[str]:
+def some_fail(number: int, method: str, path: str) -> str | None:
     return ("drop", None, "unavailable", None, None, "cut", None)[number % 7]
 
 
@@ -343,7 +343,7 @@ def test_without_boto3_the_error_names_the_extra_to_install(tmp_path: Path) -> N
 def test_any_faults_in_any_order_do_not_change_the_output(seed: int, objects: Objects, tmp_path: Path) -> None:
     chance = random.Random(seed)
     kind = KINDS[chance.choice(list(KINDS))]
-    kinds: list[Optional[str]] = ["drop", "cut", "unavailable", "lost", *[None] * 12]
+    kinds: list[str | None] = ["drop", "cut", "unavailable", "lost", *[None] * 12]
     objects.faults.choose = lambda *_: chance.choice(kinds)
     outcome = from_store(kind, objects, tmp_path / "out", "--verify", "--jobs", chance.choice([1, 2, 4]))
     assert outcome == locally(kind, tmp_path / "local")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import pytest
 
@@ -27,7 +27,7 @@ class Kind(NamedTuple):
 
     source: Path
     options: tuple[Argument, ...]
-    strategy: Optional[Path] = None
+    strategy: Path | None = None
 
 
 def demo(*options: Argument) -> Kind:
@@ -71,7 +71,7 @@ def _is_record(name: str) -> bool:
     return name.startswith((".reshard/", "reshard-manifest"))
 
 
-def words(kind: Kind, dst: Argument, source: Optional[str] = None) -> list[Argument]:
+def words(kind: Kind, dst: Argument, source: str | None = None) -> list[Argument]:
     strategy: list[Argument] = [] if kind.strategy is None else ["--src-strategy", kind.strategy]
     return [source or kind.source, dst, *strategy, *kind.options]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, Optional
 from urllib.parse import quote, unquote
 from uuid import uuid4
 
@@ -71,7 +71,7 @@ class ToyStore(Store):
         """As of a local disk."""
         return LOCAL
 
-    def new_file(self, path: str, size: int, sending: Optional[Sending] = None) -> NewFile:
+    def new_file(self, path: str, size: int, sending: Sending | None = None) -> NewFile:
         """A file beside the others."""
         return _ToyFile(self, path, self._new / uuid4().hex)
 

@@ -6,7 +6,6 @@ The networks of the compiled strategies have short names; here they get those of
 from __future__ import annotations
 
 import re
-from typing import Optional
 
 import pytest
 
@@ -64,7 +63,7 @@ _HEAD = '[[parameter]]\nmatch = ["lm_head.weight", "transformer.output_layer.wei
 _TABLES = '[[parameter]]\nmatch = ["*.embedding_table", "head.weight"]\nmap = ["mp", "None"]\n'
 _WHOLE = '[[parameter]]\nmatch = ["model.tok*", "lm_head*"]\nmap = ["None", "None"]\n'
 
-FAMILIES: list[tuple[str, str, list[tuple[str, str]], str, Optional[str]]] = [
+FAMILIES: list[tuple[str, str, list[tuple[str, str]], str, str | None]] = [
     # Rules, cases that begin so, their names, what is kept of what the rules leave open, cases left out.
     ("llama", "20_llama", _LLAMA, _CUT + _HEAD, None),
     ("llama", "21_vocabdp", _LLAMA, _WHOLE, None),
@@ -86,7 +85,7 @@ def renamed(name: str, changes: list[tuple[str, str]]) -> str:
     return name
 
 
-def cases_of(start: str, leave_out: Optional[str]) -> list[str]:
+def cases_of(start: str, leave_out: str | None) -> list[str]:
     return [name for name in CASES if name.startswith(start) and not (leave_out and leave_out in name)]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ def _read(path: Path) -> Any:
     return read_recorded(str(path))
 
 
-def source(case: MadeCase, sizes: Optional[str] = None) -> SourceRun:
+def source(case: MadeCase, sizes: str | None = None) -> SourceRun:
     strategy, recorded = _read(case.strategy)
     return SourceRun(strategy, recorded, parse_sizes(sizes or case.sizes_text))
 

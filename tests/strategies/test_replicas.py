@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Optional
 
 import hypothesis.strategies as st
 import pytest
@@ -21,7 +20,7 @@ from tests.running import Result, done, fails, warns
 from tests.strategy_writing import group_info
 from tests.trees import layout, single, write_strategy
 
-Groups = list[tuple[Optional[int], list[int]]]
+Groups = list[tuple[int | None, list[int]]]
 
 
 def naive_groups(strategy: reference.Strategy, shapes: dict[str, tuple[int, ...]]) -> Groups:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Callable, Optional
 
 from reshard import asked
 from reshard.convert.replicas import differing_copies
@@ -46,8 +45,8 @@ def read_source(
     files: Mapping[int, str],
     strategy: Strategy,
     means: Means,
-    target: Optional[Strategy] = None,
-    ranks: Optional[Iterable[int]] = None,
+    target: Strategy | None = None,
+    ranks: Iterable[int] | None = None,
 ) -> Source:
     chosen = None if ranks is None else sorted(ranks)
     target = Strategy.none() if target is None else target
@@ -62,7 +61,7 @@ def compare_trees(
     target: Strategy,
     means: Means,
     *,
-    ranks: Optional[Iterable[int]] = None,
+    ranks: Iterable[int] | None = None,
     admit: Callable[[str], bool] = lambda name: True,
 ) -> list[Difference]:
     """The differences of a target checkpoint from its source."""

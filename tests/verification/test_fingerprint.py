@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def defined_sum(array: Array) -> int:
     return sum(factor * total for factor, total in zip(factors, totals)) % PRIME
 
 
-def box_sum(array: Array, box: Optional[Box] = None, block: int = 1 << 20) -> int:
+def box_sum(array: Array, box: Box | None = None, block: int = 1 << 20) -> int:
     """What the program makes of a box of an array, in blocks of so many bytes."""
     box = whole_box(array.shape) if box is None else box
     content = np.frombuffer(cut(array, box).tobytes(), np.uint8)
@@ -104,7 +105,7 @@ def test_sums_of_boxes_add_up_in_blocks_of_any_size(data: st.DataObject) -> None
     parts = [whole_box(shape)]
     for dimension, size in enumerate(shape):
         at = sorted({0, *data.draw(st.lists(st.integers(0, size), max_size=2)), size})
-        intervals = list(zip(at, at[1:])) or [(0, 0)]
+        intervals = list(itertools.pairwise(at)) or [(0, 0)]
         parts = [(*box[:dimension], cut_, *box[dimension + 1 :]) for box in parts for cut_ in intervals]
     block = data.draw(st.sampled_from([1024, 1500, 4096, 1 << 16]))
     assert sum(box_sum(array, box, block) for box in parts) % PRIME == box_sum(array)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -35,12 +35,12 @@ def read(directory: Path, handles: FileHandles) -> Source:
     return stored_source(form.read(ReadRequest(Asked(str(directory)), handles, Report())), Strategy.none())
 
 
-def differing(source: Source, handles: FileHandles) -> set[Optional[str]]:
+def differing(source: Source, handles: FileHandles) -> set[str | None]:
     means = Means(handles, 1, 1 << 20, Progress())
     return {each.parameter for each in misplaced(source, [*source.tensors], means, Report())}
 
 
-def moved(tensor: StoredTensor) -> Optional[StoredTensor]:
+def moved(tensor: StoredTensor) -> StoredTensor | None:
     """A tensor with the parts of files in each other's place; None where it has no two of one shape."""
     (slices,) = tensor.slice_sets
     files_of = dict(slices.files_of)

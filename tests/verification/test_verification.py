@@ -6,7 +6,7 @@ import tempfile
 import tracemalloc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,7 +80,7 @@ class Pair:
             return compare_replicas(files_of(self.root / tree), read_strategy(str(strategy)), means)
 
 
-def brief(differences: list[Difference]) -> list[tuple[str, Optional[str], tuple[int, ...]]]:
+def brief(differences: list[Difference]) -> list[tuple[str, str | None, tuple[int, ...]]]:
     for difference in differences:
         assert difference.detail and str(difference)
     return [(difference.kind, difference.parameter, difference.ranks) for difference in differences]
@@ -179,7 +179,7 @@ def test_swapped_slices_are_found(pair: Pair) -> None:
 
 
 def test_entries_of_a_map_are_one_dimension_only_if_all_but_the_last_are_completely_cut() -> None:
-    def rows(first: int, shape: tuple[int, int]) -> Optional[list[tuple[int, int]]]:
+    def rows(first: int, shape: tuple[int, int]) -> list[tuple[int, int]] | None:
         layout = LayoutValues((first, 2), ((1,), (0,)), shape=shape, expandable=True)
         boxes = device_boxes(layout, (128,))
         return None if boxes is None else [box[0] for box in boxes]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import pytest
 

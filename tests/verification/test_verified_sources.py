@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def stages(*layouts: Mapping[str, Any]) -> Strategy:
     return [stage for some in layouts for stage in single(some)]
 
 
-def differences(world: World, *options: Argument) -> list[tuple[str, Optional[str], list[int]]]:
+def differences(world: World, *options: Argument) -> list[tuple[str, str | None, list[int]]]:
     """Kind, parameter and ranks of everything that verify finds."""
     result = world.verify("--json", *options)
     assert result.status in (0, 4), result.err

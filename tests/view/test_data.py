@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import pytest
@@ -353,7 +353,7 @@ def wide(parameters: int, ranks: int) -> Inspected:
     return Inspected("ckpt", form_named("ranks"), shown=InspectedStep("3_10", files, None, checkpoint, True))
 
 
-def wide_page(parameters: int, ranks: int, targets: Optional[int] = None) -> bytes:
+def wide_page(parameters: int, ranks: int, targets: int | None = None) -> bytes:
     """The page of a wide checkpoint, with a conversion in which every target reads 16 sources."""
     moved = Transfers()
     count = targets or ranks

@@ -18,8 +18,8 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any, Callable, NamedTuple, NoReturn, Optional
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, ITEM_SIZES, TORCH_NAMES
 from reshard.checkpoints.formats.output import CheckedEntry, OutputLayout, OutputTensor
@@ -102,7 +102,7 @@ class ArchiveEntry(NamedTuple):
 
     offset: int
     size: int
-    crc: Optional[int]
+    crc: int | None
 
 
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -321,7 +321,7 @@ class Archive:
             self._damaged(f"its tensor of shape {list(shape)} does not lie in the {entry.size} bytes of {entry_name}")
         return Elements(dtype, tuple(shape), tuple(strides), entry.offset + first * item, entry)
 
-    def _storage(self, reference: Any) -> tuple[str, Optional[str], int]:
+    def _storage(self, reference: Any) -> tuple[str, str | None, int]:
         """Name of the entry, type and size of a storage."""
         identity = (
             reference.args[0]

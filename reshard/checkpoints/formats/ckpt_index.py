@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, MAP_TENSOR, TEXT
 from reshard.checkpoints.formats.tensors import (
@@ -108,8 +108,8 @@ class _Record(NamedTuple):
 
 def _read_value(walk: _Walk, end: int) -> _Record:
     start = walk.position
-    name: Optional[str] = None
-    tensor: Optional[tuple[str, tuple[int, ...], tuple[tuple[int, int], ...]]] = None
+    name: str | None = None
+    tensor: tuple[str, tuple[int, ...], tuple[tuple[int, int], ...]] | None = None
     while walk.position < end:
         key = walk.key()
         if key == _FIELD_1:
@@ -130,9 +130,9 @@ def _read_value(walk: _Walk, end: int) -> _Record:
 
 
 def _read_tensor(walk: _Walk, end: int) -> tuple[str, tuple[int, ...], tuple[tuple[int, int], ...]]:
-    dtype: Optional[str] = None
+    dtype: str | None = None
     dims: list[int] = []
-    content: Optional[tuple[int, int]] = None
+    content: tuple[int, int] | None = None
     while walk.position < end:
         key = walk.key()
         if key == _FIELD_1_NUMBER:
@@ -346,7 +346,7 @@ class _Walk:
         if self.position > end:
             raise self.damaged("a field ends beyond its message", start)
 
-    def damaged(self, problem: str, at: Optional[int] = None, name: Optional[str] = None) -> DamagedCheckpointError:
+    def damaged(self, problem: str, at: int | None = None, name: str | None = None) -> DamagedCheckpointError:
         """The error for a defect at byte ``at``, by default at the position."""
         where = self.position if at is None else at
         return DamagedCheckpointError(

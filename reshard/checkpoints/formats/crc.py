@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import Callable, NamedTuple, Optional
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.ckpt_index import TRAILER_SIZE
@@ -32,7 +32,7 @@ def check_crc(
     index: CheckpointIndex,
     block_bytes: int = 8 << 20,
     on_block: Callable[[int], None] = lambda count: None,
-) -> Optional[str]:
+) -> str | None:
     """Read a whole checkpoint file, or tensors of archives, and compare them with their CRCs.
 
     Args:
@@ -167,14 +167,14 @@ def crc_of_file(path: str, block_bytes: int = 4 << 20, on_block: Callable[[int],
     return stream.crc
 
 
-def _add_ckpt(stream: _Stream, index: CheckpointIndex) -> Optional[str]:
+def _add_ckpt(stream: _Stream, index: CheckpointIndex) -> str | None:
     if any(tensor.dtype == MAP_TENSOR for tensor in index.tensors.values()):
         return "its CRC does not cover map tensors"
     stream.add_range(0, index.size - TRAILER_SIZE)
     return None
 
 
-def _add_safetensors(stream: _Stream, index: CheckpointIndex) -> Optional[str]:
+def _add_safetensors(stream: _Stream, index: CheckpointIndex) -> str | None:
     zeros = {}
     for name, tensor in index.tensors.items():
         if tensor.shape == () and tensor.dtype in INTEGERS:

@@ -7,7 +7,7 @@ special case.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 TEXT = "str"
 MAP_TENSOR = "MapTensor"
@@ -34,10 +34,10 @@ class DType(NamedTuple):
 
     name: str
     size: int
-    safetensors: Optional[str]
-    ckpt: Optional[str]
-    numpy: Optional[str] = None
-    extended: Optional[str] = None
+    safetensors: str | None
+    ckpt: str | None
+    numpy: str | None = None
+    extended: str | None = None
 
 
 _TABLE = (
@@ -106,7 +106,7 @@ CASTABLE = ("Float64", *CAST_TO)
 _SHORT = {"bf16": "BFloat16", "fp16": "Float16", "half": "Float16", "fp32": "Float32", "float": "Float32"}
 
 
-def dtype_named(text: str) -> Optional[str]:
+def dtype_named(text: str) -> str | None:
     """MindSpore's name of ``bf16``, ``torch.bfloat16`` or ``F32``; None if unknown."""
     word = text.strip().lower().rpartition(".")[2].replace("_", "")
     own_names = {dtype.lower(): dtype for dtype in ITEM_SIZES}

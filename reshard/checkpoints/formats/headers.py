@@ -14,7 +14,7 @@ import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple
 
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE, read_ckpt_index
@@ -28,7 +28,7 @@ from reshard.threads import ThreadLock, thread_pool
 # Reading headers from network storage waits for round trips; more threads than CPUs help.
 _IN_FLIGHT = 16
 
-Header = Union[CheckpointIndex, DamagedCheckpointError]
+Header = CheckpointIndex | DamagedCheckpointError
 
 
 def read_headers(handles: FileHandles, files: Mapping[int, str], holder: str = "rank") -> Iterator[tuple[int, Header]]:
@@ -116,7 +116,7 @@ def _not_ours(kind: str) -> str:
     return f"{kind}; not a MindSpore checkpoint"
 
 
-def read_index(handles: FileHandles, path: str, structures: Optional[KnownStructures] = None) -> CheckpointIndex:
+def read_index(handles: FileHandles, path: str, structures: KnownStructures | None = None) -> CheckpointIndex:
     """Read the headers of a checkpoint file; its structure is added to ``structures``.
 
     Raises:
@@ -193,7 +193,7 @@ class _Structure:
         self.example = example
         self._status = status
         self._lock = ThreadLock()
-        self._reads: Optional[list[_Read]] = None
+        self._reads: list[_Read] | None = None
 
     def reads(self, handles: FileHandles) -> list[_Read]:
         with self._lock:
@@ -219,7 +219,7 @@ class KnownStructures:
         self._lock = ThreadLock()
         self._known: OrderedDict[tuple[str, int], list[_Structure]] = OrderedDict()
 
-    def find(self, file: ReadableFile, format: str, size: int) -> Optional[CheckpointIndex]:
+    def find(self, file: ReadableFile, format: str, size: int) -> CheckpointIndex | None:
         """The index of a file with a known structure, or None."""
         with self._lock:
             structures = tuple(self._known.get((format, size), ()))

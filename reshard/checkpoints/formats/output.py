@@ -12,7 +12,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple
 
 from reshard.checkpoints.formats.dtypes import INT4, ITEM_SIZES, SAFETENSORS_NAMES, TEXT, can_hold
 from reshard.checkpoints.formats.tensors import LENGTH_SIZE, LONGEST_HEADER, METADATA, content_size, logical_shape
@@ -95,7 +95,7 @@ class OutputLayout:
 
     entries: Sequence[CheckedEntry] = ()
 
-    def __init__(self, begin: Optional[bytearray] = None) -> None:
+    def __init__(self, begin: bytearray | None = None) -> None:
         self.size = 0
         self._literals = bytearray() if begin is None else begin
         # Per run: the end of its literal, the tensor, its first byte, the bytes of a piece, and the repeats.
@@ -118,7 +118,7 @@ class OutputLayout:
         self._repeats.append(repeats)
         self.size += repeats * (len(self._literals) - literal_start + piece)
 
-    def segments(self) -> Iterator[Union[Literal, Data]]:
+    def segments(self) -> Iterator[Literal | Data]:
         """The file from its first byte to its last, without gaps and empty segments."""
         # Without a copy: a header may have many MB, and files of a group share it.
         literals = memoryview(self._literals).toreadonly()
@@ -168,7 +168,7 @@ def lay_out_ckpt(tensors: Iterable[OutputTensor], record_limit: int = RECORD_LIM
     return layout
 
 
-def lay_out_safetensors(tensors: Sequence[OutputTensor], metadata: Optional[Mapping[str, str]] = None) -> OutputLayout:
+def lay_out_safetensors(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None = None) -> OutputLayout:
     """Lay out a safetensors file, by default with MindSpore's metadata: ``format: ms``, and Int4 marks.
 
     The data begins at a multiple of 8 bytes. Tensors keep their order if all elements are then aligned, because some

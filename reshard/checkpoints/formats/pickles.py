@@ -13,8 +13,8 @@ import io
 import itertools
 import pickle
 import struct
-from collections.abc import Collection, Iterable
-from typing import Any, Callable, ClassVar, Optional
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, ClassVar
 
 from reshard.errors import ReshardError
 from reshard.text.messages import quoted
@@ -190,7 +190,7 @@ def among(names: Collection[str]) -> Callable[[str], bool]:
     return frozenset({*names, *_PLAIN}).__contains__
 
 
-def sizes_of(numbers: Any) -> Optional[tuple[int, ...]]:
+def sizes_of(numbers: Any) -> tuple[int, ...] | None:
     """Numbers of elements or bytes, as in a shape; None for anything else."""
     if not isinstance(numbers, (tuple, list)) or len(numbers) > MAX_SIZES:
         return None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, Optional
+from typing import Any
 
 from reshard.checkpoints.formats.dtypes import FROM_SAFETENSORS, INT4, ITEM_SIZES, SAFETENSORS_NAMES, SUB_BYTE_TYPES
 from reshard.checkpoints.formats.tensors import (
@@ -126,7 +126,7 @@ def _are_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(type(entry) is int and entry >= 0 for entry in value)
 
 
-def _crc(metadata: dict[str, str], path: str) -> Optional[int]:
+def _crc(metadata: dict[str, str], path: str) -> int | None:
     text = metadata.get("crc_num")
     if text is None:
         return None
@@ -135,5 +135,5 @@ def _crc(metadata: dict[str, str], path: str) -> Optional[int]:
     return int(text)
 
 
-def _damaged(path: str, problem: str, name: Optional[str] = None) -> DamagedCheckpointError:
+def _damaged(path: str, problem: str, name: str | None = None) -> DamagedCheckpointError:
     return DamagedCheckpointError(f"{path}: is damaged, or no safetensors file: {problem}", file=path, parameter=name)

@@ -9,7 +9,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS, TEXT
 from reshard.text.names import is_value
@@ -87,7 +87,7 @@ class CheckpointIndex(NamedTuple):
     format: str
     size: int
     tensors: Mapping[str, Tensor]
-    crc: Optional[int] = None
+    crc: int | None = None
     metadata: Mapping[str, str] = {}
     archived: bool = False
 
@@ -133,7 +133,7 @@ def logical_shape(dtype: str, dims: Sequence[int], nbytes: int) -> tuple[int, ..
     return tuple(dims)
 
 
-def content_size(dtype: str, dims: Sequence[int], nbytes: int) -> Optional[int]:
+def content_size(dtype: str, dims: Sequence[int], nbytes: int) -> int | None:
     """Bytes of a tensor by type and dimensions; None for an unknown type. With ``nbytes``, [0] is a scalar."""
     item_size = ITEM_SIZES.get(dtype)
     if item_size is None:

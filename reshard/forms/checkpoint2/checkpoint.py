@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Callable, Optional
 
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, TiedTensors
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
@@ -45,7 +44,7 @@ class Checkpoint2(RecordedCheckpoint):
     lost: Mapping[str, LostTensor] = field(default_factory=dict)
     unplaced: Mapping[str, str] = field(default_factory=dict)
     placements: Mapping[str, TensorPlacement] = field(default_factory=dict)
-    metadata_names: Optional[frozenset[str]] = None
+    metadata_names: frozenset[str] | None = None
     unlisted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def tied_tensors(self) -> Sequence[TiedTensors]:
@@ -86,7 +85,7 @@ class Checkpoint2(RecordedCheckpoint):
                     layouts[name] = Layout((len(ranks),), ((),) * len(placement.grid.edges))
         return by_stage
 
-    def check(self, required: Optional[Callable[[str], bool]] = None) -> None:
+    def check(self, required: Callable[[str], bool] | None = None) -> None:
         super().check(required)
         lost = [item for item in self.lost.values() if required is None or required(item.name)]
         if lost:
@@ -126,7 +125,7 @@ def read_checkpoint2(request: ReadRequest) -> Checkpoint2:
     candidates = choose(request.path, request.asked.step, request.report)
     if not request.complete:
         return _read_iteration(candidates[0], request)
-    refused: Optional[InputError] = None
+    refused: InputError | None = None
     for iteration in candidates:
         try:
             checkpoint = _read_iteration(iteration, request)

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.files import FileHandles
@@ -170,8 +170,8 @@ class LaidOutContents:
         return tensor_fault(self._files.paths[lacking[0]], name, problem, "take the files of one save")
 
     def _replaced(
-        self, name: str, placement: TensorPlacement, tensor: Optional[Tensor]
-    ) -> tuple[TensorPlacement, Optional[Tensor]]:
+        self, name: str, placement: TensorPlacement, tensor: Tensor | None
+    ) -> tuple[TensorPlacement, Tensor | None]:
         """A placement with missing slices, completed from other files."""
         replacements = self._elsewhere.replacements(name, placement)
         if replacements:
@@ -264,7 +264,7 @@ class Elsewhere:
         """The rank that wrote a file, by holder number, where known."""
         return ranks_of_files(self._metadata, self._files)
 
-    def moved(self, name: str) -> Optional[TensorPlacement]:
+    def moved(self, name: str) -> TensorPlacement | None:
         """The layout of a state over its parameter's ranks, if only files of these ranks hold it."""
         record = self._metadata.tensors[name]
         owner = self._owner(name)
@@ -277,7 +277,7 @@ class Elsewhere:
             return None
         return self._placed(name, record._replace(layout=record.layout._replace(rank_list=ranks)), self._holders(name))
 
-    def unlisted(self, name: str, holders: Sequence[int]) -> Optional[TensorPlacement]:
+    def unlisted(self, name: str, holders: Sequence[int]) -> TensorPlacement | None:
         """The layout of its parameter for an unlisted optimizer state; None if its files do not fit."""
         owner = self._owner(name) if state_prefix(name, self._metadata.tensors) else None
         if owner is None or owner.layout is None:
@@ -299,7 +299,7 @@ class Elsewhere:
                 holders.setdefault(number, []).append(file)
         return {number: holders[number] for number in placement.lost if number in holders}
 
-    def _placed(self, name: str, record: TensorRecord, holders: Sequence[int]) -> Optional[TensorPlacement]:
+    def _placed(self, name: str, record: TensorRecord, holders: Sequence[int]) -> TensorPlacement | None:
         assert record.layout is not None
         ranks = [self.rank_of.get(file, -1) for file in holders]
         if not holders or not set(ranks) <= set(record.layout.rank_list):
@@ -309,7 +309,7 @@ class Elsewhere:
     def _holders(self, name: str) -> list[int]:
         return [file for file, index in self._files.indexes.items() if name in index.tensors]
 
-    def _owner(self, name: str) -> Optional[TensorRecord]:
+    def _owner(self, name: str) -> TensorRecord | None:
         """The metadata of a state's parameter; None without one."""
         tensors = self._metadata.tensors
         return next((tensors[owner] for owner in _owners(name) if owner in tensors), None)
@@ -335,7 +335,7 @@ def doubt_of(
     rank_of: dict[int, int],
     stages: Sequence[RankList],
     handles: FileHandles,
-) -> Optional[str]:
+) -> str | None:
     """Why it is unknown whether a tensor of several elements is whole in every file that holds it; None if it is.
 
     Args:

@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError
@@ -39,7 +39,7 @@ class Checkpoint2Form(Form):
     name = "checkpoint2"
     options = FormOptions(title="Checkpoint 2.0", layouts=Layouts.RECORDED, steps=True, prefix=True)
 
-    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
         return recognise(src, names)
 
     @listings_cached()
@@ -53,7 +53,7 @@ class Checkpoint2Form(Form):
 
         return strategy_of(cast("Checkpoint2", checkpoint))
 
-    def saved_cut(self, checkpoint: Checkpoint, name: str) -> Optional[SavedCut]:
+    def saved_cut(self, checkpoint: Checkpoint, name: str) -> SavedCut | None:
         """As metadata.json records it; without that file, by the placement of whole tensors."""
         saved = cast("Checkpoint2", checkpoint)
         return saved.placements.get(name) if saved.metadata_names is None or name in saved.metadata_names else None
@@ -95,7 +95,7 @@ class Checkpoint2Form(Form):
 
     def describe(self, checkpoint: Checkpoint) -> Description:
         saved = cast("Checkpoint2", checkpoint)
-        incomplete: Optional[InputError] = None
+        incomplete: InputError | None = None
         try:
             saved.check()
         except InputError as error:
@@ -117,7 +117,7 @@ _LARGEST_COMMON = 1 << 20
 _SECTION = re.compile(rb'\s*\{\s*"(state_dict_metadata|storage_data)"')
 
 
-def recognise(path: str, names: Optional[Sequence[str]] = None) -> bool:
+def recognise(path: str, names: Sequence[str] | None = None) -> bool:
     """Whether a directory is a root of Checkpoint 2.0 or holds one iteration."""
     if not is_directory(path):
         return False
@@ -209,18 +209,18 @@ class FileName(NamedTuple):
         total: files of this kind.
     """
 
-    prefix: Optional[str]
+    prefix: str | None
     kind: str
     number: int
     total: int
 
     @property
-    def series(self) -> tuple[Optional[str], int]:
+    def series(self) -> tuple[str | None, int]:
         """The key of files of one kind and one save."""
         return self.prefix, self.total
 
 
-def parse_file_name(name: str) -> Optional[FileName]:
+def parse_file_name(name: str) -> FileName | None:
     """The parts of a file's name; None if it is not a tensor file of Checkpoint 2.0."""
     match = _FILE.fullmatch(name)
     return None if match is None else FileName(match[1], match[2], int(match[3]), int(match[4]))
@@ -232,7 +232,7 @@ def file_order(name: str) -> tuple[bool, str]:
     return parsed is not None and parsed.kind == OPTIMIZER, name
 
 
-def parse_key(key: str) -> Optional[tuple[str, int]]:
+def parse_key(key: str) -> tuple[str, int] | None:
     """Name and slice number of a key such as ``('layers.0.weight', (1,))``; None if it is no repr of such a tuple."""
     match = _KEY.fullmatch(key)
     if match is None:

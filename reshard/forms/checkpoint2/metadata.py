@@ -11,7 +11,7 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.defaults import MAX_DEVICES
 from reshard.forms.checkpoint2.form import METADATA, parse_key
@@ -31,7 +31,7 @@ MOST_BYTES = 1 << 33
 """Largest metadata.json."""
 
 
-def read_metadata(directory: str) -> Optional[Metadata]:
+def read_metadata(directory: str) -> Metadata | None:
     """Read the metadata.json of an iteration; None without one."""
     path = os.path.join(directory, METADATA)
     with reading(path, hint=_AGAIN), contextlib.suppress(FileNotFoundError):
@@ -203,8 +203,8 @@ class TensorRecord(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    cuts: Optional[tuple[int, ...]]
-    layout: Optional[LayoutRecord]
+    cuts: tuple[int, ...] | None
+    layout: LayoutRecord | None
     chunks: Chunks
 
 

@@ -7,10 +7,11 @@ the slice and the shape in the file are checks.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.checkpoints.checkpoint import FileSharding
 from reshard.checkpoints.files import FileHandles
@@ -50,7 +51,7 @@ class IterationFiles:
     def __init__(
         self,
         directory: str,
-        metadata_files: Optional[Sequence[str]],
+        metadata_files: Sequence[str] | None,
         handles: FileHandles,
         report: Report,
         damaged: Mapping[str, str],
@@ -166,7 +167,7 @@ class TensorPlacement:
     """
 
     grid: Grid
-    layout: Optional[Layout]
+    layout: Layout | None
     ranks: tuple[int, ...]
     recorded: tuple[tuple[int, ...], ...]
     readable: tuple[tuple[int, ...], ...]
@@ -204,7 +205,7 @@ class _LaidOut(NamedTuple):
     positions: Mapping[int, int]
     scattered: bool
 
-    def faulty_number(self, rank: int) -> Optional[int]:
+    def faulty_number(self, rank: int) -> int | None:
         """The number that MindFormers gives to a rank's slice if the ranks have gaps.
 
         It uses the rank's number instead of its place in the list.
@@ -259,7 +260,7 @@ class Placer:
             for file, rank in self._metadata.places[place].entries:
                 yield number, self._numbers[file], rank
 
-    def _place(self, record: TensorRecord, entries: Iterable[tuple[Optional[int], int, int]]) -> TensorPlacement:
+    def _place(self, record: TensorRecord, entries: Iterable[tuple[int | None, int, int]]) -> TensorPlacement:
         """Compare a layout with storage: entries of slice number (None if not recorded), file and rank."""
         laid_out = None if record.layout is None else self._laid_out(record.layout)
         grid = Grid.whole(record.shape) if laid_out is None else laid_out.layout.grid(record.shape)
@@ -328,12 +329,12 @@ class Placer:
             first_files.setdefault(id(self._indexes[file].tensors), file)
         return tuple(first_files.values())
 
-    def tensor(self, name: str, files: Iterable[int], grid: Grid) -> Optional[Tensor]:
+    def tensor(self, name: str, files: Iterable[int], grid: Grid) -> Tensor | None:
         """The tensor of this name, of the recorded type and shape in all these files; None if no file holds it."""
         record = self._metadata.tensors.get(name)
         dtype = None if record is None else _DTYPES.get(record.dtype)
         shape = _slice_shape(grid)
-        first: Optional[Tensor] = None
+        first: Tensor | None = None
         for file in files:
             index = self._indexes[file]
             tensor = index.tensors.get(name)
@@ -361,7 +362,7 @@ def _slice_shape(grid: Grid) -> tuple[int, ...]:
 
 def _is_scattered(ranks: Sequence[int]) -> bool:
     """Whether ascending ranks have gaps."""
-    steps = {after - before for before, after in zip(ranks, ranks[1:])}
+    steps = {after - before for before, after in itertools.pairwise(ranks)}
     return bool(steps) and min(steps) > 0 and steps != {1}
 
 

@@ -16,8 +16,8 @@ import json
 import math
 import string
 import struct
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Callable, NamedTuple, Optional
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
@@ -58,7 +58,7 @@ class Checkpoint2Files(SharedFiles):
         common: FinishingFile,
     ) -> None:
         super().__init__(strategy, tensors)
-        self.metadata: Optional[Mapping[str, str]] = MINDSPORE_METADATA
+        self.metadata: Mapping[str, str] | None = MINDSPORE_METADATA
         self._iteration = iteration
         self._common = common
         states = {name for name in tensors if state_prefix(name, parameters)}
@@ -288,7 +288,7 @@ def _training_state(checkpoint: Checkpoint, handles: FileHandles) -> Mapping[str
     checkpoint = stored_checkpoint(checkpoint)
     if checkpoint.training:
         return checkpoint.training
-    state: dict[str, Optional[int]] = {
+    state: dict[str, int | None] = {
         name: _integer(checkpoint, name, handles) for name in ("global_step", "epoch_num", "step_num")
     }
     epoch, _, step = (checkpoint.step or "").partition("_")
@@ -302,7 +302,7 @@ def _training_state(checkpoint: Checkpoint, handles: FileHandles) -> Mapping[str
     return {**state, "loss_scale": None}
 
 
-def _integer(checkpoint: Checkpoint, name: str, handles: FileHandles) -> Optional[int]:
+def _integer(checkpoint: Checkpoint, name: str, handles: FileHandles) -> int | None:
     for holder in checkpoint.holders(name)[:1]:
         tensor = checkpoint.indexes[holder].tensors[name]
         form = _INTEGERS.get(tensor.dtype)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Optional
+from typing import Any
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
@@ -86,7 +86,7 @@ def _copied(path: str, handles: FileHandles) -> FinishingFile:
 
 def _of_other_types(
     path: str, tensors: Mapping[str, GlobalTensor], request: WriteRequest, report: Report
-) -> Optional[bytes]:
+) -> bytes | None:
     """A configuration for weights that were cast or dequantised; None to copy it byte for byte."""
     try:
         config = read_json(path, _LARGEST_CONFIG) or {}
@@ -121,9 +121,7 @@ def _levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [config, text] if isinstance(text, dict) else [config]
 
 
-def _rewritten(
-    config: Mapping[str, Any], left_out: Collection[str] = (), dtype: Optional[str] = None
-) -> dict[str, Any]:
+def _rewritten(config: Mapping[str, Any], left_out: Collection[str] = (), dtype: str | None = None) -> dict[str, Any]:
     """A configuration without some keys, and with another type, at every level."""
     rewritten = {
         key: dtype if dtype is not None and key in TYPE_KEYS else value

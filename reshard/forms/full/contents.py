@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Optional
 
 from reshard.checkpoints.checkpoint import ByName, FileSharding, GlobalTensor
 from reshard.checkpoints.files import FileHandles
@@ -68,7 +67,7 @@ class Contents:
     def check(
         self,
         place: str,
-        weight_map: Optional[Mapping[str, str]],
+        weight_map: Mapping[str, str] | None,
         count: int,
         scalars: Mapping[str, int],
         report: Report,
@@ -240,7 +239,7 @@ def read_huggingface(request: ReadRequest) -> FullWeights:
     names = names_in(directory)
     single = os.path.basename(path) == SINGLE and directory != path
     index_path = None if single else path if directory != path else index_in(directory, names)
-    weight_map: Optional[dict[str, str]] = None
+    weight_map: dict[str, str] | None = None
     if single:
         files = [SINGLE]
     elif index_path is None:

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, DamagedCheckpointError
@@ -103,7 +103,7 @@ def file_names(names: Sequence[str]) -> str:
     return some_names([one_line(name) for name in names], _MOST_FILES)
 
 
-def full_weights_form(path: str, names: Optional[Sequence[str]] = None) -> Optional[str]:
+def full_weights_form(path: str, names: Sequence[str] | None = None) -> str | None:
     """``unified`` or ``huggingface`` for a directory of full weights, its map or index, or its one file; else None."""
     if not is_directory(path):
         name = os.path.basename(path)
@@ -122,7 +122,7 @@ def _is_of_a_model(directory: str) -> bool:
     return is_regular_file(os.path.join(directory, CONFIG)) and find_rank(directory) is None
 
 
-def index_in(directory: str, names: Sequence[str]) -> Optional[str]:
+def index_in(directory: str, names: Sequence[str]) -> str | None:
     """The index of a directory, or None."""
     indexes = [name for name in names if name.endswith(INDEX_ENDING)]
     if len(indexes) > 1 and HUGGINGFACE_INDEX not in indexes:
@@ -180,7 +180,7 @@ def report_unread(
     names: Iterable[str],
     files: Iterable[str],
     usual: re.Pattern[str],
-    place: Optional[str],
+    place: str | None,
     report: Report,
 ) -> None:
     """Note unread weights; warn if their names are like those of read files."""
@@ -218,7 +218,7 @@ def extra_files_in(directory: str, names: Iterable[str], files: Iterable[str]) -
 class _FullForm(Form):
     """The common part of both forms."""
 
-    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
         return full_weights_form(src, names) == self.name
 
     @listings_cached()

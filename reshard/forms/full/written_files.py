@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import UsageError
@@ -83,7 +83,7 @@ def split_for_huggingface(sizes: Sizes, max_shard_size: int = MAX_SHARD_SIZE) ->
     return [*files, filling] if filling else files
 
 
-def split_for_unified(sizes: Sizes, max_shard_size: Optional[int] = None) -> list[list[str]]:
+def split_for_unified(sizes: Sizes, max_shard_size: int | None = None) -> list[list[str]]:
     """The names of every file's tensors, divided as ``unified_safetensors`` divides them.
 
     The largest first, each into the file with the fewest bytes so far. The number of files is the total by
@@ -117,13 +117,13 @@ def huggingface_files(sizes: Sizes, max_shard_size: int = MAX_SHARD_SIZE) -> lis
     ]
 
 
-def unified_files(sizes: Sizes, max_shard_size: Optional[int] = None) -> list[FullFile]:
+def unified_files(sizes: Sizes, max_shard_size: int | None = None) -> list[FullFile]:
     """The files of a directory of unified weights: ``part0.safetensors`` ..."""
     split = split_for_unified(sizes, max_shard_size)
     return [FullFile(f"part{number}.safetensors", names) for number, names in enumerate(split)]
 
 
-def huggingface_index(files: Sequence[FullFile], sizes: Sizes) -> Optional[bytes]:
+def huggingface_index(files: Sequence[FullFile], sizes: Sizes) -> bytes | None:
     """The content of ``model.safetensors.index.json``; None for a single file, which has no index."""
     if len(files) == 1:
         return None
@@ -164,16 +164,16 @@ class FullDirectory(TargetForm):
         name: str,
         tensors: Mapping[str, GlobalTensor],
         values: Mapping[str, int],
-        max_shard_size: Optional[int] = None,
+        max_shard_size: int | None = None,
         extra_files: Sequence[FinishingFile] = (),
-        source_order: Optional[Sequence[str]] = None,
+        source_order: Sequence[str] | None = None,
         weights: Sequence[str] = (),
     ) -> None:
         self.name = name
         self._extra_files = extra_files
         self._sizes: Sizes = [(tensor.name, tensor.nbytes) for tensor in tensors.values()]
         if name == HUGGINGFACE:
-            self.metadata: Optional[Mapping[str, str]] = {"format": HUGGINGFACE_FORMAT}
+            self.metadata: Mapping[str, str] | None = {"format": HUGGINGFACE_FORMAT}
             self._sizes = [*self._sizes, *values.items()]
             self._files = huggingface_files(self._sizes, max_shard_size or MAX_SHARD_SIZE)
         else:

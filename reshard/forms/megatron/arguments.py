@@ -7,7 +7,7 @@ direction.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.errors import CheckpointError
 from reshard.forms.megatron.problems import ProblemError
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
     arguments: tuple[str, ...]
     keys: tuple[str, ...]
-    where: Optional[str] = None
+    where: str | None = None
 
 
 PAIRS = (
@@ -134,7 +134,7 @@ def refuse_other_rows(args: Mapping[str, Any], path: str) -> None:
             )
 
 
-def _holds(args: Mapping[str, Any], where: Optional[str]) -> bool:
+def _holds(args: Mapping[str, Any], where: str | None) -> bool:
     """Whether a condition of a pair holds; it holds if the argument is absent."""
     value = args.get(where, True) if where is not None else True
     return value is not None and value is not False

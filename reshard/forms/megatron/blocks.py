@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Optional
 
 from reshard.checkpoints.formats.archives import c_strides
 from reshard.forms.megatron.keys import weight_of
@@ -67,7 +66,7 @@ def _is_transposed(name: str, shape: tuple[int, ...], weight: tuple[int, ...], m
     return found.pop()
 
 
-def _by_shape_or_cut(name: str, shape: tuple[int, ...], metadata: ReadMetadata) -> Optional[bool]:
+def _by_shape_or_cut(name: str, shape: tuple[int, ...], metadata: ReadMetadata) -> bool | None:
     """Whether the state of experts is transposed, by its shape, or by the dimension that is cut; None if undecided."""
     weight = metadata.tensors[weight_of(name)]
     if shape[-1] != shape[-2]:

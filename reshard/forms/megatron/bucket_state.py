@@ -11,7 +11,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.dtypes import FROM_TORCH
@@ -85,8 +85,8 @@ class Buffer(NamedTuple):
     joined: bool
 
     def places(
-        self, parameters: Sequence[Parameter], bucket_sizes: Sequence[Optional[int]]
-    ) -> Optional[list[tuple[Mapping[str, Flat], int]]]:
+        self, parameters: Sequence[Parameter], bucket_sizes: Sequence[int | None]
+    ) -> list[tuple[Mapping[str, Flat], int]] | None:
         """The bucket of each parameter and its first element there; None where they do not fit."""
         lengths = [parameter.elements for parameter in parameters]
         if self.joined:
@@ -299,7 +299,7 @@ class _Map:
                 return self._mapped(placed)
         raise ProblemError(f"has no map: {self._problem}")
 
-    def _placed(self, variant: Variant) -> Optional[list[_Placed]]:
+    def _placed(self, variant: Variant) -> list[_Placed] | None:
         """All parameters in an order, with their places; None where they do not fit."""
         first, *others = self._optimizers
         holding = Holding.DENSE if others or not self._model.expert_count else Holding.ALL
@@ -321,7 +321,7 @@ class _Map:
             placed = None if of_experts is None else [*(placed or ()), *of_experts]
         return placed
 
-    def _chunks(self, groups: Groups, stages: int, holding: Holding, variant: Variant) -> Optional[list[_Chunk]]:
+    def _chunks(self, groups: Groups, stages: int, holding: Holding, variant: Variant) -> list[_Chunk] | None:
         """The layers of every chunk: as many as fit. All first chunks have layers before those of any second one."""
         numbers = {len(_by_chunk(groups[group])) for group in groups}
         if len(numbers) > 1:
@@ -349,7 +349,7 @@ class _Map:
 
     def _on_ranks(
         self, groups: Groups, stages: int, chunks: Sequence[_Chunk], holding: Holding, variant: Variant
-    ) -> Optional[list[_Placed]]:
+    ) -> list[_Placed] | None:
         size = self._model.tp
         if holding is Holding.EXPERTS:
             # Stages without experts have no groups.
@@ -391,7 +391,7 @@ class _Map:
         parameters = self._model.parameters(rank, chunk.layers, chunk.first, chunk.last, holding, variant, stages)
         return parameters[::-1]
 
-    def _fit(self, buffers: Sequence[Buffer], parameters: Sequence[Parameter]) -> Optional[list[_Placed]]:
+    def _fit(self, buffers: Sequence[Buffer], parameters: Sequence[Parameter]) -> list[_Placed] | None:
         """The places of parameters in the buffers of their types; None where they do not fit."""
         dtypes = {parameter.dtype for parameter in parameters}
         if dtypes != {buffer.dtype for buffer in buffers}:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 ALIGNMENT = 64
 """Elements: each parameter of a bucket begins at a multiple."""
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 def places_by_edges(
     lengths: Sequence[int], buckets: Sequence[Sequence[int]], padded: bool = False
-) -> Optional[list[Place]]:
+) -> list[Place] | None:
     """The places of parameters in buckets with recorded edges; None where they do not fit.
 
     Every parameter begins and ends at an edge, and so does every padding. All other edges are those of data-parallel
@@ -81,8 +81,8 @@ def _are_cuts(rest: Sequence[int], edges: Sequence[int]) -> bool:
 
 
 def places_by_size(
-    lengths: Sequence[int], size: int, alone: Collection[int] = (), bucket_sizes: Sequence[Optional[int]] = ()
-) -> Optional[list[Place]]:
+    lengths: Sequence[int], size: int, alone: Collection[int] = (), bucket_sizes: Sequence[int | None] = ()
+) -> list[Place] | None:
     """The places of parameters in buckets that were joined without the padding at their ends; None if none fit.
 
     Where several sizes of buckets fit, the first is taken; the proof decides.
@@ -113,7 +113,7 @@ def _possible_sizes(lengths: Sequence[int]) -> Iterator[int]:
                 yield position
 
 
-def _joined(lengths: Sequence[int], alone: Collection[int], bucket_size: Optional[int]) -> tuple[list[Place], int]:
+def _joined(lengths: Sequence[int], alone: Collection[int], bucket_size: int | None) -> tuple[list[Place], int]:
     """The places in joined buckets, and the end."""
     places: list[Place] = []
     begin = position = 0

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
@@ -108,7 +108,7 @@ def _marks(directory: str, place: str) -> Iterator[tuple[str, str]]:
         yield TRACKER, f"names {quoted(text)}, not {expected}"
 
 
-def _of_legacy(training: WrittenTraining, place: str, origin: Origin, step: Optional[int]) -> Iterator[tuple[str, str]]:
+def _of_legacy(training: WrittenTraining, place: str, origin: Origin, step: int | None) -> Iterator[tuple[str, str]]:
     """Differences of every file of a legacy tree."""
     root = os.path.join(training.directory, place)
     names = sorted(filter(RANK_DIRECTORY.fullmatch, names_in(root)))
@@ -163,9 +163,9 @@ def _numbers(
     common: Common,
     place: str,
     origin: Origin,
-    step: Optional[int],
+    step: int | None,
     has_optimizer: bool,
-    kind: Optional[str] = "fully_reshardable",
+    kind: str | None = "fully_reshardable",
 ) -> Iterator[str]:
     own = origin.own
     if step is None and own is not None and len(own.steps) == 1:
@@ -284,7 +284,7 @@ def _key(group: Mapping[str, Any]) -> tuple[float, float, bool]:
 
 def _objects(directory: str, target: Checkpoint, source: Checkpoint, handles: FileHandles) -> Iterator[tuple[str, str]]:
     found = {name: stored for name, stored in target.objects.items() if name != COMMON}
-    expected: dict[str, Optional[StoredObject]] = dict.fromkeys(_expected_objects(target))
+    expected: dict[str, StoredObject | None] = dict.fromkeys(_expected_objects(target))
     if source.form == MEGATRON:
         expected.update({name: stored for name, stored in source.objects.items() if "._extra_state/" in name})
     for name in natural_order(found.keys() | expected.keys()):

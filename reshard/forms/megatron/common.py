@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -79,7 +79,7 @@ class Common(NamedTuple):
     steps: frozenset[int]
 
     @property
-    def iteration(self) -> Optional[int]:
+    def iteration(self) -> int | None:
         """The iteration after which it was saved, if it is recorded."""
         number = self.state.get("iteration")
         return number if type(number) is int and number >= 0 else None
@@ -97,7 +97,7 @@ class Common(NamedTuple):
     def with_steps(self, steps: frozenset[int]) -> Common:
         return self._replace(steps=self.steps | steps)
 
-    def step_value(self) -> Optional[Stored]:
+    def step_value(self) -> Stored | None:
         """The step as MindSpore saves it, with its bytes; None if no optimizer records it.
 
         Raises:
@@ -111,7 +111,7 @@ class Common(NamedTuple):
         return Stored(TRAINING_STEP, "Int32", (1,), data=np.array([*self.steps], "<i4").tobytes())
 
 
-def common_of(directory: str, handles: FileHandles) -> Optional[Common]:
+def common_of(directory: str, handles: FileHandles) -> Common | None:
     """The common state of the directory of one checkpoint, of any kind; None if it has none.
 
     In a legacy tree it is that in the file of the first rank.
@@ -133,7 +133,7 @@ def common_of(directory: str, handles: FileHandles) -> Optional[Common]:
     return None if stored is None else read_common(stored, handles)
 
 
-def common_object(directory: str, objects: Mapping[str, Record]) -> Optional[StoredObject]:
+def common_object(directory: str, objects: Mapping[str, Record]) -> StoredObject | None:
     """The object among those of metadata that is the common state, where it has no file of its own."""
     for name, record in objects.items():
         if name.partition("/")[0] == OBJECT and record.length >= 0:
@@ -145,7 +145,7 @@ def stored_in(directory: str, record: Record) -> StoredObject:
     return StoredObject(os.path.join(directory, record.file), record.offset, record.length, True)
 
 
-def stored_file(path: str) -> Optional[StoredObject]:
+def stored_file(path: str) -> StoredObject | None:
     """A file as one object; None if it does not exist."""
     status = status_at(path)
     return None if status is None else StoredObject(path, 0, status.size, True)
@@ -233,7 +233,7 @@ def _under(value: Any, depth: int) -> Iterator[Any]:
             yield from _under(each, depth + 1)
 
 
-def _number(value: Any, archive: Archive, file: ReadableFile) -> Optional[float]:
+def _number(value: Any, archive: Archive, file: ReadableFile) -> float | None:
     """A number, or that in a tensor of one element; None for anything else."""
     if isinstance(value, (int, float)):
         return None if isinstance(value, bool) or math.isnan(value) else value

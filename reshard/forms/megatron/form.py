@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 from reshard.asked import Source, Target
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -66,7 +66,7 @@ def rank_directory(tensor: int, others: Sequence[int]) -> str:
     return "_".join([f"mp_rank_{tensor:02d}", *(f"{number:03d}" for number in others)])
 
 
-def kind_of_iteration(path: str, names: Sequence[str]) -> Optional[str]:
+def kind_of_iteration(path: str, names: Sequence[str]) -> str | None:
     """The kind of a directory of one checkpoint, by the names in it; None where it is not Megatron's.
 
     Nothing in a plain one is Megatron's: the directory has the name of an iteration and lies in a root with a tracker.
@@ -112,7 +112,7 @@ class MegatronForm(ChunkedForm):
         counters=(TRAINING_STEP,),
     )
 
-    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
         if not is_directory(src):
             return False
         names = names_in(src) if names is None else names
@@ -152,13 +152,13 @@ class MegatronForm(ChunkedForm):
 
         return differences(training)
 
-    def table_options(self, asked: Target, config: Optional[Mapping[str, object]]) -> Mapping[str, str]:
+    def table_options(self, asked: Target, config: Mapping[str, object] | None) -> Mapping[str, str]:
         """Whether keys have the numbers of layers, and the rows of the vocabulary."""
         from reshard.forms.megatron.origin import options_of_names
 
         return options_of_names(asked, config)
 
-    def default_strategy(self, asked: Target) -> Optional[str]:
+    def default_strategy(self, asked: Target) -> str | None:
         return NONE if asked.format == LEGACY else target_named(None, _SHARDS)
 
     def marks(self, files: Sequence[str]) -> list[str]:
@@ -171,7 +171,7 @@ class MegatronForm(ChunkedForm):
         if step != "latest":
             choose(src, step, Report())
 
-    def configuration(self, src: str, step: str) -> Optional[Mapping[str, object]]:
+    def configuration(self, src: str, step: str) -> Mapping[str, object] | None:
         from reshard.checkpoints import FileHandles
         from reshard.forms.megatron.arguments import configuration_of
         from reshard.forms.megatron.common import common_of
@@ -183,7 +183,7 @@ class MegatronForm(ChunkedForm):
             return None
         return Configuration(configuration_of(common.args, common.path), common.path)
 
-    def stated_configuration(self, args: str) -> Optional[Mapping[str, object]]:
+    def stated_configuration(self, args: str) -> Mapping[str, object] | None:
         from reshard.checkpoints import FileHandles
         from reshard.forms.megatron.arguments import ARGUMENTS, configuration_of
         from reshard.forms.megatron.origin import stated_arguments

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any
 
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.forms.form import ReadRequest
@@ -76,14 +76,14 @@ class _Tree:
         self.files = [each._replace(place=places[name]) for name, each in read.items()]
         problems += self._missing(names, places)
         problems += [each.optimizer.problem for each in read.values() if each.optimizer.problem is not None]
-        self.lacking: Optional[InputError] = one_error(problems, f"{directory} is not complete") if problems else None
+        self.lacking: InputError | None = one_error(problems, f"{directory} is not complete") if problems else None
         self.lost_stages = sorted({*range(self.stages_count)}.difference(file.place.stage for file in self.files))
         if self.lost_stages and request.complete and self.lacking is not None:
             raise self.lacking
         self.stages = self._stages()
         self._check_order()
 
-    def _refused(self, problem: str, hint: str = HINT, path: Optional[str] = None) -> CheckpointError:
+    def _refused(self, problem: str, hint: str = HINT, path: str | None = None) -> CheckpointError:
         return CheckpointError(f"{path or self._directory}: {problem}", file=path or self._directory, hint=hint)
 
     def _check_alike(self, read: Mapping[str, RankFile]) -> None:
@@ -136,7 +136,7 @@ class _Tree:
         extended = bool(self.args.get("moe_tp_extend_ep"))
         return places, Sizes(tensors, experts, etp, extended), pipelines
 
-    def _argument(self, name: str) -> Optional[int]:
+    def _argument(self, name: str) -> int | None:
         value = self.args.get(name)
         if value is None or (type(value) is int and value > 0):
             return value
@@ -144,8 +144,8 @@ class _Tree:
 
     def _second_is_expert(
         self,
-        pp: Optional[int],
-        ep: Optional[int],
+        pp: int | None,
+        ep: int | None,
         numbers: Mapping[str, Sequence[int]],
         read: Mapping[str, RankFile],
     ) -> bool:
@@ -326,7 +326,7 @@ class _Tree:
             if is_parameter(name)
         ]
 
-    def _bucket_sizes(self, stage: int) -> list[Optional[int]]:
+    def _bucket_sizes(self, stage: int) -> list[int | None]:
         """Sizes of buckets to try first: those that Megatron makes with the arguments of the run."""
         size, over = self.args.get("ddp_bucket_size"), self.args.get("data_parallel_size")
         usual = size if type(size) is int else max(40_000_000, 1_000_000 * (over if type(over) is int else 1))

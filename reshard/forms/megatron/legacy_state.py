@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.checkpoints.formats.archives import Archive, Elements, c_strides, is_tensor, plain_tensor
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, ITEM_SIZES
@@ -120,7 +120,7 @@ def _read(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             raise ProblemError(f"has state called {kind!r}, which is not read")
 
 
-def flat_buffers(archive: Archive, state: Any) -> list[Optional[list[Flat]]]:
+def flat_buffers(archive: Archive, state: Any) -> list[list[Flat] | None]:
     """The buffers of each optimizer in a file of a distributed optimizer; None for one that another rank saves.
 
     Raises:
@@ -200,7 +200,7 @@ def _is_in(owner: Owner, group: Mapping[str, Any], groups: Sequence[Mapping[str,
 
 
 def states_of_buffers(
-    optimizers: Sequence[Optional[Sequence[Flat]]], owners: Sequence[Owner], bucket_sizes: Sequence[Optional[int]]
+    optimizers: Sequence[Sequence[Flat] | None], owners: Sequence[Owner], bucket_sizes: Sequence[int | None]
 ) -> Iterator[State]:
     """The state of every parameter in the flat buffers of a distributed optimizer.
 
@@ -233,7 +233,7 @@ def _sets(owners: Sequence[Owner]) -> list[list[Owner]]:
     return [each[::-1] for each in sets.values()]
 
 
-def _in_buffer(owners: Sequence[Owner], buffer: Flat, bucket_sizes: Sequence[Optional[int]]) -> Iterator[State]:
+def _in_buffer(owners: Sequence[Owner], buffer: Flat, bucket_sizes: Sequence[int | None]) -> Iterator[State]:
     if owners[0].elements.dtype != buffer.dtype:
         raise ProblemError(f"has a buffer of {buffer.dtype} parameters where {owners[0].elements.dtype} are expected")
     (size,) = next(iter(buffer.tensors.values())).shape if buffer.tensors else (0,)

@@ -11,7 +11,7 @@ import math
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, GlobalTensor, Recipe
 from reshard.checkpoints.formats.archives import Added, lay_out_archive
@@ -78,7 +78,7 @@ class _Kept(NamedTuple):
     """A tensor of one layer, or a part of a tensor of all layers, by its key within the layer."""
 
     tensor: GlobalTensor
-    layer: Optional[int]
+    layer: int | None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class LegacyFiles(TargetForm):
     by_rank = False
     takes_everything = True
     format = PT
-    metadata: Optional[Mapping[str, str]] = None
+    metadata: Mapping[str, str] | None = None
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class LegacyFiles(TargetForm):
             if not request.admit(name):
                 raise UsageError(f"--include or --exclude leaves out {quoted(name)}, which Megatron's files need")
         base = checkpoint.base if isinstance(checkpoint, EditedCheckpoint) else checkpoint
-        self.checkpoint: Optional[Checkpoint] = EditedCheckpoint(
+        self.checkpoint: Checkpoint | None = EditedCheckpoint(
             base,
             self._recipes,
             (),
@@ -154,7 +154,7 @@ class LegacyFiles(TargetForm):
     def count(self) -> int:
         return self.tp * self.pp * self.ep
 
-    def _refused(self, problem: str, hint: Optional[str] = None) -> CheckpointError:
+    def _refused(self, problem: str, hint: str | None = None) -> CheckpointError:
         return CheckpointError(f"{self._place}: {problem}", file=self._place, hint=hint)
 
     def _divided(self, tensors: Mapping[str, GlobalTensor]) -> Stages:
@@ -177,14 +177,14 @@ class LegacyFiles(TargetForm):
 
     def _add(self, tensors: Mapping[str, GlobalTensor]) -> None:
         """Add the parameters of all tensors, and their state, in the order of the model."""
-        modules: dict[tuple[str, Optional[int]], dict[str, dict[str, _Kept]]] = {}
+        modules: dict[tuple[str, int | None], dict[str, dict[str, _Kept]]] = {}
         for name, tensor in tensors.items():
             state = _STATE.fullmatch(name)
             kind, key = (state[1], state[2]) if state else ("", name)
             if kind == "" and name.startswith(STATE):
                 raise tensor_fault(self._place, name, "is state that Megatron's optimizer does not have")
             layer, inner = LAYER.fullmatch(key), _MTP.fullmatch(key)
-            places: list[tuple[tuple[str, Optional[int]], str, Optional[int]]]
+            places: list[tuple[tuple[str, int | None], str, int | None]]
             if layer and layer[1] is None:
                 places = [(("decoder.layers.", number), layer[2], number) for number in range(tensor.shape[0])]
             elif layer:

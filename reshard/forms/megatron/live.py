@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.checkpoints.formats.archives import c_strides
 from reshard.forms.megatron.keys import LAYER, MTP, MTP_INNER
@@ -264,7 +264,7 @@ class LiveModule:
             ),
         ]
 
-    def _shape_of(self, name: str) -> Optional[tuple[int, ...]]:
+    def _shape_of(self, name: str) -> tuple[int, ...] | None:
         return next(iter(self._shapes.get(name, {}).values()), None)
 
     def _heads(self, name: str, shape: tuple[int, ...], rank: Rank) -> list[TensorPart]:
@@ -437,7 +437,7 @@ def _whole(key: str, shape: tuple[int, ...]) -> TensorPart:
     return TensorPart(key, shape, (0,) * len(shape), shape, 0, c_strides(shape))
 
 
-def strides_in(part: TensorPart, shape: Sequence[int], strides: Sequence[int]) -> Optional[tuple[int, tuple[int, ...]]]:
+def strides_in(part: TensorPart, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
     """The first element and the strides of a part in a parameter that is stored with other strides than in C order.
 
     None where the part's steps are no steps along dimensions of the parameter.
@@ -469,7 +469,7 @@ class LiveName(NamedTuple):
         name: within the layer, or within the model outside of layers.
     """
 
-    layer: Optional[int]
+    layer: int | None
     prefix: str
     name: str
 

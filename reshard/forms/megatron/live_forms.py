@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.errors import CheckpointError
 from reshard.forms.megatron.live import COLUMNS, FC1, HEADS, KV_DOWN, LOCAL_NORMS, QUERY, ROUTER, ROWS, WHOLE
@@ -61,9 +61,9 @@ class LiveForm(NamedTuple):
     name: str
     axes: tuple[tuple[int, ...], ...]
     joined: tuple[tuple[int, ...], ...]
-    shape: Optional[tuple[int, ...]] = None
-    part: Optional[tuple[int, int]] = None
-    order: Optional[tuple[int, ...]] = None
+    shape: tuple[int, ...] | None = None
+    part: tuple[int, int] | None = None
+    order: tuple[int, ...] | None = None
     beside: str = ""
 
     def make(self, view: View) -> View:

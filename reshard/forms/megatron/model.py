@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, Callable, NamedTuple, Optional
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.dtypes import TORCH_NAMES
@@ -36,25 +36,25 @@ _WITHOUT_OBJECT = re.compile(r"(?:^|\.)(?:embedding\..*|output_layer|router|posi
 # Buffers have no optimizer state.
 _BUFFERS = (".expert_bias", ".local_tokens_per_expert")
 
-Number = Callable[[Mapping[str, Any]], Optional[int]]
+Number = Callable[[Mapping[str, Any]], int | None]
 
 
 def _argument(name: str) -> Number:
-    def number(args: Mapping[str, Any]) -> Optional[int]:
+    def number(args: Mapping[str, Any]) -> int | None:
         value = args.get(name)
         return value if type(value) is int else None
 
     return number
 
 
-def _queries(args: Mapping[str, Any]) -> Optional[int]:
+def _queries(args: Mapping[str, Any]) -> int | None:
     """Columns of the projection after attention."""
     heads, size = args.get("num_attention_heads"), args.get("kv_channels")
     size = args.get("v_head_dim") if args.get("multi_latent_attention") else size
     return heads * size if type(heads) is int and type(size) is int else None
 
 
-def _rows_of_qkv(args: Mapping[str, Any]) -> Optional[int]:
+def _rows_of_qkv(args: Mapping[str, Any]) -> int | None:
     heads, size = args.get("num_attention_heads"), args.get("kv_channels")
     grouped = args.get("group_query_attention")
     groups = args.get("num_query_groups") if grouped or grouped is None else heads
@@ -120,7 +120,7 @@ class Model:
         self.has_experts = any(".mlp.experts." in name for name in self.weights)
 
     @property
-    def layers(self) -> Optional[int]:
+    def layers(self) -> int | None:
         """How many layers there are."""
         return next((count for _, count in self._layers()), None)
 
@@ -218,7 +218,7 @@ class Model:
                 hint="write them by number: --names TABLE,layer_keys=numbered",
             )
 
-    def _compare(self, path: str, words: str, stated: Optional[int], found: int, name: str) -> None:
+    def _compare(self, path: str, words: str, stated: int | None, found: int, name: str) -> None:
         if stated is not None and stated != found:
             raise CheckpointError(
                 f"{path}: {words} gives {stated:,}, but {quoted(name)} has {found:,}",

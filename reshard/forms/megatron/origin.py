@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.asked import Target
 from reshard.checkpoints import FileHandles
@@ -39,15 +39,15 @@ class Origin(NamedTuple):
         config: the model's config.json, where nothing of Megatron has its sizes.
     """
 
-    own: Optional[Common]
-    named: Optional[Common]
+    own: Common | None
+    named: Common | None
     args: Mapping[str, Any]
     groups: Sequence[Mapping[str, Any]]
-    schedule: Optional[Mapping[str, Any]]
-    config: Optional[Mapping[str, object]]
+    schedule: Mapping[str, Any] | None
+    config: Mapping[str, object] | None
 
 
-def origin_of(source: Checkpoint, args: Optional[str], config: Optional[str], handles: FileHandles) -> Origin:
+def origin_of(source: Checkpoint, args: str | None, config: str | None, handles: FileHandles) -> Origin:
     """Where what is written beside tensors is from.
 
     Args:
@@ -84,7 +84,7 @@ def origin_of(source: Checkpoint, args: Optional[str], config: Optional[str], ha
     )
 
 
-def options_of_names(asked: Target, config: Optional[Mapping[str, object]]) -> Mapping[str, str]:
+def options_of_names(asked: Target, config: Mapping[str, object] | None) -> Mapping[str, str]:
     """Options of the table ``megatron`` that a target decides, where arguments or a configuration are known."""
     options: dict[str, str] = {}
     args: dict[str, Any] = {} if config is None else arguments_of(config)
@@ -114,7 +114,7 @@ class Stated(NamedTuple):
     """What --args states: the arguments of a JSON file, or the common state and the objects of a checkpoint."""
 
     args: Mapping[str, Any]
-    common: Optional[Common] = None
+    common: Common | None = None
     objects: Mapping[str, StoredObject] = {}
 
     @property

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.checkpoints.formats.archives import c_strides
 from reshard.forms.megatron.keys import EMBEDDING, LAYER, MTP, MTP_INNER, OUTPUT
@@ -300,7 +300,7 @@ class Model:
             first += sum(math.prod(sizes) for _, sizes in cells)
         return Parameter(self._weights[at.key].dtype, first, tuple(parts))
 
-    def _parameter(self, at: _At, rank: Rank, size: Optional[int] = None, tensor: Optional[int] = None) -> Parameter:
+    def _parameter(self, at: _At, rank: Rank, size: int | None = None, tensor: int | None = None) -> Parameter:
         """What a rank has of a tensor, or of an index of it."""
         size, tensor = self.tp if size is None else size, rank.tensor if tensor is None else tensor
         cells = self._on_rank(at, size, tensor)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple
 
 from reshard.checkpoints.formats.archives import Archive, Elements, is_tensor, plain_tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
@@ -50,10 +50,10 @@ class OptimizerFile(NamedTuple):
     path: str = ""
     size: int = 0
     groups: Sequence[Sequence[Plain]] = ()
-    flats: Sequence[Optional[Sequence[Flat]]] = ()
+    flats: Sequence[Sequence[Flat] | None] = ()
     saved: bool = False
-    problem: Optional[InputError] = None
-    refusal: Optional[str] = None
+    problem: InputError | None = None
+    refusal: str | None = None
 
 
 class RankFile(NamedTuple):
@@ -78,7 +78,7 @@ class RankFile(NamedTuple):
     place: Place = Place(0, 0, 0)
 
 
-def read_file(path: str, request: ReadRequest) -> Union[RankFile, InputError]:
+def read_file(path: str, request: ReadRequest) -> RankFile | InputError:
     """The contents of a file; an error if it is missing or damaged."""
     problem = _unreadable(path, request)
     if problem is not None:
@@ -104,7 +104,7 @@ def read_file(path: str, request: ReadRequest) -> Union[RankFile, InputError]:
     return RankFile(path, size, models, others, common, optimizer)
 
 
-def _unreadable(path: str, request: ReadRequest) -> Optional[InputError]:
+def _unreadable(path: str, request: ReadRequest) -> InputError | None:
     """The error of a file that is missing, or was found damaged before."""
     if path in request.damaged:
         return DamagedCheckpointError(request.damaged[path], file=path, hint=HINT)

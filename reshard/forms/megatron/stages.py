@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.checkpoints.formats.pickles import PickledInstance
 from reshard.forms.megatron.problems import ProblemError
 
-Chunk = tuple[Optional[int], ...]
+Chunk = tuple[int | None, ...]
 """Per local number of a layer its number in the model; None where MindSpeed's models have a layer that does nothing."""
 
 _LAYOUT = "pipeline_model_parallel_layout"
@@ -32,7 +32,7 @@ class Stages(NamedTuple):
     chunks: tuple[tuple[Chunk, ...], ...]
     layer_count: int
 
-    def layer(self, rank: int, chunk: int, local: int) -> Optional[int]:
+    def layer(self, rank: int, chunk: int, local: int) -> int | None:
         """The number of a layer in the model; None where there is none."""
         layers = self.chunks[rank][chunk]
         return layers[local] if local < len(layers) else None
@@ -63,7 +63,7 @@ def stages_of(args: Mapping[str, Any], ranks: int, chunks: int = 1) -> Stages:
     return Stages(result, positions - len(empty))
 
 
-def chunks_stated(args: Mapping[str, Any], ranks: int) -> Optional[int]:
+def chunks_stated(args: Mapping[str, Any], ranks: int) -> int | None:
     """Chunks of each rank by the arguments; None where these do not state it."""
     if args.get("schedules_method") == "dualpipev":
         return 2
@@ -146,7 +146,7 @@ def _counts(args: Mapping[str, Any], layers: int, ranks: int, chunks: int) -> li
     return counts
 
 
-def _ends(args: Mapping[str, Any], ranks: int) -> tuple[Optional[int], Optional[int]]:
+def _ends(args: Mapping[str, Any], ranks: int) -> tuple[int | None, int | None]:
     """Layers of the first and the last stage, where they are stated."""
     if ranks == 1:
         return None, None
@@ -183,7 +183,7 @@ def _repeat(match: re.Match[str]) -> str:
     return match[1] * int(match[2])
 
 
-def _number(args: Mapping[str, Any], name: str) -> Optional[int]:
+def _number(args: Mapping[str, Any], name: str) -> int | None:
     """A number among the arguments; None where it is not set."""
     value = args.get(name)
     if value is None or (type(value) is int and value >= 0):
@@ -191,7 +191,7 @@ def _number(args: Mapping[str, Any], name: str) -> Optional[int]:
     raise ProblemError(f"has {name} = {str(value)[:40]} in its args, which is no number")
 
 
-def numbers_in(args: Mapping[str, Any], name: str) -> Optional[tuple[int, ...]]:
+def numbers_in(args: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
     """A list of numbers among the arguments, or a text of them; None where it is not set."""
     value = args.get(name)
     if isinstance(value, PickledInstance) and value.name.endswith((".set", ".frozenset")) and value.args:

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Any
 
 from reshard.errors import CheckpointError
 from reshard.forms.form import ReadRequest
@@ -107,7 +107,7 @@ def is_complete(directory: str, names: Sequence[str]) -> bool:
     return True
 
 
-def _common_of(directory: str, names: Sequence[str], metadata: ReadMetadata, request: ReadRequest) -> Optional[Common]:
+def _common_of(directory: str, names: Sequence[str], metadata: ReadMetadata, request: ReadRequest) -> Common | None:
     """The common state, with the steps that objects of a distributed optimizer record."""
     stored = stored_file(os.path.join(directory, COMMON)) if COMMON in names else None
     stored = stored or common_object(directory, metadata.objects)
@@ -147,7 +147,7 @@ def _check_shapes(directory: str, metadata: ReadMetadata) -> None:
             metadata.fault(directory, name, problem, CURE)
 
 
-def _step(metadata: ReadMetadata, common: Optional[Common]) -> list[StoredValue]:
+def _step(metadata: ReadMetadata, common: Common | None) -> list[StoredValue]:
     """The step as a value, beside state of an optimizer."""
     if common is None or TRAINING_STEP in metadata.tensors or not any(map(weight_of, metadata.tensors)):
         return []

@@ -7,7 +7,7 @@ no betas, no weight decay and no groups: with optimizer state, what is missing i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, stored_checkpoint
 from reshard.checkpoints.formats.dtypes import FROM_TORCH
@@ -45,9 +45,9 @@ class Training(NamedTuple):
     """
 
     args: Mapping[str, Any]
-    iteration: Optional[int]
-    optimizers: Optional[Sequence[Sequence[Mapping[str, Any]]]]
-    schedule: Optional[Mapping[str, Any]]
+    iteration: int | None
+    optimizers: Sequence[Sequence[Mapping[str, Any]]] | None
+    schedule: Mapping[str, Any] | None
     content: Mapping[str, bool]
     others: Mapping[str, Any]
 
@@ -76,7 +76,7 @@ class Training(NamedTuple):
         return {**state, "content_metadata": content}
 
 
-def training_of(checkpoint: Checkpoint, model: Model, step: Optional[int], request: WriteRequest) -> Training:
+def training_of(checkpoint: Checkpoint, model: Model, step: int | None, request: WriteRequest) -> Training:
     """What is to be written of a training.
 
     Args:
@@ -92,7 +92,7 @@ def training_of(checkpoint: Checkpoint, model: Model, step: Optional[int], reque
 
 
 class _Made:
-    def __init__(self, checkpoint: Checkpoint, model: Model, step: Optional[int], request: WriteRequest) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: Model, step: int | None, request: WriteRequest) -> None:
         self._model, self._request = model, request
         self._place, self._report = checkpoint.place, request.report
         self._origin = origin_of(stored_checkpoint(checkpoint), request.asked.args, request.config, request.handles)
@@ -178,7 +178,7 @@ class _Made:
         self._report.note(f"{_CONSUMED}: {consumed:,}, the step times {_BATCH} {batch:,}; --args may state another")
         return consumed
 
-    def _batch_of_other(self) -> Optional[int]:
+    def _batch_of_other(self) -> int | None:
         """The samples of each iteration of the checkpoint that --args names, where all had as many."""
         named = self._origin.named
         iteration = None if named is None else named.iteration
@@ -235,7 +235,7 @@ class _Made:
                     **({"max_lr": rate, "min_lr": args.get("decoupled_min_lr") or 0.0} if is_decoupled else {}),
                 }
 
-    def _schedule(self, args: Mapping[str, Any]) -> Optional[dict[str, Any]]:
+    def _schedule(self, args: Mapping[str, Any]) -> dict[str, Any] | None:
         """The state of the schedule: that of the source, or as Megatron makes one from its arguments."""
         recorded = self._origin.schedule
         if recorded is not None:

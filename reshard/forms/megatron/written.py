@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Any
 
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.archives import archive_of_pickle
@@ -81,7 +81,7 @@ def _note_left_out(
         )
 
 
-def step_of(checkpoint: Checkpoint, request: WriteRequest) -> Optional[int]:
+def step_of(checkpoint: Checkpoint, request: WriteRequest) -> int | None:
     """The training step that a source has as a value, or in metadata of its training; None without it."""
     if TRAINING_STEP not in checkpoint.values():
         recorded = checkpoint.training.get(TRAINING_STEP)
@@ -98,7 +98,7 @@ def step_of(checkpoint: Checkpoint, request: WriteRequest) -> Optional[int]:
     return step
 
 
-def directory_of(iteration: Optional[int]) -> str:
+def directory_of(iteration: int | None) -> str:
     """The directory of an iteration in a root; without one, Megatron begins at the first."""
     return ITERATIONS.of(iteration)
 
@@ -117,7 +117,7 @@ class MegatronFiles(DcpFiles):
         self._state = archive_of_pickle(pickled(training.state()))
         # Objects of modules whose keys stay.
         kept = self._objects if checkpoint.form == MEGATRON else {}
-        self._of_modules: Mapping[str, Optional[StoredObject]] = {
+        self._of_modules: Mapping[str, StoredObject | None] = {
             **{name: stored for name, stored in kept.items() if f".{EXTRA}/" in name},
             **{name: kept.get(name) for name in model.objects()},
         }

@@ -7,12 +7,13 @@ as data: no class of it is imported and nothing of it is run.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Optional
+from typing import Any, NamedTuple, NoReturn
 
 from reshard.checkpoints.checkpoint import StoredObject
 from reshard.checkpoints.formats.dtypes import ARCHIVES, FROM_TORCH, dtype_named
@@ -131,7 +132,7 @@ class DescribedChunk(NamedTuple):
     sizes: tuple[int, ...]
     record: Record
     runs: tuple[Run, ...] = ()
-    strides: Optional[tuple[int, ...]] = None
+    strides: tuple[int, ...] | None = None
 
 
 def joined_chunk(
@@ -139,7 +140,7 @@ def joined_chunk(
     sizes: tuple[int, ...],
     runs: Sequence[Run],
     directory: str,
-    strides: Optional[tuple[int, ...]] = None,
+    strides: tuple[int, ...] | None = None,
 ) -> DescribedChunk:
     """The chunk that is joined from runs of records in files of a directory; see `Stored`."""
     file = os.path.relpath(runs[0].path, directory)
@@ -213,7 +214,7 @@ def _check_records(directory: str, metadata: ReadMetadata) -> None:
             by_file.setdefault(chunk.record.file, []).append((chunk.record, name))
     for file, records in by_file.items():
         records.sort(key=lambda each: (each[0].offset, each[0].length, each[0].key))
-        for (before, first), (record, second) in zip(records, records[1:]):
+        for (before, first), (record, second) in itertools.pairwise(records):
             if record.offset < before.offset + before.length if record.length >= 0 else record.key == before.key:
                 path = os.path.join(directory, file)
                 raise CheckpointError(
@@ -271,9 +272,9 @@ class _Reader:
             else:
                 self._metadata.flattened[name] = shape
 
-    def _records(self, stored: Mapping[Any, Any]) -> dict[tuple[str, Optional[tuple[int, ...]]], Record]:
+    def _records(self, stored: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], Record]:
         """Where everything is, by name and offsets; None for an object."""
-        records: dict[tuple[str, Optional[tuple[int, ...]]], Record] = {}
+        records: dict[tuple[str, tuple[int, ...] | None], Record] = {}
         for index, info in stored.items():
             if not isinstance(index, PickledInstance) or not isinstance(info, PickledInstance):
                 self._wrong("its list of records is none")
@@ -299,7 +300,7 @@ class _Reader:
                 self._wrong(f"has two records of {quoted(name)} for the same elements")
         return records
 
-    def _add_object(self, name: str, records: dict[tuple[str, Optional[tuple[int, ...]]], Record]) -> None:
+    def _add_object(self, name: str, records: dict[tuple[str, tuple[int, ...] | None], Record]) -> None:
         record = records.pop((name, None), None) or records.pop((name, ()), None)
         if record is None:
             self._wrong(f"does not record where the object {quoted(name)} is stored")
@@ -308,7 +309,7 @@ class _Reader:
         self._metadata.objects.setdefault(name, record)
 
     def _add_tensor(
-        self, name: str, value: PickledInstance, records: dict[tuple[str, Optional[tuple[int, ...]]], Record]
+        self, name: str, value: PickledInstance, records: dict[tuple[str, tuple[int, ...] | None], Record]
     ) -> None:
         fields = value.fields
         shape, chunks = sizes_of(fields.get("size")), fields.get("chunks")
@@ -352,7 +353,7 @@ def _are_keys(keys: Any) -> bool:
     return isinstance(keys, tuple) and all(type(key) in (str, int) for key in keys)
 
 
-def _dtype(properties: Any) -> Optional[str]:
+def _dtype(properties: Any) -> str | None:
     if not isinstance(properties, PickledInstance):
         return None
     state = properties.state
@@ -498,7 +499,7 @@ class _Files:
         chunks: Sequence[tuple[Record, Stored, tuple[int, ...]]],
         joined: Sequence[tuple[Stored, tuple[int, ...]]],
         request: ReadRequest,
-    ) -> Optional[InputError]:
+    ) -> InputError | None:
         """Give the tensors of a file their places; an error where the file is too short."""
         chunks = sorted(chunks, key=lambda each: (each[0].offset, each[0].length, each[0].key))
         records = {record.length >= 0 for record, _, _ in chunks}

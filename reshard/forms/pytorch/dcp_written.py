@@ -7,7 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Optional
+from typing import Any
 
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.archives import Archive, ArchiveLayout, archive_of_pickle, lay_out_archives
@@ -153,10 +153,10 @@ class _DistributedFiles(ChunkFiles):
         properties, size = self._properties(tensor.dtype), self._size(tensor.shape)
         return _instance(f"{kinds}TensorStorageMetadata", properties=properties, size=size, chunks=chunks)
 
-    def _index(self, name: str, starts: Optional[Sequence[int]], number: Optional[int]) -> PickledInstance:
+    def _index(self, name: str, starts: Sequence[int] | None, number: int | None) -> PickledInstance:
         return _instance(f"{self.room}metadata.MetadataIndex", fqn=name, offset=self._size(starts), index=number)
 
-    def _size(self, sizes: Optional[Sequence[int]]) -> Any:
+    def _size(self, sizes: Sequence[int] | None) -> Any:
         """Sizes or offsets; None for those of an object."""
         raise NotImplementedError
 
@@ -166,7 +166,7 @@ class _DistributedFiles(ChunkFiles):
     def _stored_at(self, record: Record) -> PickledInstance:
         raise NotImplementedError
 
-    def _keys(self, names: Sequence[str]) -> Optional[Mapping[str, tuple[Any, ...]]]:
+    def _keys(self, names: Sequence[str]) -> Mapping[str, tuple[Any, ...]] | None:
         raise NotImplementedError
 
 
@@ -193,7 +193,7 @@ class DcpFiles(_DistributedFiles):
         super().__init__(checkpoint, chosen, request, lambda rank: os.path.join(self.directory, f"__{rank}_0"))
         # Megatron looks for these by their names.
         self._common = self._objects.pop(COMMON, None)
-        self._beside: Optional[StoredObject] = None
+        self._beside: StoredObject | None = None
         if self._common is not None:
             path = os.path.join(os.path.dirname(self._common.path), BACKEND)
             status = status_at(path)
@@ -218,7 +218,7 @@ class DcpFiles(_DistributedFiles):
             files.append(FinishingFile(BACKEND, lambda: [_BACKEND if beside is None else self._read(beside)]))
         return [*files, *super().finishing()]
 
-    def _size(self, sizes: Optional[Sequence[int]]) -> Any:
+    def _size(self, sizes: Sequence[int] | None) -> Any:
         return None if sizes is None else inert("torch.Size", tuple(sizes))
 
     def _properties(self, dtype: str) -> PickledInstance:
@@ -231,7 +231,7 @@ class DcpFiles(_DistributedFiles):
         file, offset, length, _ = record
         return _instance(f"{TORCH}filesystem._StorageInfo", relative_path=file, offset=offset, length=length)
 
-    def _keys(self, names: Sequence[str]) -> Optional[Mapping[str, tuple[Any, ...]]]:
+    def _keys(self, names: Sequence[str]) -> Mapping[str, tuple[Any, ...]] | None:
         return {name: keys for name in names if (keys := self._nested.get(name, (name,) if self._named else ()))}
 
 
@@ -269,7 +269,7 @@ class HyperParallelFiles(_DistributedFiles):
         except OSError as error:
             raise reading_error(stored.path, error) from error
 
-    def _size(self, sizes: Optional[Sequence[int]]) -> Any:
+    def _size(self, sizes: Sequence[int] | None) -> Any:
         return () if sizes is None else sizes
 
     def _properties(self, dtype: str) -> PickledInstance:
@@ -282,7 +282,7 @@ class HyperParallelFiles(_DistributedFiles):
             f"{HYPER}storage.StorageInfo", relative_path=file, offset=offset, length=length, tensor_key=key or None
         )
 
-    def _keys(self, names: Sequence[str]) -> Optional[Mapping[str, tuple[Any, ...]]]:
+    def _keys(self, names: Sequence[str]) -> Mapping[str, tuple[Any, ...]] | None:
         return {name: self._nested[name] for name in names if self._nested.get(name)} or None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Optional, cast
+from typing import TYPE_CHECKING, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import ARCHIVES
@@ -54,7 +54,7 @@ OF_HYPER_RANK = re.compile(r"\.rank([0-9]{1,7})_metadata|([0-9]{1,7})\.metadata"
 _OF_HYPER = re.compile(r"_rank[0-9]{1,7}_\.(safetensors|bytes)|.*_rank[0-9]{1,7}\.bytes")
 
 
-def kind_of_directory(names: Sequence[str]) -> Optional[str]:
+def kind_of_directory(names: Sequence[str]) -> str | None:
     """Which form a directory of one checkpoint has, by the names in it; None where it has neither."""
     if any(OF_HYPER_RANK.fullmatch(name) or _OF_HYPER.fullmatch(name) for name in names):
         return HYPER_PARALLEL
@@ -120,7 +120,7 @@ class DcpForm(_DistributedForm):
         names=Names.TRAINER,
     )
 
-    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
         if not is_directory(src):
             return False
         names = names_in(src) if names is None else names
@@ -142,7 +142,7 @@ class HyperParallelForm(_DistributedForm):
     name = HYPER_PARALLEL
     options = DcpForm.options._replace(title="hyper-parallel's", formats=("safetensors",), side=Side.MINDFORMERS)
 
-    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
         return is_directory(src) and kind_of_directory(names_in(src) if names is None else names) == HYPER_PARALLEL
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
@@ -162,7 +162,7 @@ SHARD = re.compile(r"shard-([0-9]{5,9})-model-([0-9]{5,9})-of-([0-9]{5,9})\.safe
 """Names of files: number of the shard, number of the file in it, and how many files a shard may have."""
 
 
-def shards_in(path: str, names: Sequence[str]) -> Optional[str]:
+def shards_in(path: str, names: Sequence[str]) -> str | None:
     """The directory of shards: this one, or `SHARDED` in it; None if neither has any."""
     if any(map(SHARD.fullmatch, names)):
         return path
@@ -186,7 +186,7 @@ class HfShardedForm(ChunkedForm):
         metadata=(INFO, VERSION_KEY),
     )
 
-    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
         """By names as torch gives them; consolidated files beside them are Hugging Face's form."""
         if not is_directory(src):
             return SHARD.fullmatch(os.path.basename(src)) is not None
@@ -222,7 +222,7 @@ class VerlForm(ChunkedForm):
         title="verl's rank files", layouts=Layouts.RECORDED, formats=(), mindspore=False, side=Side.HUGGINGFACE
     )
 
-    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
         if not is_directory(src):
             return VERL_FILE.fullmatch(os.path.basename(src)) is not None
         return any(map(VERL_FILE.fullmatch, names_in(src) if names is None else names))

@@ -11,7 +11,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_safetensors
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
@@ -47,7 +47,7 @@ class HeaderEntry(NamedTuple):
 
     name: str
     offsets: tuple[int, ...]
-    shape: Optional[tuple[int, ...]]
+    shape: tuple[int, ...] | None
     sizes: tuple[int, ...]
 
     @property
@@ -86,7 +86,7 @@ def entries_of(index: CheckpointIndex) -> Iterator[tuple[HeaderEntry, Tensor]]:
         yield HeaderEntry(name, tuple(offsets), None if shape is None else tuple(shape), stored.shape), stored
 
 
-def sharding_info(index: CheckpointIndex) -> Optional[dict[str, Any]]:
+def sharding_info(index: CheckpointIndex) -> dict[str, Any] | None:
     text = index.metadata.get(INFO)
     if text is None:
         return None

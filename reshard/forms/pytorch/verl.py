@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archives import TENSOR_NAMES, Archive, Elements
@@ -56,7 +56,7 @@ class RankPart(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    offsets: Optional[tuple[int, ...]]
+    offsets: tuple[int, ...] | None
     sizes: tuple[int, ...]
     mesh_size: int
     elements: Elements
@@ -66,7 +66,7 @@ class PlacementError(ValueError):
     """A tensor whose placement is not read; its text is the end of a sentence about the tensor."""
 
 
-def part_of(archive: Archive, value: Any) -> Optional[RankPart]:
+def part_of(archive: Archive, value: Any) -> RankPart | None:
     """The part of a tensor that a value of a state dictionary is; None for a value that is no tensor.
 
     Raises:
@@ -118,7 +118,7 @@ def part_of(archive: Archive, value: Any) -> Optional[RankPart]:
     return RankPart(shape, tuple(offsets), tuple(sizes), math.prod(mesh_shape), elements)
 
 
-def _wrapped(value: PickledInstance) -> tuple[Optional[tuple[int, ...]], dict[str, Any]]:
+def _wrapped(value: PickledInstance) -> tuple[tuple[int, ...] | None, dict[str, Any]]:
     args = value.args
     wrapper = args[2] if len(args) > 3 and isinstance(args[2], tuple) and len(args[2]) > 2 else (None,)
     if args and getattr(args[0], "name", None) == _WRAPPER and _class(wrapper[0]) == _TENSOR:
@@ -126,7 +126,7 @@ def _wrapped(value: PickledInstance) -> tuple[Optional[tuple[int, ...]], dict[st
     raise PlacementError("is a tensor of a class that is not read")
 
 
-def _mesh_shape(mesh: Mapping[str, Any]) -> Optional[tuple[int, ...]]:
+def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The shape of a mesh: of its tensor of ranks, or by its layout since torch 2.9."""
     ranks, layout = mesh.get("mesh"), _fields(mesh.get("_layout"))
     if isinstance(ranks, PickledInstance) and len(ranks.args) > 2:
@@ -139,7 +139,7 @@ def _mesh_shape(mesh: Mapping[str, Any]) -> Optional[tuple[int, ...]]:
     return sizes_of(sizes)
 
 
-def _axis_size(shape: Any) -> Optional[int]:
+def _axis_size(shape: Any) -> int | None:
     """The ranks along a dimension of a mesh, which may be several joined ones."""
     sizes = sizes_of((shape,) if isinstance(shape, int) else shape)
     return None if sizes is None else math.prod(sizes)
@@ -270,12 +270,12 @@ class _RankFile(NamedTuple):
 
     header: CheckpointIndex
     placement: Placement
-    parts: Mapping[str, Union[RankPart, PlacementError, None]]
+    parts: Mapping[str, RankPart | PlacementError | None]
 
 
-def _read_rank(path: str, handles: FileHandles) -> Union[_RankFile, DamagedCheckpointError]:
+def _read_rank(path: str, handles: FileHandles) -> _RankFile | DamagedCheckpointError:
     """The tensors of a rank, or why its file is damaged."""
-    parts: dict[str, Union[RankPart, PlacementError, None]] = {}
+    parts: dict[str, RankPart | PlacementError | None] = {}
     with reading(path), contextlib.closing(handles.open_file(path)) as file:
         size = file.size()
         try:
@@ -325,7 +325,7 @@ def _tensors(
             others.append(name)
             continue
         parts: list[RankPart] = []
-        by_offsets: dict[Optional[tuple[int, ...]], RankPart] = {}
+        by_offsets: dict[tuple[int, ...] | None, RankPart] = {}
         for file in files:
             part = file.parts.get(name)
             problem = _problem(part, parts[0] if parts else None, by_offsets, world, len(files) < world)
@@ -345,12 +345,12 @@ def _tensors(
 
 
 def _problem(
-    part: Union[RankPart, PlacementError, None],
-    first: Optional[RankPart],
-    by_offsets: Mapping[Optional[tuple[int, ...]], RankPart],
+    part: RankPart | PlacementError | None,
+    first: RankPart | None,
+    by_offsets: Mapping[tuple[int, ...] | None, RankPart],
     world: int,
     missing: bool,
-) -> Optional[str]:
+) -> str | None:
     """Why a part is not read; None if it is.
 
     Args:

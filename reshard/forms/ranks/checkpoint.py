@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Callable, NamedTuple, Optional, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, tensors_named
 from reshard.checkpoints.checkpoint import (
@@ -112,7 +112,7 @@ class RankCheckpoint:
         self._marked = any(index.metadata.get(DEDUPLICATED) == "True" for index in self.indexes.values())
 
     @property
-    def step(self) -> Optional[str]:
+    def step(self) -> str | None:
         """``3_10``; None for files without a step in their names."""
         return None if self.step_files.step is None else str(self.step_files.step)
 
@@ -219,7 +219,7 @@ class RankCheckpoint:
             report.warn(text)
 
 
-def rank_checkpoint_of(checkpoint: Checkpoint) -> Optional[RankCheckpoint]:
+def rank_checkpoint_of(checkpoint: Checkpoint) -> RankCheckpoint | None:
     """The rank checkpoint below any edits; None for other forms."""
     stored = stored_checkpoint(checkpoint)
     return stored if isinstance(stored, RankCheckpoint) else None
@@ -305,7 +305,7 @@ class _Shared:
 
 def _read_parameter(
     name: str, source: Strategy, step: RankCheckpoint, owners: dict[str, GlobalTensor], shared: _Shared
-) -> Optional[GlobalTensor]:
+) -> GlobalTensor | None:
     stored = []
     for stage in source.stages:
         if not source.is_none and name not in stage.layouts:
@@ -364,7 +364,7 @@ def _fitting_readings(stored: Sequence[_Stored], plain: bool) -> list[_Reading]:
     return [_Reading(shape, layouts, plain) for shape, layouts in by_shape.items() if len(layouts) == len(stored)]
 
 
-def _full_shape(layout: Layout, on_stage: _Stored) -> Optional[tuple[int, ...]]:
+def _full_shape(layout: Layout, on_stage: _Stored) -> tuple[int, ...] | None:
     """The full shape, or None if a rank's slice does not fit the layout."""
     if len(on_stage.tensors[0].shape) != len(layout.cuts):
         return None

@@ -8,7 +8,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.checkpoints.formats.dtypes import MEMORY
@@ -33,7 +32,7 @@ class RanksForm(Form):
     name = "ranks"
     options = FormOptions("rank", "rank files", Layouts.GIVEN, steps=True, formats=("ckpt", "safetensors"), prefix=True)
 
-    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
         """By ``{rank}`` in the path, or by nothing but rank directories; this is also the form of unrecognised sources.
 
         Other forms are recognised by names that no rank directory has, so they need not be loaded.
@@ -83,7 +82,7 @@ class RanksForm(Form):
         return [STRATEGY_FILE, *(file.name for file in resume_files(files))]
 
 
-def _candidates(request: ReadRequest) -> tuple[Iterable[StepFiles], Sequence[Optional[Step]], tuple[int, ...]]:
+def _candidates(request: ReadRequest) -> tuple[Iterable[StepFiles], Sequence[Step | None], tuple[int, ...]]:
     """The candidate steps, newest first, the list of all steps for ``latest``, and the ranks of the tree."""
     from reshard.forms.ranks.selection import check_ranks
 
@@ -117,7 +116,7 @@ def _with_damage(candidates: Iterable[StepFiles], request: ReadRequest) -> Itera
         yield candidate._replace(damaged=reasons)
 
 
-def rank_names(prefix: Optional[str], checkpoint: Checkpoint) -> FileNames:
+def rank_names(prefix: str | None, checkpoint: Checkpoint) -> FileNames:
     epoch, _, number = (checkpoint.step or "").partition("_")
     step = Step(int(epoch), int(number)) if number else None
     return FileNames.of_prefix(DEFAULT_PREFIX if prefix is None else prefix, step)
@@ -170,7 +169,7 @@ class RankFiles(TargetForm):
         self.format = format
         self.names = names
         self.takes_everything = strategy.is_none
-        self.metadata: Optional[Mapping[str, str]] = None
+        self.metadata: Mapping[str, str] | None = None
         self._strategy = strategy
         self._tensors = tensors
         self._with_strategy = with_strategy
@@ -233,7 +232,7 @@ def resume_files(names: Sequence[str]) -> list[FinishingFile]:
     return files
 
 
-def meta_json(name: str) -> Optional[bytes]:
+def meta_json(name: str) -> bytes | None:
     """The content of the meta.json beside a checkpoint file; None if ``resume_training`` does not read such names.
 
     Args:

@@ -20,7 +20,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, UsageError
@@ -44,7 +44,7 @@ _RANK = ("rank", "rank_", "rank-")
 # places further back count as the rank's number.
 _MOST_PLACES = 6
 
-Pattern = tuple[Optional[str], ...]
+Pattern = tuple[str | None, ...]
 
 
 class Step(NamedTuple):
@@ -71,7 +71,7 @@ class Step(NamedTuple):
         return cls(int(match[1]), int(match[2]))
 
 
-def parse_stem(stem: str) -> tuple[str, Optional[Step]]:
+def parse_stem(stem: str) -> tuple[str, Step | None]:
     """Prefix and step of a file name without its ending; no step: the whole stem is the prefix."""
     match = _STEM.fullmatch(stem)
     if match is None:
@@ -79,7 +79,7 @@ def parse_stem(stem: str) -> tuple[str, Optional[Step]]:
     return match["prefix"], Step(int(match["epoch"]), int(match["step"]))
 
 
-def saved_at_fault(path: str) -> Optional[str]:
+def saved_at_fault(path: str) -> str | None:
     """The mark of a save at a fault in a file's name: ``"breakpoint"`` or ``"ttp"``; None without one."""
     directory, name = os.path.split(path)
     if os.path.splitext(name)[0].endswith("_breakpoint"):
@@ -118,7 +118,7 @@ def name_families(prefixes: Iterable[tuple[int, str]]) -> dict[tuple[int, str], 
 def _usual(rank: int, prefix: str) -> Pattern:
     """The pattern of a prefix without evidence from other ranks' files."""
     split = _NUMBERS.split(prefix)
-    pieces: list[Optional[str]] = [None if piece == RANK_NUMBER else piece for piece in split]
+    pieces: list[str | None] = [None if piece == RANK_NUMBER else piece for piece in split]
     if None not in pieces:
         for place in range(1, len(split), 2):
             usual = split[place - 1].endswith(_RANK) or split[place + 1 :] == [""]
@@ -129,7 +129,7 @@ def _usual(rank: int, prefix: str) -> Pattern:
 
 def _patterns(rank: int, prefix: str) -> frozenset[Pattern]:
     # Numbers are at odd indexes.
-    pieces: list[Optional[str]] = [None if piece == RANK_NUMBER else piece for piece in _NUMBERS.split(prefix)]
+    pieces: list[str | None] = [None if piece == RANK_NUMBER else piece for piece in _NUMBERS.split(prefix)]
     places = [place for place, piece in enumerate(pieces) if place % 2 and piece is not None and int(piece) == rank]
     patterns: set[Pattern] = set()
     for blanks in itertools.product((True, False), repeat=min(len(places), _MOST_PLACES)):
@@ -209,7 +209,7 @@ def _descend(directory: str, parts: list[str], rank: int, naming: Pattern, unfin
             yield from _descend(path + os.sep, inner_parts, number, inner, unfinished)
 
 
-def _pieces(blanked: str) -> Iterator[Optional[str]]:
+def _pieces(blanked: str) -> Iterator[str | None]:
     for place, piece in enumerate(blanked.split(RANK_NUMBER)):
         if place:
             yield None
@@ -248,7 +248,7 @@ class FileNames(NamedTuple):
         return hash(self.template)
 
     @classmethod
-    def of_prefix(cls, prefix: str, step: Optional[Step] = None) -> FileNames:
+    def of_prefix(cls, prefix: str, step: Step | None = None) -> FileNames:
         """``rank_{rank}/{prefix}{rank}``, the names of converted checkpoints.
 
         Args:
@@ -284,7 +284,7 @@ class FileNames(NamedTuple):
         return {"template": self.template, "own": [{"rank": rank, "name": name} for rank, name in self.own.items()]}
 
     @property
-    def prefix(self) -> Optional[str]:
+    def prefix(self) -> str | None:
         """The prefix for which `of_prefix` returns these names, for every step; None without one."""
         stem = self.template[len(_DIRECTORY) :]
         if self.own or not self.template.startswith(_DIRECTORY) or parse_stem(stem)[1] is not None:
@@ -336,7 +336,7 @@ def as_prefix(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def _filled_prefix(prefix: str, step: Optional[Step], complete: bool) -> str:
+def _filled_prefix(prefix: str, step: Step | None, complete: bool) -> str:
     """The template for a prefix with the numbers of a step; a complete prefix gets no rank after it."""
     numbers = {} if step is None else {"{epoch}": str(step.epoch), "{step}": str(step.step)}
     stem = _PREFIX_FIELD.sub(lambda match: numbers.get(match[0], match[0]), prefix)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.checkpoints import FileHandles, read_index
 from reshard.checkpoints.checkpoint import GlobalTensor
@@ -115,7 +115,7 @@ def explain(lost: Sequence[LostParameter], most: int) -> list[Message]:
     ]
 
 
-def cure(lost: Iterable[LostParameter]) -> Optional[str]:
+def cure(lost: Iterable[LostParameter]) -> str | None:
     groups = frozenset(group for item in lost for group in item.groups)
     return f"restore {_in_words(groups)}" if groups else None
 
@@ -188,7 +188,7 @@ class _Choice(NamedTuple):
     newer: int
     checkpoint: RankCheckpoint
     scope: Scope
-    gaps: Optional[Incomplete]
+    gaps: Incomplete | None
 
 
 class StepSelector:
@@ -197,7 +197,7 @@ class StepSelector:
     def __init__(self, request: ReadRequest) -> None:
         self._edit = request.edit
         # The error of edits on an incomplete step.
-        self._unfit: Optional[InputError] = None
+        self._unfit: InputError | None = None
         self._source = request.source
         self._target = request.target
         self._ranks = request.ranks
@@ -210,7 +210,7 @@ class StepSelector:
         if self._ranks is not None:
             self._scopes.append(Scope.REQUESTED)
 
-    def select(self, candidates: Iterable[StepFiles], steps: Sequence[Optional[Step]] = ()) -> RankCheckpoint:
+    def select(self, candidates: Iterable[StepFiles], steps: Sequence[Step | None] = ()) -> RankCheckpoint:
         """Choose the newest complete one of candidates, newest first; ``steps`` are all steps, for ``latest``.
 
         Raises:
@@ -219,7 +219,7 @@ class StepSelector:
         """
         choices: dict[Scope, _Choice] = {}
         gaps: list[dict[Scope, Incomplete]] = []
-        refused: Optional[InputError] = None
+        refused: InputError | None = None
         remaining = iter(candidates)
         while Scope.EVERYTHING not in choices:
             try:
@@ -245,9 +245,7 @@ class StepSelector:
             raise refused
         raise self._nothing_complete([candidate_gaps[self._scopes[-1]] for candidate_gaps in gaps], steps)
 
-    def _nothing_complete(
-        self, skipped: Sequence[Incomplete], steps: Sequence[Optional[Step]]
-    ) -> IncompleteSourceError:
+    def _nothing_complete(self, skipped: Sequence[Incomplete], steps: Sequence[Step | None]) -> IncompleteSourceError:
         if not skipped:
             return IncompleteSourceError("no file of the checkpoint is readable")
         newest = skipped[0]
@@ -268,7 +266,7 @@ class StepSelector:
             hints.append("without --no-fallback an older step may be used")
         return IncompleteSourceError(block(headline, lines), hint="; ".join(filter(None, hints)) or None)
 
-    def judge(self, step: RankCheckpoint) -> Optional[Incomplete]:
+    def judge(self, step: RankCheckpoint) -> Incomplete | None:
         """Read the parameters of a step; its missing parts, None if it is complete."""
         return self._gaps_in(self._read(step), Scope.EVERYTHING)
 
@@ -295,7 +293,7 @@ class StepSelector:
             self._unfit = error
             raise _EditsDoNotFit from error
 
-    def _gaps_in(self, step: RankCheckpoint, scope: Scope) -> Optional[Incomplete]:
+    def _gaps_in(self, step: RankCheckpoint, scope: Scope) -> Incomplete | None:
         edited = None if scope is Scope.EVERYTHING else self._edited(step)
         needed = None if edited is None else self._needed_names(scope, edited)
         if edited is not None and scope is Scope.REQUESTED:
@@ -321,7 +319,7 @@ class StepSelector:
         copied = range(self._source.device_count) if ranks is None else ranks
         return self._source.is_as_cut and any(r not in step.indexes or not step.indexes[r].tensors for r in copied)
 
-    def _needed_names(self, scope: Scope, edited: EditedStep) -> Optional[set[str]]:
+    def _needed_names(self, scope: Scope, edited: EditedStep) -> set[str] | None:
         """The source parameters of a scope; None for all."""
         if self._source.is_none:
             return None
@@ -332,7 +330,7 @@ class StepSelector:
         sources = {source.name for name in names & edited.tensors.keys() for source in edited.tensors[name].sources}
         return sources.union(name for name, new in edited.unseen.items() if new is None or new in names)
 
-    def _empty_stages(self, step: RankCheckpoint, needed: Optional[set[str]], scope: Scope) -> list[str]:
+    def _empty_stages(self, step: RankCheckpoint, needed: set[str] | None, scope: Scope) -> list[str]:
         stages = [stage for stage in self._source.stages if stage.layouts or self._source.is_none]
         empty = {stage.number: line for stage in stages for line in self._nothing_of(stage, step, scope)}
         lines = []
@@ -431,7 +429,7 @@ class StepSelector:
                 if not any(ranks & present_on for present_on in present[number]):
                     yield source.name, frozenset(ranks)
 
-    def _report_choice(self, choice: _Choice, skipped: Sequence[Incomplete], steps: Sequence[Optional[Step]]) -> None:
+    def _report_choice(self, choice: _Choice, skipped: Sequence[Incomplete], steps: Sequence[Step | None]) -> None:
         for newer in skipped:
             self._report.warn(f"{newer.label} is not complete and is skipped: " + joined("; ", newer.lines(3)))
         step = choice.checkpoint

@@ -13,7 +13,7 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple
 
 from reshard.asked import Source
 from reshard.checkpoints.formats.headers import FORMATS, format_of
@@ -70,7 +70,7 @@ class RankFile(NamedTuple):
 
     rank: int
     path: str
-    step: Optional[Step]
+    step: Step | None
     naming: Pattern
     family: Pattern
     tail: str
@@ -83,7 +83,7 @@ class RankFile(NamedTuple):
     @property
     def pattern(self) -> Pattern:
         """Its path relative to the source, without its ending, in pieces."""
-        pieces: list[Optional[str]] = [""]
+        pieces: list[str | None] = [""]
         for piece in (*self.naming, *self.family, self.tail):
             if piece is None or pieces[-1] is None:
                 pieces.append(piece)
@@ -104,7 +104,7 @@ class StepFiles(NamedTuple):
         damaged: the reason why a rank's file counts as absent, if known without reading it.
     """
 
-    step: Optional[Step]
+    step: Step | None
     files: dict[int, str]
     notes: tuple[str, ...] = ()
     root: str = ""
@@ -112,7 +112,7 @@ class StepFiles(NamedTuple):
     damaged: Mapping[int, str] = {}
 
     @property
-    def names(self) -> Optional[FileNames]:
+    def names(self) -> FileNames | None:
         """The template of their names; None if unknown."""
         if not self.parsed:
             return None
@@ -136,15 +136,15 @@ class SourceTree:
         self.single_file = single_file
         self.ranks = tuple(sorted(ranks))
         self.files = tuple(files)
-        self.by_step: dict[Optional[Step], list[RankFile]] = {}
+        self.by_step: dict[Step | None, list[RankFile]] = {}
         for file in self.files:
             self.by_step.setdefault(file.step, []).append(file)
 
     @property
-    def steps(self) -> tuple[Optional[Step], ...]:
+    def steps(self) -> tuple[Step | None, ...]:
         return tuple(sorted(self.by_step, key=_age))
 
-    def candidates(self, step: Optional[str] = None) -> Iterator[StepFiles]:
+    def candidates(self, step: str | None = None) -> Iterator[StepFiles]:
         """The steps, newest first, each with at most one file per rank; only one if it is named, as ``3_10``."""
         if step is not None and step != "latest":
             yield self.of_step(self.named(step))
@@ -154,7 +154,7 @@ class SourceTree:
         for number in self.steps:
             yield self.of_step(number)
 
-    def newest(self, step: Optional[str] = None) -> StepFiles:
+    def newest(self, step: str | None = None) -> StepFiles:
         """The first of `candidates`: a tree has files."""
         return next(self.candidates(step))
 
@@ -170,7 +170,7 @@ class SourceTree:
             raise CheckpointError(f"{self.root}: has no files of step {step}; {saved_steps}", file=self.root)
         return step
 
-    def of_step(self, step: Optional[Step]) -> StepFiles:
+    def of_step(self, step: Step | None) -> StepFiles:
         chosen: dict[int, RankFile] = {}
         for file in self.by_step[step]:
             earlier = chosen.setdefault(file.rank, file)
@@ -208,7 +208,7 @@ class SourceTree:
 
 
 @listings_cached()
-def find_checkpoints(source: Union[str, Source]) -> SourceTree:
+def find_checkpoints(source: str | Source) -> SourceTree:
     """Find the checkpoint files of a source, or at a path.
 
     Raises:
@@ -269,7 +269,7 @@ def holds_ranks_only(directory: str) -> bool:
     return bool(names) and all(map(named_for_rank, names))
 
 
-def find_rank(source: Union[str, Source]) -> Optional[SourceTree]:
+def find_rank(source: str | Source) -> SourceTree | None:
     """The checkpoint files of a single rank's directory, ``rank_3`` or ``ckpt_dir3``; None for others."""
     read = Source(source) if isinstance(source, str) else source
     directory, file_suffix = read.path, read.file_suffix
@@ -412,7 +412,7 @@ def _rank_files(files: Iterable[PathMatch]) -> Iterator[RankFile]:
         yield RankFile(entry.rank, entry.path, step, entry.naming, families[entry.rank, start], tail)
 
 
-def _parsed(entry: PathMatch) -> tuple[str, Optional[Step], str]:
+def _parsed(entry: PathMatch) -> tuple[str, Step | None, str]:
     """A file's name up to its step, with the rank's numbers marked; the step; the rest."""
     stem = _stem(entry.path)
     prefix, step = parse_stem(stem)
@@ -429,11 +429,11 @@ def _stem(path: str) -> str:
     return os.path.splitext(os.path.basename(path))[0]
 
 
-def _age(step: Optional[Step]) -> tuple[bool, int, int]:
+def _age(step: Step | None) -> tuple[bool, int, int]:
     return (True, 0, 0) if step is None else (False, -step.epoch, -step.step)
 
 
-def _differences(step: Optional[Step], files: Iterable[RankFile]) -> Iterator[str]:
+def _differences(step: Step | None, files: Iterable[RankFile]) -> Iterator[str]:
     """Warnings if the files of one step seem to be of several saves."""
     subject = "the files" if step is None else f"the files of step {step}"
     by_series: dict[object, list[RankFile]] = defaultdict(list)
@@ -516,7 +516,7 @@ def _refuse_other_forms(src: str) -> None:
             )
 
 
-def checkpoint_of_other_tool(directory: str) -> Optional[CheckpointError]:
+def checkpoint_of_other_tool(directory: str) -> CheckpointError | None:
     """The error for a directory that another tool wrote, by the names in it; None for others."""
     names = names_in(directory)
     for expression, title, hint in _OTHER_TOOLS:
@@ -529,7 +529,7 @@ def checkpoint_of_other_tool(directory: str) -> Optional[CheckpointError]:
     return None
 
 
-def hint_of_checkpoints_below(directory: str) -> Optional[str]:
+def hint_of_checkpoints_below(directory: str) -> str | None:
     """The hint to use checkpoints, by names, in directories below one; those of the last steps first."""
     level = [directory]
     for _ in range(_MAX_LEVELS):

@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -125,9 +125,7 @@ class ObjectReader:
         self.keep(version, 0, bytes(data[:count]))
         return version
 
-    def read_into(
-        self, path: str, offset: int, out: memoryview, version: Optional[Version] = None
-    ) -> tuple[Version, int]:
+    def read_into(self, path: str, offset: int, out: memoryview, version: Version | None = None) -> tuple[Version, int]:
         """Read a range, again if its content is cut off: the object's version, and the number of bytes read.
 
         The buffer is filled in part if the object ends. Another version than the required one, if any, is an `OSError`.
@@ -161,7 +159,7 @@ class ObjectReader:
                     return current, count
         raise AssertionError("unreachable")
 
-    def find(self, version: Version, offset: int, count: int) -> Optional[bytes]:
+    def find(self, version: Version, offset: int, count: int) -> bytes | None:
         """Bytes of an object from one of its windows; None if no window holds them."""
         with self._lock:
             for window in reversed(self._windows):
@@ -236,7 +234,7 @@ class _Jumps:
 class ObjectFile:
     """An object that is open for reading. It never changes: it can only be replaced."""
 
-    descriptor: Optional[int] = None
+    descriptor: int | None = None
     pinned = True
 
     def __init__(self, reader: ObjectReader, path: str) -> None:
@@ -317,7 +315,7 @@ def part_bytes(size: int) -> int:
 class _Part:
     """A part while it is filled; it is sent only when every byte was written."""
 
-    def __init__(self, size: int, sending: Optional[Sending]) -> None:
+    def __init__(self, size: int, sending: Sending | None) -> None:
         # Mapped memory is released once the part is sent; the heap would keep the memory of many threads.
         self.data = mmap.mmap(-1, max(1, size)) if sending is None else sending.buffer(size)
         self.size = self.left = size
@@ -329,7 +327,7 @@ class NewObject(NewFile):
     Full parts are sent by ``sending``, or by the thread that filled them.
     """
 
-    def __init__(self, service: Service, path: str, size: int, sending: Optional[Sending] = None) -> None:
+    def __init__(self, service: Service, path: str, size: int, sending: Sending | None = None) -> None:
         self._service = service
         self._path = path
         self._size = size
@@ -343,7 +341,7 @@ class NewObject(NewFile):
         # ETags and sizes of the stored parts, by number from 1 on.
         self._stored: dict[int, tuple[str, int]] = {}
         self._begin_lock = threading.Lock()
-        self._upload: Optional[str] = None
+        self._upload: str | None = None
         self._discarded = False
 
     def write(self, offset: int, data: memoryview) -> None:

@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from reshard.errors import InputError, UsageError
@@ -106,7 +106,7 @@ def service(path: str) -> Service:
 
 
 @functools.cache
-def _service(url: Optional[str]) -> Service:
+def _service(url: str | None) -> Service:
     return Service(url)
 
 
@@ -126,7 +126,7 @@ class Service:
         OSError: the profile is missing.
     """
 
-    def __init__(self, url: Optional[str] = None) -> None:
+    def __init__(self, url: str | None = None) -> None:
         self._url = url
         self.tries = _TRIES
         # Clients and credentials by process: two readers of a connection get parts of each other's bytes. A parent's

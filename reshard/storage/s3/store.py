@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import time
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.errors import InputError
 from reshard.storage.s3.objects import HELD, NewObject, ObjectFile, ObjectReader, Version, metadata_of, part_bytes
@@ -92,7 +92,7 @@ class S3Store(Store):
     def costs(self, path: str) -> Storage:
         return self._reader.measured.storage(HELD)
 
-    def new_file(self, path: str, size: int, sending: Optional[Sending] = None) -> NewObject:
+    def new_file(self, path: str, size: int, sending: Sending | None = None) -> NewObject:
         Address.parse(path)
         return NewObject(self._service, path, size, sending)
 

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.defaults import MAX_DEVICES, MAX_STAGES
 from reshard.errors import UsageError
@@ -151,7 +151,7 @@ class AxisCut:
     """
 
     factors: tuple[Product, ...] = ()
-    most: Optional[int] = None
+    most: int | None = None
     where_divides: bool = False
 
     @property
@@ -202,12 +202,12 @@ class Candidate(NamedTuple):
     def is_capped(self, sizes: AxisSizes) -> bool:
         return any(cut.is_capped(sizes) for cut in self.cuts)
 
-    def strides(self) -> tuple[Optional[Product], ...]:
+    def strides(self) -> tuple[Product | None, ...]:
         """The distance of ranks with neighbouring slices, per factor of the cuts, for any sizes.
 
         None for a product that is not an axis of the matrix: it must not cut.
         """
-        strides: list[Optional[Product]] = []
+        strides: list[Product | None] = []
         for factor in (factor for cut in self.cuts for factor in cut.factors):
             try:
                 stop = _run_of(self.matrix, factor).stop
@@ -367,7 +367,7 @@ class Observation(NamedTuple):
     sizes: AxisSizes
     slices: SlicesByDevice
     device_matrix: tuple[int, ...]
-    nested: Optional[bool]
+    nested: bool | None
 
 
 def candidates_showing(shape: tuple[int, ...], observed: Sequence[Observation]) -> tuple[Candidate, ...]:

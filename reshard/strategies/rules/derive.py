@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.errors import StrategyError
 from reshard.layout import Layout
@@ -73,7 +73,7 @@ class SourceRun:
         return [(stage, stage.layouts[name]) for stage in self.strategy.stages if name in stage.layouts]
 
 
-def model_of(source: SourceRun, shapes: Optional[ModelTensors]) -> ModelTensors:
+def model_of(source: SourceRun, shapes: ModelTensors | None) -> ModelTensors:
     """The weights that a strategy lists, with their shapes and their optimizer state.
 
     Args:
@@ -188,11 +188,11 @@ class _ShardingRun:
         known_bytes = (self._bytes(tensor) for tensor, _ in sharded)
         self._sufficient = min((size for size in known_bytes if size is not None), default=None)
 
-    def _bytes(self, tensor: FullTensor) -> Optional[int]:
+    def _bytes(self, tensor: FullTensor) -> int | None:
         size = self._model.item_sizes.get(tensor.dtype) if tensor.dtype is not None else None
         return None if size is None else math.prod(tensor.shape) * size
 
-    def may_shard(self, tensor: FullTensor, stage: Stage, layout: Layout) -> Optional[bool]:
+    def may_shard(self, tensor: FullTensor, stage: Stage, layout: Layout) -> bool | None:
         """Whether the optimizer may shard a weight; None if its layout does not show it."""
         if layout.shard_size:
             return True
@@ -224,7 +224,7 @@ class Learned(NamedTuple):
     unexplained: tuple[str, ...]
 
 
-def learn(sources: Sequence[SourceRun], model: ModelTensors, target: Optional[AxisSizes] = None) -> Learned:
+def learn(sources: Sequence[SourceRun], model: ModelTensors, target: AxisSizes | None = None) -> Learned:
     """Read rules out of strategies.
 
     Args:
@@ -276,7 +276,7 @@ def _check_sizes_cut(source: SourceRun, candidates: Mapping[str, Sequence[Candid
         raise StrategyError(f"{where} cuts no parameter with certainty", file=source.strategy.path, hint=hint)
 
 
-def _recorded(source: SourceRun, tensor: FullTensor) -> Optional[RecordedLayout]:
+def _recorded(source: SourceRun, tensor: FullTensor) -> RecordedLayout | None:
     """A weight's record in a source, without optimizer shards, one entry per dimension; None if it is not listed."""
     holding = source.holding(tensor.name)
     if not holding:
@@ -310,7 +310,7 @@ def _pipeline(sources: Sequence[SourceRun], model: ModelTensors) -> Pipeline:
     return Pipeline(tuple(first), tuple(last))
 
 
-def uneven_source(sources: Sequence[SourceRun], layers: Mapping[str, int]) -> Optional[str]:
+def uneven_source(sources: Sequence[SourceRun], layers: Mapping[str, int]) -> str | None:
     """A message about a source with uneven layers per stage; None if all are even."""
     for source in sources:
         counts = [len({layers[name] for name in stage.layouts if name in layers}) for stage in source.strategy.stages]

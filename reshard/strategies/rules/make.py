@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple
 
 from reshard.errors import StrategyError, UsageError
 from reshard.layout import Layout
@@ -58,7 +58,7 @@ class TargetRun:
 
     sizes: AxisSizes
     shards: ShardSetting
-    layers_per_stage: Optional[tuple[int, ...]] = None
+    layers_per_stage: tuple[int, ...] | None = None
     weights_only: bool = False
 
 
@@ -118,7 +118,7 @@ class _Placed(NamedTuple):
     nested: bool
     rule: LayoutRule
     cut_by: frozenset[str]
-    may_shard: Optional[bool]
+    may_shard: bool | None
 
 
 def make_strategy(rules: LayoutRules, tensors: ModelTensors, target: TargetRun, where: str) -> list[MadeStage]:
@@ -250,7 +250,7 @@ def _placed(rule: LayoutRule, shape: tuple[int, ...], sizes: AxisSizes, shown: M
     return _Placed(layout, candidate.nested, rule, cut_by, _may_shard(rule, candidates, sizes))
 
 
-def _may_shard(rule: LayoutRule, candidates: Sequence[Candidate], sizes: AxisSizes) -> Optional[bool]:
+def _may_shard(rule: LayoutRule, candidates: Sequence[Candidate], sizes: AxisSizes) -> bool | None:
     answers = {rule.optimizer_shard[candidate.is_capped(sizes)] for candidate in candidates}
     return answers.pop() if len(answers) == 1 else rule.optimizer_shard[0] if not candidates else None
 
@@ -381,12 +381,12 @@ def _check_settled(
     )
 
 
-def _toml(value: Union[str, Sequence[str]]) -> str:
+def _toml(value: str | Sequence[str]) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
 def stages_of(
-    names: Sequence[str], pipeline: Pipeline, stages: int, chunks: Optional[Sequence[int]], path: str, where: str
+    names: Sequence[str], pipeline: Pipeline, stages: int, chunks: Sequence[int] | None, path: str, where: str
 ) -> dict[str, int]:
     """The stage of every parameter.
 
@@ -472,7 +472,7 @@ def layer_numbers(names: Iterable[str], pipeline: Pipeline, path: str, where: st
     return numbers
 
 
-def _stage_of_layer(layers: Sequence[int], stages: int, chunks: Optional[Sequence[int]]) -> dict[int, int]:
+def _stage_of_layer(layers: Sequence[int], stages: int, chunks: Sequence[int] | None) -> dict[int, int]:
     if layers and layers[-1] - layers[0] + 1 != len(layers):
         missing = sorted(set(range(layers[0], layers[-1])) - set(layers))
         raise StrategyError(f"layers are numbered {layers[0]} to {layers[-1]}, but layer {missing[0]} is missing")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ def device_count_allowed(devices: int) -> bool:
     return devices in (1, 2, 4) or devices % SERVER == 0
 
 
-def groups_allowed(groups: IntArray) -> Optional[bool]:
+def groups_allowed(groups: IntArray) -> bool | None:
     """Whether groups may communicate; None if only some may.
 
     Args:
@@ -120,7 +120,7 @@ NO_SHARDS = (0, 0)
 
 
 def shard_record(
-    layout: Layout, first_rank: int, shape: Sequence[int], item_size: Optional[int], setting: ShardSetting
+    layout: Layout, first_rank: int, shape: Sequence[int], item_size: int | None, setting: ShardSetting
 ) -> tuple[int, int]:
     """Step and size that the compiler records for a weight that may be sharded; 0 and 0 if it is not.
 
@@ -172,7 +172,7 @@ def possible_record(layout: Layout, first_rank: int, shape: Sequence[int], confi
 
 
 @lru_cache(maxsize=4096)
-def _step(layout: Layout, offset: int, size: int, configured: bool) -> Optional[int]:
+def _step(layout: Layout, offset: int, size: int, configured: bool) -> int | None:
     """The recorded step, None if the groups may not communicate."""
     groups = replica_groups(layout, offset)
     verdicts = [groups_allowed(groups.reshape(-1, size))]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.checkpoints.formats.dtypes import dtype_named
 from reshard.errors import StrategyError, UsageError
@@ -26,7 +26,7 @@ from reshard.threads import cached_property
 LAYER = "{layer}"
 """The mark of a layer's number in the patterns of ``[pipeline]``."""
 
-MayShard = tuple[Optional[bool], Optional[bool]]
+MayShard = tuple[bool | None, bool | None]
 """Whether the optimizer may shard a parameter, and whether it may where the cut is capped; None if unknown."""
 
 
@@ -53,15 +53,15 @@ class LayoutRule:
     patterns: tuple[str, ...]
     where: str
     matrices: tuple[Matrix, ...] = (DEFAULT_MATRIX,)
-    entries: Optional[tuple[tuple[AxisCut, ...], ...]] = None
+    entries: tuple[tuple[AxisCut, ...], ...] | None = None
     every_dimension_whole: bool = False
     optimizer_shard: MayShard = (True, True)
     nested: bool = False
-    dtype: Optional[str] = None
+    dtype: str | None = None
     trained: bool = True
     candidates: tuple[Candidate, ...] = ()
-    recorded: Optional[RecordedLayout] = None
-    stated: Optional[frozenset[str]] = None
+    recorded: RecordedLayout | None = None
+    stated: frozenset[str] | None = None
     switches: tuple[str, ...] = ()
 
     @cached_property
@@ -120,7 +120,7 @@ class LayoutRules:
     path: str
     rules: tuple[LayoutRule, ...]
     pipeline: Pipeline = field(default_factory=Pipeline)
-    optimizer_states: Optional[tuple[str, ...]] = None
+    optimizer_states: tuple[str, ...] | None = None
     shown: Mapping[str, int] = field(default_factory=dict)
     text: str = ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.text.names import ACCUMULATED_GRADIENTS, Globs, natural_order, pattern_of, state_prefix
 
@@ -20,7 +20,7 @@ class FullTensor(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    dtype: Optional[str] = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def model_tensors(path: str, tensors: Iterable[FullTensor], item_sizes: dict[str
 
 
 def belonging_to_weights(
-    names: Collection[str], shapes: Optional[Mapping[str, tuple[int, ...]]] = None
+    names: Collection[str], shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> dict[str, tuple[str, str]]:
     """Optimizer state and gradients among names: the prefix, and the weight's name.
 

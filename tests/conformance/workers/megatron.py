@@ -37,7 +37,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
@@ -134,8 +134,8 @@ class _Setting:
         self.model: dict[str, Any] = {**MODEL, **latent, **job.get("model", {})}
         self.layout: dict[str, Any] = {**LAYOUT, **job.get("layout", {})}
         self.format: str = job.get("format", "torch_dist")
-        self.optimizer: Optional[str] = job.get("optimizer")
-        self.directory: Optional[str] = job.get("directory")
+        self.optimizer: str | None = job.get("optimizer")
+        self.directory: str | None = job.get("directory")
         unit = self.model["divisible"] * self.layout["tp"]
         self.padded = -(-self.model["vocab"] // unit) * unit
         self.world: int = self.layout["tp"] * self.layout["pp"] * self.layout["dp"]

@@ -8,7 +8,8 @@ Here each thread is a rank, and the few collectives that saving a checkpoint nee
 from __future__ import annotations
 
 import threading
-from typing import Any, Callable, Optional
+from collections.abc import Callable
+from typing import Any
 
 _rank = threading.local()
 
@@ -70,31 +71,29 @@ def as_rank(number: int) -> None:
     _rank.value = number
 
 
-def rank(group: Optional[str] = None) -> int:
+def rank(group: str | None = None) -> int:
     return getattr(_rank, "value", 0)
 
 
-def size(group: Optional[str] = None) -> int:
+def size(group: str | None = None) -> int:
     return _world.size
 
 
-def barrier(group: Optional[str] = None) -> None:
+def barrier(group: str | None = None) -> None:
     _world.wait()
 
 
-def all_gather_object(gathered: list[Any], value: Any, group: Optional[str] = None) -> None:
+def all_gather_object(gathered: list[Any], value: Any, group: str | None = None) -> None:
     gathered[:] = _world.exchange(value)
 
 
-def gather_object(value: Any, gathered: Optional[list[Any]], dst: int = 0, group: Optional[str] = None) -> None:
+def gather_object(value: Any, gathered: list[Any] | None, dst: int = 0, group: str | None = None) -> None:
     values = _world.exchange(value)
     if rank() == dst and gathered is not None:
         gathered[:] = values
 
 
-def scatter_object_list(
-    received: list[Any], values: Optional[list[Any]], src: int = 0, group: Optional[str] = None
-) -> None:
+def scatter_object_list(received: list[Any], values: list[Any] | None, src: int = 0, group: str | None = None) -> None:
     received[0] = _world.exchange(values)[src][rank()]
 
 
