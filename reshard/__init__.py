@@ -11,7 +11,8 @@ from reshard._version import __version__
 # Not imported from typing: nothing is loaded before signals are handled (`reshard.entry`).
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from reshard.asked import Conversion, Edits, Effort, Source, Target
+    from reshard.api import Conversion
+    from reshard.asked import Edits, Effort, Source, Target
     from reshard.mindspore_api import (
         ckpt_to_safetensors,
         convert_checkpoint_by_rank,
@@ -49,7 +50,7 @@ __all__ = [
     "unified_safetensors",
 ]
 
-_ASKED = ("Conversion", "Edits", "Effort", "Source", "Target")
+_ASKED = ("Edits", "Effort", "Source", "Target")
 _UNIFIED = ("load_distributed_checkpoint", "unified_safetensors")
 
 
@@ -58,6 +59,10 @@ def __getattr__(name: str) -> object:
         from reshard import opened
 
         return opened.open
+    if name == "Conversion":
+        from reshard import api
+
+        return api.Conversion
     if name in _ASKED:
         from reshard import asked
 

@@ -1,11 +1,12 @@
-"""Planning, converting and verifying a `Conversion`, for its methods."""
+"""`reshard.Conversion`: what is asked, with methods that plan, convert and verify."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from reshard.asked import GROUPS, Conversion, Task
+from reshard import asked
+from reshard.asked import Task
 from reshard.convert import Summary, prepare
 from reshard.convert.ends import request_of
 from reshard.convert.transfers import Transfers, transfers_of
@@ -32,51 +33,74 @@ class Planned(NamedTuple):
     space: list[Space]
 
 
-@errors_in_python()
-def plan(asked: Conversion) -> Planned:
-    """See `Conversion.plan`."""
-    _check_groups(asked)
-    report = logged(in_python)
-    with prepare(request_of(asked, report, Task(dry_run=True)), report) as prepared:
-        summary = prepared.carry_out()
-        state = prepared.state
-        moved = transfers_of(state.plan, state.work, state.execution)
-        return Planned(_in_python(summary), moved, state.execution.buffer_bytes, state.space)
+class Conversion(asked.Conversion):
+    """A conversion that plans, converts and verifies."""
+
+    @errors_in_python()
+    def plan(self) -> Planned:
+        """Plan and check the conversion; nothing is written.
+
+        Raises:
+            ReshardError: the conversion would be refused.
+        """
+        _check_groups(self)
+        report = logged(in_python)
+        with prepare(request_of(self, report, Task(dry_run=True)), report) as prepared:
+            summary = prepared.carry_out()
+            state = prepared.state
+            moved = transfers_of(state.plan, state.work, state.execution)
+            return Planned(_in_python(summary), moved, state.execution.buffer_bytes, state.space)
+
+    @errors_in_python()
+    def convert(self, verify: bool = False) -> Summary:
+        """Convert, or continue an interrupted conversion.
+
+        Args:
+            verify: compare the result with the source afterwards.
+
+        Raises:
+            VerificationError: the result differs from the source.
+            ReshardError: the conversion cannot be made, or failed.
+        """
+        _check_groups(self)
+        report = logged(in_python)
+        request = request_of(self, report, Task(verify=verify))
+        with prepare(request, report) as prepared:
+            summary = prepared.carry_out()
+            # Verification treats the files that the conversion found damaged as missing, too.
+            request = request._replace(damaged=prepared.plan.request.damaged)
+        if verify:
+            from reshard.convert.verifying import verify_written
+
+            _refuse(verify_written(request, summary, Progress()), request.dst)
+        return _in_python(summary)
+
+    @errors_in_python()
+    def verify(self) -> None:
+        """Compare the target with the source; strategies, step, names and types default to those in its records.
+
+        Raises:
+            VerificationError: they differ.
+            ReshardError: a file is missing or cannot be read.
+        """
+        _check_groups(self)
+        from reshard.convert.verifying import reading_sources, verify_with_source
+
+        report = logged(in_python)
+        with reading_sources(self.effort, Progress(), report) as (means, crcs):
+            differences = verify_with_source(self, means, report, crcs)
+        _refuse(differences, self.target.path)
 
 
-@errors_in_python()
-def convert(asked: Conversion, verify: bool) -> Summary:
-    """See `Conversion.convert`."""
-    _check_groups(asked)
-    report = logged(in_python)
-    request = request_of(asked, report, Task(verify=verify))
-    with prepare(request, report) as prepared:
-        summary = prepared.carry_out()
-        # Verification treats the files that the conversion found damaged as missing, too.
-        request = request._replace(damaged=prepared.plan.request.damaged)
-    if verify:
-        from reshard.convert.verifying import verify_written
-
-        _refuse(verify_written(request, summary, Progress()), request.dst)
-    return _in_python(summary)
+# The fields, which are the options, are documented where they are declared.
+Conversion.__doc__ = asked.Conversion.__doc__
 
 
-@errors_in_python()
-def verify(asked: Conversion) -> None:
-    """See `Conversion.verify`."""
-    _check_groups(asked)
-    from reshard.convert.verifying import reading_sources, verify_with_source
-
-    report = logged(in_python)
-    with reading_sources(asked.effort, Progress(), report) as (means, crcs):
-        differences = verify_with_source(asked, means, report, crcs)
-    _refuse(differences, asked.target.path)
-
-
-def _check_groups(asked: Conversion) -> None:
-    for name, group in GROUPS.items():
-        if not isinstance(getattr(asked, name), group):
-            raise UsageError(f"{name}={getattr(asked, name)!r} is not a reshard.{group.__name__}")
+def _check_groups(conversion: Conversion) -> None:
+    for name, group in asked.GROUPS.items():
+        value = getattr(conversion, name)
+        if not isinstance(value, group):
+            raise UsageError(f"{name}={value!r} is not a reshard.{group.__name__}")
 
 
 def _refuse(differences: Sequence[object], dst: str) -> None:

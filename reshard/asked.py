@@ -13,17 +13,14 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
+from decimal import Decimal
+from typing import Any, NamedTuple, TypeVar, Union
 
 from reshard.defaults import DEFAULT_PREFIX, MAX_DEVICES, MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
 from reshard.forms import FORM_CLASSES, SHORT_NAMES
+from reshard.text.globs import Filters
 from reshard.text.messages import number_ranges
-from reshard.text.names import Filters
-
-if TYPE_CHECKING:
-    from reshard.api import Planned
-    from reshard.convert.summary import Summary
 
 Path = Union[str, "os.PathLike[str]"]
 G = TypeVar("G", bound="Group")
@@ -32,7 +29,7 @@ TORCH = "torch"
 """--format torch: a legacy tree of Megatron."""
 
 _SIZES = (1, 1 << 62)
-_UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?:([KMGT])(?:(I)?B)?|B)?\s*", re.IGNORECASE)
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -60,21 +57,30 @@ def parse_memory(text: str) -> int:
     Raises:
         ValueError: the text is no size.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:(B)|([KMGT])(?:i?B)?)?\s*", text, re.IGNORECASE)
-    if not match or float(match[1]) == 0:
+    match = _SIZE.fullmatch(text)
+    size = 0 if match is None else _bytes(match, 1024)
+    if not size:
         raise ValueError(f"{text!r} is not a size such as 512M or 2G")
-    unit = match[2] or match[3]
-    if unit is None:
-        raise ValueError(f"{text!r} has no unit: {match[1]}M or {match[1]}G")
-    return max(1, int(float(match[1]) * _UNITS[unit.upper()]))
+    if text.strip()[-1].isdigit():
+        raise ValueError(f"{text!r} has no unit: {text.strip()}M or {text.strip()}G")
+    return size
 
 
 def parse_size(text: str) -> int:
-    """The bytes of ``5GB``, decimal as at Hugging Face, or of ``5GiB``."""
-    # Loaded only here: help does without.
-    from reshard.forms.full.written_files import parse_size as parse
+    """The bytes of ``5GB`` or ``5G`` (decimal, as at Hugging Face), ``5GiB`` (binary) or ``1000``.
 
-    return parse(text)
+    Raises:
+        ValueError: the text is no size.
+    """
+    match = _SIZE.fullmatch(text)
+    size = 0 if match is None else _bytes(match, 1024 if match[3] else 1000)
+    if not size:
+        raise ValueError(f"{text!r} is not a size such as 5GB, 500M (decimal) or 5GiB (binary)")
+    return size
+
+
+def _bytes(match: re.Match[str], unit: int) -> int:
+    return int(Decimal(match[1]) * unit ** ("KMGT".index(match[2].upper()) + 1 if match[2] else 0))
 
 
 def _ranks(value: Any) -> tuple[int, ...]:
@@ -646,41 +652,6 @@ class Conversion(Group):
     def groups(self) -> Iterator[Group]:
         """The four groups, and this one for the choice of files."""
         return iter((self.source, self.target, self.edits, self.effort, self))
-
-    def plan(self) -> Planned:
-        """Plan and check the conversion; nothing is written.
-
-        Raises:
-            ReshardError: the conversion would be refused.
-        """
-        from reshard.api import plan
-
-        return plan(self)
-
-    def convert(self, verify: bool = False) -> Summary:
-        """Convert, or continue an interrupted conversion.
-
-        Args:
-            verify: compare the result with the source afterwards.
-
-        Raises:
-            VerificationError: the result differs from the source.
-            ReshardError: the conversion cannot be made, or failed.
-        """
-        from reshard.api import convert
-
-        return convert(self, verify)
-
-    def verify(self) -> None:
-        """Compare the target with the source; strategies, step, names and types default to those in its records.
-
-        Raises:
-            VerificationError: they differ.
-            ReshardError: a file is missing or cannot be read.
-        """
-        from reshard.api import verify
-
-        verify(self)
 
 
 # Each field is documented once, by the help of its option.

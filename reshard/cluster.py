@@ -16,7 +16,8 @@ from distributed import Client, as_completed
 
 from reshard._version import __version__
 from reshard.asked import Conversion
-from reshard.convert import WriteElsewhere
+from reshard.convert import WriteElsewhere, transform
+from reshard.convert.ends import request_of
 from reshard.errors import InputError, ReshardError, RetryableError
 from reshard.execute import Progress
 from reshard.storage import exists, read_json, status_of_each
@@ -85,7 +86,8 @@ def _write_shares(
 
 def _convert(conversion: Conversion) -> tuple[dict[int, int], list[str]]:
     """Write a share, on a worker: the sizes of its files, and warnings."""
-    summary = conversion.convert()
+    report = Report()
+    summary = transform(request_of(conversion, report), report)
     paths = summary.target_files
     return {
         file: status.size for file, status in zip(paths, status_of_each([*paths.values()])) if status

@@ -16,8 +16,9 @@ from reshard.mindspore_api import LOG, checked_format, strategy_of
 from reshard.plan.edits import Request, edit_rules
 from reshard.storage import real
 from reshard.strategies import Strategy, read_strategy
+from reshard.text.globs import pattern_of
 from reshard.text.messages import listing, logged
-from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight, pattern_of
+from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight
 
 
 def unified_safetensors(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import reshard
-from reshard.asked import Conversion, Edits, Effort, Group, Source, Target, fields_of
+from reshard.api import Conversion
+from reshard.asked import Edits, Effort, Group, Source, Target, fields_of
 from reshard.convert.ends import request_of
 from reshard.opened import OpenedCheckpoint
 from reshard.plan.edits import Request

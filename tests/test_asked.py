@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 import reshard
+from reshard.api import Conversion
 from reshard.asked import (
     NUMBER,
     PARALLEL,
     RANKS,
     TEXTS,
-    Conversion,
     Edits,
     Effort,
     Group,

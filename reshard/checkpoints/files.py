@@ -7,18 +7,26 @@ import errno
 import itertools
 import resource
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Protocol
 
 from reshard.storage import CHANGED, FileStatus, OpenFile, ReadableFile, changed_meanwhile, store_of
 from reshard.threads import ThreadLock
 
-if TYPE_CHECKING:
-    from reshard.checkpoints.placed import Placement
-
 # Half of the process's limit: outputs, pipes and libraries need the other half.
 _SHARE_OF_LIMIT = 2
 _MOST_HANDLES = 1024
+
+
+class Placement(Protocol):
+    """Places of the tensors of a file, by which it is read."""
+
+    @property
+    def beside(self) -> Collection[str]:
+        """Other files with elements of its tensors."""
+
+    def placed(self, file: ReadableFile, handles: FileHandles) -> ReadableFile:
+        """The file with its tensors at these places."""
 
 
 class _Handle:
@@ -75,7 +83,7 @@ class FileHandles:
                 self._close_idle(self.limit)
 
     def place(self, path: str, placement: Placement) -> None:
-        """Make `borrow` return a `PlacedFile`, whose tensors are read by their places."""
+        """Make `borrow` return the file with its tensors at these places."""
         self._placements[path] = placement
 
     def as_stored(self, path: str) -> bool:

@@ -27,8 +27,9 @@ from reshard.errors import CheckpointError, UsageError
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.tensor import select
 from reshard.storage import store_of, write_parts, writing_error
+from reshard.text.globs import Glob
 from reshard.text.messages import Report, listing, one_line, plural, quoted
-from reshard.text.names import Glob, did_you_mean
+from reshard.text.names import did_you_mean
 
 Array = npt.NDArray[Any]
 

@@ -17,8 +17,8 @@ from reshard.cli.output import is_quiet, say, show_notes
 from reshard.errors import StrategyError, UsageError
 from reshard.storage import is_directory
 from reshard.strategies import Strategy
+from reshard.text.globs import Globs
 from reshard.text.messages import plural, rank_ranges
-from reshard.text.names import Globs
 
 if TYPE_CHECKING:
     from reshard.names import NameRules

@@ -25,6 +25,7 @@ from reshard.errors import LayoutError, StrategyError, UsageError
 from reshard.layout import Layout
 from reshard.pictures.slices import Arrangement, shown_positions
 from reshard.strategies import Holding, Stage, Strategy, read_strategy
+from reshard.text.globs import Filters
 from reshard.text.messages import (
     listing,
     one_line,
@@ -35,7 +36,7 @@ from reshard.text.messages import (
     stepped_ranges,
     stepped_rank_ranges,
 )
-from reshard.text.names import ACCUMULATED_GRADIENTS, Filters, pattern_lines
+from reshard.text.names import ACCUMULATED_GRADIENTS, pattern_lines
 
 _MAX_PATTERNS = 40
 # Lists up to this length are printed in full.

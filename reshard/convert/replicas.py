@@ -19,8 +19,9 @@ from reshard.plan.planner import read_source
 from reshard.source_replicas.compare import compare_replicas, entries_as_tensors
 from reshard.storage import is_directory, storage_of
 from reshard.strategies import Strategy
+from reshard.text.globs import Filters, warn_of_unmatched
 from reshard.text.messages import Message, Report, joined, listing, plural, rank_ranges
-from reshard.text.names import Filters, belongs_to_rank, warn_of_unmatched
+from reshard.text.names import belongs_to_rank
 from reshard.verification.reading import Difference
 
 _MAX_SHOWN = 3

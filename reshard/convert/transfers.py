@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from reshard.checkpoints import Data
 from reshard.execute import Budget
-from reshard.execute.parts import SharedRows, parts_of
+from reshard.execute.parts import parts_of
 from reshard.execute.runs import byte_strides, loops_in_source, runs, span_of
 from reshard.layout import intersection, shape_of, volume_of
-from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
+from reshard.plan.pieces import Piece, SharedRows, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.plan import Plan
 
 # Smallest read through a memory map.

@@ -29,8 +29,8 @@ from reshard.records.ledger import ledger_in
 from reshard.records.status import status_of
 from reshard.source_replicas import hint_of_swap
 from reshard.storage import exists, is_regular_file, real, storage_of
+from reshard.text.globs import warn_of_unmatched
 from reshard.text.messages import Report, are, number_ranges, rank_ranges, some_names
-from reshard.text.names import warn_of_unmatched
 from reshard.verification.edited import edited_source
 from reshard.verification.end_to_end import MergedAdapter, Verified, as_asked, between_forms, verify_conversion
 from reshard.verification.files import RecordedCrcs, compare_with_manifest, read_sound

@@ -15,12 +15,11 @@ import numpy as np
 
 from reshard.checkpoints.formats.elements import Words
 from reshard.execute.casts import TILE, Bytes, Cast, Overflowed, as_words, put, word_of
-from reshard.execute.parts import SharedRows
 from reshard.execute.reader import FileReader
 from reshard.execute.runs import byte_strides, is_transposed, loops_in_source, runs, span_of
 from reshard.layout import Box, boxes_of_range, inside, intersection, placed, shape_of, volume_of
 from reshard.layout.views import Region
-from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
+from reshard.plan.pieces import Piece, SharedRows, StoredSlice, TargetTensor
 
 _FAR = 1 << 62
 # Maximum bytes of each of the two buffers for rows with gaps, and for shared rows and elements to cast.

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from reshard.checkpoints import Data, Literal
-from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.execute.reader import Worker
 from reshard.execute.runs import is_transposed
 from reshard.execute.writing import PartBuffer, TargetWriter
 from reshard.layout import Box, boxes_of_range, shape_of, volume_of
-from reshard.plan.pieces import StoredSlice, TargetFile, TargetTensor
+from reshard.plan.pieces import SharedRows, StoredSlice, TargetFile, TargetTensor
 
 Segment = Literal | Data
 Segments = tuple[Sequence[Segment], ...]
@@ -39,32 +38,6 @@ _MIN_SHARE = 0.5
 _MIN_SCATTERED = 256 << 10
 # Maximum bytes of decoded or cast elements that are written at a time: they are still in the cache then.
 _MAX_COMPUTED = 2 << 20
-
-
-class SharedRows(NamedTuple):
-    """Rows of one tensor of which several members hold columns.
-
-    Rows are numbered in C order over the outer dimensions, in which all members hold the same box.
-
-    Attributes:
-        tensors: the tensor as each member holds it.
-        outer: their common box of the outer dimensions.
-        row_bytes: bytes of a row, per member.
-        uses: per stored slice, the members that take a box of it.
-        dtype: type of the stored elements, if they are cast.
-    """
-
-    tensors: tuple[TargetTensor, ...]
-    outer: Box
-    first: int
-    last: int
-    row_bytes: tuple[int, ...]
-    uses: tuple[tuple[StoredSlice, tuple[tuple[int, Box], ...]], ...]
-    dtype: str | None = None
-
-    @property
-    def stored_size(self) -> int:
-        return self.tensors[0].item_size if self.dtype is None else ITEM_SIZES[self.dtype]
 
 
 class TensorShare(NamedTuple):

@@ -18,8 +18,8 @@ from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.layout import Layout
 from reshard.strategies import Strategy
+from reshard.text.globs import Filters
 from reshard.text.messages import Report
-from reshard.text.names import Filters
 
 if TYPE_CHECKING:
     from reshard.forms.target import TargetForm

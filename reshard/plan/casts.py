@@ -10,8 +10,9 @@ from typing import NamedTuple
 from reshard.checkpoints.checkpoint import Checkpoint, Recipe
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE, dtype_named
 from reshard.errors import CheckpointError, UsageError
+from reshard.text.globs import Glob, advice_on_unmatched
 from reshard.text.messages import Report, listing
-from reshard.text.names import Glob, advice_on_unmatched, is_weight
+from reshard.text.names import is_weight
 
 
 class CastRule(NamedTuple):

@@ -15,8 +15,9 @@ from reshard.forms.target import Section, laid_out_names
 from reshard.plan.plan import Plan
 from reshard.plan.values import CopiedValues
 from reshard.strategies import Strategy
+from reshard.text.globs import Globs, warn_of_unmatched
 from reshard.text.messages import Report, as_glob, as_pattern, listing, plural, quoted
-from reshard.text.names import Globs, is_training_value, is_weight, state_prefix, warn_of_unmatched
+from reshard.text.names import is_training_value, is_weight, state_prefix
 
 # Minimum prefix length: shorter prefixes match too many names.
 _MIN_PREFIX = 3

@@ -19,8 +19,9 @@ from reshard.forms.form import EditedStep, Form, Names, Side
 from reshard.forms.registry import form_named, form_of
 from reshard.storage import absolute, is_directory, is_regular_file
 from reshard.strategies import SAME, Strategy
+from reshard.text.globs import Filters, Globs
 from reshard.text.messages import Report, as_glob, listing, plural, quoted
-from reshard.text.names import TRAINING_STEP, Filters, Globs, fused_expert, is_near_experts, trainer_optimizer
+from reshard.text.names import TRAINING_STEP, fused_expert, is_near_experts, trainer_optimizer
 
 if TYPE_CHECKING:
     from reshard.names import Applied, NameRules

@@ -96,6 +96,32 @@ class TargetTensor(NamedTuple):
         return volume_of(self.box) * self.item_size
 
 
+class SharedRows(NamedTuple):
+    """Rows of one tensor of which several members hold columns.
+
+    Rows are numbered in C order over the outer dimensions, in which all members hold the same box.
+
+    Attributes:
+        tensors: the tensor as each member holds it.
+        outer: their common box of the outer dimensions.
+        row_bytes: bytes of a row, per member.
+        uses: per stored slice, the members that take a box of it.
+        dtype: type of the stored elements, if they are cast.
+    """
+
+    tensors: tuple[TargetTensor, ...]
+    outer: Box
+    first: int
+    last: int
+    row_bytes: tuple[int, ...]
+    uses: tuple[tuple[StoredSlice, tuple[tuple[int, Box], ...]], ...]
+    dtype: str | None = None
+
+    @property
+    def stored_size(self) -> int:
+        return self.tensors[0].item_size if self.dtype is None else ITEM_SIZES[self.dtype]
+
+
 class TargetFile(NamedTuple):
     """A target file: its layout and the sources of its bytes.
 

@@ -18,8 +18,9 @@ from reshard.forms import DEFAULT_FORM
 from reshard.forms.registry import counted_as
 from reshard.forms.target import TargetForm
 from reshard.storage import read_range, reading
+from reshard.text.globs import Filters
 from reshard.text.messages import Report, as_pattern, listing, plural, quoted, rank_ranges
-from reshard.text.names import OTHER, Filters, belongs_to_rank, kind_of, trained
+from reshard.text.names import OTHER, belongs_to_rank, kind_of, trained
 
 _BLOCK = 1 << 20
 

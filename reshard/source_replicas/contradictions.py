@@ -42,8 +42,9 @@ from reshard.source_replicas.compare import (
     sample_box,
 )
 from reshard.strategies import Strategy
+from reshard.text.globs import Filters, warn_of_unmatched
 from reshard.text.messages import Report, listing, plural, quoted
-from reshard.text.names import Filters, belongs_to_rank, warn_of_unmatched
+from reshard.text.names import belongs_to_rank
 
 # Maximum number of tied parameters.
 _FEW_TIED = 3

@@ -15,8 +15,9 @@ from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.forms.form import Side
 from reshard.strategies import Strategy
+from reshard.text.globs import Glob
 from reshard.text.messages import Report, listing, quoted
-from reshard.text.names import TRAINING_STEP, Glob, did_you_mean, is_weight
+from reshard.text.names import TRAINING_STEP, did_you_mean, is_weight
 from reshard.verification.boxes import Shape
 from reshard.verification.operations import DerivedTensor, lists_of, needed_sources
 from reshard.verification.stored import Content, Source, StoredTensor

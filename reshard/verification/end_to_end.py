@@ -10,8 +10,9 @@ from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_chec
 from reshard.checkpoints.formats.dtypes import PT
 from reshard.forms.form import Names, Side, WrittenTraining
 from reshard.strategies import SAME, Strategy, shards_of
+from reshard.text.globs import warn_of_unmatched
 from reshard.text.messages import Report, listing, plural, quoted
-from reshard.text.names import TRAINER_OPTIMIZERS, warn_of_unmatched
+from reshard.text.names import TRAINER_OPTIMIZERS
 from reshard.verification.boxes import whole_box
 from reshard.verification.computed import sums_of
 from reshard.verification.converted import compare_form, object_differences, training_differences

@@ -14,7 +14,7 @@ import pytest
 
 from reshard.layout import Cell, Layout, grid
 from reshard.plan.replicas import choose
-from reshard.text.names import Glob, Globs
+from reshard.text.globs import Glob, Globs
 from tests.bounds import refused, within
 from tests.running import done
 from tests.small import COPIED, World, tensors

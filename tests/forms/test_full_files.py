@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from reshard.errors import UsageError
+from reshard.asked import parse_size
 from reshard.forms.full.written_files import (
     huggingface_files,
     huggingface_index,
-    parse_size,
     split_for_huggingface,
     split_for_unified,
     unified_files,
@@ -147,5 +146,5 @@ def test_sizes_are_decimal_unless_the_unit_is_binary(text: str, size: int) -> No
 
 @pytest.mark.parametrize("text", ["", "GB", "5 gigabytes", "-5GB", "0GB", "0.0001KB", "1e9", "inf", "nanGB", "5GB5"])
 def test_invalid_sizes_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is not a size such as 5GB, 500M"):
+    with pytest.raises(ValueError, match="is not a size such as 5GB, 500M"):
         parse_size(text)

@@ -14,8 +14,8 @@ from reshard.forms.ranks.selection import StepSelector
 from reshard.forms.ranks.tree import StepFiles
 from reshard.storage.store import LOCAL
 from reshard.strategies import Strategy
+from reshard.text.globs import Filters
 from reshard.text.messages import Report
-from reshard.text.names import Filters
 from reshard.verification.ranks import compare_ranks
 from reshard.verification.reading import Difference, Means
 from reshard.verification.stored import Source, stored_source

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import heapq
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from decimal import Decimal
 from typing import NamedTuple
 
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.errors import UsageError
 from reshard.forms.full.form import (
     HUGGINGFACE,
     HUGGINGFACE_INDEX,
@@ -36,9 +33,6 @@ MAX_SHARD_SIZE = 5 * 10**9
 UNIFIED_SIZE = 3 << 30
 """Bytes of tensors in one of the files of `unified_safetensors`, about."""
 
-_UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
-_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?:([KMGT])(?:(I)?B)?|B)?\s*", re.IGNORECASE)
-
 Sizes = Sequence[tuple[str, int]]
 """Names of tensors and their bytes, in the order of writing."""
 
@@ -48,18 +42,6 @@ class FullFile(NamedTuple):
 
     name: str
     tensors: list[str]
-
-
-def parse_size(text: str) -> int:
-    """The bytes of ``5GB`` or ``5G`` (decimal), ``5GiB`` (binary) or ``1000``."""
-    match = _SIZE.fullmatch(text)
-    size = 0
-    if match is not None:
-        unit = 1 if match[2] is None else (1024 if match[3] else 1000) ** _UNITS[match[2].upper()]
-        size = int(Decimal(match[1]) * unit)
-    if not size:
-        raise UsageError(f"{text!r} is not a size such as 5GB, 500M (decimal) or 5GiB (binary)")
-    return size
 
 
 def split_for_huggingface(sizes: Sizes, max_shard_size: int = MAX_SHARD_SIZE) -> list[list[str]]:

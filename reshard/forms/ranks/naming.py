@@ -26,8 +26,8 @@ from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, UsageError
 from reshard.storage import is_directory, leads_to, store_of
 from reshard.storage.json_text import Fields, JsonError
+from reshard.text.globs import Glob
 from reshard.text.messages import quoted
-from reshard.text.names import Glob
 
 # Python refuses to read numbers of thousands of digits, which no file's name can hold.
 _STEP = r"([0-9]{1,255})_([0-9]{1,255})"

@@ -38,8 +38,9 @@ from reshard.strategies.rules.optimizer_shards import (
 )
 from reshard.strategies.rules.rules import LAYER, LayoutRule, LayoutRules, Pipeline
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors, patterns_for
+from reshard.text.globs import Glob, Globs
 from reshard.text.messages import block, listing, plural, quoted, rank_ranges
-from reshard.text.names import ACCUMULATED_GRADIENTS, Glob, Globs
+from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.products import ExpressionError
 
 _LAYER_NUMBER = re.compile(r"(?:^|(?<=\.))(0|[1-9][0-9]{0,5})(?=\.)")

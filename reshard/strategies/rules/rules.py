@@ -18,8 +18,8 @@ from reshard.errors import StrategyError, UsageError
 from reshard.storage.toml_tables import BuiltinFiles, Schema, TomlFile
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.candidates import DEFAULT_MATRIX, WHOLE, AxisCut, Candidate, Matrix
+from reshard.text.globs import Globs
 from reshard.text.messages import quoted
-from reshard.text.names import Globs
 from reshard.text.products import ExpressionError, product
 from reshard.threads import cached_property
 

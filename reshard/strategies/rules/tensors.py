@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from reshard.text.names import ACCUMULATED_GRADIENTS, Globs, natural_order, pattern_of, state_prefix
+from reshard.text.globs import Globs, pattern_of
+from reshard.text.names import ACCUMULATED_GRADIENTS, natural_order, state_prefix
 
 # A number in a name, as of layers and experts.
 _NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]+(?=\.|$)")
