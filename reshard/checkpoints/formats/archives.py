@@ -410,13 +410,11 @@ class WrittenRecord(NamedTuple):
 
     Attributes:
         tensor: its tensor.
-        starts: its first element, per dimension of the full tensor.
         offset: where the record begins.
         length: its bytes.
     """
 
     tensor: OutputTensor
-    starts: tuple[int, ...]
     offset: int
     length: int
 
@@ -434,12 +432,12 @@ class ArchiveLayout(OutputLayout):
         self.entries: list[CheckedEntry] = []
 
 
-def lay_out_archives(tensors: Sequence[OutputTensor], starts: Sequence[tuple[int, ...]]) -> ArchiveLayout:
-    """Lay out a file with an archive for every tensor; ``starts`` are their first elements in the full tensors."""
+def lay_out_archives(tensors: Sequence[OutputTensor]) -> ArchiveLayout:
+    """Lay out a file with an archive for every tensor."""
     layout = ArchiveLayout()
     pending = b""
     offset = 0
-    for index, (tensor, start) in enumerate(zip(tensors, starts)):
+    for index, tensor in enumerate(tensors):
         head, tail, crc_places = _around(tensor.dtype, tensor.dims, tensor.nbytes)
         pending += head
         if tensor.nbytes:
@@ -451,7 +449,7 @@ def lay_out_archives(tensors: Sequence[OutputTensor], starts: Sequence[tuple[int
             first = offset + len(head)
             places = tuple(offset + place for place in crc_places)
             layout.entries.append(CheckedEntry(first, first + tensor.nbytes, places))
-        layout.records.append(WrittenRecord(tensor, start, offset, length))
+        layout.records.append(WrittenRecord(tensor, offset, length))
         offset += length
     layout.add(pending)
     return layout

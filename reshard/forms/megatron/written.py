@@ -139,7 +139,7 @@ class MegatronFiles(DcpFiles):
         return [
             FinishingFile(os.path.join(place, OBJECTS), lambda: list(self._contents.values())),
             FinishingFile(os.path.join(place, COMMON), lambda: [self._state]),
-            FinishingFile(os.path.join(place, METADATA), lambda: [pickled(self._metadata(), 4)]),
+            self._metadata_file(os.path.join(place, METADATA)),
             FinishingFile(os.path.join(place, BACKEND), lambda: [BACKEND_CONTENT]),
             FinishingFile(TRACKER, lambda: [number.encode()]),
         ]
