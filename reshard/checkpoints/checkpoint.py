@@ -271,7 +271,7 @@ class TiedTensors(NamedTuple):
         reason: the consequence of a difference, for the error's text after ``... differ:``.
         hint: the error's hint.
         relying: names of further tensors that may be used only if these are equal.
-        optional: compared only where all of them are converted, by a run that writes all files.
+        optional: to be compared only where a run converts all of them whole.
     """
 
     representative: GlobalTensor
@@ -281,15 +281,10 @@ class TiedTensors(NamedTuple):
     relying: tuple[str, ...] = ()
     optional: bool = False
 
-    def concerns(self, names: Collection[str], in_part: bool = False) -> bool:
-        """Whether they have to be equal for tensors of the files with these names to be used.
-
-        Args:
-            names: of tensors of the source's files.
-            in_part: they are used for some files of a target, or for a plan.
-        """
+    def concerns(self, names: Collection[str]) -> bool:
+        """Whether they have to be equal for tensors of the files with these names to be used."""
         if self.optional:
-            return not in_part and all(tensor.name in names for tensor in (self.representative, *self.copies))
+            return all(tensor.name in names for tensor in (self.representative, *self.copies))
         return any(name in names for name in (self.representative.name, *self.relying))
 
 

@@ -18,11 +18,11 @@ from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.text.messages import quoted
 
 
-def equal_of(checkpoint: Checkpoint, names: Iterable[str], in_part: bool = False) -> list[TiedTensors]:
-    """The sets of tied tensors among the sources of some tensors and values; see `TiedTensors.concerns`."""
+def equal_of(checkpoint: Checkpoint, names: Iterable[str]) -> list[TiedTensors]:
+    """The sets of tied tensors among the sources of some tensors and values."""
     tensors = checkpoint.tensors
     stored = {source.name for name in names if name in tensors for source in tensors[name].sources}
-    return [equal for equal in checkpoint.tied_tensors() if equal.concerns(stored, in_part)]
+    return [equal for equal in checkpoint.tied_tensors() if equal.concerns(stored)]
 
 
 def check_equal(

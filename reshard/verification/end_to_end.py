@@ -288,7 +288,7 @@ def _unproved(stored: Source, used: Collection[str], in_part: bool, means: Means
     differences = []
     for equal in stored.checkpoint.tied_tensors():
         tensors = (equal.representative, *equal.copies)
-        if not any(tensor.stored for tensor in tensors) or not equal.concerns(used, in_part):
+        if not any(tensor.stored for tensor in tensors) or not equal.concerns(used) or (equal.optional and in_part):
             continue
         contents = [_cast_content(stored, tensor) for tensor in tensors]
         parts = ((each, each, whole_box(each.shape)) for each in contents)

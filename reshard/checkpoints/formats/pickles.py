@@ -14,7 +14,7 @@ import itertools
 import pickle
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from reshard.errors import ReshardError
 from reshard.text.messages import quoted
@@ -225,13 +225,10 @@ def plain(value: Any, depth: int = 64) -> Any:
     raise NotPlain(f"it holds {getattr(value, 'name', '') or 'a value that is not plain'}")
 
 
-class Repeated:
+class Repeated(NamedTuple):
     """A value that is pickled many times, with the same bytes from the second time on."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
 
 
 def pickled(value: Any, protocol: int = 2) -> bytes:
@@ -267,7 +264,13 @@ class _Emitter:
         elif isinstance(value, int):
             out += _integer(value)
         elif isinstance(value, Repeated):
-            self._put_again(value)
+            if value in self._repeated:
+                out += self._repeated[value]
+                return
+            start, places = len(out), len(self._places)
+            self.put(value.value)
+            if len(self._places) == places:
+                self._repeated[value] = bytes(out[start:])
         elif isinstance(value, float):
             out += b"G" + struct.pack(">d", value)
         elif isinstance(value, bytes):
@@ -297,16 +300,6 @@ class _Emitter:
         for each in values:
             self.put(each)
         self.out += after
-
-    def _put_again(self, repeated: Repeated) -> None:
-        known = self._repeated.get(repeated)
-        if known is not None:
-            self.out += known
-            return
-        start, places = len(self.out), len(self._places)
-        self.put(repeated.value)
-        if len(self._places) == places:
-            self._repeated[repeated] = bytes(self.out[start:])
 
     def _put_once(self, value: str | Global) -> None:
         place = self._places.get(value)

@@ -7,14 +7,14 @@ import functools
 import os
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
-from reshard.checkpoints.formats.archives import Archive, ArchiveLayout, archive_of_pickle, lay_out_archives
+from reshard.checkpoints.formats.archives import Archive, archive_of_pickle, lay_out_archives
 from reshard.checkpoints.formats.dtypes import ARCHIVES, TORCH_NAMES
-from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_safetensors
+from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, WrittenRecord, lay_out_safetensors
 from reshard.checkpoints.formats.pickles import PickledInstance, Repeated, inert, inert_class, pickled
 from reshard.errors import CheckpointError
 from reshard.forms.form import Names, WriteRequest
@@ -25,16 +25,16 @@ from reshard.forms.registry import form_named
 from reshard.forms.target import FinishingFile
 from reshard.forms.writing import ChunkFiles, Selected
 from reshard.layout import Box, Layout, shape_of, volume_of, whole, whole_box
-from reshard.storage import read_range, reading, reading_error, status_at
+from reshard.storage import read_range, reading, status_at
 from reshard.threads import cached_property
 
 _BLOCK = 1 << 16
 _MAX_OBJECT = 1 << 30
-# Megatron's file beside its objects, which forms of others do not carry.
-_BACKEND = (
+BACKEND_CONTENT = (
     b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", '
     b'"common_backend_version": 1}'
 )
+"""Megatron's file beside its objects, which other forms do not carry."""
 
 
 def _instance(kind: str, **fields: Any) -> PickledInstance:
@@ -71,10 +71,6 @@ class _DistributedFiles(ChunkFiles):
         self._named = bool(self._nested) or form_named(checkpoint.form).options.names is Names.MODEL
         self._objects = {name: stored for name, stored in checkpoint.objects.items() if request.admit(name)}
         self._handles = request.handles
-
-    def _places(self, layout: OutputLayout) -> Iterable[tuple[OutputTensor, int, int]]:
-        """Per tensor of a file where its record begins, and its bytes."""
-        raise NotImplementedError
 
     @cached_property
     def _contents(self) -> Mapping[str, bytes]:
@@ -113,7 +109,7 @@ class _DistributedFiles(ChunkFiles):
         records: dict[str, array[int]] = defaultdict(lambda: array("q"))
         values: list[OutputTensor] = []
         for file in range(self.count):
-            for output, offset, length in self._places(self.layout_of(file)):
+            for output, offset, length in self.layout_of(file).records:
                 records[output.name].extend((file, offset, length))
                 if output.name not in self.tensors:
                     values.append(output)
@@ -210,10 +206,6 @@ class DcpFiles(_DistributedFiles):
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
         return lay_out_archives(tensors)
 
-    def _places(self, layout: OutputLayout) -> Iterable[tuple[OutputTensor, int, int]]:
-        assert isinstance(layout, ArchiveLayout)
-        return ((record.tensor, record.offset, record.length) for record in layout.records)
-
     def _content(self, name: str, stored: StoredObject) -> bytes:
         data = self._read(stored)
         return data if stored.archived else archive_of_pickle(data)
@@ -223,7 +215,7 @@ class DcpFiles(_DistributedFiles):
         files = []
         if common is not None:
             files.append(FinishingFile(COMMON, lambda: [self._content(COMMON, common)]))
-            files.append(FinishingFile(BACKEND, lambda: [_BACKEND if beside is None else self._read(beside)]))
+            files.append(FinishingFile(BACKEND, lambda: [BACKEND_CONTENT if beside is None else self._read(beside)]))
         return [*files, *super().finishing()]
 
     def _size(self, sizes: Sequence[int] | None) -> Any:
@@ -255,26 +247,18 @@ class HyperParallelFiles(_DistributedFiles):
         super().__init__(checkpoint, chosen, request, lambda rank: f"_rank{rank}_")
 
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
-        """A safetensors file that keeps its tensors."""
-        return _LayoutWithTensors(lay_out_safetensors(tensors, {"format": "pt"}), tensors)
-
-    def _places(self, layout: OutputLayout) -> Iterable[tuple[OutputTensor, int, int]]:
-        assert isinstance(layout, _LayoutWithTensors)
-        return ((tensor, 0, -1) for tensor in layout.tensors)
+        layout = lay_out_safetensors(tensors, {"format": "pt"})
+        layout.records = [WrittenRecord(tensor, 0, -1) for tensor in tensors]
+        return layout
 
     def _content(self, name: str, stored: StoredObject) -> bytes:
         if not stored.archived:
             return self._read(stored)
-        try:
-            with contextlib.closing(self._handles.open_file(stored.path)) as file:
-                archive = Archive(file, stored.offset, stored.length)
-                if "data/0" in archive:
-                    raise tensor_fault(
-                        stored.path, name, f"is an object with tensors, which {HYPER_PARALLEL} cannot hold"
-                    )
-                return archive.pickle()
-        except OSError as error:
-            raise reading_error(stored.path, error) from error
+        with reading(stored.path), contextlib.closing(self._handles.open_file(stored.path)) as file:
+            archive = Archive(file, stored.offset, stored.length)
+            if "data/0" in archive:
+                raise tensor_fault(stored.path, name, f"is an object with tensors, which {HYPER_PARALLEL} cannot hold")
+            return archive.pickle()
 
     def _size(self, sizes: Sequence[int] | None) -> Any:
         return () if sizes is None else sizes
@@ -290,11 +274,3 @@ class HyperParallelFiles(_DistributedFiles):
 
     def _keys(self, names: Sequence[str]) -> Mapping[str, tuple[Any, ...]] | None:
         return {name: self._nested[name] for name in names if self._nested.get(name)} or None
-
-
-class _LayoutWithTensors(OutputLayout):
-    """The layout of a file and its tensors."""
-
-    def __init__(self, layout: OutputLayout, tensors: Sequence[OutputTensor]) -> None:
-        self.__dict__.update(layout.__dict__)
-        self.tensors = tensors
