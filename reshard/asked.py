@@ -649,6 +649,11 @@ class Conversion(Group):
     )
 
     @property
+    def in_part(self) -> bool:
+        """Whether only some of the files are written."""
+        return self.files is not None or self.shard is not None
+
+    @property
     def groups(self) -> Iterator[Group]:
         """The four groups, and this one for the choice of files."""
         return iter((self.source, self.target, self.edits, self.effort, self))

@@ -271,6 +271,7 @@ class TiedTensors(NamedTuple):
         reason: the consequence of a difference, for the error's text after ``... differ:``.
         hint: the error's hint.
         relying: names of further tensors that may be used only if these are equal.
+        optional: to be compared only where a run converts all of them whole.
     """
 
     representative: GlobalTensor
@@ -278,9 +279,12 @@ class TiedTensors(NamedTuple):
     reason: str
     hint: str
     relying: tuple[str, ...] = ()
+    optional: bool = False
 
     def concerns(self, names: Collection[str]) -> bool:
         """Whether they have to be equal for tensors of the files with these names to be used."""
+        if self.optional:
+            return all(tensor.name in names for tensor in (self.representative, *self.copies))
         return any(name in names for name in (self.representative.name, *self.relying))
 
 

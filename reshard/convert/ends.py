@@ -45,8 +45,7 @@ def request_of(asked: Conversion, report: Report, task: Task = Task()) -> Reques
         raise CheckpointError(f"{src}: does not exist", file=src, hint=hint)
     request = with_ends(asked, report, task)
     request = request.with_edits(edit_rules(src, asked.edits, request.to, asked.source.step, asked.target))
-    in_part = asked.files is not None or asked.shard is not None
-    if task.verify and in_part and not request.to.options.by_rank:
+    if task.verify and asked.in_part and not request.to.options.by_rank:
         raise UsageError(
             f"--verify needs all files of {request.to.name}: they are verified together",
             hint="remove --verify; when all files are written: reshard verify DST --src SRC",

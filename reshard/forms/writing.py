@@ -16,7 +16,7 @@ from reshard.forms.form import WriteRequest
 from reshard.forms.ranks.form import stage_sections
 from reshard.forms.ranks.naming import FileNames
 from reshard.forms.target import Section, TargetForm, layout_in
-from reshard.layout import Box, Layout, volume_of
+from reshard.layout import Layout, volume_of
 from reshard.strategies import Stage, Strategy
 from reshard.text.messages import Report
 from reshard.text.names import layers_in_order
@@ -155,7 +155,6 @@ def _sizes_of_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, 
 class ChunkFiles(SharedFiles):
     """A file for every rank that writes a chunk; see `TargetForm`."""
 
-    boxed = True
     holds_empty = True
     """Ranks without rows of a tensor have an empty chunk of it; only metadata outside of the files can do without."""
     metadata: Mapping[str, str] | None = None
@@ -184,10 +183,9 @@ class ChunkFiles(SharedFiles):
     def file_name(self, file: int) -> str:
         return f"{self.names.of(file)}.{self.format}"
 
-    def chunks(self) -> Iterator[tuple[GlobalTensor, list[tuple[int, Box]]]]:
-        """Every tensor, the values apart, and the file and the box of each of its chunks."""
+    def chunks(self) -> Iterator[tuple[GlobalTensor, Layout, tuple[int, ...]]]:
+        """Every tensor, the values apart, with its layout and the slices that files hold, by ascending file."""
         for name, (number, layout) in self._layouts.items():
-            tensor, section = self.tensors[name], self.sections[number]
-            files = [file for file in section.files if name in self._files[file].names]
-            slices = [int(layout.slice_of_rank[section.position(file)]) for file in files]
-            yield tensor, [(file, layout.slice_box(tensor.shape, at)) for file, at in zip(files, slices)]
+            section = self.sections[number]
+            devices = [section.position(file) for file in section.files if name in self._files[file].names]
+            yield self.tensors[name], layout, tuple(int(layout.slice_of_rank[device]) for device in devices)

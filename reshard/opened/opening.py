@@ -10,11 +10,11 @@ from reshard.asked import Conversion, Edits, Effort, Path, Source, Target, Task
 from reshard.checkpoints import FileHandles
 from reshard.errors import UsageError
 from reshard.forms import DEFAULT_FORM
-from reshard.forms.form import Form, Layouts, ReadRequest
+from reshard.forms.form import Form, Layouts, Names, ReadRequest
 from reshard.forms.registry import check_exists, check_holds_ranks, check_options, form_named, form_of
 from reshard.in_python import errors_in_python, in_python
 from reshard.opened.checkpoint import OpenedCheckpoint
-from reshard.plan.edits import EditRules, Request, edit_rules
+from reshard.plan.edits import NO_TABLE, EditRules, Request, edit_rules
 from reshard.records.identity import strategy_digest
 from reshard.records.ledger import recorded_strategy
 from reshard.storage import listings_cached
@@ -30,6 +30,7 @@ def open(
     dst_strategy: Path | None = None,
     shards: int | None = None,
     rank: int | None = None,
+    form: str | None = None,
     edits: Edits = Edits(),
     effort: Effort = Effort(),
 ) -> OpenedCheckpoint:
@@ -44,6 +45,8 @@ def open(
         dst_strategy: strategy of the requested slices; ``"same"`` for the source's.
         shards: number of ranks over which rows are cut, as PyTorch's FSDP cuts them, in place of ``dst_strategy``.
         rank: rank of ``dst_strategy`` or ``shards`` whose slices are read.
+        form: form of a target whose names and packing the tensors get from ``edits``, as of ``convert --to``; with
+            ``dst_strategy``, by default ``ranks``.
         edits: the selected tensors, and their names, packing and types.
         effort: CPUs, memory, and how files are read.
 
@@ -59,7 +62,10 @@ def open(
     else:
         read = Source(os.fspath(source), None if src_strategy is None else os.fspath(src_strategy))
     strategy = None if dst_strategy is None else os.fspath(dst_strategy)
-    target = Target(os.curdir, strategy=strategy, shards=shards)
+    trains = form_of(read.path).options.names is not Names.MODEL
+    if form is None and strategy is None and trains and edits.names not in (None, NO_TABLE):
+        raise UsageError("names= of a trainer's checkpoint need form=", hint="add form='huggingface', 'ranks' or 'dcp'")
+    target = Target(os.curdir, strategy=strategy, shards=shards, form=form)
     request = reading_request(Conversion(read, target, edits, effort), report, rank)
     return OpenedCheckpoint(request, FileHandles(), report, errors_in_python)
 
@@ -92,9 +98,12 @@ def reading_request(
     check_options(read, form)
     source = source_strategy(read, form, report, option, unrecorded)
     target, file = _target(asked, form, source, rank, report)
-    rules = edit_rules(read.path, asked.edits, step=read.step) if edits is None else edits
-    one = replace(asked, files=(file,))
-    return Request(one, form, source, form_named(DEFAULT_FORM), target, rules, Task(in_memory=True))
+    named = asked.target.form or (None if asked.target.strategy is None else DEFAULT_FORM)
+    to = form_named(named or DEFAULT_FORM)
+    if edits is None:
+        edits = edit_rules(read.path, asked.edits, None if named is None else to, read.step, asked.target)
+    request = Request(replace(asked, files=(file,)), form, source, to, target, task=Task(in_memory=True))
+    return request.with_edits(edits)
 
 
 def source_strategy(read: Source, form: Form, report: Report, option: str, unrecorded: str | None = None) -> Strategy:

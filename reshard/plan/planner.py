@@ -10,9 +10,10 @@ from reshard.checkpoints import FileHandles, can_hold
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import TEXT
 from reshard.errors import UsageError
+from reshard.forms import DEFAULT_FORM
 from reshard.forms.form import Names, ReadRequest, Side, WriteRequest
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
-from reshard.forms.registry import counted_as
+from reshard.forms.registry import counted_as, form_named
 from reshard.forms.target import Cuts, TargetForm, laid_out_names
 from reshard.plan.checks import check, problems_of_form
 from reshard.plan.edits import Request
@@ -65,7 +66,8 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         recovery = Recovery(request, ranks, handles)
         form: TargetForm = RecoveredFiles(request, ranks, recovery)
     else:
-        form = request.to.target(checkpoint, _write_request(request, handles, report))
+        to = form_named(DEFAULT_FORM) if request.task.in_memory else request.to
+        form = to.target(checkpoint, _write_request(request, handles, report))
         if request.to.options.names is not Names.TRAINER and not request.task.in_memory:
             _note_skipped_objects(checkpoint, admit, report)
     checkpoint = checkpoint if form.checkpoint is None else form.checkpoint

@@ -122,7 +122,7 @@ def _megatron_differences(
     """Differences within a checkpoint of Megatron, in the tensors that are compared."""
     compared = (source.tensors[name] for name in filter(request.filters.admit, source.tensors))
     used = {name for tensor in compared for name in _stored_names(tensor)}
-    differences = _unproved(stored, used, means)
+    differences = _unproved(stored, used, request.asked.in_part, means)
     if all(path.endswith(f".{PT}") for path in stored.checkpoint.files.values()):
         # Imported only here: other sources record the places of their slices.
         from reshard.verification.rank_trees import misplaced
@@ -277,18 +277,19 @@ def _note_left_out(
         )
 
 
-def _unproved(stored: Source, used: Collection[str], means: Means) -> list[Difference]:
+def _unproved(stored: Source, used: Collection[str], in_part: bool, means: Means) -> list[Difference]:
     """Weights that differ from their masters, cast, where these show that the optimizer's state is that of the weights.
 
     Args:
         stored: the source as it is stored.
         used: the names in its files of all that is compared.
+        in_part: some files of the target are compared.
         means: files, threads and memory.
     """
     differences = []
     for equal in stored.checkpoint.tied_tensors():
         tensors = (equal.representative, *equal.copies)
-        if not any(tensor.stored for tensor in tensors) or not equal.concerns(used):
+        if not any(tensor.stored for tensor in tensors) or not equal.concerns(used) or (equal.optional and in_part):
             continue
         contents = [_cast_content(stored, tensor) for tensor in tensors]
         parts = ((each, each, whole_box(each.shape)) for each in contents)

@@ -17,6 +17,7 @@ from reshard.checkpoints.formats.pickles import (
     NotPlain,
     PickledInstance,
     PickleError,
+    Repeated,
     among,
     inert,
     inert_class,
@@ -72,6 +73,15 @@ def _without_bytes(value: Any) -> Any:
 def test_a_large_dictionary_is_written_in_batches() -> None:
     value = {str(number): [number] for number in range(2500)}
     assert pickle.loads(pickled(value)) == value
+
+
+def test_repeated_values_and_pairs_made_on_the_way_have_the_bytes_of_others() -> None:
+    entry = inert("torch.Size", ("a", 1, ("b", 2.5)))
+    plain_pairs = {f"name{number}": [entry, "a", number] for number in range(2500)}
+    repeated = Repeated(entry)
+    for protocol in (2, 4):
+        pairs = ((name, [repeated, *others]) for name, (_, *others) in plain_pairs.items())
+        assert pickled(pairs, protocol) == pickled(plain_pairs, protocol)
 
 
 def test_an_ordered_dictionary_with_attributes_is_read_as_a_dictionary() -> None:

@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import shutil
+import tracemalloc
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +21,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from reshard.asked import Source
+from reshard.asked import Conversion, Source, Target, Task
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archives import Archive, archive_of_pickle, archived_tensor, lay_out_archives
 from reshard.checkpoints.formats.output import Literal, OutputTensor
 from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_class, pickled, plain, read_pickle
 from reshard.checkpoints.placed import PlacedFile, Placement, Run, Stored
+from reshard.convert import prepare
+from reshard.convert.ends import request_of
 from reshard.errors import CheckpointError
 from reshard.forms.form import ReadRequest
 from reshard.forms.recorded import ChunkedCheckpoint
@@ -806,11 +809,29 @@ def test_archives_with_excessive_sizes_are_refused(tmp_path: Path) -> None:
                     archived_tensor(file, 0, len(text))
 
 
+@pytest.mark.parametrize("form", WRITTEN)
+def test_memory_for_written_metadata_is_a_few_times_its_size(form: str, tmp_path: Path) -> None:
+    source = tmp_path / "src"
+    source.mkdir()
+    write_safetensors(source / "model.safetensors", {f"layers.{at}.w": np.zeros((64, 1), "f4") for at in range(100)})
+    asked = Conversion(Source(str(source)), Target(str(tmp_path / "out"), form=form, shards=64))
+    with prepare(request_of(asked, Report(), Task(dry_run=True))) as prepared:
+        metadata = prepared.plan.form.finishing()[-1]
+        tracemalloc.start()
+        try:
+            size = sum(map(len, metadata.make()))
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert size > 1 << 19
+    assert peak < 5 * size
+
+
 @pytest.mark.parametrize("elements", [(1 << 32) - 2, (1 << 32) - 1, (5 << 30) + 3], ids=["under", "at", "over"])
 def test_records_around_and_over_4_gib_are_valid_archives(elements: int, tmp_path: Path) -> None:
     """As sparse files: a large tensor, and one after it in the same archive file."""
     tensors = [OutputTensor("large", "UInt8", (elements,), elements), OutputTensor("small", "UInt8", (3,), 3)]
-    layout = lay_out_archives(tensors, [(0,), (0,)])
+    layout = lay_out_archives(tensors)
     path, ends = tmp_path / "__0_0.distcp", (b"first", b"last!")
     with open(path, "wb") as file:
         for segment in layout.segments():

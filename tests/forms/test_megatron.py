@@ -188,6 +188,51 @@ def test_masters_that_only_values_prove_have_to_be_the_weights(name: str, state:
     done(*words, "--exclude", "optimizer.*", "--verify")
 
 
+@pytest.mark.parametrize(("name", "master"), [("td_dense_plain", "fp32_param"), ("td_dense_fully", "param")])
+def test_masters_of_another_save_are_refused_beside_their_weights(name: str, master: str, tmp_path: Path) -> None:
+    """State lies under the names of its weights: only runs that read both whole compare them, and verify."""
+    root = copied(mcore_case(name), tmp_path / "root")
+    state = f"optimizer.state.{master}.decoder.layers.mlp.linear_fc2.weight"
+    change_an_element(root / "iter_0000100", state)
+    words: list[Argument] = ["--to", "hf-sharded", "--shards", 2]
+    fails(3, "convert", root, tmp_path / "out", *words, texts=["differs", state, "--exclude"])
+    for at, names in enumerate(("*param.*", "optimizer.*")):
+        done("convert", root, tmp_path / f"some{at}", *words, "--exclude", names, "--verify")
+    for rank in range(2):
+        done("convert", root, tmp_path / "out", *words, "--ranks", rank)
+    differing = fails(4, "verify", tmp_path / "out", "--src", root, "--json").json["differences"]
+    assert [each["parameter"] for each in differing] == ["decoder.layers.mlp.linear_fc2.weight"]
+
+
+@pytest.mark.parametrize("arg", ["fp8_param_gather", "fp4_param_gather", "use_precision_aware_optimizer"])
+def test_weights_that_are_no_casts_of_masters_are_converted_with_them(arg: str, tmp_path: Path) -> None:
+    root = copied(mcore_case("td_dense_fully"), tmp_path / "root")
+    change_an_element(root / "iter_0000100", "optimizer.state.param.decoder.layers.mlp.linear_fc2.weight")
+    path = root / "iter_0000100" / "common.pt"
+    with FileHandles() as handles:
+        state = read_common(StoredObject(str(path), 0, path.stat().st_size, True), handles).state
+    state["args"].state[arg] = True
+    path.write_bytes(archive_of_pickle(pickled(dict(state))))
+    done("convert", root, tmp_path / "out", "--to", "hf-sharded", "--shards", 1, "--verify")
+
+
+@pytest.mark.parametrize("name", ["td_dense_plain", "td19_common_state", "legacy_dense"])
+def test_a_directory_named_as_another_iteration_is_refused_with_its_name(name: str, tmp_path: Path) -> None:
+    root = copied(mcore_case(name), tmp_path / "root")
+    (saved,) = root.glob("iter_*")
+    words: list[Argument] = ["--to", "hf-sharded", "--shards", 1]
+    for other in ("iter_0000200", "iter_0000000"):
+        place = saved.rename(root / other)
+        (root / "latest_checkpointed_iteration.txt").write_text(str(int(other[5:])))
+        for source in (root, place):
+            fails(3, "convert", source, tmp_path / "out", *words, texts=[saved.name, other])
+        place.rename(saved)
+    for other in ("release", "a copy"):
+        place = saved.rename(root / other)
+        done("convert", place, tmp_path / other, *words)
+        place.rename(saved)
+
+
 def test_the_master_of_an_embedding_beside_multi_token_prediction_has_to_be_the_weight(tmp_path: Path) -> None:
     """Its last stage has the embedding, too, and Megatron 0.16.1 writes other state at odd sizes."""
     case = mcore_case("td_dense_fully")

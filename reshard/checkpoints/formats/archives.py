@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, ITEM_SIZES, TORCH_NAMES
-from reshard.checkpoints.formats.output import CheckedEntry, OutputLayout, OutputTensor
+from reshard.checkpoints.formats.output import CheckedEntry, OutputLayout, OutputTensor, WrittenRecord
 from reshard.checkpoints.formats.pickles import (
     MAX_PICKLE,
     Global,
@@ -405,41 +405,13 @@ def check_entry(file: ReadableFile, entry: ArchiveEntry, buffer: memoryview, on_
     return crc == entry.crc
 
 
-class WrittenRecord(NamedTuple):
-    """A record of a file that is laid out.
-
-    Attributes:
-        tensor: its tensor.
-        starts: its first element, per dimension of the full tensor.
-        offset: where the record begins.
-        length: its bytes.
-    """
-
-    tensor: OutputTensor
-    starts: tuple[int, ...]
-    offset: int
-    length: int
-
-
-class ArchiveLayout(OutputLayout):
-    """A file of archives.
-
-    Attributes:
-        records: its records, in order.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[WrittenRecord] = []
-        self.entries: list[CheckedEntry] = []
-
-
-def lay_out_archives(tensors: Sequence[OutputTensor], starts: Sequence[tuple[int, ...]]) -> ArchiveLayout:
-    """Lay out a file with an archive for every tensor; ``starts`` are their first elements in the full tensors."""
-    layout = ArchiveLayout()
+def lay_out_archives(tensors: Sequence[OutputTensor]) -> OutputLayout:
+    """Lay out a file with an archive for every tensor."""
+    layout = OutputLayout()
+    layout.entries, layout.records = entries, records = [], []
     pending = b""
     offset = 0
-    for index, (tensor, start) in enumerate(zip(tensors, starts)):
+    for index, tensor in enumerate(tensors):
         head, tail, crc_places = _around(tensor.dtype, tensor.dims, tensor.nbytes)
         pending += head
         if tensor.nbytes:
@@ -450,8 +422,8 @@ def lay_out_archives(tensors: Sequence[OutputTensor], starts: Sequence[tuple[int
         if tensor.nbytes:
             first = offset + len(head)
             places = tuple(offset + place for place in crc_places)
-            layout.entries.append(CheckedEntry(first, first + tensor.nbytes, places))
-        layout.records.append(WrittenRecord(tensor, start, offset, length))
+            entries.append(CheckedEntry(first, first + tensor.nbytes, places))
+        records.append(WrittenRecord(tensor, offset, length))
         offset += length
     layout.add(pending)
     return layout
@@ -483,7 +455,7 @@ def lay_out_archive(
         _rebuilt(tensor.dtype, shape, tensor.nbytes, str(number))
         for number, (tensor, shape) in enumerate(zip(tensors, shapes))
     ]
-    layout = ArchiveLayout()
+    layout = OutputLayout()
     archive = _Archive()
     archive.add("data.pkl", pickled(describe(described, add)))
     archive.add("byteorder", b"little")

@@ -80,6 +80,20 @@ class CheckedEntry(NamedTuple):
     places: tuple[int, ...]
 
 
+class WrittenRecord(NamedTuple):
+    """Where a tensor lies in a file, for metadata outside of it.
+
+    Attributes:
+        tensor: the tensor.
+        offset: where its record begins; 0 where the file has a header.
+        length: the record's bytes; -1 where the file has a header.
+    """
+
+    tensor: OutputTensor
+    offset: int
+    length: int
+
+
 class OutputLayout:
     """A file to write, in columns: files may hold hundreds of thousands of tensors.
 
@@ -91,9 +105,11 @@ class OutputLayout:
     Attributes:
         size: bytes of the file.
         entries: bytes with a CRC in the file, in file order; their CRCs are zero in the literals.
+        records: the records of forms whose metadata lists them, in file order.
     """
 
     entries: Sequence[CheckedEntry] = ()
+    records: Sequence[WrittenRecord] = ()
 
     def __init__(self, begin: bytearray | None = None) -> None:
         self.size = 0

@@ -13,8 +13,8 @@ import io
 import itertools
 import pickle
 import struct
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, ClassVar, NamedTuple
 
 from reshard.errors import ReshardError
 from reshard.text.messages import quoted
@@ -225,10 +225,17 @@ def plain(value: Any, depth: int = 64) -> Any:
     raise NotPlain(f"it holds {getattr(value, 'name', '') or 'a value that is not plain'}")
 
 
-def pickled(value: Any, protocol: int = 2) -> bytes:
-    """A pickle of a possible result of `read_pickle`.
+class Repeated(NamedTuple):
+    """A value that is pickled many times, with the same bytes from the second time on."""
 
-    An instance with a state is pickled with ``__new__`` of its class, others with a call.
+    value: Any
+
+
+def pickled(value: Any, protocol: int = 2) -> bytes:
+    """A pickle of a possible result of `read_pickle`, in which any value may be `Repeated`.
+
+    An instance with a state is pickled with ``__new__`` of its class, others with a call. An iterator of pairs is
+    pickled as a dictionary, whose pairs need not be in memory together.
 
     Args:
         value: the object.
@@ -237,27 +244,33 @@ def pickled(value: Any, protocol: int = 2) -> bytes:
     """
     emitter = _Emitter(protocol)
     emitter.put(value)
-    return bytes(emitter.out + b".")
+    emitter.out += b"."
+    return bytes(emitter.out)
 
 
 class _Emitter:
     def __init__(self, protocol: int) -> None:
         self.out = bytearray([0x80, protocol])
         self._numbered = protocol < 4
-        self._places: dict[bytes, int] = {}
+        self._places: dict[str | Global, int] = {}
+        self._repeated: dict[Repeated, bytes] = {}
 
     def put(self, value: Any) -> None:
         out = self.out
         if value is None or value is True or value is False:
             out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
-        elif isinstance(value, str):
-            text = value.encode("utf-8", "surrogatepass")
-            self._put_once(b"X" + struct.pack("<I", len(text)) + text)
-        elif isinstance(value, Global):
-            module, _, name = value.name.rpartition(".")
-            self._put_once(f"c{module}\n{name}\n".encode())
+        elif isinstance(value, (str, Global)):
+            self._put_once(value)
         elif isinstance(value, int):
             out += _integer(value)
+        elif isinstance(value, Repeated):
+            if value in self._repeated:
+                out += self._repeated[value]
+                return
+            start, places = len(out), len(self._places)
+            self.put(value.value)
+            if len(self._places) == places:
+                self._repeated[value] = bytes(out[start:])
         elif isinstance(value, float):
             out += b"G" + struct.pack(">d", value)
         elif isinstance(value, bytes):
@@ -266,9 +279,9 @@ class _Emitter:
             self._put_all(b"(", value, b"t")
         elif isinstance(value, list):
             self._put_all(b"](", value, b"e")
-        elif isinstance(value, dict):
+        elif isinstance(value, (dict, Iterator)):
             out += b"}"
-            pairs = iter(value.items())
+            pairs = iter(value.items()) if isinstance(value, dict) else value
             while batch := list(itertools.islice(pairs, _BATCH)):
                 self._put_all(b"(", itertools.chain.from_iterable(batch), b"u")
         elif isinstance(value, PickledInstance) and not value.name:
@@ -288,13 +301,19 @@ class _Emitter:
             self.put(each)
         self.out += after
 
-    def _put_once(self, operation: bytes) -> None:
-        place = self._places.get(operation)
+    def _put_once(self, value: str | Global) -> None:
+        place = self._places.get(value)
         if place is not None:
             self.out += b"j" + struct.pack("<I", place)
             return
-        place = self._places[operation] = len(self._places)
-        self.out += operation + (b"r" + struct.pack("<I", place) if self._numbered else b"\x94")
+        place = self._places[value] = len(self._places)
+        if isinstance(value, str):
+            text = value.encode("utf-8", "surrogatepass")
+            self.out += b"X" + struct.pack("<I", len(text)) + text
+        else:
+            module, _, name = value.name.rpartition(".")
+            self.out += f"c{module}\n{name}\n".encode()
+        self.out += b"r" + struct.pack("<I", place) if self._numbered else b"\x94"
 
 
 def _integer(value: int) -> bytes:

@@ -22,8 +22,9 @@ from reshard.checkpoints.formats.pickles import NAMESPACE, PickledInstance
 from reshard.checkpoints.placed import Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY
-from reshard.forms.pytorch.form import COMMON, METADATA
+from reshard.forms.pytorch.form import COMMON, ITERATIONS, METADATA
 from reshard.forms.recorded import tensor_fault
+from reshard.forms.tracker import TRACKER, Iteration
 from reshard.storage import ReadableFile, names_in, read_range, reading, status_at
 from reshard.text.names import TRAINING_STEP
 
@@ -83,6 +84,21 @@ class Common(NamedTuple):
         """The iteration after which it was saved, if it is recorded."""
         number = self.state.get("iteration")
         return number if type(number) is int and number >= 0 else None
+
+    def check_directory(self, iteration: Iteration) -> None:
+        """Refuse a directory that is named as another iteration; ones without a number may hold any.
+
+        Raises:
+            CheckpointError: the numbers differ.
+        """
+        if None in (iteration.number, self.iteration) or iteration.number == self.iteration:
+            return
+        raise CheckpointError(
+            f"{self.path}: was saved after iteration {self.iteration}, and lies in {iteration.path}",
+            file=self.path,
+            hint=f"if its files are of one save, name it {ITERATIONS.of(self.iteration)}, with {self.iteration} in "
+            f"{TRACKER} beside it; else copy the save again",
+        )
 
     @property
     def groups(self) -> list[Mapping[str, Any]]:

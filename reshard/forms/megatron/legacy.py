@@ -38,6 +38,7 @@ def read_legacy(form: str, iteration: Iteration, request: ReadRequest) -> Chunke
         InputError: it is incomplete, damaged, of an unknown layout, or contradicts itself.
     """
     tree = _Tree(iteration.path, request)
+    tree.files[0].common.check_directory(iteration)
     checkpoint = tree.checkpoint(form)
     checkpoint.step = iteration.step
     checkpoint.label = iteration.label

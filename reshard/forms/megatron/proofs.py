@@ -14,23 +14,33 @@ MASTERS = (f"{STATE}fp32_param.", f"{STATE}param.")
 CURE = "save it with --dist-ckpt-optim-fully-reshardable of Megatron-Core 0.15 or newer"
 """For state that cannot be read or proved."""
 
+ONE_SAVE = "copy all files of one save"
+"""For state under the names of its weights, which a part of another save makes wrong."""
+
 LEAVE_OUT = "or leave it out: without --optimizer keep, or with --exclude 'optimizer.*'"
 """How the weights alone are converted."""
 
 
-def proofs(checkpoint: ChunkedCheckpoint, names: Collection[str]) -> list[TiedTensors]:
-    """What shows that state is that of the weights: masters among these, cast to the types of weights, equal them."""
+def proofs(checkpoint: ChunkedCheckpoint, names: Collection[str], others: bool = False) -> list[TiedTensors]:
+    """What shows that state is that of the weights: masters, cast to the types of weights, equal them.
+
+    Args:
+        names: masters whose state is used only if they do.
+        others: all other masters are compared as well, where they are converted with their weights.
+    """
     found = []
     of_weight: dict[str, list[str]] = {}
     for name in checkpoint.tensors:
         of_weight.setdefault(weight_of(name), []).append(name)
     for name, master in checkpoint.tensors.items():
-        weight = checkpoint.tensors.get(weight_of(name)) if name in names and name.startswith(MASTERS) else None
-        if weight is not None:
+        weight = checkpoint.tensors.get(weight_of(name)) if name.startswith(MASTERS) else None
+        needed = name in names
+        if weight is not None and (needed or others):
             cast = master._replace(dtype=weight.dtype, item_size=weight.item_size, stored=(master,))
             reason = f"state of the optimizer in {checkpoint.place} is not that of its weights"
-            hint = f"{CURE}, {LEAVE_OUT}"
-            found.append(TiedTensors(cast, (weight,), reason, hint, tuple(of_weight[weight.name])))
+            hint = f"{CURE if needed else ONE_SAVE}, {LEAVE_OUT}"
+            relying = tuple(of_weight[weight.name]) if needed else ()
+            found.append(TiedTensors(cast, (weight,), reason, hint, relying, not needed))
     return found
 
 

@@ -34,6 +34,9 @@ _MTP = "mtp."
 _CHAINED = re.compile(r"chained_[0-9]+\.")
 _OF_OPTIMIZER = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\.dp_group_idx_[0-9]+\.optimizer/")
 _MOST_BACKEND = 1 << 20
+# With these, weights are no casts of masters: quantised ones are saved as numbers again, and Transformer Engine
+# rounds halves up where it stores the lower 16 bits of masters only.
+_OTHER_MASTERS = ("fp8_param_gather", "fp4_param_gather", "use_precision_aware_optimizer")
 
 
 def read_torch_dist(form: str, iteration: Iteration, request: ReadRequest) -> ChunkedCheckpoint:
@@ -44,6 +47,8 @@ def read_torch_dist(form: str, iteration: Iteration, request: ReadRequest) -> Ch
         return read_plain(form, iteration, request)
     metadata = read_metadata([os.path.join(directory, METADATA)])
     common = _common_of(directory, names, metadata, request)
+    if common is not None:
+        common.check_directory(iteration)
     _name_plainly(directory, metadata)
     args: Mapping[str, Any] = {} if common is None else common.args
     # The values of masters prove the places of blocks, too; those of transposed ones have to be there.
@@ -54,7 +59,7 @@ def read_torch_dist(form: str, iteration: Iteration, request: ReadRequest) -> Ch
     if OUTPUT not in metadata.tensors or any(name.startswith(_MTP) for name in metadata.tensors):
         # Stages share the embedding, whose state Megatron 0.16.1 writes wrong at some sizes.
         to_prove |= {f"{before}{EMBEDDING}" for before in MASTERS} & metadata.tensors.keys()
-    checkpoint.tied = proofs(checkpoint, to_prove)
+    checkpoint.tied = proofs(checkpoint, to_prove, not any(map(args.get, _OTHER_MASTERS)))
     refuse_unproved(checkpoint, to_prove)
     if request.complete:
         checkpoint.check(request.required)

@@ -19,7 +19,7 @@ from reshard.forms.form import WriteRequest
 from reshard.forms.megatron.form import MEGATRON
 from reshard.forms.megatron.model import EXTRA, Model
 from reshard.forms.megatron.training import Training, training_of
-from reshard.forms.pytorch.dcp_written import DcpFiles
+from reshard.forms.pytorch.dcp_written import BACKEND_CONTENT, DcpFiles
 from reshard.forms.pytorch.form import BACKEND, COMMON, ITERATIONS, METADATA, OBJECTS
 from reshard.forms.target import FinishingFile
 from reshard.forms.tracker import TRACKER
@@ -28,11 +28,6 @@ from reshard.storage import read_range, reading
 from reshard.text.messages import listing
 from reshard.text.names import TRAINING_STEP, is_training_value
 from reshard.threads import cached_property
-
-BACKEND_CONTENT = (
-    b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", '
-    b'"common_backend_version": 1}'
-)
 
 _EMPTY = archive_of_pickle(pickled([None]))
 
@@ -139,7 +134,7 @@ class MegatronFiles(DcpFiles):
         return [
             FinishingFile(os.path.join(place, OBJECTS), lambda: list(self._contents.values())),
             FinishingFile(os.path.join(place, COMMON), lambda: [self._state]),
-            FinishingFile(os.path.join(place, METADATA), lambda: [pickled(self._metadata(), 4)]),
+            self._metadata_file(os.path.join(place, METADATA)),
             FinishingFile(os.path.join(place, BACKEND), lambda: [BACKEND_CONTENT]),
             FinishingFile(TRACKER, lambda: [number.encode()]),
         ]

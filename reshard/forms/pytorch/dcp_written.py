@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
-from reshard.checkpoints.formats.archives import Archive, ArchiveLayout, archive_of_pickle, lay_out_archives
+from reshard.checkpoints.formats.archives import Archive, archive_of_pickle, lay_out_archives
 from reshard.checkpoints.formats.dtypes import ARCHIVES, TORCH_NAMES
-from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_safetensors
-from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_class, pickled
+from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, WrittenRecord, lay_out_safetensors
+from reshard.checkpoints.formats.pickles import PickledInstance, Repeated, inert, inert_class, pickled
 from reshard.errors import CheckpointError
 from reshard.forms.form import Names, WriteRequest
-from reshard.forms.pytorch.dcp import HYPER, TORCH, DescribedChunk, DescribedTensor, Record
+from reshard.forms.pytorch.dcp import HYPER, TORCH
 from reshard.forms.pytorch.form import BACKEND, COMMON, DCP, HYPER_PARALLEL, METADATA, OBJECTS
 from reshard.forms.recorded import tensor_fault
 from reshard.forms.registry import form_named
 from reshard.forms.target import FinishingFile
 from reshard.forms.writing import ChunkFiles, Selected
-from reshard.layout import Box, shape_of, volume_of
-from reshard.storage import read_range, reading, reading_error, status_at
+from reshard.layout import Box, Layout, shape_of, volume_of, whole, whole_box
+from reshard.storage import read_range, reading, status_at
 from reshard.threads import cached_property
 
 _BLOCK = 1 << 16
 _MAX_OBJECT = 1 << 30
-# Megatron's file beside its objects, which forms of others do not carry.
-_BACKEND = (
+BACKEND_CONTENT = (
     b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", '
     b'"common_backend_version": 1}'
 )
+"""Megatron's file beside its objects, which other forms do not carry."""
 
 
 def _instance(kind: str, **fields: Any) -> PickledInstance:
     """An instance of a class whose fields are set by name."""
     return inert(kind, state=fields)
+
+
+class _Described(NamedTuple):
+    """What metadata lists of tensors of one type, shape and cut: their entry, and the offsets of their chunks."""
+
+    entry: Repeated
+    starts: Sequence[Repeated]
 
 
 class _DistributedFiles(ChunkFiles):
@@ -62,35 +71,6 @@ class _DistributedFiles(ChunkFiles):
         self._named = bool(self._nested) or form_named(checkpoint.form).options.names is Names.MODEL
         self._objects = {name: stored for name, stored in checkpoint.objects.items() if request.admit(name)}
         self._handles = request.handles
-
-    def described(self) -> Iterator[tuple[str, DescribedTensor]]:
-        places: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
-        values: list[OutputTensor] = []
-        for file in range(self.count):
-            for output, offset, length in self._places(self.layout_of(file)):
-                places[output.name][file] = offset, length
-                if output.name not in self.tensors:
-                    values.append(output)
-        for tensor, chunks in self.chunks():
-            described = [
-                DescribedChunk(tuple(start for start, _ in box), shape_of(box), self._record(file, tensor.name, places))
-                for file, box in chunks
-            ]
-            if not volume_of(chunks[0][1]):
-                # Without elements, metadata lists the full shape as one chunk.
-                described = [described[0]._replace(offsets=(0,) * len(tensor.shape), sizes=tensor.shape)]
-            yield tensor.name, DescribedTensor(tensor.dtype, tensor.shape, described)
-        for value in values:
-            record = self._record(next(iter(places[value.name])), value.name, places)
-            chunk = DescribedChunk((0,) * len(value.dims), value.dims, record)
-            yield value.name, DescribedTensor(value.dtype, value.dims, [chunk])
-
-    def _record(self, file: int, name: str, places: Mapping[str, Mapping[int, tuple[int, int]]]) -> Record:
-        return Record(os.path.basename(self.file_name(file)), *places[name][file], name)
-
-    def _places(self, layout: OutputLayout) -> Iterable[tuple[OutputTensor, int, int]]:
-        """Per tensor of a file where its record begins, and its bytes."""
-        raise NotImplementedError
 
     @cached_property
     def _contents(self) -> Mapping[str, bytes]:
@@ -117,44 +97,67 @@ class _DistributedFiles(ChunkFiles):
 
     def finishing(self) -> Sequence[FinishingFile]:
         files = [FinishingFile(self.objects_file, lambda: list(self._contents.values()))] if self._objects else []
-        return [*files, FinishingFile(METADATA, lambda: [pickled(self._metadata(), 4)])]
+        return [*files, self._metadata_file(METADATA)]
+
+    def _metadata_file(self, name: str) -> FinishingFile:
+        # Its bytes are counted before they are written: they are made once for both.
+        return FinishingFile(name, functools.cache(lambda: [pickled(self._metadata(), 4)]))
 
     def _metadata(self) -> PickledInstance:
-        tensors, kinds = dict(self.described()), f"{self.room}metadata."
-        described = [
-            *((name, self._tensor(tensor)) for name, tensor in tensors.items()),
-            *((name, _instance(f"{kinds}BytesStorageMetadata")) for name in self._contents),
-        ]
-        stored = [
-            *(
-                (self._index(name, chunk.offsets, number), self._stored_at(chunk.record))
-                for name, tensor in tensors.items()
-                for number, chunk in enumerate(tensor.chunks)
-            ),
-            *(
-                (self._index(name, None, None), self._stored_at(Record(self.objects_file, offset, length, "")))
-                for name, offset, length in self._object_places()
-            ),
-        ]
+        kinds = f"{self.room}metadata."
+        # Per name the file, offset and bytes of each record in turn, ascending: three numbers in place of objects.
+        records: dict[str, array[int]] = defaultdict(lambda: array("q"))
+        values: list[OutputTensor] = []
+        for file in range(self.count):
+            for output, offset, length in self.layout_of(file).records:
+                records[output.name].extend((file, offset, length))
+                if output.name not in self.tensors:
+                    values.append(output)
+        described = functools.cache(self._described)
+        tensors = {
+            **{tensor.name: described(tensor.dtype, tensor.shape, *cut) for tensor, *cut in self.chunks()},
+            **{value.name: described(value.dtype, value.dims, whole(len(value.dims)), (0,)) for value in values},
+        }
+        entries = {
+            **{name: each.entry for name, each in tensors.items()},
+            **{name: _instance(f"{kinds}BytesStorageMetadata") for name in self._contents},
+        }
         return _instance(
             f"{kinds}Metadata",
-            state_dict_metadata=dict(described),
-            planner_data=self._keys([name for name, _ in described]),
-            storage_data=dict(stored),
+            state_dict_metadata=entries,
+            planner_data=self._keys([*entries]),
+            storage_data=self._stored(tensors, records),
             **self.versions,
         )
 
-    def _tensor(self, tensor: DescribedTensor) -> PickledInstance:
+    def _described(self, dtype: str, shape: tuple[int, ...], layout: Layout, slices: Sequence[int]) -> _Described:
         kinds = f"{self.room}metadata."
+        boxes = [layout.slice_box(shape, number) for number in slices]
+        if not volume_of(boxes[0]):
+            # Without elements, metadata lists the full shape as one chunk.
+            boxes = [whole_box(shape)]
+        starts = [Repeated(self._size(tuple(start for start, _ in box))) for box in boxes]
         chunks = [
-            _instance(f"{kinds}ChunkStorageMetadata", offsets=self._size(chunk.offsets), sizes=self._size(chunk.sizes))
-            for chunk in tensor.chunks
+            _instance(f"{kinds}ChunkStorageMetadata", offsets=start, sizes=self._size(shape_of(box)))
+            for start, box in zip(starts, boxes)
         ]
-        properties, size = self._properties(tensor.dtype), self._size(tensor.shape)
-        return _instance(f"{kinds}TensorStorageMetadata", properties=properties, size=size, chunks=chunks)
+        properties, size = self._properties(dtype), self._size(shape)
+        entry = _instance(f"{kinds}TensorStorageMetadata", properties=properties, size=size, chunks=chunks)
+        return _Described(Repeated(entry), starts)
 
-    def _index(self, name: str, starts: Sequence[int] | None, number: int | None) -> PickledInstance:
-        return _instance(f"{self.room}metadata.MetadataIndex", fqn=name, offset=self._size(starts), index=number)
+    def _stored(
+        self, tensors: Mapping[str, _Described], records: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[PickledInstance, PickledInstance]]:
+        files = [os.path.basename(self.file_name(file)) for file in range(self.count)]
+        for name, (_, starts) in tensors.items():
+            for number, start in enumerate(starts):
+                file, offset, length = records[name][3 * number : 3 * number + 3]
+                yield self._index(name, start, number), self._stored_at(files[file], offset, length, name)
+        for name, offset, length in self._object_places():
+            yield self._index(name, self._size(None), None), self._stored_at(self.objects_file, offset, length, "")
+
+    def _index(self, name: str, start: Any, number: int | None) -> PickledInstance:
+        return _instance(f"{self.room}metadata.MetadataIndex", fqn=name, offset=start, index=number)
 
     def _size(self, sizes: Sequence[int] | None) -> Any:
         """Sizes or offsets; None for those of an object."""
@@ -163,7 +166,8 @@ class _DistributedFiles(ChunkFiles):
     def _properties(self, dtype: str) -> PickledInstance:
         raise NotImplementedError
 
-    def _stored_at(self, record: Record) -> PickledInstance:
+    def _stored_at(self, file: str, offset: int, length: int, key: str) -> PickledInstance:
+        """A record; ``key`` is its name in the header of a file that has one, ``""`` for an object."""
         raise NotImplementedError
 
     def _keys(self, names: Sequence[str]) -> Mapping[str, tuple[Any, ...]] | None:
@@ -200,11 +204,7 @@ class DcpFiles(_DistributedFiles):
             self._beside = None if status is None else StoredObject(path, 0, status.size, False)
 
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
-        return lay_out_archives(tensors, [tuple(start for start, _ in box) for box in boxes])
-
-    def _places(self, layout: OutputLayout) -> Iterable[tuple[OutputTensor, int, int]]:
-        assert isinstance(layout, ArchiveLayout)
-        return ((record.tensor, record.offset, record.length) for record in layout.records)
+        return lay_out_archives(tensors)
 
     def _content(self, name: str, stored: StoredObject) -> bytes:
         data = self._read(stored)
@@ -215,7 +215,7 @@ class DcpFiles(_DistributedFiles):
         files = []
         if common is not None:
             files.append(FinishingFile(COMMON, lambda: [self._content(COMMON, common)]))
-            files.append(FinishingFile(BACKEND, lambda: [_BACKEND if beside is None else self._read(beside)]))
+            files.append(FinishingFile(BACKEND, lambda: [BACKEND_CONTENT if beside is None else self._read(beside)]))
         return [*files, *super().finishing()]
 
     def _size(self, sizes: Sequence[int] | None) -> Any:
@@ -227,8 +227,7 @@ class DcpFiles(_DistributedFiles):
         state = (inert_class(TORCH_NAMES[dtype]), layout, False, contiguous, False)
         return inert(f"{TORCH}metadata.TensorProperties", state=state)
 
-    def _stored_at(self, record: Record) -> PickledInstance:
-        file, offset, length, _ = record
+    def _stored_at(self, file: str, offset: int, length: int, key: str) -> PickledInstance:
         return _instance(f"{TORCH}filesystem._StorageInfo", relative_path=file, offset=offset, length=length)
 
     def _keys(self, names: Sequence[str]) -> Mapping[str, tuple[Any, ...]] | None:
@@ -248,26 +247,18 @@ class HyperParallelFiles(_DistributedFiles):
         super().__init__(checkpoint, chosen, request, lambda rank: f"_rank{rank}_")
 
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
-        """A safetensors file that keeps its tensors."""
-        return _LayoutWithTensors(lay_out_safetensors(tensors, {"format": "pt"}), tensors)
-
-    def _places(self, layout: OutputLayout) -> Iterable[tuple[OutputTensor, int, int]]:
-        assert isinstance(layout, _LayoutWithTensors)
-        return ((tensor, 0, -1) for tensor in layout.tensors)
+        layout = lay_out_safetensors(tensors, {"format": "pt"})
+        layout.records = [WrittenRecord(tensor, 0, -1) for tensor in tensors]
+        return layout
 
     def _content(self, name: str, stored: StoredObject) -> bytes:
         if not stored.archived:
             return self._read(stored)
-        try:
-            with contextlib.closing(self._handles.open_file(stored.path)) as file:
-                archive = Archive(file, stored.offset, stored.length)
-                if "data/0" in archive:
-                    raise tensor_fault(
-                        stored.path, name, f"is an object with tensors, which {HYPER_PARALLEL} cannot hold"
-                    )
-                return archive.pickle()
-        except OSError as error:
-            raise reading_error(stored.path, error) from error
+        with reading(stored.path), contextlib.closing(self._handles.open_file(stored.path)) as file:
+            archive = Archive(file, stored.offset, stored.length)
+            if "data/0" in archive:
+                raise tensor_fault(stored.path, name, f"is an object with tensors, which {HYPER_PARALLEL} cannot hold")
+            return archive.pickle()
 
     def _size(self, sizes: Sequence[int] | None) -> Any:
         return () if sizes is None else sizes
@@ -276,19 +267,10 @@ class HyperParallelFiles(_DistributedFiles):
         name = TORCH_NAMES.get(dtype, dtype)
         return _instance(f"{HYPER}metadata.TensorProperties", dtype=name, requires_grad=False, memory_format=None)
 
-    def _stored_at(self, record: Record) -> PickledInstance:
-        file, offset, length, key = record
+    def _stored_at(self, file: str, offset: int, length: int, key: str) -> PickledInstance:
         return _instance(
             f"{HYPER}storage.StorageInfo", relative_path=file, offset=offset, length=length, tensor_key=key or None
         )
 
     def _keys(self, names: Sequence[str]) -> Mapping[str, tuple[Any, ...]] | None:
         return {name: self._nested[name] for name in names if self._nested.get(name)} or None
-
-
-class _LayoutWithTensors(OutputLayout):
-    """The layout of a file and its tensors."""
-
-    def __init__(self, layout: OutputLayout, tensors: Sequence[OutputTensor]) -> None:
-        self.__dict__.update(layout.__dict__)
-        self.tensors = tensors

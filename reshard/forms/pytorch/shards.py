@@ -122,6 +122,7 @@ class ShardFiles(ChunkFiles):
 
     name = "hf-sharded"
     format = "safetensors"
+    boxed = True
 
     def __init__(self, strategy: Strategy, chosen: Selected, others: Sequence[FinishingFile]) -> None:
         super().__init__(strategy, chosen, lambda rank: f"shard-{rank + 1:05d}-model-00001-of-00001")
