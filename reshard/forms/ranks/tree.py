@@ -501,14 +501,10 @@ _OTHER_TOOLS = (
             (
                 r".+\.gguf",
                 "llama.cpp (GGUF)",
-                f"{_MADE_OF}; or write one in transformers, from_pretrained(DIR, gguf_file=FILE).save_pretrained(OUT)",
+                f"{_MADE_OF}, or what transformers saves of gguf_file=FILE",
             ),
             (r".+\.onnx", "ONNX", "convert the model that it was exported from"),
-            (
-                r".+\.nemo",
-                "NeMo",
-                "unpack it with tar -xf FILE; a directory model_weights in it with a .metadata is one of Megatron",
-            ),
+            (r".+\.nemo", "NeMo", "unpack it with tar -xf FILE: .distcp files in it are of a checkpoint of Megatron"),
             (
                 r"saved_model\.pb|.+\.data-[0-9]{5}-of-[0-9]{5}|.+\.(h5|keras|tflite)",
                 "TensorFlow",
