@@ -662,7 +662,11 @@ class Conversion(Group):
 # Each field is documented once, by the help of its option.
 for _group in (Source, Target, Edits, Effort, Conversion):
     _doc = (_group.__doc__ or "").rstrip()
-    _entries = [f"        {name}: {option.help}" for name, (option, _) in fields_of(_group).items()]
+    # The option of what is on by default turns it off.
+    _entries = [
+        f"        {name}: {f'if false, {option.help[0].lower()}{option.help[1:]}' if default is True else option.help}"
+        for name, (option, default) in fields_of(_group).items()
+    ]
     _group.__doc__ = "\n".join([_doc, *([] if "Attributes:" in _doc else ["", "    Attributes:"]), *_entries, ""])
 
 

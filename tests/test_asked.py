@@ -89,7 +89,10 @@ def test_a_pasted_command_asks_for_the_same(of: type[Group], name: str) -> None:
 
 @pytest.mark.parametrize(("of", "name"), FIELDS)
 def test_a_field_is_documented_by_the_help_of_its_option(of: type[Group], name: str) -> None:
-    assert f"{name}: {fields_of(of)[name][0].help}" in str(of.__doc__)
+    option, default = fields_of(of)[name]
+    # The option of what is on by default turns it off.
+    text = f"if false, {option.help[0].lower()}{option.help[1:]}" if default is True else option.help
+    assert f"        {name}: {text}\n" in str(of.__doc__)
 
 
 @pytest.mark.parametrize(("of", "name"), FIELDS)

@@ -187,7 +187,7 @@ def _places(src: str) -> list[str]:
     """The directory of a checkpoint, and its parent."""
     place = fixed_directory(src) if RANK in src else src
     if not is_directory(place or os.curdir):
-        place = os.path.dirname(place)
+        place = os.path.dirname(place) or os.curdir
     place = place.rstrip("/") or ("/" if place.startswith("/") else "")
     if "://" in place:
         parent = os.path.dirname(place)

@@ -5,17 +5,29 @@ A file is checked as a whole; an unknown key is an error.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from reshard.errors import NamesError, UsageError
 from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Transpose
 from reshard.names.pattern import PatternError, pattern
-from reshard.names.rules import EITHER, FORWARD, NameRule, NameRules, TableOption, stacks, with_options
+from reshard.names.rules import (
+    EITHER,
+    FORWARD,
+    HUB_SIDE,
+    NameRule,
+    NameRules,
+    TableOption,
+    TableSide,
+    settle,
+    stacks,
+    with_options,
+)
 from reshard.names.sizes import Configuration, ModelSize
 from reshard.storage import exists, is_directory, is_regular_file, read_json
 from reshard.storage.toml_tables import BuiltinFiles, Schema, TomlFile, did_you_mean
@@ -151,19 +163,38 @@ def experts_table(fused: str, config: Mapping[str, object] | None) -> NameRules:
         config: the model's config.json, if any; its ``model_type`` decides.
     """
     table = rules_named(_FUSED_EXPERTS)
-    (option,) = table.options
+    option, _ = table.options
     model = None if config is None else str(config.get("model_type"))
     if model in option.values or model in dict(option.config_values):
         return table
-    reason = "no config.json shows the model"
+    reason, hint = "no config.json shows the model", "add --config DIR with the config.json of the model"
     if config is not None:
         reason = f"the table {_FUSED_EXPERTS} lacks model_type {model} of {getattr(config, 'path', 'config.json')}"
+        hint = "for published names, write the model with save_pretrained of transformers"
     raise NamesError(
         f"{quoted(fused)} holds all experts of a layer, as in transformers 5; published models have other names, and "
         + reason,
         parameter=fused,
-        hint="add --config DIR with the config.json of the model, or keep the names with --names none",
+        hint=f"{hint}; or keep these names, which transformers 5 loads too: --names none",
     )
+
+
+def modules_differ(config: Mapping[str, object]) -> bool:
+    """Whether the model of a config.json has other names in transformers 5 than in the files that this saves."""
+    _, modules = rules_named(_FUSED_EXPERTS).options
+    return config.get("model_type") in modules.values
+
+
+def is_foreign(config: Mapping[str, object], names: Collection[str]) -> bool:
+    """Whether no name is one of the family of a config.json, if it has a table; False if that is not known."""
+    if config.get("model_type") not in builtin_names():
+        return False
+    rules = rules_named(str(config["model_type"]))
+    with contextlib.suppress(NamesError):
+        side = TableSide(settle(rules, config, names), rules.numbers, rules.sides[1] == HUB_SIDE)
+        # The names of a model without a head lack the first word.
+        return bool(names) and not any(side.matches(name) or side.matches(f"model.{name}") for name in names)
+    return False
 
 
 def parse_renames(renames: Sequence[str]) -> NameRules:

@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 PLAIN_WEIGHTS, PLAIN_ALL, PLAIN_KNOWN = "weights", "all", "known"
 """The part of a trainer's state that is renamed to a model's names; ``known``: all, as far as they are decided."""
 
-# Megatron's objects of a whole checkpoint.
-_MEGATRON = frozenset(["common.pt", "common_state"])
-
 
 class Additions(Protocol):
     """Additions to tensors of a checkpoint, such as an adapter.
@@ -263,15 +260,6 @@ class EditRules(NamedTuple):
                 "checkpoint nor its optimizer state shows whether the names in the model do",
                 file=checkpoint.place,
                 hint=f"`reshard convert` removes it with {' '.join(words)} and keeps all names with --rename '*=*'",
-            )
-        if (
-            self.plain == PLAIN_WEIGHTS
-            and self.table is None
-            and not _MEGATRON.isdisjoint(name.split("/")[0] for name in checkpoint.objects)
-        ):
-            report.warn(
-                "names and stacked layers are Megatron's and stay: transformers does not load them; to change them: "
-                "--names with the family that `reshard suggest` names"
             )
         if renamed.left_out:
             report.note(

@@ -107,6 +107,16 @@ def test_an_empty_directory_is_reported_before_a_missing_strategy(tmp_path: Path
         ("DeepSpeed", ["latest", "zero_to_fp32.py", "global_step9/mp_rank_00_model_states.pt"]),
         ("DeepSpeed", ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"]),
         ("Megatron", ["model_optim_rng.pt"]),
+        ("vLLM", ["config.json", "model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"]),
+        ("TensorRT-LLM", ["config.json", "rank0.safetensors", "rank1.safetensors"]),
+        ("TensorRT-LLM", ["config.json", "rank0.engine"]),
+        ("GGUF", ["llama-q4_0.gguf"]),
+        ("ONNX", ["config.json", "model.onnx", "model.onnx_data"]),
+        ("NeMo", ["model.nemo"]),
+        ("TensorFlow", ["saved_model.pb", "variables/variables.index"]),
+        ("TensorFlow", ["checkpoint", "model.ckpt-5.index", "model.ckpt-5.data-00000-of-00001"]),
+        ("NumPy", ["weights.npz"]),
+        ("zarr", [".zarray", "0.0"]),
     ],
 )
 def test_checkpoints_of_other_tools_are_named(command: str, tool: str, files: list[str], tmp_path: Path) -> None:

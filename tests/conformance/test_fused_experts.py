@@ -1,4 +1,4 @@
-"""Experts that transformers 5 fuses get the names and bytes that its `save_pretrained` writes.
+"""Experts that transformers 5 fuses get the names and bytes that its `save_pretrained` writes; names of others stay.
 
 `make conformance-transformers` runs these tests.
 """
@@ -17,7 +17,7 @@ from tests.trees import Value, read_checkpoint, same_checkpoints
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-(OPTION,) = rules_named("fused_experts").options
+OPTION, MODULES = rules_named("fused_experts").options
 MODELS = sorted({*dict(OPTION.config_values), *OPTION.values} - {"fused"})
 FORMS = ("dcp", "hf-sharded")
 
@@ -63,3 +63,13 @@ def test_the_state_of_a_model_becomes_what_the_library_saves(
 ) -> None:
     done("convert", states / f"{model}-{form}", tmp_path, "--to", "huggingface", "--config", states / model, "--verify")
     same_checkpoints(huggingface(tmp_path), huggingface(states / model))
+
+
+def test_tables_list_the_models_whose_names_stay() -> None:
+    """All whose default models can be made: those with other names than published, and those published fused."""
+    (names,) = oracles.done(oracles.transformers([{"do": "names"}]))
+    assert len(names) > 500
+    differ = {model for model, (other, fused, saved_fused) in names.items() if other and fused == saved_fused}
+    assert {*MODULES.values}.intersection(names) == differ
+    fused = {model for model, (_, _, saved_fused) in names.items() if saved_fused}
+    assert {model for model, value in OPTION.config_values if value == "fused"}.intersection(names) == fused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests.counting import reads_of_local_files
-from tests.running import Argument, done, fails, warns
+from tests.running import Argument, done, fails, flat, warns
 from tests.small import World, tensors
+from tests.trees import value, write_checkpoint
 
 # More than any block, and no multiple of one.
 LARGE = (16 << 20) + 7
@@ -97,3 +99,94 @@ def test_an_unreadable_file_beside_weights_is_an_error_before_writing(
     monkeypatch.setattr(os, "open", forbidden)
     fails(3, *words(world, model), texts=["vocabulary.dat", "may not be read"])
     assert not world.dst.exists()
+
+
+def write_files(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_directories_that_modules_json_names_are_copied_whole(given: bool, world: World, model: Path) -> None:
+    """The format of sentence-transformers, in the source or in the directory of --config."""
+    named = ["1_Pooling/config.json", "2_Dense/model.safetensors", "3_Router/query/vocabulary.txt"]
+    write_files(model, *named, "onnx/model.txt")
+    modules = [{"path": name.split("/")[0]} for name in ("", *named)]
+    (model / "modules.json").write_text(json.dumps(modules))
+    source, options = model, list[Argument]()
+    if given:
+        source, options = world.root / "dcp", ["--config", model]
+        done("convert", model, source, "--to", "dcp", "--shards", 2)
+    command = words(world, source, *options, "--verify")
+    done(*command)
+    for name in named:
+        assert (world.dst / name).read_text() == name
+    assert not (world.dst / "onnx").exists()
+    (world.dst / named[0]).unlink()
+    assert named[0] in fails(4, "verify", world.dst).out
+    done(*command)
+    assert (world.dst / named[0]).read_text() == named[0]
+
+
+@pytest.mark.parametrize("path", ["../beside", "1_Pooling/../../beside", "/etc"])
+def test_modules_outside_of_their_directory_are_refused(path: str, world: World, model: Path) -> None:
+    write_files(model.parent, "beside/config.json")
+    (model / "modules.json").write_text(json.dumps([{"path": path}]))
+    fails(3, *words(world, model), texts=["modules.json", path])
+    assert not world.dst.exists()
+
+
+def test_links_to_directories_of_modules_are_not_followed(world: World, model: Path) -> None:
+    write_files(model.parent, "beside/config.json")
+    write_files(model, "1_Pooling/config.json")
+    for link in (model / "2_Dense", model / "1_Pooling" / "more"):
+        link.symlink_to(model.parent / "beside")
+    (model / "modules.json").write_text(json.dumps([{"path": "1_Pooling"}, {"path": "2_Dense"}]))
+    done(*words(world, model))
+    assert [path.name for path in (world.dst / "1_Pooling").iterdir()] == ["config.json"]
+    assert not (world.dst / "2_Dense").exists()
+
+
+def test_state_of_trainers_beside_weights_is_mentioned(world: World, model: Path) -> None:
+    state = ["optimizer.bin", "optimizer.pt", "random_states_0.pkl", "rng_state_0.pth"]
+    write_files(model, *state, "pytorch_model.bin")
+    warns(done(*words(world, model)), f"optimizer and other state of the training is not read: {', '.join(state)}")
+
+
+def trained(world: World, *names: str, **config: object) -> list[Argument]:
+    """The conversion of a state of PyTorch to Hugging Face's form, with the configuration of a model."""
+    write_checkpoint(world.root / "model.safetensors", {name: value(name, (4, 2)) for name in names})
+    config_path = world.root / "config.json"
+    config_path.write_text(json.dumps(config))
+    done("convert", world.root / "model.safetensors", world.root / "dcp", "--to", "dcp", "--shards", 2)
+    return words(world, world.root / "dcp", "--config", config_path)
+
+
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 4, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("names", "config", "warned"),
+    [
+        (["tok_embeddings.weight", "layers.0.attention.wq.weight"], LLAMA, True),
+        (["model.embed_tokens.weight", "layers.0.attention.wq.weight"], LLAMA, False),
+        # A model without a head.
+        (["layers.0.self_attn.q_proj.weight"], LLAMA, False),
+        (["tok_embeddings.weight"], {"model_type": "no_family_with_a_table"}, False),
+    ],
+)
+def test_names_that_the_family_of_the_configuration_lacks_give_a_warning(
+    names: list[str], config: dict[str, object], warned: bool, world: World
+) -> None:
+    result = done(*trained(world, *names, **config))
+    assert ("warning: names fit no weight of model_type llama" in result.err) == warned
+
+
+@pytest.mark.parametrize(("model_type", "noted"), [("qwen2_vl", True), ("exaone", True), ("some_model", False)])
+def test_models_whose_modules_have_other_names_get_a_note(model_type: str, noted: bool, world: World) -> None:
+    command = trained(world, "model.language_model.norm.weight", model_type=model_type)
+    note = f"transformers 5 names modules of model_type {model_type} otherwise"
+    assert (note in flat(done(*command).err)) == noted
+    # A copy of what is published.
+    assert note not in done("convert", world.dst, world.root / "copy", "--to", "huggingface").err

@@ -580,8 +580,8 @@ def test_another_table_with_other_packing_is_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("family", FAMILIES)
-def test_names_of_mindformers_in_a_hugging_face_directory_give_a_note(family: str, tmp_path: Path) -> None:
-    world, note = World(tmp_path, family), "names stay those of MindFormers"
+def test_names_of_mindformers_in_a_hugging_face_directory_give_a_warning(family: str, tmp_path: Path) -> None:
+    world, note = World(tmp_path, family), "warning: names and packing stay those of Megatron or MindFormers"
     ranks: list[Argument] = ["--src-strategy", world.d]
     done("convert", *world.convert)
     words: list[Argument] = ["convert", tmp_path / "ranks", tmp_path / "same", "--to", "huggingface", *ranks]

@@ -617,14 +617,27 @@ def test_a_directory_with_objects_is_completed_by_the_same_command(left: list[st
     done(*command, "--verify")
 
 
-def test_megatrons_names_in_a_directory_of_hugging_face_give_a_warning(tmp_path: Path) -> None:
-    root = megatron(tmp_path / "run", 3)
-    words: list[Argument] = [root, tmp_path / "out", "--to", "huggingface", "--dry-run"]
-    warning = "warning: names and stacked layers are Megatron's"
-    assert warning not in done("convert", *words).err
-    (root / "iter_0000003" / "common.pt").write_bytes(archive_of_pickle(pickled({"iteration": 3})))
-    assert warning in done("convert", *words).err
-    assert warning not in done("convert", root, tmp_path / "out", "--to", "dcp", "--shards", 2, "--dry-run").err
+@pytest.mark.parametrize("kind", ["td_dense_plain", "legacy_dense"])
+def test_megatrons_names_in_a_directory_of_hugging_face_give_a_warning(kind: str, tmp_path: Path) -> None:
+    root, out, warning = FIXTURES / "megatron" / kind / "checkpoint", tmp_path / "out", "warning: names and packing"
+    words: list[Argument] = ["convert", root, out, "--dry-run", "--to"]
+    assert warning in done(*words, "huggingface").err
+    assert warning not in done(*words, "huggingface", "--names", "llama").err
+    assert warning not in done(*words, "dcp", "--shards", 2).err
+    done("convert", root, tmp_path / "dcp", "--to", "dcp", "--shards", 2)
+    assert warning in done("convert", tmp_path / "dcp", out, "--to", "huggingface").err
+
+
+def test_a_counter_in_a_directory_of_hugging_face_gives_a_warning(tmp_path: Path) -> None:
+    """A parameter that is one number, such as CLIP's logit_scale, is no counter."""
+    tensors = {"w": value("w", [4]), "scale": value("scale", []), "seen": value("seen", [], "Int64")}
+    write_checkpoint(tmp_path / "model.safetensors", tensors)
+    (tmp_path / "config.json").write_text("{}")
+    done("convert", tmp_path / "model.safetensors", tmp_path / "dcp", "--to", "dcp", "--shards", 2)
+    words: list[Argument] = ["convert", tmp_path / "dcp", tmp_path / "out", "--to", "huggingface"]
+    assert flat(done(*words, "--dry-run").err).endswith("leave them out with --exclude 'seen'")
+    assert "leave them out" not in done(*words, "--exclude", "seen").err
+    assert held_in(tmp_path / "out").keys() == {"w", "scale"}
 
 
 def test_the_tracker_names_the_iteration_that_is_read(tmp_path: Path) -> None:

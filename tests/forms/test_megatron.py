@@ -363,3 +363,15 @@ def test_arguments_that_change_the_meaning_of_rows_are_refused_by_name(argument:
     with pytest.raises(CheckpointError) as refused:
         configuration_of(argument, "common.pt")
     assert list(argument)[-1] in str(refused.value)
+
+
+def test_arrays_of_zarr_are_refused_by_name(tmp_path: Path) -> None:
+    """Old Megatron saved them without metadata of torch."""
+    place = tmp_path / "run" / "iter_0000005"
+    (place / "decoder.weight").mkdir(parents=True)
+    (place / "decoder.weight" / ".zarray").write_text("{}")
+    (place / "common.pt").write_text("")
+    (place / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("5")
+    for source in (place, tmp_path / "run"):
+        fails(3, "convert", source, tmp_path / "out", "--to", "huggingface", texts=["zarr", "--ckpt-format torch_dist"])

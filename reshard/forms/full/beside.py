@@ -12,7 +12,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.forms.form import WriteRequest
-from reshard.forms.full.form import CONFIG, extra_files_in
+from reshard.forms.full.form import CONFIG, OF_VERL, extra_files_in
 from reshard.forms.target import FinishingFile
 from reshard.storage import (
     UnfitError,
@@ -49,7 +49,7 @@ def files_beside(
     The files become sources: changes are detected from now on.
     """
     handles, report = request.handles, request.report
-    paths = {os.path.basename(name): os.path.join(checkpoint.place, name) for name in checkpoint.extra_files}
+    paths = {_name_beside(name): os.path.join(checkpoint.place, name) for name in checkpoint.extra_files}
     config = request.config
     if config is not None:
         given = {CONFIG: config}
@@ -65,6 +65,11 @@ def files_beside(
         if content is not None:
             files[CONFIG] = files[CONFIG]._replace(make=lambda: [content], size=len(content))
     return [*files.values()]
+
+
+def _name_beside(path: str) -> str:
+    """The name beside the target's weights of a file, relative to the source; that of verl has a directory of them."""
+    return path[len(OF_VERL) + 1 :] if path.startswith(f"{OF_VERL}/") else path
 
 
 def _copied(path: str, handles: FileHandles) -> FinishingFile:
@@ -138,7 +143,7 @@ def check_beside(
 ) -> Iterator[tuple[str, str]]:
     different = []
     for path in source.extra_files:
-        name = os.path.basename(path)
+        name = _name_beside(path)
         old, new = os.path.join(source.place, path), os.path.join(directory, name)
         with reading(new):
             if not is_regular_file(new):

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import os
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.forms.form import Form, FormOptions, ReadRequest, Side, WriteRequest, check_latest
 from reshard.forms.ranks.naming import check_inside
-from reshard.forms.ranks.tree import find_rank
+from reshard.forms.ranks.tree import VLLM_FILE, find_rank
 from reshard.forms.target import UNFINISHED
-from reshard.storage import is_directory, is_regular_file, listings_cached, names_in, read_json, reading
-from reshard.storage.json_text import JsonError
-from reshard.text.messages import Report, one_line, plural, quoted, some_names
+from reshard.storage import (
+    UnfitError,
+    is_directory,
+    is_regular_file,
+    listings_cached,
+    names_in,
+    read_json,
+    read_small,
+    reading,
+    real,
+)
+from reshard.storage.json_text import JsonError, parse_json
+from reshard.text.messages import Report, as_glob, listing, one_line, plural, quoted, some_names
 from reshard.text.names import is_value, is_weight, natural_order, training_globs
 
 if TYPE_CHECKING:
-    from reshard.forms.target import TargetForm
+    from reshard.forms.target import FinishingFile, TargetForm
     from reshard.forms.writing import Selected
 
 
@@ -39,7 +52,11 @@ UNIFIED, HUGGINGFACE = "unified", "huggingface"
 MAP_FILES = {UNIFIED: UNIFIED_MAP, HUGGINGFACE: HUGGINGFACE_INDEX}
 """The map or index of each form."""
 
+OF_VERL = "huggingface"
+"""The directory in which verl saves the files beside the weights."""
+
 CONFIG = "config.json"
+_MODULES = "modules.json"
 # A name and its file take some hundred bytes; the largest models have some hundred thousand.
 _LARGEST = 128 << 20
 _WEIGHTS = "weight_map"
@@ -86,12 +103,14 @@ SINGLE = "model" + WEIGHTS_ENDING
 PART = re.compile(r"part[0-9]+\.safetensors")
 NUMBERED = re.compile(r"model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors")
 _MODEL_FILE = re.compile(r"model.*\.safetensors", re.DOTALL)
-# Files of Checkpoint 2.0 saved without a prefix, whose numbers have seven digits.
-_ITERATION_FILE = re.compile(r"(?:.*-)?(?:model|opt)-[0-9]{7}-[0-9]{7}\.safetensors", re.DOTALL)
+# Files of Checkpoint 2.0 saved without a prefix, whose numbers have seven digits, and slices.
+_OTHER_FILE = re.compile(rf"(?:.*-)?(?:model|opt)-[0-9]{{7}}-[0-9]{{7}}\.safetensors|{VLLM_FILE}", re.DOTALL)
 _OTHER_WEIGHTS = (
     *(".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx"),
     *(".npz", ".tflite", ".pkl"),
 )
+# State that trainers save beside the weights.
+_OF_TRAINING = re.compile(r"optimizer|scheduler|sampler|scaler|random_states|rng_state|training_args")
 # Hidden files and reshard's records are not part of a model.
 _NOT_OF_THE_MODEL = (".", "reshard-")
 
@@ -172,7 +191,7 @@ def check_finished(directory: str, names: Sequence[str]) -> None:
 
 
 def _is_model_file(name: str) -> bool:
-    return _MODEL_FILE.fullmatch(name) is not None and _ITERATION_FILE.fullmatch(name) is None
+    return _MODEL_FILE.fullmatch(name) is not None and _OTHER_FILE.fullmatch(name) is None
 
 
 def report_unread(
@@ -189,7 +208,10 @@ def report_unread(
         name for name in names if name not in used and _are_weights(name) and name != os.path.basename(place or "")
     ]
     alike = [name for name in unread if usual.fullmatch(name)]
-    unrelated = [name for name in unread if name not in alike]
+    state = [name for name in unread if _OF_TRAINING.match(name)]
+    unrelated = [name for name in unread if name not in alike and name not in state]
+    if state:
+        report.note(f"{directory}: optimizer and other state of the training is not read: {file_names(state)}")
     if alike:
         report.warn(
             f"{directory}: not read, because {os.path.basename(place or '')} does not name them: "
@@ -205,14 +227,40 @@ def _are_weights(name: str) -> bool:
 
 def extra_files_in(directory: str, names: Iterable[str], files: Iterable[str]) -> tuple[str, ...]:
     passed = {*files, UNIFIED_MAP}
-    return tuple(
+    own = [
         name
         for name in names
         if name not in passed
         and not name.startswith(_NOT_OF_THE_MODEL)
         and not _are_weights(name)
         and is_regular_file(os.path.join(directory, name))
-    )
+    ]
+    inner = [_files_below(directory, module) for module in _modules(directory)] if _MODULES in own else []
+    return tuple(dict.fromkeys([*own, *itertools.chain.from_iterable(inner)]))
+
+
+def _modules(directory: str) -> Iterator[str]:
+    """The directories that modules.json of sentence-transformers names; the first module is the model itself."""
+    path = os.path.join(directory, _MODULES)
+    with reading(path):
+        modules = parse_json(read_small(path, _LARGEST))
+        for module in modules if isinstance(modules, list) else ():
+            name = module.get("path") if isinstance(module, dict) else None
+            if isinstance(name, str) and name:
+                check_inside(name)
+                yield name
+
+
+def _files_below(directory: str, below: str) -> Iterator[str]:
+    """The files of a directory and of those in it, relative; links lead to files only."""
+    place = os.path.join(directory, below)
+    if is_directory(place) and real(place) == os.path.join(real(directory), below):
+        for name in names_in(place):
+            path = os.path.join(below, name)
+            if is_regular_file(os.path.join(directory, path)):
+                yield path
+            else:
+                yield from _files_below(directory, path)
 
 
 class _FullForm(Form):
@@ -276,8 +324,8 @@ class UnifiedForm(_FullForm):
         )
 
 
-# Beginnings of names in MindFormers' models that no model of Hugging Face has.
-_MINDFORMERS = ("decoder.layers.", "embedding.word_embeddings.", "model.tok_embeddings.")
+# Names in models of Megatron and MindFormers that no model of Hugging Face has.
+_OTHER_NAMES = re.compile(r"embedding\.word_embeddings\.|model\.tok_embeddings\.|decoder\.layers\..*self_attention\.")
 
 
 class HuggingFaceForm(_FullForm):
@@ -293,14 +341,9 @@ class HuggingFaceForm(_FullForm):
         from reshard.forms.writing import selected
 
         chosen = selected(checkpoint, request)
-        _warn_of_training(chosen, checkpoint.names(), request.report)
-        of_megatron = form_named(checkpoint.form).options.side is Side.MEGATRON
-        if not of_megatron and any(name.startswith(_MINDFORMERS) for name in chosen.tensors):
-            request.report.note(
-                "names stay those of MindFormers, which loaders of Hugging Face models do not expect; to change them: "
-                "--names TABLE (`reshard names list`)"
-            )
+        _warn_of_training(chosen, checkpoint, request.report)
         extra_files = files_beside(checkpoint, chosen.tensors, request)
+        _check_names(chosen, form_named(checkpoint.form), extra_files, request.report)
         return FullDirectory(
             self.name, chosen.tensors, chosen.values, request.asked.max_shard_size, extra_files, chosen.names
         )
@@ -313,13 +356,52 @@ class HuggingFaceForm(_FullForm):
         return check_beside(directory, target, source, cast, report)
 
 
-def _warn_of_training(chosen: Selected, parameters: Collection[str], report: Report) -> None:
-    """Advice on skipping optimizer state, gradients and counters."""
-    names = [*chosen.tensors, *chosen.values]
-    unexpected = sum(not is_weight(name, parameters) for name in names)
-    if unexpected:
+def _check_names(chosen: Selected, form: Form, extra_files: Sequence[FinishingFile], report: Report) -> None:
+    """Report names that loaders of the model do not expect."""
+    # Loaded only here: most conversions have no rules.
+    from reshard.names import is_foreign, modules_differ
+
+    if any(map(_OTHER_NAMES.match, chosen.tensors)):
         report.warn(
-            f"optimizer state and values of the training are written too ({plural(unexpected, 'tensor')}), and loaders "
-            "of Hugging Face models do not expect them; leave them out with "
-            + " ".join(f"--exclude '{glob}'" for glob in training_globs(names, parameters))
+            "names and packing stay those of Megatron or MindFormers, which loaders of Hugging Face models do not "
+            "expect; to change them: --names TABLE, with the family that `reshard suggest` names"
+        )
+        return
+    config: object = None
+    for file in extra_files:
+        if file.name == CONFIG:
+            with contextlib.suppress(UnfitError):
+                config = parse_json(b"".join(file.make()))
+    if not isinstance(config, dict):
+        return
+    if is_foreign(config, chosen.tensors):
+        report.warn(
+            f"names fit no weight of model_type {config['model_type']} in {CONFIG}, so transformers loads none of "
+            f"them: {listing([*chosen.tensors])}; save them under its names where they were trained, or rename them: "
+            "--names FILE, --rename"
+        )
+    elif form.options.side is Side.HUGGINGFACE and form.name != HUGGINGFACE and modules_differ(config):
+        report.note(
+            f"transformers 5 names modules of model_type {config['model_type']} otherwise than published files do, and "
+            f"loads both: {listing([*chosen.tensors])}; for other programs, write the model there with save_pretrained"
+        )
+
+
+def _warn_of_training(chosen: Selected, checkpoint: Checkpoint, report: Report) -> None:
+    """Advice on skipping optimizer state, gradients and counters."""
+    names, parameters = [*chosen.tensors, *chosen.values], checkpoint.names()
+
+    def is_integer(name: str) -> bool:
+        """Parameters of one element, such as logit_scale, are no integers."""
+        stored = chosen.tensors.get(name) or checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
+        return math.prod(stored.shape) == 1 and "Int" in stored.dtype
+
+    counters = [name for name in names if is_value(name, 1) and is_integer(name)]
+    unexpected = {*counters, *(name for name in names if not is_weight(name, parameters))}
+    if unexpected:
+        globs = [*training_globs(names, parameters), *map(as_glob, counters)]
+        report.warn(
+            f"optimizer state and values of the training are written too ({plural(len(unexpected), 'tensor')}), and "
+            "loaders of Hugging Face models do not expect them; leave them out with "
+            + " ".join(f"--exclude '{glob}'" for glob in dict.fromkeys(globs))
         )

@@ -73,10 +73,13 @@ def kind_of_iteration(path: str, names: Sequence[str]) -> str | None:
     """
     if any(map(RANK_DIRECTORY.fullmatch, names)):
         return LEGACY
-    if kind_of_directory(names) != DCP:
-        return None
-    if BACKEND in names or COMMON in names:
+    kind = kind_of_directory(names)
+    # Those of zarr have no metadata of torch: the reader refuses them.
+    of_zarr = kind is None and {BACKEND, COMMON}.issubset(names)
+    if of_zarr or (kind == DCP and (BACKEND in names or COMMON in names)):
         return TORCH_DIST
+    if kind != DCP:
+        return None
     parent, name = os.path.split(absolute(path))
     return PLAIN if ITERATIONS.number(name) is not None and exists(os.path.join(parent, TRACKER)) else None
 

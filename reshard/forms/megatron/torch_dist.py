@@ -91,9 +91,8 @@ def is_complete(directory: str, names: Sequence[str]) -> bool:
         CheckpointError: ``metadata.json``, which is written last, is missing, damaged, or names another backend.
     """
     path = os.path.join(directory, BACKEND)
-    for name in (METADATA, BACKEND):
-        if name not in names:
-            raise _incomplete(directory, name)
+    if BACKEND not in names:
+        raise _incomplete(directory, BACKEND)
     with reading(path):
         data = read_small(path, _MOST_BACKEND)
     try:
@@ -109,6 +108,8 @@ def is_complete(directory: str, names: Sequence[str]) -> bool:
             file=path,
             hint="load it with the Megatron that saved it, and save it with --ckpt-format torch_dist",
         )
+    if METADATA not in names:
+        raise _incomplete(directory, METADATA)
     return True
 
 

@@ -21,7 +21,7 @@ from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.form import ReadRequest
-from reshard.forms.full.form import extra_files_in, file_names
+from reshard.forms.full.form import OF_VERL, extra_files_in, file_names
 from reshard.forms.pytorch.form import VERL_FILE
 from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, tensor_fault
 from reshard.storage import for_each, is_directory, names_in, reading
@@ -193,7 +193,6 @@ def _fields(value: Any) -> dict[str, Any]:
 
 _MODEL_NAME = "model_world_size_{}_rank_{}.pt"
 _OTHER_STATE = re.compile(r"(optim|extra_state)_world_size_[0-9]+_rank_[0-9]+\.pt")
-_BESIDE = "huggingface"
 _HINT = "copy the files of one save again"
 _FSDP1 = "torch.distributed._shard.sharded_tensor."
 
@@ -221,10 +220,10 @@ def read_ranks(form: str, request: ReadRequest) -> ChunkedCheckpoint:
         request.handles.place(file.header.path, file.placement)
     tensors, faults = _tensors(files, world, request.report)
     checkpoint = chunked_checkpoint(form, directory, [file.header for file in files], tensors, faults, _HINT)
-    beside = os.path.join(directory, _BESIDE)
-    if _BESIDE in names and is_directory(beside):
+    beside = os.path.join(directory, OF_VERL)
+    if OF_VERL in names and is_directory(beside):
         extra_files = extra_files_in(beside, names_in(beside), ())
-        checkpoint.extra_files = tuple(os.path.join(_BESIDE, name) for name in extra_files)
+        checkpoint.extra_files = tuple(os.path.join(OF_VERL, name) for name in extra_files)
     if request.complete:
         if lacking is not None and any(map(request.required, checkpoint.faults)):
             raise lacking

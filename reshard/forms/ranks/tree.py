@@ -241,6 +241,9 @@ def find_checkpoints(source: str | Source) -> SourceTree:
             files, single = _rank_directories(src), False
         else:
             _refuse_other_forms(src)
+            other = None if os.path.splitext(src)[1] in FORMATS else checkpoint_of_other_tool(src)
+            if other is not None:
+                raise other
             format_of(src)
             files, single = [PathMatch(0, (), src, os.path.basename(src))], True
     except OSError as error:
@@ -335,11 +338,13 @@ def _rank_numbers(src: str) -> set[int]:
 
 def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
     ranks = [name for name in directories if named_for_rank(name)]
-    # Orbax names the directories of steps as ranks are named here.
-    for place in (src, *(os.path.join(src, name) for name in ranks[:1])):
-        other = checkpoint_of_other_tool(place)
-        if other is not None:
-            return other
+    names = names_in(src)
+    # Orbax names the directories of steps as ranks are named here. Models of PyTorch have copies for other tools.
+    if not any(name.startswith("pytorch_model") for name in names):
+        for place in (src, *(os.path.join(src, name) for name in ranks[:1])):
+            other = checkpoint_of_other_tool(place)
+            if other is not None:
+                return other
     if ranks:
         return CheckpointError(
             f"{src}: its rank directories ({', '.join(ranks[:_MOST_LISTED])}) hold no .ckpt or .safetensors file",
@@ -357,7 +362,6 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
     if files:
         shown = ", ".join(files[:_MOST_LISTED])
         return CheckpointError(f"{src}: holds files ({shown}) but no rank directories", file=src, hint=hint)
-    names = names_in(src)
     pytorch_files = [name for name in names if name.endswith(_PYTORCH_ENDINGS)]
     if pytorch_files and not hint.startswith("did you mean"):
         return CheckpointError(
@@ -459,31 +463,56 @@ def _differences(step: Step | None, files: Iterable[RankFile]) -> Iterator[str]:
             yield f"{subject} have different {difference} on different ranks, as if of different runs: {examples}"
 
 
+VLLM_FILE = r"model-rank-[0-9]+-part-[0-9]+\.safetensors"
+"""Names of files of vLLM's sharded_state."""
+
 PEFT_ADAPTER = "adapter_model.safetensors"
 """PEFT's file of an adapter's matrices."""
 
-# Names in a directory, what it is, and what to do with it.
+_MADE_OF = "convert the Hugging Face directory that it was made of"
+# Lines of a directory's sorted names, what it is, and what to do with it.
 _OTHER_TOOLS = (
-    (
-        r"zero_to_fp32\.py|global_step[0-9]+|.*_(model|optim)_states\.pt",
-        "a checkpoint of another tool, DeepSpeed, and is not read",
-        "write its weights as safetensors: python zero_to_fp32.py DIR OUT --safe_serialization",
-    ),
     (
         r"model_optim_rng\.pt",
         "one rank of a checkpoint of Megatron",
         "give the directory of all ranks: {directory}/..",
     ),
     (
-        r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|ocdbt\.process_.+",
-        "a checkpoint of another tool, Orbax, and is not read",
-        "restore it with Orbax, and save its arrays as safetensors",
-    ),
-    (
         re.escape(PEFT_ADAPTER),
         "an adapter that PEFT saved, and no model",
         "merge it into its base: reshard merge-lora BASE {quoted} OUT; for its tensors alone, give its file: "
         f"{{directory}}/{PEFT_ADAPTER}",
+    ),
+    *(
+        (lines, f"a checkpoint of another tool, {tool}, and is not read", hint)
+        for lines, tool, hint in (
+            (
+                r"zero_to_fp32\.py|global_step[0-9]+|.*_(model|optim)_states\.pt",
+                "DeepSpeed",
+                "write its weights as safetensors: python zero_to_fp32.py DIR OUT --safe_serialization",
+            ),
+            (
+                r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|ocdbt\.process_.+",
+                "Orbax",
+                "restore it with Orbax, and save its arrays as safetensors",
+            ),
+            (VLLM_FILE, "vLLM (sharded_state)", _MADE_OF),
+            (r"rank[0-9]+\.engine|config\.json\n(?s:.*\n)?rank0\.safetensors", "TensorRT-LLM", _MADE_OF),
+            (
+                r".+\.gguf",
+                "llama.cpp (GGUF)",
+                f"{_MADE_OF}, or what transformers saves of gguf_file=FILE",
+            ),
+            (r".+\.onnx", "ONNX", "convert the model that it was exported from"),
+            (r".+\.nemo", "NeMo", "unpack it with tar -xf FILE: .distcp files in it are of a checkpoint of Megatron"),
+            (
+                r"saved_model\.pb|.+\.data-[0-9]{5}-of-[0-9]{5}|.+\.(h5|keras|tflite)",
+                "TensorFlow",
+                "load it there, and save its weights with safetensors.numpy.save_file",
+            ),
+            (r".+\.npz", "NumPy", "save its arrays: safetensors.numpy.save_file(dict(numpy.load(FILE)), OUT)"),
+            (r"\.zarray|\.zgroup|zarr\.json", "zarr", "load its arrays there, and save them as safetensors"),
+        )
     ),
 )
 _UNIFIED_MAP = r"param_name_map\.json|.+\.safetensors\.index\.json"
@@ -517,10 +546,10 @@ def _refuse_other_forms(src: str) -> None:
 
 
 def checkpoint_of_other_tool(directory: str) -> CheckpointError | None:
-    """The error for a directory that another tool wrote, by the names in it; None for others."""
-    names = names_in(directory)
+    """The error for a directory or file that another tool wrote, by the names in it; None for others."""
+    lines = "\n".join(sorted(names_in(directory)) if is_directory(directory) else [os.path.basename(directory)])
     for expression, title, hint in _OTHER_TOOLS:
-        if any(re.fullmatch(expression, name) for name in names):
+        if re.search(f"^(?:{expression})$", lines, re.MULTILINE):
             return CheckpointError(
                 f"{directory}: is {title}",
                 file=directory,

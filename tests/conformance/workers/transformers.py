@@ -6,6 +6,8 @@ Jobs:
   weight is random, also those that a new model has as ones or zeros. `config` replaces sizes.
 * ``{"do": "state", "model_type", "directory", "states"}``: likewise of any model with experts, and its state, as torch
   saves it, in `states`: the directories of ``dcp`` and ``hf-sharded``. Answers the names of the state.
+* ``{"do": "names"}``: of the types whose default models can be made without weights. Answers by type whether a model
+  and its `save_pretrained` have other names, and whether experts are fused in the model and in what it saves.
 * ``{"do": "load", "directory"}``: `from_pretrained`. Answers the names that it misses or does not know, the dtypes of
   its weights, their hashes, and the hash of the logits of one fixed text.
 * ``{"do": "cast", "directory", "dtype", "to"}``: `from_pretrained`, `to`, and `save_pretrained` in another directory.
@@ -14,12 +16,15 @@ Jobs:
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.conformance.workers.protocol import Job, described, serve
@@ -112,6 +117,12 @@ _SIZES_OF_VISION = {
 }
 
 
+_USUAL = [
+    f"MODEL_{task}MAPPING_NAMES"
+    for task in ("", "FOR_CAUSAL_LM_", "FOR_IMAGE_TEXT_TO_TEXT_", "FOR_MULTIMODAL_LM_", "FOR_SEQ_TO_SEQ_CAUSAL_LM_")
+]
+
+
 def _tiny(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     """What makes a configuration's model small."""
     known = config.to_dict()
@@ -144,6 +155,39 @@ def state(job: Job) -> list[str]:
     writer = HuggingFaceStorageWriter(states["hf-sharded"], save_distributed=True)
     dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
     return sorted(model.state_dict())
+
+
+def names(job: Job) -> dict[str, list[bool]]:
+    result = {}
+    for model_type in CONFIG_MAPPING:
+        answers = [each for each in (_names_of(model_type, name) for name in _classes_of(model_type)) if each]
+        if answers:
+            result[model_type] = [any(each) for each in zip(*answers)]
+    return result
+
+
+def _classes_of(model_type: str) -> list[str]:
+    """Classes of models of text and those without a head, else any other."""
+    usual: list[str] = []
+    others: list[str] = []
+    for mapping in filter(re.compile("MODEL.*_MAPPING_NAMES").fullmatch, dir(modeling_auto)):
+        classes = getattr(modeling_auto, mapping).get(model_type, ())
+        (usual if mapping in _USUAL else others).extend([classes] if isinstance(classes, str) else classes)
+    return [*dict.fromkeys(usual)] or others[:1]
+
+
+def _names_of(model_type: str, name: str) -> tuple[bool, bool, bool] | None:
+    try:
+        with torch.device("meta"):
+            state = (model := getattr(transformers, name)(CONFIG_MAPPING[model_type]())).state_dict()
+        # As in save_pretrained, which needs weights.
+        saved = revert_weight_conversion(model, state)
+    except Exception:
+        # The default configuration is none of a model, or the model needs another library.
+        return None
+    experts = (".experts.gate_up_proj", ".experts.down_proj")
+    fused, saved_fused = (any(each.endswith(experts) for each in of) for of in (state, saved))
+    return state.keys() != saved.keys(), fused, saved_fused
 
 
 def save(job: Job) -> None:
@@ -184,4 +228,4 @@ def cast(job: Job) -> None:
 
 
 if __name__ == "__main__":
-    serve(lambda job: {"save": save, "state": state, "load": load, "cast": cast}[job["do"]](job))
+    serve(lambda job: {"save": save, "state": state, "names": names, "load": load, "cast": cast}[job["do"]](job))
