@@ -104,8 +104,12 @@ class _Made:
         self._missing: list[str] = []
 
     def training(self) -> Training:
-        args = self._arguments()
-        self._model.check(args, self._request.asked.args or self._place)
+        args, asked = self._arguments(), self._request.asked
+        if asked.args is not None and asked.format == LEGACY:
+            # Megatron loads no legacy tree with other padding than its own. Another run may have fewer tokens.
+            of_size = self._own.args if self._own is not None and self._origin.named is not None else args
+            self._model.pad(args.get("padded_vocab_size"), of_size.get("vocab_size"), asked.args)
+        self._model.check(args, asked.args or self._place)
         iteration = self._step if self._own is None else self._own.iteration
         optimizers = schedule = None
         if self._model.has_optimizer:
