@@ -86,7 +86,8 @@ def merged(recorded: Mapping[str, object], stated: Configuration | None, keys: I
             # Further rows are padding, which is cut; fewer rows than tokens would lose trained ones.
             least, most = _tokens(recorded)
             differ, text = not least <= one <= most, f"{most}" if one > most else f"at least {least}"
-            hint += f'; if the run had fewer tokens: --args FILE with {{"{key}": {one}}}'
+            if one < least:
+                hint += f'; if the run had fewer tokens: --args FILE with {{"{key}": {one}}}'
         if differ:
             raise NamesError(
                 f"{stated.path}: {key} is {quoted(str(one))}, and {place} records {text}",

@@ -300,7 +300,7 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float)
 
 
-def _is_written(value: Any, depth: int = 16) -> bool:
+def _is_written(value: Any) -> bool:
     """Whether a value of a pickle is written again: plain values, types of torch, and enumerations of Megatron.
 
     Tensors lie outside of a pickle. Other classes would run where Megatron loads the file, or be missing there.
@@ -309,12 +309,10 @@ def _is_written(value: Any, depth: int = 16) -> bool:
         return True
     if isinstance(value, Global):
         return value.name in FROM_TORCH or value.name.startswith(_ENUMERATIONS)
-    if depth == 0:
-        return False
     if isinstance(value, (list, tuple)):
-        return all(_is_written(each, depth - 1) for each in value)
+        return all(map(_is_written, value))
     if isinstance(value, dict):
-        return all(_is_written(each, depth - 1) for pair in value.items() for each in pair)
+        return all(map(_is_written, (*value, *value.values())))
     if isinstance(value, PickledInstance) and (value.name in _CLASSES or value.name.startswith(_ENUMERATIONS)):
-        return _is_written((value.args, value.state), depth - 1)
+        return _is_written((value.args, value.state))
     return False
