@@ -433,7 +433,8 @@ class Target(Group):
     )
     args: str | None = _option(
         None,
-        "With --to megatron: the arguments of the training, as a JSON file, or a checkpoint of Megatron that has them.",
+        "The arguments of a training with Megatron, as a JSON file, or a checkpoint of Megatron that has them: for "
+        "--to megatron, or with --names in place of those of SRC.",
         "Target",
         metavar="FILE|DIR",
         completes="paths",

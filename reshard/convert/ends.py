@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reshard.asked import TORCH, Conversion, Source, Target, Task
+from reshard.asked import TORCH, Conversion, Source, Task
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms import DEFAULT_FORM
@@ -19,7 +19,7 @@ from reshard.forms.registry import (
     form_named,
     form_of,
 )
-from reshard.plan.edits import Request, edit_rules
+from reshard.plan.edits import NO_TABLE, Request, edit_rules
 from reshard.records.ledger import ledger_in
 from reshard.storage import exists, is_directory, listings_cached
 from reshard.strategies import NONE, SAME, Strategy, required_strategies, shards_of, target_named, typed_strategy
@@ -76,7 +76,7 @@ def with_ends(asked: Conversion, report: Report, task: Task = Task()) -> Request
         )
     to = form_named(name)
     check_options(asked.source, form)
-    _check_target(asked.target, target_path, form, to, src)
+    _check_target(asked, target_path, form, to)
     needs_strategy = form.options.needs_strategy
     if source_path is None:
         (check_holds_ranks if needs_strategy else check_exists)(src)
@@ -132,8 +132,9 @@ def _as_cut(source: Source) -> Strategy:
     return Strategy.as_cut(len(ranks))
 
 
-def _check_target(target: Target, strategy: str | None, form: Form, to: Form, src: str) -> None:
+def _check_target(asked: Conversion, strategy: str | None, form: Form, to: Form) -> None:
     """Refuse options that make no sense with the target's form."""
+    target, src = asked.target, asked.source.path
     if not to.options.shards and target.shards is not None:
         sharded = " and ".join(f"--to {each.name}" for each in all_forms() if each.options.shards)
         hint = "name a strategy: --dst-strategy FILE or DIR" if target.form else "add --to dcp"
@@ -148,7 +149,7 @@ def _check_target(target: Target, strategy: str | None, form: Form, to: Form, sr
     if target.format not in ("same", *to.options.formats):
         raise UsageError(f"--to {to.name} writes .{to.options.formats[0]} files", hint="leave out --format")
     if target.args is not None or target.sizes or target.format == TORCH:
-        _check_arguments(target, strategy, to)
+        _check_arguments(asked, strategy, form, to)
     if not to.options.prefix and target.prefix != DEFAULT_PREFIX:
         raise UsageError(
             f"--prefix: --to {to.name} has fixed file names",
@@ -159,12 +160,14 @@ def _check_target(target: Target, strategy: str | None, form: Form, to: Form, sr
         raise UsageError(f"--max-shard-size is for {sized}", hint="remove --max-shard-size")
 
 
-def _check_arguments(target: Target, strategy: str | None, to: Form) -> None:
+def _check_arguments(asked: Conversion, strategy: str | None, form: Form, to: Form) -> None:
     """Refuse options of trees and arguments of Megatron where they have no meaning."""
-    if not to.options.arguments:
-        named = " and ".join(f"--to {each.name}" for each in all_forms() if each.options.arguments)
-        option = "--sizes" if target.args is None else "--args"
-        raise UsageError(f"{option} is for {named}", hint=f"leave out {option}")
+    target, named = asked.target, asked.edits.names not in (None, NO_TABLE)
+    of_source = named and form.options.arguments and target.args is not None
+    if not to.options.arguments and (target.sizes or not of_source):
+        forms = " and ".join(f"--to {each.name}" for each in all_forms() if each.options.arguments)
+        option = "--sizes" if of_source or target.args is None else "--args"
+        raise UsageError(f"{option} is for {forms}", hint=f"leave out {option}")
     if target.format != TORCH and target.sizes:
         raise UsageError("--sizes is for --format torch", hint="add --format torch, or leave out --sizes")
     if target.format == TORCH and strategy is not None:

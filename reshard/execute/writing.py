@@ -193,17 +193,20 @@ class TargetWriter:
     def _crc(self, file: NewFile, pieces: Sequence[Checksum]) -> int:
         """The CRC-32 of the file, with the CRCs that it holds, which are filled in."""
         layout = self.target.layout
-        # The change of the file's CRC up to a position.
-        change = position = number = 0
+        crcs: list[tuple[int, bytes]] = []
+        number = 0
         for start, stop, places in layout.entries if file.rewritable else ():
             number = bisect_left(pieces, (start,), number)
             last = bisect_left(pieces, (stop,), number)
             crc = joined_crc(pieces[number:last], start).to_bytes(_CRC_BYTES, "little")
-            for place in places:
-                file.write(place, memoryview(crc))
-                end = place + _CRC_BYTES
-                change = _times(change, _shift(end - position)) ^ zlib.crc32(crc) ^ zlib.crc32(bytes(_CRC_BYTES))
-                position = end
+            crcs += [(place, crc) for place in places]
+        # The change of the file's CRC up to a position. An archive of several tensors has all CRCs again at its end.
+        change = position = 0
+        for place, crc in sorted(crcs):
+            file.write(place, memoryview(crc))
+            end = place + _CRC_BYTES
+            change = _times(change, _shift(end - position)) ^ zlib.crc32(crc) ^ zlib.crc32(bytes(_CRC_BYTES))
+            position = end
         return joined_crc(pieces) ^ _times(change, _shift(layout.size - position))
 
     def discard(self) -> None:

@@ -349,8 +349,13 @@ class Form(Protocol):
         """All steps of a source that holds several, oldest first."""
         return []
 
-    def configuration(self, src: str, step: str) -> Mapping[str, object] | None:
+    def configuration(self, src: str, step: str, args: str | None = None) -> Mapping[str, object] | None:
         """The model's configuration that a source records, under the keys of config.json; None if it records none.
+
+        Args:
+            src: the source.
+            step: the step.
+            args: file or directory of --args, whose arguments replace recorded ones.
 
         Raises:
             InputError: it is damaged, or rows of weights have another meaning than elsewhere.

@@ -291,6 +291,8 @@ class _Builder:
 
     def tensor(self, tensor: ChunkedTensor) -> GlobalTensor:
         name, dtype, shape, chunks = tensor
+        if name.encode(errors="ignore").decode() != name:
+            raise self._fault(name, "has half of a surrogate pair in its name, which is no text")
         boxes = [(len(chunk.offsets), len(chunk.sizes)) for chunk in chunks]
         if any(lengths != (len(shape), len(shape)) for lengths in boxes):
             raise self._fault(name, f"has {len(shape)} dimensions, and chunks of other numbers of dimensions")

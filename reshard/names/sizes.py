@@ -48,7 +48,7 @@ _NO_ARGUMENTS: Mapping[str, str] = {}
 
 
 class Configuration(dict[str, object]):
-    """The content of a config.json.
+    """The content of a config.json, or arguments of Megatron under its keys.
 
     Attributes:
         path: the file.
@@ -60,13 +60,8 @@ class Configuration(dict[str, object]):
         self.path = path
         self.arguments = arguments
 
-    @property
-    def file(self) -> str | None:
-        """The path, if it is a config.json; None if a checkpoint records it elsewhere."""
-        return self.path if self.path.endswith(".json") else None
 
-
-_VOCABULARY, _PADDED = "vocab_size", "padded_vocab_size"
+_VOCABULARY, _PADDED, _MULTIPLE = "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"
 
 
 def merged(recorded: Mapping[str, object], stated: Configuration | None, keys: Iterable[str]) -> Mapping[str, object]:
@@ -85,20 +80,32 @@ def merged(recorded: Mapping[str, object], stated: Configuration | None, keys: I
     place = str(getattr(recorded, "path", "the checkpoint"))
     for key in sorted(keys):
         one, other = (config_value(config, key) for config in (stated, recorded))
-        differ = None not in (one, other) and one != other
-        if key == _VOCABULARY:
-            # The checkpoint may count rows of padding.
-            padded = config_value(recorded, _PADDED)
-            other = other if padded is None else padded
-            differ = isinstance(one, int) and isinstance(other, int) and one > other
+        differ, text = None not in (one, other) and one != other, quoted(str(other))
+        hint = "name the model's config.json with --config, or correct it"
+        if key == _VOCABULARY and isinstance(one, int):
+            # Further rows are padding, which is cut; fewer rows than tokens would lose trained ones.
+            least, most = _tokens(recorded)
+            differ, text = not least <= one <= most, f"{most}" if one > most else f"at least {least}"
+            if one < least:
+                hint += f'; if the run had fewer tokens: --args FILE with {{"{key}": {one}}}'
         if differ:
             raise NamesError(
-                f"{stated.path}: {key} is {quoted(str(one))}, and {place} records {quoted(str(other))}",
+                f"{stated.path}: {key} is {quoted(str(one))}, and {place} records {text}",
                 file=stated.path,
-                hint="name the model's config.json with --config, or correct it",
+                hint=hint,
             )
     known = {key: value for key, value in stated.items() if value is not None}
     return Configuration({**recorded, **known}, stated.path)
+
+
+def _tokens(recorded: Mapping[str, object]) -> tuple[float, float]:
+    """The fewest and the most rows without padding that a recorded configuration allows; a run may count padding."""
+    size, padded, multiple = (config_value(recorded, key) for key in (_VOCABULARY, _PADDED, _MULTIPLE))
+    if not isinstance(padded, int):
+        return (size, size) if isinstance(size, int) else (0, math.inf)
+    if isinstance(size, int):
+        return size, padded
+    return (padded - multiple + 1 if isinstance(multiple, int) else 0), padded
 
 
 class ModelSizes:

@@ -467,14 +467,14 @@ def between_forms(edits: EditRules, src: str, form: Form, to: Form, keep: bool =
     edits = edits._replace(source_side=source.side, side=target.side)
     published = target.names is Names.MODEL and target.side is Side.HUGGINGFACE
     if published and not source.mindspore and form.name != to.name and not keep:
-        config = edits.config
+        config, config_path = edits.config, edits.config_path
         # verl stores the configuration in a directory of its own.
         for path in (os.path.join(src, _CONFIG), os.path.join(src, "huggingface", _CONFIG)):
             if config is None and is_regular_file(path):
                 from reshard.names import read_config
 
-                config = read_config(path)
-        edits = edits._replace(experts=True, config=config)
+                config, config_path = read_config(path), path
+        edits = edits._replace(experts=True, config=config, config_path=config_path)
     if edits.renames is not None:
         return edits
     plain = None
@@ -569,7 +569,8 @@ def _asked_rules(src: str, asked: Edits, to: Form | None, step: str, args: str |
             table = rules_named(names)
     stated = None if config is None else read_config(config)
     sizes: Mapping[str, object] | None = stated
-    recorded = form.configuration(src, step) if named else None
+    of_source = None if to is None or to.options.arguments else args
+    recorded = form.configuration(src, step, of_source) if named else None
     if recorded is None and named and to is not None and args is not None:
         recorded = to.stated_configuration(args)
     if recorded is not None:

@@ -133,7 +133,7 @@ def _write_request(request: Request, handles: FileHandles, report: Report) -> Wr
         report,
         request.filters.admit,
         request.task.in_memory,
-        edits.config_path or getattr(edits.config, "file", None),
+        edits.config_path,
         bool(edits.casts),
         edits.quantisation is not None,
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
 from reshard.checkpoints.formats.dtypes import PT
 from reshard.forms.form import Names, Side, WrittenTraining
+from reshard.names import SizedOperation
 from reshard.strategies import SAME, Strategy, shards_of
 from reshard.text.globs import warn_of_unmatched
 from reshard.text.messages import Report, listing, plural, quoted
@@ -221,7 +223,7 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         # Imported only here: other targets have a tensor for each of the source.
         from reshard.verification.live_trees import as_layers, with_copies
 
-        source, written = with_copies(as_layers(source, written), written)
+        source, written = with_copies(as_layers(_padded(source, written, request), written), written)
     if form.options.arguments:
         differences += _training_differences(source, written, request, means)
     elif form.options.names is Names.TRAINER:
@@ -236,6 +238,24 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
     return [*differences, *(Difference("file", None, (), text, (name,)) for name, text in beside)]
 
 
+def _padded(source: Source, written: Source, request: Request) -> Source:
+    """A source whose vocabulary has the rows that --args states; those that are added are zeros."""
+    tensors = dict(source.tensors)
+    for name in {*tensors}.intersection(written.tensors):
+        tensor, args = tensors[name], request.asked.target.args
+        if args is None or tensor.shape[:1] == written.tensors[name].shape[:1]:
+            continue
+        rows = (request.to.stated_configuration(args) or {}).get("padded_vocab_size")
+        if isinstance(rows, int) and name.endswith(("embedding.word_embeddings.weight", "output_layer.weight")):
+            before, *others = tensor.shape
+            resize = SizedOperation("pad" if rows > before else "unpad", sizes=(before, rows))
+            shape = (rows, *others)
+            tensors[name] = DerivedTensor(
+                name, tensor.dtype, tensor.item_size, shape, (tensor,), (resize,), 0, tensor.cast
+            )
+    return replace(source, tensors=tensors)
+
+
 def _training_differences(source: Source, written: Source, request: Request, means: Means) -> Iterator[Difference]:
     """Differences of a form's own records of the training."""
     names = set(request.to.options.counters or ())
@@ -245,10 +265,15 @@ def _training_differences(source: Source, written: Source, request: Request, mea
         value = value_content(source.indexes, name, source.values[name][0])
         data = value.read(whole_box(value.shape), means.handles).tobytes()
         counters[name] = int.from_bytes(data, "little", signed=value.dtype.startswith("Int"))
-    config = request.edits.config_path or getattr(request.edits.config, "path", None)
     origin = stored_checkpoint(source.checkpoint)
     training = WrittenTraining(
-        request.dst, written.checkpoint, origin, counters, request.asked.target, config, means.handles
+        request.dst,
+        written.checkpoint,
+        origin,
+        counters,
+        request.asked.target,
+        request.edits.config_path,
+        means.handles,
     )
     return (Difference("file", None, (), text, (file,)) for file, text in request.to.check_training(training))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import pickle
 import struct
@@ -259,6 +260,34 @@ def test_deep_nesting_does_not_recurse(opening: bytes, closing: bytes) -> None:
     value = read_pickle(b"\x80\x02" + opening * DEPTH + b"N" + closing * DEPTH + b".", NOTHING)
     with pytest.raises(NotPlain):
         plain(value)
+
+
+def _doubled(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value, value]
+    return value
+
+
+FOLLOWED_FOR_EVER = {
+    "twice as many at each depth": pickle.dumps(_doubled(40), 2),
+    "in itself": b"\x80\x02]q\x00h\x00a.",
+    "in its own state": b"\x80\x02}q\x00X\x01\x00\x00\x00aca\nThing\n)\x81h\x00bs.",
+    "deep": b"\x80\x02" + b"]" * DEPTH + b"N" + b"a" * DEPTH + b".",
+    "a number": pickle.dumps({"seed": [1 << 100_000]}, 2),
+}
+
+
+@pytest.mark.parametrize("value", FOLLOWED_FOR_EVER)
+def test_values_of_archives_that_have_no_end_are_refused(value: str) -> None:
+    with pytest.raises(PickleError):
+        read_pickle(FOLLOWED_FOR_EVER[value], lambda name: True, persistent=True)
+
+
+def test_values_of_archives_may_be_shared_and_nested() -> None:
+    layers = [*range(60)]
+    value = {"args": [layers, layers], "nested": json.loads("[" * 40 + "1" + "]" * 40), "seed": 1 << 64}
+    assert read_pickle(pickle.dumps(value, 2), NOTHING, persistent=True) == value
 
 
 def test_a_list_that_contains_itself_is_not_shown() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import pytest
 from reshard.names import tables
 from reshard.plan.edits import EditRules, Link
 from reshard.verification import edited
+from tests.corpus import FIXTURES
 from tests.corpus_dcp import held_in
 from tests.corpus_mcore import McoreCase, mcore_case, mcore_cases
+from tests.forms.test_megatron_written import common_in, with_other_argument
 from tests.model_weights import MODELS, bfloat16, weights, write_huggingface
 from tests.running import Argument, done, fails, reshard
 
@@ -37,6 +40,7 @@ def named(case: McoreCase) -> str:
 
 
 def config_of(case: McoreCase, directory: Path, **changes: object) -> Path:
+    directory.mkdir(exist_ok=True)
     path = directory / "config.json"
     path.write_text(json.dumps({**case.expected["config"], **changes}))
     return path
@@ -230,6 +234,40 @@ def test_a_configuration_that_contradicts_the_arguments_is_refused(
     case = mcore_case("td_dense_plain")
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "huggingface", "--names", family(case)]
     fails(3, *words, "--config", config_of(case, tmp_path, **changes), texts=[*texts, "config.json"])
+
+
+def test_fewer_tokens_than_a_run_had_are_refused_unless_they_are_stated(tmp_path: Path) -> None:
+    """Rows after them are padding and left out: the 12 last rows of this run were trained."""
+    case = mcore_case("td_dense_plain")
+    words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "huggingface", "--names", family(case)]
+    words += ["--config", config_of(case, tmp_path, vocab_size=20), "--verify"]
+    fails(3, *words, texts=["vocab_size", "20", "32", "--args"])
+    (tmp_path / "args.json").write_text(json.dumps({"vocab_size": 20}))
+    done(*words, "--args", tmp_path / "args.json")
+    assert contents(tmp_path / "out")["lm_head.weight"]["shape"] == [20, 8]
+    done("verify", tmp_path / "out", "--src", case.root)
+
+
+def test_padding_bounds_the_tokens_where_no_argument_counts_them(tmp_path: Path) -> None:
+    """These ranks pad to a multiple of 8 times 2."""
+    case = mcore_case("td_dense_plain")
+    src = with_other_argument(case.root, tmp_path / "src", "vocab_size", None)
+    words: list[Argument] = ["--to", "huggingface", "--names", family(case), "--config"]
+    few, enough = (config_of(case, tmp_path / name, vocab_size=size) for name, size in (("few", 16), ("enough", 17)))
+    fails(3, "convert", src, tmp_path / "out", *words, few, texts=["vocab_size", "16", "17", "--args"])
+    done("convert", src, tmp_path / "out", *words, enough, "--verify")
+
+
+def test_a_json_file_of_arguments_is_no_configuration(tmp_path: Path) -> None:
+    """Arguments that it lacks are not made of those that it has."""
+    args = {"num_layers": 4, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "kv_channels": 4}
+    (tmp_path / "args.json").write_text(json.dumps({**args, "num_query_groups": 2, "vocab_size": 64}))
+    ignored = shutil.ignore_patterns("config.json")
+    src = shutil.copytree(FIXTURES / "models" / "qwen3", tmp_path / "src", ignore=ignored)
+    words: list[Argument] = ["--to", "megatron", "--names", "qwen3", "--args", tmp_path / "args.json", "--verify"]
+    done("convert", Path(src), tmp_path / "out", *words)
+    written = common_in(tmp_path / "out" / "release").args
+    assert written["num_query_groups"] == 2 and "group_query_attention" not in written
 
 
 def test_arguments_give_sizes_without_a_configuration(tmp_path: Path) -> None:

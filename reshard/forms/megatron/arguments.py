@@ -61,6 +61,7 @@ PAIRS = (
 ARGUMENTS: Mapping[str, str] = {key: pair.arguments[0] for pair in PAIRS for key in pair.keys}
 """The argument for each key of config.json."""
 
+_MULTIPLE = "make_vocab_size_divisible_by"
 # Whether linear_fc1 has gate rows and up rows.
 _GATED = "swiglu"
 # Arguments that change what the rows of a weight mean, and the values of each with which they do not.
@@ -101,6 +102,9 @@ def configuration_of(args: Mapping[str, Any], path: str) -> dict[str, object]:
         value = next((args[name] for name in pair.arguments if args.get(name) is not None), None)
         if isinstance(value, (int, float, str)) and _holds(args, pair.where):
             config.update(dict.fromkeys(pair.keys, value))
+    multiple, tp = args.get(_MULTIPLE), args.get("tensor_model_parallel_size")
+    if isinstance(multiple, int) and isinstance(tp, int):
+        config[_MULTIPLE] = multiple * tp
     layers = config.get("num_hidden_layers")
     if args.get("noop_layers") and isinstance(layers, int):
         # MindSpeed counts layers that do nothing, which no other model has.

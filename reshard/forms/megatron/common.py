@@ -52,7 +52,6 @@ _BUILTINS = frozenset(
     for name in ("bytearray", "complex", "dict", "frozenset", "getattr", "set", "slice", "bytes")
 )
 _STEPS = ("step", "common_step")
-_DEEPEST = 32
 
 
 def is_named(name: str) -> bool:
@@ -225,7 +224,7 @@ def _each_optimizer(value: Any) -> list[Mapping[str, Any]]:
 def steps_in(value: Any, archive: Archive, file: ReadableFile) -> frozenset[int]:
     """All steps in a nested state: numbers, or tensors of one element in the archive."""
     found = set()
-    for each in _under(value, 0):
+    for each in _under(value):
         number = _number(each, archive, file)
         if number is None:
             continue
@@ -235,18 +234,16 @@ def steps_in(value: Any, archive: Archive, file: ReadableFile) -> frozenset[int]
     return frozenset(found)
 
 
-def _under(value: Any, depth: int) -> Iterator[Any]:
-    if depth > _DEEPEST:
-        return
+def _under(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         for key, each in value.items():
             if key in _STEPS:
                 yield each
             else:
-                yield from _under(each, depth + 1)
+                yield from _under(each)
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _under(each, depth + 1)
+            yield from _under(each)
 
 
 def _number(value: Any, archive: Archive, file: ReadableFile) -> float | None:

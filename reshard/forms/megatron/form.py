@@ -174,17 +174,19 @@ class MegatronForm(ChunkedForm):
         if step != "latest":
             choose(src, step, Report())
 
-    def configuration(self, src: str, step: str) -> Mapping[str, object] | None:
+    def configuration(self, src: str, step: str, args: str | None = None) -> Mapping[str, object] | None:
         from reshard.checkpoints import FileHandles
         from reshard.forms.megatron.arguments import configuration_of
         from reshard.forms.megatron.common import common_of
+        from reshard.forms.megatron.origin import stated_arguments
         from reshard.names.sizes import Configuration
 
         with FileHandles() as handles:
             common = common_of(choose(src, step, Report()).path, handles)
-        if common is None or not common.args:
+            stated = {} if args is None else stated_arguments(args, handles).all_args
+        if common is None or not (common.args or stated):
             return None
-        return Configuration(configuration_of(common.args, common.path), common.path)
+        return Configuration(configuration_of({**common.args, **stated}, common.path), common.path)
 
     def stated_configuration(self, args: str) -> Mapping[str, object] | None:
         from reshard.checkpoints import FileHandles

@@ -94,8 +94,8 @@ class _Kept(NamedTuple):
 
 def legacy_files(checkpoint: Checkpoint, request: WriteRequest) -> LegacyFiles:
     """The files of a legacy tree; raises as `prepared`."""
-    chosen, _, training = prepared(checkpoint, request)
-    return LegacyFiles(checkpoint, chosen.tensors, training, request)
+    _, model, training = prepared(checkpoint, request)
+    return LegacyFiles(checkpoint, model.tensors, training, request)
 
 
 class LegacyFiles(TargetForm):
@@ -127,7 +127,7 @@ class LegacyFiles(TargetForm):
         self._stages = self._divided(tensors)
         self._add(tensors)
         if self._groups:
-            self._check_order()
+            self._check_state(tensors)
         for name in self.live:
             if not request.admit(name):
                 raise UsageError(f"--include or --exclude leaves out {quoted(name)}, which Megatron's files need")
@@ -255,8 +255,17 @@ class LegacyFiles(TargetForm):
                     self.stage_of[name] = stage
                     self._recipes[name] = _recipe([kept] if beside is None else [kept, beside], form, name)
 
-    def _check_order(self) -> None:
-        """Refuse state of parameters whose place among the others is not known: it is stored by numbers."""
+    def _check_state(self, tensors: Mapping[str, GlobalTensor]) -> None:
+        """Refuse state of parameters without masters, or whose place among others is not known: it has numbers."""
+        for name, tensor in tensors.items():
+            if is_parameter(name) and tensor.dtype not in HALF and not name.startswith(STATE):
+                raise CheckpointError(
+                    f"{self._place}: {quoted(name)} is {tensor.dtype}, and a legacy tree has optimizer state of "
+                    "Float16 and BFloat16 weights alone",
+                    file=self._place,
+                    parameter=name,
+                    hint="write torch_dist: leave out --format torch; for weights alone: --exclude 'optimizer.*'",
+                )
         mindspeed = not MINDSPEED.isdisjoint(self._args)
         for each in self.live.values():
             unknown = mindspeed and _LATENT.search(each.local)
@@ -322,15 +331,12 @@ class LegacyFiles(TargetForm):
             if len(live) < self._counts[self.stage_of[live[0].name] if live else 0]:
                 # A part of a file, to count its bytes.
                 return [*described]
-            return self._state([*zip(live, shapes, described)], {each.name: each.dtype for each in tensors}, add)
+            return self._state([*zip(live, shapes, described)], add)
 
         return lay_out_archive(tensors, shapes, describe)
 
     def _state(
-        self,
-        tensors: Sequence[tuple[LiveTensor, tuple[int, ...], PickledInstance]],
-        dtypes: Mapping[str, str],
-        add: Added,
+        self, tensors: Sequence[tuple[LiveTensor, tuple[int, ...], PickledInstance]], add: Added
     ) -> dict[str, Any]:
         """What a file holds."""
         chunks = len(self._stages.chunks[0])
@@ -347,9 +353,7 @@ class LegacyFiles(TargetForm):
             key = "model" if chunks == 1 else f"model{chunk}"
             state[key] = {each.local: tensor for each, _, tensor in parameters if each.chunk == chunk}
         if self._groups:
-            owned = [
-                (each, shape, dtypes[each.name] in HALF) for each, shape, _ in parameters if is_parameter(each.local)
-            ]
+            owned = [(each, shape) for each, shape, _ in parameters if is_parameter(each.local)]
             several = len(self._groups) > 1
             optimizers = []
             for number, groups in enumerate(self._groups):
@@ -363,26 +367,26 @@ class LegacyFiles(TargetForm):
     def _optimizer(
         self,
         groups: Sequence[Mapping[str, Any]],
-        owned: Sequence[tuple[LiveTensor, tuple[int, ...], bool]],
+        owned: Sequence[tuple[LiveTensor, tuple[int, ...]]],
         states: Mapping[tuple[int, str, str], PickledInstance],
         add: Added,
     ) -> dict[str, Any]:
         """The plain form of an optimizer: groups in the order of their first parameters."""
-        of_groups: dict[tuple[bool, bool], list[tuple[LiveTensor, bool]]] = {}
+        of_groups: dict[tuple[bool, bool], list[LiveTensor]] = {}
         decoupled = any(group.get("is_decoupled_lr") for group in groups)
-        for each, shape, half in owned:
+        for each, shape in owned:
             decayed = is_decayed(each.local, shape)
             key = (decayed, decoupled and each.local in (EMBEDDING, OUTPUT))
-            of_groups.setdefault(key, []).append((each, half))
+            of_groups.setdefault(key, []).append(each)
         written, masters = [], []
         numbered: dict[int, Any] = {}
         for (decayed, is_decoupled), members in of_groups.items():
             numbers = range(len(numbered), len(numbered) + len(members))
             written.append({**self._group(groups, decayed, is_decoupled, add), "params": [*numbers]})
-            for number, (each, _) in zip(numbers, members):
+            for number, each in zip(numbers, members):
                 of_parameter = {kind: states[each.chunk, each.local, kind] for kind in ("exp_avg", "exp_avg_sq")}
                 numbered[number] = {"step": add("Float32", struct.pack("<f", self._step(groups))), **of_parameter}
-            masters.append([states[each.chunk, each.local, MASTER] for each, half in members if half])
+            masters.append([states[each.chunk, each.local, MASTER] for each in members])
         return {"optimizer": {"state": numbered, "param_groups": written}, "fp32_from_fp16_params": masters}
 
     def _group(self, groups: Sequence[Mapping[str, Any]], decayed: bool, decoupled: bool, add: Added) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from reshard.checkpoints.formats.pickles import inert_class
 from reshard.errors import CheckpointError, NamesError
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
 from reshard.forms.megatron.origin import keeps_numbers
+from reshard.layout.views import View
 from reshard.text.messages import listing, quoted
 
 STATES = ("exp_avg", "exp_avg_sq", "param")
@@ -27,6 +28,7 @@ _STACKED = re.compile(r"(?:decoder|encoder)\.layers\.(?![0-9]+\.)")
 _ALL_EXPERTS = re.compile(r"\.experts\.experts\.(?![0-9]+\.)")
 # Models of one kind of layer, and those beside which there are others.
 _SIZED, _OTHER_MODEL = re.compile(r"(?:decoder|embedding|output_layer|mtp)\."), re.compile(r"encoder\.")
+_OF_TOKENS = re.compile(f"(?:{re.escape(EMBEDDING)}|{re.escape(OUTPUT)})$")
 _ROOTS = ("decoder.", "encoder.", "embedding.", "output_layer.", "mtp.")
 # Parameters of modules that have an object, and modules that have none.
 _PARAMETERS = ("weight", "bias", "layer_norm_weight", "layer_norm_bias")
@@ -168,6 +170,35 @@ class Model:
                     parameter=prefix + others[0],
                     hint="name only weights in --cast, or add --cast 'optimizer.*=Float32'",
                 )
+
+    def pad(self, rows: object, size: object, path: str) -> None:
+        """Give embedding, output layer and their state other padding: rows that are added are zeros.
+
+        Args:
+            rows: ``padded_vocab_size``; the tensors stay if it is unknown.
+            size: ``vocab_size``.
+            path: where the arguments are from.
+
+        Raises:
+            CheckpointError: ``vocab_size`` is unknown, or rows of tokens would be missing.
+        """
+        for name in filter(_OF_TOKENS.search, self.tensors):
+            tensor = self.tensors[name]
+            if type(rows) is not int or rows == tensor.shape[0]:
+                continue
+            kept = min(rows, tensor.shape[0])
+            if type(size) is not int or size > kept:
+                raise CheckpointError(
+                    f"{path}: padded_vocab_size is {rows:,}, {quoted(name)} has {tensor.shape[0]:,} rows, and "
+                    f"vocab_size is {size}",
+                    file=path,
+                    parameter=name,
+                    hint='state "vocab_size" in a JSON file of --args: rows after it are padding',
+                )
+            view = View.whole(0, tensor.shape) if tensor.view is None else tensor.view
+            view = View.concat([view.part(0, 0, kept), View.zeros((rows - kept, *tensor.shape[1:]))], 0)
+            padded = tensor._replace(shape=view.shape, stored=tensor.sources, view=view)
+            self.tensors = {**self.tensors, name: padded}
 
     def check(self, args: Mapping[str, Any], path: str) -> None:
         """Refuse arguments that contradict the tensors.

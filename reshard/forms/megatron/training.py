@@ -104,8 +104,12 @@ class _Made:
         self._missing: list[str] = []
 
     def training(self) -> Training:
-        args = self._arguments()
-        self._model.check(args, self._request.asked.args or self._place)
+        args, asked = self._arguments(), self._request.asked
+        if asked.args is not None and asked.format == LEGACY:
+            # Megatron loads no legacy tree with other padding than its own. Another run may have fewer tokens.
+            of_size = self._own.args if self._own is not None and self._origin.named is not None else args
+            self._model.pad(args.get("padded_vocab_size"), of_size.get("vocab_size"), asked.args)
+        self._model.check(args, asked.args or self._place)
         iteration = self._step if self._own is None else self._own.iteration
         optimizers = schedule = None
         if self._model.has_optimizer:
@@ -296,7 +300,7 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float)
 
 
-def _is_written(value: Any, depth: int = 16) -> bool:
+def _is_written(value: Any) -> bool:
     """Whether a value of a pickle is written again: plain values, types of torch, and enumerations of Megatron.
 
     Tensors lie outside of a pickle. Other classes would run where Megatron loads the file, or be missing there.
@@ -305,12 +309,10 @@ def _is_written(value: Any, depth: int = 16) -> bool:
         return True
     if isinstance(value, Global):
         return value.name in FROM_TORCH or value.name.startswith(_ENUMERATIONS)
-    if depth == 0:
-        return False
     if isinstance(value, (list, tuple)):
-        return all(_is_written(each, depth - 1) for each in value)
+        return all(map(_is_written, value))
     if isinstance(value, dict):
-        return all(_is_written(each, depth - 1) for pair in value.items() for each in pair)
+        return all(map(_is_written, (*value, *value.values())))
     if isinstance(value, PickledInstance) and (value.name in _CLASSES or value.name.startswith(_ENUMERATIONS)):
-        return _is_written((value.args, value.state), depth - 1)
+        return _is_written((value.args, value.state))
     return False
