@@ -10,6 +10,7 @@ tensors, which will be written; only readers of bytes use the tensors in the fil
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -484,6 +485,17 @@ class EditedCheckpoint:
         self.nested: Mapping[str, tuple[Any, ...]] = base.nested if nested is None else nested
         self._kept_values = frozenset(kept_values)
         self._tied = tuple(tied)
+
+    def with_more(
+        self, recipes: Mapping[str, Recipe], nested: Mapping[str, tuple[Any, ...]], tied: Sequence[TiedTensors]
+    ) -> EditedCheckpoint:
+        """The checkpoint with further tensors, their keys, and tied tensors of the base."""
+        other = copy.copy(self)
+        other.recipes = {**self.recipes, **recipes}
+        other.tensors = EditedTensors(self.base.tensors, other.recipes)
+        other.nested = {**self.nested, **nested}
+        other._tied = (*self._tied, *tied)
+        return other
 
     @property
     def label(self) -> str:

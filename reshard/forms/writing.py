@@ -8,18 +8,20 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TensorsInOrder
-from reshard.checkpoints.formats.dtypes import NO_ARRAYS
+from reshard.checkpoints.formats.dtypes import INTEGERS, NO_ARRAYS, NUMPY_NAMES
 from reshard.checkpoints.formats.output import OutputLayout
-from reshard.errors import InputError
+from reshard.errors import CheckpointError, InputError
 from reshard.forms.form import WriteRequest
 from reshard.forms.ranks.form import stage_sections
 from reshard.forms.ranks.naming import FileNames
 from reshard.forms.target import Section, TargetForm, layout_in
 from reshard.layout import Layout, volume_of
+from reshard.storage import read_range, reading
 from reshard.strategies import Stage, Strategy
 from reshard.text.messages import Report
-from reshard.text.names import layers_in_order
+from reshard.text.names import TRAINING_STEP, layers_in_order
 
 
 class Selected(NamedTuple):
@@ -40,6 +42,34 @@ def selected(checkpoint: Checkpoint, request: WriteRequest) -> Selected:
     names = [name for name in checkpoint.order() if request.admit(name)]
     values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if request.admit(name)])
     return Selected(TensorsInOrder(checkpoint.tensors, layers_in_order(names)), values, names)
+
+
+def step_of(checkpoint: Checkpoint, handles: FileHandles) -> int | None:
+    """The training step that a source has as a value, or in metadata of its training; None without it."""
+    if TRAINING_STEP not in checkpoint.values():
+        recorded = checkpoint.training.get(TRAINING_STEP)
+        return recorded if type(recorded) is int and recorded >= 0 else None
+    index = checkpoint.indexes[checkpoint.holders(TRAINING_STEP)[0]]
+    tensor = index.tensors[TRAINING_STEP]
+    if tensor.dtype not in INTEGERS or len(tensor.extents) != 1 or tensor.nbytes != tensor.item_size:
+        raise CheckpointError(f"{index.path}: {TRAINING_STEP} is no number", file=index.path, parameter=TRAINING_STEP)
+    with reading(index.path), handles.borrow(index.path) as file:
+        data = read_range(file, tensor.extents[0][0], tensor.nbytes)
+    step = int.from_bytes(data, "little", signed="u" not in NUMPY_NAMES[tensor.dtype])
+    if step < 0:
+        raise CheckpointError(f"{index.path}: {TRAINING_STEP} is {step}", file=index.path, parameter=TRAINING_STEP)
+    return step
+
+
+def without_step(place: str) -> CheckpointError:
+    """The error of optimizer state whose step nothing records."""
+    return CheckpointError(
+        f"{place}: has optimizer state, and no step of it",
+        file=place,
+        parameter=TRAINING_STEP,
+        hint="Adam corrects its moments by the step: bring the value global_step, or leave the optimizer out with "
+        "--exclude 'optimizer.*'",
+    )
 
 
 def share_out(

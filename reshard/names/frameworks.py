@@ -190,8 +190,8 @@ def trainer_keys(name: str) -> tuple[str, ...]:
 def name_before(name: str) -> str:
     """The name that a model, or MindSpore's optimizer, has for a tensor that `trainer_names` named."""
     keys = trainer_keys(name)
-    if len(keys) == len(("optimizer", "state", "NAME", "KEY")) and keys[-1] in _STATES:
-        return _STATES[keys[-1]] + keys[-2]
+    if len(keys) == len(("optimizer", "state", "NAME", "KEY")):
+        return _STATES[keys[-1]] + keys[-2] if keys[-1] in _STATES else name
     return keys[-1]
 
 

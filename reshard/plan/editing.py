@@ -52,6 +52,10 @@ def edited(checkpoint: Checkpoint, edits: EditRules, report: Report, complete: b
         editing.rename(dict(edits.exactly))
         editing.unseen = dict.fromkeys(editing.unseen)
     last = edits.last_names({*editing.recipes, *editing.unseen_names}, report)
+    if edits.side is Side.HUGGINGFACE:
+        from reshard.plan.masters import as_weights
+
+        editing.recipes = as_weights(checkpoint, editing.recipes, last, edits.casts, report)
     if last:
         editing.rename(last)
         editing.unseen = {name: None if new is None else last.get(new, new) for name, new in editing.unseen.items()}

@@ -265,6 +265,12 @@ class EditRules(NamedTuple):
             report.note(
                 f"{plural(len(renamed.left_out), 'tensor')} of the optimizer left out: " + listing(renamed.left_out)
             )
+            steps = any(name.endswith(".step") for name in renamed.left_out)
+            if steps and self.side is Side.MINDFORMERS and TRAINING_STEP not in checkpoint.values():
+                report.warn(
+                    f"steps of parameters are left out and there is no {TRAINING_STEP}, so MindSpore's optimizer "
+                    "corrects moments as in its first steps"
+                )
         if renamed.outside:
             report.warn(
                 f"{plural(len(renamed.outside), 'tensor')} beside the model left out: " + listing(renamed.outside)
@@ -360,19 +366,6 @@ class EditRules(NamedTuple):
         renamed = trainer_names(names)
         report.note("names: weights get the prefix 'model.', as in a trainer's state")
         return renamed
-
-    def note_optimizer(self, names: Iterable[str], report: Report) -> None:
-        """Note how torch loads the optimizer state of a trainer's state.
-
-        Args:
-            names: of the tensors that are written.
-            report: gets the note.
-        """
-        if self.trainer and self.side is not Side.MEGATRON and any(name.startswith("optimizer.") for name in names):
-            report.note(
-                "optimizer.state has no step for each parameter, which neither MindSpore nor Megatron saves: torch "
-                "loads it with DefaultLoadPlanner(allow_partial_load=True)"
-            )
 
     def laid_out(self, target: Strategy, names: Collection[str]) -> Strategy:
         """The target's strategy for the names of a trainer's state; strategies list those of the model.

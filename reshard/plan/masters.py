@@ -1,4 +1,4 @@
-"""Master copies of weights for a mixed-precision optimizer, made of Float32 weights that are their own masters."""
+"""Master copies of weights: those of a mixed-precision optimizer, and Float32 weights that are their own masters."""
 
 from __future__ import annotations
 
@@ -7,9 +7,52 @@ from collections.abc import Callable, Mapping, Sequence
 from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, Recipe
 from reshard.errors import CheckpointError
 from reshard.plan.casts import CastRule, RequestedTypes
-from reshard.text.messages import listing, plural
+from reshard.text.messages import Report, listing, plural
 
 _MOMENT, MASTER = "optimizer.state.exp_avg.", "optimizer.state.param."
+_MODELS_MASTER, _FULL = "main_param.", "Float32"
+
+
+def as_weights(
+    base: Checkpoint,
+    recipes: Mapping[str, Recipe],
+    last: Mapping[str, str | None],
+    casts: Sequence[CastRule],
+    report: Report,
+) -> Mapping[str, Recipe]:
+    """The same tensors, with master copies as the weights that are cast to Float32.
+
+    PyTorch's trainers keep Float32 parameters, which are their own masters.
+
+    Args:
+        base: the source.
+        recipes: its tensors, named as in a model and in MindSpore's optimizers.
+        last: the names to write, by these.
+        casts: the requested types.
+        report: gets a note on masters in either place.
+    """
+    requested = RequestedTypes(casts, {last.get(name) or name for name in recipes})
+    used: dict[str, str] = {}
+    rounded = 0
+    for master in recipes:
+        weight = master[len(_MODELS_MASTER) :]
+        if master != _MODELS_MASTER + weight or weight not in recipes or _types_of(base, recipes[master]) != {_FULL}:
+            continue
+        if requested.of(last.get(weight) or weight) == _FULL:
+            used[weight] = master
+        else:
+            rounded += _types_of(base, recipes[weight]) != {_FULL}
+    if used:
+        report.note(f"{plural(len(used), 'weight')} in Float32: the source's master copies, not its rounded weights")
+    if rounded:
+        text = f"{plural(rounded, 'weight')} rounded, beside Float32 master copies"
+        report.note(f"{text}: --cast Float32 writes these as the weights")
+    gone = {*used.values()}
+    return {name: recipes[used.get(name, name)] for name in recipes if name not in gone}
+
+
+def _types_of(base: Checkpoint, recipe: Recipe) -> set[str]:
+    return {base.tensors[source].dtype for source in recipe.sources}
 
 
 def with_masters(base: Checkpoint, recipes: Mapping[str, Recipe]) -> Mapping[str, Recipe]:
@@ -19,7 +62,7 @@ def with_masters(base: Checkpoint, recipes: Mapping[str, Recipe]) -> Mapping[str
         weight = name[len(_MOMENT) :]
         if not name.startswith(_MOMENT) or weight not in recipes or MASTER + weight in recipes:
             continue
-        if {base.tensors[source].dtype for source in recipes[weight].sources} == {"Float32"}:
+        if _types_of(base, recipes[weight]) == {_FULL}:
             made[MASTER + weight] = recipes[weight]
     return {**recipes, **made} if made else recipes
 

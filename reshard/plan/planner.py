@@ -49,11 +49,19 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
             from reshard.plan.masters import check_masters
 
             check_masters(edited_checkpoint, request.edits.casts, admit)
-        request.edits.note_optimizer(filter(admit, checkpoint.tensors), report)
         if request.target.path == SAME:
             request = request._replace(target=same_layouts(request.target, edited_checkpoint))
-    if request.to.options.names is not Names.MODEL and request.target.path != SAME:
-        request = request._replace(target=request.edits.laid_out(request.target, checkpoint.tensors))
+        if request.edits.trainer and request.edits.side is not Side.MEGATRON:
+            from reshard.plan.steps import with_steps
+
+            checkpoint = with_steps(edited_checkpoint, admit, handles)
+    if request.to.options.names is not Names.MODEL:
+        from reshard.plan.steps import with_steps_laid_out
+
+        target = request.target
+        if target.path != SAME:
+            target = request.edits.laid_out(target, checkpoint.tensors)
+        request = request._replace(target=with_steps_laid_out(target, checkpoint.tensors))
     if shards is not None:
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         request = request._replace(target=Strategy.shards(shards, shapes))

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import ShardReading
 from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
 from reshard.errors import CheckpointError
@@ -18,13 +21,16 @@ from reshard.strategies import Strategy
 from reshard.text.globs import Glob
 from reshard.text.messages import Report, listing, quoted
 from reshard.text.names import TRAINING_STEP, did_you_mean, is_weight
-from reshard.verification.boxes import Shape
+from reshard.verification.boxes import Box, Shape, whole_box
 from reshard.verification.operations import DerivedTensor, lists_of, needed_sources
-from reshard.verification.stored import Content, Source, StoredTensor
+from reshard.verification.stored import Content, Source, StoredTensor, Words, value_content
 
 if TYPE_CHECKING:
     from reshard.names import Applied, NameRules, SizedOperation
     from reshard.plan.edits import EditRules, Link
+
+
+_MOMENT, _STEP = re.compile(r"(.*\boptim(?:izer)?\..+)\.exp_avg_sq"), re.compile(r".*\boptim(izer)?\..+\.step")
 
 
 class _Recipe(NamedTuple):
@@ -83,6 +89,9 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         applied = apply_rules(edits.renames, shapes(), optimizer=True, values=values)
         recipes, kept_values = _ruled(recipes, kept_values, applied)
     model_names = edits.model_names(recipes.keys(), base.checkpoint)
+    masters: dict[str, str] = {}
+    if edits.side is Side.HUGGINGFACE:
+        masters = {name: name[len("main_param.") :] for name in recipes if name.startswith("main_param.")}
     last_names: dict[str, str] = {}
     if edits.trainer:
         names_of = megatron_names if edits.side is Side.MEGATRON else trainer_names
@@ -95,9 +104,21 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         recipes.update(_masters(recipes, originals))
         model_names.update((name, name) for name in recipes.keys() - model_names.keys())
     types = _types({*recipes, *kept_values}, recipes, edits.casts)
+    for master, weight in masters.items():
+        # Where Float32 is asked for, a weight is its Float32 master, not what was rounded from it.
+        place, name = last_names.get(master, master), last_names.get(weight, weight)
+        own = {each.dtype for each in _needed(recipes[place], originals).values()}
+        if name in recipes and own == {types.get(name)} == {"Float32"}:
+            recipes[name] = recipes.pop(place)
+    tensors = {name: _content(name, recipe, originals, types.get(name)) for name, recipe in recipes.items()}
+    if edits.trainer and edits.side is not Side.MEGATRON:
+        steps = [base.tensors[name] for name in sorted(base.tensors) if _STEP.fullmatch(name)]
+        tied += [(steps[0], each) for each in steps[1:]]
+        tensors.update(_steps(base, tensors, steps))
+        model_names.update((name, name) for name in tensors.keys() - model_names.keys())
     return replace(
         base,
-        tensors={name: _content(name, recipe, originals, types.get(name)) for name, recipe in recipes.items()},
+        tensors=tensors,
         values={name: files for name, files in base.values.items() if name in kept_values},
         origin="by the rules and casts",
         model_names=model_names,
@@ -147,6 +168,58 @@ def _masters(recipes: Mapping[str, _Recipe], originals: Mapping[str, Content]) -
         if {each.dtype for each in _needed(recipes[weight], originals).values()} == {"Float32"}:
             masters[master] = recipes[weight]
     return masters
+
+
+@dataclass(frozen=True)
+class _Step(Content):
+    """A step of the training as the Float32 scalar that torch's optimizers have.
+
+    Attributes:
+        number: it, or the integer that a file holds.
+    """
+
+    number: int | Content
+
+    @property
+    def stored_name(self) -> str:
+        return self.name
+
+    def paths(self) -> Collection[str]:
+        return () if isinstance(self.number, int) else self.number.paths()
+
+    def read(self, box: Box, handles: FileHandles) -> Words:
+        number = self.number
+        if not isinstance(number, int):
+            number = int.from_bytes(number.read(whole_box(number.shape), handles).tobytes(), "little")
+        return np.array(number, "<f4").view("<u4")
+
+
+def _steps(base: Source, names: Collection[str], own: Sequence[Content]) -> dict[str, Content]:
+    """The step of each parameter with moments: that of the source's optimizer, or the training's."""
+    steps: dict[str, Content] = {}
+    recorded = base.checkpoint.training.get(TRAINING_STEP)
+    for name in {f"{match[1]}.step" for match in map(_MOMENT.fullmatch, names) if match}:
+        if own:
+            steps[name] = replace(own[0], name=name)
+        elif TRAINING_STEP in base.values:
+            value = value_content(base.indexes, TRAINING_STEP, base.values[TRAINING_STEP][0])
+            steps[name] = _Step(name, "Float32", 4, (), value)
+        elif type(recorded) is int:
+            steps[name] = _Step(name, "Float32", 4, (), recorded)
+    return steps
+
+
+def steps_listed(strategy: Strategy, names: Collection[str]) -> Strategy:
+    """A strategy with the step of each parameter of a trainer's state, whole on the ranks of its moments."""
+    stages = []
+    for stage in strategy.stages:
+        layouts = dict(stage.layouts)
+        for match in filter(None, map(_MOMENT.fullmatch, stage.layouts)):
+            if f"{match[1]}.step" in names:
+                whole = replace(layouts[match[0]].without_shards(), tensor_map=(), uneven=None, recorded_shape=None)
+                layouts.setdefault(f"{match[1]}.step", whole)
+        stages.append(stage._replace(layouts=layouts))
+    return replace(strategy, stages=tuple(stages))
 
 
 def stored_parts(source: Source) -> dict[str, StoredTensor]:

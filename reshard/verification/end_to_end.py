@@ -18,7 +18,7 @@ from reshard.text.names import TRAINER_OPTIMIZERS
 from reshard.verification.boxes import whole_box
 from reshard.verification.computed import sums_of
 from reshard.verification.converted import compare_form, object_differences, training_differences
-from reshard.verification.edited import edited_source, renamed, same_layouts, stored_parts
+from reshard.verification.edited import edited_source, renamed, same_layouts, steps_listed, stored_parts
 from reshard.verification.files import RecordedCrcs, read_sound, read_written
 from reshard.verification.fingerprint import sums
 from reshard.verification.operations import DerivedTensor
@@ -113,7 +113,7 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
         differences = [*_untied(source, means), *_disagreeing(source, means)]
     if request.form.options.arguments:
         differences += _megatron_differences(stored, source, request, means, report)
-    target = _for_trainer(request, target, source.tensors)
+    target = steps_listed(_for_trainer(request, target, source.tensors), source.tensors)
     warn_of_unmatched(request.filters, (listed, target.parameters, source.names), report)
     return [*differences, *_compared(source, target, conversion, means, report)]
 

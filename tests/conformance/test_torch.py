@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.conformance import oracles
+from tests.corpus_mcore import mcore_case
 from tests.running import Argument, done, fails
-from tests.trees import read_checkpoint
+from tests.trees import read_checkpoint, scalar, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -127,6 +130,34 @@ def test_torch_resumes_from_a_converted_checkpoint(tmp_path: Path) -> None:
     for request, started in zip(jobs, oracles.done(oracles.torch_checkpoints(jobs))):
         # safetensors cannot contain objects such as a learning rate, which torch requires to load an optimizer.
         assert started == (trained if request["optimizer"] else {**weights, "logits": trained["logits"]})
+
+
+@pytest.mark.parametrize("source", ["megatron", "mindformers"])
+def test_adamw_of_torch_goes_on_from_other_trainers(source: str, tmp_path: Path) -> None:
+    """FSDP2 on two ranks has to find all of the state, and its next step is that of plain AdamW, bit for bit."""
+    case = mcore_case("td_dense_plain")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(case.expected["config"]))
+    state: list[Argument] = ["--names", "llama", "--optimizer", "keep", "--verify"]
+    saved, step, full = case.root, case.expected["optimizer"]["step"], tmp_path / "full"
+    done("convert", case.root, full, "--to", "huggingface", *state)
+    if source == "mindformers":
+        saved, step, strategy = tmp_path / "ranks", 1000, tmp_path / "strategy.json"
+        cut: list[Argument] = ["--sizes", "dp=2,mp=2,pp=2", "--set", "vocab_emb_dp=false"]
+        done("strategy", "make", "llama", strategy, "--shapes", case.root, "--names", "llama", *cut)
+        done("convert", case.root, saved, "--dst-strategy", strategy, *state)
+        for path in [full / "model.safetensors", *saved.glob("rank_*/*.safetensors")]:
+            files = read_checkpoint(path)
+            write_checkpoint(path, {**files, "global_step": scalar(step, shape=(1,))}, metadata={"format": "ms"})
+        state += ["--config", tmp_path / "model", "--src-strategy", strategy]
+    done("convert", saved, tmp_path / "dcp", "--to", "dcp", "--shards", 3, "--cast", "Float32", *state)
+    resume = job("resume", tmp_path / "model", tmp_path / "dcp", "dcp", (1, 2, 1))
+    alone = {"do": "alone", "tensors": str(full / "model.safetensors"), "mesh": (1, 1, 1)}
+    resumed, expected = oracles.done(oracles.torch_checkpoints([resume, alone]))
+    weights = weights_of(expected)
+    assert resumed == expected and len(expected) == 4 * len(weights) == 84
+    steps = {digest for name, digest in expected.items() if name.startswith("step.")}
+    assert steps == {hashlib.sha256(np.float32(step + 1).tobytes()).hexdigest()}
 
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "complex64")

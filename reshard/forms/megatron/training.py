@@ -18,6 +18,7 @@ from reshard.forms.megatron.arguments import arguments_of
 from reshard.forms.megatron.form import LEGACY
 from reshard.forms.megatron.model import Model
 from reshard.forms.megatron.origin import OPTIMIZER, origin_of
+from reshard.forms.writing import without_step
 from reshard.text.messages import listing, some_names
 
 FULLY_RESHARDABLE = "fully_reshardable"
@@ -114,12 +115,7 @@ class _Made:
         optimizers = schedule = None
         if self._model.has_optimizer:
             if self._step is None:
-                raise CheckpointError(
-                    f"{self._place}: has optimizer state, and no step of it",
-                    file=self._place,
-                    hint="Adam corrects its moments by the step: bring the value global_step, or leave the optimizer "
-                    "out with --exclude 'optimizer.*'",
-                )
+                raise without_step(self._place)
             args[_CONSUMED] = self._consumed(args)
             optimizers = self._optimizers(args)
             schedule = self._schedule(args)

@@ -12,9 +12,7 @@ from typing import Any
 
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.archives import archive_of_pickle
-from reshard.checkpoints.formats.dtypes import INTEGERS, NUMPY_NAMES
 from reshard.checkpoints.formats.pickles import pickled
-from reshard.errors import CheckpointError
 from reshard.forms.form import WriteRequest
 from reshard.forms.megatron.form import MEGATRON
 from reshard.forms.megatron.model import EXTRA, Model
@@ -23,8 +21,7 @@ from reshard.forms.pytorch.dcp_written import BACKEND_CONTENT, DcpFiles
 from reshard.forms.pytorch.form import BACKEND, COMMON, ITERATIONS, METADATA, OBJECTS
 from reshard.forms.target import FinishingFile
 from reshard.forms.tracker import TRACKER
-from reshard.forms.writing import Selected, selected
-from reshard.storage import read_range, reading
+from reshard.forms.writing import Selected, selected, step_of
 from reshard.text.messages import listing
 from reshard.text.names import TRAINING_STEP, is_training_value
 from reshard.threads import cached_property
@@ -48,7 +45,7 @@ def prepared(checkpoint: Checkpoint, request: WriteRequest) -> tuple[Selected, M
     if checkpoint.form != MEGATRON:
         model.check_names()
     model.check_optimizer()
-    training = training_of(checkpoint, model, step_of(checkpoint, request), request)
+    training = training_of(checkpoint, model, step_of(checkpoint, request.handles), request)
     values = {name: size for name, size in chosen.values.items() if not is_training_value(name)}
     _note_left_out(checkpoint, chosen, model, training, request)
     return chosen._replace(values=values), model, training
@@ -74,23 +71,6 @@ def _note_left_out(
         report.warn(
             "Megatron keeps biases of experts in Float32; add --cast '*.expert_bias=Float32' for " + listing(rounded)
         )
-
-
-def step_of(checkpoint: Checkpoint, request: WriteRequest) -> int | None:
-    """The training step that a source has as a value, or in metadata of its training; None without it."""
-    if TRAINING_STEP not in checkpoint.values():
-        recorded = checkpoint.training.get(TRAINING_STEP)
-        return recorded if type(recorded) is int and recorded >= 0 else None
-    index = checkpoint.indexes[checkpoint.holders(TRAINING_STEP)[0]]
-    tensor = index.tensors[TRAINING_STEP]
-    if tensor.dtype not in INTEGERS or len(tensor.extents) != 1 or tensor.nbytes != tensor.item_size:
-        raise CheckpointError(f"{index.path}: {TRAINING_STEP} is no number", file=index.path, parameter=TRAINING_STEP)
-    with reading(index.path), request.handles.borrow(index.path) as file:
-        data = read_range(file, tensor.extents[0][0], tensor.nbytes)
-    step = int.from_bytes(data, "little", signed="u" not in NUMPY_NAMES[tensor.dtype])
-    if step < 0:
-        raise CheckpointError(f"{index.path}: {TRAINING_STEP} is {step}", file=index.path, parameter=TRAINING_STEP)
-    return step
 
 
 def directory_of(iteration: int | None) -> str:

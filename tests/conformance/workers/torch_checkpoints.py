@@ -8,6 +8,10 @@ A `mesh` is the number of replicas, of ranks that FSDP2 shards over, and of rank
   Answers hashes of all full tensors, and of the logits of one fixed text as ``logits``.
 * ``{"do": "start", "model", "directory", "form", "mesh", "optimizer"}``: the same model with other weights loads them,
   and the state of its optimizer. Answers the same.
+* ``{"do": "resume", "model", "directory", "form", "mesh"}``: the same model loads weights and optimizer state, all keys
+  of which have to be there, and AdamW makes a step with gradients that follow from names. Answers the same hashes.
+* ``{"do": "alone", "tensors", "mesh"}``: plain AdamW makes this step from the master copies, moments and step in a file
+  of safetensors. Answers the same.
 * ``{"do": "save", "directory", "form", "mesh", "tensors"}``: tensors that are made by name, ``{name: [dtype, shape,
   placements]}``, are saved. A placement is the dimension that an axis of the mesh shards, or -1 for a replica.
   Answers hashes of the full tensors.
@@ -32,6 +36,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
 import transformers
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -46,6 +51,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.conformance.workers.protocol import Job, serve
 
+_SETTINGS: Mapping[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 _AXES = ("replicas", "shards", "tensor")
 
 
@@ -95,8 +101,7 @@ def _train(job: Job, mesh: DeviceMesh) -> dict[str, str]:
 
 def _start(job: Job, mesh: DeviceMesh) -> dict[str, str]:
     torch.manual_seed(1)
-    config = transformers.AutoConfig.from_pretrained(job["model"])
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(_config(job), dtype=torch.float32)
     _distribute(model, mesh)
     optimizer = _optimizer(model)
     weights = get_model_state_dict(model)
@@ -110,6 +115,43 @@ def _start(job: Job, mesh: DeviceMesh) -> dict[str, str]:
         set_optimizer_state_dict(model, optimizer, state)
         state = get_optimizer_state_dict(model, optimizer)
     return _hashes(get_model_state_dict(model)) | _state_hashes(state) | _logits(model)
+
+
+def _config(job: Job) -> Any:
+    return transformers.AutoConfig.from_pretrained(job["model"])
+
+
+def _resume(job: Job, mesh: DeviceMesh) -> dict[str, str]:
+    model = transformers.AutoModelForCausalLM.from_config(_config(job), dtype=torch.float32)
+    _distribute(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), **_SETTINGS)
+    weights, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    _load(job, {"model": weights, "optimizer": {"state": state["state"]}})
+    set_model_state_dict(model, weights)
+    set_optimizer_state_dict(model, optimizer, state)
+    for name, parameter in model.named_parameters():
+        gradient = _gradient(name, parameter.shape)
+        parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+    optimizer.step()
+    return _hashes(get_model_state_dict(model)) | _state_hashes(get_optimizer_state_dict(model, optimizer))
+
+
+def _alone(job: Job, mesh: DeviceMesh) -> dict[str, str]:
+    held = load_file(job["tensors"])
+    step = float(held["global_step"].item())
+    masters = {name[len("main_param.") :]: held[name] for name in held if name.startswith("main_param.")}
+    weights = {name: torch.nn.Parameter(master) for name, master in masters.items()}
+    optimizer = torch.optim.AdamW(weights.values(), **_SETTINGS)
+    for name, weight in weights.items():
+        moments = {"exp_avg": held[f"adam_m.{name}"], "exp_avg_sq": held[f"adam_v.{name}"]}
+        optimizer.state[weight] = {"step": torch.tensor(step), **moments}
+        weight.grad = _gradient(name, weight.shape)
+    optimizer.step()
+    return _hashes(weights) | _state_hashes({"state": {name: optimizer.state[each] for name, each in weights.items()}})
+
+
+def _gradient(name: str, shape: torch.Size) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
 
 def _distribute(model: Any, mesh: DeviceMesh) -> None:
@@ -242,6 +284,8 @@ def _digest(tensor: torch.Tensor) -> str:
 _JOBS: Mapping[str, Callable[[Job, DeviceMesh], dict[str, str]]] = {
     "train": _train,
     "start": _start,
+    "resume": _resume,
+    "alone": _alone,
     "save": _save_tensors,
     "ranks": _save_with_layer,
     "load": _load_tensors,
