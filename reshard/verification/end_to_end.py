@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
 from reshard.checkpoints.formats.dtypes import PT
+from reshard.errors import UsageError
 from reshard.forms.form import Names, Side, WrittenTraining
+from reshard.forms.megatron.proofs import MASTERS
 from reshard.strategies import SAME, Strategy, shards_of
 from reshard.text.messages import Report, listing, plural, quoted
 from reshard.text.names import TRAINER_OPTIMIZERS, warn_of_unmatched
@@ -53,6 +56,7 @@ class Verified(NamedTuple):
         read: reads the source of a request.
         checked: the conversion has checked the CRCs of the source's files; they are checked only if something differs.
         adapter: the adapter added to the weights, if any.
+        recorded: the target's records, or the conversion that has just ended, list its options.
     """
 
     request: Request
@@ -60,6 +64,7 @@ class Verified(NamedTuple):
     read: Callable[[Request], Checkpoint]
     checked: bool = False
     adapter: MergedAdapter | None = None
+    recorded: bool = True
 
 
 def verify_conversion(
@@ -205,6 +210,7 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         differences, names = compare_ranks(
             source, files, target, means, ranks=request.asked.files, admit=admit, recovered=request.task.recover
         )
+        _check_options(conversion, names, differences)
         if request.asked.files is None:
             _note_left_out(source, names, request, differences, report)
         return differences
@@ -222,21 +228,56 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
 
         source, written = with_copies(as_layers(source, written), written)
     if form.options.arguments:
-        differences += _training_differences(source, written, request, means)
+        if not conversion.recorded:
+            source = _with_names_of_masters(source, written)
+        differences += _training_differences(source, written, conversion, means)
     elif form.options.names is Names.TRAINER:
         kept = admit if request.edits.keeps_objects else lambda name: False
         differences += object_differences(source.checkpoint, written.checkpoint, kept, means.handles)
         differences += _other_keys(source, written, request.edits.trainer)
     differences += training_differences(source.checkpoint, written, means.handles)
     differences += compare_form(source, written, target, directory, means, admit)
+    _check_options(conversion, written.names, differences)
     _note_left_out(source, written.names, request, differences, report)
     cast = bool(request.edits.casts) or request.edits.quantisation is not None
     beside = form.check_beside(directory, written.checkpoint, source.checkpoint, cast, report)
     return [*differences, *(Difference("file", None, (), text, (name,)) for name, text in beside)]
 
 
-def _training_differences(source: Source, written: Source, request: Request, means: Means) -> Iterator[Difference]:
-    """Differences of a form's own records of the training."""
+def _check_options(conversion: Verified, names: Collection[str], differences: Collection[Difference]) -> None:
+    """Refuse a target without records whose names or types no option gives.
+
+    Raises:
+        UsageError: most names or types are not the source's.
+    """
+    request = conversion.request
+    if conversion.recorded or request.asked.edits.changes:
+        return
+    for kind, noun, options in (("extra", "names", "--names, --rename or --optimizer"), ("type", "types", "--cast")):
+        others = sorted({each.parameter for each in differences if each.kind == kind and each.parameter is not None})
+        if 2 * len(others) > len(names):
+            raise UsageError(
+                f"{request.dst}: its {noun} are not those of {request.src}, and no record lists the options of the "
+                "conversion: " + listing(others, _MAX_SHOWN),
+                parameter=others[0],
+                hint=f"add the options that convert had: {options}",
+            )
+
+
+def _with_names_of_masters(source: Source, written: Source) -> Source:
+    """The source with the other of Megatron's two names for masters, where only that one is in the target."""
+    tensors = dict(source.tensors)
+    for before, after in (MASTERS, MASTERS[::-1]):
+        for name in [name for name in tensors if name.startswith(before) and name not in written.tensors]:
+            other = after + name[len(before) :]
+            if other in written.tensors:
+                tensors[other] = replace(tensors.pop(name), name=other)
+    return replace(source, tensors=tensors)
+
+
+def _training_differences(source: Source, written: Source, conversion: Verified, means: Means) -> Iterator[Difference]:
+    """Differences of a form's own records of the training; without records, those that the source lacks."""
+    request = conversion.request
     names = set(request.to.options.counters or ())
     recorded = source.checkpoint.training
     counters = {name: recorded[name] for name in names if type(recorded.get(name)) is int}
@@ -249,7 +290,12 @@ def _training_differences(source: Source, written: Source, request: Request, mea
     training = WrittenTraining(
         request.dst, written.checkpoint, origin, counters, request.asked.target, config, means.handles
     )
-    return (Difference("file", None, (), text, (file,)) for file, text in request.to.check_training(training))
+    found = [*request.to.check_training(training)]
+    if found and not conversion.recorded and request.form.name == request.to.name:
+        own = training._replace(directory=os.path.dirname(origin.place), target=origin)
+        shared = {*request.to.check_training(own)}
+        found = [each for each in found if each not in shared]
+    return (Difference("file", None, (), text, (file,)) for file, text in found)
 
 
 def _other_keys(source: Source, written: Source, renamed: bool) -> Iterator[Difference]:

@@ -191,6 +191,39 @@ def test_verify_finds_damage_beside_the_tensors(kind: str, dense: Path, tmp_path
     assert result.status == 4 and text in result.out + result.err
 
 
+def without_records(root: Path) -> Path:
+    shutil.rmtree(root / ".reshard")
+    (root / "reshard-manifest.json").unlink()
+    return root
+
+
+@pytest.mark.parametrize("name", ["td_dense_plain", "legacy_dense"])
+def test_a_copy_of_a_checkpoint_has_no_differences(name: str, tmp_path: Path) -> None:
+    """Also where the source lacks objects and entries that Megatron-Core of today writes."""
+    root = mcore_case(name).root
+    done("verify", shutil.copytree(root, tmp_path / "copy"), "--src", root)
+
+
+def test_without_records_masters_have_either_name_and_all_else_is_compared(dense: Path, tmp_path: Path) -> None:
+    root = mcore_case("td_dense_plain").root
+    out = without_records(Path(shutil.copytree(dense, tmp_path / "out")))
+    done("verify", out, "--src", root)
+    for kind in ("a missing object", "betas", "tracker"):
+        copy = Path(shutil.copytree(out, tmp_path / kind))
+        DAMAGE[kind][0](copy)
+        fails(4, "verify", copy, "--src", root)
+
+
+def test_without_records_the_options_of_names_must_be_typed(tmp_path: Path) -> None:
+    case = mcore_case("td_dense_plain")
+    (tmp_path / "config.json").write_text(json.dumps(case.expected["config"]))
+    names: list[Argument] = ["--names", str(case.expected["names"]), "--config", tmp_path / "config.json"]
+    done("convert", case.root, tmp_path / "out", "--to", "huggingface", *names)
+    out = without_records(tmp_path / "out")
+    fails(2, "verify", out, "--src", case.root, texts=["--names"])
+    done("verify", out, "--src", case.root, *names)
+
+
 @pytest.mark.parametrize("mark", MARKS)
 def test_the_manifest_finds_changed_marks(mark: str, dense: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(dense, tmp_path / "out"))

@@ -41,6 +41,12 @@ MODULES = (
         f"reshard.forms.megatron.{name}"
         for name in ("gathered", "legacy", "legacy_state", "live", "rank_files", "stages")
     ),
+    # Writers.
+    *(f"reshard.forms.megatron.{name}" for name in ("arguments", "model", "origin", "training", "written")),
+    *(f"reshard.forms.pytorch.{name}" for name in ("dcp_written", "shards")),
+    *(f"reshard.forms.{name}" for name in ("checkpoint2.written_files", "full.beside", "full.written_files")),
+    *(f"reshard.forms.{name}" for name in ("target", "writing")),
+    *(f"reshard.checkpoints.formats.{name}" for name in ("archives", "output", "pickles")),
     *(f"reshard.plan.{path.stem}" for path in sorted((ROOT / "reshard" / "plan").glob("[a-z]*.py"))),
 )
 REFUSED, SAME, FOUND, CERTIFIED, ENDLESS = "refused", "same", "found", "certified", "endless"
