@@ -78,7 +78,8 @@ def verify_written(
     step = recorded_step(request.src, request.form.name, summary.step)
     request = _at(request, step, tuple(files) if by_rank else None)._replace(edits=between_forms(request))
     with reading_sources(request.asked.effort, progress, report) as (means, crcs):
-        conversion = Verified(request, files, partial(read_source, handles=means.handles, report=report), True, adapter)
+        reader = partial(read_source, handles=means.handles, report=report)
+        conversion = Verified(request, files, reader, True, adapter, kept=summary.kept)
         return verify_conversion(conversion, means, report, crcs)
 
 
