@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
 from reshard.checkpoints.formats.dtypes import PT
 from reshard.defaults import DEFAULT_PREFIX
-from reshard.errors import InputError, UsageError
+from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.forms.form import Names, Side, WrittenTraining
 from reshard.forms.full.form import CONFIG
 from reshard.forms.pytorch.form import COMMON, HYPER_PARALLEL
@@ -259,17 +259,17 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
     _note_left_out(source, written.names, request, differences, report)
     cast = bool(request.edits.casts) or request.edits.quantisation is not None
     if form.options.side is Side.HUGGINGFACE and conversion.checked and CONFIG not in conversion.kept:
-        differences += configuration_differences(source.checkpoint, written.checkpoint, request, cast)
+        differences += _configuration_differences(source.checkpoint, written.checkpoint, request, cast)
     beside = form.check_beside(directory, written.checkpoint, source.checkpoint, cast, report)
     return [*differences, *(Difference("file", None, (), text, (name,)) for name, text in beside)]
 
 
-def configuration_differences(
+def _configuration_differences(
     source: Checkpoint, target: Checkpoint, request: Request, cast: bool
 ) -> Iterator[Difference]:
     """Differences of config.json from the one that was copied, of which a cast changes types, and nothing else."""
     given = request.asked.edits.config
-    paths = [os.path.join(source.place, CONFIG)]
+    paths = [os.path.join(source.place, name) for name in source.extra_files if os.path.basename(name) == CONFIG]
     if given is not None:
         paths.insert(0, os.path.join(given, CONFIG) if is_directory(given) else given)
     path = next(filter(is_regular_file, paths), None)
@@ -278,7 +278,11 @@ def configuration_differences(
         return
     weights = [tensor.dtype.lower() for name, tensor in target.tensors.items() if is_weight(name, target.tensors)]
     types = {dtype for dtype in weights if "float" in dtype}
-    expected, found = (read_json(each, _MAX_CONFIG) or {} for each in (path, written))
+    try:
+        expected, found = (read_json(each, _MAX_CONFIG) or {} for each in (path, written))
+    except CheckpointError:
+        # Such a file is copied as it is, which is compared elsewhere.
+        return
     for level in (expected, expected.get("text_config")):
         if not cast or not isinstance(level, dict):
             continue
@@ -346,7 +350,7 @@ def _training_differences(source: Source, written: Source, conversion: Verified,
             # Imported only here, like all that is Megatron's.
             from reshard.forms.megatron.common import common_of
             from reshard.forms.megatron.origin import origin_of
-            from reshard.verification.common_state import state_differences
+            from reshard.verification.megatron_state import state_differences
 
             try:
                 common = common_of(training.target.place, training.handles)
