@@ -104,6 +104,8 @@ def _tensors(path: Path, cast: bool) -> tuple[object, dict[str, tuple[object, ..
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
         # Loaders take a missing key for False.
         metadata.setdefault("remove_redundancy", "False")
+        # The places of chunks are JSON within JSON.
+        metadata = {key: json.loads(text) if text.startswith("{") else text for key, text in metadata.items()}
     tensors: dict[str, tuple[object, ...]] = {}
     for name, (dtype, array) in read_checkpoint(path).items():
         if cast and dtype in _INFINITE:
