@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
 from reshard.checkpoints.formats.dtypes import PT
-from reshard.forms.form import Names, Side, WrittenTraining
+from reshard.forms.form import Names, Side
+from reshard.forms.registry import form_named
 from reshard.strategies import SAME, Strategy, shards_of
 from reshard.text.messages import Report, listing, plural, quoted
 from reshard.text.names import TRAINER_OPTIMIZERS, warn_of_unmatched
@@ -73,7 +74,8 @@ def verify_conversion(
     request = conversion.request
 
     def read(damaged: Mapping[str, str]) -> Source:
-        return stored_source(conversion.read(request._replace(damaged=damaged)), request.source)
+        stored = stored_source(conversion.read(request._replace(damaged=damaged)), request.source)
+        return _with_own_places(stored, means, report) if _is_tree(stored) else stored
 
     damaged = dict(request.damaged)
     if conversion.checked:
@@ -109,25 +111,28 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
             source.tensors = sums_of(source, matrices, str(reading.src), scale)
         differences = [*_untied(source, means), *_disagreeing(source, means)]
     if request.form.options.arguments:
-        differences += _megatron_differences(stored, source, request, means, report)
+        compared = (source.tensors[name] for name in filter(request.filters.admit, source.tensors))
+        differences += _unproved(stored, {name for each in compared for name in _stored_names(each)}, means)
     target = _for_trainer(request, target, source.tensors)
     warn_of_unmatched(request.filters, (listed, target.parameters, source.names), report)
     return [*differences, *_compared(source, target, conversion, means, report)]
 
 
-def _megatron_differences(
-    stored: Source, source: Source, request: Request, means: Means, report: Report
-) -> list[Difference]:
-    """Differences within a checkpoint of Megatron, in the tensors that are compared."""
-    compared = (source.tensors[name] for name in filter(request.filters.admit, source.tensors))
-    used = {name for tensor in compared for name in _stored_names(tensor)}
-    differences = _unproved(stored, used, means)
-    if all(path.endswith(f".{PT}") for path in stored.checkpoint.files.values()):
-        # Imported only here: other sources record the places of their slices.
-        from reshard.verification.rank_trees import misplaced
+def _is_tree(source: Source) -> bool:
+    """Whether a checkpoint is a legacy tree of Megatron, of which the places of tensors are recorded nowhere."""
+    options, paths = form_named(source.checkpoint.form).options, source.checkpoint.files.values()
+    return options.arguments and all(path.endswith(f".{PT}") for path in paths)
 
-        differences += misplaced(stored, used, means, report)
-    return differences
+
+def _with_own_places(stored: Source, means: Means, report: Report) -> Source:
+    # Imported only here: other forms record the places of their slices.
+    from reshard.verification.rank_trees import read_tree
+
+    stored, unknown = read_tree(stored, means.handles)
+    if unknown:
+        count = plural(len(unknown), "tensor")
+        report.warn(f"{stored.checkpoint.place}: the place of {count} is not proved: {listing(unknown)}")
+    return stored
 
 
 def as_asked(request: Request) -> bool:
@@ -216,11 +221,19 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         # Reading a damaged archive would end the comparison with an error.
         paths = {path: os.path.relpath(path, directory) for path in sorted(damage)}
         return [*differences, *(Difference("file", None, (), damage[path], (file,)) for path, file in paths.items())]
-    if form.options.arguments and all(path.endswith(f".{PT}") for path in written.checkpoint.files.values()):
+    if _is_tree(written):
         # Imported only here: other targets have a tensor for each of the source.
-        from reshard.verification.live_trees import as_layers, with_copies
+        from reshard.verification.live_trees import as_layers, problems_of
+        from reshard.verification.rank_trees import ranks_of, read_tree
 
-        source, written = with_copies(as_layers(source, written), written)
+        written, unknown = read_tree(written, means.handles)
+        differences += [Difference("content", name, (), "lies in no place that is known") for name in unknown]
+        source = as_layers(source, written)
+        ranks = ranks_of(sorted(written.checkpoint.files.values()), means.handles)
+        problems = problems_of([source.tensors[name] for name in filter(admit, source.tensors)], ranks)
+        differences += [
+            Difference("file", None, (), text, (os.path.relpath(path, directory),)) for path, text in problems
+        ]
     if form.options.arguments:
         differences += _training_differences(source, written, request, means)
     elif form.options.names is Names.TRAINER:
@@ -237,6 +250,9 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
 
 def _training_differences(source: Source, written: Source, request: Request, means: Means) -> Iterator[Difference]:
     """Differences of a form's own records of the training."""
+    # Imported only here: other forms have no such records.
+    from reshard.verification.training import WrittenTraining, differences
+
     names = set(request.to.options.counters or ())
     recorded = source.checkpoint.training
     counters = {name: recorded[name] for name in names if type(recorded.get(name)) is int}
@@ -249,7 +265,7 @@ def _training_differences(source: Source, written: Source, request: Request, mea
     training = WrittenTraining(
         request.dst, written.checkpoint, origin, counters, request.asked.target, config, means.handles
     )
-    return (Difference("file", None, (), text, (file,)) for file, text in request.to.check_training(training))
+    return (Difference("file", None, (), text, (file,)) for file, text in differences(training))
 
 
 def _other_keys(source: Source, written: Source, renamed: bool) -> Iterator[Difference]:
