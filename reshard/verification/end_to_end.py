@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
@@ -18,10 +19,9 @@ from reshard.verification.computed import sums_of
 from reshard.verification.converted import compare_form, object_differences, training_differences
 from reshard.verification.edited import edited_source, renamed, same_layouts, stored_parts
 from reshard.verification.files import RecordedCrcs, read_sound, read_written
-from reshard.verification.fingerprint import sums
 from reshard.verification.operations import DerivedTensor
 from reshard.verification.ranks import compare_ranks
-from reshard.verification.reading import Comparison, Difference, Means, compare
+from reshard.verification.reading import Difference, Means, Pair, unequal
 from reshard.verification.stored import Content, Source, StoredTensor, files_read, stored_source, value_content
 
 if TYPE_CHECKING:
@@ -75,7 +75,12 @@ def verify_conversion(
 
     def read(damaged: Mapping[str, str]) -> Source:
         stored = stored_source(conversion.read(request._replace(damaged=damaged)), request.source)
-        return _with_own_places(stored, means, report) if _is_tree(stored) else stored
+        if not _is_tree(stored):
+            return stored
+        # Imported only here: other forms record the places of their slices.
+        from reshard.verification.rank_trees import read_tree
+
+        return read_tree(stored, means.handles)
 
     damaged = dict(request.damaged)
     if conversion.checked:
@@ -92,7 +97,6 @@ def verify_conversion(
 def _differences(stored: Source, conversion: Verified, means: Means, report: Report) -> list[Difference]:
     request = conversion.request
     target, source = request.target, stored
-    differences: list[Difference] = []
     if target.is_placeholder:
         # Of rows that are cut evenly, the full tensors are compared.
         by_shards = shards_of(target.path) is not None
@@ -109,10 +113,9 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
             reading, scale = conversion.adapter
             matrices = edited_source(stored_source(conversion.read(reading), reading.source), reading.edits, Report())
             source.tensors = sums_of(source, matrices, str(reading.src), scale)
-        differences = [*_untied(source, means), *_disagreeing(source, means)]
-    if request.form.options.arguments:
-        compared = (source.tensors[name] for name in filter(request.filters.admit, source.tensors))
-        differences += _unproved(stored, {name for each in compared for name in _stored_names(each)}, means)
+    compared = (source.tensors[name] for name in filter(request.filters.admit, source.tensors))
+    used = {name for each in compared for name in _stored_names(each)}
+    differences = unequal([*_pairs(stored, source, used)], means)
     target = _for_trainer(request, target, source.tensors)
     warn_of_unmatched(request.filters, (listed, target.parameters, source.names), report)
     return [*differences, *_compared(source, target, conversion, means, report)]
@@ -122,17 +125,6 @@ def _is_tree(source: Source) -> bool:
     """Whether a checkpoint is a legacy tree of Megatron, of which the places of tensors are recorded nowhere."""
     options, paths = form_named(source.checkpoint.form).options, source.checkpoint.files.values()
     return options.arguments and all(path.endswith(f".{PT}") for path in paths)
-
-
-def _with_own_places(stored: Source, means: Means, report: Report) -> Source:
-    # Imported only here: other forms record the places of their slices.
-    from reshard.verification.rank_trees import read_tree
-
-    stored, unknown = read_tree(stored, means.handles)
-    if unknown:
-        count = plural(len(unknown), "tensor")
-        report.warn(f"{stored.checkpoint.place}: the place of {count} is not proved: {listing(unknown)}")
-    return stored
 
 
 def as_asked(request: Request) -> bool:
@@ -226,8 +218,7 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         from reshard.verification.live_trees import as_layers, problems_of
         from reshard.verification.rank_trees import ranks_of, read_tree
 
-        written, unknown = read_tree(written, means.handles)
-        differences += [Difference("content", name, (), "lies in no place that is known") for name in unknown]
+        written = read_tree(written, means.handles)
         source = as_layers(source, written)
         ranks = ranks_of(sorted(written.checkpoint.files.values()), means.handles)
         problems = problems_of([source.tensors[name] for name in filter(admit, source.tensors)], ranks)
@@ -292,26 +283,27 @@ def _note_left_out(
         )
 
 
-def _unproved(stored: Source, used: Collection[str], means: Means) -> list[Difference]:
-    """Weights that differ from their masters, cast, where these show that the optimizer's state is that of the weights.
+def _pairs(stored: Source, source: Source, used: Collection[str]) -> Iterator[Pair]:
+    """Tensors of a source that have to be equal.
 
     Args:
         stored: the source as it is stored.
+        source: with edits.
         used: the names in its files of all that is compared.
-        means: files, threads and memory.
     """
-    differences = []
     for equal in stored.checkpoint.tied_tensors():
         tensors = (equal.representative, *equal.copies)
-        if not any(tensor.stored for tensor in tensors) or not equal.concerns(used):
-            continue
-        contents = [_cast_content(stored, tensor) for tensor in tensors]
-        parts = ((each, each, whole_box(each.shape)) for each in contents)
-        if len({total for _, total in sums(parts, means, counted=False)}) > 1:
-            first, *others = (content.name for content in contents)
-            detail = f"is not its master {quoted(first)}, cast: the optimizer's state is that of other weights"
-            differences += [Difference("content", name, (), detail) for name in others]
-    return differences
+        if any(tensor.stored for tensor in tensors) and equal.concerns(used):
+            master, *weights = (_cast_content(stored, tensor) for tensor in tensors)
+            detail = f"is not its master {quoted(master.name)}, cast: the optimizer's state is that of other weights"
+            yield from (Pair(master, weight, "content", detail) for weight in weights)
+    for first, second in source.tied:
+        detail = f"is tied to {quoted(first.name)}, which is written in its place, but their contents differ"
+        yield Pair(first, second, "content", detail)
+    for tensor in stored_parts(source).values():
+        stages = [replace(tensor, slice_sets=(each,)) for each in tensor.whole_slice_sets()]
+        for stage in stages[1:]:
+            yield Pair(stages[0], stage, "stages", "the source's pipeline stages hold different values of it")
 
 
 def _cast_content(stored: Source, tensor: GlobalTensor) -> Content:
@@ -326,29 +318,3 @@ def _stored_names(tensor: Content) -> Iterator[str]:
         yield tensor.stored_name
     for source in getattr(tensor, "sources", ()):
         yield from _stored_names(source)
-
-
-def _untied(source: Source, means: Means) -> list[Difference]:
-    """Tied tensors of a source that differ from the tensor written for both."""
-    differences = []
-    for first, second in source.tied:
-        parts = ((each, each, whole_box(each.shape)) for each in (first, second))
-        kinds = (first.dtype, first.shape) == (second.dtype, second.shape)
-        if not kinds or len({total for _, total in sums(parts, means, counted=False)}) > 1:
-            detail = f"is tied to {quoted(first.name)}, which is written in its place, but their contents differ"
-            differences.append(Difference("content", second.name, (), detail))
-    return differences
-
-
-def _disagreeing(source: Source, means: Means) -> list[Difference]:
-    """Sources of edited tensors with different values in several complete pipeline stages."""
-    comparisons = [
-        Comparison(tensor, slices, tensor.indexes, slices.number)
-        for tensor in stored_parts(source).values()
-        for slices in tensor.whole_slice_sets()[1:]
-    ]
-    wrong = compare(comparisons, means, counted=False)
-    names = dict.fromkeys(name for _, name in wrong.files)
-    return [
-        Difference("stages", name, (), "the source's pipeline stages hold different values of it") for name in names
-    ]

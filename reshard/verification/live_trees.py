@@ -6,7 +6,6 @@ from the arguments in the tree. Written for proof alone: it shares no code with 
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 from reshard.names.operations import SizedOperation
 from reshard.verification.boxes import Shape
 from reshard.verification.operations import DerivedTensor
-from reshard.verification.rank_parts import EMBEDDING, RankFile, places_of
+from reshard.verification.rank_parts import EMBEDDING, RankFile, layers_of, places_of
 from reshard.verification.rank_trees import OUTPUT, is_decayed, is_parameter
 from reshard.verification.stored import Content, Source
 
@@ -140,13 +139,9 @@ class _Run:
         self._has_experts = any(".experts." in name for name in shapes)
         self._mindspeed = not _MINDSPEED.isdisjoint(args)
         numbers = {int(name.split(".")[2]) for name in shapes if name.startswith("decoder.layers.")}
-        chunks = self._chunks(len(numbers))
-        order = [(stage, chunk) for chunk in range(chunks) for stage in range(self._pp)]
-        if args.get("schedules_method") == "dualpipev":
-            order[self._pp :] = order[self._pp :][::-1]
+        self.layers = layers_of(args, self._pp, self._chunks(len(numbers)), len(numbers))
+        order = [*self.layers]
         self._first, self._last = order[0], order[-1]
-        ends = itertools.accumulate(self._counts(len(numbers), chunks), initial=0)
-        self.layers = {place: range(*both) for place, both in zip(order, itertools.pairwise(ends))}
 
     def _chunks(self, count: int) -> int:
         args = self._args
@@ -156,34 +151,6 @@ class _Run:
             return int(count // self._pp // args[_FEWER])
         stated = (args.get("virtual_pipeline_model_parallel_size"), args.get("num_virtual_stages_per_pipeline_rank"))
         return next((each for each in stated if each is not None), 1)
-
-    def _counts(self, count: int, chunks: int) -> list[int]:
-        """Layers of every chunk, in the order of the model."""
-        args, pp = self._args, self._pp
-        layout, listed = args.get("pipeline_model_parallel_layout"), args.get("num_layer_list")
-        layout = getattr(layout, "fields", {}).get("input_data", layout)
-        if isinstance(layout, str):
-            text = re.sub("[, ]", "", layout)
-            for repeated in (r"\(([^()]*)\)\*(\d+)", r"(.)\*(\d+)"):
-                text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
-            layout = text.split("|")
-        if layout is not None:
-            return [sum(kind in ("t", "decoder") for kind in stage) for stage in layout]
-        if listed:
-            return [int(each) for each in (listed.split(",") if isinstance(listed, str) else listed)]
-        ends = [
-            args.get(f"decoder_{end}_pipeline_num_layers") or args.get(f"num_layers_in_{end}_pipeline_stage")
-            for end in ("first", "last")
-        ]
-        if pp > 1 and any(ends):
-            middle = (count - sum(filter(None, ends))) // max(1, pp - sum(end is not None for end in ends))
-            of_ranks = [ends[0] or middle, *[middle] * (pp - 2), ends[1] or middle]
-            return [each // chunks for each in of_ranks] * chunks
-        more = [bool(args.get(f"account_for_{end}_in_pipeline_split")) for end in ("embedding", "loss")]
-        counts = [(count + sum(more)) // (pp * chunks)] * (pp * chunks)
-        counts[0] -= more[0]
-        counts[-1] -= more[1]
-        return counts
 
     def names(self, stage: int, chunk: int) -> list[str]:
         """The names of a chunk of a rank, in the order of ``named_parameters()``."""

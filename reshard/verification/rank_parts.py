@@ -29,12 +29,6 @@ _ROWS = re.compile(
 )
 _COLUMNS = re.compile(r"self_attention\.linear_proj\.weight|mlp\.(shared_experts\.)?linear_fc2\.weight")
 _NOWHERE = "?"
-_UNEVEN = (
-    *(f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")),
-    *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")),
-    *(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
-    "pipeline_model_parallel_layout",
-)
 _HEADS = {"linear_qk_nope": ("q", 0), "linear_qk_rope": ("q", 1), "linear_kv_nope": ("kv", 0), "linear_v": ("kv", 1)}
 
 
@@ -110,10 +104,8 @@ def parts_of(ranks: Sequence[RankFile]) -> Iterator[tuple[RankFile, dict[tuple[i
         for kind, numbers in zip(("tensor", "pipeline", "expert"), zip(*places))
     )
     sizes = _Sizes(tp, ep, args.get("expert_tensor_parallel_size") or tp, bool(args.get("moe_tp_extend_ep")))
-    stages = {
-        (stage, chunk): model for each, (_, stage, _) in zip(ranks, places) for chunk, model in enumerate(each.models)
-    }
-    layers = layers_of(args, pp, stages)
+    count = args.get("num_layers") or args.get("num_hidden_layers") or 0
+    layers = layers_of(args, pp, len(ranks[0].models), count)
     # The last rank may have fewer rows of a vocabulary.
     most: dict[tuple[int, int, str], int] = defaultdict(int)
     for rank, (_, stage, _) in zip(ranks, places):
@@ -157,32 +149,58 @@ def _place(rank: RankFile, ranks: Sequence[RankFile]) -> tuple[int, int, int]:
     return (tensor, 0, rest[0]) if experts else (tensor, rest[0], 0)
 
 
-def layers_of(
-    args: Mapping[str, Any], pp: int, stages: Mapping[tuple[int, int], Mapping[str, Elements]]
-) -> dict[tuple[int, int], list[int | None]]:
-    """Per pipeline rank and chunk the numbers of its layers: one stage after the other; None for those without any."""
-    chunks = 1 + max(chunk for _, chunk in stages)
+def layers_of(args: Mapping[str, Any], pp: int, chunks: int, count: int) -> dict[tuple[int, int], list[int | None]]:
+    """Per pipeline rank and chunk the numbers of its layers, in the order of the model; None for those without any.
+
+    Args:
+        args: of the run.
+        pp: ranks of the pipeline.
+        chunks: of each rank.
+        count: layers, with those that do nothing.
+    """
     order = [(stage, chunk) for chunk in range(chunks) for stage in range(pp)]
     if args.get("schedules_method") == "dualpipev":
         order[pp:] = order[pp:][::-1]
     empty = args.get("noop_layers")
-    empty = getattr(empty, "args", (empty,))[0] if empty is not None else ()
-    skipped = {int(each) for each in (empty.split(",") if isinstance(empty, str) else empty or ()) if str(each)}
-    if not stages.keys() >= {*order} or (skipped and any(args.get(name) for name in _UNEVEN)):
-        return {}
-    listed = args.get("num_layer_list")
-    listed = [int(each) for each in (listed.split(",") if isinstance(listed, str) else listed or ())]
+    skipped = {*_numbers(getattr(empty, "args", (empty,))[0])}
     position, number = itertools.count(), itertools.count()
-    layers: dict[tuple[int, int], list[int | None]] = {}
-    for place in order:
-        count = max(
-            (int(name.split(".")[2]) + 1 for name in stages.get(place, ()) if name.startswith("decoder.layers.")),
-            default=0,
-        )
-        if skipped:
-            count = listed[place[0]] if listed else (args.get("num_layers") or args["num_hidden_layers"]) // len(order)
-        layers[place] = [None if next(position) in skipped else next(number) for _ in range(count)]
-    return layers
+    return {
+        place: [None if next(position) in skipped else next(number) for _ in range(size)]
+        for place, size in zip(order, _counts(args, pp, chunks, count))
+    }
+
+
+def _numbers(listed: Any) -> list[int]:
+    """A list of numbers, or a text of them."""
+    return [int(each) for each in (listed.split(",") if isinstance(listed, str) else listed or ()) if str(each)]
+
+
+def _counts(args: Mapping[str, Any], pp: int, chunks: int, count: int) -> list[int]:
+    """Layers of every chunk, in the order of the model."""
+    layout = args.get("pipeline_model_parallel_layout")
+    layout = getattr(layout, "fields", {}).get("input_data", layout)
+    if isinstance(layout, str):
+        text = re.sub("[, ]", "", layout)
+        for repeated in (r"\(([^()]*)\)\*(\d+)", r"(.)\*(\d+)"):
+            text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
+        layout = text.split("|")
+    if layout is not None:
+        return [sum(kind in ("t", "decoder") for kind in stage) for stage in layout]
+    if args.get("num_layer_list"):
+        return _numbers(args["num_layer_list"])
+    ends = [
+        args.get(f"decoder_{end}_pipeline_num_layers") or args.get(f"num_layers_in_{end}_pipeline_stage")
+        for end in ("first", "last")
+    ]
+    if pp > 1 and any(ends):
+        middle = (count - sum(filter(None, ends))) // max(1, pp - sum(end is not None for end in ends))
+        of_ranks = [ends[0] or middle, *[middle] * (pp - 2), ends[1] or middle]
+        return [each // chunks for each in of_ranks] * chunks
+    more = [bool(args.get(f"account_for_{end}_in_pipeline_split")) for end in ("embedding", "loss")]
+    counts = [(count + sum(more)) // (pp * chunks)] * (pp * chunks)
+    counts[0] -= more[0]
+    counts[-1] -= more[1]
+    return counts
 
 
 def _parsed(name: str, layers: Sequence[int | None]) -> tuple[str, str]:

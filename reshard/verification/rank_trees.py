@@ -22,10 +22,12 @@ from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.formats.archives import Archive, Elements, is_tensor, plain_tensor
 from reshard.checkpoints.formats.dtypes import ARCHIVES, ITEM_SIZES
 from reshard.checkpoints.placed import PlacedFile, Placement, Stored
+from reshard.errors import CheckpointError
 from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY
 from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
 from reshard.storage import reading
 from reshard.strategies import Strategy
+from reshard.text.messages import quoted
 from reshard.verification.boxes import Shape
 from reshard.verification.common_states import common_in, groups_of, opened, stored_file
 from reshard.verification.rank_parts import EMBEDDING, Group, Part, RankFile, parts_of
@@ -88,24 +90,17 @@ class _Tree:
         return shape if sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape) else None
 
 
-def read_tree(source: Source, handles: FileHandles) -> tuple[Source, list[str]]:
-    """A tree with places that are computed here.
+def read_tree(source: Source, handles: FileHandles) -> Source:
+    """A tree, as the form reads it, with places that are computed here.
 
-    Args:
-        source: the tree as the form reads it.
-        handles: open files.
-
-    Returns:
-        The tree, and names of tensors whose places are unknown, which have those of the form's reader.
+    Raises:
+        CheckpointError: the place of a tensor is unknown.
     """
     checkpoint = source.checkpoint
     assert isinstance(checkpoint, ChunkedCheckpoint)
     paths = sorted({index.path for index in source.indexes.values()})
     sizes = {index.path: index.size for index in source.indexes.values()}
     ranks, tree = ranks_of(paths, handles), _Tree()
-    known = {
-        name: [*_elements(content, handles)] for name, content in source.tensors.items() if name.startswith(_STATE)
-    }
     for rank, parts in parts_of(ranks):
         tied = rank.args.get("untie_embeddings_and_output_weights") is False
         for (chunk, name), of_name in parts.items():
@@ -116,46 +111,51 @@ def read_tree(source: Source, handles: FileHandles) -> tuple[Source, list[str]]:
             for part in parts.get((chunk, name), ()):
                 key = EMBEDDING if tied and part.key == OUTPUT else part.key
                 tree.add(rank.path, f"{_STATE}{kind}.{key}", part, elements)
-    masters = {name: places for name, places in known.items() if name.startswith(_MASTERS) and name not in tree.chunks}
+    masters = {
+        name[len(_MASTERS) :]: [*_elements(content, handles)]
+        for name, content in source.tensors.items()
+        if name.startswith(_MASTERS) and name not in tree.chunks
+    }
     buffers = {path: _buffers(path, handles) for places in masters.values() for path in {path for path, *_ in places}}
-    for name, places in masters.items():
-        _add_flat(tree, name[len(_MASTERS) :], places, buffers)
+    for key, places in masters.items():
+        _add_flat(tree, key, places, buffers)
     ignored = checkpoint.faults.keys()
     shapes = {key: tree.shape(key) for key in tree.chunks}
     unknown = sorted(name for name in source.tensors if shapes.get(name) is None)
-    for name in unknown:
-        tree.chunks[name] = []
-        for path, part, elements in known.get(name) or _elements(source.tensors[name], handles):
-            tree.add(path, name, part, elements)
-        shapes[name] = source.tensors[name].shape
-    tensors = {}
+    if unknown:
+        raise CheckpointError(
+            f"{checkpoint.place}: where the parts of {quoted(unknown[0])} belong is not known to the verification",
+            file=checkpoint.place,
+            parameter=unknown[0],
+            hint="without --verify, compare the weights with another tool",
+        )
     steps = {step for rank in ranks for step in rank.steps}
-    values = []
+    own: dict[str, Stored] = {}
     if len(steps) == 1 and _STEP not in ignored:
-        data = np.array([*steps], "<i4").tobytes()
-        values.append((ranks[0].path, Stored(_STEP, "Int32", (1,), data=data)))
-    entries = {}
+        path = ranks[0].path
+        own[path] = Stored(_STEP, "Int32", (1,), data=np.array([*steps], "<i4").tobytes())
+        tree.chunks[_STEP] = [(path, len(tree.stored[path]), Part(_STEP, (0,), (1,), 0, (1,)))]
+        shapes[_STEP] = (1,)
+    entries = []
     for path in paths:
-        stored = tree.stored[path]
-        own = [value for of_path, value in values if of_path == path]
-        placement = Placement(path, [*(each for each, _ in stored), *own], [elements for _, elements in stored])
+        stored, values = tree.stored[path], [own[path]] if path in own else []
+        placement = Placement(path, [*(each for each, _ in stored), *values], [elements for _, elements in stored])
         handles.place(path, placement)
-        entries[path] = [*placement.tensors()]
+        entries.append([*placement.tensors()])
+    numbers = {path: number for number, path in enumerate(paths)}
+    tensors = []
     for key, shape in shapes.items():
         if shape is not None and key not in ignored:
             chunks = [
-                Chunk(part.start, part.sizes, paths.index(path), entries[path][at])
+                Chunk(part.start, part.sizes, numbers[path], entries[numbers[path]][at])
                 for path, at, part in tree.chunks[key]
             ]
-            assert chunks[0].stored is not None
-            tensors[key] = ChunkedTensor(key, chunks[0].stored.dtype, shape, chunks)
-    for path, _ in values:
-        tensors[_STEP] = ChunkedTensor(_STEP, "Int32", (1,), [Chunk((0,), (1,), paths.index(path), entries[path][-1])])
+            dtype = next(chunk.stored.dtype for chunk in chunks if chunk.stored is not None)
+            tensors.append(ChunkedTensor(key, dtype, shape, chunks))
     headers = [CheckpointIndex(path, ARCHIVES, sizes[path], {}, archived=True) for path in paths]
-    place = checkpoint.place
-    laid_out = chunked_checkpoint(checkpoint.form, place, headers, tensors.values(), checkpoint.faults, "")
+    laid_out = chunked_checkpoint(checkpoint.form, checkpoint.place, headers, tensors, checkpoint.faults, "")
     laid_out = replace(laid_out, step=checkpoint.step, label=checkpoint.label, tied=checkpoint.tied)
-    return stored_source(laid_out, Strategy.none()), unknown
+    return stored_source(laid_out, Strategy.none())
 
 
 def _elements(content: Content, handles: FileHandles) -> Iterator[_Place]:

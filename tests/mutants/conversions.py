@@ -54,6 +54,17 @@ _SPECIAL = [0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00001, 0x7F7FFFFF, 0x000000
 # Of Megatron's checkpoints: state that has no names, or no shapes, and tensors of ranks.
 _STATE = ("td14_grouped_model_space", "td_moe_buckets", "legacy_vpp", "legacy14_grouped")
 
+# Legacy trees to be written: their sizes, and further arguments.
+_MINDSPEED = {"mla_mm_split": True, "moe_tp_extend_ep": True, "transformer_impl": "local", "moe_grouped_gemm": True}
+_TREES: dict[str, tuple[str, dict[str, Any]]] = {
+    "td_dense_plain": ("tp=2,pp=2", {}),
+    "td_moe_fully": ("tp=2,pp=2,ep=2", {}),
+    "td_tied": ("tp=2,pp=2", {}),
+    "legacy_vpp": ("tp=2,pp=2", {}),
+    "legacy14_grouped": ("tp=2,ep=2", {}),
+    "td_mla_mtp": ("tp=2,pp=2", _MINDSPEED),
+}
+
 # The prefixes of weights and moments.
 _STATES = ("", "adam_m.", "adam_v.")
 
@@ -217,6 +228,22 @@ def build(root: Path) -> Mapping[str, list[str]]:
             config.write_text(json.dumps(case.expected["config"]))
             names = ["--names", str(case.expected["names"]), "--optimizer", "keep", "--config", config]
             created.plain(case.name, *names, "--to", "huggingface")
+
+        # Trees with other sizes.
+        if case.name in _TREES:
+            sizes, args = _TREES[case.name]
+            place = root / f"{case.name}-tree"
+            place.mkdir()
+            (place / "src").symlink_to(case.root)
+            (place / "args.json").write_text(json.dumps(args))
+            options: list[Argument] = [
+                "--format",
+                "torch",
+                "--sizes",
+                sizes,
+                *(["--args", place / "args.json"] if args else []),
+            ]
+            created.plain(f"{case.name}-tree", "--to", "megatron", *options)
 
     # Float32 weights that become their own masters.
     dense, old = FIXTURES / "megatron" / "td_dense_plain" / "checkpoint", ("decoder", "embedding", "output_layer")
