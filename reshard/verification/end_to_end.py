@@ -218,13 +218,16 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         from reshard.verification.live_trees import as_layers, problems_of
         from reshard.verification.rank_trees import ranks_of, read_tree
 
-        written = read_tree(written, means.handles)
         source = as_layers(source, written)
         ranks = ranks_of(sorted(written.checkpoint.files.values()), means.handles)
-        problems = problems_of([source.tensors[name] for name in filter(admit, source.tensors)], ranks)
-        differences += [
-            Difference("file", None, (), text, (os.path.relpath(path, directory),)) for path, text in problems
-        ]
+        problems = [*problems_of([source.tensors[name] for name in filter(admit, source.tensors)], ranks)]
+        if problems:
+            # Which tensors such files hold is not known.
+            return [
+                *differences,
+                *(Difference("file", None, (), text, (os.path.relpath(path, directory),)) for path, text in problems),
+            ]
+        written = read_tree(written, means.handles)
     if form.options.arguments:
         differences += _training_differences(source, written, request, means)
     elif form.options.names is Names.TRAINER:

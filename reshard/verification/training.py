@@ -172,7 +172,7 @@ def differences(training: WrittenTraining) -> Iterator[tuple[str, str]]:
     problems = [
         *_numbers(common, place, origin, step, has_optimizer),
         *_arguments(common, origin),
-        *_loading(common, TORCH_DIST, has_optimizer),
+        *_loading(common, TORCH_DIST, target, has_optimizer),
         *_positions(common, origin),
         *_content(common, target.tensors),
         *(_groups(common, origin) if has_optimizer else ()),
@@ -210,7 +210,7 @@ def _of_legacy(training: WrittenTraining, place: str, origin: _Origin, step: int
         problems = [
             *_numbers(common, place, origin, step, has_optimizer, None),
             *_arguments(common, origin, _DIVIDED),
-            *_loading(common, LEGACY, has_optimizer),
+            *_loading(common, LEGACY, training.target, has_optimizer),
             *_division(common, origin),
             *_positions(common, origin),
             *(_groups(common, origin, some=True) if has_optimizer else ()),
@@ -312,23 +312,29 @@ def _configured(args: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if value is not None}
 
 
-def _loading(common: Common, format: str, has_optimizer: bool) -> Iterator[str]:
+def _loading(common: Common, format: str, target: Checkpoint, has_optimizer: bool) -> Iterator[str]:
     """Other values than those by which Megatron loads what is written."""
-    distributed = format == TORCH_DIST and has_optimizer
+    plain = format == LEGACY or any(name.startswith("optimizer.state.fp32_param.") for name in target.tensors)
+    distributed = has_optimizer and not plain
+    has_states = "rng_state" in common.state or any(name.startswith("rng_state/") for name in target.objects)
     expected = {
         "ckpt_format": format,
-        "ckpt_fully_parallel_save": True,
         "use_distributed_optimizer": distributed,
-        "no_save_optim": None if has_optimizer else True,
-        "no_save_rng": True,
-        **({"dist_ckpt_optim_fully_reshardable": True} if distributed else {}),
+        "no_save_optim": not has_optimizer or None,
+        "no_save_rng": not has_states or None,
+        **(
+            dict.fromkeys(("ckpt_fully_parallel_save", "dist_ckpt_optim_fully_reshardable"), True)
+            if distributed
+            else {}
+        ),
     }
     for name, value in expected.items():
-        if not _same(common.args.get(name), value):
+        if (common.args.get(name) or None) != (value or None):
             yield f"args.{name} is {_shown(common.args.get(name))}, not {_shown(value)}"
-    for optimizer in common.optimizers if format == TORCH_DIST else ():
-        if optimizer.get("param_state_sharding_type") != _KIND:
-            yield f"param_state_sharding_type is {_shown(optimizer.get('param_state_sharding_type'))}, not {_KIND}"
+    for optimizer in common.optimizers if format != LEGACY else ():
+        found = optimizer.get("param_state_sharding_type")
+        if found != (_KIND if distributed else None):
+            yield f"param_state_sharding_type is {_shown(found)}, not {_KIND if distributed else None}"
 
 
 def _division(common: Common, origin: _Origin) -> Iterator[str]:

@@ -236,13 +236,8 @@ def build(root: Path) -> Mapping[str, list[str]]:
             place.mkdir()
             (place / "src").symlink_to(case.root)
             (place / "args.json").write_text(json.dumps(args))
-            options: list[Argument] = [
-                "--format",
-                "torch",
-                "--sizes",
-                sizes,
-                *(["--args", place / "args.json"] if args else []),
-            ]
+            options: list[Argument] = ["--format", "torch", "--sizes", sizes]
+            options += ["--args", place / "args.json"] if args else []
             created.plain(f"{case.name}-tree", "--to", "megatron", *options)
 
     # Float32 weights that become their own masters.
