@@ -75,7 +75,6 @@ class RankFile(NamedTuple):
         models: per chunk its tensors.
         steps: of its optimizers.
         optimizers: the groups of each plain optimizer.
-        flat: the state of distributed optimizers is in a file beside it.
     """
 
     path: str
@@ -83,9 +82,8 @@ class RankFile(NamedTuple):
     args: Mapping[str, Any]
     keys: Collection[str]
     models: Sequence[Mapping[str, Elements]]
-    steps: set[int]
+    steps: Collection[int]
     optimizers: Sequence[Sequence[Group]]
-    flat: bool
 
 
 class _Sizes(NamedTuple):

@@ -268,7 +268,5 @@ def ranks_of(paths: Collection[str], handles: FileHandles) -> list[RankFile]:
             ]
             optimizers = [[*_groups(optimizer, archive)] for optimizer in common.optimizers]
         numbers = tuple(int(number) for number in match.groups() if number is not None)
-        ranks.append(
-            RankFile(path, numbers, common.args, [*state], models, set(common.steps), optimizers, not any(optimizers))
-        )
+        ranks.append(RankFile(path, numbers, common.args, [*state], models, common.steps, optimizers))
     return ranks

@@ -17,7 +17,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.pickles import Global, PickledInstance
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
-from reshard.forms.megatron.arguments import GROUPS, MLA, PAIRS
+from reshard.forms.megatron.arguments import PAIRS
 from reshard.forms.megatron.form import LEGACY, MEGATRON, MODEL_FILE, RANK_DIRECTORY, TORCH_DIST
 from reshard.forms.megatron.origin import OPTIMIZER
 from reshard.forms.pytorch.form import BACKEND, COMMON, ITERATIONS, METADATA
@@ -289,27 +289,17 @@ def _arguments(common: Common, origin: _Origin, others: Collection[str] = ()) ->
             yield f"args.{name} is {_shown(common.args[name])}, not {_shown(value)}"
         elif name not in common.args and _is_plain(value):
             yield f"args.{name} is missing"
-    for key, number in _configured(common.args).items() if origin.config else ():
-        expected = (origin.config or {}).get(key, number)
-        if key not in origin.args and isinstance(expected, (int, float, str)) and expected != number:
-            yield f"args give {key} {number!r}, and config.json {expected!r}"
-
-
-def _configured(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of config.json that arguments give."""
-    keys: dict[str, Any] = {}
-    for arguments, names, where in PAIRS:
-        value = next((args[name] for name in arguments if args.get(name) is not None), None)
-        if value is not None and args.get(where or "", True) not in (None, False):
-            keys.update(dict.fromkeys(names, value))
-    if not args.get(MLA):
-        keys["head_dim"] = args.get("kv_channels")
-        keys.update({} if args.get(GROUPS) else {"num_key_value_heads": args.get("num_attention_heads")})
-    keys["tie_word_embeddings"] = not args.get("untie_embeddings_and_output_weights")
-    frequency = args.get("moe_layer_freq")
-    if isinstance(frequency, (list, tuple)):
-        keys["first_k_dense_replace"] = next((at for at, each in enumerate(frequency) if each), len(frequency))
-    return {key: value for key, value in keys.items() if value is not None}
+    for arguments, keys, where in PAIRS if origin.config else ():
+        number = next((common.args[each] for each in arguments if common.args.get(each) is not None), None)
+        holds = number is not None and common.args.get(where or "", True) not in (None, False)
+        for key in keys if holds else ():
+            expected = (origin.config or {}).get(key, number)
+            if isinstance(expected, (int, float, str)) and expected != number and arguments[0] not in origin.args:
+                yield f"args give {key} {number!r}, and config.json {expected!r}"
+    tied = (origin.config or {}).get("tie_word_embeddings")
+    untied = common.args.get("untie_embeddings_and_output_weights")
+    if isinstance(tied, bool) and "untie_embeddings_and_output_weights" not in origin.args and untied is not (not tied):
+        yield f"args.untie_embeddings_and_output_weights is {untied}, and config.json has tie_word_embeddings {tied}"
 
 
 def _loading(common: Common, format: str, target: Checkpoint, has_optimizer: bool) -> Iterator[str]:
