@@ -124,7 +124,7 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
 def _is_tree(source: Source) -> bool:
     """Whether a checkpoint is a legacy tree of Megatron, of which the places of tensors are recorded nowhere."""
     options, paths = form_named(source.checkpoint.form).options, source.checkpoint.files.values()
-    return options.arguments and all(path.endswith(f".{PT}") for path in paths)
+    return options.arguments and bool(paths) and all(path.endswith(f".{PT}") for path in paths)
 
 
 def as_asked(request: Request) -> bool:

@@ -123,12 +123,8 @@ def read_tree(source: Source, handles: FileHandles) -> Source:
     shapes = {key: tree.shape(key) for key in tree.chunks}
     unknown = sorted(name for name in source.tensors if shapes.get(name) is None)
     if unknown:
-        raise CheckpointError(
-            f"{checkpoint.place}: where the parts of {quoted(unknown[0])} belong is not known to the verification",
-            file=checkpoint.place,
-            parameter=unknown[0],
-            hint="without --verify, compare the weights with another tool",
-        )
+        problem = f"where the parts of {quoted(unknown[0])} belong is not known to the verification"
+        raise CheckpointError(f"{checkpoint.place}: {problem}", file=checkpoint.place, parameter=unknown[0])
     steps = {step for rank in ranks for step in rank.steps}
     own: dict[str, Stored] = {}
     if len(steps) == 1 and _STEP not in ignored:

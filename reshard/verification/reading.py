@@ -246,17 +246,19 @@ def unequal(pairs: Sequence[Pair], means: Means) -> list[Difference]:
         return None if _same(*both) else number
 
     def tasks() -> Iterator[Task]:
-        for number, (first, second, *_) in enumerate(pairs):
-            if (first.dtype, first.shape) != (second.dtype, second.shape):
-                found.add(number)
-                continue
+        for number, (first, second) in alike:
             means.read.update({*first.paths(), *second.paths()})
             for block in blocks(first, whole_box(first.shape), means) if 0 not in first.shape else ():
                 yield Task(2 * volume_of(block) * first.item_size, differ, (number, block))
 
-    found: set[int | None] = set()
+    numbered = [*enumerate(pairs)]
+    alike = [(at, (one, two)) for at, (one, two, *_) in numbered if (one.dtype, one.shape) == (two.dtype, two.shape)]
+    found: set[int | None] = {*range(len(pairs))}.difference(at for at, _ in alike)
     run_tasks(tasks(), means, found.add, counted=False)
-    return [Difference(each.kind, each.second.name, (), each.detail) for at, each in enumerate(pairs) if at in found]
+    differences = (
+        Difference(each.kind, each.second.name, (), each.detail) for at, each in enumerate(pairs) if at in found
+    )
+    return [*dict.fromkeys(differences)]
 
 
 def _same(first: Words, second: Words) -> bool:
