@@ -6,6 +6,7 @@ from the arguments in the tree. Written for proof alone: it shares no code with 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -91,8 +92,11 @@ def problems_of(expected: Collection[Content], ranks: Sequence[RankFile]) -> Ite
     """
     shapes = {_one_name(each.name): each.shape for each in expected if not each.name.startswith(_STATE)}
     saved = any(each.name.startswith(_STATE) for each in expected)
-    for rank, (_, stage, _) in zip(ranks, places_of(ranks)):
+    for rank, (tensor, stage, expert) in zip(ranks, places_of(ranks)):
         run = _Run(shapes, rank.args)
+        directory = run.directory(tensor, stage, expert)
+        if os.path.basename(os.path.dirname(rank.path)) != directory:
+            yield rank.path, f"is not in {directory}, where a run with its args looks for it"
         places = [place for place in run.layers if place[0] == stage]
         keys = ["model"] if len(places) == 1 else [f"model{chunk}" for _, chunk in sorted(places)]
         found = sorted(key for key in rank.keys if key.startswith("model"))
@@ -142,6 +146,10 @@ class _Run:
         self.layers = layers_of(args, self._pp, self._chunks(len(numbers)), len(numbers))
         order = [*self.layers]
         self._first, self._last = order[0], order[-1]
+
+    def directory(self, tensor: int, stage: int, expert: int) -> str:
+        numbers = [f"_{stage:03d}"] * (self._pp > 1) + [f"_{expert:03d}"] * (self._ep > 1)
+        return f"mp_rank_{tensor:02d}{''.join(numbers)}"
 
     def _chunks(self, count: int) -> int:
         args = self._args

@@ -220,8 +220,12 @@ def _of_legacy(training: WrittenTraining, place: str, origin: _Origin, step: int
         for key, argument in _SIZE_ARGUMENTS.items():
             size = common.args.get(argument)
             ranks *= size if type(size) is int else 0
-            if size != asked_sizes.get(key, size):
-                problems.append(f"args.{argument} is {size}, not {asked_sizes[key]}")
+            # Sizes that were not asked for are 1; without what was asked, those of the tree are taken.
+            expected = asked_sizes.get(key, 1 if asked_sizes or training.asked.format == LEGACY else size)
+            if size != expected:
+                problems.append(f"args.{argument} is {size}, not {expected}")
+        if isinstance(common.state.get("optimizer"), list) != (len(common.optimizers) > 1):
+            problems.append(f"has {len(common.optimizers)} optimizers otherwise than Megatron loads as many")
         if ranks != len(names):
             problems.append(f"is one of {len(names)} files, and of {ranks} by its args")
         yield from ((os.path.join(place, name, MODEL_FILE), problem) for problem in problems)
@@ -338,6 +342,8 @@ def _division(common: Common, origin: _Origin) -> Iterator[str]:
         **dict.fromkeys(_ABSENT),
         **{name: origin.args.get(name) if same else None for name in _STAGES},
     }
+    for name in args.keys() & {*_STAGES} - origin.args.keys():
+        yield f"args.{name} is in no arguments of the source"
     for name, value in expected.items():
         if not _same(args.get(name), value):
             yield f"args.{name} is {_shown(args.get(name))}, not {_shown(value)}"
