@@ -15,7 +15,7 @@ from reshard.names.frameworks import (
     trainer_names,
 )
 from reshard.names.operations import SizedOperation, repeated
-from reshard.names.rules import HUB_SIDE, NameRules, possible_options, with_options
+from reshard.names.rules import HUB_SIDE, NameRules, with_options
 from reshard.names.sizes import Configuration, merged
 from reshard.names.tables import (
     MEGATRON,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +12,7 @@ from reshard.asked import Conversion, Edits, Target, Task
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor
 from reshard.checkpoints.formats.dtypes import CAST_TO, dtype_named
-from reshard.errors import CheckpointError, NamesError, UsageError
+from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import EditedStep, Form, Names, Side
 from reshard.forms.registry import form_named, form_of
 from reshard.storage import absolute, is_directory, is_regular_file
@@ -306,13 +304,6 @@ class EditRules(NamedTuple):
             )
         return self._replace(experts=False, table=experts_table(fused, self.config), reverse=False)
 
-    def possible_edits(self) -> Iterator[EditRules]:
-        """These edits without and with the table for fused experts, since names decide."""
-        yield self._replace(experts=False)
-        if self.experts and self.config is not None:
-            with contextlib.suppress(NamesError):
-                yield self.for_experts([".experts.down_proj"])
-
     def model_names(self, names: Collection[str], checkpoint: Checkpoint) -> dict[str, str]:
         """The names in the model by names after the first renaming, which may still be those of a trainer's state.
 
@@ -388,25 +379,6 @@ class EditRules(NamedTuple):
             return target
         renamed = target.with_layouts(lambda layouts: {after.get(name, name): one for name, one in layouts.items()})
         return replace(renamed, original=target)
-
-    def possible_identities(self) -> Iterator[str]:
-        """All possible identities, since names decide options and direction.
-
-        Raises:
-            NamesError: an option is missing.
-        """
-        for chain in self.chains():
-            for tables in itertools.product(*map(self._possibly_settled, chain)):
-                yield self.identity(tables)
-
-    def _possibly_settled(self, link: Link) -> list[AppliedTable]:
-        # Loaded only here: most conversions have no rules.
-        from reshard.names import possible_options
-
-        recorded = self.recorded_options if link.rules is self.table else {}
-        directions = (False, True) if link.reverse is None else (link.reverse,)
-        possible = possible_options(link.rules, self.config, recorded)
-        return [(link.rules, options, reverse) for options in possible for reverse in directions]
 
     def step_editor(self, target: Strategy) -> Callable[[Checkpoint], EditedStep]:
         """A function that edits a checkpoint, complete or not; see `forms.form.ReadRequest`.
