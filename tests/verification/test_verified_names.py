@@ -311,7 +311,6 @@ def test_without_records_rules_must_be_typed(models: Models) -> None:
     (models.dst / "reshard-manifest.json").unlink()
     done(*models.verify(*models.names, "--cast", "BFloat16"))
     fails(4, *models.verify(*models.names))
-    (models.dst / "reshard-manifest.json").unlink()
     fails(2, *models.verify(), texts=["--names"])
 
 
