@@ -142,9 +142,7 @@ def verify_with_source(asked: Conversion, means: Means, report: Report, crcs: Re
                 check_rules(checkpoint, edits, out, record)
             return checkpoint
 
-        with contextlib.ExitStack() as stack:
-            if by_rank and request.form.options.by_rank and edits.is_empty:
-                stack.enter_context(hint_of_swap(request.source, request.target, request.asked.source, means.handles))
+        with hint_of_swap(request._replace(edits=edits), means.handles):
             try:
                 differing = verify_conversion(Verified(request, files, read), means, report, crcs)
             except (NamesError, UsageError) as error:
