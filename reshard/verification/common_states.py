@@ -49,11 +49,6 @@ class Common(NamedTuple):
         """The parameter groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in groups_of(optimizer)]
 
-    @property
-    def content(self) -> Mapping[str, Any]:
-        content = self.state.get("content_metadata")
-        return content if isinstance(content, dict) else {}
-
 
 def groups_of(optimizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The parameter groups of an optimizer."""
@@ -113,16 +108,22 @@ def read_common(stored: StoredObject, handles: FileHandles) -> Common:
 
 def common_of(directory: str, handles: FileHandles) -> Common | None:
     """The common state of one iteration of any kind; of a legacy tree that of the first rank. None without any."""
+    return next(commons_of(directory, handles))[1]
+
+
+def commons_of(directory: str, handles: FileHandles) -> Iterator[tuple[str, Common | None]]:
+    """The common state of an iteration, that of every rank of a legacy tree, each with its file; None without any."""
     names = names_in(directory)
     ranks = sorted(filter(RANK_DIRECTORY.fullmatch, names))
-    files = [os.path.join(directory, ranks[0], MODEL_FILE)] if ranks else [os.path.join(directory, COMMON)]
     if ranks or COMMON in names:
-        stored = stored_file(files[0])
-        return None if stored is None else read_common(stored, handles)
+        for file in [os.path.join(rank, MODEL_FILE) for rank in ranks] or [COMMON]:
+            stored = stored_file(os.path.join(directory, file))
+            yield file, None if stored is None else read_common(stored, handles)
+        return
     objects = objects_of(directory) if METADATA in names else {}
     held = [each for name, each in objects.items() if name.partition("/")[0] == "common_state"]
     held += [objects["args"]] if "args" in objects else []
-    return read_common(held[0], handles) if held else None
+    yield COMMON, read_common(held[0], handles) if held else None
 
 
 def objects_of(directory: str) -> dict[str, StoredObject]:

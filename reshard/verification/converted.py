@@ -35,6 +35,7 @@ from reshard.verification.stored import (
     SliceSet,
     Source,
     StoredTensor,
+    number_in,
     recorded_layout,
     stage_layout,
     value_content,
@@ -402,25 +403,32 @@ _BLOCK = 1 << 20
 
 
 def object_differences(
-    source: Checkpoint, target: Checkpoint, admit: Callable[[str], bool], handles: FileHandles
+    expected: Mapping[str, StoredObject | None], target: Checkpoint, handles: FileHandles, but: str = ""
 ) -> Iterator[Difference]:
-    """Every object that differs, or that only one of two checkpoints has.
+    """Every object that differs, is missing, or is not expected.
+
+    Args:
+        expected: the source's by name; None for an empty one.
+        target: the written checkpoint.
+        handles: open files.
+        but: the name of an object that is not compared.
 
     Raises:
         ReshardError: an object cannot be read, or the source's is damaged.
     """
-    expected = {name: stored for name, stored in source.objects.items() if admit(name)}
-    for name in sorted({*expected, *target.objects}):
+    for name in sorted({*expected, *target.objects} - {but}):
         written = target.objects.get(name)
         files = () if written is None else (os.path.relpath(written.path, target.place),)
         if written is None:
-            yield Difference("missing", name, (), "is an object of the source, and in no file")
+            yield Difference("missing", name, (), "is an object that was to be written, and in no file")
         elif name not in expected:
-            yield Difference("extra", name, (), "is an object that the source lacks", files)
+            yield Difference("extra", name, (), "is an object that was not to be written", files)
         else:
-            original = _read(expected[name], handles)
+            stored = expected[name]
+            original = None if stored is None else _read(stored, handles)
             try:
-                same = _same(original, _read(written, handles))
+                found = _read(written, handles)
+                same = read_pickle(found[1], lambda _: True) == [None] if original is None else _same(original, found)
             except DamagedCheckpointError as error:
                 yield Difference("file", None, (), error.message, files)
                 continue
@@ -503,8 +511,7 @@ def _training_in_values(source: Checkpoint, handles: FileHandles) -> Mapping[str
         for file in source.holders(name)[:1]:
             value = value_content(source.indexes, name, file)
             if value.dtype in _COUNTERS and volume_of(whole_box(value.shape)) == 1:
-                data = value.read(whole_box(value.shape), handles).tobytes()
-                numbers[name] = int.from_bytes(data, "little", signed=value.dtype.startswith("Int"))
+                numbers[name] = number_in(value, handles)
     for name, other in (("global_step", "step_num"), ("step_num", "global_step")):
         if other in numbers:
             numbers.setdefault(name, numbers[other])
