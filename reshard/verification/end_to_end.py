@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
 from reshard.checkpoints.formats.dtypes import PT
 from reshard.defaults import DEFAULT_PREFIX
-from reshard.errors import CheckpointError, UsageError
+from reshard.errors import UsageError
 from reshard.forms.form import Names, Side
-from reshard.forms.full.form import CONFIG
+from reshard.forms.full.form import CONFIG, HUGGINGFACE
 from reshard.forms.pytorch.form import HYPER_PARALLEL
 from reshard.forms.registry import form_named
-from reshard.storage import is_directory, is_regular_file, read_json
 from reshard.strategies import SAME, Strategy, shards_of
 from reshard.text.globs import warn_of_unmatched
 from reshard.text.messages import Report, listing, plural, quoted
-from reshard.text.names import TRAINER_OPTIMIZERS, is_weight
+from reshard.text.names import TRAINER_OPTIMIZERS
+from reshard.verification.beside import beside_differences
 from reshard.verification.computed import sums_of
 from reshard.verification.converted import (
     CHECKPOINT2,
@@ -271,11 +271,10 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
     differences += compare_form(source, written, target, directory, means, admit)
     _check_options(conversion, written.names, differences)
     _note_left_out(source, written.names, request, differences, report)
-    cast = bool(request.edits.casts) or request.edits.quantisation is not None
-    if form.options.side is Side.HUGGINGFACE and conversion.checked and CONFIG not in conversion.kept:
-        differences += _configuration_differences(source.checkpoint, written.checkpoint, request, cast)
-    beside = form.check_beside(directory, written.checkpoint, source.checkpoint, cast, report)
-    return [*differences, *(Difference("file", None, (), text, (name,)) for name, text in beside)]
+    if form.name == HUGGINGFACE:
+        copied = conversion.checked and CONFIG not in conversion.kept
+        differences += beside_differences(source.checkpoint, written.checkpoint, request.asked, copied, report)
+    return differences
 
 
 def _beyond(
@@ -285,37 +284,6 @@ def _beyond(
     found = [*check(written)]
     known = {*check(own)} if found and own is not None else set()
     return [each for each in found if each not in known]
-
-
-def _configuration_differences(
-    source: Checkpoint, target: Checkpoint, request: Request, cast: bool
-) -> Iterator[Difference]:
-    """Differences of config.json from the one that was copied, of which a cast changes types, and nothing else."""
-    given = request.asked.edits.config
-    paths = [os.path.join(source.place, name) for name in source.extra_files if os.path.basename(name) == CONFIG]
-    if given is not None:
-        paths.insert(0, os.path.join(given, CONFIG) if is_directory(given) else given)
-    path = next(filter(is_regular_file, paths), None)
-    written = os.path.join(request.dst, CONFIG)
-    if path is None or not is_regular_file(written):
-        return
-    weights = [tensor.dtype.lower() for name, tensor in target.tensors.items() if is_weight(name, target.tensors)]
-    types = {dtype for dtype in weights if "float" in dtype}
-    try:
-        expected, found = (read_json(each, _MAX_CONFIG) or {} for each in (path, written))
-    except CheckpointError:
-        # Such a file is copied as it is, which is compared elsewhere.
-        return
-    for level in (expected, expected.get("text_config")):
-        if not cast or not isinstance(level, dict):
-            continue
-        if len(types) == 1:
-            level.update(dict.fromkeys(level.keys() & {"dtype", "torch_dtype"}, *types))
-        if request.edits.quantisation is not None:
-            level.pop("quantization_config", None)
-            level.pop("compression_config", None)
-    if expected != found:
-        yield Difference("file", None, (), "is not the configuration that was to be copied", (CONFIG,))
 
 
 def _check_options(conversion: Verified, names: Collection[str], differences: Collection[Difference]) -> None:

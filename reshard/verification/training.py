@@ -44,6 +44,7 @@ from reshard.verification.stored import Source, number_in, value_content
 _MOST, _LARGEST = 1 << 16, 16 << 20
 _TP, _PP, _EP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
 _CONSUMED, _FLOPS = "consumed_train_samples", "num_floating_point_operations_so_far"
+_BATCH = "global_batch_size"
 # Positions in the data of another run.
 _POSITIONS = (_CONSUMED, "consumed_valid_samples", "skipped_train_samples")
 # Arguments for the stages of a run, which another number of stages does not have, and those that a tree has none of.
@@ -83,6 +84,7 @@ class Origin(NamedTuple):
         schedule: the state of the learning rate's schedule, likewise.
         config: the model's config.json, where nothing of Megatron has its sizes.
         step: of the training.
+        batch: samples of a step, where the source records no position in the data.
     """
 
     own: Common | None
@@ -92,6 +94,7 @@ class Origin(NamedTuple):
     schedule: Mapping[str, Any] | None
     config: Mapping[str, Any]
     step: int | None
+    batch: int | None
 
     @property
     def iteration(self) -> int | None:
@@ -123,13 +126,17 @@ def _origin(source: Source, path: str | None, config_path: str | None, handles: 
         from reshard.names import read_config
 
         config = read_config(config_path)
+    args = {**(recorded.args if recorded else {}), **stated}
+    batch = source.checkpoint.training.get(_BATCH) or args.get(_BATCH)
+    if batch is None and named is not None and named.state.get("iteration"):
+        batch = named.args.get(_CONSUMED, 0) // named.state["iteration"]
     if recorded is None or not stated.keys().isdisjoint(OPTIMIZER):
-        return Origin(own, named, {**(recorded.args if recorded else {}), **stated}, [], None, config, step)
+        return Origin(own, named, args, [], None, config, step, batch)
     first = [each for name, each in objects.items() if "optimizer.distributed.dp_group_idx_0.optimizer/" in name]
     groups = recorded.groups or [group for each in first for group in groups_of(read_common(each, handles).state)]
     schedule = recorded.state.get("opt_param_scheduler")
     schedule = schedule if isinstance(schedule, dict) else None
-    return Origin(own, named, {**recorded.args, **stated}, groups, schedule, config, step)
+    return Origin(own, named, args, groups, schedule, config, step, batch)
 
 
 def _is_iteration(path: str, names: Sequence[str]) -> bool:
@@ -269,7 +276,7 @@ class _Written:
         if self._has_optimizer:
             args["dist_ckpt_optim_fully_reshardable"] = True
             if type(args.get(_CONSUMED)) is not int:
-                args[_CONSUMED] = common.args.get(_CONSUMED)
+                args[_CONSUMED] = (origin.step or 0) * (origin.batch or 0)
         return self._divided(args, common.args) if self._ranks else args
 
     def _divided(self, args: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,7 +336,7 @@ class _Written:
         if recorded is not None:
             return {**recorded, **({} if self._origin.named is None else consumed)}
         samples = isinstance(args.get("train_samples"), int)
-        unit, kind = (1, "samples") if samples else (args.get("global_batch_size"), "iters")
+        unit, kind = (1, "samples") if samples else (args.get(_BATCH), "iters")
         length = args.get("train_samples" if samples else "train_iters")
         if not isinstance(unit, int) or not isinstance(length, int):
             return consumed
