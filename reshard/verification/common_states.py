@@ -15,7 +15,7 @@ import numpy as np
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import StoredObject
 from reshard.checkpoints.formats.archives import Archive, is_tensor, plain_tensor
-from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NUMPY_NAMES
 from reshard.checkpoints.formats.pickles import PickledInstance
 from reshard.errors import CheckpointError
 from reshard.forms.megatron.common import BUILTINS, PACKAGES
@@ -23,8 +23,6 @@ from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY
 from reshard.forms.pytorch.dcp import read_metadata
 from reshard.forms.pytorch.form import COMMON, METADATA
 from reshard.storage import ReadableFile, names_in, read_range, reading, status_at
-
-_NUMBERS = {"Float32": "<f4", "Float64": "<f8", "Int32": "<i4", "Int64": "<i8"}
 
 
 class Common(NamedTuple):
@@ -96,7 +94,7 @@ def _steps(value: Any, archive: Archive, file: ReadableFile) -> Iterator[int]:
         elif is_tensor(plain_tensor(each)):
             elements = archive.tensor(each)
             data = read_range(file, elements.offset, ITEM_SIZES[elements.dtype])
-            yield int(np.frombuffer(data, _NUMBERS[elements.dtype], 1)[0])
+            yield int(np.frombuffer(data, NUMPY_NAMES[elements.dtype], 1)[0])
         elif type(each) in (int, float):
             yield int(each)
 

@@ -26,7 +26,7 @@ from reshard.forms.pytorch.form import COMMON, METADATA
 from reshard.forms.registry import form_named
 from reshard.storage import is_regular_file, read_range, read_small, reading
 from reshard.strategies import Stage, Strategy
-from reshard.text.messages import number_ranges, quoted, rank_ranges
+from reshard.text.messages import quoted, rank_ranges
 from reshard.text.names import is_training_value
 from reshard.verification.boxes import Box, LayoutValues, device_boxes, target_boxes, volume_of, whole_box
 from reshard.verification.reading import Comparison, Difference, Means, compare
@@ -334,48 +334,35 @@ class _Files(TargetComparison):
         if not laid_out.is_whole():
             self._add("missing", name, "is incomplete: no file holds some of its slices")
         if saved is not None:
-            recorded = None if saved.layout is None else recorded_layout(saved.layout)
-            for detail in self._wrong_layout(content, recorded, saved.ranks):
+            layout = LayoutValues((len(saved.ranks),), ((),) * len(content.shape))
+            layout = layout if saved.layout is None else recorded_layout(saved.layout)
+            for detail in self._wrong_cut(content, device_boxes(layout, content.shape) or (), saved.ranks):
                 self._add("strategy", name, detail)
         elif not self._new.is_none:
             boxes = {box for slices in laid_out.slice_sets for box, files in slices.files_of.items() if files}
-            for detail in self._wrong_boxes(content, boxes):
+            for detail in self._wrong_cut(content, [*boxes], None):
                 self._add("strategy", name, detail, numbers)
         for slices in laid_out.slice_sets:
             yield Comparison(content, slices, target_files.indexes, slices.number)
 
-    def _wrong_boxes(self, content: Content, written: Collection[Box]) -> Iterator[str]:
-        """Whether the slices with elements are those of no stage of the target's strategy."""
+    def _wrong_cut(self, content: Content, written: Sequence[Box], ranks: Sequence[int] | None) -> Iterator[str]:
+        """Whether slices are those of no stage of the target's strategy, and of its ranks where these are recorded."""
+        boxes: Sequence[Box] = ()
         for stage in self._new.stages:
-            if content.name in stage.layouts:
-                try:
-                    boxes = target_boxes(layout_in(stage, content, self._new), content.shape)
-                except LayoutError as error:
-                    yield error.message
-                    return
-                if {*filter(volume_of, boxes)} == {*filter(volume_of, written)}:
-                    return
-        yield "is not cut as by the target's strategy"
-
-    def _wrong_layout(self, content: Content, recorded: LayoutValues | None, ranks: Sequence[int]) -> Iterator[str]:
-        """Differences of a recorded layout from the target strategy's."""
-        stage = next(stage for stage in self._new.stages if self._new.is_none or content.name in stage.layouts)
-        try:
-            boxes = target_boxes(layout_in(stage, content, self._new), content.shape)
-        except LayoutError as error:
-            yield error.message
-            return
-        if tuple(ranks) != tuple(stage.ranks):
-            yield f"is laid out over ranks {number_ranges(ranks)}, not {number_ranges(stage.ranks)}"
-            return
-        whole_boxes = (whole_box(content.shape),) * len(ranks)
-        recorded_boxes = whole_boxes if recorded is None else device_boxes(recorded, content.shape) or ()
-        if recorded_boxes != boxes:
-            recorded_cuts, expected_cuts = _cuts(recorded_boxes), _cuts(boxes)
-            if recorded_cuts != expected_cuts:
-                yield f"is cut into {recorded_cuts} slices per dimension, not {expected_cuts}"
-            else:
-                yield "has its slices on other ranks than in the target's strategy"
+            if not (self._new.is_none or content.name in stage.layouts):
+                continue
+            try:
+                boxes = target_boxes(layout_in(stage, content, self._new), content.shape)
+            except LayoutError as error:
+                yield error.message
+                return
+            if ranks is None and {*filter(volume_of, boxes)} == {*filter(volume_of, written)}:
+                return
+            if ranks is not None and (*ranks, *written) == (*stage.ranks, *boxes):
+                return
+        found, expected = _cuts(written), _cuts(boxes)
+        other = ", or not on its ranks" if found == expected else f": {found} slices per dimension, not {expected}"
+        yield f"is not cut as by the target's strategy{other}"
 
 
 def strange_metadata(

@@ -14,16 +14,16 @@ from typing import Any
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
 from reshard.names.operations import SizedOperation
 from reshard.verification.boxes import Shape
 from reshard.verification.common_states import common_of
 from reshard.verification.operations import DerivedTensor
-from reshard.verification.rank_parts import EMBEDDING, RankFile, layers_of, places_of
-from reshard.verification.rank_trees import OUTPUT, is_decayed, is_parameter, ranks_of
+from reshard.verification.rank_parts import RankFile, layers_of, places_of
+from reshard.verification.rank_trees import is_decayed, is_parameter, ranks_of
 from reshard.verification.reading import Difference
 from reshard.verification.stored import Content, Source
 
-_STATE = "optimizer.state."
 _STACKED = re.compile(r"((?:optimizer\.state\.\w+\.)?decoder\.layers\.)(?![0-9]+\.)(.+)")
 _MINDSPEED = frozenset({"mla_mm_split", "moe_tp_extend_ep", "schedules_method"})
 # Modules of a layer, and parameters of a module, as Megatron makes them: the optimizer numbers its state so.
@@ -127,8 +127,8 @@ def tree_differences(expected: Collection[Content], tree: Checkpoint, handles: F
 
 
 def _problems(expected: Collection[Content], ranks: Sequence[RankFile]) -> Iterator[tuple[str, str]]:
-    shapes = {_one_name(each.name): each.shape for each in expected if not each.name.startswith(_STATE)}
-    saved = any(each.name.startswith(_STATE) for each in expected)
+    shapes = {_one_name(each.name): each.shape for each in expected if not each.name.startswith(STATE)}
+    saved = any(each.name.startswith(STATE) for each in expected)
     for rank, (tensor, stage, expert) in zip(ranks, places_of(ranks)):
         run = _Run(shapes, rank.args)
         directory = run.directory(tensor, stage, expert)

@@ -118,7 +118,7 @@ def _origin(source: Source, path: str | None, config_path: str | None, handles: 
     step = source.checkpoint.training.get(TRAINING_STEP)
     if TRAINING_STEP in source.values:
         step = number_in(value_content(source.indexes, TRAINING_STEP, source.values[TRAINING_STEP][0]), handles)
-    elif own is not None and len(own.steps) == 1:
+    elif step is None and own is not None and len(own.steps) == 1:
         (step,) = own.steps
     recorded = named or own
     config: Mapping[str, Any] = {}
