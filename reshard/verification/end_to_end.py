@@ -237,7 +237,9 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         from reshard.verification.live_trees import as_layers, tree_differences
         from reshard.verification.rank_trees import read_tree
 
-        source = as_layers(source, written, means.handles)
+        stated = request.asked.target.args
+        stated_sizes = (request.to.stated_configuration(stated) if stated is not None else None) or {}
+        source = as_layers(source, written, stated_sizes.get("padded_vocab_size"))
         expected = [source.tensors[name] for name in filter(admit, source.tensors)]
         found = _beyond(own, written.checkpoint, lambda each: tree_differences(expected, each, means.handles))
         if found:
@@ -251,7 +253,6 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
 
         if own is not None:
             source = replace(source, tensors=named_as(source.tensors.values(), written.tensors, MASTERS))
-
         asked, config = request.asked.target, request.edits.config_path
         differences += _beyond(
             own, written.checkpoint, lambda each: training_differences(each, source, asked, config, means.handles)

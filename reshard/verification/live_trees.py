@@ -17,7 +17,6 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
 from reshard.names.operations import SizedOperation
 from reshard.verification.boxes import Shape
-from reshard.verification.common_states import common_of
 from reshard.verification.operations import DerivedTensor
 from reshard.verification.rank_parts import RankFile, layers_of, places_of
 from reshard.verification.rank_trees import is_decayed, is_parameter, ranks_of
@@ -59,14 +58,13 @@ MASTERS = ((re.compile(r"^optimizer\.state\.fp32_param\."), "optimizer.state.par
 """The two names of a master, of which a copy without records has the source's, and a conversion the second."""
 
 
-def as_layers(source: Source, written: Source, handles: FileHandles) -> Source:
-    """A source with a tensor for each layer, with names of norms and padding of the vocabulary as a tree has them."""
-    args = getattr(common_of(written.checkpoint.place, handles), "args", {})
+def as_layers(source: Source, written: Source, rows: object) -> Source:
+    """A source with a tensor for each layer, norms under the names of a tree, and ``rows`` of a vocabulary if known."""
     layers = (each for content in source.tensors.values() for each in _layers(content))
     tensors = named_as(layers, written.tensors)
     for name in tensors.keys() & written.tensors.keys():
         if name.endswith((EMBEDDING, OUTPUT)) and tensors[name].shape[:1] != written.tensors[name].shape[:1]:
-            tensors[name] = _padded(tensors[name], args.get("padded_vocab_size"))
+            tensors[name] = _padded(tensors[name], rows)
     return replace(source, tensors=tensors, model_names={name: name for name in tensors})
 
 
@@ -83,7 +81,7 @@ def named_as(
 
 
 def _padded(content: Content, rows: object) -> Content:
-    """A tensor of a vocabulary with the rows that arguments state; those that are added are zeros."""
+    """A tensor of a vocabulary with as many rows, of which those that are added are zeros."""
     before, *others = content.shape
     if not isinstance(rows, int):
         return content
