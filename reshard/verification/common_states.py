@@ -29,14 +29,12 @@ class Common(NamedTuple):
     """A common state.
 
     Attributes:
-        path: the file that holds it.
         state: all of it.
         args: the arguments of the run by name; empty if there are none.
         optimizers: the state of each optimizer.
         steps: in all of them.
     """
 
-    path: str
     state: Mapping[str, Any]
     args: Mapping[str, Any]
     optimizers: Sequence[Mapping[str, Any]]
@@ -80,7 +78,7 @@ def common_in(state: Any, archive: Archive, file: ReadableFile) -> Common:
         several = [several[number] for number in sorted(several)]
     optimizers = [each for each in (several if isinstance(several, list) else [several]) if isinstance(each, dict)]
     steps = frozenset(_steps(optimizers, archive, file))
-    return Common(file.path, state, args.fields if isinstance(args, PickledInstance) else {}, optimizers, steps)
+    return Common(state, args.fields if isinstance(args, PickledInstance) else {}, optimizers, steps)
 
 
 def _steps(value: Any, archive: Archive, file: ReadableFile) -> Iterator[int]:
