@@ -28,11 +28,11 @@ from reshard.convert.verifying import (
 )
 from reshard.errors import InputError, TargetError, UsageError
 from reshard.forms.registry import counted_as, form_named
+from reshard.numbers.fingerprint import Fingerprints
 from reshard.opened.opening import reading_request
 from reshard.records import Manifest, read_manifest
 from reshard.records.status import status_of
 from reshard.text.messages import MAX_LINES, Report, listing, one_line, plural, printable, quoted, rank_ranges
-from reshard.verification.fingerprint import Fingerprints
 from reshard.verification.reading import Difference
 
 

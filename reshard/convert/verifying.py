@@ -15,12 +15,14 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.convert.ends import with_ends
 from reshard.convert.recorded import as_recorded, check_rules, is_copy, other_source
 from reshard.convert.summary import Summary
+from reshard.convert.unchanged import compare_with_manifest
 from reshard.errors import CheckpointError, InputError, NamesError, TargetError, UsageError
 from reshard.execute import Budget, Progress
 from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import counted_as, form_named, form_of
+from reshard.numbers.fingerprint import Fingerprints, fingerprints
 from reshard.plan.editing import edited as make_edits
 from reshard.plan.edits import Request, edit_rules
 from reshard.plan.planner import read_source
@@ -33,8 +35,7 @@ from reshard.text.globs import warn_of_unmatched
 from reshard.text.messages import Report, are, number_ranges, rank_ranges, some_names
 from reshard.verification.edited import edited_source
 from reshard.verification.end_to_end import MergedAdapter, Verified, as_asked, between_forms, verify_conversion
-from reshard.verification.files import RecordedCrcs, compare_with_manifest, read_sound
-from reshard.verification.fingerprint import Fingerprints, fingerprints
+from reshard.verification.files import RecordedCrcs, read_sound
 from reshard.verification.reading import Difference, Means
 from reshard.verification.stored import Source, stored_source
 

@@ -299,18 +299,6 @@ class Form(Protocol):
         """Defects of a written directory that the reader of the form tolerates, each with a relative file."""
         return iter(())
 
-    def check_beside(
-        self, directory: str, target: Checkpoint, source: Checkpoint, cast: bool, report: Report
-    ) -> Iterator[tuple[str, str]]:
-        """Compare files beside the weights, such as configurations, of source and target; warn of differences.
-
-        Where weights were cast, the configuration may name another type.
-
-        Yields:
-            The name of a file that is missing, relative to the directory, and where the source has it.
-        """
-        return iter(())
-
     def check_step(self, src: str, step: str) -> None:
         """Refuse a missing step, or a text that is no step of this form, before anything is read."""
         return

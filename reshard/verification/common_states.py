@@ -15,7 +15,7 @@ import numpy as np
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import StoredObject
 from reshard.checkpoints.formats.archives import Archive, is_tensor, plain_tensor
-from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NUMPY_NAMES
 from reshard.checkpoints.formats.pickles import PickledInstance
 from reshard.errors import CheckpointError
 from reshard.forms.megatron.common import BUILTINS, PACKAGES
@@ -24,21 +24,17 @@ from reshard.forms.pytorch.dcp import read_metadata
 from reshard.forms.pytorch.form import COMMON, METADATA
 from reshard.storage import ReadableFile, names_in, read_range, reading, status_at
 
-_NUMBERS = {"Float32": "<f4", "Float64": "<f8", "Int32": "<i4", "Int64": "<i8"}
-
 
 class Common(NamedTuple):
     """A common state.
 
     Attributes:
-        path: the file that holds it.
         state: all of it.
         args: the arguments of the run by name; empty if there are none.
         optimizers: the state of each optimizer.
         steps: in all of them.
     """
 
-    path: str
     state: Mapping[str, Any]
     args: Mapping[str, Any]
     optimizers: Sequence[Mapping[str, Any]]
@@ -48,11 +44,6 @@ class Common(NamedTuple):
     def groups(self) -> list[Mapping[str, Any]]:
         """The parameter groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in groups_of(optimizer)]
-
-    @property
-    def content(self) -> Mapping[str, Any]:
-        content = self.state.get("content_metadata")
-        return content if isinstance(content, dict) else {}
 
 
 def groups_of(optimizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -87,7 +78,7 @@ def common_in(state: Any, archive: Archive, file: ReadableFile) -> Common:
         several = [several[number] for number in sorted(several)]
     optimizers = [each for each in (several if isinstance(several, list) else [several]) if isinstance(each, dict)]
     steps = frozenset(_steps(optimizers, archive, file))
-    return Common(file.path, state, args.fields if isinstance(args, PickledInstance) else {}, optimizers, steps)
+    return Common(state, args.fields if isinstance(args, PickledInstance) else {}, optimizers, steps)
 
 
 def _steps(value: Any, archive: Archive, file: ReadableFile) -> Iterator[int]:
@@ -101,7 +92,7 @@ def _steps(value: Any, archive: Archive, file: ReadableFile) -> Iterator[int]:
         elif is_tensor(plain_tensor(each)):
             elements = archive.tensor(each)
             data = read_range(file, elements.offset, ITEM_SIZES[elements.dtype])
-            yield int(np.frombuffer(data, _NUMBERS[elements.dtype], 1)[0])
+            yield int(np.frombuffer(data, NUMPY_NAMES[elements.dtype], 1)[0])
         elif type(each) in (int, float):
             yield int(each)
 
@@ -113,16 +104,22 @@ def read_common(stored: StoredObject, handles: FileHandles) -> Common:
 
 def common_of(directory: str, handles: FileHandles) -> Common | None:
     """The common state of one iteration of any kind; of a legacy tree that of the first rank. None without any."""
+    return next(commons_of(directory, handles))[1]
+
+
+def commons_of(directory: str, handles: FileHandles) -> Iterator[tuple[str, Common | None]]:
+    """The common state of an iteration, that of every rank of a legacy tree, each with its file; None without any."""
     names = names_in(directory)
     ranks = sorted(filter(RANK_DIRECTORY.fullmatch, names))
-    files = [os.path.join(directory, ranks[0], MODEL_FILE)] if ranks else [os.path.join(directory, COMMON)]
     if ranks or COMMON in names:
-        stored = stored_file(files[0])
-        return None if stored is None else read_common(stored, handles)
+        for file in [os.path.join(rank, MODEL_FILE) for rank in ranks] or [COMMON]:
+            stored = stored_file(os.path.join(directory, file))
+            yield file, None if stored is None else read_common(stored, handles)
+        return
     objects = objects_of(directory) if METADATA in names else {}
     held = [each for name, each in objects.items() if name.partition("/")[0] == "common_state"]
     held += [objects["args"]] if "args" in objects else []
-    return read_common(held[0], handles) if held else None
+    yield COMMON, read_common(held[0], handles) if held else None
 
 
 def objects_of(directory: str) -> dict[str, StoredObject]:

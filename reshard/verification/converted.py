@@ -26,7 +26,7 @@ from reshard.forms.pytorch.form import COMMON, METADATA
 from reshard.forms.registry import form_named
 from reshard.storage import is_regular_file, read_range, read_small, reading
 from reshard.strategies import Stage, Strategy
-from reshard.text.messages import number_ranges, quoted, rank_ranges
+from reshard.text.messages import quoted, rank_ranges
 from reshard.text.names import is_training_value
 from reshard.verification.boxes import Box, LayoutValues, device_boxes, target_boxes, volume_of, whole_box
 from reshard.verification.reading import Comparison, Difference, Means, compare
@@ -35,6 +35,7 @@ from reshard.verification.stored import (
     SliceSet,
     Source,
     StoredTensor,
+    number_in,
     recorded_layout,
     stage_layout,
     value_content,
@@ -333,48 +334,35 @@ class _Files(TargetComparison):
         if not laid_out.is_whole():
             self._add("missing", name, "is incomplete: no file holds some of its slices")
         if saved is not None:
-            recorded = None if saved.layout is None else recorded_layout(saved.layout)
-            for detail in self._wrong_layout(content, recorded, saved.ranks):
+            layout = LayoutValues((len(saved.ranks),), ((),) * len(content.shape))
+            layout = layout if saved.layout is None else recorded_layout(saved.layout)
+            for detail in self._wrong_cut(content, device_boxes(layout, content.shape) or (), saved.ranks):
                 self._add("strategy", name, detail)
         elif not self._new.is_none:
             boxes = {box for slices in laid_out.slice_sets for box, files in slices.files_of.items() if files}
-            for detail in self._wrong_boxes(content, boxes):
+            for detail in self._wrong_cut(content, [*boxes], None):
                 self._add("strategy", name, detail, numbers)
         for slices in laid_out.slice_sets:
             yield Comparison(content, slices, target_files.indexes, slices.number)
 
-    def _wrong_boxes(self, content: Content, written: Collection[Box]) -> Iterator[str]:
-        """Whether the slices with elements are those of no stage of the target's strategy."""
+    def _wrong_cut(self, content: Content, written: Sequence[Box], ranks: Sequence[int] | None) -> Iterator[str]:
+        """Whether slices are those of no stage of the target's strategy, and of its ranks where these are recorded."""
+        boxes: Sequence[Box] = ()
         for stage in self._new.stages:
-            if content.name in stage.layouts:
-                try:
-                    boxes = target_boxes(layout_in(stage, content, self._new), content.shape)
-                except LayoutError as error:
-                    yield error.message
-                    return
-                if {*filter(volume_of, boxes)} == {*filter(volume_of, written)}:
-                    return
-        yield "is not cut as by the target's strategy"
-
-    def _wrong_layout(self, content: Content, recorded: LayoutValues | None, ranks: Sequence[int]) -> Iterator[str]:
-        """Differences of a recorded layout from the target strategy's."""
-        stage = next(stage for stage in self._new.stages if self._new.is_none or content.name in stage.layouts)
-        try:
-            boxes = target_boxes(layout_in(stage, content, self._new), content.shape)
-        except LayoutError as error:
-            yield error.message
-            return
-        if tuple(ranks) != tuple(stage.ranks):
-            yield f"is laid out over ranks {number_ranges(ranks)}, not {number_ranges(stage.ranks)}"
-            return
-        whole_boxes = (whole_box(content.shape),) * len(ranks)
-        recorded_boxes = whole_boxes if recorded is None else device_boxes(recorded, content.shape) or ()
-        if recorded_boxes != boxes:
-            recorded_cuts, expected_cuts = _cuts(recorded_boxes), _cuts(boxes)
-            if recorded_cuts != expected_cuts:
-                yield f"is cut into {recorded_cuts} slices per dimension, not {expected_cuts}"
-            else:
-                yield "has its slices on other ranks than in the target's strategy"
+            if not (self._new.is_none or content.name in stage.layouts):
+                continue
+            try:
+                boxes = target_boxes(layout_in(stage, content, self._new), content.shape)
+            except LayoutError as error:
+                yield error.message
+                return
+            if ranks is None and {*filter(volume_of, boxes)} == {*filter(volume_of, written)}:
+                return
+            if ranks is not None and (*ranks, *written) == (*stage.ranks, *boxes):
+                return
+        found, expected = _cuts(written), _cuts(boxes)
+        other = ", or not on its ranks" if found == expected else f": {found} slices per dimension, not {expected}"
+        yield f"is not cut as by the target's strategy{other}"
 
 
 def strange_metadata(
@@ -402,25 +390,32 @@ _BLOCK = 1 << 20
 
 
 def object_differences(
-    source: Checkpoint, target: Checkpoint, admit: Callable[[str], bool], handles: FileHandles
+    expected: Mapping[str, StoredObject | None], target: Checkpoint, handles: FileHandles, but: str = ""
 ) -> Iterator[Difference]:
-    """Every object that differs, or that only one of two checkpoints has.
+    """Every object that differs, is missing, or is not expected.
+
+    Args:
+        expected: the source's by name; None for an empty one.
+        target: the written checkpoint.
+        handles: open files.
+        but: the name of an object that is not compared.
 
     Raises:
         ReshardError: an object cannot be read, or the source's is damaged.
     """
-    expected = {name: stored for name, stored in source.objects.items() if admit(name)}
-    for name in sorted({*expected, *target.objects}):
+    for name in sorted({*expected, *target.objects} - {but}):
         written = target.objects.get(name)
         files = () if written is None else (os.path.relpath(written.path, target.place),)
         if written is None:
-            yield Difference("missing", name, (), "is an object of the source, and in no file")
+            yield Difference("missing", name, (), "is an object that was to be written, and in no file")
         elif name not in expected:
-            yield Difference("extra", name, (), "is an object that the source lacks", files)
+            yield Difference("extra", name, (), "is an object that was not to be written", files)
         else:
-            original = _read(expected[name], handles)
+            stored = expected[name]
+            original = None if stored is None else _read(stored, handles)
             try:
-                same = _same(original, _read(written, handles))
+                found = _read(written, handles)
+                same = read_pickle(found[1], lambda _: True) == [None] if original is None else _same(original, found)
             except DamagedCheckpointError as error:
                 yield Difference("file", None, (), error.message, files)
                 continue
@@ -508,8 +503,7 @@ def _training_in_values(source: Checkpoint, handles: FileHandles) -> Mapping[str
         for file in source.holders(name)[:1]:
             value = value_content(source.indexes, name, file)
             if value.dtype in _COUNTERS and volume_of(whole_box(value.shape)) == 1:
-                data = value.read(whole_box(value.shape), handles).tobytes()
-                numbers[name] = int.from_bytes(data, "little", signed=value.dtype.startswith("Int"))
+                numbers[name] = number_in(value, handles)
     for name, other in (("global_step", "step_num"), ("step_num", "global_step")):
         if other in numbers:
             numbers.setdefault(name, numbers[other])

@@ -21,9 +21,9 @@ from reshard.strategies import Strategy
 from reshard.text.globs import Glob
 from reshard.text.messages import Report, listing, quoted
 from reshard.text.names import TRAINING_STEP, did_you_mean, is_weight
-from reshard.verification.boxes import Box, Shape, whole_box
+from reshard.verification.boxes import Box, Shape
 from reshard.verification.operations import DerivedTensor, lists_of, needed_sources
-from reshard.verification.stored import Content, Source, StoredTensor, Words, value_content
+from reshard.verification.stored import Content, Source, StoredTensor, Words, number_in, value_content
 
 if TYPE_CHECKING:
     from reshard.names import Applied, NameRules, SizedOperation
@@ -189,9 +189,7 @@ class _Step(Content):
 
     def read(self, box: Box, handles: FileHandles) -> Words:
         number = self.number
-        if not isinstance(number, int):
-            number = int.from_bytes(number.read(whole_box(number.shape), handles).tobytes(), "little")
-        return np.array(number, "<f4").view("<u4")
+        return np.array(number if isinstance(number, int) else number_in(number, handles), "<f4").view("<u4")
 
 
 def _steps(base: Source, names: Collection[str], own: Sequence[Content]) -> dict[str, Content]:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
 from reshard.checkpoints.formats.dtypes import PT
 from reshard.defaults import DEFAULT_PREFIX
-from reshard.errors import CheckpointError, UsageError
+from reshard.errors import UsageError
 from reshard.forms.form import Names, Side
-from reshard.forms.full.form import CONFIG
+from reshard.forms.full.form import CONFIG, HUGGINGFACE
 from reshard.forms.pytorch.form import HYPER_PARALLEL
 from reshard.forms.registry import form_named
-from reshard.names import SizedOperation
-from reshard.storage import is_directory, is_regular_file, read_json
 from reshard.strategies import SAME, Strategy, shards_of
 from reshard.text.globs import warn_of_unmatched
 from reshard.text.messages import Report, listing, plural, quoted
-from reshard.text.names import TRAINER_OPTIMIZERS, is_weight
-from reshard.verification.boxes import whole_box
+from reshard.text.names import TRAINER_OPTIMIZERS
+from reshard.verification.beside import beside_differences
 from reshard.verification.computed import sums_of
 from reshard.verification.converted import (
     compare_form,
@@ -35,7 +33,7 @@ from reshard.verification.files import RecordedCrcs, read_sound, read_written
 from reshard.verification.operations import DerivedTensor
 from reshard.verification.ranks import compare_ranks
 from reshard.verification.reading import Difference, Means, Pair, unequal
-from reshard.verification.stored import Content, Source, StoredTensor, files_read, stored_source, value_content
+from reshard.verification.stored import Content, Source, StoredTensor, files_read, stored_source
 
 if TYPE_CHECKING:
     from reshard.lora import Scale
@@ -232,38 +230,37 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         # Reading a damaged archive would end the comparison with an error.
         paths = {path: os.path.relpath(path, directory) for path in sorted(damage)}
         return [*differences, *(Difference("file", None, (), damage[path], (file,)) for path, file in paths.items())]
+    # A copy without records has what its source has: that is no difference.
+    own = None if conversion.recorded or request.form.name != form.name else stored_checkpoint(source.checkpoint)
     if _is_tree(written):
         # Imported only here: other targets have a tensor for each of the source.
-        from reshard.verification.live_trees import as_layers, problems_of
-        from reshard.verification.rank_trees import ranks_of, read_tree
+        from reshard.verification.live_trees import as_layers, tree_differences
+        from reshard.verification.rank_trees import read_tree
 
-        source = as_layers(_padded(source, written, request), written)
+        stated = request.asked.target.args
+        stated_sizes = (request.to.stated_configuration(stated) if stated is not None else None) or {}
+        source = as_layers(source, written, stated_sizes.get("padded_vocab_size"))
         expected = [source.tensors[name] for name in filter(admit, source.tensors)]
-
-        def problems(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-            ranks = ranks_of(sorted(checkpoint.files.values()), means.handles)
-            return [(os.path.relpath(path, checkpoint.place), text) for path, text in problems_of(expected, ranks)]
-
-        found = problems(written.checkpoint)
-        if found and not conversion.recorded and _is_tree(source):
-            # A copy has those of the source.
-            own = {*problems(source.checkpoint)}
-            found = [each for each in found if each not in own]
+        found = _beyond(own, written.checkpoint, lambda each: tree_differences(expected, each, means.handles))
         if found:
             # Which tensors such files hold is not known.
-            place = os.path.relpath(written.checkpoint.place, directory)
-            return [
-                *differences,
-                *(Difference("file", None, (), text, (os.path.join(place, file),)) for file, text in found),
-            ]
+            return [*differences, *found]
         written = read_tree(written, means.handles)
     if form.options.arguments:
-        if not conversion.recorded:
-            source = _with_names_of_masters(source, written)
-        differences += _training_differences(source, written, conversion, means)
+        # Imported only here: other forms have no such records.
+        from reshard.verification.live_trees import MASTERS, named_as
+        from reshard.verification.training import training_differences
+
+        if own is not None:
+            source = replace(source, tensors=named_as(source.tensors.values(), written.tensors, MASTERS))
+        asked, config = request.asked.target, request.edits.config_path
+        differences += _beyond(
+            own, written.checkpoint, lambda each: training_differences(each, source, asked, config, means.handles)
+        )
     elif form.options.names is Names.TRAINER:
-        kept = admit if request.edits.keeps_objects else lambda name: False
-        differences += object_differences(source.checkpoint, written.checkpoint, kept, means.handles)
+        kept = request.edits.keeps_objects
+        objects = {name: each for name, each in source.checkpoint.objects.items() if kept and admit(name)}
+        differences += object_differences(objects, written.checkpoint, means.handles)
         differences += _other_keys(source, written, request)
         if form.name == HYPER_PARALLEL and conversion.recorded:
             differences += record_differences(written.checkpoint)
@@ -275,60 +272,19 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
     differences += compare_form(source, written, target, directory, means, admit)
     _check_options(conversion, written.names, differences)
     _note_left_out(source, written.names, request, differences, report)
-    cast = bool(request.edits.casts) or request.edits.quantisation is not None
-    if form.options.side is Side.HUGGINGFACE and conversion.checked and CONFIG not in conversion.kept:
-        differences += _configuration_differences(source.checkpoint, written.checkpoint, request, cast)
-    beside = form.check_beside(directory, written.checkpoint, source.checkpoint, cast, report)
-    return [*differences, *(Difference("file", None, (), text, (name,)) for name, text in beside)]
+    if form.name == HUGGINGFACE:
+        copied = conversion.checked and CONFIG not in conversion.kept
+        differences += beside_differences(source.checkpoint, written.checkpoint, request.asked, copied, report)
+    return differences
 
 
-def _padded(source: Source, written: Source, request: Request) -> Source:
-    """A source whose vocabulary has the rows that --args states; those that are added are zeros."""
-    tensors = dict(source.tensors)
-    for name in {*tensors}.intersection(written.tensors):
-        tensor, args = tensors[name], request.asked.target.args
-        if args is None or tensor.shape[:1] == written.tensors[name].shape[:1]:
-            continue
-        rows = (request.to.stated_configuration(args) or {}).get("padded_vocab_size")
-        if isinstance(rows, int) and name.endswith(("embedding.word_embeddings.weight", "output_layer.weight")):
-            before, *others = tensor.shape
-            resize = SizedOperation("pad" if rows > before else "unpad", sizes=(before, rows))
-            shape = (rows, *others)
-            tensors[name] = DerivedTensor(
-                name, tensor.dtype, tensor.item_size, shape, (tensor,), (resize,), 0, tensor.cast
-            )
-    return replace(source, tensors=tensors)
-
-
-def _configuration_differences(
-    source: Checkpoint, target: Checkpoint, request: Request, cast: bool
-) -> Iterator[Difference]:
-    """Differences of config.json from the one that was copied, of which a cast changes types, and nothing else."""
-    given = request.asked.edits.config
-    paths = [os.path.join(source.place, name) for name in source.extra_files if os.path.basename(name) == CONFIG]
-    if given is not None:
-        paths.insert(0, os.path.join(given, CONFIG) if is_directory(given) else given)
-    path = next(filter(is_regular_file, paths), None)
-    written = os.path.join(request.dst, CONFIG)
-    if path is None or not is_regular_file(written):
-        return
-    weights = [tensor.dtype.lower() for name, tensor in target.tensors.items() if is_weight(name, target.tensors)]
-    types = {dtype for dtype in weights if "float" in dtype}
-    try:
-        expected, found = (read_json(each, _MAX_CONFIG) or {} for each in (path, written))
-    except CheckpointError:
-        # Such a file is copied as it is, which is compared elsewhere.
-        return
-    for level in (expected, expected.get("text_config")):
-        if not cast or not isinstance(level, dict):
-            continue
-        if len(types) == 1:
-            level.update(dict.fromkeys(level.keys() & {"dtype", "torch_dtype"}, *types))
-        if request.edits.quantisation is not None:
-            level.pop("quantization_config", None)
-            level.pop("compression_config", None)
-    if expected != found:
-        yield Difference("file", None, (), "is not the configuration that was to be copied", (CONFIG,))
+def _beyond(
+    own: Checkpoint | None, written: Checkpoint, check: Callable[[Checkpoint], Iterable[Difference]]
+) -> list[Difference]:
+    """What a check finds in a written checkpoint, but what it finds in ``own`` as well."""
+    found = [*check(written)]
+    known = {*check(own)} if found and own is not None else set()
+    return [each for each in found if each not in known]
 
 
 def _check_options(conversion: Verified, names: Collection[str], differences: Collection[Difference]) -> None:
@@ -349,50 +305,6 @@ def _check_options(conversion: Verified, names: Collection[str], differences: Co
                 parameter=others[0],
                 hint=f"add the options that convert had: {options}",
             )
-
-
-def _with_names_of_masters(source: Source, written: Source) -> Source:
-    """The source with the other of Megatron's two names for masters, where only that one is in the target."""
-    from reshard.forms.megatron.proofs import MASTERS
-
-    tensors = dict(source.tensors)
-    for before, after in (MASTERS, MASTERS[::-1]):
-        for name in [name for name in tensors if name.startswith(before) and name not in written.tensors]:
-            other = after + name[len(before) :]
-            if other in written.tensors:
-                tensors[other] = replace(tensors.pop(name), name=other)
-    return replace(source, tensors=tensors)
-
-
-def _training_differences(source: Source, written: Source, conversion: Verified, means: Means) -> Iterator[Difference]:
-    """Differences of a form's own records of the training; without records, those that the source lacks."""
-    request = conversion.request
-    # Imported only here: other forms have no such records.
-    from reshard.verification.training import WrittenTraining, differences
-
-    names = set(request.to.options.counters or ())
-    recorded = source.checkpoint.training
-    counters = {name: recorded[name] for name in names if type(recorded.get(name)) is int}
-    for name in names & source.values.keys():
-        value = value_content(source.indexes, name, source.values[name][0])
-        data = value.read(whole_box(value.shape), means.handles).tobytes()
-        counters[name] = int.from_bytes(data, "little", signed=value.dtype.startswith("Int"))
-    origin = stored_checkpoint(source.checkpoint)
-    training = WrittenTraining(
-        request.dst,
-        written.checkpoint,
-        origin,
-        counters,
-        request.asked.target,
-        request.edits.config_path,
-        means.handles,
-    )
-    found = [*differences(training)]
-    if found and not conversion.recorded and request.form.name == request.to.name:
-        own = training._replace(directory=os.path.dirname(origin.place), target=origin)
-        shared = {*differences(own)}
-        found = [each for each in found if each not in shared]
-    return (Difference("file", None, (), text, (file,)) for file, text in found)
 
 
 def _other_keys(source: Source, written: Source, request: Request) -> Iterator[Difference]:

@@ -12,14 +12,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
 from reshard.names.operations import SizedOperation
 from reshard.verification.boxes import Shape
 from reshard.verification.operations import DerivedTensor
-from reshard.verification.rank_parts import EMBEDDING, RankFile, layers_of, places_of
-from reshard.verification.rank_trees import OUTPUT, is_decayed, is_parameter
+from reshard.verification.rank_parts import RankFile, layers_of, places_of
+from reshard.verification.rank_trees import is_decayed, is_parameter, ranks_of
+from reshard.verification.reading import Difference
 from reshard.verification.stored import Content, Source
 
-_STATE = "optimizer.state."
 _STACKED = re.compile(r"((?:optimizer\.state\.\w+\.)?decoder\.layers\.)(?![0-9]+\.)(.+)")
 _MINDSPEED = frozenset({"mla_mm_split", "moe_tp_extend_ep", "schedules_method"})
 # Modules of a layer, and parameters of a module, as Megatron makes them: the optimizer numbers its state so.
@@ -44,27 +47,52 @@ _SPLIT = {
 _FEWER = "num_layers_per_virtual_pipeline_stage"
 # The same norm beside a linear layer and within it. Queries and keys have norms of other names and meanings, where no
 # projection leads up to them.
-_ALIASES = (
+_NORMS = (
     (re.compile(r"\.pre_mlp_layernorm\.(weight|bias)$"), r".mlp.linear_fc1.layer_norm_\1"),
     (re.compile(r"\.input_layernorm\.(weight|bias)$"), r".self_attention.linear_qkv.layer_norm_\1"),
     (re.compile(r"\.linear_q_up_proj\.layer_norm_(weight|bias)$"), r".q_layernorm.\1"),
     (re.compile(r"\.linear_kv_up_proj\.layer_norm_(weight|bias)$"), r".kv_layernorm.\1"),
 )
 
+MASTERS = ((re.compile(r"^optimizer\.state\.fp32_param\."), "optimizer.state.param."),)
+"""The two names of a master, of which a copy without records has the source's, and a conversion the second."""
 
-def as_layers(source: Source, written: Source) -> Source:
-    """A source with a tensor for each layer, and norms under the names that the tree has them under."""
-    in_tree = {_one_name(name): name for name in written.tensors}
-    tensors: dict[str, Content] = {}
-    for content in source.tensors.values():
-        for each in _layers(content):
-            name = in_tree.get(_one_name(each.name), each.name)
-            tensors[name] = each if name == each.name else replace(each, name=name)
+
+def as_layers(source: Source, written: Source, rows: object) -> Source:
+    """A source with a tensor for each layer, norms under the names of a tree, and ``rows`` of a vocabulary if known."""
+    layers = (each for content in source.tensors.values() for each in _layers(content))
+    tensors = named_as(layers, written.tensors)
+    for name in tensors.keys() & written.tensors.keys():
+        if name.endswith((EMBEDDING, OUTPUT)) and tensors[name].shape[:1] != written.tensors[name].shape[:1]:
+            tensors[name] = _padded(tensors[name], rows)
     return replace(source, tensors=tensors, model_names={name: name for name in tensors})
 
 
-def _one_name(name: str) -> str:
-    for alias, other in _ALIASES:
+def named_as(
+    tensors: Iterable[Content], names: Collection[str], aliases: Sequence[tuple[re.Pattern[str], str]] = _NORMS
+) -> dict[str, Content]:
+    """Tensors, by whichever of their names is among some, or else by their own."""
+    found: dict[str, Content] = {}
+    there = {_one_name(name, aliases): name for name in names}
+    for each in tensors:
+        name = there.get(_one_name(each.name, aliases), each.name)
+        found[name] = each if name == each.name else replace(each, name=name)
+    return found
+
+
+def _padded(content: Content, rows: object) -> Content:
+    """A tensor of a vocabulary with as many rows, of which those that are added are zeros."""
+    before, *others = content.shape
+    if not isinstance(rows, int):
+        return content
+    resize = SizedOperation("pad" if rows > before else "unpad", sizes=(before, rows))
+    return DerivedTensor(
+        content.name, content.dtype, content.item_size, (rows, *others), (content,), (resize,), 0, content.cast
+    )
+
+
+def _one_name(name: str, aliases: Sequence[tuple[re.Pattern[str], str]] = _NORMS) -> str:
+    for alias, other in aliases:
         name = alias.sub(other, name)
     return name
 
@@ -83,15 +111,22 @@ def _layers(content: Content) -> Iterator[Content]:
         )
 
 
-def problems_of(expected: Collection[Content], ranks: Sequence[RankFile]) -> Iterator[tuple[str, str]]:
+def tree_differences(expected: Collection[Content], tree: Checkpoint, handles: FileHandles) -> Iterator[Difference]:
     """Files that a run with their arguments would not ask for, each with what is wrong.
 
     Args:
         expected: the tensors of the model and their state, as `as_layers` names them.
-        ranks: the files.
+        tree: the checkpoint.
+        handles: open files.
     """
-    shapes = {_one_name(each.name): each.shape for each in expected if not each.name.startswith(_STATE)}
-    saved = any(each.name.startswith(_STATE) for each in expected)
+    ranks = ranks_of(sorted(tree.files.values()), handles)
+    for path, problem in _problems(expected, ranks):
+        yield Difference("file", None, (), problem, (os.path.relpath(path, os.path.dirname(tree.place)),))
+
+
+def _problems(expected: Collection[Content], ranks: Sequence[RankFile]) -> Iterator[tuple[str, str]]:
+    shapes = {_one_name(each.name): each.shape for each in expected if not each.name.startswith(STATE)}
+    saved = any(each.name.startswith(STATE) for each in expected)
     for rank, (tensor, stage, expert) in zip(ranks, places_of(ranks)):
         run = _Run(shapes, rank.args)
         directory = run.directory(tensor, stage, expert)

@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.checkpoints.formats.archives import Elements
+from reshard.forms.megatron.keys import EMBEDDING
 from reshard.verification.boxes import Shape
 
-EMBEDDING = "embedding.word_embeddings.weight"
 _ATTENTION = "self_attention."
 _QKV = "self_attention.linear_qkv.weight"
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_(fc[12])\.weight|linear_(fc[12])\.weight(\d*))")

@@ -24,17 +24,18 @@ from reshard.checkpoints.formats.dtypes import ARCHIVES, ITEM_SIZES
 from reshard.checkpoints.placed import PlacedFile, Placement, Stored
 from reshard.errors import CheckpointError
 from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY
+from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
 from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
 from reshard.storage import reading
 from reshard.strategies import Strategy
 from reshard.text.messages import quoted
+from reshard.text.names import TRAINING_STEP
 from reshard.verification.boxes import Shape
 from reshard.verification.common_states import common_in, groups_of, opened, stored_file
-from reshard.verification.rank_parts import EMBEDDING, Group, Part, RankFile, parts_of
+from reshard.verification.rank_parts import Group, Part, RankFile, parts_of
 from reshard.verification.stored import Content, Source, StoredTensor, stored_source
 
-OUTPUT = "output_layer.weight"
-_STEP, _STATE, _MASTERS = "global_step", "optimizer.state.", "optimizer.state.param."
+_MASTERS = f"{STATE}param."
 _HALF, _BUFFER = ("Float16", "BFloat16"), re.compile(r"(.*\.)?(expert_bias|local_tokens_per_expert)")
 _NAMES = {"master_param": "param"}
 
@@ -110,7 +111,7 @@ def read_tree(source: Source, handles: FileHandles) -> Source:
         for chunk, name, kind, elements in _states(rank):
             for part in parts.get((chunk, name), ()):
                 key = EMBEDDING if tied and part.key == OUTPUT else part.key
-                tree.add(rank.path, f"{_STATE}{kind}.{key}", part, elements)
+                tree.add(rank.path, f"{STATE}{kind}.{key}", part, elements)
     masters = {
         name[len(_MASTERS) :]: [*_elements(content, handles)]
         for name, content in source.tensors.items()
@@ -127,11 +128,11 @@ def read_tree(source: Source, handles: FileHandles) -> Source:
         raise CheckpointError(f"{checkpoint.place}: {problem}", file=checkpoint.place, parameter=unknown[0])
     steps = {step for rank in ranks for step in rank.steps}
     own: dict[str, Stored] = {}
-    if len(steps) == 1 and _STEP not in ignored:
+    if len(steps) == 1 and TRAINING_STEP not in ignored:
         path = ranks[0].path
-        own[path] = Stored(_STEP, "Int32", (1,), data=np.array([*steps], "<i4").tobytes())
-        tree.chunks[_STEP] = [(path, len(tree.stored[path]), Part(_STEP, (0,), (1,), 0, (1,)))]
-        shapes[_STEP] = (1,)
+        own[path] = Stored(TRAINING_STEP, "Int32", (1,), data=np.array([*steps], "<i4").tobytes())
+        tree.chunks[TRAINING_STEP] = [(path, len(tree.stored[path]), Part(TRAINING_STEP, (0,), (1,), 0, (1,)))]
+        shapes[TRAINING_STEP] = (1,)
     entries = []
     for path in paths:
         stored, values = tree.stored[path], [own[path]] if path in own else []
@@ -213,7 +214,7 @@ def _add_flat(tree: _Tree, key: str, places: Iterable[_Place], buffers: Mapping[
             for kind, flat in buffer.items():
                 offset = flat.offset + first * ITEM_SIZES[flat.dtype]
                 at = flat._replace(shape=elements.shape, strides=elements.strides, offset=offset)
-                tree.add(path, f"{_STATE}{kind}.{key}", part, at)
+                tree.add(path, f"{STATE}{kind}.{key}", part, at)
 
 
 def _buffers(path: str, handles: FileHandles) -> list[_Flat]:

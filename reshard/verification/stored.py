@@ -572,6 +572,12 @@ def value_content(indexes: Mapping[int, CheckpointIndex], name: str, file: int) 
     return StoredTensor(name, tensor.dtype, 1 if text else tensor.item_size, shape, name, (slices,), indexes)
 
 
+def number_in(value: Content, handles: FileHandles) -> int:
+    """The integer that a value of one element is."""
+    data = value.read(whole_box(value.shape), handles).tobytes()
+    return int.from_bytes(data, "little", signed=value.dtype.startswith("Int"))
+
+
 def by_box(boxes: Sequence[Box], first: int, ranks: Iterable[int]) -> dict[Box, tuple[int, ...]]:
     """The ranks that hold each box, ascending."""
     ranks_of: dict[Box, list[int]] = {box: [] for box in boxes}

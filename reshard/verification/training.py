@@ -1,97 +1,76 @@
-"""What a written checkpoint of Megatron records beside tensors, compared with where it is from.
+"""What a written checkpoint of Megatron records beside tensors, compared with what it has to record.
 
-Nothing here is shared with the code that writes: of `reshard.forms.megatron` it has constants only.
+One table has all of it: what config.json gives, then what the tensors show, then what the source or --args records,
+then what Megatron needs to load the checkpoint. Nothing here is shared with the code that writes: of
+`reshard.forms.megatron` it has constants only.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.asked import Target
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
-from reshard.checkpoints.formats.pickles import Global, PickledInstance
-from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
-from reshard.forms.megatron.arguments import PAIRS
-from reshard.forms.megatron.form import LEGACY, MEGATRON, MODEL_FILE, RANK_DIRECTORY, TORCH_DIST
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, StoredObject, stored_checkpoint
+from reshard.checkpoints.formats.dtypes import FROM_TORCH
+from reshard.checkpoints.formats.pickles import Global, PickledInstance, inert_class
+from reshard.errors import CheckpointError, InputError
+from reshard.forms.megatron.arguments import GROUPS, MLA, MOE, PAIRS
+from reshard.forms.megatron.form import LEGACY, MEGATRON, RANK_DIRECTORY, TORCH_DIST
+from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
 from reshard.forms.megatron.origin import OPTIMIZER
 from reshard.forms.pytorch.form import BACKEND, COMMON, ITERATIONS, METADATA
 from reshard.forms.tracker import TRACKER
 from reshard.storage import is_directory, names_in, read_json, read_small, reading
 from reshard.text.messages import Report, quoted
-from reshard.text.names import TRAINING_STEP, natural_order
+from reshard.text.names import TRAINING_STEP
 from reshard.verification.common_states import (
     Common,
     common_of,
+    commons_of,
     groups_of,
     objects_of,
-    opened,
     read_common,
     stored_file,
 )
-from reshard.verification.megatron_state import state_differences
+from reshard.verification.converted import object_differences
+from reshard.verification.reading import Difference
+from reshard.verification.stored import Source, number_in, value_content
 
-_MOST = 1 << 16
-_PARAMETERS = frozenset(
-    {"weight", "bias", "layer_norm_weight", "layer_norm_bias", "weight_w", "weight_v", "bias_w", "bias_v"}
-)
-_SIZE_ARGUMENTS = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-}
-_CONSUMED = "consumed_train_samples"
-# Arguments for the division of a run over ranks: those of its stages, which another number of stages does not have,
-# and those that a tree of ranks has none of.
+_MOST, _LARGEST = 1 << 16, 16 << 20
+_TP, _PP, _EP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
+_CONSUMED, _FLOPS = "consumed_train_samples", "num_floating_point_operations_so_far"
+_BATCH = "global_batch_size"
+# Positions in the data of another run.
+_POSITIONS = (_CONSUMED, "consumed_valid_samples", "skipped_train_samples")
+# Arguments for the stages of a run, which another number of stages does not have, and those that a tree has none of.
 _STAGES = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"),
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "schedules_method"),
     *("virtual_pipeline_model_parallel_size", "num_layer_list"),
 )
-_ABSENT = ("world_size", "data_parallel_size", "rank", "local_rank", "dist_ckpt_optim_fully_reshardable")
-_DIVIDED = frozenset(
-    {
-        *(*_SIZE_ARGUMENTS.values(), *_STAGES, *_ABSENT),
-        *("expert_tensor_parallel_size", "transformer_pipeline_model_parallel_size"),
-    }
-)
+_NOT_IN_TREES = ("world_size", "data_parallel_size", "rank", "local_rank", "dist_ckpt_optim_fully_reshardable")
 _KIND = "fully_reshardable"
-_LARGEST = 16 << 20
-# Arguments that depend on what is written, not on where it is from.
-_SET = frozenset(
-    {
-        *("iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"),
-        *("ckpt_format", "ckpt_fully_parallel_save", "use_distributed_optimizer", "no_save_optim", "no_save_rng"),
-        "dist_ckpt_optim_fully_reshardable",
-    }
+_BACKEND = {
+    **{"sharded_backend": "torch_dist", "sharded_backend_version": 1},
+    **{"common_backend": "torch", "common_backend_version": 1},
+}
+_ENUMERATIONS = "megatron.core.transformer.enums."
+_CLASSES = ("argparse.Namespace", "builtins.set", "builtins.frozenset", "signal.Signals", "torch.device")
+_BY_ENDING = {
+    "add_qkv_bias": (".linear_qkv.bias",),
+    "add_bias_linear": (".linear_proj.bias", ".mlp.linear_fc1.bias"),
+    "qk_layernorm": (".q_layernorm.weight", ".linear_q_up_proj.layer_norm_weight"),
+    "moe_router_enable_expert_bias": (".expert_bias",),
+}
+_PARAMETERS = frozenset(
+    {"weight", "bias", "layer_norm_weight", "layer_norm_bias", "weight_w", "weight_v", "bias_w", "bias_v"}
 )
-
-
-class WrittenTraining(NamedTuple):
-    """A written checkpoint whose records of the training are compared with their origin.
-
-    Attributes:
-        directory: the target directory.
-        target: the checkpoint in it.
-        source: the source, without edits.
-        counters: the values of the source that the form records as numbers.
-        asked: what is asked of the target.
-        config: the model's configuration, or its directory.
-        handles: open files.
-    """
-
-    directory: str
-    target: Checkpoint
-    source: Checkpoint
-    counters: Mapping[str, int]
-    asked: Target
-    config: str | None
-    handles: FileHandles
+_MISSING = inert_class("missing")
 
 
 class Origin(NamedTuple):
@@ -104,6 +83,8 @@ class Origin(NamedTuple):
         groups: parameter groups; none where settings of the optimizer are stated in a JSON file.
         schedule: the state of the learning rate's schedule, likewise.
         config: the model's config.json, where nothing of Megatron has its sizes.
+        step: of the training.
+        batch: samples of a step, where the source records no position in the data.
     """
 
     own: Common | None
@@ -111,13 +92,19 @@ class Origin(NamedTuple):
     args: Mapping[str, Any]
     groups: Sequence[Mapping[str, Any]]
     schedule: Mapping[str, Any] | None
-    config: Mapping[str, Any] | None
+    config: Mapping[str, Any]
+    step: int | None
+    batch: int | None
+
+    @property
+    def iteration(self) -> int | None:
+        return self.step if self.own is None else self.own.state.get("iteration")
 
 
-def _origin(training: WrittenTraining) -> Origin:
-    source, path, handles = training.source, training.asked.args, training.handles
-    own = common_of(source.place, handles) if source.form == MEGATRON else None
-    objects, named = source.objects, None
+def _origin(source: Source, path: str | None, config_path: str | None, handles: FileHandles) -> Origin:
+    checkpoint = stored_checkpoint(source.checkpoint)
+    own = common_of(checkpoint.place, handles) if checkpoint.form == MEGATRON else None
+    objects, named = checkpoint.objects, None
     stated: Mapping[str, Any] = {}
     if path is not None and is_directory(path):
         place = ITERATIONS.find(path, _is_iteration, "latest", Report()).path
@@ -128,296 +115,291 @@ def _origin(training: WrittenTraining) -> Origin:
     elif path is not None:
         stored = stored_file(path)
         named, objects = None if stored is None else read_common(stored, handles), {}
+    step = source.checkpoint.training.get(TRAINING_STEP)
+    if TRAINING_STEP in source.values:
+        step = number_in(value_content(source.indexes, TRAINING_STEP, source.values[TRAINING_STEP][0]), handles)
+    elif step is None and own is not None and len(own.steps) == 1:
+        (step,) = own.steps
     recorded = named or own
-    config = None
-    if recorded is None and training.config is not None:
+    config: Mapping[str, Any] = {}
+    if recorded is None and config_path is not None:
         from reshard.names import read_config
 
-        config = read_config(training.config)
+        config = read_config(config_path)
+    args = {**(recorded.args if recorded else {}), **stated}
+    batch = source.checkpoint.training.get(_BATCH) or args.get(_BATCH)
+    if batch is None and named is not None and named.state.get("iteration"):
+        batch = named.args.get(_CONSUMED, 0) // named.state["iteration"]
     if recorded is None or not stated.keys().isdisjoint(OPTIMIZER):
-        return Origin(own, named, {**(recorded.args if recorded else {}), **stated}, [], None, config)
+        return Origin(own, named, args, [], None, config, step, batch)
     first = [each for name, each in objects.items() if "optimizer.distributed.dp_group_idx_0.optimizer/" in name]
-    groups = recorded.groups or [
-        group for each in first for group in groups_of(read_common(each, handles).state) if isinstance(group, Mapping)
-    ]
+    groups = recorded.groups or [group for each in first for group in groups_of(read_common(each, handles).state)]
     schedule = recorded.state.get("opt_param_scheduler")
     schedule = schedule if isinstance(schedule, dict) else None
-    return Origin(own, named, {**recorded.args, **stated}, groups, schedule, config)
+    return Origin(own, named, args, groups, schedule, config, step, batch)
 
 
 def _is_iteration(path: str, names: Sequence[str]) -> bool:
     return METADATA in names or any(map(RANK_DIRECTORY.fullmatch, names))
 
 
-def differences(training: WrittenTraining) -> Iterator[tuple[str, str]]:
-    """Differences of a written checkpoint from its source, or from what --args states, each with a relative file."""
-    directory, target, source, counters, _, _, handles = training
-    place = os.path.relpath(target.place, directory)
-    step = counters.get(TRAINING_STEP)
-    yield from _marks(directory, place)
-    if any(map(RANK_DIRECTORY.fullmatch, names_in(target.place))):
-        yield from _of_legacy(training, place, _origin(training), step)
-        return
-    yield from _backend(directory, place)
-    common_file = os.path.join(place, COMMON)
+def training_differences(
+    target: Checkpoint, source: Source, asked: Target, config: str | None, handles: FileHandles
+) -> Iterator[Difference]:
+    """Differences of a written checkpoint from its source, or from what --args states.
+
+    Args:
+        target: the written checkpoint.
+        source: the source, with its edits.
+        asked: of the target.
+        config: the model's configuration, or its directory.
+        handles: open files.
+    """
+    origin = _origin(source, asked.args, config, handles)
+    root, place = os.path.split(target.place)
+    ranks = [*filter(RANK_DIRECTORY.fullmatch, names_in(target.place))]
+    marks = {TRACKER: ITERATIONS.tracked_as(place), **({} if ranks else {os.path.join(place, BACKEND): _BACKEND})}
+    for file, content in marks.items():
+        if _mark(os.path.join(root, file)) != content:
+            yield Difference("file", None, (), f"is not {content}, by which Megatron finds a checkpoint", (file,))
+    written = _Written(origin, target, asked, len(ranks))
     try:
-        common = common_of(target.place, handles)
+        for file, common in commons_of(target.place, handles):
+            problems = ["is missing"] if common is None else written.problems(common)
+            for problem in problems:
+                yield Difference("file", None, (), problem, (os.path.join(place, file),))
     except InputError as error:
-        yield common_file, error.message
-        return
-    if common is None:
-        yield common_file, "is missing"
-        return
-    origin = _origin(training)
-    has_optimizer = any(name.startswith("optimizer.state.") for name in target.tensors)
-    problems = [
-        *_numbers(common, place, origin, step, has_optimizer),
-        *_arguments(common, origin),
-        *_loading(common, TORCH_DIST, target, has_optimizer),
-        *_positions(common, origin),
-        *_content(common, target.tensors),
-        *(_groups(common, origin) if has_optimizer else ()),
-        *_optimizers(common, target.tensors),
-        *state_differences(common, origin, target.tensors),
-    ]
-    yield from ((common_file, problem) for problem in problems)
-    yield from _objects(directory, target, source, handles)
+        yield Difference("file", None, (), error.message, (place,))
+    if not ranks:
+        expected: dict[str, StoredObject | None] = dict.fromkeys(_objects(target))
+        if origin.own is not None:
+            objects = stored_checkpoint(source.checkpoint).objects
+            expected.update({name: stored for name, stored in objects.items() if "._extra_state/" in name})
+        yield from object_differences(expected, target, handles, but=COMMON)
 
 
-def _marks(directory: str, place: str) -> Iterator[tuple[str, str]]:
-    expected = ITERATIONS.tracked_as(place)
-    path = os.path.join(directory, TRACKER)
-    text = None
-    with reading(path), contextlib.suppress(FileNotFoundError):
-        text = read_small(path, _MOST).decode("ascii", "replace").strip()
-    if text is None:
-        yield TRACKER, "is missing: it marks the iteration as complete"
-    elif text != expected:
-        yield TRACKER, f"names {quoted(text)}, not {expected}"
-
-
-def _of_legacy(training: WrittenTraining, place: str, origin: Origin, step: int | None) -> Iterator[tuple[str, str]]:
-    """Differences of every file of a legacy tree."""
-    root = os.path.join(training.directory, place)
-    names = sorted(filter(RANK_DIRECTORY.fullmatch, names_in(root)))
-    asked_sizes = dict(training.asked.sizes or ())
-    for name in names:
-        path = os.path.join(root, name, MODEL_FILE)
-        stored = stored_file(path)
-        if stored is None:
-            yield os.path.join(place, name, MODEL_FILE), "is missing"
-            continue
-        common = read_common(stored, training.handles)
-        has_optimizer = bool(common.optimizers)
-        problems = [
-            *_numbers(common, place, origin, step, has_optimizer, None),
-            *_arguments(common, origin, _DIVIDED),
-            *_loading(common, LEGACY, training.target, has_optimizer),
-            *_division(common, origin),
-            *_positions(common, origin),
-            *(_groups(common, origin, some=True) if has_optimizer else ()),
-            *_optimizers(common, training.target.tensors),
-        ]
-        ranks = 1
-        for key, argument in _SIZE_ARGUMENTS.items():
-            size = common.args.get(argument)
-            ranks *= size if type(size) is int else 0
-            # Sizes that were not asked for are 1; without what was asked, those of the tree are taken.
-            expected = asked_sizes.get(key, 1 if asked_sizes or training.asked.format == LEGACY else size)
-            if size != expected:
-                problems.append(f"args.{argument} is {size}, not {expected}")
-        if isinstance(common.state.get("optimizer"), list) != (len(common.optimizers) > 1):
-            problems.append(f"has {len(common.optimizers)} optimizers otherwise than Megatron loads as many")
-        if ranks != len(names):
-            problems.append(f"is one of {len(names)} files, and of {ranks} by its args")
-        yield from ((os.path.join(place, name, MODEL_FILE), problem) for problem in problems)
-
-
-def _backend(directory: str, place: str) -> Iterator[tuple[str, str]]:
-    path = os.path.join(directory, place, BACKEND)
+def _mark(path: str) -> object:
+    """The text of a file, or its JSON; None if it is missing."""
     with reading(path):
         try:
-            content = json.loads(read_small(path, _MOST))
-        except FileNotFoundError:
-            yield os.path.join(place, BACKEND), "is missing: without it Megatron takes the directory for no checkpoint"
-            return
-        except ValueError:
-            content = None
-    expected_backend = {
-        "sharded_backend": "torch_dist",
-        "sharded_backend_version": 1,
-        "common_backend": "torch",
-        "common_backend_version": 1,
-    }
-    if content != expected_backend:
-        yield os.path.join(place, BACKEND), "names another backend than torch_dist, version 1"
+            text = read_small(path, _MOST).decode("ascii", "replace").strip()
+            return json.loads(text) if path.endswith(".json") else text
+        except (FileNotFoundError, ValueError):
+            return None
 
 
-def _numbers(
-    common: Common,
-    place: str,
-    origin: Origin,
-    step: int | None,
-    has_optimizer: bool,
-    kind: str | None = _KIND,
-) -> Iterator[str]:
-    own = origin.own
-    if step is None and own is not None and len(own.steps) == 1:
-        (step,) = own.steps
-    expected = own.state.get("iteration") if own is not None else step
-    recorded = {"iteration": common.state.get("iteration"), "args.iteration": common.args.get("iteration")}
-    for name, number in recorded.items():
-        if number != (expected or 0):
-            yield f"{name} is {number}, not {expected or 0}"
-    if place != ITERATIONS.of(expected):
-        yield f"lies in {place}, not in the directory of iteration {expected}"
-    if common.state.get("checkpoint_version") != 3.0:
-        yield f"checkpoint_version is {common.state.get('checkpoint_version')}, not 3.0"
-    if has_optimizer != bool(common.groups):
-        yield (
-            "has no parameter groups of the optimizer" if has_optimizer else "has groups of an optimizer without state"
+class _Written:
+    """What the common states of a checkpoint have to hold.
+
+    Args:
+        origin: where it is from.
+        target: the checkpoint.
+        asked: of the target.
+        ranks: files of ranks of a legacy tree; 0 for a ``torch_dist`` directory.
+    """
+
+    def __init__(self, origin: Origin, target: Checkpoint, asked: Target, ranks: int) -> None:
+        self._origin, self._target, self._asked, self._ranks = origin, target, asked, ranks
+        self._weights = {name: each for name, each in target.tensors.items() if not name.startswith("optimizer.")}
+        self._has_optimizer = any(name.startswith(STATE) for name in target.tensors)
+        parts = [name.split(".") for name in self._weights]
+        self._numbered = any(
+            each[0] in ("decoder", "encoder") and each[1] == "layers" and each[2].isdigit()
+            for each in parts
+            if len(each) > 2
         )
-    if has_optimizer and common.steps != {step}:
-        yield f"the optimizer's step is {' and '.join(map(str, sorted(common.steps))) or None}, not {step}"
-    found = common.content.get("distrib_optim_sharding_type")
-    if found != (kind if has_optimizer else None):
-        yield f"content_metadata names the optimizer state {found}"
+        self._apart = any(each[-1].endswith(("_w", "_v")) for each in parts)
 
+    def problems(self, common: Common) -> Iterator[str]:
+        """What a common state has otherwise."""
+        expected, found = self._expected(common), self._found(common)
+        for name in sorted(expected.keys() | found.keys()):
+            value, other = (each.get(name, _MISSING) for each in (found, expected))
+            if not _same(value, other):
+                yield f"{name} is {_shown(value)}, not {_shown(other)}"
+        if self._has_optimizer != bool(common.groups):
+            yield "has parameter groups of an optimizer without state, or none for its state"
+        elif self._has_optimizer:
+            yield from self._optimizers(common)
+            yield from self._groups(common)
 
-def _arguments(common: Common, origin: Origin, others: Collection[str] = ()) -> Iterator[str]:
-    """Differences of arguments, but those that depend on what is written, ``others`` among them."""
-    # Without layers that hold nothing, there are fewer.
-    fewer = ("noop_layers", "num_layers") if origin.args.get("noop_layers") else ()
-    for name, value in origin.args.items():
-        if name in _SET or name in others or name in fewer:
-            continue
-        if name in common.args and not _same(value, common.args[name]):
-            yield f"args.{name} is {_shown(common.args[name])}, not {_shown(value)}"
-        elif name not in common.args and _is_plain(value):
-            yield f"args.{name} is missing"
-    for arguments, keys, where in PAIRS if origin.config else ():
-        number = next((common.args[each] for each in arguments if common.args.get(each) is not None), None)
-        holds = number is not None and common.args.get(where or "", True) not in (None, False)
-        for key in keys if holds else ():
-            expected = (origin.config or {}).get(key, number)
-            if isinstance(expected, (int, float, str)) and expected != number and arguments[0] not in origin.args:
-                yield f"args give {key} {number!r}, and config.json {expected!r}"
-    tied = (origin.config or {}).get("tie_word_embeddings")
-    untied = common.args.get("untie_embeddings_and_output_weights")
-    if isinstance(tied, bool) and "untie_embeddings_and_output_weights" not in origin.args and untied is not (not tied):
-        yield f"args.untie_embeddings_and_output_weights is {untied}, and config.json has tie_word_embeddings {tied}"
+    def _found(self, common: Common) -> dict[str, Any]:
+        levels = {"args": common.args}
+        levels |= {name: common.state.get(name) or {} for name in ("opt_param_scheduler", "content_metadata")}
+        return {
+            "directory": os.path.basename(self._target.place),
+            **{name: common.state[name] for name in {"iteration", "checkpoint_version", _FLOPS} & common.state.keys()},
+            **{f"{level}.{name}": value for level, values in levels.items() for name, value in values.items()},
+        }
 
-
-def _loading(common: Common, format: str, target: Checkpoint, has_optimizer: bool) -> Iterator[str]:
-    """Other values than those by which Megatron loads what is written."""
-    plain = format == LEGACY or any(name.startswith("optimizer.state.fp32_param.") for name in target.tensors)
-    distributed = has_optimizer and not plain
-    has_states = "rng_state" in common.state or any(name.startswith("rng_state/") for name in target.objects)
-    expected = {
-        "ckpt_format": format,
-        "use_distributed_optimizer": distributed,
-        "no_save_optim": not has_optimizer or None,
-        "no_save_rng": not has_states or None,
-        **(
-            dict.fromkeys(("ckpt_fully_parallel_save", "dist_ckpt_optim_fully_reshardable"), True)
-            if distributed
-            else {}
-        ),
-    }
-    for name, value in expected.items():
-        if (common.args.get(name) or None) != (value or None):
-            yield f"args.{name} is {_shown(common.args.get(name))}, not {_shown(value)}"
-    for optimizer in common.optimizers if format != LEGACY else ():
-        found = optimizer.get("param_state_sharding_type")
-        if found != (_KIND if distributed else None):
-            yield f"param_state_sharding_type is {_shown(found)}, not {_KIND if distributed else None}"
-
-
-def _division(common: Common, origin: Origin) -> Iterator[str]:
-    """Arguments that divide a run otherwise than its sizes, or than the source's of as many stages."""
-    args = common.args
-    tp, pp, _ = map(args.get, _SIZE_ARGUMENTS.values())
-    same = origin.args.get(_SIZE_ARGUMENTS["pp"], 1) == pp
-    expected = {
-        "expert_tensor_parallel_size": tp,
-        "transformer_pipeline_model_parallel_size": pp,
-        **dict.fromkeys(_ABSENT),
-        **{name: origin.args.get(name) if same else None for name in _STAGES},
-    }
-    for name in args.keys() & {*_STAGES} - origin.args.keys():
-        yield f"args.{name} is in no arguments of the source"
-    for name, value in expected.items():
-        if not _same(args.get(name), value):
-            yield f"args.{name} is {_shown(args.get(name))}, not {_shown(value)}"
-
-
-def _positions(common: Common, origin: Origin) -> Iterator[str]:
-    """Differences of the position in the data, and of that in the learning rate's schedule."""
-    consumed, schedule = common.args.get(_CONSUMED), common.state.get("opt_param_scheduler")
-    expected = consumed if origin.named is not None else origin.args.get(_CONSUMED, consumed)
-    if consumed != expected:
-        yield f"args.{_CONSUMED} is {consumed}, not {expected}"
-    if origin.named is None and origin.schedule is not None:
-        expected = origin.schedule.get("num_steps")
-    if isinstance(schedule, dict) and schedule.get("num_steps") != expected:
-        yield f"opt_param_scheduler.num_steps is {schedule.get('num_steps')}, not {expected}"
-
-
-def _content(common: Common, names: Collection[str]) -> Iterator[str]:
-    """Entries of the content metadata that contradict the names of the tensors."""
-    parts = [name.split(".") for name in names if not name.startswith("optimizer.")]
-    numbered = any(each[1:2] == ["layers"] and each[2].isdigit() for each in parts if each[0] in ("decoder", "encoder"))
-    expected = {
-        "singleton_local_shards": any(each[-1].endswith(("_w", "_v")) for each in parts),
-        "chained_optim_avoid_prefix": True,
-        **({"non_homogeneous_layers": True} if numbered else {}),
-    }
-    found = {name: value for name, value in common.content.items() if not name.startswith("distrib_optim_")}
-    if found != expected:
-        yield f"content_metadata is {_shown(found)}, not {_shown(expected)}"
-
-
-def _optimizers(common: Common, names: Collection[str]) -> Iterator[str]:
-    """Optimizers for other parameters: those of experts have one of their own if ranks divide them."""
-    if not common.optimizers:
-        return
-    parallel = common.args.get(_SIZE_ARGUMENTS["ep"])
-    count = 2 if type(parallel) is int and parallel > 1 and any(".experts." in name for name in names) else 1
-    if len(common.optimizers) != count:
-        yield f"has {len(common.optimizers)} optimizers, not {count}"
-    for number, optimizer in enumerate(common.optimizers):
-        groups = common._replace(optimizers=[optimizer]).groups
-        if any(bool(group.get("is_expert_parallel")) != bool(number) for group in groups):
-            yield f"has groups of experts in optimizer {number}, or of others"
-        if len({_key(group) for group in groups}) < len(groups):
-            yield f"has a parameter group of optimizer {number} twice"
-
-
-def _groups(common: Common, origin: Origin, some: bool = False) -> Iterator[str]:
-    """Groups with other settings than the source's, or than --args states; ``some``: of a part of the parameters."""
-    recorded = {_key(group): group for group in origin.groups}
-    for group in common.groups:
-        expected: Mapping[str, Any] = recorded.get(_key(group), {})
-        if not recorded:
-            args, decoupled = origin.args, group.get("is_decoupled_lr")
-            expected = {
-                "lr": args.get("decoupled_lr" if decoupled else "lr"),
-                "betas": (args.get("adam_beta1"), args.get("adam_beta2")),
-                "eps": args.get("adam_eps"),
-                "weight_decay": (args.get("weight_decay") or 0) * group.get("wd_mult", 1.0),
+    def _expected(self, common: Common) -> dict[str, Any]:
+        origin, iteration = self._origin, self._origin.iteration
+        args = self._args(common)
+        levels = {"args": args}
+        if self._has_optimizer:
+            levels["opt_param_scheduler"] = self._schedule(args)
+        if not self._ranks:
+            levels["content_metadata"] = {
+                "singleton_local_shards": self._apart,
+                "chained_optim_avoid_prefix": True,
+                **({"non_homogeneous_layers": True} if self._numbered else {}),
+                **({"distrib_optim_sharding_type": _KIND} if self._has_optimizer else {}),
+                **({"distrib_optim_fully_reshardable_mem_efficient": False} if self._has_optimizer else {}),
             }
-        elif not expected:
-            yield f"has a parameter group {_key(group)} that the source lacks"
-        for name, value in expected.items():
-            own = name in ("step", "params", "is_expert_parallel") or _holds_tensor(value)
-            if not own and not _same(value, group.get(name)):
-                yield f"{name} of a parameter group is {_shown(group.get(name))}, not {_shown(value)}"
-    lacking = set() if some else recorded.keys() - {_key(group) for group in common.groups}
-    yield from (f"lacks the parameter group {key} of the source" for key in sorted(lacking))
-    schedule = common.state.get("opt_param_scheduler")
-    for name, value in (origin.schedule or {}).items():
-        if name != "num_steps" and (not isinstance(schedule, dict) or not _same(value, schedule.get(name))):
-            yield f"opt_param_scheduler.{name} is not {_shown(value)}"
+        flops = None if origin.own is None else origin.own.state.get(_FLOPS)
+        return {
+            "directory": ITERATIONS.of(iteration),
+            "iteration": iteration or 0,
+            "checkpoint_version": 3.0,
+            **({_FLOPS: flops} if isinstance(flops, (int, float)) else {}),
+            **{f"{level}.{name}": value for level, values in levels.items() for name, value in values.items()},
+        }
+
+    def _args(self, common: Common) -> dict[str, Any]:
+        origin = self._origin
+        recorded = {n: each for n, each in origin.args.items() if origin.named is None or n not in _POSITIONS}
+        shown = {} if _TP in recorded else self._shown()
+        args = {**(self._of_configuration(origin.config) if origin.config else {}), **shown, **recorded}
+        if args.get("noop_layers"):
+            # Without layers that hold nothing, there are fewer.
+            args.update(num_layers=common.args.get("num_layers"), noop_layers=None)
+        # What is no data may be left out.
+        args = {name: value for name, value in args.items() if name in common.args or _is_data(value)}
+        args.update(
+            iteration=origin.iteration or 0,
+            ckpt_format=LEGACY if self._ranks else TORCH_DIST,
+            ckpt_fully_parallel_save=True,
+            use_distributed_optimizer=self._has_optimizer and not self._ranks,
+            no_save_optim=None if self._has_optimizer else True,
+            no_save_rng=True,
+        )
+        if self._has_optimizer:
+            args["dist_ckpt_optim_fully_reshardable"] = True
+            if type(args.get(_CONSUMED)) is not int:
+                args[_CONSUMED] = (origin.step or 0) * (origin.batch or 0)
+        return self._divided(args, common.args) if self._ranks else args
+
+    def _divided(self, args: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a run of the sizes that were asked for, or else of those that a tree has."""
+        asked = dict(self._asked.sizes or ())
+        known = asked or self._asked.format == LEGACY
+        sizes = {
+            size: asked.get(kind, 1) if known else found.get(size)
+            for kind, size in (("tp", _TP), ("pp", _PP), ("ep", _EP))
+        }
+        if args.get(_PP) != sizes[_PP]:
+            args.update((name, None) for name in _STAGES if name in args)
+        args.update(sizes, expert_tensor_parallel_size=sizes[_TP], transformer_pipeline_model_parallel_size=sizes[_PP])
+        return {name: value for name, value in args.items() if name not in _NOT_IN_TREES}
+
+    def _of_configuration(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that config.json gives."""
+        latent = config.get("kv_lora_rank") is not None
+        experts = any(config.get(key) for pair in PAIRS if MOE in pair.arguments for key in pair.keys)
+        holds = {MLA: latent, MOE: experts}
+        args = {
+            pair.arguments[0]: config[key]
+            for pair in PAIRS
+            for key in reversed(pair.keys)
+            if config.get(key) is not None and holds.get(pair.where or "", True)
+        }
+        heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+        grouped = not latent and groups not in (None, heads)
+        args.update({MLA: latent, GROUPS: grouped, "num_query_groups": groups if grouped else 1})
+        if not latent and heads:
+            args["kv_channels"] = config.get("head_dim") or config["hidden_size"] // heads
+        if isinstance(config.get("tie_word_embeddings"), bool):
+            args["untie_embeddings_and_output_weights"] = not config["tie_word_embeddings"]
+        if experts:
+            routers = [f"decoder.layers.{layer}.mlp.router.weight" for layer in range(config["num_hidden_layers"])]
+            args["moe_layer_freq"] = [int(name in self._weights) for name in routers] if self._numbered else 1
+            if config.get("n_shared_experts"):
+                shared = config["n_shared_experts"] * config["moe_intermediate_size"]
+                args["moe_shared_expert_intermediate_size"] = shared
+        return args
+
+    def _shown(self) -> dict[str, Any]:
+        """The arguments that the names and types of tensors show."""
+        args: dict[str, Any] = {_TP: 1, _PP: 1, "untie_embeddings_and_output_weights": OUTPUT in self._weights}
+        for argument, endings in _BY_ENDING.items():
+            args[argument] = any(name.endswith(endings) for name in self._weights)
+        embedding: GlobalTensor | None = self._weights.get(EMBEDDING)
+        if embedding is not None:
+            dtype = embedding.dtype
+            args.update(padded_vocab_size=embedding.shape[0], bf16=dtype == "BFloat16", fp16=dtype == "Float16")
+            args["params_dtype"] = inert_class(next(name for name, each in FROM_TORCH.items() if each == dtype))
+        return args
+
+    def _schedule(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of the schedule: the recorded one, or that of arguments, in steps of samples."""
+        consumed, recorded = {"num_steps": args.get(_CONSUMED)}, self._origin.schedule
+        if recorded is not None:
+            return {**recorded, **({} if self._origin.named is None else consumed)}
+        samples = isinstance(args.get("train_samples"), int)
+        unit, kind = (1, "samples") if samples else (args.get(_BATCH), "iters")
+        length = args.get("train_samples" if samples else "train_iters")
+        if not isinstance(unit, int) or not isinstance(length, int):
+            return consumed
+        decay = unit * (args.get(f"lr_decay_{kind}") or length)
+        warmup = unit * (args.get(f"lr_warmup_{kind}") or 0)
+        style = args.get("weight_decay_incr_style") or "constant"
+        before, after = ("weight_decay",) * 2 if style == "constant" else ("start_weight_decay", "end_weight_decay")
+        return {
+            **consumed,
+            "max_lr": args.get("lr"),
+            "min_lr": args.get("min_lr") or 0,
+            "lr_warmup_steps": args["lr_warmup_fraction"] * decay if args.get("lr_warmup_fraction") else warmup,
+            "lr_decay_style": args.get("lr_decay_style") or "linear",
+            "lr_decay_steps": decay,
+            "start_wd": args.get(before),
+            "end_wd": args.get(after),
+            "wd_incr_style": style,
+            "wd_incr_steps": unit * length,
+        }
+
+    def _optimizers(self, common: Common) -> Iterator[str]:
+        """Other optimizers than Megatron looks for: those of experts have one of their own if ranks divide them."""
+        held, optimizers, parallel = common.state.get("optimizer"), common.optimizers, common.args.get(_EP)
+        apart = type(parallel) is int and parallel > 1 and any(".experts." in name for name in self._weights)
+        several = optimizers if self._ranks else dict(enumerate(optimizers))
+        if len(optimizers) != 1 + apart or held != (several if apart else optimizers[0]):
+            yield f"holds the state of {len(optimizers)} optimizers, and Megatron looks for {1 + apart}"
+        if common.steps != {self._origin.step}:
+            yield f"the optimizer's step is {sorted(common.steps)}, not {self._origin.step}"
+        for number, optimizer in enumerate(optimizers):
+            groups = groups_of(optimizer)
+            kind = optimizer.get("param_state_sharding_type")
+            if not self._ranks and kind != _KIND:
+                yield f"param_state_sharding_type is {_shown(kind)}, not {_KIND}"
+            if any(bool(group.get("is_expert_parallel")) != bool(number) for group in groups):
+                yield f"has groups of experts in optimizer {number}, or of others"
+            if len({_key(group) for group in groups}) < len(groups):
+                yield f"has a parameter group of optimizer {number} twice"
+
+    def _groups(self, common: Common) -> Iterator[str]:
+        """Groups with other settings than the source's, or than --args states."""
+        recorded = {_key(group): group for group in self._origin.groups}
+        args = self._origin.args
+        for group in common.groups:
+            decoupled = bool(group.get("is_decoupled_lr"))
+            expected: Mapping[str, Any] = recorded.get(_key(group), {})
+            if not recorded:
+                expected = {
+                    "lr": args.get("decoupled_lr" if decoupled else "lr"),
+                    "betas": (args.get("adam_beta1"), args.get("adam_beta2")),
+                    "eps": args.get("adam_eps"),
+                    "weight_decay": (args.get("weight_decay") or 0) * group.get("wd_mult", 1.0),
+                    "default_config": not decoupled,
+                }
+            elif not expected:
+                yield f"has a parameter group {_key(group)} that the source lacks"
+            for name, value in expected.items():
+                own = name in ("step", "params", "is_expert_parallel") or not _is_data(value)
+                if not own and not _same(value, group.get(name)):
+                    yield f"{name} of a parameter group is {_shown(group.get(name))}, not {_shown(value)}"
+        # A rank may have parameters of some groups only.
+        lacking = set() if self._ranks else recorded.keys() - {_key(group) for group in common.groups}
+        yield from (f"lacks the parameter group {key} of the source" for key in sorted(lacking))
 
 
 def _key(group: Mapping[str, Any]) -> tuple[float, float, bool]:
@@ -425,33 +407,7 @@ def _key(group: Mapping[str, Any]) -> tuple[float, float, bool]:
     return group.get("wd_mult", 1.0), group.get("lr_mult", 1.0), bool(group.get("is_decoupled_lr"))
 
 
-def _objects(directory: str, target: Checkpoint, source: Checkpoint, handles: FileHandles) -> Iterator[tuple[str, str]]:
-    found = {name: stored for name, stored in target.objects.items() if name != COMMON}
-    expected: dict[str, StoredObject | None] = dict.fromkeys(_expected_objects(target))
-    if source.form == MEGATRON:
-        expected.update({name: stored for name, stored in source.objects.items() if "._extra_state/" in name})
-    for name in natural_order(found.keys() | expected.keys()):
-        stored = found.get(name)
-        if stored is None:
-            yield os.path.relpath(target.place, directory), f"lacks the object {quoted(name)}"
-            continue
-        file = os.path.relpath(stored.path, directory)
-        if name not in expected:
-            yield file, f"has the object {quoted(name)}, which belongs to no module"
-            continue
-        original = expected[name]
-        try:
-            same = (
-                _is_empty(stored, handles) if original is None else _bytes(stored, handles) == _bytes(original, handles)
-            )
-        except DamagedCheckpointError as error:
-            yield file, error.message
-            continue
-        if not same:
-            yield file, f"the object {quoted(name)} is not " + ("empty" if original is None else "the source's")
-
-
-def _expected_objects(target: Checkpoint) -> Iterator[str]:
+def _objects(target: Checkpoint) -> Iterator[str]:
     """An object for each module of a layer that is not an embedding, a head or a router; one for each stacked place."""
     for name, tensor in target.tensors.items():
         parts = name.split(".")
@@ -475,20 +431,6 @@ def _expected_objects(target: Checkpoint) -> Iterator[str]:
                 yield f"{'.'.join(module)}._extra_state/shard_{numbers}"
 
 
-def _archive(stored: StoredObject, handles: FileHandles) -> tuple[bytes, Any]:
-    with opened(stored, handles) as (state, archive, _):
-        archive.check(memoryview(bytearray(_MOST)))
-        return archive.pickle(), state
-
-
-def _bytes(stored: StoredObject, handles: FileHandles) -> bytes:
-    return _archive(stored, handles)[0]
-
-
-def _is_empty(stored: StoredObject, handles: FileHandles) -> bool:
-    return bool(_archive(stored, handles)[1] == [None])
-
-
 def _same(first: Any, second: Any) -> bool:
     """Whether two values of pickles are equal; lists and tuples of equal values are."""
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
@@ -502,17 +444,14 @@ def _same(first: Any, second: Any) -> bool:
     return bool(first == second) and isinstance(first, bool) == isinstance(second, bool)
 
 
-def _holds_tensor(value: Any) -> bool:
+def _is_data(value: Any) -> bool:
+    """Whether a value is written again: plain, a type of torch, an enumeration, or an instance of a class of data."""
+    if isinstance(value, Global):
+        return value.name in FROM_TORCH or value.name.startswith(_ENUMERATIONS)
     if isinstance(value, PickledInstance):
-        return not value.name or _holds_tensor(value.args) or _holds_tensor(value.state)
+        return (value.name in _CLASSES or value.name.startswith(_ENUMERATIONS)) and _is_data((value.args, value.state))
     if isinstance(value, (list, tuple)):
-        return any(map(_holds_tensor, value))
-    return isinstance(value, dict) and any(map(_holds_tensor, value.values()))
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
+        return all(map(_is_data, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 

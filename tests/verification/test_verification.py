@@ -18,12 +18,12 @@ from reshard.checkpoints.formats import headers
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.execute.filling import BlockFiller
 from reshard.layout import Overlap
+from reshard.numbers import fingerprint as summing
+from reshard.numbers.fingerprint import fingerprints
 from reshard.plan import plan as plan_module
 from reshard.strategies import read_strategy
-from reshard.verification import fingerprint as summing
 from reshard.verification import reading
 from reshard.verification.boxes import LayoutValues, device_boxes
-from reshard.verification.fingerprint import fingerprints
 from reshard.verification.reading import Difference, Means
 from tests import cases
 from tests.conftest import LONG

@@ -15,12 +15,9 @@ from reshard.forms.form import WriteRequest
 from reshard.forms.full.form import CONFIG, OF_VERL, extra_files_in
 from reshard.forms.target import FinishingFile
 from reshard.storage import (
-    UnfitError,
     for_each,
     is_directory,
-    is_regular_file,
     names_in,
-    opened_regular,
     read_json,
     read_range,
     reading,
@@ -136,47 +133,6 @@ def _rewritten(config: Mapping[str, Any], left_out: Collection[str] = (), dtype:
     if isinstance(config.get(_TEXT), dict):
         rewritten[_TEXT] = _rewritten(config[_TEXT], left_out, dtype)
     return rewritten
-
-
-def check_beside(
-    directory: str, target: Checkpoint, source: Checkpoint, cast: bool, report: Report
-) -> Iterator[tuple[str, str]]:
-    different = []
-    for path in source.extra_files:
-        name = _name_beside(path)
-        old, new = os.path.join(source.place, path), os.path.join(directory, name)
-        with reading(new):
-            if not is_regular_file(new):
-                yield name, f"is missing, and is in {os.path.dirname(old)}"
-            elif not (_same_but_type(old, new, target) if cast and name == CONFIG else _same(old, new)):
-                different.append(name)
-    if different:
-        # Only a warning: a conversion keeps files that the directory held before.
-        report.warn(f"{directory}: differs from the file beside the source's weights: {some_names(different)}")
-
-
-def _same(old: str, new: str) -> bool:
-    """Whether two files have the same contents."""
-    try:
-        with opened_regular(old) as old_file, opened_regular(new) as new_file:
-            size = old_file.size()
-            ranges = [(offset, min(_PART, size - offset)) for offset in range(0, size, _PART)]
-            return size == new_file.size() and all(
-                read_range(old_file, *span) == read_range(new_file, *span) for span in ranges
-            )
-    except UnfitError:
-        return False
-
-
-def _same_but_type(old: str, new: str, target: Checkpoint) -> bool:
-    """Whether two configurations agree, apart from the type of cast or dequantised weights."""
-    types = _types_of_weights(target.tensors)
-    try:
-        before, after = (read_json(path, _LARGEST_CONFIG) or {} for path in (old, new))
-    except CheckpointError:
-        return _same(old, new)
-    kept = {key for level in _levels(after) for key in level}
-    return _rewritten(before, QUANTISATION - kept, types[0] if len(types) == 1 else None) == after
 
 
 def _types_of_weights(tensors: Mapping[str, GlobalTensor]) -> list[str]:

@@ -348,13 +348,6 @@ class HuggingFaceForm(_FullForm):
             self.name, chosen.tensors, chosen.values, request.asked.max_shard_size, extra_files, chosen.names
         )
 
-    def check_beside(
-        self, directory: str, target: Checkpoint, source: Checkpoint, cast: bool, report: Report
-    ) -> Iterator[tuple[str, str]]:
-        from reshard.forms.full.beside import check_beside
-
-        return check_beside(directory, target, source, cast, report)
-
 
 def _check_names(chosen: Selected, form: Form, extra_files: Sequence[FinishingFile], report: Report) -> None:
     """Report names that loaders of the model do not expect."""

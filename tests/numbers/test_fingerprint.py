@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.layout import Box, whole_box
-from reshard.verification.fingerprint import PRIME, Workspace, fingerprint
+from reshard.numbers.fingerprint import PRIME, Workspace, fingerprint
 from tests import cases
 from tests.layouts import DTYPES, examples, layouts, strategies, tensors
 from tests.reference import Array, Strategy, boxes, cut
