@@ -47,7 +47,7 @@ class Conversion(asked.Conversion):
         report = logged(in_python)
         result = run(request_of(self, report, Task(dry_run=True)), report)
         moved = transfers_of(result.plan, [*result.sizes], result.budget)
-        return Planned(_in_python(result.summary), moved, result.budget.buffer_bytes, result.space)
+        return Planned(result.summary, moved, result.budget.buffer_bytes, result.space)
 
     @errors_in_python()
     def convert(self, verify: bool = False) -> Summary:
@@ -70,7 +70,7 @@ class Conversion(asked.Conversion):
             # Verification treats the files that the conversion found damaged as missing, too.
             request = request._replace(damaged=result.plan.request.damaged)
             _refuse(verify_written(request, result.summary, Progress()), request.dst)
-        return _in_python(result.summary)
+        return result.summary
 
     @errors_in_python()
     def verify(self) -> None:
@@ -103,9 +103,3 @@ def _check_groups(conversion: Conversion) -> None:
 def _refuse(differences: Sequence[object], dst: str) -> None:
     if differences:
         raise VerificationError(block(f"{dst}: differs from its source:", [*map(str, differences)]), differences)
-
-
-def _in_python(summary: Summary) -> Summary:
-    summary.warnings = [*map(in_python, summary.warnings)]
-    summary.notes = [*map(in_python, summary.notes)]
-    return summary

@@ -98,7 +98,7 @@ def test_a_field_is_documented_by_the_help_of_its_option(of: type[Group], name: 
 @pytest.mark.parametrize(("of", "name"), FIELDS)
 def test_messages_in_python_name_the_field(of: type[Group], name: str) -> None:
     (option, _) = fields_of(of)[name]
-    assert name in in_python(f"leave out {option.names[0]}")
+    assert f"{of.__name__}.{name} ({option.names[0]})" in in_python(f"leave out {option.names[0]}")
 
 
 def test_an_option_is_added_in_one_place() -> None:

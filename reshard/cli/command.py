@@ -30,25 +30,14 @@ _SPELLINGS = {"src-strategy-file": "src-strategy", "dst-strategy-file": "dst-str
 
 _ARGUMENTS = "SRC and DST are arguments: reshard convert SRC DST."
 _SHARES = "convert --shard I/N writes share I of N of the target; by-rank RANK writes one target rank."
-_DECRYPT = "Decrypt first: reshard decrypt SRC PLAIN --key-file KEY, then this command with PLAIN."
-# Options of MindSpore and MindFormers, and those of earlier versions.
-_REPLACED = {
+# Options of MindSpore and MindFormers.
+_FOREIGN = {
     "--src-checkpoint": _ARGUMENTS,
     "--src-checkpoints-dir": _ARGUMENTS,
     "--transform-rank": "RANK is the first argument of by-rank and rank-list.",
     "--rank-id": _SHARES,
     "--world-size": _SHARES,
     "--transform-process-num": f"Use --jobs N for the number of CPUs. {_SHARES}",
-    "--available": "For ranks that cannot be read: --without-ranks 3,7.",
-    "--all": "strategy check compares everything: leave it out.",
-    "--decrypt-key-file": _DECRYPT,
-    "--decrypt-mode": _DECRYPT,
-    "--strict": "Missing weights are an error without it; --allow-missing GLOB accepts them.",
-    "--svg": "Pictures: strategy show PARAM --svg, plan --svg, and the page of view.",
-    "--ranks": "A machine proves its own ranks: verify OUT --src SRC --ranks 0-3.",
-    "--merge": "A machine proves its own ranks: verify OUT --src SRC --ranks 0-3.",
-    "--src": "rank-list reads strategies alone; for the sources of each target: reshard plan SRC DST.",
-    "--assume": 'State it in a file for --rules: matrix = ["dp", "cp", "mp"], or the cuts in map.',
 }
 
 
@@ -81,7 +70,7 @@ class Command(click.Command):
     """A command; its epilog is its examples, one or more lines each."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, with advice on replaced options; refuse empty values, which come from unset variables of a shell."""
+        """Parse, with advice on foreign options; refuse empty values, which come from unset variables of a shell."""
         for place, word in enumerate(args):
             if not word or re.fullmatch(r"--[\w-]+=", word):
                 name = word.rstrip("=") or (args[place - 1] if place else "")
@@ -90,9 +79,9 @@ class Command(click.Command):
         try:
             remaining = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if error.option_name not in _REPLACED:
+            if error.option_name not in _FOREIGN:
                 raise
-            advice = _REPLACED[error.option_name]
+            advice = _FOREIGN[error.option_name]
             raise click.UsageError(f"No such option: {error.option_name}. {advice}", ctx) from error
         for param in self.params:
             if isinstance(param, click.Argument) and param.name is not None and ctx.params.get(param.name) == "":

@@ -244,7 +244,7 @@ def logged(words: Callable[[str], str] = str) -> Report:
     """A report to the logger ``reshard``; Python shows its warnings by default.
 
     Args:
-        words: translates texts to the caller's terms.
+        words: makes a text for the log from one for the command line.
     """
     import logging
 

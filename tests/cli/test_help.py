@@ -61,14 +61,11 @@ def test_every_option_has_a_group_and_help_and_shows_its_default(path: tuple[str
         (["transform_al", "a", "b"], "transform-all"),
         (["strategy", "shwo", "a"], "Did you mean show?"),
         (["transform-dir", "a", "b", "--src_strateg", "x"], "--src-strategy"),
-        (["rank-list", "1", "--available", "1"], "--without-ranks"),
         (["transform-dir", "a", "b", "--world_size=8"], "--shard I/N"),
-        (["rank-list", "1", "--src", "a"], "reshard plan SRC DST"),
         (["transform-dir", "a", "b", "--rank_id", "0"], "--shard I/N"),
         (["transform-dir", "a", "b", "--transform_process_num", "2"], "--jobs N"),
         (["transform-dir", "a", "b", "--transform_rank", "2"], "RANK is the first argument"),
         (["transform-dir", "--src_checkpoint", "a", "b"], "reshard convert SRC DST"),
-        (["strategy", "derive", "a", "b", "--assume", "growth"], "State it in a file for --rules"),
     ],
 )  # fmt: skip
 def test_unknown_commands_and_options_get_a_suggestion(words: list[str], texts: str) -> None:

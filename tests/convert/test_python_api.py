@@ -9,7 +9,6 @@ import pytest
 
 import reshard
 from reshard.errors import CheckpointError, ReshardError, TargetError, UsageError, VerificationError
-from reshard.in_python import in_python
 from tests.asking import conversion_of, open_checkpoint
 from tests.corpus import ROOT
 from tests.running import done
@@ -105,32 +104,26 @@ def test_verify_uses_records_and_raises_differences(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({}, UsageError, r"Source.strategy and Target.strategy are missing.*Source\(strategy=FILE\)"),
+        ({}, UsageError, "are missing.*Source.strategy .*Target.strategy "),
         ({**STRATEGIES, "to": "torch"}, UsageError, "form='torch' is none of 'ranks'"),
-        ({**STRATEGIES, "reverse": True}, UsageError, r"Edits\(reverse=True\) needs Edits.names"),
+        ({**STRATEGIES, "reverse": True}, UsageError, "Edits.reverse .*Edits.names "),
         ({**STRATEGIES, "shard": (4, 4)}, UsageError, "shard"),
-        (
-            {**STRATEGIES, "shards": 3, "to": "dcp"},
-            UsageError,
-            r"Target.shards and Target.strategy both lay out the target",
-        ),
-        ({"src_strategy": "none", "shards": 3, "to": "unified"}, UsageError, "Target.shards goes with"),
+        ({**STRATEGIES, "shards": 3, "to": "dcp"}, UsageError, "Target.shards .*Target.strategy "),
+        ({"src_strategy": "none", "shards": 3, "to": "unified"}, UsageError, "Target.shards "),
         ({"src_strategy": "none", "shards": 0, "to": "dcp"}, UsageError, "shards=0 is not between 1 and"),
         ({**STRATEGIES, "step": "9_9"}, CheckpointError, "no files of step 9_9"),
         (
             {"src_strategy": STRATEGIES["dst_strategy"], "dst_strategy": STRATEGIES["src_strategy"]},
             CheckpointError,
-            r"the files fit Target.strategy \(.*are the two swapped",
+            "are the two swapped.*Target.strategy ",
         ),
     ],
 )
-def test_errors_name_python_parameters(
+def test_errors_name_the_fields_of_options(
     tmp_path: Path, arguments: dict[str, Any], error: type[ReshardError], words: str
 ) -> None:
     with pytest.raises(error) as caught:
         conversion_of(SRC, tmp_path / "out", **arguments).convert()
-    text = str(caught.value)
-    assert "--" not in text
     assert caught.match(f"(?s){words}")
     assert not (tmp_path / "out").exists()
 
@@ -142,31 +135,11 @@ def test_a_printed_plan_fits_a_screen(tmp_path: Path) -> None:
 
 def test_another_conversion_in_the_target_is_refused(tmp_path: Path) -> None:
     conversion_of(SRC, tmp_path, **STRATEGIES).convert()
-    with pytest.raises(TargetError, match=r"Target\(overwrite=True\)"):
+    with pytest.raises(TargetError, match="Target.overwrite "):
         conversion_of(SRC, tmp_path, **STRATEGIES, include="head*").convert()
-    with pytest.raises(UsageError, match="verify=True"):
+    with pytest.raises(UsageError, match=r"convert\(verify=True\) "):
         unified = conversion_of(SRC, tmp_path / "u", src_strategy=STRATEGIES["src_strategy"], to="unified", ranks=[0])
         unified.convert(verify=True)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("add --src-strategy FILE or DIR", "add Source(strategy=FILE) or DIR"),
-        ("exchange --src-strategy and --dst-strategy", "exchange Source.strategy and Target.strategy"),
-        ("with --crc never; or --overwrite", "with Effort(crc='never'); or Target(overwrite=True)"),
-        ("give --step 3_10, --max-memory 80M", "give Source(step='3_10'), Effort(max_memory='80M')"),
-        ("--exclude 'a*' matches nothing", "Edits(exclude='a*') matches nothing"),
-        ("with --no-fallback and --optimizer keep", "with Source(fallback=False) and Edits(optimizer='keep')"),
-        ("type: reshard verify out --src SRC\nadd --verify", "type: reshard verify out --src SRC\nadd verify=True"),
-        (
-            "`reshard convert A B --to unified` or --to unified",
-            "`reshard convert A B --to unified` or Target(form='unified')",
-        ),
-    ],
-)
-def test_messages_spell_options_as_python_parameters(text: str, expected: str) -> None:
-    assert in_python(text) == expected
 
 
 @pytest.mark.parametrize("groups", [{"source": "ckpt"}, {"target": None}, {"edits": reshard.Effort(jobs=1)}])
