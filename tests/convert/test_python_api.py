@@ -135,7 +135,7 @@ def test_a_printed_plan_fits_a_screen(tmp_path: Path) -> None:
 
 def test_another_conversion_in_the_target_is_refused(tmp_path: Path) -> None:
     conversion_of(SRC, tmp_path, **STRATEGIES).convert()
-    with pytest.raises(TargetError, match="Target.overwrite "):
+    with pytest.raises(TargetError, match=r"Target\.overwrite "):
         conversion_of(SRC, tmp_path, **STRATEGIES, include="head*").convert()
     with pytest.raises(UsageError, match=r"convert\(verify=True\) "):
         unified = conversion_of(SRC, tmp_path / "u", src_strategy=STRATEGIES["src_strategy"], to="unified", ranks=[0])
