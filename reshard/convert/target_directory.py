@@ -164,13 +164,6 @@ class TargetDirectory:
         stays = not (self._overwrite and (self._whole or (done and done <= set(self._requested))))
         if stays:
             self._refuse_changed(changes)
-        if changes.time and stays and done:
-            self._report.warn(
-                f"{self._refusals.source_files(changes.time)} have another time than when the conversion in "
-                f"{self._root} was begun, or were replaced since, though sizes, headers and samples of the contents "
-                "are the same; unless they were only copied, convert everything again with "
-                f"{self._refusals.replace_all}"
-            )
         # A replacement that was stopped goes on: some of its targets are missing.
         finished = recorded.keys() >= {self._name(rank) for rank in self._requested}
         return self._overwrite and (finished or any(changes))

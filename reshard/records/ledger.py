@@ -101,12 +101,10 @@ class SourceChanges(NamedTuple):
     Attributes:
         content: size, headers or contents differ.
         values: not read before, and values such as ``global_step`` differ from those of other ranks.
-        time: only the time of modification or the file itself differs, as its inode or ETag.
     """
 
     content: list[int]
     values: list[int]
-    time: list[int]
 
 
 class Ledger:
@@ -216,17 +214,13 @@ class Ledger:
         values: dict[str, set[str]] = {}
         for file in itertools.chain.from_iterable(before.values()):
             values.setdefault(file.value_names, set()).add(file.values)
-        changes = SourceChanges([], [], [])
+        changes = SourceChanges([], [])
         for source in sources:
             recorded = before.get(source.rank, [])
             if any(one.content != source.content for one in recorded):
                 changes.content.append(source.rank)
             elif not recorded and source.values not in values.get(source.value_names, {source.values}):
                 changes.values.append(source.rank)
-            elif recorded and not any(
-                _same_time(source.modified, one.modified) and source.place == one.place for one in recorded
-            ):
-                changes.time.append(source.rank)
         return changes
 
     def add_sources(self, sources: Collection[SourceFile]) -> None:

@@ -164,7 +164,7 @@ _VALUE_BYTES = 256
 # Steps of this fraction of a list spread evenly and repeat late.
 _GOLDEN = 0.6180339887498949
 _DIGESTS = r"\.".join(4 * [r"([0-9a-f]{16})"])
-_RECORD = rf"(\d{{1,9}})\.(\d{{1,20}})\.{_DIGESTS}\.(-?\d{{1,20}})\.(\d{{1,20}})\.(-?\d{{1,20}})"
+_RECORD = rf"(\d{{1,9}})\.(\d{{1,20}})\.{_DIGESTS}"
 
 
 class SourceFile(NamedTuple):
@@ -177,9 +177,6 @@ class SourceFile(NamedTuple):
         contents: digest of samples of its contents.
         value_names: digest of the names of the sampled small values that are shared by all ranks.
         values: digest of their contents.
-        modified: time of last modification, in nanoseconds; only a hint, because files get copied.
-        inode: its inode; only a hint, too.
-        changed: differs after every change, see `FileStatus`; a hint that writers cannot set.
     """
 
     rank: int
@@ -188,19 +185,11 @@ class SourceFile(NamedTuple):
     contents: str
     value_names: str
     values: str
-    modified: int
-    inode: int
-    changed: int
 
     @property
     def content(self) -> tuple[int, str, str]:
         """Equal for the same content: size, headers and samples."""
         return self.size, self.headers, self.contents
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Differs after the file was replaced, or modified and given its old time."""
-        return self.inode, self.changed
 
     @property
     def record(self) -> str:
@@ -213,9 +202,8 @@ class SourceFile(NamedTuple):
         match = re.fullmatch(_RECORD, text)
         if match is None:
             return None
-        rank, size, headers, contents, value_names, values, *times = match.groups()
-        modified, inode, changed = map(int, times)
-        return cls(int(rank), int(size), headers, contents, value_names, values, modified, inode, changed)
+        rank, size, *digests = match.groups()
+        return cls(int(rank), int(size), *digests)
 
 
 class _HeaderStructure(NamedTuple):
@@ -313,7 +301,6 @@ class SourceSampler:
             runs = structure.values()
             sampled = list(read_each(file, [*runs, *structure.samples(rank)]))
             values, samples = sampled[: len(runs)], sampled[len(runs) :]
-            status = file.status()
         return SourceFile(
             rank,
             index.size,
@@ -321,7 +308,4 @@ class SourceSampler:
             short_digest(*values, *samples),
             structure.value_names,
             short_digest(*values),
-            status.modified,
-            status.inode,
-            status.changed,
         )

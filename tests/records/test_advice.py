@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.running import Argument, done, fails, reshard, warns
+from tests.running import Argument, done, fails, reshard
 from tests.sampling import some_of
 from tests.small import World, tensors
 from tests.trees import same_ranks, tree_bytes
@@ -165,15 +165,6 @@ def test_a_changed_source_suggests_overwrite(part: str, world: World) -> None:
     elsewhere[3 if part == "by-rank" else 2] = world.root / "elsewhere"
     done(*elsewhere)
     world.convert("--overwrite")
-
-
-def test_a_source_of_another_time_suggests_overwrite(world: World) -> None:
-    world.save(FULL)
-    world.by_rank(0)
-    for path in world.src.rglob("*.ckpt"):
-        os.utime(path, (1, 1))
-    warns(world.by_rank(1), "another time", "convert everything again with convert --overwrite")
-    assert "another time" not in world.convert("--overwrite").err
 
 
 def test_a_full_disk_suggests_sufficient_space(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

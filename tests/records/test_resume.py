@@ -146,14 +146,6 @@ def test_a_source_of_another_size_is_refused(world: World) -> None:
     assert not (world.dst / "rank_1").exists()
 
 
-def test_a_source_of_another_time_gives_a_warning(world: World) -> None:
-    world.save(FULL)
-    world.by_rank(0)
-    for path in world.src.rglob("*.ckpt"):
-        os.utime(path, (1, 1))
-    assert "another time" in world.by_rank(1).err.replace("\n", " ")
-
-
 def test_a_run_with_overwrite_resumes_by_the_same_command(world: World) -> None:
     world.save(FULL)
     world.convert()
