@@ -55,7 +55,7 @@ def measure() -> Section:
     section.say(
         "A delay in milliseconds before every read and before every file that is opened for reading, on "
         f"{LARGE.nbytes / 1e9:.2f} GB and on small parameters. *Remote over local* compares requests for network "
-        "file systems, whose number and size depend on the measured round trip, with those for local disks: one small "
+        "file systems, more and larger ones, with those for local disks: one small "
         "request per CPU. Shorter of two runs each, in turns. `python -m benchmarks slow_storage` measures them."
     )
     section.table("kind", "delay", "requests", "remote over local", "anonymous, remote")

@@ -226,7 +226,6 @@ def _requests_json(budget: Budget) -> dict[str, Any] | None:
     return {
         "at_a_time": budget.threads,
         "most_bytes": budget.block_bytes,
-        "found": "usual" if storage.round_trip is None else "measured",
         "round_trip": storage.round_trip,
     }
 
@@ -237,9 +236,9 @@ def _requests(budget: Budget) -> list[str]:
     if not storage.remote:
         return []
     line = f"  requests {budget.threads} at a time, of up to {byte_size(budget.block_bytes)}"
-    if storage.round_trip is None:
-        return [f"{line}, by default: no round trip measured yet"]
-    return [f"{line}, of which one took {1000 * storage.round_trip:.1f} ms so far"]
+    if storage.round_trip is not None:
+        line += f", of which one took {1000 * storage.round_trip:.1f} ms so far"
+    return [line]
 
 
 def _expected_memory(budget: Budget) -> int:

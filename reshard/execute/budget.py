@@ -132,7 +132,7 @@ class Budget(NamedTuple):
                 processes = cpus = count
                 beyond = max(0, count * private - BASE_OF_PROCESSES)
         memory = max_memory - beyond
-        in_flight = [_in_flight(each, cpus, memory) for each in (storage, target)]
+        in_flight = [_in_flight(each, cpus) for each in (storage, target)]
         threads = max(cpus if processes > 1 else min(cpus, _MAX_THREADS), in_flight[0])
         # Two threads may meet in the middle of a part, so there may be two parts of each file.
         parts_held = limits.most * 2 * part_bytes
@@ -150,7 +150,7 @@ class Budget(NamedTuple):
         share = max(least, memory - uploads * part_bytes) // threads
         own = max(0, share - parts_held)
         # Network disks need more of it for windows.
-        windows = max(own // 8, min(_WINDOW_BYTES, own // 4)) if storage.large else own // 8
+        windows = max(own // 8, min(_WINDOW_BYTES, own // 4)) if storage.remote and storage.mappable else own // 8
         decoding = max(MIN_DECODING_BYTES, min(_MAX_DECODING_BYTES, own // 8)) if decoded else 0
         rest = share - windows - decoding - held
         per_place = _bytes_per_place(storage)
@@ -188,15 +188,9 @@ def _bytes_per_place(storage: Storage) -> int:
     return 0 if storage.remote else _BYTES_PER_PLACE
 
 
-def _in_flight(storage: Storage, cpus: int, max_memory: int) -> int:
+def _in_flight(storage: Storage, cpus: int) -> int:
     """The number of requests to have in flight; 0 where they take no round trip."""
-    if not storage.remote:
-        return 0
-    most = _MAX_IN_FLIGHT
-    if storage.large:
-        # Their bytes together have a bound in memory: more requests would be smaller ones.
-        most = min(most, max(cpus * _MIN_IN_FLIGHT_PER_CPU, max_memory // (2 * storage.large)))
-    return min(most, cpus * storage.in_flight)
+    return min(_MAX_IN_FLIGHT, cpus * storage.in_flight) if storage.remote else 0
 
 
 def choose_io(requested: str, storage: Storage) -> tuple[str, str]:

@@ -1,9 +1,5 @@
 """Files on file systems of this machine, or mounted there.
 
-The round trip of network file systems is measured with the opening of a file and its first read. Later reads
-measure less: a file system reads ahead, so this machine answers many of them, and large ones
-take the time of their bytes.
-
 While it is written, a file has a temporary name in its directory; it is flushed, then renamed.
 """
 
@@ -13,18 +9,14 @@ import contextlib
 import errno
 import mmap
 import os
-import time
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 
 from reshard.storage import temporary
 from reshard.storage.registry import absolute
 from reshard.storage.store import (
-    LOCAL,
-    REMOTE,
     DirectoryEntry,
     FileStatus,
-    Measured,
     NewFile,
     Notify,
     OpenFile,
@@ -36,8 +28,6 @@ from reshard.storage.store import (
     storage_on,
 )
 
-# Larger reads take the time of their bytes.
-_SMALL = 64 << 10
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
 _TIMES = 4
 # File systems that guarantee allocated space, and allocate it without writing.
@@ -50,16 +40,14 @@ class LocalFile:
     Args:
         descriptor: open for reading; its position is not used.
         path: its name, for messages.
-        measured: collects the time of the first read, for files on a network.
     """
 
     # Other programs may write to it, or replace it.
     pinned = False
 
-    def __init__(self, descriptor: int, path: str, measured: Measured | None = None) -> None:
+    def __init__(self, descriptor: int, path: str) -> None:
         self.descriptor = descriptor
         self.path = path
-        self._measured = measured
 
     def size(self) -> int:
         return os.fstat(self.descriptor).st_size
@@ -68,21 +56,13 @@ class LocalFile:
         return FileStatus.of(os.fstat(self.descriptor))
 
     def read(self, offset: int, count: int) -> bytes:
-        measured, self._measured = self._measured, None
-        if measured is None:
-            return os.pread(self.descriptor, count, offset)
-        begun = time.perf_counter()
-        data = os.pread(self.descriptor, count, offset)
-        if 0 < len(data) <= _SMALL:
-            measured.request(time.perf_counter() - begun)
-        return data
+        return os.pread(self.descriptor, count, offset)
 
     def read_into(self, offset: int, out: memoryview) -> int:
         return self.scatter(offset, [out])
 
     def scatter(self, offset: int, outs: Sequence[memoryview]) -> int:
         """Read into several buffers, one after the other; the number of bytes read."""
-        self._measured = None
         return os.preadv(self.descriptor, outs, offset)
 
     def close(self) -> None:
@@ -175,8 +155,7 @@ class LocalStore(Store):
     special_files = True
 
     def __init__(self) -> None:
-        # Measurements of requests by device; None on a local file system.
-        self._measured: dict[int, Measured | None] = {}
+        self._storages: dict[int, Storage] = {}
 
     def status(self, path: str, through_links: bool = True) -> FileStatus:
         return FileStatus.of(os.stat(path) if through_links else os.lstat(path))
@@ -187,27 +166,16 @@ class LocalStore(Store):
 
     def open(self, path: str, through_links: bool = True) -> OpenFile:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-        begun = time.perf_counter()
-        descriptor = os.open(path, flags | (0 if through_links else os.O_NOFOLLOW))
-        took = time.perf_counter() - begun
-        measured = self._measurements(os.fstat(descriptor).st_dev, path)
-        if measured is not None:
-            measured.request(took)
-        return LocalFile(descriptor, path, measured)
+        return LocalFile(os.open(path, flags | (0 if through_links else os.O_NOFOLLOW)), path)
 
     def costs(self, path: str) -> Storage:
         try:
             device = os.stat(path).st_dev
         except OSError:
-            # A missing path had no requests.
             return storage_on(path)
-        measured = self._measurements(device, path)
-        return LOCAL if measured is None else measured.storage()
-
-    def _measurements(self, device: int, path: str) -> Measured | None:
-        if device not in self._measured:
-            self._measured[device] = Measured(REMOTE, usual=0.0) if storage_on(path).remote else None
-        return self._measured[device]
+        if device not in self._storages:
+            self._storages[device] = storage_on(path)
+        return self._storages[device]
 
     def new_file(self, path: str, size: int, sending: Sending | None = None) -> NewLocalFile:
         return NewLocalFile(path)

@@ -121,7 +121,7 @@ def same_store(first: str, second: str) -> bool:
 
 
 def storage_of(path: str) -> Storage:
-    """Costs of requests to a path, from the measurements so far."""
+    """Costs of requests to a path."""
     return store_of(path).costs(path)
 
 

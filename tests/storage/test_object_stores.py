@@ -21,6 +21,8 @@ import pytest
 
 from reshard.source_replicas.compare import ReplicaFiles
 from reshard.storage.files import read_small
+from reshard.storage.s3.round_trips import RoundTrips
+from reshard.storage.store import OBJECTS
 from tests.checkpoint_writing import write_safetensors
 from tests.corpus import FIXTURES, ROOT
 from tests.object_store import KEY, SECRET, Objects
@@ -224,6 +226,17 @@ def test_samples_of_replicas_are_requested_concurrently(
     done("convert", objects.upload(tmp_path / "src", "ckpt"), tmp_path / "out", "--src-strategy", old,
          "--dst-strategy", "none")  # fmt: skip
     assert next(alone) == 4 and not together.broken
+
+
+@pytest.mark.parametrize(("seconds", "in_flight"), [(0.001, 4), (0.006, 4), (0.012, 8), (0.024, 16), (1.0, 32)])
+def test_longer_round_trips_increase_concurrent_requests(seconds: float, in_flight: int) -> None:
+    round_trips = RoundTrips()
+    assert round_trips.storage().round_trip is None
+    for each in (seconds / 2, seconds, seconds, 5.0):
+        round_trips.add(each)
+    storage = round_trips.storage()
+    assert (storage.round_trip, storage.in_flight) == (seconds, in_flight)
+    assert OBJECTS.small <= storage.small <= storage.window >= OBJECTS.window
 
 
 @pytest.mark.deep

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.storage.files import CHANGED
+from reshard.storage.s3.round_trips import RoundTrips
 from reshard.storage.s3.service import Address, Service, number_of, unexpected
-from reshard.storage.store import FileStatus, Measured, NewFile, Sending
+from reshard.storage.store import FileStatus, NewFile, Sending
 from reshard.threads import ThreadLock, thread_pool
 
 # Bytes read when an object is opened, in the request that returns its size: most files' headers fit.
@@ -105,7 +106,7 @@ class ObjectReader:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.measured = Measured()
+        self.round_trips = RoundTrips()
         # Bytes around small requests, by version and offset; the last one used is the last.
         self._windows: OrderedDict[tuple[Version, int], bytes] = OrderedDict()
         self._bytes = 0
@@ -148,7 +149,7 @@ class ObjectReader:
                 count = min(offset + len(out), size) - offset
                 if start != offset or last + 1 != offset + count:
                     raise unexpected(path, f"bytes {start} to {last} where {wanted} of {size} were requested")
-                self.measured.request(time.perf_counter() - begun)
+                self.round_trips.add(time.perf_counter() - begun)
                 try:
                     with self.service.errors_as_of_files(path):
                         _fill(out[:count], body)

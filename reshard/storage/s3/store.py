@@ -90,7 +90,7 @@ class S3Store(Store):
             raise
 
     def costs(self, path: str) -> Storage:
-        return self._reader.measured.storage(HELD)
+        return self._reader.round_trips.storage(HELD)
 
     def new_file(self, path: str, size: int, sending: Sending | None = None) -> NewObject:
         Address.parse(path)
