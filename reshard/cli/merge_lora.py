@@ -16,7 +16,7 @@ from reshard.cli.output import listener
 from reshard.convert.ends import request_of
 from reshard.errors import UsageError
 from reshard.forms import DEFAULT_FORM
-from reshard.forms.ranks.tree import PEFT_ADAPTER
+from reshard.forms.ranks.other_tools import PEFT_ADAPTER
 from reshard.forms.registry import form_named, form_of
 from reshard.plan.edits import edits_to_model
 from reshard.storage import is_regular_file, real

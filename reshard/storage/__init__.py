@@ -9,6 +9,7 @@ from reshard.storage.files import (
     between,
     changed_meanwhile,
     cut_short,
+    directories_in,
     exists,
     fill,
     inspecting,

@@ -252,6 +252,17 @@ def names_in(directory: str) -> list[str]:
     return []
 
 
+def directories_in(directory: str) -> list[str]:
+    """The names of directories in a directory, sorted.
+
+    Raises:
+        CheckpointError: there is no directory.
+        RetryableError: listing failed in a way that may pass.
+    """
+    with reading(directory):
+        return sorted(entry.name for entry in store_of(directory).entries(directory) if leads_to(entry.is_dir))
+
+
 def leads_to(kind: Callable[[], bool]) -> bool:
     """The result of `DirectoryEntry.is_dir` or `is_file`; a circle of links is neither."""
     try:

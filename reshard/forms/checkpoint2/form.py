@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.form import Description, Form, FormOptions, Layouts, ReadRequest, SavedCut, SavedStep, WriteRequest
-from reshard.forms.ranks.tree import checkpoint_of_other_tool, hint_of_checkpoints_below
 from reshard.forms.tracker import TRACKER, Iteration, IterationNames, read_tracker, saved_steps
 from reshard.storage import (
     UnfitError,
@@ -147,6 +146,8 @@ def choose(path: str, step: str, report: Report) -> list[Iteration]:
         return [ITERATIONS.of_directory(path, step, report)]
     iterations = _iterations_in(path, names)
     if not iterations:
+        from reshard.forms.ranks.other_tools import checkpoint_of_other_tool, hint_of_checkpoints_below
+
         raise checkpoint_of_other_tool(path) or CheckpointError(
             f"{path}: holds no {ITERATIONS.prefix}* directory",
             file=path,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.forms.form import Form, FormOptions, ReadRequest, Side, WriteRequest, check_latest
-from reshard.forms.ranks.naming import check_inside
-from reshard.forms.ranks.tree import VLLM_FILE, find_rank
+from reshard.forms.ranks.naming import VLLM_FILE, check_inside
+from reshard.forms.ranks.tree import find_rank
 from reshard.forms.target import UNFINISHED
 from reshard.storage import (
     UnfitError,

@@ -36,6 +36,12 @@ _STEM = re.compile(r"(?P<prefix>.*)-(?P<epoch>[0-9]+)_(?P<step>[0-9]+)(?:_breakp
 RANK_NUMBER = "\0"
 """Replaces the rank's number in a name; no file name can contain it."""
 
+VLLM_FILE = r"model-rank-[0-9]+-part-[0-9]+\.safetensors"
+"""Names of files of vLLM's sharded_state."""
+
+UNIFIED_MAP = r"param_name_map\.json|.+\.safetensors\.index\.json"
+"""Names of the map of unified weights."""
+
 _NUMBERS = re.compile(r"([0-9]+|\0)")
 # Endings before the number of the rank that saved a file.
 _RANK = ("rank", "rank_", "rank-")

@@ -7,19 +7,18 @@ lists the steps, newest first; `selection` checks their completeness.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from reshard.asked import Source
 from reshard.checkpoints.formats.headers import FORMATS, format_of
-from reshard.errors import CheckpointError, ReshardError, UsageError
+from reshard.errors import CheckpointError, UsageError
 from reshard.forms.ranks.naming import (
     RANK,
+    UNIFIED_MAP,
     FileNames,
     PathMatch,
     Pattern,
@@ -34,6 +33,7 @@ from reshard.forms.ranks.naming import (
 from reshard.storage import (
     DirectoryEntry,
     absolute,
+    directories_in,
     exists,
     for_each,
     is_directory,
@@ -46,13 +46,12 @@ from reshard.storage import (
     store_of,
 )
 from reshard.text.messages import rank_ranges, some_names
-from reshard.text.names import natural_order, similar_path_hint
+from reshard.text.names import similar_path_hint
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)([0-9]+)")
 _FAULT_DIRECTORY = "(ckpt_dir)([0-9]+)"
 _UNFINISHED = "_tmp"
 _MOST_LISTED = 8
-_PYTORCH_ENDINGS = (".bin", ".pt", ".pth")
 _MOST_STEPS = 20
 _NAMED_RANK = re.compile(r"rank_?([0-9]{1,9})(?![0-9])")
 _CHOOSE = "choose with --file-suffix TEXT (only files whose stem ends so) or --step"
@@ -241,9 +240,12 @@ def find_checkpoints(source: str | Source) -> SourceTree:
             files, single = _rank_directories(src), False
         else:
             _refuse_other_forms(src)
-            other = None if os.path.splitext(src)[1] in FORMATS else checkpoint_of_other_tool(src)
-            if other is not None:
-                raise other
+            if os.path.splitext(src)[1] not in FORMATS:
+                from reshard.forms.ranks.other_tools import checkpoint_of_other_tool
+
+                other = checkpoint_of_other_tool(src)
+                if other is not None:
+                    raise other
             format_of(src)
             files, single = [PathMatch(0, (), src, os.path.basename(src))], True
     except OSError as error:
@@ -290,7 +292,7 @@ def _rank_directories(src: str) -> list[PathMatch]:
     _refuse_other_forms(src)
     _refuse_unfinished(src)
     files = []
-    directories = _subdirectories(src)
+    directories = directories_in(src)
     matches = [match for match in map(_RANK_DIRECTORY.fullmatch, directories) if match is not None]
     paths = [os.path.join(src, match[0]) for match in matches]
     with reading(src):
@@ -300,7 +302,14 @@ def _rank_directories(src: str) -> list[PathMatch]:
                 PathMatch(int(match[2]), naming, os.path.join(path, name), name) for name in _checkpoint_names(entries)
             ]
     if not files:
-        raise _nothing_found(src, directories)
+        from reshard.forms.ranks.other_tools import nothing_found
+
+        raise nothing_found(
+            src,
+            [match[0] for match in matches],
+            [os.path.basename(path) for path in _checkpoints(src)],
+            named_for_rank(os.path.basename(absolute(src))),
+        )
     return files
 
 
@@ -308,7 +317,7 @@ def skipped_directories(src: str) -> tuple[list[str], list[str]]:
     """Unfinished directories, and saves at a fault, which are sources themselves, beside the rank directories."""
     pattern = _is_pattern(src)
     directory = fixed_directory(src) if pattern else src
-    names = _subdirectories(directory or os.curdir)
+    names = directories_in(directory or os.curdir)
     unfinished = [os.path.join(directory, name) for name in names if name.endswith(_UNFINISHED)]
     saves = [] if pattern else [os.path.join(directory, name) for name in names if holds_fault_saves(name)]
     return unfinished, saves
@@ -332,46 +341,8 @@ def _of_one_rank(file: str) -> Iterator[str]:
 
 def _rank_numbers(src: str) -> set[int]:
     """Ranks that have a directory, with or without checkpoints."""
-    matches = (_RANK_DIRECTORY.fullmatch(name) for name in _subdirectories(src))
+    matches = (_RANK_DIRECTORY.fullmatch(name) for name in directories_in(src))
     return {int(match[2]) for match in matches if match is not None}
-
-
-def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
-    ranks = [name for name in directories if named_for_rank(name)]
-    names = names_in(src)
-    # Orbax names the directories of steps as ranks are named here. Models of PyTorch have copies for other tools.
-    if not any(name.startswith("pytorch_model") for name in names):
-        for place in (src, *(os.path.join(src, name) for name in ranks[:1])):
-            other = checkpoint_of_other_tool(place)
-            if other is not None:
-                return other
-    if ranks:
-        return CheckpointError(
-            f"{src}: its rank directories ({', '.join(ranks[:_MOST_LISTED])}) hold no .ckpt or .safetensors file",
-            file=src,
-            hint="for files in subdirectories, pass a path with {rank}: 'ckpt/rank_{rank}/*/*.ckpt'",
-        )
-    if named_for_rank(os.path.basename(absolute(src))):
-        hint = f"did you mean {os.path.dirname(absolute(src))}?"
-    else:
-        hint = hint_of_checkpoints_below(src) or (
-            "a source is a directory of rank_0/, rank_1/ ... (or rank0/, 0/), one file, a path with {rank} in it as in "
-            "'ckpt_dir{rank}/*.ckpt', or a directory of Checkpoint 2.0, unified, Hugging Face or PyTorch weights"
-        )
-    files = [os.path.basename(path) for path in _checkpoints(src)]
-    if files:
-        shown = ", ".join(files[:_MOST_LISTED])
-        return CheckpointError(f"{src}: holds files ({shown}) but no rank directories", file=src, hint=hint)
-    pytorch_files = [name for name in names if name.endswith(_PYTORCH_ENDINGS)]
-    if pytorch_files and not hint.startswith("did you mean"):
-        return CheckpointError(
-            f"{src}: holds PyTorch files ({', '.join(pytorch_files[:_MOST_LISTED])}), which are not read",
-            file=src,
-            hint="save the model as safetensors first: model.save_pretrained(DIR, safe_serialization=True)",
-        )
-    return CheckpointError(
-        f"{src}: {'holds no checkpoints' if names else 'is an empty directory'}", file=src, hint=hint
-    )
 
 
 def _refuse_unfinished(directory: str) -> None:
@@ -382,11 +353,6 @@ def _refuse_unfinished(directory: str) -> None:
             file=directory,
             hint="take another checkpoint",
         )
-
-
-def _subdirectories(directory: str) -> list[str]:
-    with reading(directory):
-        return sorted(entry.name for entry in store_of(directory).entries(directory) if leads_to(entry.is_dir))
 
 
 def _checkpoints(path: str) -> Iterator[str]:
@@ -463,75 +429,16 @@ def _differences(step: Step | None, files: Iterable[RankFile]) -> Iterator[str]:
             yield f"{subject} have different {difference} on different ranks, as if of different runs: {examples}"
 
 
-VLLM_FILE = r"model-rank-[0-9]+-part-[0-9]+\.safetensors"
-"""Names of files of vLLM's sharded_state."""
-
-PEFT_ADAPTER = "adapter_model.safetensors"
-"""PEFT's file of an adapter's matrices."""
-
-_MADE_OF = "convert the Hugging Face directory that it was made of"
-# Lines of a directory's sorted names, what it is, and what to do with it.
-_OTHER_TOOLS = (
-    (
-        r"model_optim_rng\.pt",
-        "one rank of a checkpoint of Megatron",
-        "give the directory of all ranks: {directory}/..",
-    ),
-    (
-        re.escape(PEFT_ADAPTER),
-        "an adapter that PEFT saved, and no model",
-        "merge it into its base: reshard merge-lora BASE {quoted} OUT; for its tensors alone, give its file: "
-        f"{{directory}}/{PEFT_ADAPTER}",
-    ),
-    *(
-        (lines, f"a checkpoint of another tool, {tool}, and is not read", hint)
-        for lines, tool, hint in (
-            (
-                r"zero_to_fp32\.py|global_step[0-9]+|.*_(model|optim)_states\.pt",
-                "DeepSpeed",
-                "write its weights as safetensors: python zero_to_fp32.py DIR OUT --safe_serialization",
-            ),
-            (
-                r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|ocdbt\.process_.+",
-                "Orbax",
-                "restore it with Orbax, and save its arrays as safetensors",
-            ),
-            (VLLM_FILE, "vLLM (sharded_state)", _MADE_OF),
-            (r"rank[0-9]+\.engine|config\.json\n(?s:.*\n)?rank0\.safetensors", "TensorRT-LLM", _MADE_OF),
-            (
-                r".+\.gguf",
-                "llama.cpp (GGUF)",
-                f"{_MADE_OF}, or what transformers saves of gguf_file=FILE",
-            ),
-            (r".+\.onnx", "ONNX", "convert the model that it was exported from"),
-            (r".+\.nemo", "NeMo", "unpack it with tar -xf FILE: .distcp files in it are of a checkpoint of Megatron"),
-            (
-                r"saved_model\.pb|.+\.data-[0-9]{5}-of-[0-9]{5}|.+\.(h5|keras|tflite)",
-                "TensorFlow",
-                "load it there, and save its weights with safetensors.numpy.save_file",
-            ),
-            (r".+\.npz", "NumPy", "save its arrays: safetensors.numpy.save_file(dict(numpy.load(FILE)), OUT)"),
-            (r"\.zarray|\.zgroup|zarr\.json", "zarr", "load its arrays there, and save them as safetensors"),
-        )
-    ),
-)
-_UNIFIED_MAP = r"param_name_map\.json|.+\.safetensors\.index\.json"
 _OTHER_FORMS = (
     (
         r"latest_checkpointed_iteration\.txt|iteration_[0-9]+|.*-(model|opt)-[0-9]{7}-[0-9]{7}\.safetensors",
         "of a Checkpoint 2.0 directory",
     ),
     (
-        rf"{_UNIFIED_MAP}|(part[0-9]+|hyper_param|model-[0-9]{{5}}-of-[0-9]{{5}})\.safetensors",
+        rf"{UNIFIED_MAP}|(part[0-9]+|hyper_param|model-[0-9]{{5}}-of-[0-9]{{5}})\.safetensors",
         "of unified (full) weights",
     ),
 )
-_CHECKPOINT_FILE = re.compile(
-    r"\.metadata|.+\.distcp|model_world_size_[0-9]+_rank_[0-9]+\.pt|model(-[0-9]{5}-of-[0-9]{5})?\.safetensors|"
-    rf"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors|rank_?0|{_UNIFIED_MAP}|mp_rank_00(_000){{0,2}}"
-)
-# Levels of directories that are searched, directories of one level, and those that a message names.
-_MAX_LEVELS, _MAX_SEARCHED, _MAX_NAMED = 3, 16, 3
 
 
 def _refuse_other_forms(src: str) -> None:
@@ -543,36 +450,3 @@ def _refuse_other_forms(src: str) -> None:
                 file=src,
                 hint="pass the whole directory to `reshard convert`, without --src-strategy",
             )
-
-
-def checkpoint_of_other_tool(directory: str) -> CheckpointError | None:
-    """The error for a directory or file that another tool wrote, by the names in it; None for others."""
-    lines = "\n".join(sorted(names_in(directory)) if is_directory(directory) else [os.path.basename(directory)])
-    for expression, title, hint in _OTHER_TOOLS:
-        if re.search(f"^(?:{expression})$", lines, re.MULTILINE):
-            return CheckpointError(
-                f"{directory}: is {title}",
-                file=directory,
-                hint=hint.format(directory=directory, quoted=shlex.quote(directory)),
-            )
-    return None
-
-
-def hint_of_checkpoints_below(directory: str) -> str | None:
-    """The hint to use checkpoints, by names, in directories below one; those of the last steps first."""
-    level = [directory]
-    for _ in range(_MAX_LEVELS):
-        below: list[str] = []
-        for place in level:
-            # Unreadable directories are skipped: this is only advice.
-            with contextlib.suppress(ReshardError):
-                names = natural_order(name for name in _subdirectories(place) if name[0] != ".")
-                numbered = [name for name in names if name[-1].isdigit()]
-                below += [os.path.join(place, name) for name in dict.fromkeys([*numbered[::-1], *names])]
-        level, named = below[:_MAX_SEARCHED], []
-        for path in level:
-            with contextlib.suppress(ReshardError):
-                named += [path] if any(map(_CHECKPOINT_FILE.fullmatch, names_in(path))) else []
-        if named:
-            return f"did you mean {' or '.join(named[:_MAX_NAMED])}?"
-    return None
