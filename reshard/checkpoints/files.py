@@ -64,7 +64,9 @@ class FileHandles:
     def borrow(self, path: str) -> Iterator[ReadableFile]:
         """The file ``path``, open for reading while the block runs; an `OSError` if it changed since its first open."""
         with self._lock:
-            handle = self._handles.setdefault(path, _Handle())
+            handle = self._handles.get(path)
+            if handle is None:
+                handle = self._handles[path] = _Handle()
             handle.users += 1
             self._handles.move_to_end(path)
             self._close_idle(self.limit)

@@ -101,8 +101,7 @@ class Plan:
 
     def path(self, file: int) -> str:
         if self.request.asked.target.is_file:
-            directory, name = os.path.split(self.request.dst)
-            return os.path.join(directory, name)
+            return self.request.dst
         name = f"{self.form.names.of(file)}.{self.form.format}"
         return os.path.join(self.request.dst, name)
 
