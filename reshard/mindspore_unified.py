@@ -20,6 +20,18 @@ from reshard.text.globs import pattern_of
 from reshard.text.messages import listing, logged
 from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight
 
+# Parameters of MindSpore's `load_distributed_checkpoint` with one possible value here.
+_ONLY = {
+    "network": None,
+    "return_param_dict": False,
+    "format": "safetensors",
+    "checkpoint_filenames": None,
+    "train_strategy_filename": None,
+    "strict_load": False,
+    "dec_key": None,
+    "dec_mode": "AES-GCM",
+}
+
 
 def unified_safetensors(
     src_dir: str,
@@ -110,29 +122,13 @@ def load_distributed_checkpoint(
     Raises:
         ReshardError: see `reshard.convert.run`.
     """
-    if network is not None or return_param_dict:
-        raise UsageError(
-            "load_distributed_checkpoint: loading into a network, or into memory, needs MindSpore",
-            hint="pass network=None and dst_safetensors_dir, then load the files: "
-            "mindspore.load_checkpoint('rank_0/net.safetensors')",
-        )
-    if format != "safetensors":
-        raise UsageError(
-            f"load_distributed_checkpoint: format={format!r} loads files of ranks into a network, which needs "
-            "MindSpore",
-            hint="pass format='safetensors' and unified_safetensors_dir; transform_checkpoints converts files of ranks",
-        )
-    for name, is_set in {
-        "checkpoint_filenames": checkpoint_filenames is not None,
-        "train_strategy_filename": train_strategy_filename is not None,
-        "strict_load": strict_load,
-        "dec_key": dec_key is not None,
-        "dec_mode": dec_mode != "AES-GCM",
-    }.items():
-        if is_set:
+    given = locals()
+    for name, only in _ONLY.items():
+        if given[name] != only:
             raise UsageError(
-                f"load_distributed_checkpoint: {name} needs format='ckpt'",
-                hint="remove it; files with a key: reshard decrypt SRC PLAIN --key-file KEY, then convert them",
+                f"load_distributed_checkpoint: another {name} than {only!r} needs MindSpore",
+                hint="this function writes files, which mindspore.load_checkpoint('rank_0/net.safetensors') loads; "
+                "transform_checkpoints converts files of ranks, and reshard decrypt those with a key",
             )
     if unified_safetensors_dir is None or dst_safetensors_dir is None:
         raise UsageError(
