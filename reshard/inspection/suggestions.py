@@ -7,14 +7,13 @@ a conversion asks for itself, in an error that names the option, is not computed
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from reshard.asked import Edits, Source
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -48,7 +47,7 @@ _OPTIMIZER = (
     "Optimizer state, if there is any, follows its weights with --optimizer keep. The table may need options of the "
     "MindFormers run, such as gate_up; an error lists them."
 )
-_HUGGINGFACE, _DCP, _RANKS = "huggingface", "dcp", "ranks"
+_HUGGINGFACE, _DCP = "huggingface", "dcp"
 # A side of the built-in tables; the other is Hugging Face's.
 _MINDFORMERS = "mindformers"
 _MEGATRON = "megatron"
@@ -83,6 +82,7 @@ class Model(NamedTuple):
         tables: the tables that have these names; only that of the model's type, if there is one.
         undetermined: its options that the user must state, each with its possible values and their meaning.
         packing: the table that the conversion that wrote the checkpoint recorded; see `words_of_packing`.
+        names: of the tensors as a conversion without a table writes them, and of the values; None if unknown.
     """
 
     config: Configuration | None = None
@@ -91,6 +91,7 @@ class Model(NamedTuple):
     tables: Sequence[str] = ()
     undetermined: Sequence[tuple[str, Sequence[str], str]] = ()
     packing: Sequence[str] = ()
+    names: tuple[Sequence[str], Sequence[str]] | None = None
 
 
 @dataclass
@@ -229,9 +230,18 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
     value = None if config is None else config.get("model_type")
     type = value if isinstance(value, str) else None
     table = type if type in builtin_names() else None
+    written, contents = _written(src, inspected), inspected.shown.contents
+    names = None if written is None else ([*written.tensors], [*written.values()])
     if inspected.form.options.side is Side.MEGATRON:
-        return _megatron_model(src, inspected, config, type)
-    shapes = _model_shapes(src, inspected)
+        return _megatron_model(src, inspected, Model(config, type, names=names))
+    if written is not None:
+        # Of tensors whose names differ in numbers only, those of the smallest: a weight and its scale are of one layer.
+        ordered = sorted(written.tensors, key=lambda each: (len(each), each), reverse=True)
+        examples = {_NUMBER.sub("*", name): name for name in ordered}
+        shapes = {name: written.tensors[name].shape for name in examples.values()}
+    else:
+        # Slices, if it is unknown how they are cut.
+        shapes = {item.name: item.shapes[0] for item in contents.stored} if contents else {}
     sides: dict[str, list[str]] = {}
     for name in builtin_names() if table is None else [table]:
         rules = rules_named(name)
@@ -242,10 +252,11 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
             settled = settle(rules, None if table is None else config, shapes)
             side = rules.sides[side_of(rules, settled, shapes, None).reverse]
             sides.setdefault(side, []).append(name)
+    model = Model(config, type, names=names)
     if not sides:
-        return Model(config, type)
+        return model
     side = max(sides, key=lambda each: len(sides[each]))
-    model = Model(config, type, side, sides[side])
+    model = model._replace(side=side, tables=sides[side])
     if table is None or config is None:
         return model
     rules = rules_named(table)
@@ -256,57 +267,25 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
     )
 
 
-def _megatron_model(src: str, inspected: Inspected, config: Configuration | None, type: str | None) -> Model:
-    """The families whose tables lead from Megatron's names to those of Hugging Face."""
-    checkpoint = inspected.shown.checkpoint
-    if checkpoint is None:
-        return Model(config, type)
-    fitting: dict[str, frozenset[str]] = {}
-    path = None if config is None else config.path
-    for name in sorted(megatron_families()):
-        with suppress(ReshardError):
-            fitting[name] = frozenset(_written(src, inspected, checkpoint, name, path).tensors)
+def _megatron_model(src: str, inspected: Inspected, model: Model) -> Model:
+    """The same with the families whose tables lead from Megatron's names to those of Hugging Face."""
+    path = None if model.config is None else model.config.path
+    written = {name: _written(src, inspected, name, path) for name in sorted(megatron_families())}
+    fitting = {name: frozenset(each.tensors) for name, each in written.items() if each is not None}
     # A mixture of experts may have none: its table then gives the same names.
-    tables = [type] if type in fitting else [*fitting][: 1 if len({*fitting.values()}) == 1 else None]
-    return Model(config, type, _MEGATRON, tables) if tables else Model(config, type)
+    tables = [model.type] if model.type in fitting else [*fitting][: 1 if len({*fitting.values()}) == 1 else None]
+    return model._replace(side=_MEGATRON, tables=tables) if tables else model
 
 
-def _model_shapes(src: str, inspected: Inspected) -> Mapping[str, tuple[int, ...]]:
-    """Shapes of tensors under a model's own names, of one tensor for all whose names differ in numbers only.
-
-    Of slices, if it is unknown how they are cut.
-    """
-    contents, checkpoint = inspected.shown.contents, inspected.shown.checkpoint
-    if checkpoint is not None:
-        examples: dict[str, str] = {}
-        for name in checkpoint.tensors:
-            alike = _NUMBER.sub("*", name)
-            # The smallest numbers: a weight and its scale are of one layer.
-            examples[alike] = min(examples.get(alike, name), name, key=lambda each: (len(each), each))
-        part: Any = copy.copy(checkpoint)
-        part.tensors = {name: checkpoint.tensors[name] for name in examples.values()}
-        with suppress(InputError):
-            return {name: tensor.shape for name, tensor in _written(src, inspected, part).tensors.items()}
-    return {} if contents is None else {item.name: item.shapes[0] for item in contents.stored}
-
-
-def _written(
-    src: str,
-    inspected: Inspected,
-    checkpoint: Checkpoint,
-    table: str | None = None,
-    config: str | None = None,
-    to: str = _HUGGINGFACE,
-) -> Checkpoint:
-    """The checkpoint as a conversion names its tensors.
-
-    Raises:
-        InputError: the table does not fit.
-    """
-    dequantize = _DTYPE if inspected.quantised else None
-    asked = Edits(names=table or NO_TABLE, config=config, dequantize=dequantize)
-    edits = edit_rules(src, asked, form_named(to))
-    return edited(checkpoint, edits, Report(), complete=bool(inspected.shown.complete))
+def _written(src: str, inspected: Inspected, table: str = NO_TABLE, config: str | None = None) -> Checkpoint | None:
+    """The checkpoint as a conversion names its tensors; None if the table does not fit."""
+    checkpoint = inspected.shown.checkpoint
+    asked = Edits(names=table, config=config, dequantize=_DTYPE if inspected.quantised else None)
+    with suppress(InputError):
+        edits = edit_rules(src, asked, form_named(_HUGGINGFACE))
+        complete = bool(inspected.shown.complete)
+        return None if checkpoint is None else edited(checkpoint, edits, Report(), complete=complete)
+    return None
 
 
 @dataclass
@@ -368,7 +347,9 @@ class _Advisor:
     def _for_strategies(self) -> Iterator[Suggestion]:
         """Rank files, or the same form, with the layouts of a strategy."""
         same_form = self._form.cut and not self._form.shards and self._form.written
-        targets, unfit = self._targets()
+        # A table gives other names than those in the files; the conversion compares them with the strategy.
+        renamed = not same_form and self._model.side in (_MEGATRON, _HUGGINGFACE)
+        targets, unfit = ([], "") if renamed else self._targets()
         of = [(each.device_count, _argument(each.path)) for each in targets[:_MAX_TARGETS]]
         if not of:
             of = [(self._devices or 0, NONE if self._devices == 1 else DST_STRATEGY)]
@@ -469,7 +450,7 @@ class _Advisor:
 
     def _targets(self) -> tuple[list[Strategy], str]:
         """Strategies beside the checkpoint that list its weights and no others, and are not its own; why not others."""
-        names = self._written_names() if self._beside else frozenset()
+        names = _weights(self._inspected) if self._model.names is None else frozenset(self._model.names[0])
         weights = {name for name in names if is_weight(name, names)}
         own = self._fitting if self._strategy is None else [self._strategy]
         targets, unfit = [], ""
@@ -484,31 +465,13 @@ class _Advisor:
                     targets.append(each)
         return targets, unfit
 
-    def _written_names(self) -> frozenset[str]:
-        """Names of tensors in rank files."""
-        model, checkpoint = self._model, self._inspected.shown.checkpoint
-        table = path = None
-        if model.side == _MEGATRON:
-            table = model.tables[0]
-        elif model.side == _HUGGINGFACE and model.type is not None and model.type in model.tables:
-            table = ",".join([model.type, *(f"{name}={values[0]}" for name, values, _ in model.undetermined)])
-            path = None if model.config is None else model.config.path
-        if checkpoint is not None:
-            with suppress(InputError):
-                return frozenset(_written(self._src, self._inspected, checkpoint, table, path, _RANKS).tensors)
-        return _weights(self._inspected)
-
     def _training_globs(self) -> list[str]:
         """Patterns for optimizer state and values under the names that a conversion writes."""
-        contents, checkpoint = self._inspected.shown.contents, self._inspected.shown.checkpoint
+        contents, names = self._inspected.shown.contents, self._model.names
         if contents is None or all(item.kind == WEIGHTS for item in contents.stored):
             return []
-        names = [item.name for item in contents.stored]
-        if checkpoint is not None:
-            with suppress(InputError):
-                written = _written(self._src, self._inspected, checkpoint)
-                names = [*written.tensors, *written.values()]
-        return training_globs(names, frozenset(names))
+        written = [item.name for item in contents.stored] if names is None else [*names[0], *names[1]]
+        return training_globs(written, frozenset(written))
 
     def _out(self, suffix: str) -> str:
         """A new directory: in this one, or for an object beside it."""
