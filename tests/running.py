@@ -77,6 +77,10 @@ def in_process(words: list[str]) -> Result:
     status = 0
     previous = sys.argv
     sys.argv = ["reshard", *words]
+    objects = sys.modules.get("reshard.storage.s3.store")
+    if objects is not None:
+        # As in a process of its own, nothing is listed yet.
+        objects._store.cache_clear()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:

@@ -15,7 +15,7 @@ from reshard.cli.output import echo_json, is_json, is_verbose, say, show_notes, 
 from reshard.cli.tables import say_more, table
 from reshard.errors import UsageError
 from reshard.forms.registry import form_of
-from reshard.storage import absolute, exists, is_directory, listings_cached
+from reshard.storage import absolute, exists, is_directory
 from reshard.text.messages import (
     byte_size,
     full_text,
@@ -71,9 +71,8 @@ def inspect(source: Source) -> None:
     tensors, their layouts and missing parts are shown.
     """
     path, strategy, step = source.path, source.strategy, source.step
-    with listings_cached():
-        by_rank = form_of(path).options.by_rank
-        one_file = by_rank and "{rank}" not in path and exists(path) and not is_directory(path)
+    by_rank = form_of(path).options.by_rank
+    one_file = by_rank and "{rank}" not in path and exists(path) and not is_directory(path)
     if one_file:
         if source != Source(path):
             raise UsageError(

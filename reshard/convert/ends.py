@@ -21,13 +21,12 @@ from reshard.forms.registry import (
 )
 from reshard.plan.edits import NO_TABLE, Request, edit_rules
 from reshard.records.ledger import ledger_in
-from reshard.storage import exists, is_directory, listings_cached
+from reshard.storage import exists, is_directory
 from reshard.strategies import NONE, SAME, Strategy, required_strategies, shards_of, target_named, typed_strategy
 from reshard.text.messages import Report, rank_ranges
 from reshard.text.names import similar_path_hint
 
 
-@listings_cached()
 def request_of(asked: Conversion, report: Report, task: Task = Task()) -> Request:
     """The conversion with its two ends and its edits.
 
@@ -53,7 +52,6 @@ def request_of(asked: Conversion, report: Report, task: Task = Task()) -> Reques
     return request
 
 
-@listings_cached()
 def with_ends(asked: Conversion, report: Report, task: Task = Task()) -> Request:
     """The conversion with the forms and strategies of source and target, without edits.
 

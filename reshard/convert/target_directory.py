@@ -41,7 +41,6 @@ from reshard.storage import (
     UnfitError,
     exists,
     is_regular_file,
-    listings_cached,
     names_in,
     opened_regular,
     read_range,
@@ -113,7 +112,6 @@ class TargetDirectory:
         """
         return self._survey()[0]
 
-    @listings_cached()
     def _survey(self) -> tuple[list[int], Ledger | None, Mapping[str, DoneRecord], bool]:
         """The files left, the records before this run with its finished files, and whether it replaces these."""
         # Targets before records: another run may finish one at this moment, which then has its record already.

@@ -12,7 +12,7 @@ from reshard.forms import DEFAULT_FORM, FORM_CLASSES, READ_ONLY_CLASSES
 from reshard.forms.form import Form, Layouts
 from reshard.forms.ranks.naming import RANK
 from reshard.forms.ranks.tree import find_checkpoints, named_for_rank
-from reshard.storage import exists, listings_cached
+from reshard.storage import exists
 from reshard.storage.store import OWN
 from reshard.strategies import NONE
 from reshard.text.names import similar_path_hint
@@ -35,7 +35,6 @@ def counted_as(form: str) -> str:
     return form_named(form).options.unit
 
 
-@listings_cached()
 def form_of(src: str) -> Form:
     """The form of a source, by names alone; `DEFAULT_FORM` if no form recognises it, even for a missing source."""
     return next((form for form in all_forms() if form.recognise(src)), form_named(DEFAULT_FORM))

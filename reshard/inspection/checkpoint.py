@@ -18,7 +18,7 @@ from reshard.forms.objects import shown_object
 from reshard.forms.ranks.selection import LostParameter
 from reshard.forms.registry import check_options, form_of
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings
-from reshard.storage import exists, is_directory, listings_cached, names_in, status_of_each
+from reshard.storage import exists, is_directory, names_in, status_of_each
 from reshard.strategies import Strategy
 from reshard.text.messages import Report, rank_ranges, step_words
 from reshard.text.names import kind_of
@@ -247,9 +247,8 @@ def inspect(read: Source, strategy: Strategy | None = None) -> Inspected:
         RetryableError: reading failed; a retry may help.
     """
     path = read.path
-    with listings_cached():
-        form = form_of(path)
-        one_file = exists(path) and not is_directory(path)
+    form = form_of(path)
+    one_file = exists(path) and not is_directory(path)
     if form.options.by_rank:
         from reshard.inspection.tree import inspect_tree
 
@@ -262,7 +261,6 @@ def inspect(read: Source, strategy: Strategy | None = None) -> Inspected:
     return _of_form(read, form)
 
 
-@listings_cached()
 def _of_form(read: Source, form: Form) -> Inspected:
     path = read.path
     inspected = Inspected(path, form, iterations=form.steps(path))

@@ -30,7 +30,6 @@ from reshard.storage import (
     absolute,
     exists,
     is_directory,
-    listings_cached,
     status_of_each,
 )
 from reshard.strategies import Strategy
@@ -45,29 +44,27 @@ _MAX_PATTERNS = 6
 def inspect_tree(read: Source, form: Form, strategy: Strategy | None) -> Inspected:
     """Inspect a rank tree, the directory of one rank, or one file; see `inspect`."""
     path = read.path
-    # Headers are read outside: files may vanish in the meantime.
-    with listings_cached():
-        one_rank = None
-        try:
-            tree = find_checkpoints(read)
-        except CheckpointError as error:
-            one_rank = find_rank(read)
-            if one_rank is None:
-                if is_directory(path) and _converted(path):
-                    raise CheckpointError(
-                        f"{path}: holds records of a conversion, and no checkpoints yet",
-                        file=path,
-                        hint=f"`reshard status {shlex.quote(path)}` shows what is done and what is missing",
-                    ) from error
-                raise
-            tree = one_rank
-        if one_rank is not None and strategy is not None:
-            raise UsageError(
-                f"{path} is the directory of one rank; --strategy is for a rank tree",
-                hint=f"pass the directory of all ranks, {os.path.dirname(absolute(path))}",
-            )
-        requested = None if read.step == "latest" else tree.named(read.step)
-        inspection = _Inspection(Inspected(path, form, ranks=tree.ranks), tree, strategy, one_rank is not None)
+    one_rank = None
+    try:
+        tree = find_checkpoints(read)
+    except CheckpointError as error:
+        one_rank = find_rank(read)
+        if one_rank is None:
+            if is_directory(path) and _converted(path):
+                raise CheckpointError(
+                    f"{path}: holds records of a conversion, and no checkpoints yet",
+                    file=path,
+                    hint=f"`reshard status {shlex.quote(path)}` shows what is done and what is missing",
+                ) from error
+            raise
+        tree = one_rank
+    if one_rank is not None and strategy is not None:
+        raise UsageError(
+            f"{path} is the directory of one rank; --strategy is for a rank tree",
+            hint=f"pass the directory of all ranks, {os.path.dirname(absolute(path))}",
+        )
+    requested = None if read.step == "latest" else tree.named(read.step)
+    inspection = _Inspection(Inspected(path, form, ranks=tree.ranks), tree, strategy, one_rank is not None)
     return inspection.run(requested)
 
 

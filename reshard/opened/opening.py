@@ -17,7 +17,6 @@ from reshard.opened.checkpoint import OpenedCheckpoint
 from reshard.plan.edits import NO_TABLE, EditRules, Request, edit_rules
 from reshard.records.ledger import recorded_strategy
 from reshard.records.record import strategy_digest
-from reshard.storage import listings_cached
 from reshard.strategies import SAME, Strategy, shards_of, target_named, target_words, typed_strategy
 from reshard.text.messages import Report, logged, plural
 
@@ -70,7 +69,6 @@ def open(
     return OpenedCheckpoint(request, FileHandles(), report, errors_in_python)
 
 
-@listings_cached()
 def reading_request(
     asked: Conversion,
     report: Report,

@@ -41,7 +41,6 @@ from reshard.storage.registry import (
     common_directory,
     for_each,
     is_absolute,
-    listings_cached,
     real,
     same_store,
     storage_of,

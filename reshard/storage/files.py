@@ -27,7 +27,7 @@ from reshard.errors import (
     UsageError,
     is_read_only,
 )
-from reshard.storage.registry import cached_entry, for_each, scheme_of, store_of
+from reshard.storage.registry import for_each, scheme_of, store_of
 from reshard.storage.store import FileStatus, NewFile, ReadableFile, Sending, status_or_none
 
 # Paths of written directories must not contain links.
@@ -230,7 +230,7 @@ def exists(path: str) -> bool:
 
 
 def is_directory(path: str) -> bool:
-    entry = cached_entry(path)
+    entry = store_of(path).listed(path)
     if entry is not None:
         return entry.is_dir()
     status = status_at(path)
@@ -238,7 +238,7 @@ def is_directory(path: str) -> bool:
 
 
 def is_regular_file(path: str) -> bool:
-    entry = cached_entry(path)
+    entry = store_of(path).listed(path)
     if entry is not None:
         return entry.is_file()
     status = status_at(path)

@@ -311,6 +311,10 @@ class Store(Protocol):
     def entries(self, directory: str) -> list[DirectoryEntry]:
         """The entries of a directory, unordered; all pages of a long list."""
 
+    def listed(self, path: str) -> DirectoryEntry | None:
+        """The entry of a path if it is known without a request; None otherwise."""
+        return None
+
     @abstractmethod
     def open(self, path: str, through_links: bool = True) -> OpenFile:
         """Open a file for reading without waiting for a writer; the path may be of any kind."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.storage import Store, exists, is_directory, listings_cached, store_of
+from reshard.storage import Store
 from tests.corpus import ROOT
 from tests.forms import FORMS, to
 from tests.running import Argument, Result, done, fails, reshard
@@ -106,17 +106,6 @@ def test_of_two_conversions_in_a_registered_store_one_ends_with_an_error(
     first = reshard(*words_of(world, dst, "--jobs", 1))
     assert [first.status, others[0].status] == ([3, 0] if replaces else [0, 3]), (first.err, others[0].err)
     assert "another conversion" in (first if replaces else others[0]).err
-
-
-def test_listings_are_requested_again_after_a_write(toy: ToyStore) -> None:
-    place = ToyPlace(toy)
-    with listings_cached():
-        assert not exists(f"{place.path}/new") and not is_directory(place.path)
-        place.put("new", b"")
-        # Writes of other processes are invisible in this block.
-        assert not exists(f"{place.path}/new")
-        store_of(place.path).make_empty(f"{place.path}/own")
-        assert exists(f"{place.path}/new") and exists(f"{place.path}/own") and is_directory(place.path)
 
 
 def lines_of_other_rooms() -> Sequence[tuple[str, str]]:

@@ -18,7 +18,6 @@ from reshard.storage import (
     UnfitError,
     is_directory,
     is_regular_file,
-    listings_cached,
     names_in,
     opened_regular,
     read_json,
@@ -41,7 +40,6 @@ class Checkpoint2Form(Form):
     def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
         return recognise(src, names)
 
-    @listings_cached()
     def read(self, request: ReadRequest) -> Checkpoint2:
         from reshard.forms.checkpoint2.checkpoint import read_checkpoint2
 

@@ -22,7 +22,6 @@ from reshard.storage import (
     UnfitError,
     is_directory,
     is_regular_file,
-    listings_cached,
     names_in,
     read_json,
     read_small,
@@ -269,7 +268,6 @@ class _FullForm(Form):
     def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
         return full_weights_form(src, names) == self.name
 
-    @listings_cached()
     def read(self, request: ReadRequest) -> Checkpoint:
         from reshard.forms.full.contents import read_huggingface, read_unified
 

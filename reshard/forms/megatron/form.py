@@ -37,7 +37,7 @@ from reshard.forms.pytorch.form import (
     kind_of_directory,
 )
 from reshard.forms.tracker import TRACKER, Iteration, saved_steps
-from reshard.storage import absolute, exists, is_directory, listings_cached, names_in
+from reshard.storage import absolute, exists, is_directory, names_in
 from reshard.strategies import NONE, target_named
 from reshard.text.messages import Report
 from reshard.text.names import TRAINING_STEP
@@ -120,7 +120,6 @@ class MegatronForm(ChunkedForm):
         names = names_in(src) if names is None else names
         return is_iteration(src, names) or bool(iterations(src, names))
 
-    @listings_cached()
     def read(self, request: ReadRequest) -> Checkpoint:
         iteration = choose(request.path, request.asked.step, request.report)
         kind = kind_of_iteration(iteration.path, names_in(iteration.path))

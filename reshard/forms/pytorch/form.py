@@ -22,7 +22,7 @@ from reshard.forms.form import (
     check_latest,
 )
 from reshard.forms.tracker import Iteration, IterationNames, saved_steps
-from reshard.storage import is_directory, listings_cached, names_in
+from reshard.storage import is_directory, names_in
 from reshard.strategies import Strategy
 from reshard.text.messages import Report
 
@@ -86,7 +86,6 @@ class ChunkedForm(Form):
 class _DistributedForm(ChunkedForm):
     """The common part of torch DCP and hyper-parallel's form."""
 
-    @listings_cached()
     def read(self, request: ReadRequest) -> Checkpoint:
         from reshard.forms.pytorch.dcp import read_distributed
 
@@ -195,7 +194,6 @@ class HfShardedForm(ChunkedForm):
         directory = shards_in(src, names)
         return directory == src or (directory is not None and not consolidated)
 
-    @listings_cached()
     def read(self, request: ReadRequest) -> Checkpoint:
         from reshard.forms.pytorch.shards import read_shards
 
@@ -227,7 +225,6 @@ class VerlForm(ChunkedForm):
             return VERL_FILE.fullmatch(os.path.basename(src)) is not None
         return any(map(VERL_FILE.fullmatch, names_in(src) if names is None else names))
 
-    @listings_cached()
     def read(self, request: ReadRequest) -> Checkpoint:
         """From the pickle of every file; replicas stand in for a file that is missing or damaged."""
         from reshard.forms.pytorch.verl import read_ranks

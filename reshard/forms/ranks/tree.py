@@ -38,7 +38,6 @@ from reshard.storage import (
     for_each,
     is_directory,
     leads_to,
-    listings_cached,
     names_in,
     reading,
     reading_error,
@@ -206,7 +205,6 @@ class SourceTree:
         )
 
 
-@listings_cached()
 def find_checkpoints(source: str | Source) -> SourceTree:
     """Find the checkpoint files of a source, or at a path.
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import errno
 import functools
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from reshard.errors import InputError
+from reshard.storage.s3.listings import Listings
 from reshard.storage.s3.objects import HELD, NewObject, ObjectFile, ObjectReader, Version, metadata_of, part_bytes
 from reshard.storage.s3.service import Address, Service, number_of, service
-from reshard.storage.store import DirectoryEntry, FileStatus, Sending, Storage, Store
+from reshard.storage.store import DirectoryEntry, FileStatus, Notify, Sending, Storage, Store
 
 
 class ObjectEntry(NamedTuple):
@@ -37,9 +39,24 @@ class S3Store(Store):
     def __init__(self, service: Service) -> None:
         self._service = service
         self._reader = ObjectReader(service)
+        self._listings = Listings(self._request_status, self._request_entries)
 
     def status(self, path: str, through_links: bool = True) -> FileStatus:
         """The status of a path; an object takes precedence over a directory of the same name."""
+        return self._listings.status(path)
+
+    def entries(self, directory: str) -> list[DirectoryEntry]:
+        return self._listings.entries(directory)
+
+    def listed(self, path: str) -> DirectoryEntry | None:
+        return self._listings.listed(path)
+
+    def lock(self, path: str, notify: Notify) -> AbstractContextManager[None]:
+        """No lock; what other runs have written is listed again."""
+        self._listings.forget()
+        return nullcontext()
+
+    def _request_status(self, path: str) -> FileStatus:
         address = Address.parse(path)
         try:
             if address.key:
@@ -57,7 +74,7 @@ class S3Store(Store):
             return FileStatus(regular=False, directory=True, size=0, modified=0, changed=0, device=device, inode=inode)
         raise FileNotFoundError(errno.ENOENT, "no object has this name", path)
 
-    def entries(self, directory: str) -> list[DirectoryEntry]:
+    def _request_entries(self, directory: str) -> list[DirectoryEntry]:
         address = Address.parse(directory)
         prefix = address.prefix
         entries: dict[str, DirectoryEntry] = {}
@@ -85,6 +102,9 @@ class S3Store(Store):
                 raise FileNotFoundError(errno.ENOENT, "no object has this name", path)
             return ObjectFile(self._reader, path)
         except FileNotFoundError:
+            if self.listed(path) is not None:
+                # It was removed since.
+                self._listings.forget()
             if self._any_below(address, path):
                 raise IsADirectoryError(errno.EISDIR, "is a directory", path) from None
             raise
@@ -94,6 +114,7 @@ class S3Store(Store):
 
     def new_file(self, path: str, size: int, sending: Sending | None = None) -> NewObject:
         Address.parse(path)
+        self._listings.end()
         return NewObject(self._service, path, size, sending)
 
     def part_bytes(self, size: int) -> int:
@@ -133,9 +154,11 @@ class S3Store(Store):
         )
 
     def _put(self, path: str, data: bytes, **condition: Any) -> None:
+        self._listings.end()
         self._service.request(path, "put_object", Body=data, Metadata=metadata_of(time.time_ns()), **condition)
 
     def remove(self, path: str) -> None:
+        self._listings.end()
         self._service.request(path, "delete_object")
 
     def _any_below(self, address: Address, path: str) -> bool:
