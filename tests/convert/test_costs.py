@@ -13,8 +13,9 @@ import pytest
 from reshard.checkpoints.formats import headers as opening
 from reshard.checkpoints.formats import safetensors_index
 from reshard.execute import budget, reader
-from reshard.storage import ReadableFile, fill, local, scatter
-from reshard.storage import store as storage_costs
+from reshard.storage import ReadableFile, fill, scatter
+from reshard.storage.local import LocalStore
+from reshard.storage.store import LOCAL
 from tests.counting import count_opened
 from tests.reference import Strategy
 from tests.running import Argument, done
@@ -149,8 +150,7 @@ def convert(place: Path, kind: Kind, *options: Argument) -> dict[int, dict[str, 
 @pytest.fixture
 def no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request goes to the file, as those for large tensors do."""
-    for module in (storage_costs, local):
-        monkeypatch.setattr(module, "LOCAL", storage_costs.LOCAL._replace(small=0))
+    monkeypatch.setattr(LocalStore, "costs", lambda self, path: LOCAL._replace(small=0))
 
 
 @pytest.mark.parametrize("name", KINDS)
