@@ -333,12 +333,6 @@ def test_other_commands_name_the_command_that_decrypts(plain: World, mode: str) 
     fails(3, "recover", plain.src, plain.dst, "--strategy", plain.old, texts=["rank_3", "reshard decrypt"])
 
 
-@pytest.mark.parametrize("words", [["--decrypt-key-file", "key"]])
-@pytest.mark.parametrize("command", [["convert", "a", "b"], ["inspect", "a"], ["resume", "b"], ["get", "a", "w"]])
-def test_a_key_for_another_command_is_wrong_usage(command: list[str], words: list[str]) -> None:
-    fails(2, *command, *words, texts=["reshard decrypt"])
-
-
 # The key.
 
 

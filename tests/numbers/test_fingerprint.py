@@ -356,7 +356,6 @@ def test_a_checkpoint_is_read_as_a_whole(world: World) -> None:
     world.save(small_tensors())
     fails(2, "fingerprint", texts=["SRC"])
     fails(2, "fingerprint", world.src, texts=["--strategy", "none"])
-    fails(2, "fingerprint", "--merge", "part.json", texts=["--merge", "verify OUT --src SRC --ranks"])
 
 
 def test_a_selection_of_nothing_is_an_error(saved: World) -> None:

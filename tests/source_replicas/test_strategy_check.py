@@ -90,10 +90,6 @@ def test_filters_select_the_checked_parameters(tree: Tree) -> None:
     assert found(tree.true, tree.src, "--include", "blocks.0.w1")["parameters"] == ["blocks.0.w1"]
 
 
-def test_the_removed_option_all_is_wrong_usage(tree: Tree) -> None:
-    fails(2, "strategy", "check", tree.true, tree.src, "--all", texts=["--all", "compares everything"])
-
-
 def test_filters_without_a_match_fail(tree: Tree) -> None:
     fails(3, "strategy", "check", tree.true, tree.src, "--include", "nothing.*", texts=["no parameter", "--include"])
 
