@@ -18,7 +18,7 @@ from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.pickles import Global, PickledInstance
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
 from reshard.forms.megatron.arguments import PAIRS
-from reshard.forms.megatron.form import LEGACY, MEGATRON, MODEL_FILE, RANK_DIRECTORY, TORCH_DIST
+from reshard.forms.megatron.keys import LEGACY, MEGATRON, MODEL_FILE, RANK_DIRECTORY, TORCH_DIST
 from reshard.forms.megatron.origin import OPTIMIZER
 from reshard.forms.pytorch.form import BACKEND, COMMON, ITERATIONS, METADATA
 from reshard.forms.tracker import TRACKER

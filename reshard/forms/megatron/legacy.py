@@ -13,9 +13,8 @@ from typing import Any
 
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.forms.form import ReadRequest
-from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY, rank_directory
 from reshard.forms.megatron.gathered import Gathered
-from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
+from reshard.forms.megatron.keys import EMBEDDING, MODEL_FILE, OUTPUT, RANK_DIRECTORY, STATE, rank_directory
 from reshard.forms.megatron.legacy_state import KINDS, Owner, states_of_buffers, states_of_groups
 from reshard.forms.megatron.live import LiveModule, Rank, Sizes, TensorPart, is_parameter, parse
 from reshard.forms.megatron.problems import ProblemError

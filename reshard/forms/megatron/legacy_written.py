@@ -20,8 +20,7 @@ from reshard.checkpoints.formats.output import OutputLayout, OutputTensor
 from reshard.checkpoints.formats.pickles import NAMESPACE, PickledInstance, inert, pickled
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import WriteRequest
-from reshard.forms.megatron.form import MEGATRON, MODEL_FILE, rank_directory
-from reshard.forms.megatron.keys import EMBEDDING, LAYER, OUTPUT, STATE
+from reshard.forms.megatron.keys import EMBEDDING, LAYER, MEGATRON, MODEL_FILE, OUTPUT, STATE, rank_directory
 from reshard.forms.megatron.legacy_state import HALF, MASTER
 from reshard.forms.megatron.live import is_decayed, is_of_expert, is_parameter
 from reshard.forms.megatron.live_forms import MINDSPEED, LiveForm, ModuleForms, Run, is_ordered, order_of

@@ -15,7 +15,7 @@ from reshard.checkpoints.formats.pickles import NAMESPACE, Global, PickledInstan
 from reshard.errors import CheckpointError
 from reshard.forms.form import WriteRequest
 from reshard.forms.megatron.arguments import arguments_of
-from reshard.forms.megatron.form import LEGACY
+from reshard.forms.megatron.keys import LEGACY
 from reshard.forms.megatron.model import Model
 from reshard.forms.megatron.origin import OPTIMIZER, origin_of
 from reshard.forms.writing import without_step
