@@ -18,7 +18,7 @@ from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, GlobalT
 from reshard.checkpoints.formats.archives import Added, lay_out_archive
 from reshard.checkpoints.formats.dtypes import PT
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor
-from reshard.checkpoints.formats.pickles import NAMESPACE, PickledInstance, inert, pickled
+from reshard.checkpoints.formats.pickles import PickledInstance, pickled
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import WriteRequest
 from reshard.forms.megatron.keys import DECODER, EMBEDDING, MEGATRON, MODEL_FILE, OUTPUT, STATE, rank_directory
@@ -112,9 +112,9 @@ class LegacyFiles(TargetForm):
     ) -> None:
         sizes = dict(request.asked.sizes or ())
         self.tp, self.pp, self.ep = (sizes.get(kind, 1) for kind in ("tp", "pp", "ep"))
-        self._training = training
         self._groups = training.optimizers or ()
         self._args = _arguments(training.args, self.tp, self.pp, self.ep)
+        self._training = training._replace(args=self._args)
         self._place = checkpoint.place
         self._parallel = Parallel(self.tp, self.ep, self.tp, bool(self._args.get("moe_tp_extend_ep")))
         self._recipes: dict[str, Recipe] = {}
@@ -377,26 +377,19 @@ class LegacyFiles(TargetForm):
         ordered = sorted(tensors, key=lambda each: (each[0].chunk, order_of(each[0].local), each[0].local))
         parameters = [each for each in ordered if not each[0].kind]
         states = {(each.chunk, each.local, each.kind): tensor for each, _, tensor in ordered if each.kind}
-        state = {
-            "args": inert(NAMESPACE, state=dict(self._args)),
-            "checkpoint_version": 3.0,
-            "iteration": self._training.iteration or 0,
-            **self._training.others,
+        models = {
+            "model" if chunks == 1 else f"model{chunk}": {
+                each.local: tensor for each, _, tensor in parameters if each.chunk == chunk
+            }
+            for chunk in range(chunks)
         }
-        for chunk in range(chunks):
-            key = "model" if chunks == 1 else f"model{chunk}"
-            state[key] = {each.local: tensor for each, _, tensor in parameters if each.chunk == chunk}
-        if self._groups:
-            owned = [(each, shape) for each, shape, _ in parameters if is_parameter(each.local)]
-            several = len(self._groups) > 1
-            optimizers = []
-            for number, groups in enumerate(self._groups):
-                mine = [each for each in owned if not several or is_of_expert(each[0].local) == bool(number)]
-                optimizers.append(self._optimizer(groups, mine, states, add))
-            state["optimizer"] = optimizers if several else optimizers[0]
-            if self._training.schedule is not None:
-                state["opt_param_scheduler"] = dict(self._training.schedule)
-        return state
+        owned = [(each, shape) for each, shape, _ in parameters if is_parameter(each.local)]
+        several = len(self._groups) > 1
+        optimizers = []
+        for number, groups in enumerate(self._groups):
+            mine = [each for each in owned if not several or is_of_expert(each[0].local) == bool(number)]
+            optimizers.append(self._optimizer(groups, mine, states, add))
+        return self._training.common(models, optimizers if several else next(iter(optimizers), None))
 
     def _optimizer(
         self,
