@@ -48,7 +48,7 @@ class Place(NamedTuple):
     @property
     def is_layer(self) -> bool:
         """Whether the module is a layer of the usual kind, or all of them."""
-        return self.prefix.endswith(("layers.", "transformer_layer."))
+        return self.prefix.endswith(("layers.", "_layer."))
 
     @property
     def is_stacked(self) -> bool:
@@ -62,7 +62,7 @@ def place_of(key: str) -> Place:
         return Place(match[1], None if match[2] is None else int(match[2]), match[3])
     match = _MTP.fullmatch(key)
     if match:
-        return Place(match[1] + ("transformer_layer." if match[3] else ""), None, match[4], int(match[2]))
+        return Place(match[1] + (match[3] or ""), None, match[4], int(match[2]))
     return Place("", None, key)
 
 

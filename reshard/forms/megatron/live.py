@@ -296,7 +296,9 @@ def parse(name: str) -> Place:
         return place_of(f"mtp.layers.{match[1]}.final_layernorm.{match[2]}")
     if name.startswith("encoder."):
         return Place("", None, name)
-    return place_of(f"decoder.{name}" if name.startswith("final_layernorm.") else name)
+    place = place_of(f"decoder.{name}" if name.startswith("final_layernorm.") else name)
+    # Live modules have another name from core 0.17 on; keys have the old one.
+    return place._replace(prefix=place.prefix.replace("mtp_model_layer.", "transformer_layer."))
 
 
 def is_parameter(name: str) -> bool:
