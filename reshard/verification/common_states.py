@@ -19,7 +19,7 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NUMPY_NAMES
 from reshard.checkpoints.formats.pickles import PickledInstance
 from reshard.errors import CheckpointError
 from reshard.forms.megatron.common import BUILTINS, PACKAGES
-from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY
+from reshard.forms.megatron.keys import MODEL_FILE, RANK_DIRECTORY
 from reshard.forms.pytorch.dcp import read_metadata
 from reshard.forms.pytorch.form import COMMON, METADATA
 from reshard.storage import ReadableFile, names_in, read_range, reading, status_at

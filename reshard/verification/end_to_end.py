@@ -12,7 +12,7 @@ from reshard.checkpoints.formats.dtypes import PT
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import UsageError
 from reshard.forms.form import Names, Side
-from reshard.forms.full.form import CONFIG, HUGGINGFACE
+from reshard.forms.full.form import CONFIG
 from reshard.forms.pytorch.form import HYPER_PARALLEL
 from reshard.forms.registry import form_named
 from reshard.strategies import SAME, Strategy, shards_of
@@ -272,7 +272,7 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
     differences += compare_form(source, written, target, directory, means, admit)
     _check_options(conversion, written.names, differences)
     _note_left_out(source, written.names, request, differences, report)
-    if form.name == HUGGINGFACE:
+    if form.options.side is Side.HUGGINGFACE and not form.options.cut:
         copied = conversion.checked and CONFIG not in conversion.kept
         differences += beside_differences(source.checkpoint, written.checkpoint, request.asked, copied, report)
     return differences

@@ -23,8 +23,7 @@ from reshard.checkpoints.formats.archives import Archive, Elements, is_tensor, p
 from reshard.checkpoints.formats.dtypes import ARCHIVES, ITEM_SIZES
 from reshard.checkpoints.placed import PlacedFile, Placement, Stored
 from reshard.errors import CheckpointError
-from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY
-from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
+from reshard.forms.megatron.keys import EMBEDDING, MODEL_FILE, OUTPUT, RANK_DIRECTORY, STATE
 from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
 from reshard.storage import reading
 from reshard.strategies import Strategy

@@ -20,8 +20,7 @@ from reshard.checkpoints.formats.dtypes import FROM_TORCH
 from reshard.checkpoints.formats.pickles import Global, PickledInstance, inert_class
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.megatron.arguments import GROUPS, MLA, MOE, PAIRS
-from reshard.forms.megatron.form import LEGACY, MEGATRON, RANK_DIRECTORY, TORCH_DIST
-from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
+from reshard.forms.megatron.keys import EMBEDDING, LEGACY, MEGATRON, OUTPUT, RANK_DIRECTORY, STATE, TORCH_DIST
 from reshard.forms.megatron.origin import OPTIMIZER
 from reshard.forms.pytorch.form import BACKEND, COMMON, ITERATIONS, METADATA
 from reshard.forms.tracker import TRACKER

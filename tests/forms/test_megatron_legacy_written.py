@@ -14,7 +14,7 @@ import pytest
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archives import Archive, plain_tensor
 from reshard.checkpoints.formats.pickles import PickledInstance
-from reshard.forms.megatron.live_forms import order_of
+from reshard.forms.megatron.placing import order_of
 from tests.corpus_mcore import McoreCase, mcore_case
 from tests.forms.test_megatron_legacy import converted
 from tests.forms.test_megatron_written import with_other_argument

@@ -39,12 +39,12 @@ MODULES = (
     *(f"reshard.forms.megatron.{name}" for name in ("blocks", "bucket_state", "buckets", "parameters")),
     *(
         f"reshard.forms.megatron.{name}"
-        for name in ("gathered", "legacy", "legacy_state", "live", "rank_files", "stages")
+        for name in ("gathered", "legacy", "legacy_state", "live", "placing", "rank_files", "stages")
     ),
     # Writers.
     *(
         f"reshard.forms.megatron.{name}"
-        for name in ("arguments", "legacy_written", "live_forms", "model", "origin", "training", "written")
+        for name in ("arguments", "legacy_written", "model", "origin", "training", "written")
     ),
     *(f"reshard.forms.pytorch.{name}" for name in ("dcp_written", "shards")),
     *(f"reshard.forms.{name}" for name in ("checkpoint2.written_files", "full.beside", "full.written_files")),

@@ -23,20 +23,20 @@ class Fault(NamedTuple):
     new: str
 
 
-_ATTENTION = r"self_attention\.linear_proj\.weight"
-_ROWS = f'ROWS = re.compile(r"{_ATTENTION}|" + ROWS.pattern)\nCOLUMNS = re.compile(r"'
+_ATTENTION = r'(re.compile(r"self_attention\.linear_proj\.weight|'
+_ROWS = r'(re.compile(r"self_attention\.linear_proj\.weight"), 0), (re.compile(r"'
 FAULTS = {
-    "rows in place of columns": Fault("live", f'COLUMNS = re.compile(r"{_ATTENTION}|', _ROWS),
+    "rows in place of columns": Fault("placing", _ATTENTION, _ROWS),
     "layers of other stages": Fault("stages", "in zip(counts, dealt)", "in [*zip(counts, dealt)][::-1]"),
     "neighbours exchanged": Fault(
-        "parameters",
+        "placing",
         '"self_attention.linear_proj",\n    "self_attention.linear_qkv"',
         '"self_attention.linear_qkv",\n    "self_attention.linear_proj"',
     ),
-    "the other group": Fault("live", "or len(shape) == 1)", "or len(shape) == 2)"),
+    "the other group": Fault("placing", "or len(shape) == 1)", "or len(shape) == 2)"),
     "another key of the model": Fault("legacy_written", '"model" if chunks == 1', '"model" if chunks == 2'),
     "groups reversed": Fault("legacy_written", "in of_groups.items()", "in [*of_groups.items()][::-1]"),
-    "names of other layers": Fault("live_forms", '*_IMPLEMENTATIONS) == "local"', '*_IMPLEMENTATIONS) != "local"'),
+    "names of other layers": Fault("legacy_written", '*_IMPLEMENTATIONS) == "local"', '*_IMPLEMENTATIONS) != "local"'),
 }  # fmt: skip
 
 

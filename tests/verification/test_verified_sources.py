@@ -118,12 +118,12 @@ BOTH_WAYS: dict[str, tuple[str, str, str]] = {
     "checkpoint2": (
         "checkpoint2.written_files",
         "checkpoint2.checkpoint",
-        "checkpoint2.form form ranks.naming ranks.tree tracker",
+        "checkpoint2.form form tracker",
     ),
     "torch_dist": (
         "megatron.written",
         "megatron.torch_dist",
-        "form megatron.common megatron.form megatron.keys megatron.problems pytorch.dcp pytorch.form recorded tracker",
+        "form megatron.common megatron.keys megatron.problems pytorch.dcp pytorch.form recorded tracker",
     ),
 }
 

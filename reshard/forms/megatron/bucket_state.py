@@ -20,17 +20,9 @@ from reshard.errors import CheckpointError, InputError
 from reshard.forms.megatron.buckets import places_by_edges, places_by_size
 from reshard.forms.megatron.common import opened, stored_in
 from reshard.forms.megatron.keys import STATE, weight_of
-from reshard.forms.megatron.legacy_state import MASTER, flat_buffers
-from reshard.forms.megatron.legacy_state import Flat as JoinedBuffer
-from reshard.forms.megatron.parameters import (
-    BUFFERS,
-    Experts,
-    Holding,
-    Model,
-    Parameter,
-    Rank,
-    Variant,
-)
+from reshard.forms.megatron.legacy_state import MASTER, JoinedBuffer, flat_buffers
+from reshard.forms.megatron.parameters import BUFFERS, Holding, Stored, Weights
+from reshard.forms.megatron.placing import Experts, Parallel, Rank, Style
 from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.megatron.proofs import CURE, LEAVE_OUT
 from reshard.forms.pytorch.dcp import DescribedTensor, ReadMetadata, Record, joined_chunk, run_of
@@ -85,7 +77,7 @@ class Buffer(NamedTuple):
     joined: bool
 
     def places(
-        self, parameters: Sequence[Parameter], bucket_sizes: Sequence[int | None]
+        self, parameters: Sequence[Stored], bucket_sizes: Sequence[int | None]
     ) -> list[tuple[Mapping[str, Flat], int]] | None:
         """The bucket of each parameter and its first element there; None where they do not fit."""
         lengths = [parameter.elements for parameter in parameters]
@@ -263,7 +255,7 @@ class _Chunk(NamedTuple):
     last: bool
 
 
-_Placed = tuple[Parameter, Mapping[str, Flat], int]
+_Placed = tuple[Stored, Mapping[str, Flat], int]
 
 
 class _Map:
@@ -277,7 +269,7 @@ class _Map:
         self._directory = directory
         self._weights = weights
         self._optimizers = [optimizers[number] for number in sorted(optimizers)]
-        self._model = Model(weights)
+        self._model = Weights(weights)
         buffers = [each for groups in self._optimizers for group in groups.values() for each in group]
         other = {buffer.dtype for buffer in buffers} - {weight.dtype for weight in weights.values()}
         if other:
@@ -288,18 +280,18 @@ class _Map:
         local, experts = args.get("transformer_impl") == "local", Experts.SEQUENTIAL
         if args.get("moe_grouped_gemm"):
             experts = Experts.FUSED if local or args.get("moe_use_legacy_grouped_gemm") else Experts.GROUPED
-        self._variants = self._model.variants(local, experts)
-        # What fits worst is what an error is about.
+        self._styles = self._model.styles(local, experts)
+        # The first misfit of any style; the error names it.
         self._problem = ""
 
     def tensors(self) -> dict[str, DescribedTensor]:
-        for variant in self._variants:
-            placed = self._placed(variant)
+        for style in self._styles:
+            placed = self._placed(style)
             if placed is not None:
                 return self._mapped(placed)
         raise ProblemError(f"has no map: {self._problem}")
 
-    def _placed(self, variant: Variant) -> list[_Placed] | None:
+    def _placed(self, style: Style) -> list[_Placed] | None:
         """All parameters in an order, with their places; None where they do not fit."""
         first, *others = self._optimizers
         holding = Holding.DENSE if others or not self._model.expert_count else Holding.ALL
@@ -312,16 +304,16 @@ class _Map:
             raise ProblemError(
                 f"is in {len(first)} groups, which are not those of {self._model.tp} tensor parallel ranks"
             )
-        chunks = self._chunks(first, stages, holding, variant)
+        chunks = self._chunks(first, stages, holding, style)
         if chunks is None:
             return None
-        placed = self._on_ranks(first, stages, chunks, holding, variant)
+        placed = self._on_ranks(first, stages, chunks, holding, style)
         for groups in others if placed is not None else ():
-            of_experts = self._on_ranks(groups, stages, chunks, Holding.EXPERTS, variant)
+            of_experts = self._on_ranks(groups, stages, chunks, Holding.EXPERTS, style)
             placed = None if of_experts is None else [*(placed or ()), *of_experts]
         return placed
 
-    def _chunks(self, groups: Groups, stages: int, holding: Holding, variant: Variant) -> list[_Chunk] | None:
+    def _chunks(self, groups: Groups, stages: int, holding: Holding, style: Style) -> list[_Chunk] | None:
         """The layers of every chunk: as many as fit. All first chunks have layers before those of any second one."""
         numbers = {len(_by_chunk(groups[group])) for group in groups}
         if len(numbers) > 1:
@@ -334,7 +326,7 @@ class _Map:
                 buffers = _by_chunk(groups[stage * self._model.tp])[number]
                 for end in (total,) if last else range(begin, total + 1):
                     chunk = _Chunk(stage, number, range(begin, end), first, last)
-                    parameters = self._parameters(chunk, Rank(0), holding, variant, stages)
+                    parameters = self._parameters(chunk, Rank(0), 1, holding, style, stages)
                     if self._fit(buffers, parameters) is not None:
                         break
                 else:
@@ -348,7 +340,7 @@ class _Map:
         return chunks
 
     def _on_ranks(
-        self, groups: Groups, stages: int, chunks: Sequence[_Chunk], holding: Holding, variant: Variant
+        self, groups: Groups, stages: int, chunks: Sequence[_Chunk], holding: Holding, style: Style
     ) -> list[_Placed] | None:
         size = self._model.tp
         if holding is Holding.EXPERTS:
@@ -364,13 +356,16 @@ class _Map:
             for number in range(size):
                 group = stage * size + number
                 buffers = iter(_by_chunk(groups.get(group, ())))
-                rank = Rank(number, 0, number)
+                rank, over = Rank(number), 1
                 if holding is Holding.EXPERTS:
-                    rank = Rank(0, number // self._model.etp, number % self._model.etp, size // self._model.etp)
+                    rank, over = (
+                        Rank(number % self._model.etp, stage, number // self._model.etp),
+                        size // self._model.etp,
+                    )
                 for chunk in chunks:
                     if chunk.stage != stage:
                         continue
-                    parameters = self._parameters(chunk, rank, holding, variant, stages)
+                    parameters = self._parameters(chunk, rank, over, holding, style, stages)
                     found = self._fit(next(buffers, []), parameters) if parameters else []
                     if found is None:
                         whose = "experts" if holding is Holding.EXPERTS else "parameters"
@@ -385,13 +380,16 @@ class _Map:
         return placed
 
     def _parameters(
-        self, chunk: _Chunk, rank: Rank, holding: Holding, variant: Variant, stages: int
-    ) -> list[Parameter]:
-        """The parameters of a chunk on a rank, in the order of buckets."""
-        parameters = self._model.parameters(rank, chunk.layers, chunk.first, chunk.last, holding, variant, stages)
+        self, chunk: _Chunk, rank: Rank, over: int, holding: Holding, style: Style, stages: int
+    ) -> list[Stored]:
+        """The parameters of a chunk on a rank of so many expert ranks, in the order of buckets."""
+        parallel = Parallel(self._model.tp, over, self._model.etp)
+        parameters = self._model.parameters(
+            rank, parallel, chunk.layers, chunk.first, chunk.last, holding, style, stages
+        )
         return parameters[::-1]
 
-    def _fit(self, buffers: Sequence[Buffer], parameters: Sequence[Parameter]) -> list[_Placed] | None:
+    def _fit(self, buffers: Sequence[Buffer], parameters: Sequence[Stored]) -> list[_Placed] | None:
         """The places of parameters in the buffers of their types; None where they do not fit."""
         dtypes = {parameter.dtype for parameter in parameters}
         if dtypes != {buffer.dtype for buffer in buffers}:

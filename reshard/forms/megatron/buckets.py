@@ -22,7 +22,7 @@ DEFAULT_BUCKETS = (None, 40_000_000)
 _MAX_TRIED = 4096
 
 
-class Place(NamedTuple):
+class Slot(NamedTuple):
     """The place of a parameter: the number of its bucket, and its first element in it."""
 
     bucket: int
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 def places_by_edges(
     lengths: Sequence[int], buckets: Sequence[Sequence[int]], padded: bool = False
-) -> list[Place] | None:
+) -> list[Slot] | None:
     """The places of parameters in buckets with recorded edges; None where they do not fit.
 
     Every parameter begins and ends at an edge, and so does every padding. All other edges are those of data-parallel
@@ -42,7 +42,7 @@ def places_by_edges(
         buckets: the edges of each bucket, ascending, from 0 to its size.
         padded: buckets have their padding at the end, as before core 0.15.
     """
-    places: list[Place] = []
+    places: list[Slot] = []
     explained: list[set[int]] = [{0, edges[-1]} for edges in buckets]
     known = [frozenset(edges) for edges in buckets]
 
@@ -60,7 +60,7 @@ def places_by_edges(
         if number == len(buckets) or not {start, position} <= known[number]:
             return None
         explained[number].update((start, position))
-        places.append(Place(number, start))
+        places.append(Slot(number, start))
     if number != len(buckets) - 1 or not (padded or is_full(number, position, 0)):
         return None
     rest = [sorted(edges - met) for edges, met in zip(known, explained)]
@@ -82,7 +82,7 @@ def _are_cuts(rest: Sequence[int], edges: Sequence[int]) -> bool:
 
 def places_by_size(
     lengths: Sequence[int], size: int, alone: Collection[int] = (), bucket_sizes: Sequence[int | None] = ()
-) -> list[Place] | None:
+) -> list[Slot] | None:
     """The places of parameters in buckets that were joined without the padding at their ends; None if none fit.
 
     Where several sizes of buckets fit, the first is taken; the proof decides.
@@ -113,16 +113,16 @@ def _possible_sizes(lengths: Sequence[int]) -> Iterator[int]:
                 yield position
 
 
-def _joined(lengths: Sequence[int], alone: Collection[int], bucket_size: int | None) -> tuple[list[Place], int]:
+def _joined(lengths: Sequence[int], alone: Collection[int], bucket_size: int | None) -> tuple[list[Slot], int]:
     """The places in joined buckets, and the end."""
-    places: list[Place] = []
+    places: list[Slot] = []
     begin = position = 0
     for number, length in enumerate(lengths):
         start = aligned(position)
         if number in alone and position:
             # The bucket before is closed with the padding of this parameter.
             begin, start = begin + start, 0
-        places.append(Place(0, begin + start))
+        places.append(Slot(0, begin + start))
         position = start + length
         if number in alone or (bucket_size is not None and position >= bucket_size):
             begin, position = begin + position, 0

@@ -21,7 +21,7 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NUMPY_NAMES
 from reshard.checkpoints.formats.pickles import NAMESPACE, PickledInstance
 from reshard.checkpoints.placed import Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY
+from reshard.forms.megatron.keys import MODEL_FILE, RANK_DIRECTORY
 from reshard.forms.pytorch.form import COMMON, ITERATIONS, METADATA
 from reshard.forms.recorded import tensor_fault
 from reshard.forms.tracker import TRACKER, Iteration

@@ -8,7 +8,6 @@ and the like, with ``model_optim_rng.pt``).
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,20 +23,20 @@ from reshard.forms.form import (
     Side,
     WriteRequest,
 )
+from reshard.forms.megatron.iterations import choose, is_iteration, iterations, kind_of_iteration
+from reshard.forms.megatron.keys import LEGACY, MEGATRON, PLAIN, RANK_DIRECTORY
 from reshard.forms.pytorch.form import (
     BACKEND,
     COMMON,
     DCP,
     HYPER_PARALLEL,
-    ITERATIONS,
     METADATA,
     OBJECTS,
     ChunkedForm,
     DcpForm,
-    kind_of_directory,
 )
-from reshard.forms.tracker import TRACKER, Iteration, saved_steps
-from reshard.storage import absolute, exists, is_directory, names_in
+from reshard.forms.tracker import TRACKER, saved_steps
+from reshard.storage import is_directory, names_in
 from reshard.strategies import NONE, target_named
 from reshard.text.messages import Report
 from reshard.text.names import TRAINING_STEP
@@ -45,56 +44,7 @@ from reshard.text.names import TRAINING_STEP
 if TYPE_CHECKING:
     from reshard.forms.target import TargetForm
 
-MEGATRON = "megatron"
-"""The name of the form."""
-
-MODEL_FILE = "model_optim_rng.pt"
-"""The file of a rank in a legacy tree."""
-
-RANK_DIRECTORY = re.compile(r"mp_rank_([0-9]{2,})(?:_([0-9]{3,}))?(?:_([0-9]{3,}))?")
-"""A directory of a legacy tree: tensor rank, then pipeline or expert rank, or both."""
-
-TORCH_DIST, LEGACY, PLAIN = "torch_dist", "torch", "plain"
-"""Kinds of iterations; plain ones are distributed checkpoints of torch alone: ``fsdp_dtensor`` and ``torch_dcp``."""
-
 _SHARDS = 16
-
-
-def rank_directory(tensor: int, others: Sequence[int]) -> str:
-    """The name of a rank's directory in a legacy tree, by its numbers."""
-    return "_".join([f"mp_rank_{tensor:02d}", *(f"{number:03d}" for number in others)])
-
-
-def kind_of_iteration(path: str, names: Sequence[str]) -> str | None:
-    """The kind of a directory of one checkpoint, by the names in it; None where it is not Megatron's.
-
-    Nothing in a plain one is Megatron's: the directory has the name of an iteration and lies in a root with a tracker.
-    """
-    if any(map(RANK_DIRECTORY.fullmatch, names)):
-        return LEGACY
-    kind = kind_of_directory(names)
-    # Those of zarr have no metadata of torch: the reader refuses them.
-    of_zarr = kind is None and {BACKEND, COMMON}.issubset(names)
-    if of_zarr or (kind == DCP and (BACKEND in names or COMMON in names)):
-        return TORCH_DIST
-    if kind != DCP:
-        return None
-    parent, name = os.path.split(absolute(path))
-    return PLAIN if ITERATIONS.number(name) is not None and exists(os.path.join(parent, TRACKER)) else None
-
-
-def is_iteration(path: str, names: Sequence[str]) -> bool:
-    return kind_of_iteration(path, names) is not None
-
-
-def choose(src: str, step: str, report: Report) -> Iteration:
-    """The directory of the requested step: the source, or one in a root."""
-    return ITERATIONS.find(src, is_iteration, step, report)
-
-
-def iterations(root: str, names: Sequence[str]) -> list[Iteration]:
-    """The iterations that a root holds, oldest first, and one without a number."""
-    return ITERATIONS.held(root, names, is_iteration)
 
 
 class MegatronForm(ChunkedForm):

@@ -16,7 +16,8 @@ from reshard.errors import InputError
 from reshard.forms.megatron.common import Common
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
 from reshard.forms.megatron.legacy_state import HALF, MASTER
-from reshard.forms.megatron.live import TensorPart, strides_in
+from reshard.forms.megatron.live import strides_in
+from reshard.forms.megatron.placing import TensorPart
 from reshard.forms.megatron.proofs import MASTERS, proofs, refuse_unproved
 from reshard.forms.megatron.rank_files import HINT
 from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, tensor_fault

@@ -13,13 +13,13 @@ from typing import Any
 
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.forms.form import ReadRequest
-from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY, rank_directory
 from reshard.forms.megatron.gathered import Gathered
-from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
+from reshard.forms.megatron.keys import EMBEDDING, MODEL_FILE, OUTPUT, RANK_DIRECTORY, STATE, rank_directory
 from reshard.forms.megatron.legacy_state import KINDS, Owner, states_of_buffers, states_of_groups
-from reshard.forms.megatron.live import LiveModule, Rank, Sizes, TensorPart, is_parameter, parse
+from reshard.forms.megatron.live import LiveModule, is_parameter, parse
+from reshard.forms.megatron.placing import Parallel, Rank, TensorPart
 from reshard.forms.megatron.problems import ProblemError
-from reshard.forms.megatron.rank_files import HINT, Place, RankFile, read_file
+from reshard.forms.megatron.rank_files import HINT, RankFile, read_file
 from reshard.forms.megatron.stages import Stages, stages_of
 from reshard.forms.recorded import ChunkedCheckpoint
 from reshard.forms.tracker import Iteration
@@ -73,12 +73,12 @@ class _Tree:
             raise one_error(problems, f"{directory} is not complete")
         self.args = next(iter(read.values())).common.args
         self._check_alike(read)
-        places, self.sizes, self.stages_count = self._sizes(names, read)
-        self.files = [each._replace(place=places[name]) for name, each in read.items()]
-        problems += self._missing(names, places)
+        ranks, self.parallel, self.stages_count = self._sizes(names, read)
+        self.files = [each._replace(rank=ranks[name]) for name, each in read.items()]
+        problems += self._missing(names, ranks)
         problems += [each.optimizer.problem for each in read.values() if each.optimizer.problem is not None]
         self.lacking: InputError | None = one_error(problems, f"{directory} is not complete") if problems else None
-        self.lost_stages = sorted({*range(self.stages_count)}.difference(file.place.stage for file in self.files))
+        self.lost_stages = sorted({*range(self.stages_count)}.difference(file.rank.stage for file in self.files))
         if self.lost_stages and request.complete and self.lacking is not None:
             raise self.lacking
         self.stages = self._stages()
@@ -109,7 +109,7 @@ class _Tree:
                         path=each.path,
                     )
 
-    def _sizes(self, names: Sequence[str], read: Mapping[str, RankFile]) -> tuple[dict[str, Place], Sizes, int]:
+    def _sizes(self, names: Sequence[str], read: Mapping[str, RankFile]) -> tuple[dict[str, Rank], Parallel, int]:
         """The ranks of directories, the sizes of groups, and the number of pipeline ranks."""
         numbers = {name: _numbers_of(name) for name in names}
         lengths = {len(each) for each in numbers.values()}
@@ -120,22 +120,22 @@ class _Tree:
             self._argument(name) for name in ("tensor_model_parallel_size", _PIPELINE, "expert_model_parallel_size")
         )
         second_is_expert = length == 2 and self._second_is_expert(pp, ep, numbers, read)
-        places: dict[str, Place] = {}
+        ranks: dict[str, Rank] = {}
         for name, each in numbers.items():
             tensor, *rest = each
             if length == 2:
                 rest = [0, rest[0]] if second_is_expert else [rest[0], 0]
             stage, expert = rest if rest else (0, 0)
-            places[name] = Place(tensor, stage, expert)
-        counts = [max(each) + 1 for each in zip(*places.values())]
+            ranks[name] = Rank(tensor, stage, expert)
+        counts = [max(each) + 1 for each in zip(*ranks.values())]
         stated = [tp, pp, ep]
-        for kind, count, size, name in zip(Place._fields, counts, stated, names):
+        for kind, count, size, name in zip(Rank._fields, counts, stated, names):
             if size is not None and count > size:
                 raise self._refused(f"holds {name} and others, and has {size} {kind} ranks by its args")
         tensors, pipelines, experts = (count if size is None else size for count, size in zip(counts, stated))
         etp = self._argument("expert_tensor_parallel_size") or tensors
         extended = bool(self.args.get("moe_tp_extend_ep"))
-        return places, Sizes(tensors, experts, etp, extended), pipelines
+        return ranks, Parallel(tensors, experts, etp, extended), pipelines
 
     def _argument(self, name: str) -> int | None:
         value = self.args.get(name)
@@ -173,16 +173,16 @@ class _Tree:
             "does not record in its args whether directories are numbered by pipeline ranks or by expert ranks"
         )
 
-    def _missing(self, names: Sequence[str], places: Mapping[str, Place]) -> list[InputError]:
+    def _missing(self, names: Sequence[str], ranks: Mapping[str, Rank]) -> list[InputError]:
         """The error of directories that should exist."""
-        existing = {*places.values()}
-        tp, ep, etp, _ = self.sizes
-        expected = [Place(*ranks) for ranks in itertools.product(range(tp), range(self.stages_count), range(ep))]
+        existing = {*ranks.values()}
+        tp, ep, etp, _ = self.parallel
+        expected = [Rank(*numbers) for numbers in itertools.product(range(tp), range(self.stages_count), range(ep))]
         if etp != tp:
             # Some pairs of a tensor rank and an expert rank are never written; coverage finds missing experts.
-            held = {(place.tensor, place.stage) for place in existing}
-            expected = [place for place in expected if place.expert == 0 and place[:2] not in held]
-        missing = [self._name_of(place, names) for place in expected if place not in existing]
+            held = {rank[:2] for rank in existing}
+            expected = [rank for rank in expected if rank.expert == 0 and rank[:2] not in held]
+        missing = [self._name_of(rank, names) for rank in expected if rank not in existing]
         if not missing:
             return []
         sizes = f"tensor_model_parallel_size {tp}, {_PIPELINE} {self.stages_count}, expert_model_parallel_size {ep}"
@@ -190,10 +190,10 @@ class _Tree:
         path = os.path.join(self._directory, missing[0])
         return [CheckpointError(f"{self._directory}: {text}", file=path, hint=HINT)]
 
-    def _name_of(self, place: Place, names: Sequence[str]) -> str:
+    def _name_of(self, rank: Rank, names: Sequence[str]) -> str:
         length = len(_numbers_of(names[0]))
-        numbers = [place.stage, place.expert] if length == 3 else [place.stage or place.expert][: length - 1]
-        return rank_directory(place.tensor, numbers)
+        numbers = [rank.stage, rank.expert] if length == 3 else [rank.stage or rank.expert][: length - 1]
+        return rank_directory(rank.tensor, numbers)
 
     def _stages(self) -> Stages:
         """Layers of every stage, which should be those in the files."""
@@ -206,7 +206,7 @@ class _Tree:
             for number, model in enumerate(file.models):
                 layers = {parsed.layer for parsed in map(parse, model) if parsed.layer is not None}
                 expected = {
-                    local for local, layer in enumerate(stages.chunks[file.place.stage][number]) if layer is not None
+                    local for local, layer in enumerate(stages.chunks[file.rank.stage][number]) if layer is not None
                 }
                 if layers != expected:
                     raise self._refused(
@@ -222,7 +222,7 @@ class _Tree:
         # Converters run one process, whose rank all files have.
         if len(set(ranks)) > 1 and all(type(rank) is int for rank in ranks) and world is not None:
             for file, rank in zip(self.files, ranks):
-                if not self._is_at(rank, world, file.place):
+                if not self._is_at(rank, world, file.rank):
                     raise self._refused(f"was saved by rank {rank}, which is none of its directory's", path=file.path)
         met: dict[tuple[object, ...], RankFile] = {}
         for file in self.files:
@@ -234,27 +234,27 @@ class _Tree:
             other = met.setdefault(tuple(contents), file)
             if other is not file and all(crc for *_, crc in contents):
                 raise self._refused(f"holds the same tensors as {other.path}: one is a copy", path=file.path)
-        firsts = [file for file in self.files if file.place.stage == 0]
-        others = [file for file in self.files if file.place.stage]
+        firsts = [file for file in self.files if file.rank.stage == 0]
+        others = [file for file in self.files if file.rank.stage]
         if any(EMBEDDING in model for file in others for model in file.models):
             wrong = [file for file in firsts if EMBEDDING not in file.models[0]]
             if wrong:
                 raise self._refused("holds no embedding, and a later stage does", path=wrong[0].path)
 
-    def _is_at(self, rank: int, world: int, place: Place) -> bool:
-        """Whether a rank of a run is in a place: tensor ranks come first, then those of experts or of contexts."""
-        args, (tp, ep, etp, extended) = self.args, self.sizes
+    def _is_at(self, number: int, world: int, rank: Rank) -> bool:
+        """Whether the number of a process is that of a rank: tensor ranks come first, then experts' or contexts'."""
+        args, (tp, ep, etp, extended) = self.args, self.parallel
         pipelined = not args.get("use_tp_pp_dp_mapping") and world % self.stages_count == 0
-        stage = rank // (world // self.stages_count) if pipelined else place.stage
+        stage = number // (world // self.stages_count) if pipelined else rank.stage
         # Before tensor ranks of experts, expert ranks were those of data.
         before = {etp, tp * (self._argument("context_parallel_size") or 1)}
-        experts = {place.expert} if extended else {rank // each % ep for each in before}
-        return (rank % tp, stage) == (place.tensor, place.stage) and place.expert in experts
+        experts = {rank.expert} if extended else {number // each % ep for each in before}
+        return (number % tp, stage) == rank[:2] and rank.expert in experts
 
     def checkpoint(self, form: str) -> ChunkedCheckpoint:
         gathered = Gathered(self._directory)
         for stage in range(self.stages_count):
-            self._add_stage([file for file in self.files if file.place.stage == stage], gathered)
+            self._add_stage([file for file in self.files if file.rank.stage == stage], gathered)
         common = self.files[0].common
         gathered.add_step(common, {step for file in self.files for step in file.common.steps})
         if self.lacking is not None:
@@ -274,11 +274,11 @@ class _Tree:
                     key, module, within = modules[name]
                     of_parameter = of_file[number, name] = []
                     try:
-                        of_parameter += module.parts(within, file.place.rank)
+                        of_parameter += module.parts(within, file.rank)
                     except ProblemError as error:
                         gathered.fault(file.path, key, str(error))
                     for part in of_parameter:
-                        gathered.add((file.path, file.size), (file.place.stage, number), part.key, part, elements)
+                        gathered.add((file.path, file.size), (file.rank.stage, number), part.key, part, elements)
         for file, of_file in zip(files, parts):
             for name, why in file.others.items():
                 gathered.fault(file.path, name, why)
@@ -289,7 +289,7 @@ class _Tree:
         self, file: RankFile, parts: Mapping[tuple[int, str], Sequence[TensorPart]], gathered: Gathered
     ) -> None:
         """Add the state of a rank's optimizer, in the boxes of its parameters."""
-        optimizer, stage = file.optimizer, file.place.stage
+        optimizer, stage = file.optimizer, file.rank.stage
         owners = self._owners(file)
         for owner in owners:
             for part in parts[owner.chunk, owner.name]:
@@ -342,10 +342,10 @@ class _Tree:
                 parsed = parse(name)
                 prefix = parsed.prefix
                 if parsed.layer is not None:
-                    prefix += f"{self.stages.layer(file.place.stage, number, parsed.layer)}."
-                places[name] = prefix, parsed.name
-                shapes.setdefault(prefix, {}).setdefault(parsed.name, {})[file.place.rank] = elements.shape
-        modules = {prefix: LiveModule(prefix, each, self.sizes, self.args) for prefix, each in shapes.items()}
+                    prefix += f"{self.stages.layer(file.rank.stage, number, parsed.layer)}."
+                places[name] = prefix, parsed.tail
+                shapes.setdefault(prefix, {}).setdefault(parsed.tail, {})[file.rank] = elements.shape
+        modules = {prefix: LiveModule(prefix, each, self.parallel, self.args) for prefix, each in shapes.items()}
         return {name: (prefix + within, modules[prefix], within) for name, (prefix, within) in places.items()}
 
 

@@ -16,7 +16,7 @@ from reshard.checkpoints.formats.dtypes import FROM_TORCH, ITEM_SIZES
 from reshard.checkpoints.formats.pickles import Global
 from reshard.forms.megatron.buckets import places_by_size
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT
-from reshard.forms.megatron.live import is_decayed, is_of_expert
+from reshard.forms.megatron.placing import is_decayed, is_of_expert
 from reshard.forms.megatron.problems import ProblemError
 
 MASTER = "param"
@@ -66,8 +66,8 @@ class Plain(NamedTuple):
     masters: Sequence[Elements]
 
 
-class Flat(NamedTuple):
-    """A flat buffer of a distributed optimizer.
+class JoinedBuffer(NamedTuple):
+    """All buckets of a flat buffer of a distributed optimizer, joined.
 
     Attributes:
         dtype: type of its parameters.
@@ -120,7 +120,7 @@ def _read(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             raise ProblemError(f"has state called {kind!r}, which is not read")
 
 
-def flat_buffers(archive: Archive, state: Any) -> list[list[Flat] | None]:
+def flat_buffers(archive: Archive, state: Any) -> list[list[JoinedBuffer] | None]:
     """The buffers of each optimizer in a file of a distributed optimizer; None for one that another rank saves.
 
     Raises:
@@ -130,7 +130,7 @@ def flat_buffers(archive: Archive, state: Any) -> list[list[Flat] | None]:
     return [None if each is None else _buffers_of(archive, each) for each in optimizers]
 
 
-def _buffers_of(archive: Archive, state: Any) -> list[Flat]:
+def _buffers_of(archive: Archive, state: Any) -> list[JoinedBuffer]:
     if not isinstance(state, dict) or state.get("buckets_coalesced") is not True:
         raise ProblemError(
             "has buckets that are not joined, as Megatron saved them before 2024: load it and save it again"
@@ -148,7 +148,7 @@ def _buffers_of(archive: Archive, state: Any) -> list[Flat]:
                 raise ProblemError("has a buffer that is not flat")
             if len({each.shape for each in read.values()}) != 1:
                 raise ProblemError("has buffers of different sizes for one set of parameters")
-            buffers.append(Flat(name, read))
+            buffers.append(JoinedBuffer(name, read))
     return buffers
 
 
@@ -200,7 +200,7 @@ def _is_in(owner: Owner, group: Mapping[str, Any], groups: Sequence[Mapping[str,
 
 
 def states_of_buffers(
-    optimizers: Sequence[Sequence[Flat] | None], owners: Sequence[Owner], bucket_sizes: Sequence[int | None]
+    optimizers: Sequence[Sequence[JoinedBuffer] | None], owners: Sequence[Owner], bucket_sizes: Sequence[int | None]
 ) -> Iterator[State]:
     """The state of every parameter in the flat buffers of a distributed optimizer.
 
@@ -233,7 +233,7 @@ def _sets(owners: Sequence[Owner]) -> list[list[Owner]]:
     return [each[::-1] for each in sets.values()]
 
 
-def _in_buffer(owners: Sequence[Owner], buffer: Flat, bucket_sizes: Sequence[int | None]) -> Iterator[State]:
+def _in_buffer(owners: Sequence[Owner], buffer: JoinedBuffer, bucket_sizes: Sequence[int | None]) -> Iterator[State]:
     if owners[0].elements.dtype != buffer.dtype:
         raise ProblemError(f"has a buffer of {buffer.dtype} parameters where {owners[0].elements.dtype} are expected")
     (size,) = next(iter(buffer.tensors.values())).shape if buffer.tensors else (0,)

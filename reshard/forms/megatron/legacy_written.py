@@ -7,6 +7,7 @@ layout over these ranks cuts into the parameters: `LiveTensor`. So the ordinary 
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import struct
@@ -17,14 +18,32 @@ from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, GlobalT
 from reshard.checkpoints.formats.archives import Added, lay_out_archive
 from reshard.checkpoints.formats.dtypes import PT
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor
-from reshard.checkpoints.formats.pickles import NAMESPACE, PickledInstance, inert, pickled
+from reshard.checkpoints.formats.pickles import PickledInstance, pickled
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import WriteRequest
-from reshard.forms.megatron.form import MEGATRON, MODEL_FILE, rank_directory
-from reshard.forms.megatron.keys import EMBEDDING, LAYER, OUTPUT, STATE
+from reshard.forms.megatron.keys import DECODER, EMBEDDING, MEGATRON, MODEL_FILE, OUTPUT, STATE, rank_directory
 from reshard.forms.megatron.legacy_state import HALF, MASTER
-from reshard.forms.megatron.live import is_decayed, is_of_expert, is_parameter
-from reshard.forms.megatron.live_forms import MINDSPEED, LiveForm, ModuleForms, Run, is_ordered, order_of
+from reshard.forms.megatron.live import is_parameter, parse
+from reshard.forms.megatron.placing import (
+    HEADS,
+    KV_DOWN,
+    QKV,
+    Experts,
+    Held,
+    Module,
+    Parallel,
+    Parameter,
+    Style,
+    depends_on_style,
+    ends_of,
+    interleaving,
+    is_decayed,
+    is_latent,
+    is_of_expert,
+    is_ordered,
+    modules_of,
+    order_of,
+)
 from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.megatron.stages import Stages, chunks_stated, stages_of
 from reshard.forms.megatron.training import Training
@@ -39,9 +58,9 @@ from reshard.layout.views import View
 from reshard.text.messages import quoted
 
 _STATE = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param)\.(.+)")
-_MTP = re.compile(r"(mtp\.layers\.[0-9]{1,6}\.(?:transformer_layer\.)?)(.+)")
 _LATENT = re.compile(r"\.(kv_layernorm|linear_kv_up_proj|linear_kv_nope)\.")
-_FIRST, _LAST = ("embedding.",), ("decoder.final_layernorm.", "output_layer.")
+_IMPLEMENTATIONS = ('"local"', '"transformer_engine"', '"inference_optimized"')
+MINDSPEED = frozenset({"mla_mm_split", "moe_tp_extend_ep", "schedules_method"})
 
 # Arguments that divide layers otherwise; they are those of a run of as many pipeline ranks.
 _OF_STAGES = (
@@ -59,37 +78,14 @@ class LiveTensor(NamedTuple):
         local: its name in a file.
         chunk: the number of its model chunk.
         kind: of the optimizer's state; empty for the parameter itself.
-        axes: per dimension the axes of the device matrix that cut it.
-        joined: per dimension of the parameter in a file, the dimensions that it is made of.
+        parameter: how it is made of a tensor.
     """
 
     name: str
     local: str
     chunk: int
     kind: str
-    axes: tuple[tuple[int, ...], ...]
-    joined: tuple[tuple[int, ...], ...]
-
-    def shape_in_file(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        return tuple(math.prod(sizes[dimension] for dimension in each) for each in self.joined)
-
-
-class _Kept(NamedTuple):
-    """A tensor of one layer, or a part of a tensor of all layers, by its key within the layer."""
-
-    tensor: GlobalTensor
-    layer: int | None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape if self.layer is None else self.tensor.shape[1:]
-
-    def view(self) -> View:
-        tensor = self.tensor
-        view = View.whole(0, tensor.shape) if tensor.view is None else tensor.view
-        if self.layer is None:
-            return view
-        return view.part(0, self.layer, self.layer + 1).reshape(self.shape)
+    parameter: Parameter
 
 
 def legacy_files(checkpoint: Checkpoint, request: WriteRequest) -> LegacyFiles:
@@ -116,11 +112,11 @@ class LegacyFiles(TargetForm):
     ) -> None:
         sizes = dict(request.asked.sizes or ())
         self.tp, self.pp, self.ep = (sizes.get(kind, 1) for kind in ("tp", "pp", "ep"))
-        self._training = training
         self._groups = training.optimizers or ()
         self._args = _arguments(training.args, self.tp, self.pp, self.ep)
+        self._training = training._replace(args=self._args)
         self._place = checkpoint.place
-        self._run = Run(self._args, self.tp, self.ep, checkpoint.place)
+        self._parallel = Parallel(self.tp, self.ep, self.tp, bool(self._args.get("moe_tp_extend_ep")))
         self._recipes: dict[str, Recipe] = {}
         self.stage_of: dict[str, int] = {}
         self.live: dict[str, LiveTensor] = {}
@@ -159,13 +155,9 @@ class LegacyFiles(TargetForm):
 
     def _divided(self, tensors: Mapping[str, GlobalTensor]) -> Stages:
         """The layers of every stage."""
-        layers: set[int] = set()
-        for name, tensor in tensors.items():
-            match = LAYER.fullmatch(name)
-            if match:
-                layers.update(range(tensor.shape[0]) if match[1] is None else [int(match[1])])
-        args = {**self._args, "num_layers": self._args.get("num_layers") or len(layers)}
         try:
+            layers = {number for prefix, number in modules_of(_shapes(tensors)) if prefix == DECODER}
+            args = {**self._args, "num_layers": self._args.get("num_layers") or len(layers)}
             stages = stages_of(args, self.pp, chunks_stated(args, self.pp) or 1)
         except ProblemError as error:
             raise self._refused(
@@ -177,24 +169,17 @@ class LegacyFiles(TargetForm):
 
     def _add(self, tensors: Mapping[str, GlobalTensor]) -> None:
         """Add the parameters of all tensors, and their state, in the order of the model."""
-        modules: dict[tuple[str, int | None], dict[str, dict[str, _Kept]]] = {}
+        kinds: dict[str, dict[str, GlobalTensor]] = {}
         for name, tensor in tensors.items():
             state = _STATE.fullmatch(name)
-            kind, key = (state[1], state[2]) if state else ("", name)
-            if kind == "" and name.startswith(STATE):
+            if state is None and name.startswith(STATE):
                 raise tensor_fault(self._place, name, "is state that Megatron's optimizer does not have")
-            layer, inner = LAYER.fullmatch(key), _MTP.fullmatch(key)
-            places: list[tuple[tuple[str, int | None], str, int | None]]
-            if layer and layer[1] is None:
-                places = [(("decoder.layers.", number), layer[2], number) for number in range(tensor.shape[0])]
-            elif layer:
-                places = [(("decoder.layers.", int(layer[1])), layer[2], None)]
-            elif inner:
-                places = [((inner[1], None), inner[2], None)]
-            else:
-                places = [(("", None), key, None)]
-            for module, tail, index in places:
-                modules.setdefault(module, {}).setdefault(tail, {})[kind] = _Kept(tensor, index)
+            kind, key = (state[1], state[2]) if state else ("", name)
+            kinds.setdefault(key, {})[kind] = tensor
+        for key, of_key in kinds.items():
+            if "" not in of_key:
+                raise tensor_fault(self._place, key, "has state of the optimizer, and is not there")
+        modules = modules_of(_shapes(tensors))
         outside = modules.pop(("", None), {})
         places_of_layers = {
             layer: (rank, chunk, local)
@@ -205,55 +190,104 @@ class LegacyFiles(TargetForm):
         }
         chunks = len(self._stages.chunks[0])
         last = (0 if self._args.get("schedules_method") == "dualpipev" else self.pp - 1, chunks - 1)
-        for (prefix, number), tails in modules.items():
-            if number is None:
-                self._add_module(prefix, prefix, tails, *last)
-            else:
+        for (prefix, number), held in modules.items():
+            if prefix == DECODER and number is not None:
                 stage, chunk, local = places_of_layers[number]
-                self._add_module(f"{prefix}{number}.", f"{prefix}{local}.", tails, stage, chunk)
-        firsts = {tail: kept for tail, kept in outside.items() if tail.startswith(_FIRST)}
-        lasts = {tail: kept for tail, kept in outside.items() if tail.startswith(_LAST)}
-        others = outside.keys() - firsts.keys() - lasts.keys()
+                self._add_module(f"{prefix}{number}.", f"{prefix}{local}.", held, kinds, stage, chunk)
+            elif prefix.startswith("mtp."):
+                self._add_module(prefix, prefix, held, kinds, *last)
+            else:
+                outside = {**outside, **{each.key: each for each in held.values()}}
+        mtp = any(prefix.startswith("mtp.") for prefix, _ in modules)
+        known = ends_of(outside, True, True, mtp)
+        others = outside.keys() - known.keys()
         if others:
             raise tensor_fault(self._place, min(others), "is of no part of a model that is known")
-        self._add_module("", "", firsts, 0, 0)
-        self._add_module("", "", lasts, *last)
-        mtp = any(prefix.startswith("mtp.") for prefix, _ in modules)
-        tied = OUTPUT not in outside
-        if EMBEDDING in firsts and last != (0, 0) and (mtp or tied):
-            if mtp and tied:
-                raise self._refused("has tied weights and multi-token prediction, which is written with pp=1 only")
-            copy = {EMBEDDING if mtp else OUTPUT: firsts[EMBEDDING]}
-            self._add_module("copy.", "", copy, *last)
+        if mtp and EMBEDDING in outside and OUTPUT not in outside and last != (0, 0):
+            raise self._refused("has tied weights and multi-token prediction, which is written with pp=1 only")
+        for place in dict.fromkeys([(0, 0), last]):
+            for name, key in ends_of(outside, place == (0, 0), place == last, mtp).items():
+                copied = place == last != (0, 0) and key == EMBEDDING
+                self._add_module("copy." if copied else "", "", {name: outside[key]}, kinds, *place)
 
     def _add_module(
-        self, prefix: str, local: str, tails: Mapping[str, Mapping[str, _Kept]], stage: int, chunk: int
+        self,
+        prefix: str,
+        local: str,
+        held: Mapping[str, Held],
+        kinds: Mapping[str, Mapping[str, GlobalTensor]],
+        stage: int,
+        chunk: int,
     ) -> None:
-        """Add the parameters of a layer, or of the model outside of layers.
+        """Add the parameters of a layer, or some of those outside of layers.
 
         Args:
             prefix: of names in the checkpoint.
             local: of names in files.
-            tails: per key within it the tensor and its state by kind.
+            held: its tensors, by their keys in it.
+            kinds: every tensor and its state, by kind.
+            stage: the rank of the pipeline that has it.
+            chunk: the chunk of the model.
         """
-        module = ModuleForms(self._run, prefix, {tail: kept[""].shape for tail, kept in tails.items() if "" in kept})
-        for tail, kinds in tails.items():
-            if "" not in kinds:
-                raise tensor_fault(self._place, prefix + tail, "has state of the optimizer, and is not there")
-            for form in module.forms(tail):
-                for kind, kept in kinds.items():
-                    beside = tails[form.beside].get(kind) if form.beside else None
-                    if form.beside and beside is None:
-                        raise tensor_fault(self._place, prefix + form.beside, "has no such state as the one before it")
-                    before = f"{STATE}{kind}." if kind else ""
-                    name = f"{before}{prefix}{form.name}"
-                    if name in self.live:
-                        raise tensor_fault(self._place, name, "is there twice")
-                    self.live[name] = LiveTensor(
-                        name, self._local_name(local + form.name), chunk, kind, form.axes, form.joined
-                    )
-                    self.stage_of[name] = stage
-                    self._recipes[name] = _recipe([kept] if beside is None else [kept, beside], form, name)
+        shapes = {tail: each.shape for tail, each in held.items()}
+        module = Module(shapes, self._parallel, self._style(prefix, shapes))
+        sources: dict[str, list[tuple[Parameter, Held]]] = {}
+        # Rows of the one projection come before those of the other.
+        for tail in sorted(held, key=KV_DOWN.__eq__):
+            try:
+                for parameter in module.parameters(tail):
+                    sources.setdefault(parameter.name, []).append((parameter, held[tail]))
+            except ProblemError as error:
+                raise tensor_fault(self._place, prefix + tail, str(error)) from error
+        for short, made in sources.items():
+            parameter = made[0][0]
+            keys = [each.key for _, each in made]
+            if len(made) != 1 + (short == QKV and parameter.key != QKV):
+                raise tensor_fault(self._place, prefix + parameter.key, f"is there twice, or lacks {KV_DOWN} beside it")
+            if len({tuple(sorted(kinds[key])) for key in keys}) > 1:
+                raise tensor_fault(self._place, keys[1], "has no such state as the one before it")
+            for kind in kinds[keys[0]]:
+                name = f"{STATE}{kind}.{prefix}{short}" if kind else prefix + short
+                self.live[name] = LiveTensor(name, self._local_name(local + short), chunk, kind, parameter)
+                self.stage_of[name] = stage
+                self._recipes[name] = _recipe([(kinds[each.key][kind], each) for _, each in made], parameter, name)
+
+    def _style(self, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> Style:
+        """How the run puts the parameters of a module together.
+
+        Raises:
+            CheckpointError: its arguments do not record it.
+        """
+        args, stated = self._args, self._stated
+        mindspeed = is_latent(shapes) and not MINDSPEED.isdisjoint(args)
+        experts = any(map(is_of_expert, shapes))
+        local = mindspeed
+        if not mindspeed and any(map(depends_on_style, shapes)):
+            local = stated("transformer_impl", *_IMPLEMENTATIONS) == "local"
+        style = Style(local, Experts.SEQUENTIAL, local, mindspeed, interleaved=interleaving(args))
+        if experts and stated("moe_grouped_gemm", "true", "false"):
+            style = style._replace(experts=Experts.FUSED if local else Experts.GROUPED)
+        if mindspeed and args.get("mla_mm_split") and not HEADS.keys().isdisjoint(shapes):
+            style = style._replace(heads=stated("num_attention_heads"), part=stated("qk_head_dim"))
+        over = self.ep * (self.tp if self._parallel.extended else 1)
+        count = next((shape[0] for tail, shape in shapes.items() if is_of_expert(tail)), 0)
+        if count % over:
+            raise self._refused(
+                f"{prefix}mlp.experts has {count} experts, which do not divide over {over} ranks",
+                "choose an ep in --sizes that divides them",
+            )
+        return style
+
+    def _stated(self, name: str, *choices: str) -> Any:
+        """An argument that names in files depend on."""
+        value = self._args.get(name)
+        stated = " or ".join(f'{{"{name}": {choice}}}' for choice in choices or ("...",))
+        hint = f"add --args FILE.json with {stated}, as the run that loads the tree has it"
+        if value is None:
+            raise self._refused(f"does not record {name} in its args, which the names in files depend on", hint)
+        if choices and json.dumps(value) not in choices:
+            raise self._refused(f"has {name} {quoted(str(value))} in its args, which is not known", hint)
+        return value
 
     def _check_state(self, tensors: Mapping[str, GlobalTensor]) -> None:
         """Refuse state of parameters without masters, or whose place among others is not known: it has numbers."""
@@ -269,7 +303,7 @@ class LegacyFiles(TargetForm):
         mindspeed = not MINDSPEED.isdisjoint(self._args)
         for each in self.live.values():
             unknown = mindspeed and _LATENT.search(each.local)
-            if unknown or (is_parameter(each.local) and not is_ordered(each.local)):
+            if unknown or (is_parameter(each.local) and not is_ordered(parse(each.local))):
                 raise tensor_fault(
                     self._place,
                     each.name,
@@ -295,7 +329,7 @@ class LegacyFiles(TargetForm):
         for stage, of_stage in enumerate(names):
             laid_out = {}
             for name in of_stage:
-                axes = self.live[name].axes
+                axes = self.live[name].parameter.axes
                 layout = layouts.setdefault(axes, Layout((self.ep, self.tp), axes))
                 for size, each in zip(self.checkpoint.tensors[name].shape, axes):
                     parts = math.prod((self.tp, self.ep)[axis] for axis in each)
@@ -325,7 +359,7 @@ class LegacyFiles(TargetForm):
 
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
         live = [self.live[tensor.name] for tensor in tensors]
-        shapes = [each.shape_in_file(shape_of(box)) for each, box in zip(live, boxes)]
+        shapes = [each.parameter.shape_in_file(shape_of(box)) for each, box in zip(live, boxes)]
 
         def describe(described: Sequence[PickledInstance], add: Added) -> Any:
             if len(live) < self._counts[self.stage_of[live[0].name] if live else 0]:
@@ -343,26 +377,19 @@ class LegacyFiles(TargetForm):
         ordered = sorted(tensors, key=lambda each: (each[0].chunk, order_of(each[0].local), each[0].local))
         parameters = [each for each in ordered if not each[0].kind]
         states = {(each.chunk, each.local, each.kind): tensor for each, _, tensor in ordered if each.kind}
-        state = {
-            "args": inert(NAMESPACE, state=dict(self._args)),
-            "checkpoint_version": 3.0,
-            "iteration": self._training.iteration or 0,
-            **self._training.others,
+        models = {
+            "model" if chunks == 1 else f"model{chunk}": {
+                each.local: tensor for each, _, tensor in parameters if each.chunk == chunk
+            }
+            for chunk in range(chunks)
         }
-        for chunk in range(chunks):
-            key = "model" if chunks == 1 else f"model{chunk}"
-            state[key] = {each.local: tensor for each, _, tensor in parameters if each.chunk == chunk}
-        if self._groups:
-            owned = [(each, shape) for each, shape, _ in parameters if is_parameter(each.local)]
-            several = len(self._groups) > 1
-            optimizers = []
-            for number, groups in enumerate(self._groups):
-                mine = [each for each in owned if not several or is_of_expert(each[0].local) == bool(number)]
-                optimizers.append(self._optimizer(groups, mine, states, add))
-            state["optimizer"] = optimizers if several else optimizers[0]
-            if self._training.schedule is not None:
-                state["opt_param_scheduler"] = dict(self._training.schedule)
-        return state
+        owned = [(each, shape) for each, shape, _ in parameters if is_parameter(each.local)]
+        several = len(self._groups) > 1
+        optimizers = []
+        for number, groups in enumerate(self._groups):
+            mine = [each for each in owned if not several or is_of_expert(each[0].local) == bool(number)]
+            optimizers.append(self._optimizer(groups, mine, states, add))
+        return self._training.common(models, optimizers if several else next(iter(optimizers), None))
 
     def _optimizer(
         self,
@@ -406,22 +433,28 @@ class LegacyFiles(TargetForm):
         return [FinishingFile(TRACKER, lambda: [number.encode()])]
 
 
-def _recipe(kept: Sequence[_Kept], form: LiveForm, name: str) -> Recipe:
-    """The elements of a parameter, from the sources of its tensors."""
+def _shapes(tensors: Mapping[str, GlobalTensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in tensors.items() if not name.startswith(STATE)}
+
+
+def _recipe(made: Sequence[tuple[GlobalTensor, Held]], parameter: Parameter, name: str) -> Recipe:
+    """The elements of a parameter, from the sources of its tensors, whose rows come one after the other."""
     sources: list[str] = []
     stored: list[GlobalTensor] = []
     views = []
-    for each in kept:
-        tensor = each.tensor
+    for tensor, held in made:
         if tensor.added is not None:
             raise tensor_fault("", name, "gets an addition, which is written as torch_dist only")
+        view = View.whole(0, tensor.shape) if tensor.view is None else tensor.view
+        if held.layer is not None:
+            view = view.part(0, held.layer, held.layer + 1).reshape(held.shape)
         mine = tensor.sources
-        views.append(each.view().with_sources(range(len(sources), len(sources) + len(mine))))
+        views.append(view.with_sources(range(len(sources), len(sources) + len(mine))))
         sources += (source.name for source in mine)
         stored += mine
-    view = form.make(views[0] if len(views) == 1 else View.concat(views, 0))
+    view = parameter.view(views[0] if len(views) == 1 else View.concat(views, 0))
     needed, view = view.with_needed_sources()
-    dtype = kept[0].tensor.dtype
+    dtype = made[0][0].dtype
     cast = dtype if any(source.dtype != dtype for source in stored) else None
     same = len(needed) == 1 and view.is_all_of(stored[needed[0]].shape)
     return Recipe(tuple(sources[number] for number in needed), None if same else view, cast)

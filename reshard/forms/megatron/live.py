@@ -1,8 +1,7 @@
-"""Parameters of a rank of Megatron by their live names: which boxes of which tensors of the model they are.
+"""Reading parameters of ranks by their live names: the shapes of their tensors, and so which boxes of these they are.
 
-The tensors are those that Megatron writes as ``torch_dist`` with a key for each layer: `TensorPart.key`. A rank has
-rows or columns of a tensor, halves of rows (gated fc1: rows of the gate, then rows of the other half), some of the
-experts, or all of it.
+What `placing` makes of a tensor is inverted: names and shapes on ranks give the tensors and how they were put together;
+that these give the same shapes on every rank is checked.
 """
 
 from __future__ import annotations
@@ -10,84 +9,48 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.checkpoints.formats.archives import c_strides
-from reshard.forms.megatron.keys import LAYER, MTP, MTP_INNER
+from reshard.forms.megatron.keys import Place, place_of
+from reshard.forms.megatron.placing import (
+    DOWN,
+    FC1,
+    HEADS,
+    KV_DOWN,
+    KV_UP,
+    LOCAL_NORMS,
+    QKV,
+    QUERY,
+    QUERY_DOWN,
+    QUERY_UP,
+    ROUTER,
+    Experts,
+    Module,
+    Parallel,
+    Parameter,
+    Rank,
+    Style,
+    TensorPart,
+    cut_of,
+    interleaving,
+)
 from reshard.forms.megatron.problems import ProblemError
 
-Rank = tuple[int, int]
-"""Tensor rank and expert rank of a file."""
-
-
-class Sizes(NamedTuple):
-    """Sizes of the groups that parameters are divided over.
-
-    Attributes:
-        tp: tensor parallel size.
-        ep: expert parallel size.
-        etp: tensor parallel size of experts.
-        extended: MindSpeed's ``moe_tp_extend_ep``: experts are dealt over ``ep * tp`` ranks, uncut.
-    """
-
-    tp: int
-    ep: int = 1
-    etp: int = 1
-    extended: bool = False
-
-
-class TensorPart(NamedTuple):
-    """A box of a tensor of the model, and which elements of a rank's parameter it has.
-
-    Attributes:
-        key: name of the tensor.
-        shape: of the tensor.
-        start: first element of the box, per dimension.
-        sizes: elements of the box, per dimension.
-        first: its first element in the parameter, counted in C order.
-        strides: elements of the parameter from one to the next, per dimension of the box.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    sizes: tuple[int, ...]
-    first: int
-    strides: tuple[int, ...]
-
-
-_QUERY_UP, _KV_UP = "self_attention.linear_q_up_proj.weight", "self_attention.linear_kv_up_proj.weight"
-_QUERY_DOWN, KV_DOWN = "self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight"
-_QKV, QUERY = "self_attention.linear_qkv.weight", "self_attention.linear_q_proj.weight"
 _QUERY_NORM, _KV_NORM = "self_attention.q_layernorm.weight", "self_attention.kv_layernorm.weight"
-ROUTER = "mlp.router.weight"
-HEADS = {_QUERY_UP: ("linear_qk_nope", "linear_qk_rope"), _KV_UP: ("linear_kv_nope", "linear_v")}
-"""MindSpeed's two layers of each up projection: the parts of every head, in order."""
-
-# Per such layer its projection, and the number of its part.
-_HEAD_PARTS = {
-    f"self_attention.{name}.weight": (up, number) for up, names in HEADS.items() for number, name in enumerate(names)
-}
-
-FC1 = re.compile(r"(mlp\.(?:shared_experts\.)?)linear_fc1\.(?:weight|bias)")
-ROWS = re.compile(
-    r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)|eh_proj\.weight"
-    r"|self_attention\.linear_(qkv|q_proj|q_up_proj|kv_up_proj)\.(weight|bias)"
-)
-COLUMNS = re.compile(r"self_attention\.linear_proj\.weight|mlp\.(shared_experts\.)?linear_fc2\.weight")
-WHOLE = re.compile(
-    r"(.*[._])?(layernorm|layer_norm|norm|enorm|hnorm)[._](weight|bias)|(.*\.)?post_attn_norm\.weight"
-    r"|self_attention\.linear_proj\.bias|mlp\.(shared_experts\.)?linear_fc2\.bias"
-    r"|mlp\.router\.(weight|bias|expert_bias)|mlp\.shared_experts\.gate_weight|embedding\.position_embeddings\.weight"
-    r"|self_attention\.dsa_indexer\..*"
-)
+# Per layer of a part of each head its projection.
+_PROJECTION = {f"self_attention.{name}.weight": up for up, names in HEADS.items() for name in names}
 _VOCABULARY = re.compile(r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)")
-_SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.([0-9]{1,6})\.(linear_fc[12])\.weight")
-_GROUPED_TE = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight([0-9]{0,6})")
-_GROUPED = re.compile(r"mlp\.experts\.weight([12])")
-_EXPERTS = "mlp.experts.experts.{}.weight"
-LOCAL_NORMS = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
-"""Norms that local layers hold beside linear layers, and the layers that Transformer Engine holds them in."""
+_NUMBERED = {
+    Experts.SEQUENTIAL: re.compile(
+        r"mlp\.experts\.local_experts\.(?P<number>[0-9]{1,6})\.linear_fc(?P<layer>[12])\.weight"
+    ),
+    Experts.GROUPED: re.compile(r"mlp\.experts\.linear_fc(?P<layer>[12])\.weight(?P<number>[0-9]{1,6})"),
+}
+_TOGETHER = {
+    Experts.STACKED: ("mlp.experts.linear_fc1.weight", "mlp.experts.linear_fc2.weight"),
+    Experts.FUSED: ("mlp.experts.weight1", "mlp.experts.weight2"),
+}
 
 Shapes = Mapping[Rank, tuple[int, ...]]
 
@@ -98,18 +61,18 @@ class LiveModule:
     Args:
         prefix: of their keys, such as ``decoder.layers.3.``.
         shapes: per parameter, by its live name after the prefix, its shape on every rank.
-        sizes: of the groups.
+        parallel: sizes of the groups.
         args: arguments of the run.
     """
 
-    def __init__(self, prefix: str, shapes: Mapping[str, Shapes], sizes: Sizes, args: Mapping[str, Any]) -> None:
-        self.prefix = prefix
+    def __init__(self, prefix: str, shapes: Mapping[str, Shapes], parallel: Parallel, args: Mapping[str, Any]) -> None:
+        self._prefix = prefix
         self._shapes = shapes
-        self._sizes = sizes
+        self._parallel = parallel
         self._args = args
-        self._of_tensor_rank: dict[str, Mapping[int, tuple[int, ...]]] = {}
-        self._numbered_of: dict[Rank, tuple[int, dict[str, tuple[int, ...]]]] = {}
-        self._latent = any(name in shapes for name in (_KV_UP, _KV_NORM, *_HEAD_PARTS))
+        self._placed: dict[str, tuple[list[Parameter], Parallel]] = {}
+        self._of_experts: dict[Experts, tuple[dict[str, Parameter], Parallel]] = {}
+        self._latent = any(name in shapes for name in (KV_UP, _KV_NORM, *_PROJECTION))
 
     def parts(self, name: str, rank: Rank) -> list[TensorPart]:
         """The boxes that a parameter is on a rank.
@@ -117,324 +80,190 @@ class LiveModule:
         Raises:
             ProblemError: it is not known which they are.
         """
-        shape = self._shapes[name][rank]
-        if not all(shape):
+        if not all(self._shapes[name][rank]):
             raise ProblemError("has no elements")
-        sequential, grouped_te, grouped = (pattern.fullmatch(name) for pattern in (_SEQUENTIAL, _GROUPED_TE, _GROUPED))
-        if sequential:
-            return self._expert(sequential[2], int(sequential[1]), rank)
-        if grouped_te and grouped_te[2]:
-            return self._expert(grouped_te[1], int(grouped_te[2]), rank)
-        if grouped_te:
-            return self._stacked(grouped_te[1], rank)
-        if grouped:
-            return self._transposed(int(grouped[1]), rank)
-        shapes = self._on_tensor_ranks(name)
-        if name == _QKV and self._latent:
-            _check_same(shapes)
-            return self._down_projections(shape)
-        if name in _HEAD_PARTS:
-            return self._heads(name, shape, rank)
-        key = self._key(name)
-        gated = FC1.fullmatch(name)
-        if gated and self._is_gated(gated[1], rank):
-            return self._halves(key, shape, rank)
-        if gated or ROWS.fullmatch(name) or (name in (_QUERY_DOWN, KV_DOWN) and not self._is_duplicated(name, rank)):
-            return [self._cut(key, name, rank, 0)]
-        if COLUMNS.fullmatch(name):
-            return [self._cut(key, name, rank, len(shape) - 1)]
-        if not (WHOLE.fullmatch(name) or name in (_QUERY_DOWN, KV_DOWN) or self._sizes.tp == 1):
-            raise ProblemError(
-                f"is a parameter of an unknown kind: how {self._sizes.tp} tensor ranks cut it is not known"
-            )
-        _check_same(shapes)
-        return [_whole(key, shape)]
+        if name not in self._placed:
+            self._placed[name] = self._checked(name)
+        parameters, parallel = self._placed[name]
+        parts: list[TensorPart] = []
+        first = 0
+        for each in parameters:
+            parts += each.parts(self._prefix, parallel, rank, first)
+            first += math.prod(each.on_rank(parallel, rank))
+        return parts
+
+    def _checked(self, name: str) -> tuple[list[Parameter], Parallel]:
+        """The tensors that a parameter is made of, which give its shape on every rank."""
+        parameters, parallel = self._parameters(name)
+        for rank, shape in self._shapes[name].items():
+            each = [parameter.on_rank(parallel, rank) for parameter in parameters]
+            # Dimensions of a stack may be joined.
+            stacked = name in _TOGETHER[Experts.STACKED] and math.prod(shape) == math.prod(each[0])
+            if shape != (sum(rows for rows, *_ in each), *each[0][1:]) and not stacked:
+                raise ProblemError(f"has the shape {[*shape]} on tensor rank {rank.tensor}, which is not its part")
+        return parameters, parallel
+
+    def _parameters(self, name: str) -> tuple[list[Parameter], Parallel]:
+        for experts, pattern in _NUMBERED.items():
+            if pattern.fullmatch(name):
+                return self._expert(name, experts)
+        for experts, names in _TOGETHER.items():
+            if name in names:
+                return self._expert(name, experts)
+        style = self._style()
+        if name == QKV and self._latent:
+            tensors, style = self._joined(), style._replace(joined=True)
+        elif name in _PROJECTION:
+            tensors, style = self._heads(name, style)
+        else:
+            key = self._key(name)
+            if DOWN.fullmatch(key):
+                style = style._replace(cuts_down=self._cuts_down())
+            tensors = {key: self._full(name, cut_of(key, style, self._parallel.tp))}
+            gated = FC1.fullmatch(name)
+            if gated:
+                # Both layers show whether the first is gated.
+                for number, dimension in ((1, 0), (2, -1)):
+                    other = f"{gated[1]}linear_fc{number}.weight"
+                    tensors.update({other: self._full(other, dimension)} if other in self._shapes else {})
+        module = Module(tensors, self._parallel, style)
+        keys = [*tensors] if style.joined else [*tensors][:1]
+        found = [each for key in keys for each in module.parameters(key)]
+        return [each for each in found if each.name == name or not style.heads], self._parallel
+
+    def _style(self, experts: Experts = Experts.SEQUENTIAL) -> Style:
+        return Style(None, experts, interleaved=interleaving(self._args))
 
     def _key(self, name: str) -> str:
-        """The key of a parameter that is one box of one tensor."""
-        if not self._latent and any(each.startswith("input_layernorm.") for each in self._shapes):
-            norm, _, kind = name.rpartition(".")
-            if norm in LOCAL_NORMS:
-                name = f"{LOCAL_NORMS[norm]}.layer_norm_{kind}"
-        return self.prefix + name
+        """The key of a parameter that is one tensor."""
+        norm, _, kind = name.rpartition(".")
+        local = not self._latent and any(each.startswith("input_layernorm.") for each in self._shapes)
+        return f"{LOCAL_NORMS[norm]}.layer_norm_{kind}" if local and norm in LOCAL_NORMS else name
 
-    def _on_tensor_ranks(self, name: str) -> Mapping[int, tuple[int, ...]]:
-        """The shape of a parameter on every tensor rank: ranks that differ in their experts alone hold the same."""
-        shapes = self._of_tensor_rank.get(name)
-        if shapes is None:
-            on_ranks = self._shapes[name]
-            shapes = {tensor: shape for (tensor, _), shape in on_ranks.items()}
-            if any(shapes[tensor] != shape for (tensor, _), shape in on_ranks.items()):
-                raise ProblemError("has different shapes in files of one tensor rank")
-            self._of_tensor_rank[name] = shapes
-        return shapes
-
-    def _cut(self, key: str, name: str, rank: Rank, dimension: int) -> TensorPart:
-        """Rows or columns of a tensor."""
-        shape = self._shapes[name][rank]
-        size, total = self._share(name, dimension)
-        start = [0] * len(shape)
-        start[dimension] = rank[0] * size
-        full = list(shape)
-        full[dimension] = total
-        return TensorPart(key, tuple(full), tuple(start), shape, 0, c_strides(shape))
-
-    def _share(self, name: str, dimension: int) -> tuple[int, int]:
-        """Elements of each tensor rank along a dimension, and of all of them.
-
-        Those of the last rank may be fewer where a converter cut a vocabulary that was not padded.
-        """
-        by_rank = {tensor: shape[dimension] for tensor, shape in self._on_tensor_ranks(name).items()}
-        count, last = self._sizes.tp, self._sizes.tp - 1
-        sizes = {size for tensor, size in by_rank.items() if tensor != last}
-        size = sizes.pop() if sizes else by_rank[last]
-        end = by_rank.get(last, size)
-        if sizes or (end != size and not (_VOCABULARY.fullmatch(name) and end < size)):
-            raise ProblemError(
-                f"has {sorted({*by_rank.values()})} elements along dimension {dimension} on tensor ranks"
-            )
-        return size, (count - 1) * size + end
-
-    def _halves(self, key: str, shape: tuple[int, ...], rank: Rank) -> list[TensorPart]:
-        """Rows of the gate and rows of the other half, one after the other."""
-        size = shape[0] // 2
-        full = (self._sizes.tp * shape[0], *shape[1:])
-        strides = c_strides(shape)
-        box = (size, *shape[1:])
-        rest = (0,) * (len(shape) - 1)
-        return [
-            TensorPart(
-                key,
-                full,
-                ((half * self._sizes.tp + rank[0]) * size, *rest),
-                box,
-                half * size * strides[0],
-                strides,
-            )
-            for half in (0, 1)
-        ]
-
-    def _is_gated(self, module: str, rank: Rank) -> bool:
-        """Whether fc1 of a module has two halves: the second layer has as many columns as one half has rows."""
-        name, second = f"{module}linear_fc1.weight", f"{module}linear_fc2.weight"
-        if name not in self._shapes or second not in self._shapes or rank not in self._shapes[second]:
-            raise ProblemError(f"is not beside {name} and {second}, which show whether it is gated")
-        return self._halves_of(self._shapes[name][rank][0], self._shapes[second][rank][-1]) == 2
-
-    def _halves_of(self, rows: int, columns: int) -> int:
-        if rows not in (columns, 2 * columns):
-            raise ProblemError(f"has {rows} rows, and the layer after it {columns} columns")
-        interleaved = [name for name in self._args if name.endswith("glu_interleave_size") and self._args[name]]
-        if interleaved and rows != columns:
-            raise ProblemError(f"is interleaved by {interleaved[0]} in args, which is not read")
-        return rows // columns
-
-    def _is_duplicated(self, name: str, rank: Rank) -> bool:
-        """Whether every tensor rank has all of a down projection, as Transformer Engine's layers do."""
-        if self._sizes.tp == 1:
-            return True
-        for down, up, arg in ((_QUERY_DOWN, _QUERY_UP, "q_lora_rank"), (KV_DOWN, _KV_UP, "kv_lora_rank")):
-            rows, columns = self._shapes.get(down, {}).get(rank), self._shapes.get(up, {}).get(rank)
-            if rows is None or columns is None:
-                continue
-            size = columns[-1]
-            more = 0 if down == _QUERY_DOWN else self._args.get("qk_pos_emb_head_dim")
-            if type(more) is int and rows[0] in (size + more, (size + more) // self._sizes.tp):
-                return rows[0] == size + more
-            raise ProblemError(f"has {rows[0]} rows, and {arg} is {size}, which does not show whether it is cut")
-        raise ProblemError("is not beside the projections that show whether it is cut")
-
-    def _down_projections(self, shape: tuple[int, ...]) -> list[TensorPart]:
-        """MindSpeed's one layer of both down projections, or of the queries and a down projection; all of both."""
-        norm, kv_norm = self._shape_of(_QUERY_NORM), self._shape_of(_KV_NORM)
-        rows, width = shape
-        if norm is not None:
-            first, name = norm[0], _QUERY_DOWN
-        else:
-            rope = self._args.get("qk_pos_emb_head_dim", self._args.get("qk_rope_head_dim"))
-            if kv_norm is None or type(rope) is not int:
-                raise ProblemError("has the rows of two projections, and nothing shows how many of each")
-            first, name = rows - kv_norm[0] - rope, QUERY
-        if not 0 < first < rows or (kv_norm is not None and rows - first <= kv_norm[0]):
-            raise ProblemError(f"has {rows} rows, which are not those of two projections")
-        return [
-            TensorPart(self.prefix + name, (first, width), (0, 0), (first, width), 0, (width, 1)),
-            TensorPart(
-                self.prefix + KV_DOWN, (rows - first, width), (0, 0), (rows - first, width), first * width, (width, 1)
-            ),
-        ]
+    def _full(self, name: str, cut: int | None) -> tuple[int, ...]:
+        """The shape of a tensor; the last rank may have fewer rows of a vocabulary that was not padded."""
+        shapes = {rank.tensor: shape for rank, shape in self._shapes[name].items()}
+        first, last = shapes[min(shapes)], shapes.get(self._parallel.tp - 1)
+        if cut is None:
+            return first
+        full = [*first]
+        full[cut] *= self._parallel.tp
+        if last is not None and _VOCABULARY.fullmatch(name):
+            full[cut] += last[cut] - first[cut]
+        return tuple(full)
 
     def _shape_of(self, name: str) -> tuple[int, ...] | None:
         return next(iter(self._shapes.get(name, {}).values()), None)
 
-    def _heads(self, name: str, shape: tuple[int, ...], rank: Rank) -> list[TensorPart]:
-        """A part of each head of an up projection."""
-        heads = self._args.get("num_attention_heads")
-        up, number = _HEAD_PARTS[name]
-        shapes = [self._shapes.get(f"self_attention.{part}.weight", {}).get(rank) for part in HEADS[up]]
-        if type(heads) is not int or not heads or heads % self._sizes.tp or None in shapes:
+    def _cuts_down(self) -> bool:
+        """Whether ranks cut down projections; with Transformer Engine's layers, every tensor rank has all of one."""
+        tp = self._parallel.tp
+        if tp == 1:
+            return False
+        for down, up, arg in ((QUERY_DOWN, QUERY_UP, "q_lora_rank"), (KV_DOWN, KV_UP, "kv_lora_rank")):
+            rows, columns = self._shape_of(down), self._shape_of(up)
+            if rows is None or columns is None:
+                continue
+            size = columns[-1]
+            more = 0 if down == QUERY_DOWN else self._args.get("qk_pos_emb_head_dim")
+            if type(more) is int and rows[0] in (size + more, (size + more) // tp):
+                return rows[0] != size + more
+            raise ProblemError(f"has {rows[0]} rows, and {arg} is {size}, which does not show whether it is cut")
+        raise ProblemError("is not beside the projections that show whether it is cut")
+
+    def _joined(self) -> dict[str, tuple[int, ...]]:
+        """The tensors in MindSpeed's one layer of both down projections, or of the queries and a down projection."""
+        rows, width = self._full(QKV, None)
+        norm, kv_norm = self._shape_of(_QUERY_NORM), self._shape_of(_KV_NORM)
+        if norm is not None:
+            first, key = norm[0], QUERY_DOWN
+        else:
+            rope = self._args.get("qk_pos_emb_head_dim", self._args.get("qk_rope_head_dim"))
+            if kv_norm is None or type(rope) is not int:
+                raise ProblemError("has the rows of two projections, and nothing shows how many of each")
+            first, key = rows - kv_norm[0] - rope, QUERY
+        if not 0 < first < rows or (kv_norm is not None and rows - first <= kv_norm[0]):
+            raise ProblemError(f"has {rows} rows, which are not those of two projections")
+        return {key: (first, width), KV_DOWN: (rows - first, width)}
+
+    def _heads(self, name: str, style: Style) -> tuple[dict[str, tuple[int, ...]], Style]:
+        """The up projection that a layer has a part of each head of."""
+        heads, up = self._args.get("num_attention_heads"), _PROJECTION[name]
+        shapes = [self._shape_of(f"self_attention.{part}.weight") for part in HEADS[up]]
+        if type(heads) is not int or not heads or heads % self._parallel.tp or shapes[0] is None or shapes[1] is None:
             raise ProblemError("is a part of each head, and args do not record how many heads there are")
-        here = heads // self._sizes.tp
-        rows = [each[0] for each in shapes if each is not None]
+        here, rows = heads // self._parallel.tp, [shape[0] for shape in shapes if shape is not None]
         if any(count % here for count in rows):
-            raise ProblemError(f"has {shape[0]} rows, which are no part of {here} heads")
-        of_head = [count // here for count in rows]
-        width, size = shape[1], of_head[number]
-        full = (heads * sum(of_head), width)
-        return [
-            TensorPart(
-                self.prefix + up,
-                full,
-                ((rank[0] * here + head) * sum(of_head) + number * of_head[0], 0),
-                (size, width),
-                head * size * width,
-                (width, 1),
-            )
-            for head in range(here)
-        ]
+            raise ProblemError(f"has {rows} rows in both parts, which are none of {here} heads")
+        return {up: (sum(rows) * self._parallel.tp, shapes[0][1])}, style._replace(heads=heads, part=rows[0] // here)
 
-    def _numbered(self, rank: Rank) -> tuple[int, dict[str, tuple[int, ...]]]:
-        """How many experts a rank has as tensors of their own, and the shapes of their two layers."""
-        numbered = self._numbered_of.get(rank)
-        if numbered is None:
-            numbers: dict[str, set[int]] = {}
-            shapes: dict[str, set[tuple[int, ...]]] = {}
-            for name, on_ranks in self._shapes.items():
-                match = _SEQUENTIAL.fullmatch(name) or _GROUPED_TE.fullmatch(name)
-                linear, number = sorted(match.groups(), reverse=True) if match else ("", "")
-                if number and rank in on_ranks:
-                    numbers.setdefault(linear, set()).add(int(number))
-                    shapes.setdefault(linear, set()).add(on_ranks[rank])
-            counts = {linear: len(each) for linear, each in numbers.items()}
-            count = counts.get("linear_fc1", 0)
-            if [*counts.values()] != [count] * 2 or any(each != {*range(count)} for each in numbers.values()):
-                raise ProblemError("is one of experts that are not numbered without gaps, each with both of its layers")
-            if any(len(each) > 1 or len(min(each)) != 2 for each in shapes.values()):
-                raise ProblemError("is one of experts of different shapes")
-            numbered = self._numbered_of[rank] = count, {linear: min(each) for linear, each in shapes.items()}
-        return numbered
+    def _expert(self, name: str, experts: Experts) -> tuple[list[Parameter], Parallel]:
+        """The parameter of an expert, or of all of a rank."""
+        if experts not in self._of_experts:
+            self._of_experts[experts] = self._experts(experts)
+        found, parallel = self._of_experts[experts]
+        if name not in found:
+            raise ProblemError("is one of experts that are not numbered without gaps, each with both of its layers")
+        return [found[name]], parallel
 
-    def _all_experts(self) -> int:
-        """Experts of the model: the router has a row for each."""
+    def _experts(self, experts: Experts) -> tuple[dict[str, Parameter], Parallel]:
+        """The parameters of all experts, and the sizes of their groups."""
         router = self._shape_of(ROUTER)
         if router is None:
             raise ProblemError("is an expert's, and there is no router beside it that shows how many there are")
-        return router[0]
-
-    def _expert_place(self, count: int, rank: Rank) -> tuple[int, int, int]:
-        """The first expert of a rank, which cut of each it has, and the number of cuts."""
-        tp, ep, etp, extended = self._sizes
-        tensor, expert = rank
-        total = self._all_experts()
-        if extended and count * ep * tp == total:
-            return (expert * tp + tensor) * count, 0, 1
-        if count * ep != total:
+        total, (tp, ep, etp, extended) = router[0], self._parallel
+        if experts in _NUMBERED:
+            count, (first, second) = self._numbered(_NUMBERED[experts])
+        else:
+            over = ep * (tp if extended else 1)
+            if total % over:
+                raise ProblemError(f"holds experts, and {total} of them do not divide over {over} ranks")
+            count = total // over
+            first, second = self._together(experts, count)
+        if first[1] != second[0]:
+            raise ProblemError(f"is of experts of {first[1]} columns, and the layer after it has {second[0]} rows")
+        extended = extended and count * ep * tp == total
+        if not extended and count * ep != total:
             raise ProblemError(f"is one of {count} experts here, and there are {total} over {ep} expert ranks")
-        if tp % etp:
+        if not extended and tp % etp:
             raise ProblemError(f"is an expert's, cut over {etp} ranks, more than the {tp} tensor ranks")
-        return expert * count, tensor % etp, etp
+        cuts = 1 if extended else etp
+        keys = [f"mlp.experts.experts.linear_fc{number}.weight" for number in (1, 2)]
+        tensors = {keys[0]: (total, first[0] * cuts, first[1]), keys[1]: (total, second[0], second[1] * cuts)}
+        parallel = self._parallel._replace(extended=extended)
+        module = Module(tensors, parallel, self._style(experts))
+        return {each.name: each for key in keys for each in module.parameters(key)}, parallel
 
-    def _experts(
-        self,
-        linear: str,
-        numbers: range,
-        here: int,
-        shapes: tuple[tuple[int, ...], tuple[int, ...]],
-        rank: Rank,
-        transposed: bool = False,
-    ) -> list[TensorPart]:
-        """The boxes of a layer of some experts, one after the other in a parameter.
+    def _numbered(self, pattern: re.Pattern[str]) -> tuple[int, list[tuple[int, ...]]]:
+        """How many experts a rank has as tensors of their own, and the shapes of their two layers."""
+        numbers: dict[str, set[int]] = {"1": set(), "2": set()}
+        shapes: dict[str, set[tuple[int, ...]]] = {"1": set(), "2": set()}
+        for match in filter(None, map(pattern.fullmatch, self._shapes)):
+            numbers[match["layer"]].add(int(match["number"]))
+            shapes[match["layer"]].update(self._shapes[match[0]].values())
+        count = len(numbers["1"])
+        if any(each != {*range(count)} for each in numbers.values()):
+            raise ProblemError("is one of experts that are not numbered without gaps, each with both of its layers")
+        if any(len(each) > 1 or len(min(each)) != 2 for each in shapes.values()):
+            raise ProblemError("is one of experts of different shapes")
+        return count, [min(each) for each in shapes.values()]
 
-        Args:
-            linear: the layer.
-            numbers: of the experts on the rank.
-            here: experts of the rank.
-            shapes: of the two layers of each expert there.
-            rank: the rank.
-            transposed: a layer is stored by columns.
-        """
-        (rows, width), (height, size) = shapes
-        if width != height:
-            raise ProblemError(f"is of experts of {width} columns, and the layer after it has {height} rows")
-        halves = self._halves_of(rows, size)
-        first, cut, cuts = self._expert_place(here, rank)
-        total, full = self._all_experts(), size * cuts
-        first += numbers.start
-        key = self.prefix + _EXPERTS.format(linear)
-        if linear == "linear_fc2":
-            box = (first, 0, cut * size), (len(numbers), width, size)
-            strides = (width * size, 1, width) if transposed else (width * size, size, 1)
-            return [TensorPart(key, (total, width, full), *box, 0, strides)]
-        strides = (rows * width, 1, rows) if transposed else (rows * width, width, 1)
-        of_half = size if transposed else size * width
-        return [
-            TensorPart(
-                key,
-                (total, halves * full, width),
-                (first, half * full + cut * size, 0),
-                (len(numbers), size, width),
-                half * of_half,
-                strides,
-            )
-            for half in range(halves)
-        ]
-
-    def _expert(self, linear: str, number: int, rank: Rank) -> list[TensorPart]:
-        """One expert's layer as a tensor of its own."""
-        count, shapes = self._numbered(rank)
-        both = shapes["linear_fc1"], shapes["linear_fc2"]
-        return self._experts(linear, range(number, number + 1), count, both, rank)
-
-    def _stacked(self, linear: str, rank: Rank) -> list[TensorPart]:
-        """The experts of a rank as one tensor, in their order."""
-        names = [f"mlp.experts.linear_fc{number}.weight" for number in (1, 2)]
-        shapes = [self._shapes.get(name, {}).get(rank) for name in names]
-        count = self._experts_here()
-        stacked: list[tuple[int, int]] = []
-        for shape in shapes:
-            rows = 0 if shape is None else math.prod(shape[:-1])
-            if shape is None or len(shape) not in (2, 3) or rows % count or (len(shape) == 3 and shape[0] != count):
-                raise ProblemError(f"is a stack of {count} experts of the shapes {shapes}")
-            stacked.append((rows // count, shape[-1]))
-        return self._experts(linear, range(count), count, (stacked[0], stacked[1]), rank)
-
-    def _experts_here(self) -> int:
-        over = self._sizes.ep * (self._sizes.tp if self._sizes.extended else 1)
-        total = self._all_experts()
-        if total % over:
-            raise ProblemError(f"holds experts, and {total} of them do not divide over {over} ranks")
-        return total // over
-
-    def _transposed(self, number: int, rank: Rank) -> list[TensorPart]:
-        """The experts of a rank in GroupedMLP's order: transposed layers, one after the other, whatever its shape."""
-        shapes = [self._shapes.get(f"mlp.experts.weight{each}", {}).get(rank) for each in (1, 2)]
-        if shapes[0] is None or shapes[1] is None or len(shapes[0]) != 2 or len(shapes[1]) != 2:
-            raise ProblemError("is not beside the other weights of the same experts")
-        (width, columns), (rows, height) = shapes[0], shapes[1]
-        count = self._experts_here()
-        if columns % count or rows % count:
-            raise ProblemError(f"has the experts' shapes {shapes}, which are none of {count} experts")
-        both = (columns // count, width), (height, rows // count)
-        return self._experts(f"linear_fc{number}", range(count), count, both, rank, transposed=True)
-
-
-def is_of_expert(name: str) -> bool:
-    """Whether a parameter, by its live name, is one of experts."""
-    return ".experts." in name
-
-
-def is_decayed(name: str, shape: Sequence[int]) -> bool:
-    """Whether Megatron's optimizer decays a parameter, by its live name and its shape on a rank."""
-    return not (name.endswith(".bias") or len(shape) == 1)
-
-
-def _check_same(shapes: Mapping[int, tuple[int, ...]]) -> None:
-    if len({*shapes.values()}) > 1:
-        raise ProblemError("has different shapes on different ranks, which should hold all of it")
-
-
-def _whole(key: str, shape: tuple[int, ...]) -> TensorPart:
-    return TensorPart(key, shape, (0,) * len(shape), shape, 0, c_strides(shape))
+    def _together(self, experts: Experts, count: int) -> list[tuple[int, ...]]:
+        """The shapes of the two layers of an expert in parameters of all experts of a rank."""
+        shapes = [self._shape_of(name) for name in _TOGETHER[experts]]
+        result: list[tuple[int, ...]] = []
+        for number, shape in enumerate(shapes):
+            dimensions = (2,) if experts is Experts.FUSED else (2, 3)
+            if shape is None or len(shape) not in dimensions or (len(shape) == 3 and shape[0] != count):
+                raise ProblemError(f"has the shapes {shapes}, which are not those of both layers of {count} experts")
+            # Each is transposed where they are fused, in rows of the second and in columns of the first.
+            rows, columns = math.prod(shape[:-1]), shape[-1]
+            many, other = (columns, rows) if experts is Experts.FUSED and not number else (rows, columns)
+            if many % count:
+                raise ProblemError(f"has the shapes {shapes}, which are not those of both layers of {count} experts")
+            many //= count
+            result.append((other, many) if experts is Experts.FUSED and number else (many, other))
+        return result
 
 
 def strides_in(part: TensorPart, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
@@ -460,35 +289,16 @@ _NO_PARAMETERS = ("expert_bias", "local_tokens_per_expert", "_extra_state")
 _MTP_NORM = re.compile(r"mtp\.final_layernorms\.([0-9]{1,6})\.(weight|bias)")
 
 
-class LiveName(NamedTuple):
-    """A live name in two parts.
-
-    Attributes:
-        layer: the local number of a decoder layer; None for others.
-        prefix: of keys; for a decoder layer that of a layer without its number.
-        name: within the layer, or within the model outside of layers.
-    """
-
-    layer: int | None
-    prefix: str
-    name: str
-
-
-def parse(name: str) -> LiveName:
-    """The parts of a live name, with MindSpeed's and older names replaced by Megatron's of today's keys."""
-    match = LAYER.fullmatch(name)
-    if match and match[1]:
-        return LiveName(int(match[1]), "decoder.layers.", match[2])
-    match = MTP.fullmatch(name)
-    if match:
-        prefix, inner = f"mtp.layers.{match[1]}.", MTP_INNER.fullmatch(match[2])
-        return LiveName(None, f"{prefix}transformer_layer.", inner[1]) if inner else LiveName(None, prefix, match[2])
+def parse(name: str) -> Place:
+    """The place of a live name, with MindSpeed's and older names replaced by Megatron's of today's keys."""
     match = _MTP_NORM.fullmatch(name)
     if match:
-        return LiveName(None, f"mtp.layers.{match[1]}.", f"final_layernorm.{match[2]}")
-    if name.startswith("final_layernorm."):
-        return LiveName(None, "", f"decoder.{name}")
-    return LiveName(None, "", name)
+        return place_of(f"mtp.layers.{match[1]}.final_layernorm.{match[2]}")
+    if name.startswith("encoder."):
+        return Place("", None, name)
+    place = place_of(f"decoder.{name}" if name.startswith("final_layernorm.") else name)
+    # Live modules have another name from core 0.17 on; keys have the old one.
+    return place._replace(prefix=place.prefix.replace("mtp_model_layer.", "transformer_layer."))
 
 
 def is_parameter(name: str) -> bool:

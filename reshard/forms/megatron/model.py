@@ -11,7 +11,7 @@ from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.dtypes import TORCH_NAMES
 from reshard.checkpoints.formats.pickles import inert_class
 from reshard.errors import CheckpointError, NamesError
-from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE
+from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE, place_of
 from reshard.forms.megatron.origin import keeps_numbers
 from reshard.layout.views import View
 from reshard.text.messages import listing, quoted
@@ -22,9 +22,6 @@ STATES = ("exp_avg", "exp_avg_sq", "param")
 EXTRA = "_extra_state"
 """The last part of the name of an object that belongs to a module of Transformer Engine."""
 
-_NUMBERED = re.compile(r"(?:decoder|encoder)\.layers\.([0-9]+)\.")
-_MTP = re.compile(r"mtp\.layers\.([0-9]+)\.")
-_STACKED = re.compile(r"(?:decoder|encoder)\.layers\.(?![0-9]+\.)")
 _ALL_EXPERTS = re.compile(r"\.experts\.experts\.(?![0-9]+\.)")
 # Models of one kind of layer, and those beside which there are others.
 _SIZED, _OTHER_MODEL = re.compile(r"(?:decoder|embedding|output_layer|mtp)\."), re.compile(r"encoder\.")
@@ -129,7 +126,7 @@ class Model:
     @property
     def keeps_numbers(self) -> bool:
         """Whether names have the numbers of layers."""
-        return any(map(_NUMBERED.match, self.weights))
+        return any(place_of(name).layer is not None for name in self.weights)
 
     def content(self) -> dict[str, bool]:
         """What Megatron has to know of the names to ask for the same."""
@@ -217,10 +214,10 @@ class Model:
         if layers and uniform:
             name, count = layers[0]
             self._compare(path, "num_layers", _argument("num_layers")(args), count, name)
-        mtp = [int(match[1]) for match in map(_MTP.match, self.weights) if match]
+        mtp = 1 + max((-1 if place.mtp is None else place.mtp for place in map(place_of, self.weights)), default=-1)
         if mtp:
-            self._compare(path, "mtp_num_layers", _argument("mtp_num_layers")(args), max(mtp) + 1, "mtp.layers.*")
-        stacked = [*filter(_STACKED.match, self.weights)]
+            self._compare(path, "mtp_num_layers", _argument("mtp_num_layers")(args), mtp, "mtp.layers.*")
+        stacked = [name for name in self.weights if place_of(name).is_stacked]
         if stacked and self.keeps_numbers:
             raise CheckpointError(
                 f"{self._place}: holds a key for each layer, and {quoted(stacked[0])} of all layers",
@@ -260,10 +257,12 @@ class Model:
 
     def _layers(self) -> Iterator[tuple[str, int]]:
         """The number of layers, and a name that shows it."""
-        for name in self.weights:
-            if _STACKED.match(name):
+        numbers: dict[int, str] = {}
+        for name, place in zip(self.weights, map(place_of, self.weights)):
+            if place.is_stacked:
                 yield name, self.tensors[name].shape[0]
-        numbers = {int(match[1]): name for name in self.weights for match in [_NUMBERED.match(name)] if match}
+            elif place.layer is not None:
+                numbers[place.layer] = name
         if numbers:
             yield numbers[max(numbers)], max(numbers) + 1
 
@@ -299,7 +298,7 @@ class Model:
             if parameter not in (*_PARAMETERS, *_APART) or _WITHOUT_OBJECT.search(module):
                 continue
             shape = self.tensors[name].shape
-            axes = sum(1 for each in (_STACKED.match(name), _ALL_EXPERTS.search(name)) if each)
+            axes = sum(map(bool, (place_of(name).is_stacked, _ALL_EXPERTS.search(name))))
             modules = [module]
             if module.endswith(".self_attention.linear_proj"):
                 # Attention itself has an object, and no parameter.

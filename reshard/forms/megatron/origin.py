@@ -13,7 +13,8 @@ from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.errors import CheckpointError
 from reshard.forms.megatron.arguments import arguments_of
 from reshard.forms.megatron.common import Common, common_of, read_common, stored_in
-from reshard.forms.megatron.form import LEGACY, MEGATRON, choose
+from reshard.forms.megatron.iterations import choose
+from reshard.forms.megatron.keys import LEGACY, MEGATRON
 from reshard.forms.pytorch.dcp import read_metadata
 from reshard.forms.pytorch.form import METADATA
 from reshard.storage import is_directory, read_json, status_at

@@ -12,26 +12,14 @@ from reshard.checkpoints.formats.archives import Archive, Elements, is_tensor, p
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
 from reshard.forms.form import ReadRequest
 from reshard.forms.megatron.common import Common, common_in, is_named
-from reshard.forms.megatron.legacy_state import Flat, Plain, flat_buffers, plain_groups
-from reshard.forms.megatron.live import Rank
+from reshard.forms.megatron.legacy_state import JoinedBuffer, Plain, flat_buffers, plain_groups
+from reshard.forms.megatron.placing import Rank
 from reshard.forms.megatron.problems import ProblemError
 from reshard.storage import reading, status_at
 
 HINT = "copy the checkpoint again, or take another step"
 OPTIMIZER_FILE = "distrib_optim.pt"
 _KEPT = ("checkpoint_version", "iteration", "args")
-
-
-class Place(NamedTuple):
-    """The ranks of a directory."""
-
-    tensor: int
-    stage: int
-    expert: int
-
-    @property
-    def rank(self) -> Rank:
-        return self.tensor, self.expert
 
 
 class OptimizerFile(NamedTuple):
@@ -50,7 +38,7 @@ class OptimizerFile(NamedTuple):
     path: str = ""
     size: int = 0
     groups: Sequence[Sequence[Plain]] = ()
-    flats: Sequence[Sequence[Flat] | None] = ()
+    flats: Sequence[Sequence[JoinedBuffer] | None] = ()
     saved: bool = False
     problem: InputError | None = None
     refusal: str | None = None
@@ -66,7 +54,7 @@ class RankFile(NamedTuple):
         others: live names of entries that are no tensors, each with what it is.
         common: its common state.
         optimizer: the state of its optimizer.
-        place: its ranks, by the name of its directory among all of them.
+        rank: the rank, by the name of its directory among all of them.
     """
 
     path: str
@@ -75,7 +63,7 @@ class RankFile(NamedTuple):
     others: Mapping[str, str]
     common: Common
     optimizer: OptimizerFile
-    place: Place = Place(0, 0, 0)
+    rank: Rank = Rank(0)
 
 
 def read_file(path: str, request: ReadRequest) -> RankFile | InputError:

@@ -13,9 +13,6 @@ from typing import Any, NamedTuple
 from reshard.checkpoints.formats.pickles import PickledInstance
 from reshard.forms.megatron.problems import ProblemError
 
-Chunk = tuple[int | None, ...]
-"""Per local number of a layer its number in the model; None where MindSpeed's models have a layer that does nothing."""
-
 _LAYOUT = "pipeline_model_parallel_layout"
 _REPEATED = (re.compile(r"\(([^()]*)\)\*([0-9]{1,6})"), re.compile(r"(.)\*([0-9]{1,6})"))
 _MAX_LAYOUT = 1 << 16
@@ -25,11 +22,12 @@ class Stages(NamedTuple):
     """Layers by rank of the pipeline and by chunk.
 
     Attributes:
-        chunks: per rank of the pipeline its chunks.
+        chunks: per rank of the pipeline its chunks, and per local number of a layer there its number in the model; None
+            where MindSpeed's models have a layer that does nothing.
         layer_count: layers of the model.
     """
 
-    chunks: tuple[tuple[Chunk, ...], ...]
+    chunks: tuple[tuple[tuple[int | None, ...], ...], ...]
     layer_count: int
 
     def layer(self, rank: int, chunk: int, local: int) -> int | None:

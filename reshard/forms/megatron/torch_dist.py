@@ -19,8 +19,7 @@ from reshard.forms.form import ReadRequest
 from reshard.forms.megatron.blocks import unblock
 from reshard.forms.megatron.bucket_state import name_state
 from reshard.forms.megatron.common import Common, common_object, read_common, steps_of, stored_file, stored_in
-from reshard.forms.megatron.form import TORCH_DIST
-from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE, weight_of
+from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE, TORCH_DIST, weight_of
 from reshard.forms.megatron.proofs import CURE, MASTERS, proofs, refuse_unproved
 from reshard.forms.pytorch.dcp import ReadMetadata, StoredValue, checkpoint_of, incomplete, read_metadata
 from reshard.forms.pytorch.form import BACKEND, COMMON, METADATA

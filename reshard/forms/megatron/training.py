@@ -15,7 +15,7 @@ from reshard.checkpoints.formats.pickles import NAMESPACE, Global, PickledInstan
 from reshard.errors import CheckpointError
 from reshard.forms.form import WriteRequest
 from reshard.forms.megatron.arguments import arguments_of
-from reshard.forms.megatron.form import LEGACY
+from reshard.forms.megatron.keys import LEGACY
 from reshard.forms.megatron.model import Model
 from reshard.forms.megatron.origin import OPTIMIZER, origin_of
 from reshard.forms.writing import without_step
@@ -53,28 +53,35 @@ class Training(NamedTuple):
     others: Mapping[str, Any]
 
     def state(self) -> dict[str, Any]:
-        """The common state, as `pickles.pickled` takes it."""
+        """The common state of ``torch_dist``, as `pickles.pickled` takes it."""
         content: dict[str, Any] = {**self.content, "chained_optim_avoid_prefix": True}
-        state: dict[str, Any] = {
+        if self.optimizers is None:
+            return {**self.common({}, None), "content_metadata": content}
+        each = [
+            {"optimizer": {"param_groups": [*map(dict, groups)]}, "param_state_sharding_type": FULLY_RESHARDABLE}
+            for groups in self.optimizers
+        ]
+        content = {
+            "distrib_optim_sharding_type": FULLY_RESHARDABLE,
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            **content,
+        }
+        return {**self.common({}, each[0] if len(each) == 1 else dict(enumerate(each))), "content_metadata": content}
+
+    def common(self, models: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
+        """The common state, with models by the keys of their chunks, and the optimizer's state; None without one."""
+        state = {
             "args": inert(NAMESPACE, state=dict(self.args)),
             "checkpoint_version": 3.0,
             "iteration": self.iteration or 0,
             **self.others,
+            **models,
         }
-        if self.optimizers is not None:
-            content = {
-                "distrib_optim_sharding_type": FULLY_RESHARDABLE,
-                "distrib_optim_fully_reshardable_mem_efficient": False,
-                **content,
-            }
-            each = [
-                {"optimizer": {"param_groups": [*map(dict, groups)]}, "param_state_sharding_type": FULLY_RESHARDABLE}
-                for groups in self.optimizers
-            ]
-            state["optimizer"] = each[0] if len(each) == 1 else dict(enumerate(each))
+        if optimizer is not None:
+            state["optimizer"] = optimizer
             if self.schedule is not None:
                 state["opt_param_scheduler"] = dict(self.schedule)
-        return {**state, "content_metadata": content}
+        return state
 
 
 def training_of(checkpoint: Checkpoint, model: Model, step: int | None, request: WriteRequest) -> Training:

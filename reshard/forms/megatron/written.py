@@ -14,7 +14,7 @@ from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.archives import archive_of_pickle
 from reshard.checkpoints.formats.pickles import pickled
 from reshard.forms.form import WriteRequest
-from reshard.forms.megatron.form import MEGATRON
+from reshard.forms.megatron.keys import MEGATRON
 from reshard.forms.megatron.model import EXTRA, Model
 from reshard.forms.megatron.training import Training, training_of
 from reshard.forms.pytorch.dcp_written import BACKEND_CONTENT, DcpFiles
