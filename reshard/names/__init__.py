@@ -14,7 +14,7 @@ from reshard.names.frameworks import (
     trainer_keys,
     trainer_names,
 )
-from reshard.names.operations import SizedOperation, repeated
+from reshard.names.operations import SizedOperation, viewed
 from reshard.names.rules import HUB_SIDE, NameRules, possible_options, with_options
 from reshard.names.sizes import Configuration, merged
 from reshard.names.tables import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from reshard.text.messages import Report, as_pattern, listing, plural, quoted
 from reshard.text.names import is_training_value
 
 if TYPE_CHECKING:
-    from reshard.names import Applied, NameRules
+    from reshard.names import Applied, NameRules, SizedOperation
     from reshard.quantised import Quantisation
 
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
@@ -228,29 +228,31 @@ class _Editing:
         applied = apply_rules(renames, shapes, optimizer=True, values=values)
         new_names = {view.sources[0]: name for name, view in applied.views.items()}
         self.unseen = {name: None if old is None else new_names.get(old) for name, old in self.unseen.items()}
-        present = {name: view for name, view in applied.views.items() if name not in self.unseen_names}
-        self._apply(replace(applied, views=present))
+        present = tuple(step for step in applied.steps if self.unseen_names.isdisjoint(step.targets))
+        self._apply(replace(applied, steps=present))
 
     def _apply(self, applied: Applied) -> None:
         """Set the tensors and values after rules; refuse rules that take an entry without a layout."""
         recipes: dict[str, Recipe] = {}
         values: set[str] = set()
-        packed = self._repeated(applied) if any(recipe.view is not None for recipe in self.recipes.values()) else {}
-        for name, (_, sources, view) in applied.views.items():
-            no_layout = next((source for source in sources if source not in self.recipes), None)
-            if name in packed:
-                recipes[name] = packed[name]
-            elif no_layout is None:
-                recipes[name] = self._packed(sources, view)
-            elif sources == (name,) and view.is_all_of(_stored(self._checkpoint, name).shape):
-                values.add(name)
-            else:
-                raise CheckpointError(
-                    f"{quoted(name)} would be made of {quoted(no_layout)}, whose layout is unknown",
-                    parameter=no_layout,
-                    hint=f"values keep their names: remove the rule or --rename that matches {no_layout}, or drop it "
-                    "by a rule",
-                )
+        # Layers are made alike.
+        known: dict[object, Sequence[tuple[tuple[int, ...], View]]] = {}
+        for step in applied.steps:
+            loose = {source for source in step.sources if source not in self.recipes}
+            operands = [self.recipes.get(source) or Recipe((source,)) for source in step.sources]
+            for name, recipe in zip(step.targets, self._made(step.operations, operands, known)):
+                no_layout = next((source for source in recipe.sources if source in loose), None)
+                if no_layout is None:
+                    recipes[name] = recipe
+                elif recipe == Recipe((name,)):
+                    values.add(name)
+                else:
+                    raise CheckpointError(
+                        f"{quoted(name)} would be made of {quoted(no_layout)}, whose layout is unknown",
+                        parameter=no_layout,
+                        hint=f"values keep their names: remove the rule or --rename that matches {no_layout}, or drop "
+                        "it by a rule",
+                    )
         for names, reason in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, _STATE)):
             if names:
                 self._report.note(f"{len(names)} {reason}: " + listing(sorted(names)))
@@ -258,45 +260,44 @@ class _Editing:
             self._report.note(note)
         self.recipes, self.values = recipes, values
 
-    def _packed(self, sources: Sequence[str], view: View) -> Recipe:
-        """A tensor that rules make of whole tensors, or an unchanged one."""
-        first = self.recipes[sources[0]]
-        if len(sources) == 1 and view.is_all_of(self._shape(first)):
-            return first
-        # Those of views are made by `_repeated`, unless another operand has no layout.
-        part = next((source for source in sources if self.recipes[source].view is not None), None)
-        if part is not None:
-            raise CheckpointError(f"{quoted(part)} is already made of parts of tensors", parameter=part)
-        return Recipe(tuple(self.recipes[source].sources[0] for source in sources), view)
+    def _made(
+        self,
+        operations: Sequence[SizedOperation],
+        operands: Sequence[Recipe],
+        known: dict[object, Sequence[tuple[tuple[int, ...], View]]],
+    ) -> Iterable[Recipe]:
+        """The tensors that operations make of others, which may be parts of several in files."""
+        if not operations:
+            return operands
+        # Loaded only here: most conversions have no rules.
+        from reshard.names import viewed
 
-    def _repeated(self, applied: Applied) -> dict[str, Recipe]:
-        """The tensors that rules make of tensors which are views themselves: operations repeated on these views."""
-        from reshard.names import repeated
-
-        # Layers that are made alike.
-        made: dict[tuple[object, ...], list[tuple[tuple[int, ...], View]]] = {}
-        recipes: dict[str, Recipe] = {}
-        for step in applied.steps:
-            operands = [self.recipes.get(source) for source in step.sources]
-            if not step.operations or None in operands or all(each is None or each.view is None for each in operands):
-                continue
-            operands_of = [each for each in operands if each is not None]
-            stored = [*dict.fromkeys(itertools.chain.from_iterable(each.sources for each in operands_of))]
-            number_of = {name: number for number, name in enumerate(stored)}
-            views: Sequence[View] = [
-                self._view(each).with_sources([number_of[name] for name in each.sources]) for each in operands_of
+        stored = [*dict.fromkeys(itertools.chain.from_iterable(each.sources for each in operands))]
+        number_of = {name: number for number, name in enumerate(stored)}
+        parts = [
+            (self._shape(each) if each.view is None else each.view, tuple(number_of[name] for name in each.sources))
+            for each in operands
+        ]
+        key = (operations, *parts)
+        if key not in known:
+            views = [
+                (part if isinstance(part, View) else View.whole(0, part)).with_sources(numbers)
+                for part, numbers in parts
             ]
-            key = (step.operations, *views)
-            if key not in made:
-                for operation in step.operations:
-                    views = repeated(operation, views)
-                made[key] = [view.with_needed_sources() for view in views]
-            for target, (numbers, view) in zip(step.targets, made[key]):
-                recipes[target] = Recipe(tuple(stored[number] for number in numbers), view)
-        return recipes
+            known[key] = [view.with_needed_sources() for view in viewed(operations, views)]
+        made = []
+        for numbers, view in known[key]:
+            sources = tuple(stored[number] for number in numbers)
+            is_whole = len(sources) == 1 and view.is_all_of(self._shape_in_files(sources[0]))
+            made.append(Recipe(sources, None if is_whole else view))
+        return made
 
-    def _view(self, recipe: Recipe) -> View:
-        return View.whole(0, self._shape(recipe)) if recipe.view is None else recipe.view
+    def _shape(self, recipe: Recipe) -> tuple[int, ...]:
+        return self._shape_in_files(recipe.sources[0]) if recipe.view is None else recipe.view.shape
+
+    def _shape_in_files(self, name: str) -> tuple[int, ...]:
+        tensor = self._checkpoint.tensors.get(name)
+        return tuple(_stored(self._checkpoint, name).shape if tensor is None else tensor.shape)
 
     def check_types(self) -> None:
         """Refuse tensors of mixed types, and views that divide a byte."""
@@ -317,9 +318,6 @@ class _Editing:
         shapes = {name: self._shape(recipe) for name, recipe in self.recipes.items()}
         shapes.update((name, _stored(self._checkpoint, name).shape) for name in self.values)
         return shapes
-
-    def _shape(self, recipe: Recipe) -> tuple[int, ...]:
-        return self._checkpoint.tensors[recipe.sources[0]].shape if recipe.view is None else recipe.view.shape
 
 
 def _packing(edits: EditRules, table: NameRules, applied: Applied) -> tuple[str, ...]:

@@ -348,6 +348,8 @@ def test_a_second_table_on_unmapped_tensors_gets_no_certificate(tmp_path: Path) 
     case = mcore_case("td_moe_fully")
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "unified", "--verify"]
 
+    made = _Editing._made
+
     def whole(self: Any, recipe: Any) -> View:
         shape = self._shape(recipe)
         stored = self._checkpoint.tensors[recipe.sources[0]].shape
@@ -358,7 +360,20 @@ def test_a_second_table_on_unmapped_tensors_gets_no_certificate(tmp_path: Path) 
             corner = corner.part(dimension, 0, min(size, stored[dimension]))
         return corner.reshape(shape)
 
-    with mock.patch.object(_Editing, "_view", whole):
+    def of_whole(self: Any, operations: Any, operands: Any, known: Any) -> Any:
+        return made(
+            self,
+            operations,
+            [
+                each if each.view is None else each._replace(sources=each.sources[:1], view=whole(self, each))
+                for each in operands
+            ]
+            if operations
+            else operands,
+            known,
+        )
+
+    with mock.patch.object(_Editing, "_made", of_whole):
         result = reshard(*words, "--names", family(case, options=True), "--config", config_of(case, tmp_path))
     assert result.status != 0
 
