@@ -13,9 +13,9 @@ MINDSPORE = 2.7.0
 MINDFORMERS = 1.8.0 1.9.0 2.0.0 2.1.0
 MINDFORMERS_MINDSPORE = 2.10.0
 TORCH = torch==2.13.0
-TRANSFORMERS = transformers==5.23.0
+TRANSFORMERS = transformers==5.24.0
 COMPRESSED = compressed-tensors==0.20.0
-MEGATRON = 0.16.1 0.14.0 0.12.1
+MEGATRON = 0.19.2 0.16.1 0.14.0 0.12.1
 # A process more than processors, as tests also wait; four at the most, since the long tests take gigabytes each.
 WORKERS = $(shell cpus=$$(nproc 2>/dev/null || echo 3); echo $$((cpus < 4 ? cpus + 1 : 4)))
 PYTEST = -m pytest --numprocesses $(WORKERS) --dist worksteal
@@ -30,7 +30,7 @@ help:
 	@echo 'make test-all      all tests'
 	@echo 'make check         ruff and mypy'
 	@echo 'make conformance   the tests against real MindSpores $(MINDSPORE) and $(MINDFORMERS_MINDSPORE), MindFormers $(MINDFORMERS),'
-	@echo '                   and Megatron-Core $(MEGATRON), in environments of their own (10 minutes and 8 GB of disk the first time)'
+	@echo '                   and Megatron-Core $(MEGATRON), in environments of their own (10 minutes and 12 GB of disk the first time)'
 	@echo 'make conformance-megatron   those against Megatron-Core alone (needs torch, which on x86 may bring CUDA along)'
 	@echo 'make conformance-transformers   those against Hugging Face transformers and torch (needs torch, which on x86 may bring CUDA along)'
 	@echo 'make package       build wheel and source distribution, and use them in environments with nothing else; the steps of'
@@ -42,7 +42,7 @@ help:
 	@echo 'make clean         remove environments, caches and what the demo wrote'
 	@echo
 	@echo 'PYTHON=python3.x   the Python to use (now: $(PYTHON))'
-	@echo 'MATRIX="3.10 3.13"  what make matrix tests; --skip-absent before it leaves out Pythons that are not here'
+	@echo 'MATRIX="3.10-oldest 3.13"  what make matrix tests; --skip-absent before it leaves out Pythons that are not here'
 
 demo:
 	@.ci/venv $(VENV) $(PYTHON) -
@@ -84,9 +84,10 @@ conformance:
 	@.ci/ceph || echo 'Ceph is not installed, which takes apt and root: the tests of its gateway skip.' >&2
 	@RESHARD_CONFORMANCE=1 $(CONFORMANCE)/bin/python -m pytest -W default tests/conformance
 
+# Megatron-Core 0.17 and newer need Python 3.12; with an older one they are left out.
 .PHONY: $(WITH_MEGATRON)
 $(WITH_MEGATRON):
-	@python=$$(.ci/find-python $(PYTHON) 3.11 3.12 3.10) && .ci/megatron $(WITH_MEGATRON) "$$python" $(MEGATRON) -- $(TORCH) $(TRANSFORMERS) || \
+	@python=$$(.ci/find-python $(PYTHON) 3.12 2>/dev/null || .ci/find-python $(PYTHON) 3.11 3.10) && .ci/megatron $(WITH_MEGATRON) "$$python" $(MEGATRON) -- $(TORCH) $(TRANSFORMERS) || \
 		echo 'Megatron-Core is left out, see above: the tests that ask it skip.' >&2
 
 conformance-megatron: $(WITH_MEGATRON)

@@ -34,7 +34,7 @@ MIN_SHOWN = 0.1
 
 def summary_json(summary: Summary) -> dict[str, Any]:
     """A summary as `--json` prints it."""
-    return {name: value for name, value in vars(summary).items() if name not in ("target_files", "all_names")}
+    return {name: value for name, value in vars(summary).items() if name not in ("target_files", "kept", "all_names")}
 
 
 def contents_words(summary: Summary) -> str:

@@ -294,6 +294,7 @@ class Prepared:
         ended = time.monotonic()
         summary = self._summary(work)
         summary.manifest = manifest
+        summary.kept = set() if self.state.directory is None else self.state.directory.kept
         summary.bytes_written = nbytes
         summary.replicas = self.replicas
         summary.phases = Phases(self._planned - self._started, self._checked - self._planned, ended - began)

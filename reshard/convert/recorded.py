@@ -110,7 +110,7 @@ def edits_of_target(request: Request, plan: Identity | None, report: Report) -> 
 
     Args:
         request: the conversion.
-        plan: the directory's recorded identity; None without records.
+        plan: the directory's recorded identity; None without records: then those of `convert` without options.
         report: gets a note about their origin.
 
     Raises:
@@ -119,12 +119,17 @@ def edits_of_target(request: Request, plan: Identity | None, report: Report) -> 
     """
     src, out, asked = request.src, request.dst, request.asked.edits
     edits = edit_rules(
-        src, asked, None if plan is None else request.to, request.asked.source.step, request.asked.target
+        src, asked, None if is_copy(request, plan) else request.to, request.asked.source.step, request.asked.target
     )
     if plan is not None and plan.edits and not asked.changes:
         # Between some forms names change without an option.
         return _given(edits, plan) or _recorded(out, src, plan, report)
     return edits
+
+
+def is_copy(request: Request, plan: Identity | None) -> bool:
+    """Whether a directory has its source's names: without records and options, one of the same form."""
+    return plan is None and not request.asked.edits.changes and request.form.name == request.to.name
 
 
 def with_records(out: str, asked: Conversion, to: Form, plan: Identity, report: Report) -> Conversion:

@@ -12,7 +12,7 @@ from reshard.source_replicas import ReplicaCheck
 from reshard.text.names import KINDS, Total, kind_of
 
 _NOT_SHOWN = frozenset(
-    ["files", "target_files", "copied", "excluded", "all_names", "left_out", "missing", "unholdable"]
+    ["files", "target_files", "kept", "copied", "excluded", "all_names", "left_out", "missing", "unholdable"]
 )
 
 
@@ -40,6 +40,7 @@ class Summary:
         target_files: file of every requested rank, of this or an earlier run.
         done_before: requested target ranks that an earlier run of the same conversion wrote.
         manifest: the manifest, if every rank of the target strategy is written.
+        kept: other files than the source's that the directory held beside the weights, and keeps.
         bytes_written: size of these files together.
         source_ranks: source ranks whose headers were read.
         recovered: ranks that were lost or damaged, when recovering.
@@ -68,6 +69,7 @@ class Summary:
         self.target_files: dict[int, str] = {}
         self.done_before: list[int] = []
         self.manifest: str | None = None
+        self.kept: Collection[str] = ()
         self.bytes_written = 0
         self.source_ranks: list[int] = []
         self.recovered: list[int] = []

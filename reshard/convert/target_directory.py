@@ -101,6 +101,7 @@ class TargetDirectory:
         self._damaged = damaged
         self._plan = plan
         self._report = report
+        self.kept: set[str] = set()
         self._root = request.dst
         self._everything = range(plan.form.count)
         self._requested = requested
@@ -466,6 +467,7 @@ class TargetDirectory:
         if self._overwrite or file.name in _marks(self._identity) or not exists(path):
             return False
         if not _holds(path, _size(file), file.make()):
+            self.kept.add(file.name)
             self._report.warn(
                 f"{path}: existing file kept, although the source has another one (to replace it: --overwrite)"
             )

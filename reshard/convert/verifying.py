@@ -13,7 +13,7 @@ from reshard.asked import Conversion, Effort, Task
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.convert.ends import with_ends
-from reshard.convert.recorded import edits_of_target, other_source, with_records
+from reshard.convert.recorded import edits_of_target, is_copy, other_source, with_records
 from reshard.convert.summary import Summary
 from reshard.errors import CheckpointError, InputError, NamesError, TargetError, UsageError
 from reshard.execute import Budget, Progress
@@ -78,7 +78,8 @@ def verify_written(
     step = recorded_step(request.src, request.form.name, summary.step)
     request = _at(request, step, tuple(files) if by_rank else None)._replace(edits=between_forms(request))
     with reading_sources(request.asked.effort, progress, report) as (means, crcs):
-        conversion = Verified(request, files, partial(read_source, handles=means.handles, report=report), True, adapter)
+        reader = partial(read_source, handles=means.handles, report=report)
+        conversion = Verified(request, files, reader, True, adapter, kept=summary.kept)
         return verify_conversion(conversion, means, report, crcs)
 
 
@@ -130,12 +131,13 @@ def verify_with_source(asked: Conversion, means: Means, report: Report, crcs: Re
             step = recorded_step(src, request.form.name, plan.step)
         edits = edits_of_target(request, plan, report)
         request = _at(request.with_edits(edits), step, ranks)
-        if plan is not None:
+        if not is_copy(request, plan):
             request = request._replace(edits=between_forms(request))
         with contextlib.ExitStack() as stack:
             if by_rank and request.form.options.by_rank and edits.is_empty:
                 stack.enter_context(hint_of_swap(request.source, request.target, request.asked.source, means.handles))
-            conversion = Verified(request, files, partial(read_source, handles=means.handles, report=report))
+            reader = partial(read_source, handles=means.handles, report=report)
+            conversion = Verified(request, files, reader, recorded=plan is not None)
             try:
                 differing = verify_conversion(conversion, means, report, crcs)
             except (NamesError, UsageError) as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -17,10 +18,13 @@ from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import INT4
+from reshard.checkpoints.formats.pickles import read_pickle
+from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import DamagedCheckpointError, IncompleteSourceError, LayoutError
 from reshard.forms.form import Layouts
+from reshard.forms.pytorch.form import COMMON, METADATA
 from reshard.forms.registry import form_named
-from reshard.storage import read_range, reading
+from reshard.storage import is_regular_file, read_range, read_small, reading
 from reshard.strategies import Stage, Strategy
 from reshard.text.messages import number_ranges, quoted, rank_ranges
 from reshard.text.names import is_training_value
@@ -202,6 +206,7 @@ class TargetComparison:
             self._add("content", name, "differs from the source", numbers)
 
 
+_NUMBERED = re.compile(r"model-(\d{5,})-of-(\d{5,})\.safetensors")
 _OPTIMIZER_FILE = re.compile(r"opt-\d{7}-\d{7}\.")
 """Names of files of optimizer state in Checkpoint 2.0, which have the training's values."""
 
@@ -246,6 +251,16 @@ class _Files(TargetComparison):
         for name in self._written.holders.keys() - {*self._names, *self._value_files, *self._counters}:
             detail = "is not expected in this file by the source and the strategies"
             self._add("extra", name, detail, self._written.holders[name])
+        paths = self._written.checkpoint.files
+        common = os.path.join(self._written.checkpoint.place, COMMON)
+        for name in self._counters & self._written.holders.keys() if is_regular_file(common) else ():
+            others = [number for number in self._written.holders[name] if paths[number] != common]
+            if others:
+                self._add("extra", name, f"is a tensor, and a number in {COMMON}", others)
+        numbered = (_NUMBERED.fullmatch(os.path.basename(path)) for path in paths.values())
+        numbers = sorted((int(match[1]), int(match[2])) for match in numbered if match is not None)
+        if numbers != [(at + 1, len(numbers)) for at in range(len(numbers))]:
+            self._add("file", None, f"its {len(numbers)} files are not numbered in a row")
 
     def _strange_metadata(self, number: int, index: CheckpointIndex) -> Iterable[str]:
         if index.format != "safetensors":
@@ -428,18 +443,69 @@ def _same(first: tuple[bytes, bytes, bool], second: tuple[bytes, bytes, bool]) -
     return first[0] == second[0] or (first[1] == second[1] and first[2] and second[2])
 
 
-def training_differences(source: Checkpoint, target: Source, handles: FileHandles) -> Iterator[Difference]:
-    """Every number in the target's metadata of the training that is another one in the source's.
+def record_differences(target: Checkpoint) -> Iterator[Difference]:
+    """Records of hyper-parallel's tensors that its loader needs otherwise than our reader."""
+    path = os.path.join(target.place, METADATA)
+    with reading(path):
+        metadata = read_pickle(read_small(path, sys.maxsize), lambda name: True)
+    if metadata.fields.get("planner_data") == {}:
+        yield Difference("file", None, (), "has an empty planner_data, where hyper-parallel has none", (METADATA,))
+    for index, record in metadata.fields["storage_data"].items():
+        name, found = index.fields["fqn"], [record.fields.get(key) for key in ("offset", "length", "tensor_key")]
+        if name not in target.objects and found != [0, -1, name]:
+            yield Difference("file", name, (), f"is recorded at {found}, not at [0, -1, {name!r}]", (METADATA,))
 
-    A source without such metadata has values, which were compared with the target's.
+
+CHECKPOINT2 = "checkpoint2"
+"""The form whose iterations `iteration_differences` compares."""
+
+_TENSOR_FILE = re.compile(r"(?:(.+)-)?(model|opt)-(\d{7})-(\d{7})\.safetensors", re.DOTALL)
+_COUNTERS = ("Int32", "Int64", "UInt32", "UInt64")
+
+
+def iteration_differences(
+    source: Checkpoint, target: Checkpoint, prefix: str | None, handles: FileHandles
+) -> Iterator[Difference]:
+    """Differences of an iteration of Checkpoint 2.0 in common.json, its number, and the names of its files.
+
+    Numbers that the source does not record may be anything: users add them.
+
+    Args:
+        source: the source, without edits.
+        target: the iteration.
+        prefix: as asked for, `DEFAULT_PREFIX` for none; None if unknown.
+        handles: open files.
     """
-    for name, recorded in target.checkpoint.training.items():
-        expected = source.training.get(name)
-        if not source.training and name in target.values:
-            value = value_content(target.indexes, name, target.values[name][0])
-            if value.dtype.startswith(("Int", "UInt")):
+    expected = source.training or _training_in_values(source, handles)
+    for name in ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size"):
+        recorded, number = target.training.get(name), expected.get(name)
+        if number is not None and number != recorded:
+            yield Difference("content", name, (), f"is {recorded!r} in the metadata of the training, not {number!r}")
+    step = source.step if source.form == CHECKPOINT2 else expected.get("global_step")
+    if target.step != str(step or 0):
+        yield Difference("file", None, (), f"is iteration {target.step}, not {step or 0}")
+    files: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
+    for path in target.files.values():
+        match = _TENSOR_FILE.fullmatch(os.path.basename(path))
+        if match is not None:
+            files[match[2]].append((match[1] or "", int(match[3]), int(match[4])))
+    for kind, found in files.items():
+        before = found[0][0] if prefix is None else "" if prefix == DEFAULT_PREFIX else prefix.rstrip("-")
+        if sorted(found) != [(before, number, len(found)) for number in range(len(found))]:
+            yield Difference("file", None, (), f"the names of {kind} files are not those of {len(found)} in a row")
+
+
+def _training_in_values(source: Checkpoint, handles: FileHandles) -> Mapping[str, int]:
+    """Counters of a training by their names in common.json: of values, else of the step in the names of files."""
+    named = re.fullmatch(r"(\d+)_(\d+)", source.step or "")
+    numbers = {} if named is None else {"epoch_num": int(named[1]), "step_num": int(named[2])}
+    for name in ("global_step", "epoch_num", "step_num"):
+        for file in source.holders(name)[:1]:
+            value = value_content(source.indexes, name, file)
+            if value.dtype in _COUNTERS and volume_of(whole_box(value.shape)) == 1:
                 data = value.read(whole_box(value.shape), handles).tobytes()
-                expected = int.from_bytes(data, "little", signed=value.dtype.startswith("Int"))
-        if None not in (recorded, expected) and recorded != expected:
-            detail = f"is {recorded!r} in the metadata of the training, and {expected!r} {target.origin}"
-            yield Difference("content", name, (), detail)
+                numbers[name] = int.from_bytes(data, "little", signed=value.dtype.startswith("Int"))
+    for name, other in (("global_step", "step_num"), ("step_num", "global_step")):
+        if other in numbers:
+            numbers.setdefault(name, numbers[other])
+    return {name: number for name, number in numbers.items() if number >= 0}

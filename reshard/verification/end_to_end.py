@@ -9,15 +9,26 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
 from reshard.checkpoints.formats.dtypes import PT
+from reshard.defaults import DEFAULT_PREFIX
+from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.forms.form import Names, Side, WrittenTraining
+from reshard.forms.full.form import CONFIG
+from reshard.forms.pytorch.form import COMMON, HYPER_PARALLEL
 from reshard.names import SizedOperation
+from reshard.storage import is_directory, is_regular_file, read_json
 from reshard.strategies import SAME, Strategy, shards_of
 from reshard.text.globs import warn_of_unmatched
 from reshard.text.messages import Report, listing, plural, quoted
-from reshard.text.names import TRAINER_OPTIMIZERS
+from reshard.text.names import TRAINER_OPTIMIZERS, is_weight
 from reshard.verification.boxes import whole_box
 from reshard.verification.computed import sums_of
-from reshard.verification.converted import compare_form, object_differences, training_differences
+from reshard.verification.converted import (
+    CHECKPOINT2,
+    compare_form,
+    iteration_differences,
+    object_differences,
+    record_differences,
+)
 from reshard.verification.edited import edited_source, renamed, same_layouts, steps_listed, stored_parts
 from reshard.verification.files import RecordedCrcs, read_sound, read_written
 from reshard.verification.fingerprint import sums
@@ -32,6 +43,7 @@ if TYPE_CHECKING:
     from reshard.plan.edits import EditRules, Request
 
 _MAX_SHOWN = 3
+_MAX_CONFIG = 1 << 22
 
 
 class MergedAdapter(NamedTuple):
@@ -56,6 +68,8 @@ class Verified(NamedTuple):
         read: reads the source of a request.
         checked: the conversion has checked the CRCs of the source's files; they are checked only if something differs.
         adapter: the adapter added to the weights, if any.
+        kept: files beside the weights that the target held before the conversion.
+        recorded: the target's records, or the conversion that has just ended, list its options.
     """
 
     request: Request
@@ -63,6 +77,8 @@ class Verified(NamedTuple):
     read: Callable[[Request], Checkpoint]
     checked: bool = False
     adapter: MergedAdapter | None = None
+    recorded: bool = True
+    kept: Collection[str] = ()
 
 
 def verify_conversion(
@@ -208,6 +224,7 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         differences, names = compare_ranks(
             source, files, target, means, ranks=request.asked.files, admit=admit, recovered=request.task.recover
         )
+        _check_options(conversion, names, differences)
         if request.asked.files is None:
             _note_left_out(source, names, request, differences, report)
         return differences
@@ -225,15 +242,26 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
 
         source, written = with_copies(as_layers(_padded(source, written, request), written), written)
     if form.options.arguments:
-        differences += _training_differences(source, written, request, means)
+        if not conversion.recorded:
+            source = _with_names_of_masters(source, written)
+        differences += _training_differences(source, written, conversion, means)
     elif form.options.names is Names.TRAINER:
         kept = admit if request.edits.keeps_objects else lambda name: False
         differences += object_differences(source.checkpoint, written.checkpoint, kept, means.handles)
-        differences += _other_keys(source, written, request.edits.trainer)
-    differences += training_differences(source.checkpoint, written, means.handles)
+        differences += _other_keys(source, written, request)
+        if form.name == HYPER_PARALLEL and conversion.recorded:
+            differences += record_differences(written.checkpoint)
+    if form.name == CHECKPOINT2:
+        # Later runs of verify do not know the prefix.
+        prefix = (request.asked.target.prefix or DEFAULT_PREFIX) if conversion.checked else None
+        origin = stored_checkpoint(source.checkpoint)
+        differences += iteration_differences(origin, written.checkpoint, prefix, means.handles)
     differences += compare_form(source, written, target, directory, means, admit)
+    _check_options(conversion, written.names, differences)
     _note_left_out(source, written.names, request, differences, report)
     cast = bool(request.edits.casts) or request.edits.quantisation is not None
+    if form.options.side is Side.HUGGINGFACE and conversion.checked and CONFIG not in conversion.kept:
+        differences += _configuration_differences(source.checkpoint, written.checkpoint, request, cast)
     beside = form.check_beside(directory, written.checkpoint, source.checkpoint, cast, report)
     return [*differences, *(Difference("file", None, (), text, (name,)) for name, text in beside)]
 
@@ -256,8 +284,73 @@ def _padded(source: Source, written: Source, request: Request) -> Source:
     return replace(source, tensors=tensors)
 
 
-def _training_differences(source: Source, written: Source, request: Request, means: Means) -> Iterator[Difference]:
-    """Differences of a form's own records of the training."""
+def _configuration_differences(
+    source: Checkpoint, target: Checkpoint, request: Request, cast: bool
+) -> Iterator[Difference]:
+    """Differences of config.json from the one that was copied, of which a cast changes types, and nothing else."""
+    given = request.asked.edits.config
+    paths = [os.path.join(source.place, name) for name in source.extra_files if os.path.basename(name) == CONFIG]
+    if given is not None:
+        paths.insert(0, os.path.join(given, CONFIG) if is_directory(given) else given)
+    path = next(filter(is_regular_file, paths), None)
+    written = os.path.join(request.dst, CONFIG)
+    if path is None or not is_regular_file(written):
+        return
+    weights = [tensor.dtype.lower() for name, tensor in target.tensors.items() if is_weight(name, target.tensors)]
+    types = {dtype for dtype in weights if "float" in dtype}
+    try:
+        expected, found = (read_json(each, _MAX_CONFIG) or {} for each in (path, written))
+    except CheckpointError:
+        # Such a file is copied as it is, which is compared elsewhere.
+        return
+    for level in (expected, expected.get("text_config")):
+        if not cast or not isinstance(level, dict):
+            continue
+        if len(types) == 1:
+            level.update(dict.fromkeys(level.keys() & {"dtype", "torch_dtype"}, *types))
+        if request.edits.quantisation is not None:
+            level.pop("quantization_config", None)
+            level.pop("compression_config", None)
+    if expected != found:
+        yield Difference("file", None, (), "is not the configuration that was to be copied", (CONFIG,))
+
+
+def _check_options(conversion: Verified, names: Collection[str], differences: Collection[Difference]) -> None:
+    """Refuse a target without records whose names or types no option gives.
+
+    Raises:
+        UsageError: most names or types are not the source's.
+    """
+    request = conversion.request
+    if conversion.recorded or request.asked.edits.changes:
+        return
+    for kind, noun, options in (("extra", "names", "--names, --rename or --optimizer"), ("type", "types", "--cast")):
+        others = sorted({each.parameter for each in differences if each.kind == kind and each.parameter is not None})
+        if 2 * len(others) > len(names):
+            raise UsageError(
+                f"{request.dst}: its {noun} are not those of {request.src}, and no record lists the options of the "
+                "conversion: " + listing(others, _MAX_SHOWN),
+                parameter=others[0],
+                hint=f"add the options that convert had: {options}",
+            )
+
+
+def _with_names_of_masters(source: Source, written: Source) -> Source:
+    """The source with the other of Megatron's two names for masters, where only that one is in the target."""
+    from reshard.forms.megatron.proofs import MASTERS
+
+    tensors = dict(source.tensors)
+    for before, after in (MASTERS, MASTERS[::-1]):
+        for name in [name for name in tensors if name.startswith(before) and name not in written.tensors]:
+            other = after + name[len(before) :]
+            if other in written.tensors:
+                tensors[other] = replace(tensors.pop(name), name=other)
+    return replace(source, tensors=tensors)
+
+
+def _training_differences(source: Source, written: Source, conversion: Verified, means: Means) -> Iterator[Difference]:
+    """Differences of a form's own records of the training; without records, those that the source lacks."""
+    request = conversion.request
     names = set(request.to.options.counters or ())
     recorded = source.checkpoint.training
     counters = {name: recorded[name] for name in names if type(recorded.get(name)) is int}
@@ -275,17 +368,46 @@ def _training_differences(source: Source, written: Source, request: Request, mea
         request.edits.config_path,
         means.handles,
     )
-    return (Difference("file", None, (), text, (file,)) for file, text in request.to.check_training(training))
+
+    def check(training: WrittenTraining) -> Iterator[tuple[str, str]]:
+        yield from request.to.check_training(training)
+        if not all(path.endswith(f".{PT}") for path in training.target.files.values()):
+            # Imported only here, like all that is Megatron's.
+            from reshard.forms.megatron.common import common_of
+            from reshard.forms.megatron.origin import origin_of
+            from reshard.verification.megatron_state import state_differences
+
+            try:
+                common = common_of(training.target.place, training.handles)
+            except InputError:
+                # Reported already.
+                return
+            beginning = origin_of(origin, training.asked.args, training.config, training.handles)
+            file = os.path.join(os.path.relpath(training.target.place, training.directory), COMMON)
+            if common is not None:
+                yield from ((file, text) for text in state_differences(common, beginning, training.target.tensors))
+
+    found = [*check(training)]
+    if found and not conversion.recorded and request.form.name == request.to.name:
+        own = training._replace(directory=os.path.dirname(origin.place), target=origin)
+        shared = {*check(own)}
+        found = [each for each in found if each not in shared]
+    return (Difference("file", None, (), text, (file,)) for file, text in found)
 
 
-def _other_keys(source: Source, written: Source, renamed: bool) -> Iterator[Difference]:
+def _other_keys(source: Source, written: Source, request: Request) -> Iterator[Difference]:
     """Tensors of a trainer's state with other keys in the metadata than their names, or the source, have."""
+    recorded = source.checkpoint.nested
+    # torch takes a state whose keys are recorded in part, or not at all, for one without a key "model".
+    keyless = request.edits.is_empty and not recorded and request.form.options.names is not Names.MODEL
     # Imported only here: most targets have a model's names.
     from reshard.names import trainer_keys
 
     for name in written.tensors:
-        expected = trainer_keys(name) if renamed else source.checkpoint.nested.get(name)
+        expected = trainer_keys(name) if request.edits.trainer else recorded.get(name)
         keys = written.checkpoint.nested.get(name)
+        if keyless and keys:
+            yield Difference("strategy", name, (), f"has the keys {keys} in the metadata, and none in the source's")
         if expected is not None and tuple(expected) != (keys and tuple(keys)):
             yield Difference("strategy", name, (), f"has the keys {keys} in the metadata, not {expected}")
 

@@ -294,25 +294,6 @@ def test_no_progress_bar_and_no_colour_off_a_terminal(world: World) -> None:
     assert "\x1b" not in result.err + result.out and "\r" not in result.err
 
 
-def test_rank_list_imports_only_modules_it_uses(world: World) -> None:
-    """It runs in shell loops."""
-    import subprocess
-    import sys
-
-    script = (
-        "import sys; from reshard.cli.main import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "heavy = {'rich', 'tqdm', 'dask', 'safetensors'}\n"
-        "print(sorted({name.split('.')[0] for name in sys.modules} & heavy))"
-    )
-    words = ["rank-list", "0", "--src-strategy", world.old, "--dst-strategy", world.new]
-    out = subprocess.run(
-        [sys.executable, "-c", script, *map(str, words)], capture_output=True, text=True, check=True
-    ).stdout
-    assert out.splitlines()[-1] == "[]"
-
-
 def test_the_strategies_of_the_small_world_match_their_table() -> None:
     assert set(SOURCE[0]["layouts"]) == set(FULL)
 

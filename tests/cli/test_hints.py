@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
 
@@ -48,15 +45,3 @@ def test_merge_lora_with_swapped_arguments_suggests_their_order(world: World) ->
     adapter.mkdir()
     (adapter / "adapter_model.safetensors").write_bytes(b"")
     fails(2, "merge-lora", adapter, world.src, world.dst, texts=[f"reshard merge-lora {world.src} {adapter}"])
-
-
-def test_help_of_a_command_with_forms_does_not_import_numpy() -> None:
-    script = (
-        "import sys; from reshard.cli.main import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "print(sorted({'numpy', 'google.protobuf', 'reshard.forms.registry'} & sys.modules.keys()))"
-    )
-    words = [sys.executable, "-c", script, "rank-list", "--help"]
-    process = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert process.stdout.splitlines()[-1] == "[]"

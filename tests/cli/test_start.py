@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 
+import click
 import pytest
 
-from tests.small import World, world_of
-from tests.trees import layout, same_ranks, single, value
+from reshard.cli.main import cli
+from tests.running import Argument
+from tests.small import World
 
 # Runs the program to its end, and prints the number of BLAS threads, and all threads of the process.
 _THREADS = """
@@ -52,18 +54,9 @@ def leave(status):
 signals.leave = leave
 entry.main()
 """
-# Libraries that a conversion of rank directories to rank directories needs only sometimes.
-_LIBRARIES = {*("concurrent.futures", "ctypes", "logging", "ml_dtypes", "numpy", "rich", "safetensors", "tqdm")}
-_ROOMS = {
-    *("cluster", "inspection", "lora", "names", "numbers", "opened", "pictures", "quantised", "verification", "view")
-}
-_PARTS = {
-    *("checkpoints.placed", "checkpoints.formats.archives", "checkpoints.formats.pickles"),
-    *("execute.casts", "execute.filling"),
-    *("forms.recorded", "forms.pytorch.dcp", "forms.full.contents", "forms.pytorch.shards", "forms.pytorch.verl"),
-    *("forms.checkpoint2.metadata", "forms.writing", "layout.boxes", "plan.recovery", "storage.s3"),
-    "strategies.rules",
-}
+# Libraries and rooms that only some conversions and commands use.
+_SOMETIMES = ("boto3", "botocore", "dask", "distributed", "rich")
+_ROOMS = ("cluster", "inspection", "lora", "pictures", "storage.s3", "verification", "view")
 
 
 def loaded(*words: object) -> set[str]:
@@ -74,32 +67,22 @@ def loaded(*words: object) -> set[str]:
     return set(modules)
 
 
-def unneeded(modules: set[str]) -> list[str]:
-    """The modules of libraries, rooms and parts above."""
-    parts = [*_LIBRARIES, *(f"reshard.{part}" for part in (*_ROOMS, *_PARTS))]
-    return sorted(module for module in modules if any(f"{module}.".startswith(f"{part}.") for part in parts))
+def module_of(command: click.Command | None) -> str:
+    assert command is not None and command.callback is not None
+    return command.callback.__module__
 
 
-def test_a_rank_that_is_joined_from_whole_slices_loads_only_what_it_needs(saved: World) -> None:
-    modules = loaded("by-rank", 0, saved.src, saved.dst, "--src-strategy", saved.old, "--dst-strategy", saved.old)
-    assert unneeded(modules) == []
-    assert "reshard.forms.ranks.selection" in modules and list(saved.dst.glob("rank_0/*"))
-
-
-def test_a_rank_that_is_joined_from_long_columns_loads_only_what_it_needs() -> None:
-    columns, whole = (single({"w": layout([ranks], [-1, 0])}) for ranks in (2, 1))
-    with world_of(columns, whole) as world:
-        world.save({"w": value("w", (4, 4096))})
-        modules = loaded("by-rank", 0, world.src, world.dst, "--src-strategy", world.old, "--dst-strategy", world.new)
-        assert unneeded(modules) == []
-        same_ranks(world.found(), world.expected({"w": value("w", (4, 4096))}))
-
-
-def test_a_rank_list_loads_only_what_it_needs(saved: World) -> None:
-    modules = loaded("rank-list", 0, "--src-strategy", saved.old, "--dst-strategy", saved.new)
-    assert unneeded(modules) == []
-
-
-def test_a_rank_whose_elements_are_gathered_loads_numpy(saved: World) -> None:
-    modules = loaded("by-rank", 0, saved.src, saved.dst, "--src-strategy", saved.old, "--dst-strategy", saved.new)
-    assert {"numpy", "reshard.execute.filling"} <= modules and "ml_dtypes" not in modules
+@pytest.mark.parametrize("command", ["--help", "rank-list", "by-rank"])
+def test_a_command_loads_only_its_own_module_and_libraries_that_it_uses(command: str, saved: World) -> None:
+    strategies: list[Argument] = ["--src-strategy", saved.old, "--dst-strategy", saved.new]
+    words: dict[str, list[Argument]] = {
+        "rank-list": [0, *strategies],
+        "by-rank": [0, saved.src, saved.dst, *strategies],
+    }
+    modules = loaded(command, *words.get(command, ()))
+    assert not modules.intersection(_SOMETIMES)
+    assert not modules.intersection(f"reshard.{room}" for room in _ROOMS)
+    context = click.Context(cli)
+    modules_of = {name: module_of(cli.get_command(context, name)) for name in cli.list_commands(context)}
+    own = {modules_of[command]} if command in modules_of else set()
+    assert modules.intersection(modules_of.values()) == own

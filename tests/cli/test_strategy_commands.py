@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reshard.text.names import name_patterns
-from tests.corpus import CORPUS, FIXTURES, ROOT, needs_corpus
+from tests.corpus import CORPUS, FIXTURES, needs_corpus
 from tests.layouts import examples, layouts, shapes, strategies, tensors
 from tests.number_words import numbers_named
 from tests.reference import boxes
@@ -295,14 +293,6 @@ def test_diff_counts_ranks_that_keep_their_slices_and_parameters_on_one_side(wor
     text = done("strategy", "diff", world.old, other).out
     assert "1 moved, cut alike but held by other ranks: 'w'" in text
     assert "1 not the same tensor in A and B: 'v'" in text and "1 parameter: tensor maps [-1], [-1, -1]" in text
-
-
-def test_rank_list_does_not_import_pictures() -> None:
-    code = (
-        "import sys; from reshard.cli.main import cli; cli.get_command(None, 'rank-list');"
-        "print([name for name in sys.modules if name.startswith(('reshard.pictures', 'reshard.plan.changes'))])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
 
 
 def test_diff_with_exit_code_fails_on_a_difference(tmp_path: Path) -> None:

@@ -77,13 +77,17 @@ def quantised(jobs: Sequence[Job]) -> list[Any]:
     return _ask(_python_of(_TRANSFORMERS_HOME), "quantised", jobs)
 
 
+def has_megatron(version: str) -> bool:
+    """Whether a version of Megatron-Core is installed."""
+    return (_MEGATRON_HOME / "megatron" / version).is_dir()
+
+
 def megatron(version: str, jobs: Sequence[Job]) -> list[Any]:
     """What one version of Megatron-Core made of these jobs."""
     python = _python_of(_MEGATRON_HOME)
-    directory = _MEGATRON_HOME / "megatron" / version
-    if not directory.is_dir():
+    if not has_megatron(version):
         pytest.skip(f"needs Megatron-Core {version}, which does not install here")
-    process = _started(python, "megatron", directory)
+    process = _started(python, "megatron", _MEGATRON_HOME / "megatron" / version)
     assert process.stdin and process.stdout
     print(json.dumps(jobs), file=process.stdin, flush=True)
     answer = process.stdout.readline()

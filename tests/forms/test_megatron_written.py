@@ -177,6 +177,10 @@ DAMAGE: Mapping[str, tuple[Callable[[Path], None], str]] = {
         damaged_common(lambda state: state.update(optimizer={0: state["optimizer"], 1: state["optimizer"]})),
         "optimizers",
     ),
+    "an optimizer by number": (
+        damaged_common(lambda state: state.update(optimizer={0: state["optimizer"]})),
+        "common.pt",
+    ),
     "groups of experts": (damaged_common(with_group("is_expert_parallel", True)), "experts"),
     "no common.pt": (lambda root: os.unlink(root / ITERATION / "common.pt"), "common.pt"),
     "no metadata.json": (lambda root: os.unlink(root / ITERATION / "metadata.json"), "metadata.json"),
@@ -203,6 +207,77 @@ def test_verify_finds_damage_beside_the_tensors(kind: str, dense: Path, tmp_path
     (root / "reshard-manifest.json").unlink()
     result = run("verify", root, "--src", mcore_case("td_dense_plain").root, "--shards", 3)
     assert result.status == 4 and text in result.out + result.err
+
+
+def without_records(root: Path) -> Path:
+    shutil.rmtree(root / ".reshard")
+    (root / "reshard-manifest.json").unlink()
+    return root
+
+
+@pytest.mark.parametrize("name", ["td_dense_plain", "legacy_dense"])
+def test_a_copy_of_a_checkpoint_has_no_differences(name: str, tmp_path: Path) -> None:
+    """Also where the source lacks objects and entries that Megatron-Core of today writes."""
+    root = mcore_case(name).root
+    done("verify", shutil.copytree(root, tmp_path / "copy"), "--src", root)
+
+
+def test_without_records_masters_have_either_name_and_all_else_is_compared(dense: Path, tmp_path: Path) -> None:
+    root = mcore_case("td_dense_plain").root
+    out = without_records(Path(shutil.copytree(dense, tmp_path / "out")))
+    done("verify", out, "--src", root)
+    for kind in ("a missing object", "betas", "tracker"):
+        copy = Path(shutil.copytree(out, tmp_path / kind))
+        DAMAGE[kind][0](copy)
+        fails(4, "verify", copy, "--src", root)
+
+
+def test_without_records_the_options_of_names_must_be_typed(tmp_path: Path) -> None:
+    case = mcore_case("td_dense_plain")
+    (tmp_path / "config.json").write_text(json.dumps(case.expected["config"]))
+    names: list[Argument] = ["--names", str(case.expected["names"]), "--config", tmp_path / "config.json"]
+    done("convert", case.root, tmp_path / "out", "--to", "huggingface", *names)
+    out = without_records(tmp_path / "out")
+    fails(2, "verify", out, "--src", case.root, texts=["--names"])
+    done("verify", out, "--src", case.root, *names)
+
+
+@pytest.mark.parametrize("name", ["max_lr", "lr_decay_steps", "lr_warmup_steps", "end_wd", "wd_incr_steps"])
+def test_verify_finds_another_schedule_than_that_of_stated_arguments(name: str, tmp_path: Path) -> None:
+    case = mcore_case("td_dense_plain")
+    root = written(case, tmp_path / "out", "--args", stated(tmp_path))
+    damaged_common(lambda state: state["opt_param_scheduler"].update({name: 7}))(root)
+    (root / "reshard-manifest.json").unlink()
+    result = run("verify", root, "--src", case.root, "--args", stated(tmp_path), "--shards", 3)
+    assert result.status == 4 and name in result.out + result.err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("multi_latent_attention", True),
+        ("kv_channels", None),
+        ("num_layers", None),
+        ("moe_layer_freq", [0, 0]),
+        ("params_dtype", inert_class("torch.float64")),
+        ("untie_embeddings_and_output_weights", False),
+        ("tensor_model_parallel_size", 2),
+    ],
+)
+def test_verify_finds_other_arguments_than_a_configuration_gives(name: str, value: object, tmp_path: Path) -> None:
+    case = mcore_case("td_dense_plain")
+    (tmp_path / "config.json").write_text(json.dumps(case.expected["config"]))
+    names: list[Argument] = ["--names", str(case.expected["names"]), "--config", tmp_path / "config.json"]
+    done("convert", case.root, tmp_path / "model", "--to", "unified", *names)
+    root = tmp_path / "out"
+    done("convert", tmp_path / "model", root, "--to", "megatron", "--shards", 3, "--verify", *names)
+    place = next(root.glob("*/common.pt")).parent
+    state = dict(common_in(place).state)
+    with_argument(name, value)(state)
+    (place / "common.pt").write_bytes(archive_of_pickle(pickled(state)))
+    (root / "reshard-manifest.json").unlink()
+    result = run("verify", root, "--src", tmp_path / "model", *names)
+    assert result.status == 4 and name in result.out + result.err
 
 
 @pytest.mark.parametrize("mark", MARKS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.trees import (
     Value,
     cut_ranks,
     layout,
+    scalar,
     single,
     value,
     write_checkpoint,
@@ -53,6 +55,12 @@ _SPECIAL = [0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00001, 0x7F7FFFFF, 0x000000
 
 # Of Megatron's checkpoints: state that has no names, or no shapes, and tensors of ranks.
 _STATE = ("td14_grouped_model_space", "td_moe_buckets", "legacy_vpp", "legacy14_grouped")
+
+# Arguments of an optimizer and its schedule.
+STATED = {
+    **{"lr": 0.002, "adam_beta1": 0.9, "adam_beta2": 0.99, "adam_eps": 1e-8, "weight_decay": 0.05},
+    **{"global_batch_size": 4, "train_iters": 1000, "lr_warmup_iters": 10},
+}
 
 # The prefixes of weights and moments.
 _STATES = ("", "adam_m.", "adam_v.")
@@ -128,6 +136,14 @@ def build(root: Path) -> Mapping[str, list[str]]:
     # Written under a trainer's names, which the strategy does not list.
     trained = {state + name: value(state + name, (8, 12)) for state in _STATES for name in ("a", "b", "s")}
     created.add("dcp", _with_moments(stages), _with_moments(after), trained, "--to", "dcp")
+    values = {"epoch_num": scalar(2, shape=(1,)), "step_num": scalar(5, shape=(1,))}
+    place = root / "trained2" / "src"
+    write_tree(place, cut_ranks(_with_moments(stages), trained, {**COPIED, **values}))
+    shapes_of_trained = dict.fromkeys(trained, (8, 12))
+    old_strategy = write_strategy(root / "trained2" / "old", _with_moments(stages), shapes_of_trained, "merged")
+    new_strategy = write_strategy(root / "trained2" / "new", _with_moments(after), shapes_of_trained, "merged")
+    names: list[Argument] = ["--src-strategy", old_strategy, "--dst-strategy", new_strategy]
+    created.plain("trained2", *names, "--to", "checkpoint2", "--prefix", "net")
     # And from these names to those of a model.
     created.add("trainer", single({name: layout([2], [0, -1]) for name in trained}), [], trained, "--to", "dcp")
     state = root / "trainer" / "state"
@@ -175,10 +191,12 @@ def build(root: Path) -> Mapping[str, list[str]]:
         "safetensors",
     )
     created.add("full", single(sharded), [], full, "--to", "huggingface", "--max-shard-size", "300")
+    created.add("unified", single(others), [], gradients, "--to", "unified", "--max-shard-size", "600")
     created.add(
         "checkpoint2",
         single(sharded),
-        single({name: {**one, "shard_size": 0, "shard_step": 0} for name, one in other.items()}),
+        # Shards as a part of an axis, before, behind and without another axis that cuts.
+        single({**other, "t": layout([2, 4], [-1, 1, -1], 2, 1), "e": layout([8], [-1, -1], 4, 1)}),
         full,
         "--to",
         "checkpoint2",
@@ -189,7 +207,7 @@ def build(root: Path) -> Mapping[str, list[str]]:
     (root / "packed").mkdir(parents=True)
     (root / "packed" / "rules.toml").write_text(_RULES)
     (root / "packed" / "config.json").write_text(json.dumps(CONFIG))
-    names: list[Argument] = ["--names", root / "packed" / "rules.toml", "--config", root / "packed" / "config.json"]
+    names = ["--names", root / "packed" / "rules.toml", "--config", root / "packed" / "config.json"]
     created.add("packed", cut, single(_PACKED), unpacked, *names)
 
     place = root / "model" / "src"
@@ -199,6 +217,19 @@ def build(root: Path) -> Mapping[str, list[str]]:
         "model", "--names", table_of("qwen3"), "--dst-strategy", "none", "--cast", "BFloat16", "--to", "ranks"
     )
 
+    # Copies of the files beside weights, with another type in one.
+    (root / "published").mkdir()
+    shutil.copytree(place, root / "published" / "src")
+    (root / "published" / "src" / "tokenizer.json").write_text("{}")
+    created.plain("published", "--cast", "Float16", "--to", "huggingface", "--max-shard-size", "20K")
+
+    # Objects, in archives and by themselves.
+    saved = FIXTURES / "dcp" / "hyper_w4_2026_03_by_rank" / "checkpoint"
+    for name in ("dcp", "hyper-parallel", "hf-sharded"):
+        (root / f"to-{name}").mkdir()
+        (root / f"to-{name}" / "src").symlink_to(saved)
+        created.plain(f"to-{name}", "--to", name, "--shards", "3")
+
     # A chain of two tables, the second of which packs parts of tensors.
     (root / "megatron").mkdir()
     (root / "megatron" / "src").symlink_to(FIXTURES / "megatron" / "td_moe_fully" / "checkpoint")
@@ -207,6 +238,21 @@ def build(root: Path) -> Mapping[str, list[str]]:
     megatron, place = root / "megatron" / "src", root / "to-megatron" / "src"
     done("convert", megatron, place, "--to", "unified", *names)
     created.plain("to-megatron", "--names", "qwen3_moe", "--to", "megatron", "--args", megatron)
+    # Megatron's files in a distributed checkpoint, arguments of a file, and those that a configuration shows.
+    dense = FIXTURES / "megatron" / "td_dense_plain"
+    expected = json.loads((dense / "expected.json").read_text())
+    (root / "rewritten").mkdir()
+    (root / "rewritten" / "src").symlink_to(dense / "checkpoint")
+    created.plain("rewritten", "--to", "dcp", "--shards", "2")
+    (root / "stated").mkdir()
+    (root / "stated" / "src").symlink_to(dense / "checkpoint")
+    (root / "stated" / "args.json").write_text(json.dumps(STATED))
+    created.plain("stated", "--to", "megatron", "--args", root / "stated" / "args.json", "--shards", "2")
+    names = ["--names", expected["names"], "--config", root / "configured" / "config.json"]
+    (root / "configured").mkdir()
+    (root / "configured" / "config.json").write_text(json.dumps(expected["config"]))
+    done("convert", dense / "checkpoint", root / "configured" / "src", "--to", "unified", *names)
+    created.plain("configured", *names, "--to", "megatron", "--shards", "3")
 
     # State in blocks and in buckets, and trees of ranks.
     for case in mcore_cases():
@@ -219,11 +265,22 @@ def build(root: Path) -> Mapping[str, list[str]]:
             created.plain(case.name, *names, "--to", "huggingface")
 
     # Float32 weights that become their own masters.
-    dense, old = FIXTURES / "megatron" / "td_dense_plain" / "checkpoint", ("decoder", "embedding", "output_layer")
+    old = ("decoder", "embedding", "output_layer")
     renames = [f"--rename={each}.*=old.{each}.*" for each in old] + ["--rename=optimizer.state.fp32_param.*=*"]
     shards = ["--to", "hf-sharded", "--shards", "1", "--exclude", "old.*"]
-    done("convert", dense, root / "masters" / "src", *shards, *renames)
-    names = ["--to", "megatron", "--rename", "*=*", "--args", dense, "--cast", "BFloat16", "--shards", "2"]
+    done("convert", dense / "checkpoint", root / "masters" / "src", *shards, *renames)
+    names = [
+        "--to",
+        "megatron",
+        "--rename",
+        "*=*",
+        "--args",
+        dense / "checkpoint",
+        "--cast",
+        "BFloat16",
+        "--shards",
+        "2",
+    ]
     created.plain("masters", *names)
 
     for scheme in SCHEMES:

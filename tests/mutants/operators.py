@@ -173,6 +173,11 @@ def mutants_of(module: str) -> list[Mutant]:
     return changer.found
 
 
+def line_of(mutant: Mutant) -> str:
+    """The line of a change."""
+    return _path(mutant.module).read_text().splitlines()[mutant.line - 1]
+
+
 class _Loader(importlib.machinery.SourceFileLoader):
     """Loads a module with a change in it; no byte code is written or read."""
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from reshard.source_replicas.compare import ReplicaFiles
+from reshard.storage.files import read_small
 from tests.checkpoint_writing import write_safetensors
 from tests.corpus import FIXTURES, ROOT
 from tests.object_store import KEY, SECRET, Objects
@@ -327,6 +328,16 @@ def test_a_missing_object_does_not_exist(key: str, objects: Objects) -> None:
     fails(3, "inspect", f"s3://{bucket}/ckpt", texts=[f"this object store has no bucket '{bucket}'", "--endpoint-url"])
     fails(2, "inspect", "s3://", texts=["names no bucket"])
     fails(2, "inspect", "s3://b/x", texts=["'b' is no name of a bucket", "two letters"])
+
+
+def test_a_request_is_repeated_when_the_content_of_its_error_is_cut_off(objects: Objects) -> None:
+    # An empty object has no range.
+    empty = objects.put("empty", b"")
+    objects.faults.choose = lambda *_: "cut" if sum(objects.faults.requests.values()) < 4 else None
+    assert read_small(empty, 1) == b""
+    objects.faults.requests.clear()
+    with pytest.raises(FileNotFoundError):
+        read_small(objects.path("absent"), 1)
 
 
 def test_without_boto3_the_error_names_the_extra_to_install(tmp_path: Path) -> None:

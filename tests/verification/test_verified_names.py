@@ -311,7 +311,16 @@ def test_without_records_rules_must_be_typed(models: Models) -> None:
     done(*models.verify(*models.names, "--cast", "BFloat16"))
     fails(4, *models.verify(*models.names))
     (models.dst / "reshard-manifest.json").unlink()
-    fails(4, *models.verify())
+    fails(2, *models.verify(), texts=["--names"])
+
+
+def test_without_records_casts_must_be_typed(models: Models) -> None:
+    models.new = models.old
+    models.convert("--cast", "BFloat16")
+    shutil.rmtree(models.dst / ".reshard")
+    (models.dst / "reshard-manifest.json").unlink()
+    fails(2, *models.verify(), texts=["--cast"])
+    done(*models.verify("--cast", "BFloat16"))
 
 
 def test_a_changed_table_is_not_the_recorded_one(models: Models) -> None:

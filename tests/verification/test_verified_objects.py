@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,13 @@ import pytest
 
 from reshard.checkpoints.formats.archives import archive_of_pickle
 from reshard.checkpoints.formats.pickles import inert, pickled, read_pickle
+from reshard.forms.full import beside
+from reshard.forms.pytorch.dcp_written import DcpFiles, HyperParallelFiles
 from tests.corpus_dcp import fixtures
 from tests.forms import to
-from tests.running import Argument, done, fails
+from tests.running import Argument, done, fails, reshard
 from tests.small import World, tensors
+from tests.trees import write_checkpoint
 
 (CASE,) = [case for case in fixtures() if case.name == "hyper_w4_2026_03_by_rank"]
 RATE = struct.pack(">d", CASE.objects["optimizer.lr"])
@@ -110,3 +114,66 @@ def test_another_state_of_the_training_is_found(other: bool, world: World) -> No
     path.write_text(json.dumps({**recorded, "global_step": recorded["global_step"] + 1, "global_batch_size": 8}))
     found = differences(target, "--src", *source, "--dst-strategy", world.new)
     assert found == {("content", "global_step")}
+    path.write_text(json.dumps({**recorded, "step_num": None}))
+    assert differences(target, "--src", *source, "--dst-strategy", world.new) == {("content", "step_num")}
+
+
+def test_a_changed_iteration_and_files_that_are_not_numbered_in_a_row_are_found(world: World) -> None:
+    world.save(tensors())
+    done("convert", world.src, world.dst, "--src-strategy", world.old, *to("checkpoint2", world), "--verify")
+    (world.dst / "reshard-manifest.json").unlink()
+    shutil.rmtree(world.dst / ".reshard")
+    words: list[Argument] = ["--src", world.src, "--src-strategy", world.old, "--dst-strategy", world.new]
+    done("verify", world.dst, *words)
+    (iteration,) = world.dst.glob("iteration_*")
+    other = iteration.rename(world.dst / "iteration_00000007")
+    (world.dst / "latest_checkpointed_iteration.txt").write_text("7")
+    assert {kind for kind, _ in differences(world.dst, *words)} == {"file"}
+    other.rename(iteration)
+    (world.dst / "latest_checkpointed_iteration.txt").write_text(str(int(iteration.name[-8:])))
+    metadata = iteration / "metadata.json"
+    for path in [*iteration.glob("*.safetensors")]:
+        of_nine = path.name[: -len("0000002.safetensors")] + "0000009.safetensors"
+        path.rename(path.with_name(of_nine))
+        metadata.write_text(metadata.read_text().replace(path.name, of_nine))
+    assert {kind for kind, _ in differences(world.dst, *words)} == {"file"}
+
+
+def test_another_place_of_hyper_parallels_tensors_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loader goes by the key; the reader of `reshard` does without."""
+    monkeypatch.setattr(HyperParallelFiles, "_places", lambda self, layout: ((each, 1, -1) for each in layout.tensors))
+    fails(4, "convert", CASE.path, tmp_path / "out", "--to", "hyper-parallel", "--shards", 2, "--verify")
+
+
+def test_keys_that_the_source_does_not_record_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words: list[Argument] = [CASE.path, tmp_path / "out", "--to", "dcp", "--shards", 2, "--verify"]
+    monkeypatch.setattr(DcpFiles, "_keys", lambda self, names: {name: (name,) for name in names})
+    fails(4, "convert", *words)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_another_configuration_than_the_sources_is_found_unless_the_directory_held_it(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "src" / "model.safetensors", tensors(), metadata={"format": "pt"})
+    (tmp_path / "src" / "config.json").write_text(json.dumps({"model_type": "x", "dtype": "float32"}))
+    if kept:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "config.json").write_text("{}")
+    monkeypatch.setattr(beside, "_rewritten", lambda config, left_out=(), dtype=None: {"dtype": dtype})
+    words: list[Argument] = [
+        tmp_path / "src",
+        tmp_path / "out",
+        "--to",
+        "huggingface",
+        "--cast",
+        "BFloat16",
+        "--verify",
+    ]
+    assert reshard("convert", *words).status == (0 if kept else 4)
+
+
+def test_a_configuration_that_is_no_json_is_copied_as_it_is(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "src" / "model.safetensors", tensors(), metadata={"format": "pt"})
+    (tmp_path / "src" / "config.json").write_text("{")
+    done("convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface", "--cast", "BFloat16", "--verify")

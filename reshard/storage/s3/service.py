@@ -173,9 +173,16 @@ class Service:
 
     def request(self, path: str, operation: str, **arguments: Any) -> Any:
         """The service's answer to a request of the client about an object; every failure is an `OSError`."""
+        from urllib3.exceptions import HTTPError
+
         bucket, key = Address.parse(path)
         with self.errors_as_of_files(path):
-            return getattr(self.client, operation)(Bucket=bucket, Key=key, **arguments)
+            send = functools.partial(getattr(self.client, operation), Bucket=bucket, Key=key, **arguments)
+            for _ in range(self.tries - 1):
+                # Content of an error that is cut off: older versions of boto3 do not repeat the request.
+                with contextlib.suppress(HTTPError):
+                    return send()
+            return send()
 
     def pages(self, path: str, prefix: str, **arguments: Any) -> Iterator[Any]:
         """The lists of objects whose keys begin with a prefix, in the bucket of a path."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import hashlib
 import importlib.abc
 import importlib.machinery
@@ -712,9 +713,11 @@ def _put_norms_in_linears(spec: Any) -> None:
     parts = spec.submodules
     parts.input_layernorm = IdentityOp
     parts.self_attention.submodules.linear_qkv = WithNorm
-    if hasattr(parts.mlp.submodules, "linear_fc1"):
+    # Since 0.19 a partial function builds it.
+    mlp = parts.mlp.keywords["submodules"] if isinstance(parts.mlp, functools.partial) else parts.mlp.submodules
+    if hasattr(mlp, "linear_fc1"):
         parts.pre_mlp_layernorm = IdentityOp
-        parts.mlp.submodules.linear_fc1 = WithNorm
+        mlp.linear_fc1 = WithNorm
     parts.sharded_state_dict_keys_map = {}
 
 
