@@ -24,11 +24,12 @@ from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.ranks.tree import find_rank
 from reshard.forms.registry import form_named
 from reshard.inspection.checkpoint import Inspected, Problem, inspect, problems_of
-from reshard.names import Configuration, builtin_names, config_beside, megatron_families, rules_named
+from reshard.names import Configuration, builtin_names, config_beside, families_of, rules_named
 from reshard.names.rules import settle, side_of
 from reshard.plan.checks import needed
-from reshard.plan.editing import edited, words_of_packing
+from reshard.plan.editing import edited
 from reshard.plan.edits import NO_TABLE, edit_rules
+from reshard.plan.tables import words_of_packing
 from reshard.records.ledger import packing_of, recorded_strategy
 from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory
@@ -263,7 +264,7 @@ def _megatron_model(src: str, inspected: Inspected, config: Configuration | None
         return Model(config, type)
     fitting: dict[str, frozenset[str]] = {}
     path = None if config is None else config.path
-    for name in sorted(megatron_families()):
+    for name in sorted(families_of(_MEGATRON)):
         with suppress(ReshardError):
             fitting[name] = frozenset(_written(src, inspected, checkpoint, name, path).tensors)
     # A mixture of experts may have none: its table then gives the same names.

@@ -16,7 +16,7 @@ begin with ``model.``, this is undecided.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.text.names import TRAINER_OPTIMIZERS, UNNAMED_STATE, is_weight, state_prefix, trainer_optimizer
@@ -176,8 +176,46 @@ def _unwrapped(name: str) -> str:
     return name
 
 
-def trainer_keys(name: str) -> tuple[str, ...]:
-    """The keys of the nested dictionaries of a trainer's state for a name that `trainer_names` made."""
+class Naming(NamedTuple):
+    """Names that a trainer gives the tensors of a model and of MindSpore's optimizers.
+
+    Attributes:
+        add: its names by these, of all tensors.
+        remove: the name that `add` replaced.
+        keys: the keys of the nested dictionaries of its state for a name of `add`.
+        note: a sentence on what `add` does; empty for nothing.
+    """
+
+    add: Callable[[Collection[str]], dict[str, str]]
+    remove: Callable[[str], str]
+    keys: Callable[[str], tuple[str, ...]]
+    note: str = ""
+
+
+def naming_of(side: str) -> Naming:
+    """The names that trainers have whose models are on a side of the tables."""
+    return _NAMINGS.get(side, _TORCH)
+
+
+def _parameter_of(name: str, names: Collection[str]) -> tuple[str, str] | None:
+    """The prefix of MindSpore's optimizer state and its parameter, if it is one of the names."""
+    word, dot, parameter = name.partition(".")
+    return (word + dot, parameter) if word + dot in _STATES.values() and parameter in names else None
+
+
+def _with_model(names: Collection[str]) -> dict[str, str]:
+    all_names, keys = frozenset(names), {prefix: key for key, prefix in _STATES.items()}
+    new_names: dict[str, str] = {}
+    for name in names:
+        state = _parameter_of(name, all_names)
+        if state is not None:
+            new_names[name] = f"optimizer.state.{state[1]}.{keys[state[0]]}"
+        else:
+            new_names[name] = MODEL + name if is_weight(name, all_names) else name
+    return new_names
+
+
+def _keys(name: str) -> tuple[str, ...]:
     root, _, inner_name = name.partition(".")
     if root + "." == MODEL:
         return root, inner_name
@@ -187,40 +225,29 @@ def trainer_keys(name: str) -> tuple[str, ...]:
     return (name,)
 
 
-def name_before(name: str) -> str:
-    """The name that a model, or MindSpore's optimizer, has for a tensor that `trainer_names` named."""
-    keys = trainer_keys(name)
+def _without_model(name: str) -> str:
+    keys = _keys(name)
     if len(keys) == len(("optimizer", "state", "NAME", "KEY")):
         return _STATES[keys[-1]] + keys[-2] if keys[-1] in _STATES else name
     return keys[-1]
 
 
-def megatron_names(names: Collection[str]) -> dict[str, str | None]:
-    """The names of tensors of a model, and of MindSpore's optimizer state, as Megatron's fully_reshardable has them."""
+def _by_key(names: Collection[str]) -> dict[str, str]:
+    """Names as Megatron's fully_reshardable optimizer state has them: the key comes before the parameter."""
     all_names = frozenset(names)
-    states = {**{prefix: state for state, prefix in _STATES.items()}, "main_param.": _MASTER}
-    new_names: dict[str, str | None] = {}
-    for name in names:
-        word, dot, parameter = name.partition(".")
-        is_state = word + dot in states and parameter in all_names
-        new_names[name] = f"optimizer.state.{states[word + dot]}.{parameter}" if is_state else name
-    return new_names
+    keys = {**{prefix: key for key, prefix in _STATES.items()}, "main_param.": _MASTER}
+    states = {name: _parameter_of(name, all_names) for name in names}
+    return {
+        name: name if state is None else f"optimizer.state.{keys[state[0]]}.{state[1]}"
+        for name, state in states.items()
+    }
 
 
-def megatron_name_before(name: str) -> str:
-    """The name that `megatron_names` replaced."""
-    return _state_name(name, None) or name if trainer_optimizer(name) else name
-
-
-def trainer_names(names: Collection[str]) -> dict[str, str | None]:
-    """The names of tensors of a model, and of MindSpore's optimizer state, as a trainer's state has them."""
-    all_names = frozenset(names)
-    states = {prefix: state for state, prefix in _STATES.items()}
-    new_names: dict[str, str | None] = {}
-    for name in names:
-        word, dot, parameter = name.partition(".")
-        if word + dot in states and parameter in all_names:
-            new_names[name] = f"optimizer.state.{parameter}.{states[word + dot]}"
-        else:
-            new_names[name] = MODEL + name if is_weight(name, all_names) else name
-    return new_names
+_TORCH = Naming(_with_model, _without_model, _keys, "names: weights get the prefix 'model.', as in a trainer's state")
+_NAMINGS = {
+    "megatron": Naming(
+        _by_key,
+        lambda name: _state_name(name, None) or name if trainer_optimizer(name) else name,
+        lambda name: (name,),
+    )
+}

@@ -33,13 +33,19 @@ class _Number:
         words[...] = self._word
 
 
-def with_steps(checkpoint: EditedCheckpoint, admit: Callable[[str], bool], handles: FileHandles) -> EditedCheckpoint:
+def with_steps(
+    checkpoint: EditedCheckpoint,
+    keys_of: Callable[[str], tuple[Any, ...]],
+    admit: Callable[[str], bool],
+    handles: FileHandles,
+) -> EditedCheckpoint:
     """The same tensors of a trainer's state, with the step of each parameter that has moments.
 
     It is the one that the source's optimizer has for every parameter, or else the step of the training.
 
     Args:
         checkpoint: tensors under the names of a trainer's state.
+        keys_of: the keys of nested dictionaries for a name.
         admit: whether a name is written.
         handles: open files.
 
@@ -53,12 +59,9 @@ def with_steps(checkpoint: EditedCheckpoint, admit: Callable[[str], bool], handl
             moments[step] = recipe.sources[0]
     if not moments:
         return checkpoint
-    # Loaded only here: most states of trainers keep their names.
-    from reshard.names import trainer_keys
-
     stored = stored_checkpoint(checkpoint).tensors
     own = [stored[name] for name in sorted(stored) if trainer_optimizer(name) and name.endswith(_STEP)]
-    keys = {name: trainer_keys(name) for name in moments}
+    keys = {name: keys_of(name) for name in moments}
     if own:
         reason = "every parameter would get the first one's, because rules of names change parameters"
         equal = TiedTensors(own[0], tuple(own[1:]), reason, "leave the optimizer out with --exclude 'optimizer.*'")

@@ -26,8 +26,8 @@ from reshard.verification.operations import DerivedTensor, lists_of, needed_sour
 from reshard.verification.stored import Content, Source, StoredTensor, Words, value_content
 
 if TYPE_CHECKING:
-    from reshard.names import Applied, NameRules, SizedOperation
-    from reshard.plan.edits import EditRules, Link
+    from reshard.names import Applied, Edge, NameRules, SizedOperation
+    from reshard.plan.edits import EditRules
 
 
 _MOMENT, _STEP = re.compile(r"(.*\boptim(?:izer)?\..+)\.exp_avg_sq"), re.compile(r".*\boptim(izer)?\..+\.step")
@@ -51,7 +51,9 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         InputError: the edits do not fit the source.
     """
     # Imported only here: most checkpoints are compared without rules.
-    from reshard.names import apply_rules, megatron_names, plain_names, trainer_names
+    from reshard.names import apply_rules, naming_of, plain_names
+    from reshard.plan.tables import apply_table, for_experts
+    from reshard.plan.trainers import names_in_model
 
     base.check_read(lambda name: True)
     tied: list[tuple[Content, Content]] = []
@@ -67,14 +69,14 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         return {**of_tensors, **{name: base.value(name, base.values[name][0]).shape for name in kept_values}}
 
     recipes = {name: _Recipe((), (name,)) for name in originals}
-    if edits.plain is not None:
-        plain = plain_names(originals, base.checkpoint.objects, base.checkpoint.nested, edits.plain != "weights")
+    if edits.from_trainer is not None:
+        plain = plain_names(originals, base.checkpoint.objects, base.checkpoint.nested, edits.from_trainer != "weights")
         recipes = {new: recipes[old] for old, new in plain.names.items() if new is not None}
-        if edits.plain == "weights" and edits.source_side is Side.MEGATRON:
+        if edits.from_trainer == "weights" and edits.source_side is Side.MEGATRON:
             kept_values.discard(TRAINING_STEP)
-    edits = edits.for_experts(recipes)
-    for link in _chain(edits, shapes):
-        applied = edits.apply_table(link, shapes())
+    edits = for_experts(edits, recipes)
+    for edge in _path(edits, shapes):
+        applied = apply_table(edits, edge, shapes())
         tied += [
             (_tied_content(one, recipes[one], originals), _tied_content(two, recipes[two], originals))
             for one, two in applied.tied
@@ -88,14 +90,13 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         values = kept_values - set(base.checkpoint.without_layout())
         applied = apply_rules(edits.renames, shapes(), optimizer=True, values=values)
         recipes, kept_values = _ruled(recipes, kept_values, applied)
-    model_names = edits.model_names(recipes.keys(), base.checkpoint)
+    model_names = names_in_model(edits, recipes.keys(), base.checkpoint)
     masters: dict[str, str] = {}
     if edits.side is Side.HUGGINGFACE:
         masters = {name: name[len("main_param.") :] for name in recipes if name.startswith("main_param.")}
     last_names: dict[str, str] = {}
-    if edits.trainer:
-        names_of = megatron_names if edits.side is Side.MEGATRON else trainer_names
-        last_names = {name: new or name for name, new in names_of(recipes.keys()).items()}
+    if edits.to_trainer and edits.side is not None:
+        last_names = naming_of(edits.side.value).add(recipes.keys())
     model_names = {last_names.get(name, name): model_names[name] for name in recipes}
     recipes = {last_names.get(name, name): recipe for name, recipe in recipes.items()}
     # A weight without a layout is a tensor, and a value while it keeps its name.
@@ -111,7 +112,7 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         if name in recipes and own == {types.get(name)} == {"Float32"}:
             recipes[name] = recipes.pop(place)
     tensors = {name: _content(name, recipe, originals, types.get(name)) for name, recipe in recipes.items()}
-    if edits.trainer and edits.side is not Side.MEGATRON:
+    if edits.to_trainer and edits.side is not Side.MEGATRON:
         steps = [base.tensors[name] for name in sorted(base.tensors) if _STEP.fullmatch(name)]
         tied += [(steps[0], each) for each in steps[1:]]
         tensors.update(_steps(base, tensors, steps))
@@ -127,25 +128,26 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
     )
 
 
-def _chain(edits: EditRules, shapes: Callable[[], Mapping[str, Shape]]) -> list[Link]:
+def _path(edits: EditRules, shapes: Callable[[], Mapping[str, Shape]]) -> list[Edge]:
     """The tables that lead from the names of the source to those of the target, which is decided here again."""
     if edits.table is None:
         return []
     # Imported only here: most checkpoints are compared without rules.
-    from reshard.plan.edits import Link
+    from reshard.names import Edge
 
-    if edits.megatron is None:
-        return [Link(edits.table, edits.reverse)]
-    chain = []
+    of_side = edits.table_of_side
+    if of_side is None:
+        return [Edge(edits.table, edits.reverse)]
+    path = []
     if edits.source_side is Side.MEGATRON:
-        chain.append(Link(edits.megatron, True))
+        path.append(Edge(of_side, True))
     elif edits.reverse or _is_right(edits.table, shapes()):
-        chain.append(Link(edits.table, True))
+        path.append(Edge(edits.table, True))
     if edits.side is Side.MEGATRON:
-        chain.append(Link(edits.megatron, False))
+        path.append(Edge(of_side, False))
     elif edits.side is Side.MINDFORMERS:
-        chain.append(Link(edits.table, False))
-    return chain
+        path.append(Edge(edits.table, False))
+    return path
 
 
 def _is_right(rules: NameRules, names: Collection[str]) -> bool:

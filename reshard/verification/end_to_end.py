@@ -149,7 +149,7 @@ def _megatron_differences(
     return differences
 
 
-def as_asked(request: Request) -> bool:
+def has_the_asked_rules(request: Request) -> bool:
     """Whether the rules of a request are of the kinds that are asked for."""
     rules, asked = request.edits, request.asked.edits
     return (
@@ -159,7 +159,7 @@ def as_asked(request: Request) -> bool:
         rules.quantisation is not None,
         rules.optimizer,
         bool(rules.reverse),
-        rules.exactly,
+        rules.renamed_one_by_one,
     ) == (
         asked.names not in (None, "none"),
         bool(asked.rename),
@@ -175,7 +175,7 @@ def between_forms(request: Request) -> EditRules:
     """The edits, with the changes of names between models and states of trainers, which are decided here again."""
     source, target = request.form.options, request.to.options
     edits = request.edits._replace(source_side=source.side, side=target.side)
-    edits = edits._replace(megatron=_megatron(edits))
+    edits = edits._replace(tables=_tables(edits))
     if edits.renames is not None:
         return edits
     trains = source.names is not Names.MODEL
@@ -185,20 +185,21 @@ def between_forms(request: Request) -> EditRules:
     elif trains and (edits.table is not None or target.side is Side.MEGATRON):
         plain = "all"
     trainer = target.names is Names.TRAINER and (not trains or plain is not None)
-    return edits._replace(plain=plain, trainer=trainer)
+    return edits._replace(from_trainer=plain, to_trainer=trainer)
 
 
-def _megatron(edits: EditRules) -> NameRules | None:
-    """Megatron's table for the family of the other table, where one end is Megatron's; None without."""
+def _tables(edits: EditRules) -> tuple[NameRules, ...]:
+    """The table that was asked for and, where one end is Megatron's, Megatron's for the same family."""
     if edits.table is None or Side.MEGATRON not in (edits.source_side, edits.side):
-        return None
+        return edits.tables[:1]
     # Imported only here: most conversions have no rules.
-    from reshard.names import MEGATRON, megatron_families, rules_named, with_options
+    from reshard.names import families_of, rules_named, with_options
 
-    if edits.table.path not in megatron_families():
-        return None
-    typed = {} if edits.megatron is None else dict(edits.megatron.chosen)
-    return with_options(rules_named(MEGATRON), {**typed, "family": edits.table.path})
+    megatron = Side.MEGATRON.value
+    if edits.table.path not in families_of(megatron):
+        return (edits.table,)
+    typed = {} if edits.table_of_side is None else dict(edits.table_of_side.chosen)
+    return edits.table, with_options(rules_named(megatron), {**typed, "family": edits.table.path})
 
 
 def _for_trainer(request: Request, strategy: Strategy, names: Collection[str]) -> Strategy:
@@ -209,10 +210,9 @@ def _for_trainer(request: Request, strategy: Strategy, names: Collection[str]) -
     if any(name.startswith(("model.", *TRAINER_OPTIMIZERS)) for name in listed):
         return strategy
     # Imported only here: most targets have a model's names.
-    from reshard.names import megatron_names, trainer_names
+    from reshard.names import naming_of
 
-    names_of = megatron_names if request.to.options.side is Side.MEGATRON else trainer_names
-    new_names = names_of(strategy.parameters)
+    new_names = naming_of(request.to.options.side.value).add(strategy.parameters)
     # Names that a trainer's state has beside the model, such as moments.w, are those of the strategy.
     return renamed(strategy, {name: new for name, new in new_names.items() if name not in listed})
 
@@ -401,10 +401,11 @@ def _other_keys(source: Source, written: Source, request: Request) -> Iterator[D
     # torch takes a state whose keys are recorded in part, or not at all, for one without a key "model".
     keyless = request.edits.is_empty and not recorded and request.form.options.names is not Names.MODEL
     # Imported only here: most targets have a model's names.
-    from reshard.names import trainer_keys
+    from reshard.names import naming_of
 
+    keys_of = naming_of(request.to.options.side.value).keys
     for name in written.tensors:
-        expected = trainer_keys(name) if request.edits.trainer else recorded.get(name)
+        expected = keys_of(name) if request.edits.to_trainer else recorded.get(name)
         keys = written.checkpoint.nested.get(name)
         if keyless and keys:
             yield Difference("strategy", name, (), f"has the keys {keys} in the metadata, and none in the source's")
