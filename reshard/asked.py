@@ -179,6 +179,10 @@ PARALLEL = Kind(
 SHARE = Kind("shard", _share, words=lambda share: "/".join(map(str, share)))
 
 
+VALUE = "value"
+"""`Option.identity` of options whose values are compared."""
+
+
 class Option(NamedTuple):
     """The option of a field.
 
@@ -192,6 +196,8 @@ class Option(NamedTuple):
         choices: the possible values; the kind is then `TEXT`.
         limits: smallest and largest number.
         completes: what a shell completes: ``paths``, ``tables`` or ``types``.
+        identity: how runs that fill one directory together agree: `VALUE` if they have the same value, or the digest of
+            `Record.digests` that must be equal; empty if they may differ, because it decides no byte.
     """
 
     help: str
@@ -203,6 +209,7 @@ class Option(NamedTuple):
     choices: Collection[str] = ()
     limits: tuple[int, int] | None = None
     completes: str | None = None
+    identity: str = ""
 
     @property
     def parameter(self) -> str:
@@ -265,12 +272,20 @@ class Group:
             words += [flag if isinstance(each, bool) else f"{flag}={option.kind.words(each)}" for each in values]
         return words
 
-    def to_json(self) -> dict[str, Any]:
-        """The path, the groups, and the fields with options that are not at their defaults; see `from_json`."""
-        values = {name: (getattr(self, name), default) for name, (_, default) in fields_of(type(self)).items()}
-        named = {name: value for name, (value, default) in values.items() if value != default}
-        groups = {name: value.to_json() for name, value in vars(self).items() if isinstance(value, Group)}
-        return {**({"path": vars(self)["path"]} if "path" in vars(self) else {}), **groups, **named}
+    def given(self, identity: bool = False) -> dict[str, Any]:
+        """The fields with options that are not at their defaults; only those whose values agree between runs."""
+        values = {name: (getattr(self, name), *field) for name, field in fields_of(type(self)).items()}
+        return {
+            name: value
+            for name, (value, option, default) in values.items()
+            if value != default and (option.identity == VALUE or not identity)
+        }
+
+    def to_json(self, identity: bool = False) -> dict[str, Any]:
+        """The path, the groups, and `given`; see `from_json`. The identity has no path."""
+        groups = {name: value.to_json(identity) for name, value in vars(self).items() if isinstance(value, Group)}
+        path = {} if identity or "path" not in vars(self) else {"path": vars(self)["path"]}
+        return {**path, **groups, **self.given(identity)}
 
     @classmethod
     def from_json(cls: type[G], values: Mapping[str, Any]) -> G:
@@ -339,6 +354,7 @@ class Source(Group):
         kind=STRATEGY,
         metavar="FILE|DIR|none",
         completes="paths",
+        identity="source_strategy",
     )
     step: str = _option(
         "latest",
@@ -353,6 +369,7 @@ class Source(Group):
         "Source",
         metavar="TEXT",
         shown="all files",
+        identity=VALUE,
     )
     without_ranks: tuple[int, ...] = _option(
         (),
@@ -361,6 +378,7 @@ class Source(Group):
         kind=RANKS,
         metavar="3,7",
         shown="none",
+        identity=VALUE,
     )
     fallback: bool = _option(
         True,
@@ -390,6 +408,7 @@ class Target(Group):
         kind=STRATEGY,
         metavar="FILE|DIR|none|same",
         completes="paths",
+        identity="target_strategy",
     )
     shards: int | None = _option(
         None,
@@ -398,6 +417,7 @@ class Target(Group):
         kind=NUMBER,
         metavar="N",
         limits=(1, MAX_DEVICES),
+        identity=VALUE,
     )
     form: str | None = _option(
         None,
@@ -408,6 +428,7 @@ class Target(Group):
         metavar="FORM",
         shown="ranks",
         choices=FORM_CLASSES.keys(),
+        identity=VALUE,
     )
     max_shard_size: int | None = _option(
         None,
@@ -417,6 +438,7 @@ class Target(Group):
         metavar="SIZE",
         limits=_SIZES,
         shown="5GB, unified 3GiB",
+        identity="division",
     )
     prefix: str | None = _option(
         DEFAULT_PREFIX,
@@ -439,6 +461,7 @@ class Target(Group):
         metavar="FILE|DIR",
         completes="paths",
         shown="those of SRC",
+        identity="division",
     )
     sizes: tuple[tuple[str, int], ...] | None = _option(
         None,
@@ -447,6 +470,7 @@ class Target(Group):
         kind=PARALLEL,
         metavar="tp=2,pp=4,ep=2",
         shown="1 each",
+        identity="division",
     )
     overwrite: bool = _option(
         False,
@@ -478,6 +502,7 @@ class Edits(Group):
         kind=TEXTS,
         metavar="GLOB",
         shown="all",
+        identity=VALUE,
     )
     exclude: tuple[str, ...] = _option(
         (),
@@ -486,6 +511,7 @@ class Edits(Group):
         kind=TEXTS,
         metavar="GLOB",
         shown="none",
+        identity=VALUE,
     )
     allow_missing: tuple[str, ...] = _option(
         (),
@@ -503,12 +529,14 @@ class Edits(Group):
         metavar="RULES",
         completes="tables",
         shown="unchanged",
+        identity="edits",
     )
     reverse: bool = _option(
         False,
         "Apply the table from right to left; by default the side that fits SRC is the left.",
         "Names and types",
         kind=FLAG,
+        identity="edits",
     )
     config: str | None = _option(
         None,
@@ -518,6 +546,7 @@ class Edits(Group):
         metavar="FILE|DIR",
         completes="paths",
         shown="config.json in SRC",
+        identity="edits",
     )
     optimizer: str | None = _option(
         None,
@@ -525,6 +554,7 @@ class Edits(Group):
         "Names and types",
         choices=("keep",),
         shown="left out",
+        identity="edits",
     )
     rename: tuple[str, ...] = _option(
         (),
@@ -532,6 +562,7 @@ class Edits(Group):
         "Names and types",
         kind=TEXTS,
         metavar="OLD=NEW",
+        identity="edits",
     )
     dequantize: str | None = _option(
         None,
@@ -541,6 +572,7 @@ class Edits(Group):
         metavar="DTYPE",
         completes="types",
         shown="unchanged",
+        identity="edits",
     )
     cast: tuple[str, ...] = _option(
         (),
@@ -551,6 +583,7 @@ class Edits(Group):
         metavar="[GLOB=]DTYPE",
         completes="types",
         shown="unchanged",
+        identity="edits",
     )
     exactly: tuple[tuple[str, str | None], ...] = ()
 
@@ -681,6 +714,8 @@ class Task(NamedTuple):
         in_memory: nothing is written: the one target file is read.
         dry_run: plan and check everything, write nothing.
         verify: the caller verifies the result afterwards; it is recorded.
+        merge: an adapter is added to the weights.
+        by_function: it comes from a function, with parameters that no command line has.
     """
 
     recover: bool = False
@@ -689,3 +724,5 @@ class Task(NamedTuple):
     in_memory: bool = False
     dry_run: bool = False
     verify: bool = False
+    merge: bool = False
+    by_function: bool = False

@@ -127,7 +127,7 @@ class Rounds:
 
     def end(self) -> None:
         """Let one run finish, the same command or `resume`, compare, and start over."""
-        recorded = any(self.dst.glob(".reshard/command.*.json"))
+        recorded = (self.dst / ".reshard" / "plan.json").exists()
         resumed = recorded and self.random.random() < 0.5
         words = ["resume", str(self.dst)] if resumed else self.words(self.dst)
         self.finish(run_here(words, self.root / "log"))

@@ -188,7 +188,7 @@ def convert(
     Run the same command again to continue after an interruption.
     """
     asked = Conversion(source, target, edits, effort, files, shard)
-    _convert(asked, Task(dry_run=dry_run, verify=verify), scheduler)
+    run_conversion(asked, Task(dry_run=dry_run, verify=verify), scheduler)
 
 
 @command(
@@ -223,10 +223,11 @@ def by_rank(
     lists them, and the source must be complete. The run that writes the last missing rank completes DST.
     """
     asked = Conversion(source, target, edits, effort, (rank,))
-    _convert(asked, Task(by_rank=True, dry_run=dry_run, verify=verify))
+    run_conversion(asked, Task(by_rank=True, dry_run=dry_run, verify=verify))
 
 
-def _convert(asked: Conversion, task: Task, scheduler: str | None = None) -> None:
+def run_conversion(asked: Conversion, task: Task, scheduler: str | None = None) -> None:
+    """Carry out a conversion, on a Dask cluster if it has a scheduler."""
     report = Report(listener())
     request = request_of(asked, report, task)
     elsewhere = None if scheduler is None else _on_cluster(scheduler, asked, report)
@@ -339,10 +340,14 @@ def recover(
         )
     if source.strategy is None:
         raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")
+    run_recovery(Conversion(source, target, edits, effort, ranks), Task(True, lost_only, dry_run=dry_run))
+
+
+def run_recovery(asked: Conversion, task: Task) -> None:
+    """Carry out a recovery of rank files, whose source has a strategy."""
+    src, dst, form = asked.source.path, asked.target.path, form_of(asked.source.path)
     report = Report(listener())
-    saved = typed_strategy(source.strategy, report)
-    asked = Conversion(source, target, edits, effort, ranks)
-    task = Task(recover=True, lost_only=lost_only, dry_run=dry_run)
+    saved = typed_strategy(str(asked.source.strategy), report)
     request = Request(asked, form, saved, form, saved, task=task)
 
     def lines(summary: Summary, _: float) -> list[str]:
@@ -360,7 +365,7 @@ def recover(
             rows = [f"nothing to write: {reason}"]
         if is_verbose():
             rows += [f"{step_words(summary.step)}: {contents_words(summary)}", *detail_lines(summary, request)]
-        if lost_only and summary.ranks and not summary.manifest and target.prefix is None:
+        if task.lost_only and summary.ranks and not summary.manifest and asked.target.prefix is None:
             rows.append(f"file names are those of {src}: copy them back into it")
         return rows
 

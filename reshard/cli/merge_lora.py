@@ -90,7 +90,7 @@ def merge_lora(
         raise UsageError(f"--alpha {alpha:g}: is not a number between {MIN_ALPHA:g} and {MAX_ALPHA:g}")
     report = Report(listener())
     asked = Conversion(source, target, edits, effort)
-    request = request_of(asked, report, Task(dry_run=dry_run, verify=verify))
+    request = request_of(asked, report, Task(dry_run=dry_run, verify=verify, merge=True))
     scale = scale_of(adapter, alpha, report)
     infinite: Counter[str] = Counter()
 

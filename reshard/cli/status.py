@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 
 from reshard.cli import options
 from reshard.cli.command import argument, command
 from reshard.cli.output import echo_json, is_json, say
-from reshard.cli.resume import combined, overwriting, shown
-from reshard.convert.recorded import was_merged
+from reshard.cli.resume import overwriting, shown
 from reshard.convert.target_directory import beside
-from reshard.errors import TargetError
 from reshard.forms.registry import counted_as, form_named
-from reshard.records import Ledger, RecordedCommand
 from reshard.records.status import Status, status_of
 from reshard.text.messages import byte_size, counted_ranks, number_ranges, plural, rank_ranges, some_names
 
@@ -32,19 +28,19 @@ def status(dst: str) -> None:
     meanwhile. Checkpoint files of other conversions in DST are listed.
     """
     progress = status_of(dst)
-    foreign = beside(dst, progress.plan)
+    foreign = beside(dst, progress.record)
     if is_json():
         echo_json(
             {
                 "complete": progress.complete,
-                "form": progress.plan.form,
-                "ranks": progress.plan.ranks,
+                "form": progress.record.form,
+                "ranks": progress.record.file_count,
                 "wanted": list(progress.wanted),
                 "done": list(progress.done),
                 "changed": list(progress.changed),
                 "missing": list(progress.missing),
                 "bytes_done": progress.bytes_done,
-                "step": progress.plan.step,
+                "step": progress.record.step,
                 "manifest": progress.manifest,
                 "beside": foreign,
             }
@@ -61,28 +57,28 @@ def status(dst: str) -> None:
 
 
 def _lines(dst: str, progress: Status) -> list[str]:
-    step = f"step {progress.plan.step}" if progress.plan.step else "a checkpoint without a step in its name"
-    recovery = progress.plan.task == "recover"
-    noun = counted_as(progress.plan.form)
-    title = f"{'recovery' if recovery else 'conversion'} of {step} to {plural(progress.plan.ranks, noun)}"
-    by_rank = form_named(progress.plan.form).options.by_rank
+    step = f"step {progress.record.step}" if progress.record.step else "a checkpoint without a step in its name"
+    recovery = progress.record.task.recover
+    noun = counted_as(progress.record.form)
+    title = f"{'recovery' if recovery else 'conversion'} of {step} to {plural(progress.record.file_count, noun)}"
+    by_rank = form_named(progress.record.form).options.by_rank
     if not by_rank:
-        title += f" of the form {progress.plan.form}"
+        title += f" of the form {progress.record.form}"
     if progress.lost_only:
         title += f", only the lost {counted_ranks(progress.wanted)}"
-    lines = [f"{title} ({progress.plan.format})"]
+    lines = [f"{title} ({progress.record.format})"]
     for ranks, words in (
         (progress.done, f"done, {byte_size(progress.bytes_done)}"),
         (progress.changed, f"changed since {'it was' if len(progress.changed) == 1 else 'they were'} written"),
         (progress.missing, "missing"),
     ):
         if ranks:
-            files = "" if by_rank else f" ({some_names(list(map(progress.plan.file_of, ranks)), 3)})"
+            files = "" if by_rank else f" ({some_names(list(map(progress.record.file_of, ranks)), 3)})"
             lines.append(f"{plural(len(ranks), noun)} {words}: {number_ranges(ranks)}{files}")
     if progress.complete:
         lines.append(f"complete: {progress.manifest or 'all lost ranks are written'}")
     else:
-        requested = progress.missing if progress.requested is None else progress.requested
+        requested = progress.missing if progress.record.asked.files is None else progress.record.asked.files
         missing = set(progress.missing).intersection(requested)
         unrequested = set(progress.missing).difference(requested)
         if unrequested:
@@ -92,7 +88,7 @@ def _lines(dst: str, progress: Status) -> list[str]:
             lacking = f"{some_names(progress.unfinished)} missing; "
         if progress.changed and not progress.missing:
             lines.append(f"not complete: {rank_ranges(progress.changed, noun)} changed")
-        elif lacking and progress.resumable:
+        elif lacking and progress.record.is_repeatable:
             lines.append(f"not complete: {lacking}run: reshard resume {shlex.quote(dst)}")
         elif not unrequested:
             lines.append(f"not complete: {lacking}run the original command for {dst} again to write the missing files")
@@ -104,25 +100,17 @@ def _lines(dst: str, progress: Status) -> list[str]:
 def _cures(dst: str, progress: Status, noun: str) -> list[str]:
     """Commands for changed files: one that compares their contents, and those that write them again."""
     again = f"to write {rank_ranges(progress.changed, noun)} again:"
-    if progress.plan.task == "recover":
+    if progress.record.task.recover:
         return [f"{again} remove the files, and run the command again"]
-    if was_merged(dst, progress.plan):
+    if progress.record.task.merge:
         merge = f"reshard merge-lora BASE ADAPTER {shlex.quote(dst)} --overwrite"
         return [f"{again} {merge}, with all options of the first run"]
-    command: RecordedCommand | None = None
-    # Damaged records and runs with different sources are reported by `resume`.
-    with contextlib.suppress(TargetError):
-        commands = Ledger(dst, progress.plan).commands()
-        command = combined(commands, dst) if commands else None
-    if command is None:
-        compare = ["verify", dst, "--src", "SRC"]
-        return [
-            f"to compare the contents with the source: {shown(compare)}",
-            f"{again} reshard by-rank RANK ... --overwrite, with the options of the original command",
-        ]
-    single = len(progress.changed) <= _MAX_SINGLE and len(progress.changed) < progress.plan.ranks
+    if not progress.record.is_repeatable:
+        return [f"{again} reshard by-rank RANK ... --overwrite, with the options of the original command"]
+    single = len(progress.changed) <= _MAX_SINGLE and len(progress.changed) < progress.record.file_count
+    source = progress.record.asked.source.path
     return [
-        f"to compare the contents with the source: {shown(['verify', dst, '--src', command.asked.source.path])}",
+        f"to compare the contents with the source: {shown(['verify', dst, '--src', source])}",
         again,
-        *(overwriting(command, dst, rank) for rank in (progress.changed if single else (None,))),
+        *(overwriting(progress.record, dst, rank) for rank in (progress.changed if single else (None,))),
     ]

@@ -17,7 +17,7 @@ from reshard.cli.command import argument, command, option, paths
 from reshard.cli.opened import shape_words
 from reshard.cli.output import alarming, echo_json, exit_different, is_json, is_quiet, is_verbose, listener
 from reshard.cli.progress import progress_of
-from reshard.convert.recorded import command_with_source, merge_hint, recorded_source, was_merged
+from reshard.convert.recorded import merge_hint, recorded_source
 from reshard.convert.replicas import verify_replicas
 from reshard.convert.verifying import (
     against_manifest,
@@ -29,7 +29,7 @@ from reshard.convert.verifying import (
 from reshard.errors import InputError, TargetError, UsageError
 from reshard.forms.registry import counted_as, form_named
 from reshard.opened.opening import reading_request
-from reshard.records import Manifest, RecordedCommand, read_manifest
+from reshard.records import Manifest, read_manifest
 from reshard.records.status import status_of
 from reshard.text.messages import MAX_LINES, Report, listing, one_line, plural, printable, quoted, rank_ranges
 from reshard.verification.fingerprint import Fingerprints
@@ -125,10 +125,9 @@ def verify(
     differences: list[Difference] = []
     verdict = ""
     manifest = None if replicas or src is not None else of_ranks(read_manifest(out), ranks)
-    recorded = None if manifest is None or headers_only else _without_checksums(out, manifest, ranks)
+    recorded = None if manifest is None or headers_only else _without_checksums(manifest, ranks)
     if recorded is not None:
-        src, manifest = recorded.asked.source.path, None
-        source = replace(source, file_suffix=source.file_suffix or recorded.asked.source.file_suffix)
+        src, manifest = recorded, None
         report.note(f"the manifest lacks checksums; contents are compared with the recorded source: --src {src}")
     progress = progress_of()
     with reading_sources(effort, progress, report) as (means, crcs):
@@ -156,28 +155,29 @@ def verify(
     if is_json():
         echo_json({"differences": differences, "unchecked_ranks": unchecked})
     if manifest is not None and unchecked:
-        noun = counted_as(manifest.plan.form)
+        noun = counted_as(manifest.record.form)
         contents = f"contents of {rank_ranges(unchecked, noun)} were not compared"
         _warn_of_changed(out, unchecked, noun, report)
         if not differences and not headers_only:
             # Users may delete the source after this output: it must not look like a check of contents.
-            with_source = f"reshard verify {shlex.quote(out)} --src {shlex.quote(recorded_source(out, manifest.plan))}"
+            with_source = shlex.join(["reshard", "verify", out, "--src", recorded_source(manifest.record)])
             raise UsageError(
                 f"{out}: {contents}: the manifest has no checksums of them; sizes and headers match it",
                 hint="to compare them with the source: "
-                f"{merge_hint(out) if was_merged(out, manifest.plan) else with_source}\n"
+                f"{merge_hint(out) if manifest.record.task.merge else with_source}\n"
                 "add --headers-only if names and sizes are enough; convert --checksum crc32 records checksums",
             )
         verdict = f"no differences in sizes and headers; {contents}"
     print_differences(differences, not is_json(), verdict)
 
 
-def _without_checksums(out: str, manifest: Manifest, ranks: tuple[int, ...] | None) -> RecordedCommand | None:
-    """The recorded command whose source replaces missing checksums; None if none is missing, or the source is."""
-    in_part = ranks is not None and not form_named(manifest.plan.form).options.by_rank
-    if in_part or all(file.crc32 is not None for file in manifest.files) or was_merged(out, manifest.plan):
+def _without_checksums(manifest: Manifest, ranks: tuple[int, ...] | None) -> str | None:
+    """The recorded source, which replaces missing checksums; None if none is missing, or the source is."""
+    in_part = ranks is not None and not form_named(manifest.record.form).options.by_rank
+    if in_part or all(file.crc32 is not None for file in manifest.files):
         return None
-    return command_with_source(out, manifest.plan)
+    source = recorded_source(manifest.record)
+    return None if source == "SRC" else source
 
 
 def print_differences(

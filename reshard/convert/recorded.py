@@ -1,64 +1,84 @@
-"""What a conversion records of its command, and what commands that compare take from these records."""
+"""The record of a conversion, from its plan; and what commands that compare take from records."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 from dataclasses import replace
 
 from reshard.asked import CHANGES, Conversion, Effort
-from reshard.errors import ReshardError, TargetError, UsageError
-from reshard.forms.form import Form
+from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint
+from reshard.errors import UsageError
 from reshard.forms.ranks.naming import RANK, fixed_directory
-from reshard.forms.registry import form_named, form_of
-from reshard.plan.edits import NO_TABLE, EditRules, Request, edit_rules
+from reshard.forms.registry import form_of
+from reshard.forms.target import TargetForm
+from reshard.plan.editing import edited
+from reshard.plan.edits import NO_TABLE, EditRules, Request
 from reshard.plan.plan import Plan
-from reshard.records import Identity, RecordedCommand, strategy_digest
-from reshard.records.identity import short_digest
-from reshard.records.ledger import Ledger, ledger_in, packing_of
-from reshard.storage import absolute, exists, is_directory, real
-from reshard.strategies import names_files, read_strategy
+from reshard.records import Record, strategy_digest
+from reshard.records.ledger import packing_of
+from reshard.records.sources import short_digest
+from reshard.storage import absolute, exists, is_absolute, is_directory, real
+from reshard.strategies import SAME, names_files, read_strategy
 from reshard.text.messages import Report
 
 
-def command_of(plan: Plan) -> RecordedCommand | None:
-    """The command line of a run with absolute paths; None for a run that no command line repeats.
-
-    Args:
-        plan: with the step and format that were chosen.
-    """
-    request, task = plan.request, plan.request.task
-    if request.edits.additions is not None or not request.asked.is_typed:
-        return None
-    try:
-        asked = with_absolute_paths(request.asked)
-    except FileNotFoundError:
-        # The working directory is gone.
-        return None
+def record_of(plan: Plan) -> Record:
+    """The conversion of a plan, with the step and the format that were chosen."""
+    request, form, checkpoint = plan.request, plan.form, plan.checkpoint
+    asked, task = with_absolute_paths(request.asked), request.task
     # A table leaves other packing than the source's, or none.
-    packing = packing_of(request.src) if request.edits.table is None else plan.checkpoint.packing
+    packing = packing_of(request.src) if request.edits.table is None else checkpoint.packing
     # Files of ranks have the source's format, which may change; those of other forms the form's.
-    format = asked.target.format if not request.to.options.by_rank else "same" if task.recover else plan.form.format
+    format = asked.target.format if not request.to.options.by_rank else "same" if task.recover else form.format
+    strategy = asked.source.strategy if task.recover else asked.target.strategy
     # To resume one of several runs is to resume all of them.
     several = task.by_rank or asked.shard is not None
-    recorded = Conversion(
-        replace(asked.source, step=plan.checkpoint.step or "latest", fallback=True),
-        replace(asked.target, path=os.curdir, format=format, overwrite=False),
-        asked.edits,
-        Effort(crc=asked.effort.crc, check_replicas=asked.effort.check_replicas),
-        None if several else asked.files,
+    # With other names, the strategy of "same" also lists parameters of absent ranks. It differs between runs
+    # with different source ranks that write equal files, and from the source's strategy by its names.
+    by_source = request.form.options.by_rank and request.target.path == SAME and not request.edits.is_empty
+    return Record(
+        Conversion(
+            replace(asked.source, step=checkpoint.step or "latest", fallback=True),
+            replace(asked.target, path=os.curdir, form=form.name, format=format, strategy=strategy, overwrite=False),
+            asked.edits,
+            Effort(crc=asked.effort.crc, check_replicas=asked.effort.check_replicas),
+            None if several else asked.files,
+        ),
+        checkpoint.step,
+        form.count,
+        form.names,
+        form.format,
+        task._replace(by_function=not asked.is_typed),
+        {
+            "source_strategy": strategy_digest(request.source),
+            "target_strategy": SAME if by_source else strategy_digest(request.target),
+            "edits": _edits_digest(checkpoint),
+            "division": _division(form),
+        },
+        packing,
     )
-    name = "recover" if task.recover else "convert"
-    return RecordedCommand(recorded, os.uname().nodename, name, task.verify, task.lost_only, packing)
+
+
+def _edits_digest(checkpoint: Checkpoint) -> str:
+    """A digest of the edits of a checkpoint; empty if its names and types are unchanged."""
+    text = checkpoint.identity if isinstance(checkpoint, EditedCheckpoint) else ""
+    return short_digest(text.encode()) if text else ""
+
+
+def _division(form: TargetForm) -> str:
+    """A digest of which tensors are in which file of a form."""
+    if form.by_rank:
+        return ""
+    digests = [form.settings]
+    for file in range(form.count):
+        names = form.names_in(file)
+        digests.append(repr(sorted(form.section_of(file).layouts if names is None else names)).encode())
+    return short_digest(*digests)
 
 
 def with_absolute_paths(asked: Conversion) -> Conversion:
-    """The same conversion for another working directory.
-
-    Raises:
-        FileNotFoundError: the working directory is gone.
-    """
+    """The same conversion for another working directory."""
     return replace(
         asked,
         source=replace(asked.source, path=_absolute(asked.source.path), strategy=_strategy(asked.source.strategy)),
@@ -74,7 +94,9 @@ def with_absolute_paths(asked: Conversion) -> Conversion:
 
 def _absolute(path: str) -> str:
     """The absolute path; a pattern is not normalised."""
-    return absolute(path) if RANK not in path else os.path.join(os.getcwd(), path)
+    if RANK not in path:
+        return absolute(path)
+    return path if is_absolute(path) else os.path.join(os.getcwd(), path)
 
 
 def _strategy(path: str | None) -> str | None:
@@ -94,101 +116,74 @@ def _names(names: str | None) -> str | None:
     return names if names.partition(",")[0] in builtin_names() else absolute(names)
 
 
-def _ledger(out: str, plan: Identity) -> Ledger | None:
-    ledger = ledger_in(out)
-    return ledger if ledger is not None and ledger.identity == plan else None
-
-
-def _commands(out: str, plan: Identity) -> list[RecordedCommand]:
-    """The recorded commands of a directory's conversion, the latest first."""
-    ledger = _ledger(out, plan)
-    return [] if ledger is None else ledger.commands()
-
-
-def edits_of_target(request: Request, plan: Identity | None, report: Report) -> EditRules:
-    """The names and types that a converted checkpoint was given; without options those of its records.
-
-    Args:
-        request: the conversion.
-        plan: the directory's recorded identity; None without records: then those of `convert` without options.
-        report: gets a note about their origin.
-
-    Raises:
-        UsageError: the directory has other names or types, and its records do not list them.
-        ReshardError: a file of the options cannot be read.
-    """
-    src, out, asked = request.src, request.dst, request.asked.edits
-    edits = edit_rules(
-        src, asked, None if is_copy(request, plan) else request.to, request.asked.source.step, request.asked.target
-    )
-    if plan is not None and plan.edits and not asked.changes:
-        # Between some forms names change without an option.
-        return _given(edits, plan) or _recorded(out, src, plan, report)
-    return edits
-
-
-def is_copy(request: Request, plan: Identity | None) -> bool:
+def is_copy(request: Request, record: Record | None) -> bool:
     """Whether a directory has its source's names: without records and options, one of the same form."""
-    return plan is None and not request.asked.edits.changes and request.form.name == request.to.name
+    return record is None and not request.asked.edits.changes and request.form.name == request.to.name
 
 
-def with_records(out: str, asked: Conversion, to: Form, plan: Identity, report: Report) -> Conversion:
-    """A conversion with what the records of its directory list where nothing is asked: strategies, filters, lost ranks.
+def as_recorded(asked: Conversion, record: Record, report: Report) -> Conversion:
+    """A conversion with the recorded values where nothing is asked.
 
-    Args:
-        out: the directory that was converted to.
-        asked: what is asked.
-        to: the form of `out`.
-        plan: the directory's recorded identity.
-        report: gets notes about recorded options.
+    Names and types are asked for together, as are filters, and the strategy and the shards of the target.
 
     Raises:
-        UsageError: a recorded strategy is missing or was changed.
+        UsageError: a recorded strategy is missing or was changed, or an adapter was added.
     """
-    source, target, edits = asked.source, asked.target, asked.edits
-    source = replace(source, without_ranks=source.without_ranks or plan.without_ranks)
-    if not (edits.include or edits.exclude):
-        edits = replace(edits, include=plan.include, exclude=plan.exclude)
-    asked = replace(asked, source=source, edits=edits)
-    missing = {
-        "--src-strategy": source.strategy is None and form_of(source.path).options.needs_strategy,
-        "--dst-strategy": target.strategy is None and target.shards is None and to.options.cut,
-        "--args": target.args is None and to.options.arguments,
-    }
-    commands = _commands_or_warn(out, plan, report) if any(missing.values()) else []
-    if not commands:
-        return asked
-    recorded = commands[0].asked
-    digests = {"--src-strategy": plan.source_strategy, "--dst-strategy": plan.target_strategy}
-    saved = recorded.source.strategy
-    paths = {"--src-strategy": saved, "--dst-strategy": saved if plan.task == "recover" else recorded.target.strategy}
-    words: list[str] = []
-    for option, path in paths.items():
-        if not missing[option]:
-            continue
-        if path is not None and names_files(path):
+    out, was, source = asked.target.path, record.asked, asked.source
+    if record.task.merge and not asked.edits.changes:
+        raise UsageError(
+            f"{out}: was written by merge-lora, and verify --src has no adapter to add", hint=merge_hint(out)
+        )
+    if form_of(source.path).options.by_rank:
+        unset = {"path": source.path, "step": source.step, "fallback": source.fallback}
+        source = replace(was.source, **{**unset, **source.given()})
+    cut = {"strategy": None, "shards": None} if {"strategy", "shards"} & asked.target.given().keys() else {}
+    target = replace(was.target, path=out, **{**cut, **asked.target.given()})
+    edits = was.edits
+    for names in (CHANGES, ("include", "exclude")):
+        if asked.edits.given().keys() & {*names}:
+            edits = replace(edits, **{name: getattr(asked.edits, name) for name in names})
+    for option, path, typed, content in (
+        ("--src-strategy", source.strategy, asked.source.strategy, "source_strategy"),
+        ("--dst-strategy", target.strategy, asked.target.strategy, "target_strategy"),
+    ):
+        if typed is None and path is not None and names_files(path):
             problem = "does not exist" if not exists(path) else "has changed"
-            if not exists(path) or strategy_digest(read_strategy(path)) != digests[option]:
+            if not exists(path) or strategy_digest(read_strategy(path)) != record.digests[content]:
                 raise UsageError(
                     f"{option} is missing: {path}, which the records in {out} name, {problem}",
                     hint=f"add {option} FILE or DIR with the strategy that {out} was converted with",
                 )
-        if path is not None:
-            words += [option, path]
-    if missing["--src-strategy"]:
-        source = replace(source, strategy=saved)
-    if missing["--args"]:
-        target = replace(target, args=recorded.target.args)
-    if missing["--dst-strategy"]:
-        target = replace(target, strategy=paths["--dst-strategy"], shards=recorded.target.shards)
-        if recorded.target.shards is not None:
-            words += ["--shards", str(recorded.target.shards)]
-    if words:
-        report.note(f"compared with the recorded strategies: {' '.join(words)}")
-    elif source.strategy is None and to.options.by_rank:
-        # Only the format of rank files was changed.
-        target = replace(target, format=plan.format)
-    return replace(asked, source=source, target=target)
+    # The other recorded options decide nothing, or are those of every comparison.
+    shown = [
+        word
+        for here, there, names in (
+            (source, asked.source, ("strategy", "file_suffix", "without_ranks")),
+            (target, asked.target, ("strategy", "shards", "args")),
+            (edits, asked.edits, (*CHANGES, "include", "exclude")),
+        )
+        for word in here.words(names)
+        if word not in there.words(names)
+    ]
+    if shown:
+        report.note(f"compared with the recorded options: {shlex.join(shown)}")
+    return replace(asked, source=source, target=target, edits=edits)
+
+
+def check_rules(checkpoint: Checkpoint, rules: EditRules, out: str, record: Record) -> None:
+    """Compare rules of names and types, applied to the source, with those that a directory was written with.
+
+    Raises:
+        UsageError: they are others.
+    """
+    if _edits_digest(checkpoint if rules.is_empty else edited(checkpoint, rules, Report())) == record.digests["edits"]:
+        return
+    words = " ".join(record.asked.edits.words(CHANGES))
+    raise UsageError(
+        f"{out}: was written with other names or types than its source has; "
+        + (f"the rules of {words} have changed since" if words else "no recorded option gives them"),
+        hint="add the options of names and types that convert had",
+    )
 
 
 def source_exists(path: str) -> bool:
@@ -196,98 +191,20 @@ def source_exists(path: str) -> bool:
     return exists(path) or (RANK in path and is_directory(fixed_directory(path)))
 
 
-def command_with_source(out: str, plan: Identity) -> RecordedCommand | None:
-    """The last recorded command of a directory's conversion whose source exists; None without one."""
-    with contextlib.suppress(ReshardError):
-        return next((command for command in _commands(out, plan) if source_exists(command.asked.source.path)), None)
-    return None
+def recorded_source(record: Record) -> str:
+    """The recorded source, if a command can read it here; otherwise ``SRC``."""
+    path = record.asked.source.path
+    return path if record.is_repeatable and source_exists(path) else "SRC"
 
 
-def recorded_source(out: str, plan: Identity) -> str:
-    """The source of a directory's conversion, if its records list it and it exists here; otherwise ``SRC``."""
-    command = command_with_source(out, plan)
-    return "SRC" if command is None else command.asked.source.path
-
-
-def other_source(out: str, src: str, plan: Identity) -> str | None:
-    """A sentence with the recorded source of a directory's conversion, if it is another path than ``src``."""
-    with contextlib.suppress(ReshardError):
-        recorded = [command.asked.source.path for command in _commands(out, plan)]
-        if recorded and real(src) not in map(real, recorded):
-            text = f"{out} was converted from {recorded[0]}, not from {src}"
-            place = recorded_source(out, plan)
-            command = f"reshard verify {shlex.quote(out)} --src {shlex.quote(place)}"
-            return text if place == "SRC" else f"{text}; to compare with it: {command}"
-    return None
-
-
-def _commands_or_warn(out: str, plan: Identity, report: Report) -> list[RecordedCommand]:
-    try:
-        return _commands(out, plan)
-    except TargetError as error:
-        report.warn(error.message)
-        return []
-
-
-def _recorded(out: str, src: str, plan: Identity, report: Report) -> EditRules:
-    commands = _commands_or_warn(out, plan, report)
-    if was_merged(out, plan):
-        raise UsageError(
-            f"{out}: was written by merge-lora, and verify --src has no adapter to add", hint=merge_hint(out)
-        )
-    problem = "no record lists them"
-    for command in commands:
-        words = _words(command)
-        try:
-            edits = edit_rules(
-                src, command.asked.edits, form_named(plan.form), command.asked.source.step, command.asked.target
-            )
-            given = _given(edits, plan)
-        except ReshardError as error:
-            problem = f"its options were {words}: {error.message}"
-            continue
-        if given is not None:
-            if words:
-                report.note(f"compared with the recorded names and types: {words}")
-            return given
-        problem = f"its options were {words}, and these rules have changed since"
-    options = ", ".join(f"--{name}" for name in CHANGES)
-    raise UsageError(
-        f"{out}: was written with other names or types than its source has; {problem}",
-        hint=f"add the options of names and types that convert had ({options}); if merge-lora wrote it: "
-        + merge_hint(out),
-    )
-
-
-def was_merged(out: str, plan: Identity) -> bool:
-    """Whether merge-lora wrote a directory, by its records: other commands record their options of names and types."""
-    if not plan.edits:
-        return False
-    with contextlib.suppress(TargetError):
-        ledger = _ledger(out, plan)
-        return ledger is not None and not any(_words(each) or _names_by_form(each, plan) for each in ledger.commands())
-    return False
-
-
-def _names_by_form(command: RecordedCommand, plan: Identity) -> bool:
-    """Whether names changed without an option, as between a trainer's state and a model."""
-    source = command.asked.source
-    with contextlib.suppress(ReshardError):
-        edits = edit_rules(source.path, command.asked.edits, form_named(plan.form), source.step, command.asked.target)
-        return _given(edits, plan) is not None
-    return False
-
-
-def _given(edits: EditRules, plan: Identity) -> EditRules | None:
-    """The edits that a directory has its names and types by, as far as the source's names decide; None if others.
-
-    Raises:
-        NamesError: an option of a table is missing.
-    """
-    for each in () if edits.is_empty else edits.possible_edits():
-        if any(plan.edits == short_digest(identity.encode()) for identity in each.possible_identities()):
-            return each
-    return None
+def other_source(out: str, src: str, record: Record) -> str | None:
+    """A sentence with the recorded source of a directory, if it is another path than ``src``."""
+    path = record.asked.source.path
+    if real(src) == real(path):
+        return None
+    text, place = f"{out} was converted from {path}, not from {src}", recorded_source(record)
+    command = f"reshard verify {shlex.quote(out)} --src {shlex.quote(place)}"
+    return text if place == "SRC" else f"{text}; to compare with it: {command}"
 
 
 def merge_hint(out: str) -> str:
@@ -296,8 +213,3 @@ def merge_hint(out: str) -> str:
         f"reshard merge-lora BASE ADAPTER {shlex.quote(out)} --verify, with all options of the first run; "
         "complete files are not written again"
     )
-
-
-def _words(command: RecordedCommand) -> str:
-    """The options of names and types."""
-    return " ".join(word.replace("=", " ", 1) for word in command.asked.edits.words(CHANGES))

@@ -14,29 +14,26 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from reshard.checkpoints.checkpoint import EditedCheckpoint
-from reshard.convert.recorded import command_of
+from reshard.convert.recorded import record_of
 from reshard.errors import InputError, RetryableError
 from reshard.execute.destination import Destination
 from reshard.forms.registry import counted_as, form_named, forms_among
-from reshard.forms.target import UNFINISHED, UNFINISHED_CONTENT, FinishingFile, TargetForm
+from reshard.forms.target import UNFINISHED, UNFINISHED_CONTENT, FinishingFile
 from reshard.plan.pieces import TargetFile
 from reshard.plan.plan import Plan
 from reshard.records import (
     MANIFEST_NAME,
     DoneRecord,
     FinishingRecord,
-    Identity,
     Ledger,
     Manifest,
     ManifestFile,
+    Record,
     SourceFile,
     SourceSampler,
     header_digest,
     read_manifest,
-    strategy_digest,
 )
-from reshard.records.identity import short_digest
 from reshard.records.ledger import SourceChanges, ledger_in
 from reshard.records.refusals import Refusals
 from reshard.storage import (
@@ -54,7 +51,6 @@ from reshard.storage import (
     write_whole,
     writing,
 )
-from reshard.strategies import SAME
 from reshard.text.messages import Report, rank_ranges, some_names
 
 # Maximum number of listed files of a replaced model.
@@ -92,7 +88,6 @@ class TargetDirectory:
         request = plan.request
         asked, task = request.asked, request.task
         self._overwrite = asked.target.overwrite
-        self._command = command_of(plan)
         self._lost_only = task.lost_only
         # Whether this run writes every file of the target directory.
         self._whole = asked.files is None if task.lost_only else len(requested) == plan.form.count
@@ -106,37 +101,17 @@ class TargetDirectory:
         self._everything = range(plan.form.count)
         self._requested = requested
         self._sources = sampler.look_at(plan.checkpoint.indexes)
-        checkpoint = plan.checkpoint
-        # With other names, the strategy of "same" also lists parameters of absent ranks. It differs between runs
-        # with different source ranks that write equal files, and from the source's strategy by its names.
-        by_source = request.form.options.by_rank and request.target.path == SAME and not request.edits.is_empty
-        edits = checkpoint.identity if isinstance(checkpoint, EditedCheckpoint) else ""
-        identity = Identity(
-            source_strategy=strategy_digest(request.source),
-            target_strategy=SAME if by_source else strategy_digest(request.target),
-            ranks=plan.form.count,
-            step=checkpoint.step,
-            include=tuple(sorted(asked.edits.include)),
-            exclude=tuple(sorted(asked.edits.exclude)),
-            format=plan.form.format,
-            names=plan.form.names,
-            task="recover" if task.recover else "convert",
-            form=plan.form.name,
-            division=_division(plan.form),
-            edits=short_digest(edits.encode()) if edits else "",
-            without_ranks=asked.source.without_ranks,
-        )
-        self._identity = identity
+        self._record = record_of(plan)
         self._destination = Destination(self._root)
-        self._ledger = Ledger(self._root, identity, report.note)
+        self._ledger = Ledger(self._root, self._record, report.note)
         self._refusals = Refusals(
             self._root,
-            identity,
+            self._record,
             self._whole,
             request.form.options.unit,
             comparable=not task.recover and request.edits.additions is None,
         )
-        self._unfinished = _unfinished(self._root, identity)
+        self._unfinished = _unfinished(self._root, self._record)
         self._last_headers: tuple[object, str | None] = (None, None)
 
     @listings_cached()
@@ -150,9 +125,9 @@ class TargetDirectory:
         # Targets before records: another run may finish one at this moment, which then has its record already.
         existing = self._destination.check(self._name(rank) for rank in self._requested)
         before = ledger_in(self._root)
-        joined = before is not None and before.identity == self._identity
+        joined = before is not None and before.joins(self._ledger)
         if before is not None and not joined and not (self._overwrite and self._whole):
-            raise self._refusals.another_conversion(before, self._command)
+            raise self._refusals.another_conversion(before.record)
         # Of many by-rank runs, the first one lists all directories, the others their own.
         everywhere = not joined or self._whole
         recorded = {} if before is None else before.finished(None if everywhere else self._requested)
@@ -162,14 +137,14 @@ class TargetDirectory:
         if before is None and ledger_in(self._root) is not None:
             # Another run has begun meanwhile: what is present may be its targets.
             return self.survey()
-        foreign = present - own_names - recorded.keys() - {*(() if before is None else _marks(before.identity))}
+        foreign = present - own_names - recorded.keys() - {*(() if before is None else _marks(before.record))}
         if foreign:
             raise self._refusals.foreign(foreign)
         if not self._plan.form.by_rank:
-            self._destination.check(_marks(self._identity))
+            self._destination.check(_marks(self._record))
         if before is None:
             self._check_other_forms()
-            marks = set() if self._overwrite else self._existing_names(_marks(self._identity))
+            marks = set() if self._overwrite else self._existing_names(_marks(self._record))
             if marks:
                 raise self._refusals.foreign(marks)
         anew = before is not None and self._begins_anew(before, recorded)
@@ -187,7 +162,7 @@ class TargetDirectory:
         Raises:
             TargetError: finished targets that stay were made from other source files.
         """
-        if before.identity != self._identity:
+        if not before.joins(self._ledger):
             return True
         done = before.done().keys()
         changes = before.compare_sources(self._sources)
@@ -216,13 +191,13 @@ class TargetDirectory:
     def _check_other_forms(self) -> None:
         """Refuse checkpoints of another form in this directory."""
         names = names_in(self._root)
-        if not forms_among(self._root, names) - {self._identity.form}:
+        if not forms_among(self._root, names) - {self._record.form}:
             return
-        own_names = (*(self._name(file) for file in self._everything), *_marks(self._identity))
+        own_names = (*(self._name(file) for file in self._everything), *_marks(self._record))
         firsts = {name.partition(os.sep)[0] for name in own_names}
         forms = forms_among(self._root, [name for name in names if name not in firsts])
-        if forms - {self._identity.form}:
-            raise self._refusals.another_form(sorted(forms - {self._identity.form}))
+        if forms - {self._record.form}:
+            raise self._refusals.another_form(sorted(forms - {self._record.form}))
 
     def begin(self) -> list[int]:
         """Record that this run writes, until `end`; returns the remaining ranks of a second survey.
@@ -236,9 +211,9 @@ class TargetDirectory:
             if before is not None and anew:
                 self._remove(before, recorded)
             elif missing:
-                self._unfinish(self._identity)
+                self._unfinish(self._record)
             self._ledger.claim()
-            self._record()
+            self._add_records()
         return missing
 
     def _claim(self) -> None:
@@ -251,20 +226,18 @@ class TargetDirectory:
         if self._ledger.claim():
             # Another run failed before its first target and removed the records, or it replaces everything.
             self._refuse_changed(self._ledger.compare_sources(self._sources))
-            self._record()
+            self._add_records()
 
-    def _record(self) -> None:
-        """Record the requested ranks, sources and command of this run."""
+    def _add_records(self) -> None:
+        """Record the requested ranks and sources of this run."""
         self._ledger.request(self._requested if self._lost_only else None)
         self._ledger.add_sources(self._sources)
         self._ledger.add_damaged(self._damaged)
-        if self._command is not None:
-            self._ledger.add_command(self._command)
 
     def _remove(self, before: Ledger, recorded: Mapping[str, DoneRecord]) -> None:
         """Remove what this run replaces: what marks the directory as complete first, records last."""
         self._warn_of_remaining(before)
-        self._unfinish(before.identity)
+        self._unfinish(before.record)
         if not self._whole:
             # These files are replaced one by one.
             before.forget(self._requested)
@@ -273,9 +246,9 @@ class TargetDirectory:
             self._destination.remove(name)
         # No later run would look there for temporary files of killed runs.
         self._destination.tidy(
-            {os.path.dirname(before.identity.file_of(rank)) for rank in range(before.identity.ranks)}
+            {os.path.dirname(before.record.file_of(rank)) for rank in range(before.record.file_count)}
         )
-        _remove(_unfinished(self._root, before.identity))
+        _remove(_unfinished(self._root, before.record))
         before.remove()
 
     def _warn_of_remaining(self, before: Ledger) -> None:
@@ -333,9 +306,9 @@ class TargetDirectory:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether a command of this conversion is recorded, so that `resume` works."""
+        """Whether `resume` continues this conversion."""
         before = ledger_in(self._root)
-        return before is not None and before.identity == self._identity and bool(before.commands())
+        return before is not None and before.joins(self._ledger) and before.record.is_repeatable
 
     def end(self) -> None:
         """This run writes no more; records without a finished target are removed."""
@@ -369,7 +342,7 @@ class TargetDirectory:
         if layout is not target.layout:
             headers = header_digest(target.layout)
             self._last_headers = (target.layout, headers)
-        self._ledger.record(DoneRecord(target.rank, status.size, status.modified, headers, crc), flush=True)
+        self._ledger.add_done(DoneRecord(target.rank, status.size, status.modified, headers, crc), flush=True)
         self._mark_unfinished()
 
     def _mark_unfinished(self) -> None:
@@ -400,7 +373,7 @@ class TargetDirectory:
                 records = self._all_done()
                 if records is None:
                     # Another rank's target was removed.
-                    self._unfinish(self._identity)
+                    self._unfinish(self._record)
                     break
                 if self._lacking(records).issubset(computed):
                     self._ledger.claim()
@@ -424,13 +397,13 @@ class TargetDirectory:
                 hint="run the same command again to write missing targets; to rewrite modified ones add --overwrite",
             )
 
-    def _unfinish(self, identity: Identity) -> None:
+    def _unfinish(self, record: Record) -> None:
         """Remove the files that mark a conversion as complete, in reverse order of writing."""
         # By-rank runs skip this: every rank may have a mark, and without a manifest none exists.
-        if self.manifest is not None or not form_named(identity.form).options.by_rank:
-            marks = [os.path.join(self._root, name) for name in reversed(_marks(identity))]
+        if self.manifest is not None or not form_named(record.form).options.by_rank:
+            marks = [os.path.join(self._root, name) for name in reversed(_marks(record))]
             statuses = status_of_each(marks, through_links=False)
-            if identity == self._identity and any(statuses):
+            if record.identity == self._record.identity and any(statuses):
                 # A target may be missing: loaders must not take the rest for a complete checkpoint.
                 self._mark_unfinished()
             for mark, status in zip(marks, statuses):
@@ -444,7 +417,7 @@ class TargetDirectory:
         Returns:
             The records of these files, and the names of further model files; none in rank directories.
         """
-        marks = _marks(self._identity)
+        marks = _marks(self._record)
         finishing: list[FinishingRecord] = []
         beside: list[str] = []
         for file in self._plan.form.finishing():
@@ -464,7 +437,7 @@ class TargetDirectory:
     def _kept(self, file: FinishingFile) -> bool:
         """Whether an existing configuration or tokenizer stays; a warning if the source has another one."""
         path = os.path.join(self._root, file.name)
-        if self._overwrite or file.name in _marks(self._identity) or not exists(path):
+        if self._overwrite or file.name in _marks(self._record) or not exists(path):
             return False
         if not _holds(path, _size(file), file.make()):
             self.kept.add(file.name)
@@ -479,7 +452,7 @@ class TargetDirectory:
             self._kept(file)
 
     def _write_manifest(self, records: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
-        foreign = beside(self._root, self._identity)
+        foreign = beside(self._root, self._record)
         if foreign:
             # Of another conversion that went on here after its records were removed.
             raise self._refusals.foreign(foreign)
@@ -487,14 +460,14 @@ class TargetDirectory:
         for rank, record in records.items():
             if record in computed:
                 record = record._replace(crc=computed[record])
-                self._ledger.record(record, flush=False)
+                self._ledger.add_done(record, flush=False)
             crc = None if record.crc is None else f"{record.crc:08x}"
             files.append(ManifestFile(rank, self._name(rank), record.size, record.headers, crc))
         finishing, copied = self._finish()
         # The directory is complete for loaders. An abandoned conversion to another form may have left a second mark.
         for path in {os.path.join(self._root, UNFINISHED), self._unfinished}:
             _remove(path)
-        return Manifest(self._identity, tuple(files), finishing, copied).write(self._root)
+        return Manifest(self._ledger.record, tuple(files), finishing, copied).write(self._root)
 
     def _lacking(self, records: Mapping[int, DoneRecord]) -> set[DoneRecord]:
         """Targets without a checksum, if any run requested checksums; the order of the runs does not matter."""
@@ -522,7 +495,7 @@ class TargetDirectory:
 
     def _name(self, rank: int) -> str:
         """The file of a rank, relative to the directory."""
-        return self._identity.file_of(rank)
+        return self._record.file_of(rank)
 
     def _directories(self) -> set[str]:
         """The directories of the requested ranks' files, relative to the root."""
@@ -539,16 +512,16 @@ class TargetDirectory:
         return {rank for rank, of_rank in records.items() if any(record.matches(statuses[rank]) for record in of_rank)}
 
 
-def _marks(identity: Identity) -> list[str]:
+def _marks(record: Record) -> list[str]:
     """Files that make the directory of a conversion complete, relative to it."""
-    return form_named(identity.form).marks([identity.file_of(file) for file in range(identity.ranks)])
+    return form_named(record.form).marks([record.file_of(file) for file in range(record.file_count)])
 
 
-def _unfinished(root: str, identity: Identity) -> str | None:
+def _unfinished(root: str, record: Record) -> str | None:
     """The path of the mark of an incomplete directory; None for rank files, which need none."""
-    if form_named(identity.form).options.by_rank:
+    if form_named(record.form).options.by_rank:
         return None
-    return os.path.join(root, os.path.dirname(identity.file_of(0)), UNFINISHED)
+    return os.path.join(root, os.path.dirname(record.file_of(0)), UNFINISHED)
 
 
 def _remove(path: str | None) -> None:
@@ -575,27 +548,16 @@ def _holds(path: str, size: int, parts: Iterable[bytes]) -> bool:
         return False
 
 
-def _division(form: TargetForm) -> str:
-    """A digest of which tensors are in which file of a form."""
-    if form.by_rank:
-        return ""
-    digests = [form.settings]
-    for file in range(form.count):
-        names = form.names_in(file)
-        digests.append(repr(sorted(form.section_of(file).layouts if names is None else names)).encode())
-    return short_digest(*digests)
-
-
-def beside(directory: str, identity: Identity) -> list[str]:
+def beside(directory: str, record: Record) -> list[str]:
     """Checkpoint files of other origin that readers may mix with the conversion's, sorted.
 
     Args:
         directory: the target directory; the names are relative to it.
-        identity: the conversion.
+        record: the conversion.
 
     Raises:
         ReshardError: it cannot be read.
     """
-    own_names = {*_marks(identity), *(identity.file_of(file) for file in range(identity.ranks))}
+    own_names = {*_marks(record), *map(record.file_of, range(record.file_count))}
     names = Destination(directory).checkpoints({os.path.dirname(name) for name in own_names})
     return [name for name in names if name not in own_names]

@@ -13,7 +13,7 @@ from reshard.asked import Conversion, Effort, Task
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.convert.ends import with_ends
-from reshard.convert.recorded import edits_of_target, is_copy, other_source, with_records
+from reshard.convert.recorded import as_recorded, check_rules, is_copy, other_source
 from reshard.convert.summary import Summary
 from reshard.errors import CheckpointError, InputError, NamesError, TargetError, UsageError
 from reshard.execute import Budget, Progress
@@ -22,10 +22,10 @@ from reshard.execute.reader import BoxReader
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.plan.editing import edited as make_edits
-from reshard.plan.edits import Request
+from reshard.plan.edits import Request, edit_rules
 from reshard.plan.planner import read_source
 from reshard.plan.trainers import names_in_model
-from reshard.records import Identity, Manifest, read_manifest
+from reshard.records import Manifest, Record, read_manifest
 from reshard.records.ledger import ledger_in
 from reshard.records.status import status_of
 from reshard.source_replicas import hint_of_swap
@@ -110,21 +110,23 @@ def verify_with_source(asked: Conversion, means: Means, report: Report, crcs: Re
     differences: list[Difference] = []
     if manifest is not None:
         differences += against_manifest(out, of_ranks(manifest, ranks), ranks, means)
-    plan = recorded_plan(out, manifest, report)
-    to = form_of(out) if plan is None else form_named(plan.form)
+    record = recorded_conversion(out, manifest, report)
+    to = form_of(out) if record is None else form_named(record.form)
     by_rank = to.options.by_rank
     if not by_rank and ranks is not None:
         raise UsageError(
             f"--ranks goes with files of ranks; files of {to.name} are compared with the source together",
             hint="leave out --ranks, or --src",
         )
-    if plan is not None and manifest is None and not by_rank:
+    if record is not None and manifest is None and not by_rank:
         _check_finished(out)
-    with _naming_other_source(out, src, plan):
-        asked = replace(asked, target=replace(asked.target, form=to.name))
-        if plan is not None:
-            asked = with_records(out, asked, to, plan, report)
-        task = Task(recover=plan is not None and plan.task == "recover")
+    rules_are_asked = asked.edits.changes
+    with _naming_other_source(out, src, record):
+        if record is None:
+            asked = replace(asked, target=replace(asked.target, form=to.name))
+        else:
+            asked = as_recorded(asked, record, report)
+        task = Task(recover=record is not None and record.task.recover)
         request = with_ends(asked, report, task)
         if by_rank and ranks is None and manifest is None:
             ranks = written_ranks(out, report)
@@ -134,17 +136,24 @@ def verify_with_source(asked: Conversion, means: Means, report: Report, crcs: Re
         else:
             files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
         step = asked.source.step
-        if plan is not None and step == "latest":
-            step = recorded_step(src, request.form.name, plan.step)
-        edits = edits_of_target(request, plan, report)
+        if record is not None and step == "latest":
+            step = recorded_step(src, request.form.name, record.step)
+        # Between some forms names change without an option.
+        edits = edit_rules(src, asked.edits, None if is_copy(request, record) else request.to, step, asked.target)
         request = _at(request.with_edits(edits), step, ranks)
-        if not is_copy(request, plan):
+        if not is_copy(request, record):
             request = request._replace(edits=between_forms(request))
+
+        def read(each: Request) -> Checkpoint:
+            checkpoint = read_source(each, means.handles, report)
+            if record is not None and not rules_are_asked:
+                check_rules(checkpoint, edits, out, record)
+            return checkpoint
+
         with contextlib.ExitStack() as stack:
             if by_rank and request.form.options.by_rank and edits.is_empty:
                 stack.enter_context(hint_of_swap(request.source, request.target, request.asked.source, means.handles))
-            reader = partial(read_source, handles=means.handles, report=report)
-            conversion = Verified(request, files, reader, recorded=plan is not None)
+            conversion = Verified(request, files, read, recorded=record is not None)
             try:
                 differing = verify_conversion(conversion, means, report, crcs)
             except (NamesError, UsageError) as error:
@@ -152,7 +161,7 @@ def verify_with_source(asked: Conversion, means: Means, report: Report, crcs: Re
                 fingerprints = f"reshard fingerprint {shlex.quote(src)}, and of {shlex.quote(out)}"
                 error.add_hint(f"to compare checkpoints with the same names: {fingerprints}")
                 raise
-    other = None if plan is None or not differing else other_source(out, src, plan)
+    other = None if record is None or not differing else other_source(out, src, record)
     if other is not None:
         report.warn(other)
     return [*differences, *differing]
@@ -201,12 +210,12 @@ def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> 
 
 
 @contextlib.contextmanager
-def _naming_other_source(out: str, src: str, plan: Identity | None) -> Iterator[None]:
+def _naming_other_source(out: str, src: str, record: Record | None) -> Iterator[None]:
     """Add to errors about a source that the records list another one."""
     try:
         yield
     except InputError as error:
-        error.add_hint(None if plan is None else other_source(out, src, plan), first=True)
+        error.add_hint(None if record is None else other_source(out, src, record), first=True)
         raise
 
 
@@ -218,11 +227,12 @@ def _check_finished(out: str) -> None:
     """
     status = status_of(out)
     if status.missing:
-        missing = some_names([status.plan.file_of(number) for number in status.missing], 3)
+        hint = f"to write the missing files: reshard resume {shlex.quote(out)}"
+        missing = some_names([status.record.file_of(number) for number in status.missing], 3)
         raise CheckpointError(
             f"{out}: is not complete: {missing} missing",
             file=out,
-            hint=f"to write the missing files: reshard resume {shlex.quote(out)}" if status.resumable else None,
+            hint=hint if status.record.is_repeatable else None,
         )
 
 
@@ -242,7 +252,7 @@ def of_ranks(manifest: Manifest, ranks: tuple[int, ...] | None) -> Manifest:
         return manifest
     files = tuple(file for file in manifest.files if file.rank in ranks)
     beyond = sorted(set(ranks).difference(file.rank for file in files))
-    noun = counted_as(manifest.plan.form)
+    noun = counted_as(manifest.record.form)
     if beyond:
         raise UsageError(
             f"{rank_ranges(beyond, noun)} (--ranks) {are(beyond)} out of range: the manifest has "
@@ -268,20 +278,20 @@ def recorded_step(src: str, form: str, step: str | None) -> str:
     return step if step is not None and several else "latest"
 
 
-def recorded_plan(out: str, manifest: Manifest | None, report: Report) -> Identity | None:
+def recorded_conversion(out: str, manifest: Manifest | None, report: Report) -> Record | None:
     """The conversion of a directory, from its manifest or else from the records of unfinished runs, if it has any.
 
     Raises:
         RetryableError: records cannot be read.
     """
     if manifest is not None:
-        return manifest.plan
+        return manifest.record
     try:
         ledger = ledger_in(out)
     except TargetError as error:
         report.warn(f"{error.message}; it is ignored")
         return None
-    return None if ledger is None else ledger.identity
+    return None if ledger is None else ledger.record
 
 
 def written_ranks(out: str, report: Report) -> tuple[int, ...] | None:
@@ -297,10 +307,11 @@ def written_ranks(out: str, report: Report) -> tuple[int, ...] | None:
     if status.lost_only:
         report.note(f"compared: {rank_ranges(status.wanted)}, since only lost ranks were to be recovered")
         return status.wanted
-    others = set(status.wanted).difference(status.requested or status.wanted)
-    if others and status.plan.task == "recover":
-        report.note(f"compared: {rank_ranges(status.requested or ())}; not requested: {rank_ranges(others)}")
-        return status.requested
+    requested = status.record.asked.files
+    others = set(status.wanted).difference(requested or status.wanted)
+    if others and status.record.task.recover:
+        report.note(f"compared: {rank_ranges(requested or ())}; not requested: {rank_ranges(others)}")
+        return requested
     if status.done and status.missing:
         report.note(
             f"not written yet: {rank_ranges(status.missing)}; to compare only {rank_ranges(status.done)}, add "

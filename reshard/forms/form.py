@@ -54,28 +54,6 @@ class Side(Enum):
         return self is Side.MEGATRON
 
 
-class WrittenTraining(NamedTuple):
-    """A written checkpoint whose records of the training are compared with their origin.
-
-    Attributes:
-        directory: the target directory.
-        target: the checkpoint in it.
-        source: the source, without edits.
-        counters: the values of the source that the form records as numbers.
-        asked: what is asked of the target.
-        config: the model's configuration, or its directory.
-        handles: open files.
-    """
-
-    directory: str
-    target: Checkpoint
-    source: Checkpoint
-    counters: Mapping[str, int]
-    asked: Target
-    config: str | None
-    handles: FileHandles
-
-
 class FormOptions(NamedTuple):
     """The options of a form, and its words in messages.
 
@@ -337,14 +315,6 @@ class Form(Protocol):
 
         Yields:
             The name of a file that is missing, relative to the directory, and where the source has it.
-        """
-        return iter(())
-
-    def check_training(self, training: WrittenTraining) -> Iterator[tuple[str, str]]:
-        """Compare what a form with `FormOptions.arguments` records of the training with its origin.
-
-        Yields:
-            Each difference, with a relative file before it.
         """
         return iter(())
 

@@ -177,7 +177,7 @@ def _resume(src: str, options: Sequence[str]) -> Iterator[Suggestion]:
     """The command that completes a conversion."""
     with suppress(ReshardError):
         status = status_of(src)
-        if status.resumable and not status.complete:
+        if status.record.is_repeatable and not status.complete:
             pairs = zip(options[::2], options[1::2])
             words = (word for pair in pairs if pair[0] in _OF_RESUME for word in pair)
             command = ("reshard", "resume", _argument(src), *words)

@@ -106,7 +106,7 @@ class _Inspection:
             if status.missing:
                 written = len(status.wanted) - len(status.missing)
                 text += f", and is not complete: {written} of {plural(len(status.wanted), 'rank')} written"
-                hint = f"`reshard resume {name}` completes it" if status.resumable else hint
+                hint = f"`reshard resume {name}` completes it" if status.record.is_repeatable else hint
         self._note("conversion", text, hint=hint)
 
     def run(self, requested: Step | None) -> Inspected:

@@ -5,9 +5,9 @@
 """
 
 from reshard.names.apply import Applied, AppliedStep, NamedView, apply_rules, is_reversed
-from reshard.names.frameworks import Naming, naming_of, plain_names, possible_plain_names
+from reshard.names.frameworks import Naming, naming_of, plain_names, possible_plain_names, trainer_keys
 from reshard.names.operations import SizedOperation, viewed
-from reshard.names.rules import HUB_SIDE, NameRules, possible_options, with_options
+from reshard.names.rules import HUB_SIDE, NameRules, with_options
 from reshard.names.sizes import Configuration, merged
 from reshard.names.tables import (
     Edge,

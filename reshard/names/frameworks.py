@@ -16,7 +16,7 @@ begin with ``model.``, this is undecided.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.text.names import TRAINER_OPTIMIZERS, UNNAMED_STATE, is_weight, state_prefix, trainer_optimizer
@@ -180,16 +180,37 @@ class Naming(NamedTuple):
     """Names that a trainer gives the tensors of a model and of MindSpore's optimizers.
 
     Attributes:
-        add: its names by these, of all tensors.
-        remove: the name that `add` replaced.
-        keys: the keys of the nested dictionaries of its state for a name of `add`.
-        note: a sentence on what `add` does; empty for nothing.
+        model: begins the names of weights.
+        state: a name of optimizer state, of a parameter's ``name`` and a ``key``.
+        keys: the keys by MindSpore's prefixes.
     """
 
-    add: Callable[[Collection[str]], dict[str, str]]
-    remove: Callable[[str], str]
-    keys: Callable[[str], tuple[str, ...]]
-    note: str = ""
+    model: str
+    state: str
+    keys: Mapping[str, str]
+
+    def add(self, names: Collection[str]) -> dict[str, str]:
+        """The trainer's names of all tensors, by those of the model and of MindSpore's optimizers."""
+        all_names = frozenset(names)
+        new_names: dict[str, str] = {}
+        for name in names:
+            word, dot, parameter = name.partition(".")
+            if word + dot in self.keys and parameter in all_names:
+                new_names[name] = self.state.format(name=parameter, key=self.keys[word + dot])
+            else:
+                new_names[name] = self.model + name if is_weight(name, all_names) else name
+        return new_names
+
+    def remove(self, name: str) -> str:
+        """The name that `add` replaced."""
+        if trainer_optimizer(name):
+            return _state_name(name, None) or name
+        return name[len(self.model) :] if name.startswith(self.model) else name
+
+
+_PREFIXES = {prefix: key for key, prefix in _STATES.items()}
+_TORCH = Naming(MODEL, "optimizer.state.{name}.{key}", _PREFIXES)
+_NAMINGS = {"megatron": Naming("", "optimizer.state.{key}.{name}", {**_PREFIXES, _STATES["fp32_param"]: _MASTER})}
 
 
 def naming_of(side: str) -> Naming:
@@ -197,25 +218,8 @@ def naming_of(side: str) -> Naming:
     return _NAMINGS.get(side, _TORCH)
 
 
-def _parameter_of(name: str, names: Collection[str]) -> tuple[str, str] | None:
-    """The prefix of MindSpore's optimizer state and its parameter, if it is one of the names."""
-    word, dot, parameter = name.partition(".")
-    return (word + dot, parameter) if word + dot in _STATES.values() and parameter in names else None
-
-
-def _with_model(names: Collection[str]) -> dict[str, str]:
-    all_names, keys = frozenset(names), {prefix: key for key, prefix in _STATES.items()}
-    new_names: dict[str, str] = {}
-    for name in names:
-        state = _parameter_of(name, all_names)
-        if state is not None:
-            new_names[name] = f"optimizer.state.{state[1]}.{keys[state[0]]}"
-        else:
-            new_names[name] = MODEL + name if is_weight(name, all_names) else name
-    return new_names
-
-
-def _keys(name: str) -> tuple[str, ...]:
+def trainer_keys(name: str) -> tuple[str, ...]:
+    """The keys of the nested dictionaries of a trainer's state for a name that `Naming.add` made."""
     root, _, inner_name = name.partition(".")
     if root + "." == MODEL:
         return root, inner_name
@@ -223,31 +227,3 @@ def _keys(name: str) -> tuple[str, ...]:
     if root + "." in TRAINER_OPTIMIZERS and inner.startswith("state."):
         return root, "state", inner[len("state.") :], last
     return (name,)
-
-
-def _without_model(name: str) -> str:
-    keys = _keys(name)
-    if len(keys) == len(("optimizer", "state", "NAME", "KEY")):
-        return _STATES[keys[-1]] + keys[-2] if keys[-1] in _STATES else name
-    return keys[-1]
-
-
-def _by_key(names: Collection[str]) -> dict[str, str]:
-    """Names as Megatron's fully_reshardable optimizer state has them: the key comes before the parameter."""
-    all_names = frozenset(names)
-    keys = {**{prefix: key for key, prefix in _STATES.items()}, "main_param.": _MASTER}
-    states = {name: _parameter_of(name, all_names) for name in names}
-    return {
-        name: name if state is None else f"optimizer.state.{keys[state[0]]}.{state[1]}"
-        for name, state in states.items()
-    }
-
-
-_TORCH = Naming(_with_model, _without_model, _keys, "names: weights get the prefix 'model.', as in a trainer's state")
-_NAMINGS = {
-    "megatron": Naming(
-        _by_key,
-        lambda name: _state_name(name, None) or name if trainer_optimizer(name) else name,
-        lambda name: (name,),
-    )
-}

@@ -5,10 +5,9 @@ A table has options. The value of one is stated, or from config.json, from names
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -255,24 +254,6 @@ def settle(
     applicable = tuple(rule for rule in rules.rules if all(values[name] in allowed for name, allowed in rule.when))
     undetermined = {name: each for name, each in possible.items() if len(each) > 1}
     return Settled(applicable, ModelSizes(rules.sizes, config, numbers), values, undetermined)
-
-
-def possible_options(
-    rules: NameRules, config: Mapping[str, object] | None, recorded: Mapping[str, str] = NONE_RECORDED
-) -> Iterator[dict[str, str]]:
-    """All possible combinations of option values, for a checkpoint with unknown names."""
-    stated = dict(rules.chosen)
-    choices: list[Sequence[str]] = []
-    for option in rules.options:
-        value = _stated_value(option, stated, config, rules)
-        if value is not None:
-            choices.append([value])
-        elif option.name_values:
-            choices.append(option.values)
-        else:
-            choices.append(_unshown(option, recorded, rules))
-    for values in itertools.product(*choices):
-        yield {option.name: value for option, value in zip(rules.options, values)}
 
 
 def _stated_value(

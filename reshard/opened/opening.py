@@ -15,8 +15,8 @@ from reshard.forms.registry import check_exists, check_holds_ranks, check_option
 from reshard.in_python import errors_in_python, in_python
 from reshard.opened.checkpoint import OpenedCheckpoint
 from reshard.plan.edits import NO_TABLE, EditRules, Request, edit_rules
-from reshard.records.identity import strategy_digest
 from reshard.records.ledger import recorded_strategy
+from reshard.records.record import strategy_digest
 from reshard.storage import listings_cached
 from reshard.strategies import SAME, Strategy, shards_of, target_named, target_words, typed_strategy
 from reshard.text.messages import Report, logged, plural

@@ -22,7 +22,6 @@ from reshard.text.names import is_training_value
 
 if TYPE_CHECKING:
     from reshard.names import Applied, NameRules, SizedOperation
-    from reshard.quantised import Quantisation
 
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
@@ -42,8 +41,9 @@ def edited(checkpoint: Checkpoint, edits: EditRules, report: Report, complete: b
     if edits.additions is not None and (edits.tables or edits.casts):
         raise UsageError("additions to tensors exclude rules of names and casts")
     editing = Editing(checkpoint, edits, report, complete)
-    for step in STEPS:
-        step(editing)
+    for option, step in STEPS:
+        if option is None or getattr(editing.edits, option):
+            step(editing)
     return editing.result()
 
 
@@ -51,6 +51,7 @@ class Editing:
     """The tensors and values of a source, which edits change one after the other: `STEPS` are methods of this class.
 
     Attributes:
+        edits: the edits; a step may choose a table for later ones.
         recipes: the tensors, by their new names.
         values: the names of values, and of weights without a layout.
         unseen: the new name of each parameter that only absent ranks hold; None if unknown.
@@ -58,7 +59,7 @@ class Editing:
 
     def __init__(self, checkpoint: Checkpoint, edits: EditRules, report: Report, complete: bool = True) -> None:
         self._checkpoint = checkpoint
-        self._edits = edits
+        self.edits = edits
         self._report = report
         self._complete = complete
         self.recipes: Mapping[str, Recipe] = {name: Recipe((name,)) for name in checkpoint.tensors}
@@ -73,11 +74,11 @@ class Editing:
     def result(self) -> EditedCheckpoint:
         """The edited checkpoint."""
         checkpoint, nested = self._checkpoint, self._checkpoint.nested
-        if nested or self._edits.to_trainer:
+        if nested or self.edits.to_trainer:
             from reshard.plan.trainers import keys_for_trainer
 
-            nested = keys_for_trainer(self._edits, self.recipes, nested)
-        with_objects = self._edits.keeps_objects
+            nested = keys_for_trainer(self.edits, self.recipes, nested)
+        with_objects = self.edits.keeps_objects
         if checkpoint.objects and not with_objects:
             form, count = checkpoint.form, plural(len(checkpoint.objects), "object")
             self._report.note(f"{count} of {form} left out: names are not those of {form}")
@@ -85,7 +86,7 @@ class Editing:
             checkpoint,
             self.recipes,
             self.values,
-            self._edits.identity(self._applied),
+            self.edits.identity(self._applied),
             self._tied,
             self.unseen,
             nested,
@@ -100,25 +101,33 @@ class Editing:
 
     def dequantise(self) -> None:
         """Replace codes and scales by the numbers that they stand for; dimensions of some are swapped in files."""
-        if self._edits.quantisation is None:
-            return
-        self._checkpoint, views = _dequantised(self._checkpoint, self._edits.quantisation, self._report)
+        # Loaded only here: most conversions have nothing quantised.
+        from reshard.quantised import dequantised, describe
+
+        assert self.edits.quantisation is not None
+        self._checkpoint, recognised = dequantised(self._checkpoint, self.edits.quantisation)
+        if not recognised.tensors:
+            self._report.warn("--dequantize: no tensor of the source is quantised")
+        for scheme, count in describe(recognised).items():
+            self._report.note(f"{plural(count, 'tensor')} dequantised to {self.edits.quantisation.dtype}: {scheme}")
+        if recognised.left_out:
+            left_out = f"{len(recognised.left_out)} scales of activations left out: "
+            self._report.note(left_out + listing([*recognised.left_out]))
+        views = {name: _swapped(each.shape) for name, each in recognised.tensors.items() if each.swapped}
         self.recipes = {name: Recipe((name,), views.get(name)) for name in self._checkpoint.tensors}
         self.values = {*self._checkpoint.values(), *self._checkpoint.without_layout()}
 
     def name_as_in_model(self) -> None:
         """Remove the words of a trainer's state from names."""
-        if self._edits.from_trainer is not None:
-            from reshard.plan.trainers import names_from_trainer
+        from reshard.plan.trainers import names_from_trainer
 
-            self._rename(names_from_trainer(self._edits, self._checkpoint.tensors, self._checkpoint, self._report))
+        self._rename(names_from_trainer(self.edits, self._checkpoint.tensors, self._checkpoint, self._report))
 
     def publish_experts(self) -> None:
         """Choose the table of fused experts, where the model has some."""
-        if self._edits.published_experts:
-            from reshard.plan.tables import for_experts
+        from reshard.plan.tables import for_experts
 
-            self._edits = for_experts(self._edits, self.recipes)
+        self.edits = for_experts(self.edits, self.recipes)
 
     def _rename(self, names: Mapping[str, str | None]) -> None:
         """Give tensors other names; None skips a tensor. Values keep their names.
@@ -153,13 +162,11 @@ class Editing:
 
     def add(self) -> None:
         """Add to tensors, by their names in the model, and remove the tensors of the additions."""
-        additions = self._edits.additions
-        if additions is None:
-            return
-        # Loaded only here: most conversions add nothing.
         from reshard.plan.trainers import names_in_model
 
-        model_names = names_in_model(self._edits, self.recipes, self._checkpoint)
+        additions = self.edits.additions
+        assert additions is not None
+        model_names = names_in_model(self.edits, self.recipes, self._checkpoint)
         tensors = {
             model_names[name]: self._checkpoint.tensors[recipe.sources[0]] for name, recipe in self.recipes.items()
         }
@@ -174,15 +181,12 @@ class Editing:
 
     def apply_tables(self) -> None:
         """Apply rules of names and packing."""
-        if not self._edits.tables:
-            return
-        # Loaded only here: most conversions have no rules.
         from reshard.plan.tables import apply_table, path_of
 
-        if self._edits.quantisation is None:
+        if self.edits.quantisation is None:
             _check_not_quantised(self._checkpoint)
-        for edge in path_of(self._edits, self._shapes()):
-            applied = apply_table(self._edits, edge, self._shapes())
+        for edge in path_of(self.edits, self._shapes()):
+            applied = apply_table(self.edits, edge, self._shapes())
             self._apply_table(edge.rules, applied)
             self._applied.append((edge.rules, applied.options, applied.reversed))
         self.unseen = dict.fromkeys(self.unseen)
@@ -192,7 +196,7 @@ class Editing:
         from reshard.names import HUB_SIDE
         from reshard.plan.tables import check_packing, packing_of
 
-        edits, report = self._edits, self._report
+        edits, report = self.edits, self._report
         old, new = table.sides[:: -1 if applied.reversed else 1]
         report.note(f"names and packing by the rules {table.path}: {old} to {new}")
         if applied.tied and not self._complete:
@@ -202,13 +206,11 @@ class Editing:
                 parameter=second,
             )
         packing = packing_of(edits, table, applied)
-        # Form and names determine all packing on the side of a form.
-        if table is edits.table:
-            if old != HUB_SIDE:
-                check_packing(self._checkpoint.place, edits.source_packing, packing, table.packing_options, report)
-            self._packing = () if new == HUB_SIDE else packing
-        else:
-            self._packing = ()
+        # Form and names determine all packing of a table for all model families.
+        is_recorded = table is edits.table
+        if old != HUB_SIDE and is_recorded:
+            check_packing(self._checkpoint.place, edits.source_packing, packing, table.packing_options, report)
+        self._packing = packing if new != HUB_SIDE and is_recorded else ()
         # Rules that move values are refused elsewhere.
         recipes = self.recipes
         tied = [self._compared(*pair) for pair in applied.tied if recipes.keys() >= {*pair}]
@@ -237,11 +239,10 @@ class Editing:
 
     def apply_renames(self) -> None:
         """Apply rules that give other names."""
-        renames = self._edits.renames
-        if renames is None:
-            return
         from reshard.names import apply_rules
 
+        renames = self.edits.renames
+        assert renames is not None
         # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
         shapes = {**self._shapes(), **dict.fromkeys(self.unseen_names, ())}
         values = {*self.values}.intersection(self._checkpoint.values())
@@ -321,13 +322,12 @@ class Editing:
 
     def rename_one_by_one(self) -> None:
         """Give single tensors other names."""
-        if self._edits.renamed_one_by_one:
-            self._rename(dict(self._edits.renamed_one_by_one))
-            self.unseen = dict.fromkeys(self.unseen)
+        self._rename(dict(self.edits.renamed_one_by_one))
+        self.unseen = dict.fromkeys(self.unseen)
 
     def name_for_trainer(self) -> None:
         """Give the names of a trainer's state, where weights in Float32 may be their own masters."""
-        edits, report = self._edits, self._report
+        edits, report = self.edits, self._report
         new_names: Mapping[str, str | None] = {}
         if edits.to_trainer:
             from reshard.plan.trainers import names_for_trainer
@@ -351,17 +351,14 @@ class Editing:
 
     def add_masters(self) -> None:
         """Add the master copies that the target's trainers have beside weights."""
-        if self._edits.has_masters:
-            from reshard.plan.masters import with_masters
+        from reshard.plan.masters import with_masters
 
-            self.recipes = with_masters(self._checkpoint, self.recipes)
+        self.recipes = with_masters(self._checkpoint, self.recipes)
 
     def cast(self) -> None:
         """Give tensors the requested types."""
-        if self._edits.casts:
-            self.recipes = cast(
-                self._checkpoint, self.recipes, self.values, self.unseen_names, self._edits.casts, self._report
-            )
+        casts, checkpoint, report = self.edits.casts, self._checkpoint, self._report
+        self.recipes = cast(checkpoint, self.recipes, self.values, self.unseen_names, casts, report)
 
     def check(self) -> None:
         """Refuse empty names, tensors of mixed types, and views that divide a byte."""
@@ -387,20 +384,20 @@ class Editing:
         return shapes
 
 
-STEPS: tuple[Callable[[Editing], None], ...] = (
-    Editing.dequantise,
-    Editing.name_as_in_model,
-    Editing.publish_experts,
-    Editing.add,
-    Editing.apply_tables,
-    Editing.apply_renames,
-    Editing.rename_one_by_one,
-    Editing.name_for_trainer,
-    Editing.add_masters,
-    Editing.cast,
-    Editing.check,
+STEPS: tuple[tuple[str | None, Callable[[Editing], None]], ...] = (
+    ("quantisation", Editing.dequantise),
+    ("from_trainer", Editing.name_as_in_model),
+    ("published_experts", Editing.publish_experts),
+    ("additions", Editing.add),
+    ("tables", Editing.apply_tables),
+    ("renames", Editing.apply_renames),
+    ("renamed_one_by_one", Editing.rename_one_by_one),
+    (None, Editing.name_for_trainer),
+    ("has_masters", Editing.add_masters),
+    ("casts", Editing.cast),
+    (None, Editing.check),
 )
-"""What is applied, in this order; a step that is not asked for changes nothing."""
+"""What is applied, in this order, and the attribute of `EditRules` that asks for it; None for what always is."""
 
 
 def step_editor(edits: EditRules, target: Strategy) -> Callable[[Checkpoint], EditedStep]:
@@ -436,24 +433,6 @@ def _warn_of_buffers(checkpoint: Checkpoint, values: AbstractSet[str], report: R
             f"single values keep their names, and a trainer has buffers of a model under {quoted('model.' + names[0])} "
             "and so on: " + listing(names)
         )
-
-
-def _dequantised(
-    checkpoint: Checkpoint, quantisation: Quantisation, report: Report
-) -> tuple[Checkpoint, dict[str, View]]:
-    """The dequantised source, and views of tensors whose dimensions are swapped."""
-    # Loaded only here: most conversions have nothing quantised.
-    from reshard.quantised import dequantised, describe
-
-    dequantised_checkpoint, recognised = dequantised(checkpoint, quantisation)
-    if not recognised.tensors:
-        report.warn("--dequantize: no tensor of the source is quantised")
-    for scheme, count in describe(recognised).items():
-        report.note(f"{plural(count, 'tensor')} dequantised to {quantisation.dtype}: {scheme}")
-    if recognised.left_out:
-        report.note(f"{len(recognised.left_out)} scales of activations left out: " + listing([*recognised.left_out]))
-    views = {name: _swapped(each.shape) for name, each in recognised.tensors.items() if each.swapped}
-    return dequantised_checkpoint, views
 
 
 def _swapped(shape: Sequence[int]) -> View:

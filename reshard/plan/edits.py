@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +11,7 @@ from reshard.asked import Conversion, Edits, Target, Task
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Addition, GlobalTensor
 from reshard.checkpoints.formats.dtypes import CAST_TO, dtype_named
-from reshard.errors import NamesError, UsageError
+from reshard.errors import UsageError
 from reshard.forms.form import Form, Names, Side
 from reshard.forms.registry import form_of
 from reshard.storage import is_directory, is_regular_file
@@ -22,7 +20,7 @@ from reshard.text.globs import Filters
 from reshard.text.names import is_near_experts, trainer_optimizer
 
 if TYPE_CHECKING:
-    from reshard.names import Edge, NameRules, Naming
+    from reshard.names import NameRules, Naming
     from reshard.plan.casts import CastRule
     from reshard.quantised import Quantisation
 
@@ -175,37 +173,6 @@ class EditRules(NamedTuple):
                 # State has its name beside its weight.
                 beside = (plain, plain.partition(".")[2])
                 yield self.naming.add(beside)[plain] if self.to_trainer else plain
-
-    def possible_edits(self) -> Iterator[EditRules]:
-        """These edits without and with the table for fused experts, since names decide."""
-        yield self._replace(published_experts=False)
-        if self.published_experts and self.config is not None:
-            from reshard.plan.tables import for_experts
-
-            with contextlib.suppress(NamesError):
-                yield for_experts(self, [".experts.down_proj"])
-
-    def possible_identities(self) -> Iterator[str]:
-        """All possible identities, since names decide options and direction.
-
-        Raises:
-            NamesError: an option is missing.
-        """
-        from reshard.plan.tables import possible_paths
-
-        for path in possible_paths(self):
-            for tables in itertools.product(*map(self._possibly_settled, path)):
-                yield self.identity(tables)
-
-    def _possibly_settled(self, edge: Edge) -> list[AppliedTable]:
-        # Loaded only here: most conversions have no rules.
-        from reshard.names import possible_options
-        from reshard.plan.tables import recorded_options
-
-        recorded = recorded_options(self, edge.rules)
-        directions = (False, True) if edge.reverse is None else (edge.reverse,)
-        possible = possible_options(edge.rules, self.config, recorded)
-        return [(edge.rules, options, reverse) for options in possible for reverse in directions]
 
 
 NO_TABLE = "none"

@@ -11,7 +11,7 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import TEXT
 from reshard.errors import UsageError
 from reshard.forms import DEFAULT_FORM
-from reshard.forms.form import EditedStep, Names, ReadRequest, WriteRequest
+from reshard.forms.form import Names, ReadRequest, WriteRequest
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as, form_named
 from reshard.forms.target import Cuts, TargetForm, laid_out_names
@@ -54,7 +54,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         if request.edits.to_trainer and not request.edits.has_masters:
             from reshard.plan.steps import with_steps
 
-            checkpoint = with_steps(edited_checkpoint, request.edits.naming.keys, admit, handles)
+            checkpoint = with_steps(edited_checkpoint, admit, handles)
     if request.to.options.names is not Names.MODEL:
         from reshard.plan.steps import with_steps_laid_out
         from reshard.plan.trainers import laid_out
@@ -115,6 +115,12 @@ def read_source(
         ReshardError: the source is incomplete or damaged, or cannot be read.
     """
     shards = shards_of(request.target.path) is not None
+    edit = None
+    if not request.edits.is_empty:
+        # Loaded only here: most conversions edit nothing.
+        from reshard.plan.editing import step_editor
+
+        edit = step_editor(request.edits, request.target)
     return request.form.read(
         ReadRequest(
             request.asked.source,
@@ -127,18 +133,9 @@ def read_source(
             target=Strategy.none() if shards else request.target,
             ranks=None if shards else request.target_ranks,
             filters=request.filters,
-            edit=_step_editor(request),
+            edit=edit,
         )
     )
-
-
-def _step_editor(request: Request) -> Callable[[Checkpoint], EditedStep] | None:
-    if request.edits.is_empty:
-        return None
-    # Loaded only here: most conversions edit nothing.
-    from reshard.plan.editing import step_editor
-
-    return step_editor(request.edits, request.target)
 
 
 def _write_request(request: Request, handles: FileHandles, report: Report) -> WriteRequest:

@@ -35,7 +35,6 @@ class _Number:
 
 def with_steps(
     checkpoint: EditedCheckpoint,
-    keys_of: Callable[[str], tuple[Any, ...]],
     admit: Callable[[str], bool],
     handles: FileHandles,
 ) -> EditedCheckpoint:
@@ -45,7 +44,6 @@ def with_steps(
 
     Args:
         checkpoint: tensors under the names of a trainer's state.
-        keys_of: the keys of nested dictionaries for a name.
         admit: whether a name is written.
         handles: open files.
 
@@ -59,9 +57,12 @@ def with_steps(
             moments[step] = recipe.sources[0]
     if not moments:
         return checkpoint
+    # Loaded only here: most states of trainers keep their names.
+    from reshard.names import trainer_keys
+
     stored = stored_checkpoint(checkpoint).tensors
     own = [stored[name] for name in sorted(stored) if trainer_optimizer(name) and name.endswith(_STEP)]
-    keys = {name: keys_of(name) for name in moments}
+    keys = {name: trainer_keys(name) for name in moments}
     if own:
         reason = "every parameter would get the first one's, because rules of names change parameters"
         equal = TiedTensors(own[0], tuple(own[1:]), reason, "leave the optimizer out with --exclude 'optimizer.*'")

@@ -26,35 +26,24 @@ from reshard.text.messages import Report, quoted
 from reshard.text.names import fused_expert
 
 
-def possible_paths(edits: EditRules) -> Sequence[Path]:
-    """The possible paths from the names of the source to those of the target.
-
-    A single table leads from the side that its names are on to the other. Where an end is on the side of a table for
-    all model families, the forms decide, except whether other names are Hugging Face's or those of the family's table.
-    """
-    table, of_side = edits.table, edits.table_of_side
-    if table is None or of_side is None:
-        return (tuple(Edge(rules, edits.reverse) for rules in edits.tables),)
-    source, target = (HUB_SIDE if side is None else side.value for side in (edits.source_side, edits.side))
-    if source != of_side.sides[1]:
-        sources = table.sides[1:] if edits.reverse else table.sides
-        return [path(edits.tables, each, target) for each in sources]
-    return (path(edits.tables, source, target),)
-
-
 def path_of(edits: EditRules, shapes: Mapping[str, tuple[int, ...]]) -> Path:
-    """The tables for tensors of these names and shapes, in order.
+    """The tables from the names of the source to those of the target, for tensors of these names and shapes.
+
+    A table alone leads from the side that the names are on to the other. Where an end is on the side of a table for
+    all model families, forms decide, except whether other names are Hugging Face's or those of the family's table.
 
     Raises:
         NamesError: the names are on no side of the tables.
         UsageError: no table of the path has a stated option.
     """
-    chosen, *others = possible_paths(edits)
-    table = edits.table
-    if table is None or edits.table_of_side is None:
-        return chosen
-    if others and is_reversed(table, shapes, edits.config, recorded_options(edits, table)):
-        (chosen,) = others
+    table, of_side = edits.table, edits.table_of_side
+    if table is None or of_side is None:
+        return tuple(Edge(rules, edits.reverse) for rules in edits.tables)
+    source, target = (HUB_SIDE if side is None else side.value for side in (edits.source_side, edits.side))
+    if source != of_side.sides[1]:
+        is_right = edits.reverse or is_reversed(table, shapes, edits.config, recorded_options(edits, table))
+        source = table.sides[is_right]
+    chosen = path(edits.tables, source, target)
     applied = {name for edge in chosen for name, _ in edge.rules.chosen}
     unused = [f"{name}={value}" for name, value in table.chosen if name not in applied]
     if unused:

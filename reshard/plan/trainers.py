@@ -93,8 +93,8 @@ def names_for_trainer(edits: EditRules, names: Collection[str], report: Report) 
             hint=f"{name_one_of(families)}, with --config for the config.json of the model; --rename '*=*' keeps all "
             "names",
         )
-    if edits.naming.note:
-        report.note(edits.naming.note)
+    if edits.naming.model:
+        report.note(f"names: weights get the prefix {edits.naming.model!r}, as in a trainer's state")
     return edits.naming.add(names)
 
 
@@ -108,13 +108,14 @@ def keys_for_trainer(
         names: of the tensors after all edits.
         recorded: the keys in the source. Names that edits gave have keys where the source has their root.
     """
-    keys_of = edits.naming.keys
+    from reshard.names import trainer_keys
+
     if edits.to_trainer:
-        return {**recorded, **{name: keys_of(name) for name in names}}
+        return {**recorded, **{name: trainer_keys(name) for name in names}}
     roots = {keys[0] for keys in recorded.values() if len(keys) > 1}
     if not roots:
         return recorded
-    keys_by_name = {name: keys_of(name) for name in names if name not in recorded}
+    keys_by_name = {name: trainer_keys(name) for name in names if name not in recorded}
     return {**recorded, **{name: keys for name, keys in keys_by_name.items() if keys[0] in roots}}
 
 

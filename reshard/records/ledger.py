@@ -1,10 +1,9 @@
 """The records of a conversion in its target directory.
 
-``DST/.reshard/`` holds ``plan.json``, the conversion's identity, and empty files whose *names* are the records: one
-per finished target in ``done/``, one per source file that a run has read in ``sources/``, and one per damaged source
-file in ``damaged/``, including files of newer steps; ``only.<rank>`` if only these ranks were requested. Every file
-system creates an empty file atomically: a record is complete or missing, and one listing reads all. Commands are
-recorded in files of their own; see `commands`.
+``DST/.reshard/`` holds ``plan.json``, the `Record` of the conversion, and empty files whose *names* are the records:
+one per finished target in ``done/``, one per source file that a run has read in ``sources/``, and one per damaged
+source file in ``damaged/``, including files of newer steps; ``only.<rank>`` if only these ranks were requested. Every
+file system creates an empty file atomically: a record is complete or missing, and one listing reads all.
 
 A directory holds one conversion. Its plan is created only if it is absent, so of several conversions that begin at
 once, one goes on. Runs of the same conversion join it. A run looks at the plan again before it gives a target its
@@ -27,22 +26,22 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+from reshard.checkpoints import Literal, OutputLayout
 from reshard.errors import ReshardError, TargetError
 from reshard.forms.ranks.form import STRATEGY_FILE
 from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.ranks.tree import RankFile, find_checkpoints
-from reshard.records.commands import RecordedCommand, commands_in, is_command
-from reshard.records.identity import Identity, SourceFile, strategy_digest
+from reshard.records.record import VERSION, Record, old_hint, read_record, strategy_digest
+from reshard.records.sources import SourceFile, digest_of, short_digest
 from reshard.storage import (
     FileStatus,
     Notify,
-    UnfitError,
     exists,
     for_each,
     is_directory,
     is_regular_file,
     names_in,
-    read_json,
+    read_small,
     reading,
     remove_file,
     status_at,
@@ -50,11 +49,10 @@ from reshard.storage import (
     store_of,
     writing,
 )
-from reshard.storage.json_text import Fields
+from reshard.storage.json_text import Fields, parse_json
 from reshard.storage.store import OWN
 from reshard.strategies import NONE, SAME, Strategy, names_files, read_strategy
 
-VERSION = 2
 _PLAN = "plan.json"
 _PART_OF_TARGET = re.compile(r"(rank|iteration)_[0-9]+")
 _SECOND = 10**9
@@ -90,6 +88,13 @@ class DoneRecord(NamedTuple):
         return status.size == self.size and _same_time(status.modified, self.modified)
 
 
+def header_digest(layout: OutputLayout) -> str | None:
+    """A digest of all bytes of a file except tensor contents, in file order; None without any."""
+    literals = (segment.data for segment in layout.segments() if isinstance(segment, Literal))
+    first = next(literals, None)
+    return None if first is None else digest_of(itertools.chain([first], literals))
+
+
 class SourceChanges(NamedTuple):
     """Source ranks whose files differ from the records of earlier runs.
 
@@ -109,19 +114,26 @@ class Ledger:
 
     Args:
         destination: the target directory.
-        identity: which conversion.
+        record: which conversion; after `claim`, that of the run that began.
         notify: called when another run keeps this one waiting.
     """
 
-    def __init__(self, destination: str, identity: Identity, notify: Notify = lambda text: None) -> None:
-        self.identity = identity
+    def __init__(self, destination: str, record: Record, notify: Notify = lambda text: None) -> None:
+        self.record = record
+        self._identity = record.identity
         self._notify = notify
         self._destination = destination
         self._root = os.path.join(destination, OWN)
         self._made_destination = False
         self._plan_seen: tuple[int, int] | None = None
+        # The plan that was read last, if it is this conversion's.
+        self._plan: bytes | None = None
         # At the end of the names of its targets' records.
-        self._ending = f".{identity.digest}"
+        self._ending = f".{short_digest(self._identity.encode())}"
+
+    def joins(self, other: Ledger) -> bool:
+        """Whether both are of one conversion."""
+        return self._identity == other._identity
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep other runs on this file system from beginning or completing while this block runs.
@@ -150,22 +162,24 @@ class Ledger:
             RetryableError: it cannot be written.
         """
         path = os.path.join(self._root, _PLAN)
-        current, created = ledger_in(self._destination), False
-        if current is None:
+        plan, created = _plan_in(self._destination), False
+        if plan is None:
             with writing(path):
                 for directory in (self._root, *(os.path.join(self._root, kind) for kind in _KINDS)):
                     store_of(path).make_directory(directory)
-                content = json.dumps({"version": VERSION, "plan": self.identity.to_fields()}, sort_keys=True) + "\n"
+                content = json.dumps({"version": VERSION, "conversion": self.record.to_json()}, sort_keys=True) + "\n"
                 created = store_of(path).create(path, content.encode())
             # Some object stores ignore the condition: read it back.
-            current = ledger_in(self._destination)
-        if current is None or current.identity != self.identity:
+            plan = _plan_in(self._destination)
+        # It is read again for every target, and seldom another one.
+        current = self if plan is None or plan == self._plan else _ledger_of(self._destination, plan)
+        if plan is None or not self.joins(current):
             raise TargetError(
                 f"{self._destination}: another conversion has begun here meanwhile",
                 file=self._destination,
                 hint="choose another DST, or wait until it ends and replace it with --overwrite for all ranks",
             )
-        status = status_at(path)
+        self._plan, self.record, status = plan, current.record, status_at(path)
         before, self._plan_seen = self._plan_seen, None if status is None else (status.inode, status.modified)
         return created or before not in (None, self._plan_seen)
 
@@ -174,7 +188,7 @@ class Ledger:
         with contextlib.suppress(OSError, ReshardError):
             with self.locked():
                 current = ledger_in(self._destination)
-                if (current is not None and current.identity != self.identity) or self.done():
+                if (current is not None and not self.joins(current)) or self.done():
                     return
                 self.remove()
                 remove_file(os.path.join(self._root, "lock"))
@@ -237,24 +251,6 @@ class Ledger:
         """Record source files with damaged contents."""
         self._add("damaged", [source.record for source in sources])
 
-    def add_command(self, command: RecordedCommand) -> None:
-        """Record a command.
-
-        Raises:
-            RetryableError: it cannot be written.
-        """
-        with writing(self._root):
-            command.write(self._root)
-
-    def commands(self) -> list[RecordedCommand]:
-        """The recorded commands, the latest first.
-
-        Raises:
-            TargetError: a record is damaged, or of another version.
-            RetryableError: one cannot be read.
-        """
-        return commands_in(self._root)
-
     def done(self, ranks: Collection[int] | None = None) -> dict[int, list[DoneRecord]]:
         """Records of finished targets, by rank; a rank has several if several runs wrote it."""
         records: dict[int, list[DoneRecord]] = {}
@@ -270,8 +266,8 @@ class Ledger:
         Args:
             ranks: only these; by default all.
         """
-        ranks = range(self.identity.ranks) if ranks is None else ranks
-        names = [self.identity.file_of(rank) for rank in ranks]
+        ranks = range(self.record.file_count) if ranks is None else ranks
+        names = [self.record.file_of(rank) for rank in ranks]
         statuses = status_of_each([os.path.join(self._destination, name) for name in names])
         recorded = self.done() if any(statuses) else {}
         finished: dict[str, DoneRecord] = {}
@@ -282,7 +278,7 @@ class Ledger:
                 finished[name] = next((record for record in matching if record.crc is not None), matching[0])
         return finished
 
-    def record(self, record: DoneRecord, flush: bool) -> None:
+    def add_done(self, record: DoneRecord, flush: bool) -> None:
         """Record a finished target.
 
         Args:
@@ -311,7 +307,7 @@ class Ledger:
             self._discard(kind, filter(parsed, self._names(kind)))
             with contextlib.suppress(OSError):
                 store_of(self._root).remove_directory(os.path.join(self._root, kind))
-        self._discard("", (name for name in self._names() if name.startswith(_ONLY) or is_command(name)))
+        self._discard("", (name for name in self._names() if name.startswith(_ONLY)))
         self._discard("", [_PLAN])
 
     def remove_dead_temporaries(self) -> None:
@@ -347,7 +343,7 @@ def _locked(root: str, notify: Notify) -> Iterator[None]:
 
 
 def packing_of(src: str) -> tuple[str, ...]:
-    """The table of names that the conversion that wrote a checkpoint applied; see `RecordedCommand.packing`.
+    """The table of names that the conversion that wrote a checkpoint applied; see `Record.packing`.
 
     Args:
         src: a directory, a rank's directory or a file in one, or a path with ``{rank}``.
@@ -355,7 +351,7 @@ def packing_of(src: str) -> tuple[str, ...]:
     # Damaged records of a source are no reason to refuse it.
     with contextlib.suppress(ReshardError):
         written = _conversion_of(src)
-        return () if written is None else next((command.packing for command in written[1].commands()), ())
+        return () if written is None else written[1].record.packing
     return ()
 
 
@@ -386,22 +382,20 @@ def recorded_strategy(src: str) -> RecordedStrategy | None:
         if written is None:
             return None
         directory, ledger = written
-        identity, tree = ledger.identity, find_checkpoints(src)
-        if (tree.single_file and identity.ranks > 1) or not _all_recorded(directory, ledger, tree.files):
+        record, tree = ledger.record, find_checkpoints(src)
+        if (tree.single_file and record.file_count > 1) or not _all_recorded(directory, ledger, tree.files):
             return None
-        commands = ledger.commands()
-        asked = commands[0].asked if commands else None
-        path = None if asked is None else asked.target.strategy
-        if asked is not None and (path == SAME or identity.task == "recover"):
+        path = record.asked.target.strategy
+        if path == SAME or record.task.recover:
             made = os.path.join(directory, STRATEGY_FILE)
-            path = made if exists(made) else asked.source.strategy
-        requested = ledger.only() or range(identity.ranks)
+            path = made if exists(made) else record.asked.source.strategy
+        requested = ledger.only() or range(record.file_count)
         complete = directory != src.rstrip("/") or {file.rank for file in tree.files}.issuperset(requested)
-        if path == NONE and identity.ranks == 1:
+        if path == NONE and record.file_count == 1:
             return RecordedStrategy(Strategy.none(), complete)
         if path is not None and names_files(path) and exists(path):
             strategy = read_strategy(path)
-            if strategy_digest(strategy) == identity.target_strategy:
+            if strategy_digest(strategy) == record.digests["target_strategy"]:
                 return RecordedStrategy(strategy, complete)
     return None
 
@@ -434,20 +428,31 @@ def ledger_in(destination: str) -> Ledger | None:
         TargetError: the plan is damaged, or of another version.
         RetryableError: it cannot be read.
     """
-    path = os.path.join(destination, OWN, _PLAN)
-    hint = (
-        "if another version of reshard wrote it, use that version; otherwise choose another DST, or remove "
-        f"{os.path.dirname(path)} if nothing else uses it"
-    )
-    with reading(path, TargetError, hint):
-        content = read_json(path, _MAX_PLAN_BYTES, TargetError, hint, through_links=False, file_names=True)
-        if content is None:
+    plan = _plan_in(destination)
+    return None if plan is None else _ledger_of(destination, plan)
+
+
+def _plan_in(destination: str) -> bytes | None:
+    """The content of the plan in a directory; None without one."""
+    with _reading_plan(destination) as path:
+        try:
+            return read_small(path, _MAX_PLAN_BYTES, through_links=False)
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        fields = Fields(content, "the record")
-        version = fields.integer("version", 0, 1 << 31)
-        if version != VERSION:
-            raise UnfitError(f"is a record of version {version}, not of version {VERSION}")
-        return Ledger(destination, Identity.from_fields(fields.fields("plan")))
+
+
+def _ledger_of(destination: str, plan: bytes) -> Ledger:
+    with _reading_plan(destination):
+        return Ledger(destination, read_record(Fields(parse_json(plan, file_names=True), "the record")))
+
+
+@contextlib.contextmanager
+def _reading_plan(destination: str) -> Iterator[str]:
+    path = os.path.join(destination, OWN, _PLAN)
+    with reading(
+        path, TargetError, f"choose another DST, or remove this one if it is not needed; {old_hint(destination)}"
+    ):
+        yield path
 
 
 def _same_time(current: int, recorded: int) -> bool:

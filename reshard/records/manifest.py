@@ -5,7 +5,6 @@ It contains no times: it does not depend on the runs that wrote the files, or on
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -13,10 +12,10 @@ import shlex
 from typing import NamedTuple
 
 from reshard.defaults import MAX_DEVICES
-from reshard.errors import CheckpointError, TargetError
+from reshard.errors import CheckpointError
 from reshard.forms.ranks.naming import check_inside
-from reshard.records.identity import Identity
 from reshard.records.ledger import ledger_in
+from reshard.records.record import VERSION, Record, old_hint, read_record
 from reshard.storage import (
     exists,
     read_json,
@@ -30,7 +29,6 @@ from reshard.text.messages import quoted
 from reshard.text.names import similar_path_hint
 
 MANIFEST_NAME = "reshard-manifest.json"
-VERSION = 1
 
 # Some hundred bytes per rank.
 _MAX_BYTES = 64 << 20
@@ -73,13 +71,13 @@ class Manifest(NamedTuple):
     """A complete conversion.
 
     Attributes:
-        plan: its identity.
+        record: what was asked, and found out.
         files: every target file, by rank, or by number where its form has no ranks.
         finishing: files that complete the directory, in the order of writing; empty for rank directories.
         beside: names of copied files of the model, such as ``config.json``; users may edit them.
     """
 
-    plan: Identity
+    record: Record
     files: tuple[ManifestFile, ...]
     finishing: tuple[FinishingRecord, ...] = ()
     beside: tuple[str, ...] = ()
@@ -93,7 +91,7 @@ class Manifest(NamedTuple):
         path = os.path.join(directory, MANIFEST_NAME)
         content = {
             "version": VERSION,
-            "plan": self.plan.to_fields(),
+            "conversion": self.record.to_json(),
             "files": [file._asdict() for file in self.files],
             "finishing": [file._asdict() for file in self.finishing],
             "beside": list(self.beside),
@@ -112,28 +110,22 @@ def read_manifest(directory: str) -> Manifest:
     """The manifest of a directory.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: it is missing or damaged, or of another version.
     """
     path = os.path.join(directory, MANIFEST_NAME)
     content = read_json(path, _MAX_BYTES, hint=_HINT, file_names=True)
     if content is None:
         raise _missing(directory, path)
-    with reading(path, hint=_HINT):
+    with reading(path, hint=f"{_HINT}; {old_hint(directory)}"):
         fields = Fields(content, "the manifest")
-        version = fields.integer("version", 0, 1 << 31)
-        if version != VERSION:
-            raise CheckpointError(
-                f"{path}: version {version} is not supported by this version of reshard",
-                file=path,
-                hint="use the version of reshard that wrote it, or a newer one",
-            )
+        record = read_record(fields)
         files = tuple(_file(Fields(entry, "files")) for entry in fields.entries("files"))
         finishing = fields.entries("finishing") if "finishing" in fields else ()
         finished = tuple(_finishing(Fields(entry, "finishing")) for entry in finishing)
         beside = fields.texts("beside") if "beside" in fields else ()
         for name in beside:
             check_inside(name)
-        return Manifest(Identity.from_fields(fields.fields("plan")), files, finished, beside)
+        return Manifest(record, files, finished, beside)
 
 
 def _missing(directory: str, path: str) -> CheckpointError:
@@ -150,12 +142,10 @@ def _missing(directory: str, path: str) -> CheckpointError:
             f"another checkpoint: reshard inspect {name}, reshard fingerprint {name} or reshard diff {name} OTHER",
         )
     hint = "it is written when all target files are converted; run the same command again to continue"
-    with contextlib.suppress(TargetError):
-        commands = ledger.commands()
-        if commands:
-            hint = f"it is written last; to complete the conversion: reshard resume {shlex.quote(directory)}"
-            if all(command.asked.files is not None for command in commands):
-                hint += "; for ranks that were not requested, run the whole command without --ranks"
+    if ledger.record.is_repeatable:
+        hint = f"it is written last; to complete the conversion: reshard resume {shlex.quote(directory)}"
+        if ledger.record.asked.files is not None:
+            hint += "; for ranks that were not requested, run the whole command without --ranks"
     if ledger.only():
         hint = (
             "recover --lost-only writes none; copy the lost ranks back to the others, and verify all together with "

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 from collections.abc import Collection, Iterable, Sequence
 
-from reshard.asked import CHANGES
-from reshard.errors import ReplaceableError, ReshardError, TargetError
-from reshard.forms.ranks.naming import FileNames
+from reshard.errors import ReplaceableError, TargetError
 from reshard.forms.registry import counted_as
-from reshard.records.commands import RecordedCommand
-from reshard.records.identity import Identity
-from reshard.records.ledger import Ledger
+from reshard.records.record import Record, differences
 from reshard.text.messages import rank_ranges, some_names
-
-_MAX_SHOWN = 200
-_FIELD_WORDS = {
-    "source_strategy": "the source strategy",
-    "target_strategy": "the target strategy",
-    "step": "the step",
-    "include": "--include",
-    "exclude": "--exclude",
-    "format": "the format",
-    "names": "the names of the files",
-    "task": "the task",
-    "form": "the form (--to)",
-    "division": "the division into files (--max-shard-size)",
-    "without_ranks": "--without-ranks",
-    "edits": "names or types (--names, --config, --rename, --cast, --dequantize)",
-}
-# The fields behind the digests in an identity, and their group.
-_FIELDS = {"division": ("target", ("max_shard_size",)), "edits": ("edits", CHANGES)}
 
 
 class Refusals:
@@ -46,7 +23,7 @@ class Refusals:
         comparable: `reshard verify` can compare the targets with the source.
     """
 
-    def __init__(self, root: str, mine: Identity, all_files: bool, unit: str, comparable: bool) -> None:
+    def __init__(self, root: str, mine: Record, all_files: bool, unit: str, comparable: bool) -> None:
         self._unit = unit
         self._comparable = comparable
         self._root = root
@@ -61,34 +38,17 @@ class Refusals:
     @property
     def replace_all(self) -> str:
         """The options that replace everything in the directory."""
-        return (
-            "--overwrite" if self._whole else f"{self._mine.task} --overwrite, for all {counted_as(self._mine.form)}s"
-        )
+        command = f"{self._mine.command} --overwrite, for all {counted_as(self._mine.form)}s"
+        return "--overwrite" if self._whole else command
 
-    def another_conversion(self, theirs: Ledger, command: RecordedCommand | None) -> ReplaceableError:
-        """Another conversion has begun in the directory.
-
-        Args:
-            theirs: its records.
-            command: that of this run, if it can be recorded.
-        """
+    def another_conversion(self, theirs: Record) -> ReplaceableError:
+        """Another conversion has begun in the directory."""
         hint = f"choose another DST, or replace all of it with {self.replace_all}"
-        recorded: list[RecordedCommand] = []
-        # Damaged records are reported by commands that need them, and the recorded source may be out of reach.
-        with contextlib.suppress(ReshardError):
-            recorded = theirs.commands()
-            if recorded:
-                hint += f"\nthe earlier command: {shlex.join(['reshard', *recorded[0].words(self._root)])}"
-        differences = [
-            words
-            for field in differing(self._mine, theirs.identity)
-            for words in _differences(self._mine, theirs.identity, field, command, recorded)
-        ]
+        if theirs.is_repeatable:
+            hint += f"\nthe earlier command: {shlex.join(['reshard', *theirs.words(self._root)])}"
+        differing = ", ".join(differences(self._mine, theirs))
         return ReplaceableError(
-            f"{self._root} holds another conversion, which differs in "
-            + (", ".join(differences) or "the model's other files"),
-            file=self._root,
-            hint=hint,
+            f"{self._root} holds another conversion, which differs in {differing}", file=self._root, hint=hint
         )
 
     def foreign(self, names: Collection[str]) -> TargetError:
@@ -131,49 +91,3 @@ class Refusals:
             rank=min(ranks),
             hint=f"choose another DST, or convert everything again with {self.replace_all}",
         )
-
-
-def differing(mine: Identity, theirs: Identity) -> list[str]:
-    """Attributes in which two conversions differ; names that contain the step differ with it."""
-    fields = [field for field in _FIELD_WORDS if getattr(mine, field) != getattr(theirs, field)]
-    if "division" in fields and "names" in fields and mine.names.template == theirs.names.template:
-        # Files of full weights are numbered: another number of files changes all names.
-        fields.remove("names")
-    if "step" in fields and "names" in fields and mine.names.prefix is None and theirs.names.prefix is None:
-        fields.remove("names")
-    return fields or ["ranks"]
-
-
-def _differences(
-    mine: Identity,
-    theirs: Identity,
-    field: str,
-    command: RecordedCommand | None,
-    recorded: Sequence[RecordedCommand],
-) -> list[str]:
-    """An attribute, or the options behind its digest, with both values."""
-    if field == "edits" and (command is None or not recorded):
-        # merge-lora records no command.
-        return ["the adapter, names or types"]
-    if command is not None and recorded and field in _FIELDS:
-        group, names = _FIELDS[field]
-        recorded_group, asked_group = getattr(recorded[0].asked, group), getattr(command.asked, group)
-        # A digest also differs as a consequence of other options.
-        different = [name for name in names if getattr(recorded_group, name) != getattr(asked_group, name)]
-        return [f"--{name.replace('_', '-')}{_both(recorded_group, asked_group, name)}" for name in different]
-    # A digest is of no use to a reader.
-    digest = field.endswith("_strategy") or field in _FIELDS
-    return [_FIELD_WORDS.get(field, field) + ("" if digest else _both(theirs, mine, field))]
-
-
-def _both(theirs: object, mine: object, name: str) -> str:
-    return f" ({_shown(getattr(theirs, name))} there, {_shown(getattr(mine, name))} here)"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, FileNames):
-        value = value.template if value.prefix is None else f"--prefix {shlex.quote(value.prefix)}"
-    if isinstance(value, bool):
-        return "given" if value else "not given"
-    text = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
-    return (text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...") or "none"

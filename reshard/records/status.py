@@ -6,13 +6,12 @@ import contextlib
 import os
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from reshard.errors import CheckpointError, TargetError
-from reshard.records.commands import RecordedCommand, requested_ranks
-from reshard.records.identity import Identity
 from reshard.records.ledger import ledger_in
 from reshard.records.manifest import MANIFEST_NAME, Manifest, read_manifest
+from reshard.records.record import Record
 from reshard.storage import absolute, exists, status_of_each
 from reshard.text.names import similar_path_hint
 
@@ -22,7 +21,7 @@ class Status:
     """Progress of a conversion.
 
     Attributes:
-        plan: its identity.
+        record: what was asked, and found out.
         wanted: target ranks of the complete conversion, ascending: all, or only the lost ones to recover.
         done: target ranks with unchanged files, ascending.
         changed: target ranks whose files were modified after they were written.
@@ -30,11 +29,9 @@ class Status:
         bytes_done: size of the files of ``done``.
         manifest: the manifest's path, if it and all small files that it lists exist.
         unfinished: missing small files: the manifest, or files that it lists.
-        resumable: whether commands are recorded, so that `resume` works.
-        requested: the requested target ranks, ascending; None for all, or if unknown.
     """
 
-    plan: Identity
+    record: Record
     wanted: tuple[int, ...]
     done: tuple[int, ...]
     changed: tuple[int, ...]
@@ -42,8 +39,6 @@ class Status:
     bytes_done: int
     manifest: str | None
     unfinished: tuple[str, ...] = ()
-    resumable: bool = False
-    requested: tuple[int, ...] | None = None
 
     @property
     def complete(self) -> bool:
@@ -54,7 +49,7 @@ class Status:
     @property
     def lost_only(self) -> bool:
         """Whether only lost ranks are recovered."""
-        return len(self.wanted) < self.plan.ranks
+        return len(self.wanted) < self.record.file_count
 
 
 def status_of(directory: str) -> Status:
@@ -81,9 +76,9 @@ def status_of(directory: str) -> Status:
                 or f"{advice}; a run that wrote no file leaves no DST: run its command again"
             )
         raise TargetError(f"{directory}: holds no records of a conversion", file=directory, hint=advice)
-    identity = ledger.identity
-    ranks = range(identity.ranks)
-    statuses = dict(zip(ranks, status_of_each([os.path.join(directory, identity.file_of(rank)) for rank in ranks])))
+    ranks = range(ledger.record.file_count)
+    files = [os.path.join(directory, ledger.record.file_of(rank)) for rank in ranks]
+    statuses = dict(zip(ranks, status_of_each(files)))
     recorded = ledger.done()
     matching = [
         (rank, one.size) for rank, records in recorded.items() for one in records if one.matches(statuses.get(rank))
@@ -96,22 +91,13 @@ def status_of(directory: str) -> Status:
         # A damaged manifest is reported by commands that need it; it may be being replaced.
         with contextlib.suppress(CheckpointError):
             unfinished = _unfinished(directory, read_manifest(directory))
-    commands: list[RecordedCommand] = []
-    # Damaged records are reported by commands that need them.
-    with contextlib.suppress(TargetError):
-        commands = ledger.commands()
     changed = [rank for rank in recorded if rank not in sizes and statuses.get(rank) is not None]
-    status = _status(directory, identity, ranks if only is None else sorted(only), sizes, changed, unfinished)
-    return replace(
-        status,
-        resumable=bool(commands),
-        requested=requested_ranks(commands) if commands else None,
-    )
+    return _status(directory, ledger.record, ranks if only is None else sorted(only), sizes, changed, unfinished)
 
 
 def _status(
     directory: str,
-    identity: Identity,
+    record: Record,
     ranks: Iterable[int],
     sizes: Mapping[int, int],
     changed: Iterable[int],
@@ -121,7 +107,7 @@ def _status(
     missing = tuple(rank for rank in ranks if rank not in existing)
     manifest = None if unfinished else os.path.join(directory, MANIFEST_NAME)
     complete, size = tuple(sorted(sizes)), sum(sizes.values())
-    return Status(identity, tuple(ranks), complete, tuple(sorted(changed)), missing, size, manifest, unfinished)
+    return Status(record, tuple(ranks), complete, tuple(sorted(changed)), missing, size, manifest, unfinished)
 
 
 def _unfinished(directory: str, manifest: Manifest) -> tuple[str, ...]:
@@ -138,5 +124,5 @@ def _by_manifest(directory: str) -> Status:
     sizes = {file.rank: file.size for file, status in existing if status.size == file.size}
     changed = [file.rank for file, _ in existing if file.rank not in sizes]
     return _status(
-        directory, manifest.plan, range(manifest.plan.ranks), sizes, changed, _unfinished(directory, manifest)
+        directory, manifest.record, range(manifest.record.file_count), sizes, changed, _unfinished(directory, manifest)
     )

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
 from reshard.checkpoints.formats.dtypes import PT
 from reshard.defaults import DEFAULT_PREFIX
-from reshard.errors import CheckpointError, InputError, UsageError
-from reshard.forms.form import Names, Side, WrittenTraining
+from reshard.errors import CheckpointError, UsageError
+from reshard.forms.form import Names, Side
 from reshard.forms.full.form import CONFIG
-from reshard.forms.pytorch.form import COMMON, HYPER_PARALLEL
+from reshard.forms.pytorch.form import HYPER_PARALLEL
+from reshard.forms.registry import form_named
 from reshard.names import SizedOperation
 from reshard.storage import is_directory, is_regular_file, read_json
 from reshard.strategies import SAME, Strategy, shards_of
@@ -31,10 +32,9 @@ from reshard.verification.converted import (
 )
 from reshard.verification.edited import edited_source, renamed, same_layouts, steps_listed, stored_parts
 from reshard.verification.files import RecordedCrcs, read_sound, read_written
-from reshard.verification.fingerprint import sums
 from reshard.verification.operations import DerivedTensor
 from reshard.verification.ranks import compare_ranks
-from reshard.verification.reading import Comparison, Difference, Means, compare
+from reshard.verification.reading import Difference, Means, Pair, unequal
 from reshard.verification.stored import Content, Source, StoredTensor, files_read, stored_source, value_content
 
 if TYPE_CHECKING:
@@ -92,7 +92,13 @@ def verify_conversion(
     request = conversion.request
 
     def read(damaged: Mapping[str, str]) -> Source:
-        return stored_source(conversion.read(request._replace(damaged=damaged)), request.source)
+        stored = stored_source(conversion.read(request._replace(damaged=damaged)), request.source)
+        if not _is_tree(stored):
+            return stored
+        # Imported only here: other forms record the places of their slices.
+        from reshard.verification.rank_trees import read_tree
+
+        return read_tree(stored, means.handles)
 
     damaged = dict(request.damaged)
     if conversion.checked:
@@ -109,7 +115,6 @@ def verify_conversion(
 def _differences(stored: Source, conversion: Verified, means: Means, report: Report) -> list[Difference]:
     request = conversion.request
     target, source = request.target, stored
-    differences: list[Difference] = []
     if target.is_placeholder:
         # Of rows that are cut evenly, the full tensors are compared.
         by_shards = shards_of(target.path) is not None
@@ -126,27 +131,18 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
             reading, scale = conversion.adapter
             matrices = edited_source(stored_source(conversion.read(reading), reading.source), reading.edits, Report())
             source.tensors = sums_of(source, matrices, str(reading.src), scale)
-        differences = [*_untied(source, means), *_disagreeing(source, means)]
-    if request.form.options.arguments:
-        differences += _megatron_differences(stored, source, request, means, report)
+    compared = (source.tensors[name] for name in filter(request.filters.admit, source.tensors))
+    used = {name for each in compared for name in _stored_names(each)}
+    differences = unequal([*_pairs(stored, source, used, request.asked.in_part)], means)
     target = steps_listed(_for_trainer(request, target, source.tensors), source.tensors)
     warn_of_unmatched(request.filters, (listed, target.parameters, source.names), report)
     return [*differences, *_compared(source, target, conversion, means, report)]
 
 
-def _megatron_differences(
-    stored: Source, source: Source, request: Request, means: Means, report: Report
-) -> list[Difference]:
-    """Differences within a checkpoint of Megatron, in the tensors that are compared."""
-    compared = (source.tensors[name] for name in filter(request.filters.admit, source.tensors))
-    used = {name for tensor in compared for name in _stored_names(tensor)}
-    differences = _unproved(stored, used, request.asked.in_part, means)
-    if all(path.endswith(f".{PT}") for path in stored.checkpoint.files.values()):
-        # Imported only here: other sources record the places of their slices.
-        from reshard.verification.rank_trees import misplaced
-
-        differences += misplaced(stored, used, means, report)
-    return differences
+def _is_tree(source: Source) -> bool:
+    """Whether a checkpoint is a legacy tree of Megatron, of which the places of tensors are recorded nowhere."""
+    options, paths = form_named(source.checkpoint.form).options, source.checkpoint.files.values()
+    return options.arguments and bool(paths) and all(path.endswith(f".{PT}") for path in paths)
 
 
 def has_the_asked_rules(request: Request) -> bool:
@@ -236,11 +232,31 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         # Reading a damaged archive would end the comparison with an error.
         paths = {path: os.path.relpath(path, directory) for path in sorted(damage)}
         return [*differences, *(Difference("file", None, (), damage[path], (file,)) for path, file in paths.items())]
-    if form.options.arguments and all(path.endswith(f".{PT}") for path in written.checkpoint.files.values()):
+    if _is_tree(written):
         # Imported only here: other targets have a tensor for each of the source.
-        from reshard.verification.live_trees import as_layers, with_copies
+        from reshard.verification.live_trees import as_layers, problems_of
+        from reshard.verification.rank_trees import ranks_of, read_tree
 
-        source, written = with_copies(as_layers(_padded(source, written, request), written), written)
+        source = as_layers(_padded(source, written, request), written)
+        expected = [source.tensors[name] for name in filter(admit, source.tensors)]
+
+        def problems(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+            ranks = ranks_of(sorted(checkpoint.files.values()), means.handles)
+            return [(os.path.relpath(path, checkpoint.place), text) for path, text in problems_of(expected, ranks)]
+
+        found = problems(written.checkpoint)
+        if found and not conversion.recorded and _is_tree(source):
+            # A copy has those of the source.
+            own = {*problems(source.checkpoint)}
+            found = [each for each in found if each not in own]
+        if found:
+            # Which tensors such files hold is not known.
+            place = os.path.relpath(written.checkpoint.place, directory)
+            return [
+                *differences,
+                *(Difference("file", None, (), text, (os.path.join(place, file),)) for file, text in found),
+            ]
+        written = read_tree(written, means.handles)
     if form.options.arguments:
         if not conversion.recorded:
             source = _with_names_of_masters(source, written)
@@ -351,6 +367,9 @@ def _with_names_of_masters(source: Source, written: Source) -> Source:
 def _training_differences(source: Source, written: Source, conversion: Verified, means: Means) -> Iterator[Difference]:
     """Differences of a form's own records of the training; without records, those that the source lacks."""
     request = conversion.request
+    # Imported only here: other forms have no such records.
+    from reshard.verification.training import WrittenTraining, differences
+
     names = set(request.to.options.counters or ())
     recorded = source.checkpoint.training
     counters = {name: recorded[name] for name in names if type(recorded.get(name)) is int}
@@ -368,29 +387,10 @@ def _training_differences(source: Source, written: Source, conversion: Verified,
         request.edits.config_path,
         means.handles,
     )
-
-    def check(training: WrittenTraining) -> Iterator[tuple[str, str]]:
-        yield from request.to.check_training(training)
-        if not all(path.endswith(f".{PT}") for path in training.target.files.values()):
-            # Imported only here, like all that is Megatron's.
-            from reshard.forms.megatron.common import common_of
-            from reshard.forms.megatron.origin import origin_of
-            from reshard.verification.megatron_state import state_differences
-
-            try:
-                common = common_of(training.target.place, training.handles)
-            except InputError:
-                # Reported already.
-                return
-            beginning = origin_of(origin, training.asked.args, training.config, training.handles)
-            file = os.path.join(os.path.relpath(training.target.place, training.directory), COMMON)
-            if common is not None:
-                yield from ((file, text) for text in state_differences(common, beginning, training.target.tensors))
-
-    found = [*check(training)]
+    found = [*differences(training)]
     if found and not conversion.recorded and request.form.name == request.to.name:
         own = training._replace(directory=os.path.dirname(origin.place), target=origin)
-        shared = {*check(own)}
+        shared = {*differences(own)}
         found = [each for each in found if each not in shared]
     return (Difference("file", None, (), text, (file,)) for file, text in found)
 
@@ -401,11 +401,10 @@ def _other_keys(source: Source, written: Source, request: Request) -> Iterator[D
     # torch takes a state whose keys are recorded in part, or not at all, for one without a key "model".
     keyless = request.edits.is_empty and not recorded and request.form.options.names is not Names.MODEL
     # Imported only here: most targets have a model's names.
-    from reshard.names import naming_of
+    from reshard.names import trainer_keys
 
-    keys_of = naming_of(request.to.options.side.value).keys
     for name in written.tensors:
-        expected = keys_of(name) if request.edits.to_trainer else recorded.get(name)
+        expected = trainer_keys(name) if request.edits.to_trainer else recorded.get(name)
         keys = written.checkpoint.nested.get(name)
         if keyless and keys:
             yield Difference("strategy", name, (), f"has the keys {keys} in the metadata, and none in the source's")
@@ -425,27 +424,28 @@ def _note_left_out(
         )
 
 
-def _unproved(stored: Source, used: Collection[str], in_part: bool, means: Means) -> list[Difference]:
-    """Weights that differ from their masters, cast, where these show that the optimizer's state is that of the weights.
+def _pairs(stored: Source, source: Source, used: Collection[str], in_part: bool) -> Iterator[Pair]:
+    """Tensors of a source that have to be equal.
 
     Args:
         stored: the source as it is stored.
+        source: with edits.
         used: the names in its files of all that is compared.
         in_part: some files of the target are compared.
-        means: files, threads and memory.
     """
-    differences = []
     for equal in stored.checkpoint.tied_tensors():
         tensors = (equal.representative, *equal.copies)
-        if not any(tensor.stored for tensor in tensors) or not equal.concerns(used) or (equal.optional and in_part):
-            continue
-        contents = [_cast_content(stored, tensor) for tensor in tensors]
-        parts = ((each, each, whole_box(each.shape)) for each in contents)
-        if len({total for _, total in sums(parts, means, counted=False)}) > 1:
-            first, *others = (content.name for content in contents)
-            detail = f"is not its master {quoted(first)}, cast: the optimizer's state is that of other weights"
-            differences += [Difference("content", name, (), detail) for name in others]
-    return differences
+        if any(tensor.stored for tensor in tensors) and equal.concerns(used) and not (equal.optional and in_part):
+            master, *weights = (_cast_content(stored, tensor) for tensor in tensors)
+            detail = f"is not its master {quoted(master.name)}, cast: the optimizer's state is that of other weights"
+            yield from (Pair(master, weight, "content", detail) for weight in weights)
+    for first, second in source.tied:
+        detail = f"is tied to {quoted(first.name)}, which is written in its place, but their contents differ"
+        yield Pair(first, second, "content", detail)
+    for tensor in stored_parts(source).values():
+        stages = [replace(tensor, slice_sets=(each,)) for each in tensor.whole_slice_sets()]
+        for stage in stages[1:]:
+            yield Pair(stages[0], stage, "stages", "the source's pipeline stages hold different values of it")
 
 
 def _cast_content(stored: Source, tensor: GlobalTensor) -> Content:
@@ -460,29 +460,3 @@ def _stored_names(tensor: Content) -> Iterator[str]:
         yield tensor.stored_name
     for source in getattr(tensor, "sources", ()):
         yield from _stored_names(source)
-
-
-def _untied(source: Source, means: Means) -> list[Difference]:
-    """Tied tensors of a source that differ from the tensor written for both."""
-    differences = []
-    for first, second in source.tied:
-        parts = ((each, each, whole_box(each.shape)) for each in (first, second))
-        kinds = (first.dtype, first.shape) == (second.dtype, second.shape)
-        if not kinds or len({total for _, total in sums(parts, means, counted=False)}) > 1:
-            detail = f"is tied to {quoted(first.name)}, which is written in its place, but their contents differ"
-            differences.append(Difference("content", second.name, (), detail))
-    return differences
-
-
-def _disagreeing(source: Source, means: Means) -> list[Difference]:
-    """Sources of edited tensors with different values in several complete pipeline stages."""
-    comparisons = [
-        Comparison(tensor, slices, tensor.indexes, slices.number)
-        for tensor in stored_parts(source).values()
-        for slices in tensor.whole_slice_sets()[1:]
-    ]
-    wrong = compare(comparisons, means, counted=False)
-    names = dict.fromkeys(name for _, name in wrong.files)
-    return [
-        Difference("stages", name, (), "the source's pipeline stages hold different values of it") for name in names
-    ]

@@ -234,7 +234,7 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
         RetryableError: reading failed.
     """
     block = max(4096, min(_BLOCK, means.max_memory // means.jobs))
-    by_rank = form_named(manifest.plan.form).options.by_rank
+    by_rank = form_named(manifest.record.form).options.by_rank
 
     def compare(file: ManifestFile) -> list[Difference]:
         path = os.path.join(directory, file.file)
@@ -258,7 +258,7 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
     differences += _foreign_files(directory, manifest)
     if not differences:
         names = [file.file for file in manifest.files]
-        checkpoint, differences = read_written(directory, manifest.plan.form, means.handles, names)
+        checkpoint, differences = read_written(directory, manifest.record.form, means.handles, names)
         if checkpoint is not None:
             differences += _archives(checkpoint.checkpoint, means.handles)
     return differences
@@ -326,7 +326,7 @@ def _foreign_files(directory: str, manifest: Manifest) -> Iterator[Difference]:
     weights = {
         name for name in neighbours if name.endswith(".safetensors") and not os.path.basename(name).startswith(".")
     }
-    steps = {os.path.relpath(step.path, directory) for step in form_named(manifest.plan.form).steps(directory)}
+    steps = {os.path.relpath(step.path, directory) for step in form_named(manifest.record.form).steps(directory)}
     # A step may have a directory for every rank.
     steps -= {part for place in places for part in (place, os.path.dirname(place))}
     for name in sorted([*weights.difference(recorded), *steps]):

@@ -281,13 +281,12 @@ MAX_SLICES = 1 << 14
 """Slices in memory at a time: some MB."""
 
 
-def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means, counted: bool = True) -> Iterator[tuple[_K, int]]:
+def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means) -> Iterator[tuple[_K, int]]:
     """Sum boxes of tensors, several at a time.
 
     Args:
         parts: per part a key, the tensor and the box; consumed lazily.
         means: files, threads and memory; the caller begins and ends the progress.
-        counted: whether to count bytes in the progress.
 
     Yields:
         The key of each part, and its sum, in order.
@@ -317,7 +316,7 @@ def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means, counted: bool =
             number, total = result
             totals[number] = (totals[number] + total) % PRIME
 
-        run_tasks(tasks(), means, add, Workspace.LEAST_MEMORY, counted)
+        run_tasks(tasks(), means, add, Workspace.LEAST_MEMORY)
         yield from zip((key for key, _, _ in some), totals)
 
 

@@ -16,8 +16,8 @@ from reshard.text.messages import plural
 
 if TYPE_CHECKING:
     from reshard.checkpoints.checkpoint import GlobalTensor
-    from reshard.forms.megatron.common import Common
-    from reshard.forms.megatron.origin import Origin
+    from reshard.verification.common_states import Common
+    from reshard.verification.training import Origin
 
 _FLOPS = "num_floating_point_operations_so_far"
 _ENUMERATIONS = "megatron.core.transformer.enums."

@@ -11,11 +11,11 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.checkpoints.formats.archives import Elements
-from reshard.verification.boxes import Box, Shape
+from reshard.verification.boxes import Shape
 
 EMBEDDING = "embedding.word_embeddings.weight"
 _ATTENTION = "self_attention."
@@ -29,48 +29,39 @@ _ROWS = re.compile(
 )
 _COLUMNS = re.compile(r"self_attention\.linear_proj\.weight|mlp\.(shared_experts\.)?linear_fc2\.weight")
 _NOWHERE = "?"
-_UNEVEN = (
-    *(f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")),
-    *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")),
-    *(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
-    "pipeline_model_parallel_layout",
-)
 _HEADS = {"linear_qk_nope": ("q", 0), "linear_qk_rope": ("q", 1), "linear_kv_nope": ("kv", 0), "linear_v": ("kv", 1)}
 
 
-class Cell(NamedTuple):
-    """A part of a tensor of a rank, seen as rows, and the box of a tensor of the model that it is.
+class Part(NamedTuple):
+    """A box of a tensor of the model, and which elements of a tensor of a rank it is.
 
     Attributes:
         key: the tensor of the model.
-        width: elements of a row of the file.
-        rows: the rows of the part.
-        columns: its columns.
         start: of the box.
-        axis: the dimension of the box along which the rows lie.
-        turned: rows of the file are columns of the box.
-        inner: shape of a row in the box; empty for columns.
+        sizes: of the box.
+        first: its first element in the rank's tensor, counted in C order.
+        strides: elements from one to the next in that order, per dimension of the box.
     """
 
     key: str
-    width: int
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-    start: tuple[int, ...]
-    axis: int = 0
-    turned: bool = False
-    inner: tuple[int, ...] = ()
+    start: Shape
+    sizes: Shape
+    first: int
+    strides: Shape
 
-    def box(self, rows: tuple[int, int], columns: tuple[int, int]) -> Box:
-        """The box of some rows and columns, which are all of them where a row has a shape."""
-        sizes = [1] * len(self.start)
-        sizes[1 if self.turned else -1] = columns[1] - columns[0]
-        sizes[len(sizes) - len(self.inner) :] = self.inner
-        sizes[self.axis] = rows[1] - rows[0]
-        start = [*self.start]
-        start[self.axis] += rows[0] - self.rows[0]
-        start[1 if self.turned else -1] += columns[0] - self.columns[0]
-        return tuple((at, at + size) for at, size in zip(start, sizes))
+
+class Group(NamedTuple):
+    """A group of parameters of a plain optimizer.
+
+    Attributes:
+        settings: its entry in ``param_groups``.
+        moments: per parameter its tensors by name.
+        masters: FP32 copies of its parameters of 16 bits, in order.
+    """
+
+    settings: Mapping[str, Any]
+    moments: Sequence[Mapping[str, Elements]]
+    masters: Sequence[Elements]
 
 
 class RankFile(NamedTuple):
@@ -80,19 +71,19 @@ class RankFile(NamedTuple):
         path: its path.
         numbers: in the name of its directory.
         args: arguments of the run.
+        keys: of the file.
         models: per chunk its tensors.
         steps: of its optimizers.
-        parameters: of plain optimizers: which parameter a storage has state of, by where the storage begins.
-        saved: the optimizer was saved.
+        optimizers: the groups of each plain optimizer.
     """
 
     path: str
     numbers: tuple[int, ...]
     args: Mapping[str, Any]
+    keys: Collection[str]
     models: Sequence[Mapping[str, Elements]]
-    steps: set[int]
-    parameters: Mapping[int, tuple[int, ...]]
-    saved: bool
+    steps: Collection[int]
+    optimizers: Sequence[Sequence[Group]]
 
 
 class _Sizes(NamedTuple):
@@ -102,29 +93,25 @@ class _Sizes(NamedTuple):
     extended: bool
 
 
-def cells_of(ranks: Sequence[RankFile]) -> Iterator[tuple[RankFile, Elements, Cell]]:
-    """The cells of all tensors of all ranks, each with its file and its tensor."""
-    if not ranks:
-        return
+def parts_of(ranks: Sequence[RankFile]) -> Iterator[tuple[RankFile, dict[tuple[int, str], list[Part]]]]:
+    """Per file, by chunk and name, the parts that each tensor is; none where its place is unknown."""
     args = ranks[0].args
-    places = [*map(_place, ranks, itertools.repeat(ranks))]
+    places = places_of(ranks)
     tp, pp, ep = (
         args.get(f"{kind}_model_parallel_size") or 1 + max(numbers)
         for kind, numbers in zip(("tensor", "pipeline", "expert"), zip(*places))
     )
     sizes = _Sizes(tp, ep, args.get("expert_tensor_parallel_size") or tp, bool(args.get("moe_tp_extend_ep")))
-    stages = {
-        (stage, chunk): model for each, (_, stage, _) in zip(ranks, places) for chunk, model in enumerate(each.models)
-    }
-    layers = layers_of(args, pp, stages)
+    count = args.get("num_layers") or args.get("num_hidden_layers") or 0
+    layers = layers_of(args, pp, len(ranks[0].models), count)
     # The last rank may have fewer rows of a vocabulary.
     most: dict[tuple[int, int, str], int] = defaultdict(int)
     for rank, (_, stage, _) in zip(ranks, places):
         for chunk, model in enumerate(rank.models):
             for name, elements in model.items():
                 most[stage, chunk, name] = max(most[stage, chunk, name], *elements.shape[:1], 0)
-    # Replicas are not compared: the first of them is read.
     for rank, (tensor, stage, expert) in zip(ranks, places):
+        parts: dict[tuple[int, str], list[Part]] = {}
         for chunk, model in enumerate(rank.models):
             modules: dict[str, dict[str, str]] = defaultdict(dict)
             for name in model:
@@ -137,11 +124,16 @@ def cells_of(ranks: Sequence[RankFile]) -> Iterator[tuple[RankFile, Elements, Ce
                     prefix, shapes, {within: most[stage, chunk, name] for within, name in names.items()}, args, sizes
                 )
                 for within, name in names.items():
-                    cells: list[Cell] = []
+                    parts[chunk, name] = []
                     # Without the tensors or arguments that it depends on, the place of a tensor is unknown.
                     with contextlib.suppress(LookupError, TypeError, ValueError, ZeroDivisionError):
-                        cells = module.cells(within, tensor, expert)
-                    yield from ((rank, model[name], cell) for cell in cells)
+                        parts[chunk, name] = module.parts(within, tensor, expert)
+        yield rank, parts
+
+
+def places_of(ranks: Sequence[RankFile]) -> list[tuple[int, int, int]]:
+    """Tensor, pipeline and expert rank of each file."""
+    return [*map(_place, ranks, itertools.repeat(ranks))]
 
 
 def _place(rank: RankFile, ranks: Sequence[RankFile]) -> tuple[int, int, int]:
@@ -155,32 +147,58 @@ def _place(rank: RankFile, ranks: Sequence[RankFile]) -> tuple[int, int, int]:
     return (tensor, 0, rest[0]) if experts else (tensor, rest[0], 0)
 
 
-def layers_of(
-    args: Mapping[str, Any], pp: int, stages: Mapping[tuple[int, int], Mapping[str, Elements]]
-) -> dict[tuple[int, int], list[int | None]]:
-    """Per pipeline rank and chunk the numbers of its layers: one stage after the other; None for those without any."""
-    chunks = 1 + max(chunk for _, chunk in stages)
+def layers_of(args: Mapping[str, Any], pp: int, chunks: int, count: int) -> dict[tuple[int, int], list[int | None]]:
+    """Per pipeline rank and chunk the numbers of its layers, in the order of the model; None for those without any.
+
+    Args:
+        args: of the run.
+        pp: ranks of the pipeline.
+        chunks: of each rank.
+        count: layers, with those that do nothing.
+    """
     order = [(stage, chunk) for chunk in range(chunks) for stage in range(pp)]
     if args.get("schedules_method") == "dualpipev":
         order[pp:] = order[pp:][::-1]
     empty = args.get("noop_layers")
-    empty = getattr(empty, "args", (empty,))[0] if empty is not None else ()
-    skipped = {int(each) for each in (empty.split(",") if isinstance(empty, str) else empty or ()) if str(each)}
-    if not stages.keys() >= {*order} or (skipped and any(args.get(name) for name in _UNEVEN)):
-        return {}
-    listed = args.get("num_layer_list")
-    listed = [int(each) for each in (listed.split(",") if isinstance(listed, str) else listed or ())]
+    skipped = {*_numbers(getattr(empty, "args", (empty,))[0])}
     position, number = itertools.count(), itertools.count()
-    layers: dict[tuple[int, int], list[int | None]] = {}
-    for place in order:
-        count = max(
-            (int(name.split(".")[2]) + 1 for name in stages.get(place, ()) if name.startswith("decoder.layers.")),
-            default=0,
-        )
-        if skipped:
-            count = listed[place[0]] if listed else (args.get("num_layers") or args["num_hidden_layers"]) // len(order)
-        layers[place] = [None if next(position) in skipped else next(number) for _ in range(count)]
-    return layers
+    return {
+        place: [None if next(position) in skipped else next(number) for _ in range(size)]
+        for place, size in zip(order, _counts(args, pp, chunks, count))
+    }
+
+
+def _numbers(listed: Any) -> list[int]:
+    """A list of numbers, or a text of them."""
+    return [int(each) for each in (listed.split(",") if isinstance(listed, str) else listed or ()) if str(each)]
+
+
+def _counts(args: Mapping[str, Any], pp: int, chunks: int, count: int) -> list[int]:
+    """Layers of every chunk, in the order of the model."""
+    layout = args.get("pipeline_model_parallel_layout")
+    layout = getattr(layout, "fields", {}).get("input_data", layout)
+    if isinstance(layout, str):
+        text = re.sub("[, ]", "", layout)
+        for repeated in (r"\(([^()]*)\)\*(\d+)", r"(.)\*(\d+)"):
+            text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
+        layout = text.split("|")
+    if layout is not None:
+        return [sum(kind in ("t", "decoder") for kind in stage) for stage in layout]
+    if args.get("num_layer_list"):
+        return _numbers(args["num_layer_list"])
+    ends = [
+        args.get(f"decoder_{end}_pipeline_num_layers") or args.get(f"num_layers_in_{end}_pipeline_stage")
+        for end in ("first", "last")
+    ]
+    if pp > 1 and any(ends):
+        middle = (count - sum(filter(None, ends))) // max(1, pp - sum(end is not None for end in ends))
+        of_ranks = [ends[0] or middle, *[middle] * (pp - 2), ends[1] or middle]
+        return [each // chunks for each in of_ranks] * chunks
+    more = [bool(args.get(f"account_for_{end}_in_pipeline_split")) for end in ("embedding", "loss")]
+    counts = [(count + sum(more)) // (pp * chunks)] * (pp * chunks)
+    counts[0] -= more[0]
+    counts[-1] -= more[1]
+    return counts
 
 
 def _parsed(name: str, layers: Sequence[int | None]) -> tuple[str, str]:
@@ -227,8 +245,8 @@ class _Module:
         self._numbered = len(experts - {""})
         self._latent = any(re.search("kv_(up|layer|nope)|linear_v|qk_nope", name) for name in shapes)
 
-    def cells(self, name: str, tensor: int, expert: int) -> list[Cell]:
-        """The cells of a tensor; none if its place is unknown."""
+    def parts(self, name: str, tensor: int, expert: int) -> list[Part]:
+        """The parts that a tensor is; none if its place is unknown."""
         shape, tp = self._shapes[name], self._sizes.tp
         if not all(shape):
             return []
@@ -236,9 +254,9 @@ class _Module:
             return self._of_experts(name, tensor, expert)
         if name == _QKV and self._latent:
             return self._down(shape)
-        part = _HEADS.get(name[len(_ATTENTION) : -len(".weight")])
-        if part is not None:
-            return self._of_heads(name, *part, tensor)
+        of_head = _HEADS.get(name[len(_ATTENTION) : -len(".weight")])
+        if of_head is not None:
+            return self._of_heads(name, *of_head, tensor)
         key = self._prefix + self._norm(name)
         fc1 = _FC1.fullmatch(name)
         rows, *inner = shape
@@ -248,13 +266,13 @@ class _Module:
         if fc1 or _ROWS.fullmatch(name) or (name.endswith("_down_proj.weight") and self._is_cut(name)):
             return [self._rows(key, shape, 0, rows, tensor * self._most[name])]
         if _COLUMNS.fullmatch(name):
-            return [Cell(key, inner[0], (0, rows), (0, inner[0]), (0, tensor * inner[0]))]
+            return [Part(key, (0, tensor * inner[0]), shape, 0, (inner[0], 1))]
         return [self._rows(key, shape, 0, rows, 0)]
 
     @staticmethod
-    def _rows(key: str, shape: Shape, first: int, count: int, start: int) -> Cell:
-        inner, width = shape[1:], math.prod(shape[1:])
-        return Cell(key, width, (first, first + count), (0, width), (start, *(0 for _ in inner)), 0, False, inner)
+    def _rows(key: str, shape: Shape, first: int, count: int, start: int) -> Part:
+        strides = tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
+        return Part(key, (start, *(0 for _ in shape[1:])), (count, *shape[1:]), first * strides[0], strides)
 
     def _norm(self, name: str) -> str:
         """The key of a norm that layers hold beside what comes after it."""
@@ -269,7 +287,7 @@ class _Module:
         rows: int = self._shapes[name][0]
         return bool(rows != up + ("kv_down" in name) * self._args.get("qk_pos_emb_head_dim", 0))
 
-    def _down(self, shape: Shape) -> list[Cell]:
+    def _down(self, shape: Shape) -> list[Part]:
         """Two projections, one after the other: of queries, and of keys and values."""
         query = self._shapes.get("self_attention.q_layernorm.weight")
         if query is None:
@@ -283,7 +301,7 @@ class _Module:
             for each, first, stop in parts
         ]
 
-    def _of_heads(self, name: str, kind: str, number: int, tensor: int) -> list[Cell]:
+    def _of_heads(self, name: str, kind: str, number: int, tensor: int) -> list[Part]:
         """The rows of each head are a part of the rows of the head."""
         heads = self._args["num_attention_heads"] // self._sizes.tp
         both = [self._shapes[f"{_ATTENTION}{each}.weight"] for each, (of, _) in _HEADS.items() if of == kind]
@@ -295,7 +313,7 @@ class _Module:
             for head in range(heads)
         ]
 
-    def _of_experts(self, name: str, tensor: int, expert: int) -> list[Cell]:
+    def _of_experts(self, name: str, tensor: int, expert: int) -> list[Part]:
         """Experts, one by one, in turn, or all of a rank."""
         tp, ep, etp, extended = self._sizes
         single, grouped = _EXPERT.fullmatch(name), _GROUPED.fullmatch(name)
@@ -315,40 +333,37 @@ class _Module:
         count = 1 if number else here
         rows, size = math.prod(layers[0][:-1]) // count, layers[1][-1]
         key = f"{self._prefix}mlp.experts.experts.linear_{linear}.weight"
-        cells = []
+        parts = []
         for each in range(count):
             at = first + (int(number) if number else each)
             if linear == "fc1":
+                width = layers[0][-1]
                 for half in range(rows // size):
-                    start = each * rows + half * size
-                    box = (at, (half * etp + part) * size, 0)
-                    cells.append(Cell(key, layers[0][-1], (start, start + size), (0, layers[0][-1]), box, 1))
+                    box = (at, (half * etp + part) * size, 0), (1, size, width)
+                    parts.append(Part(key, *box, (each * rows + half * size) * width, (0, width, 1)))
             else:
                 high = math.prod(layers[1][:-1]) // count
-                cells.append(Cell(key, size, (each * high, (each + 1) * high), (0, size), (at, 0, part * size), 1))
-        return cells
+                parts.append(Part(key, (at, 0, part * size), (1, high, size), each * high * size, (0, size, 1)))
+        return parts
 
-    def _transposed(self, number: int, here: int, first: int, part: int, etp: int) -> list[Cell]:
+    def _transposed(self, number: int, here: int, first: int, part: int, etp: int) -> list[Part]:
         """Transposed layers of experts, one after the other in memory, whatever shape is recorded."""
         (width, all_columns), (all_rows, _) = (self._shapes[f"mlp.experts.weight{each}"] for each in (1, 2))
-        size = all_rows // here
-        halves = all_columns // all_rows
+        size, columns = all_rows // here, all_columns // here
         key = f"{self._prefix}mlp.experts.experts.linear_fc{number}.weight"
         if number == 2:
             return [
-                Cell(key, width, (at * size, (at + 1) * size), (0, width), (first + at, 0, part * size), 2, True)
+                Part(key, (first + at, 0, part * size), (1, width, size), at * size * width, (0, 1, width))
                 for at in range(here)
             ]
         return [
-            Cell(
+            Part(
                 key,
-                all_columns // here,
-                (at * width, (at + 1) * width),
-                (half * size, (half + 1) * size),
                 (first + at, (half * etp + part) * size, 0),
-                2,
-                True,
+                (1, size, width),
+                at * width * columns + half * size,
+                (0, 1, columns),
             )
             for at in range(here)
-            for half in range(halves)
+            for half in range(columns // size)
         ]

@@ -1,247 +1,268 @@
-"""Legacy trees of Megatron as sources: where the tensors of each rank belong is computed here a second time.
+"""Legacy trees of Megatron, read a second time: the boxes of the model's tensors that files hold, and whose state.
 
-The boxes that a file holds of the model's tensors (see `rank_parts`) have to hold, in the checkpoint that was read,
-what the file holds. Moments have to lie where the masters lie, which are compared with the weights (see `end_to_end`).
+Boxes follow from `rank_parts`. State of a plain optimizer follows from the order of parameters and the settings of its
+groups. Flat buffers of a distributed one have the masters where the form's reader found them, since these are compared
+with the weights (see `end_to_end`), and the moments where the masters are.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.formats.archives import Archive, Elements, is_tensor, plain_tensor
-from reshard.checkpoints.formats.dtypes import ITEM_SIZES
-from reshard.checkpoints.placed import PlacedFile
-from reshard.forms.megatron.common import is_named
-from reshard.forms.recorded import ChunkedCheckpoint
-from reshard.storage import ReadableFile, read_range, reading
-from reshard.text.messages import Report, listing, plural
-from reshard.verification.boxes import Box, Shape, volume_of, whole_box
-from reshard.verification.rank_parts import EMBEDDING, Cell, RankFile, cells_of
-from reshard.verification.reading import Difference, Means, Task, run_tasks
-from reshard.verification.stored import Content, Source, StoredTensor, Words, value_content, words_of
+from reshard.checkpoints.formats.dtypes import ARCHIVES, ITEM_SIZES
+from reshard.checkpoints.placed import PlacedFile, Placement, Stored
+from reshard.errors import CheckpointError
+from reshard.forms.megatron.form import MODEL_FILE, RANK_DIRECTORY
+from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
+from reshard.storage import reading
+from reshard.strategies import Strategy
+from reshard.text.messages import quoted
+from reshard.verification.boxes import Shape
+from reshard.verification.common_states import common_in, groups_of, opened, stored_file
+from reshard.verification.rank_parts import EMBEDDING, Group, Part, RankFile, parts_of
+from reshard.verification.stored import Content, Source, StoredTensor, stored_source
 
-_DIRECTORY = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
-_BLOCK = 1 << 20
-_OPTIMIZER, _STEP = "optimizer.", "global_step"
-_NUMBERS = {"Float32": "<f4", "Float64": "<f8", "Int32": "<i4", "Int64": "<i8"}
-_HALF, _BUFFER = ("Float16", "BFloat16"), re.compile(r"\.(expert_bias|local_tokens_per_expert)$")
-_STATE, _MASTERS = "optimizer.state.", "optimizer.state.param."
-_OUTPUT = "output_layer.weight"
+OUTPUT = "output_layer.weight"
+_STEP, _STATE, _MASTERS = "global_step", "optimizer.state.", "optimizer.state.param."
+_HALF, _BUFFER = ("Float16", "BFloat16"), re.compile(r"(.*\.)?(expert_bias|local_tokens_per_expert)")
+_NAMES = {"master_param": "param"}
 
 
-def misplaced(source: Source, used: Collection[str], means: Means, report: Report) -> list[Difference]:
-    """Weights of a legacy tree that are not what its files hold, and moments of other weights than their masters.
+def is_parameter(name: str) -> bool:
+    """Whether the optimizer has a tensor of a model."""
+    return not _BUFFER.fullmatch(name)
 
-    Args:
-        source: the tree as it was read.
-        used: names of tensors that are compared.
-        means: files, threads and memory.
-        report: gets a warning that lists weights without a known place.
+
+def is_decayed(name: str, shape: Shape) -> bool:
+    return len(shape) > 1 and not name.endswith(".bias")
+
+
+_Place = tuple[str, Part, Elements]
+"""A file, a box of a tensor, and where its elements are."""
+
+_Flat = Mapping[str, Elements]
+"""The flat buffers of some parameters, by kind."""
+
+
+class _Tree:
+    """Parts of tensors in the files of a tree."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, list[tuple[Stored, Elements]]] = defaultdict(list)
+        self.chunks: dict[str, list[tuple[str, int, Part]]] = defaultdict(list)
+
+    def add(self, path: str, key: str, part: Part, elements: Elements) -> None:
+        """Add a part of a tensor; ``elements`` are those of the tensor of a rank that the part is in."""
+        first, strides = part.first, part.strides
+        if not elements.in_order:
+
+            def place(flat: int) -> int:
+                return int(np.dot(np.unravel_index(flat, elements.shape), elements.strides))
+
+            first, last = place(part.first), sum((size - 1) * step for size, step in zip(part.sizes, part.strides))
+            strides = tuple(
+                place(part.first + step) - first if size > 1 else 0 for size, step in zip(part.sizes, part.strides)
+            )
+            if place(part.first + last) != first + sum((size - 1) * step for size, step in zip(part.sizes, strides)):
+                # Strides in memory that are none of the box: the place is unknown.
+                return
+        at = elements._replace(
+            shape=part.sizes, strides=strides, offset=elements.offset + first * ITEM_SIZES[elements.dtype]
+        )
+        self.chunks[key].append((path, len(self.stored[path]), part))
+        self.stored[path].append((Stored(key, elements.dtype, part.sizes), at))
+
+    def shape(self, key: str) -> Shape | None:
+        """The shape of a tensor; None where its boxes, of which equal ones are replicas, are not all of it."""
+        boxes = {(part.start, part.sizes) for _, _, part in self.chunks[key]}
+        shape = tuple(map(max, zip(*(map(sum, zip(start, sizes)) for start, sizes in boxes))))
+        return shape if sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape) else None
+
+
+def read_tree(source: Source, handles: FileHandles) -> Source:
+    """A tree, as the form reads it, with places that are computed here.
+
+    Raises:
+        CheckpointError: the place of a tensor is unknown.
     """
-    ranks = _ranks(source, means)
-    strayed = [*_strayed(source, used, ranks, means), *_other_step(source, used, ranks, means)]
-    weights = {name for name in source.tensors if name in used and not name.startswith(_OPTIMIZER)}
-    if not weights:
-        return strayed
-    assert isinstance(source.checkpoint, ChunkedCheckpoint)
-    tied = (equal for equal in source.checkpoint.tied_tensors() if equal.representative.name.endswith(EMBEDDING))
-    absent = {copy.name for equal in tied for copy in equal.copies if copy.name.endswith(_OUTPUT)}
-    absent.update(source.checkpoint.faults)
-    wrong: dict[str, str] = {}
-    # Of replicas, the first one is read.
-    cells: dict[tuple[str, tuple[int, ...]], tuple[str, Elements, Cell]] = {}
-    for rank, elements, cell in cells_of(ranks):
-        if cell.key in weights:
-            cells.setdefault((cell.key, cell.start), (rank.path, elements, cell))
-        kinds = ("exp_avg.", "exp_avg_sq.", "param.")[: 2 + (elements.dtype in _HALF)]
-        states = [f"{_STATE}{kind}{cell.key}" for kind in kinds if rank.saved and not _BUFFER.search(cell.key)]
-        for key in {cell.key, *states}.difference(source.tensors, absent):
-            wrong[key] = f"was not read, and the files of {os.path.dirname(rank.path)} hold it"
-    boxes: dict[str, list[Box]] = defaultdict(list)
-    for path, elements, cell in cells.values():
-        boxes[cell.key].append(cell.box(cell.rows, cell.columns))
-        if elements.dtype != source.tensors[cell.key].dtype:
-            wrong[cell.key] = f"was read as another type than {path} has"
-    unknown = [*weights.difference(boxes)]
-    for key, of_key in boxes.items():
-        shape = source.tensors[key].shape
-        if tuple(max(stop for _, stop in each) for each in zip(*of_key)) != shape:
-            wrong[key] = "has another shape in the source than its files give it"
-        elif sum(map(volume_of, of_key)) != math.prod(shape):
-            unknown.append(key)
-    means.read.update(path for path, *_ in cells.values())
-    tasks = (
-        task
-        for path, elements, cell in cells.values()
-        if cell.key not in wrong
-        for task in _tasks(path, elements, cell, source.tensors[cell.key], means)
-    )
-    different: dict[str, str] = {}
-    run_tasks(tasks, means, different.update, counted=False)
-    wrong.update((key, f"was read otherwise than {path} holds it") for key, path in different.items())
-    unknown = sorted({*unknown}.difference(wrong))
+    checkpoint = source.checkpoint
+    assert isinstance(checkpoint, ChunkedCheckpoint)
+    paths = sorted({index.path for index in source.indexes.values()})
+    sizes = {index.path: index.size for index in source.indexes.values()}
+    ranks, tree = ranks_of(paths, handles), _Tree()
+    for rank, parts in parts_of(ranks):
+        tied = rank.args.get("untie_embeddings_and_output_weights") is False
+        for (chunk, name), of_name in parts.items():
+            for part in of_name:
+                part = part._replace(key=EMBEDDING) if tied and part.key == OUTPUT else part
+                tree.add(rank.path, part.key, part, rank.models[chunk][name])
+        for chunk, name, kind, elements in _states(rank):
+            for part in parts.get((chunk, name), ()):
+                key = EMBEDDING if tied and part.key == OUTPUT else part.key
+                tree.add(rank.path, f"{_STATE}{kind}.{key}", part, elements)
+    masters = {
+        name[len(_MASTERS) :]: [*_elements(content, handles)]
+        for name, content in source.tensors.items()
+        if name.startswith(_MASTERS) and name not in tree.chunks
+    }
+    buffers = {path: _buffers(path, handles) for places in masters.values() for path in {path for path, *_ in places}}
+    for key, places in masters.items():
+        _add_flat(tree, key, places, buffers)
+    ignored = checkpoint.faults.keys()
+    shapes = {key: tree.shape(key) for key in tree.chunks}
+    unknown = sorted(name for name in source.tensors if shapes.get(name) is None)
     if unknown:
-        count = plural(len(unknown), "tensor")
-        report.warn(f"{source.checkpoint.place}: the place of {count} is not proved: {listing(unknown)}")
-    return strayed + [Difference("content", key, (), detail) for key, detail in sorted(wrong.items())]
-
-
-def _strayed(source: Source, used: Collection[str], ranks: Sequence[RankFile], means: Means) -> Iterator[Difference]:
-    """Moments that do not lie where the masters lie, which are compared with the weights."""
-    parameters = {rank.path: rank.parameters for rank in ranks}
-    for name in sorted(source.tensors):
-        master = source.tensors.get(_MASTERS + name.split(".", 3)[-1])
-        if name not in used or not name.startswith(_STATE) or name.startswith(_MASTERS) or master is None:
-            continue
-        places, expected = (_places(each, parameters, means) for each in (source.tensors[name], master))
-        if places != expected:
-            yield Difference("content", name, (), "was read from other places than the master of its weight")
-
-
-def _places(content: Content, parameters: Mapping[str, Mapping[int, Shape]], means: Means) -> dict[object, object]:
-    """Per box in a file the parameter that its storage has state of, the first element there, shape and strides."""
-    assert isinstance(content, StoredTensor)
-    places: dict[object, object] = {}
-    boxes = ((box, file) for slices in content.slice_sets for box, files in slices.files_of.items() for file in files)
-    for box, file in boxes:
-        index = content.indexes[file]
-        with reading(index.path), means.handles.borrow(index.path) as opened:
-            assert isinstance(opened, PlacedFile)
-            elements = opened.located(index.tensors[content.stored_name].extents[0][0])
-        first = (elements.offset - elements.entry.offset) // ITEM_SIZES[elements.dtype]
-        strides = tuple(stride for size, stride in zip(elements.shape, elements.strides) if size > 1)
-        parameter = parameters.get(index.path, {}).get(elements.entry.offset)
-        places[index.path, box] = parameter, first, elements.shape, strides
-    return places
-
-
-def _other_step(source: Source, used: Collection[str], ranks: Sequence[RankFile], means: Means) -> Iterator[Difference]:
-    """The step of the training, if another one is in the files than was read."""
-    assert isinstance(source.checkpoint, ChunkedCheckpoint)
+        problem = f"where the parts of {quoted(unknown[0])} belong is not known to the verification"
+        raise CheckpointError(f"{checkpoint.place}: {problem}", file=checkpoint.place, parameter=unknown[0])
     steps = {step for rank in ranks for step in rank.steps}
-    if len(steps) != 1 or _STEP in source.checkpoint.faults:
-        return
-    (step,) = steps
-    if _STEP not in source.values:
-        yield Difference("content", _STEP, (), f"was not read, and files hold {step}")
-        return
-    value = value_content(source.indexes, _STEP, source.values[_STEP][0])
-    read = int.from_bytes(value.read(whole_box(value.shape), means.handles).tobytes(), "little")
-    if read != step:
-        yield Difference("content", _STEP, (), f"was read as {read}, and files hold {step}")
+    own: dict[str, Stored] = {}
+    if len(steps) == 1 and _STEP not in ignored:
+        path = ranks[0].path
+        own[path] = Stored(_STEP, "Int32", (1,), data=np.array([*steps], "<i4").tobytes())
+        tree.chunks[_STEP] = [(path, len(tree.stored[path]), Part(_STEP, (0,), (1,), 0, (1,)))]
+        shapes[_STEP] = (1,)
+    entries = []
+    for path in paths:
+        stored, values = tree.stored[path], [own[path]] if path in own else []
+        placement = Placement(path, [*(each for each, _ in stored), *values], [elements for _, elements in stored])
+        handles.place(path, placement)
+        entries.append([*placement.tensors()])
+    numbers = {path: number for number, path in enumerate(paths)}
+    tensors = []
+    for key, shape in shapes.items():
+        if shape is not None and key not in ignored:
+            chunks = [
+                Chunk(part.start, part.sizes, numbers[path], entries[numbers[path]][at])
+                for path, at, part in tree.chunks[key]
+            ]
+            dtype = next(chunk.stored.dtype for chunk in chunks if chunk.stored is not None)
+            tensors.append(ChunkedTensor(key, dtype, shape, chunks))
+    headers = [CheckpointIndex(path, ARCHIVES, sizes[path], {}, archived=True) for path in paths]
+    laid_out = chunked_checkpoint(checkpoint.form, checkpoint.place, headers, tensors, checkpoint.faults, "")
+    laid_out = replace(laid_out, step=checkpoint.step, label=checkpoint.label, tied=checkpoint.tied)
+    return stored_source(laid_out, Strategy.none())
 
 
-def _of_optimizers(optimizer: Any, archive: Archive, file: ReadableFile) -> tuple[set[int], dict[int, tuple[int, ...]]]:
-    """Steps of optimizers, and which parameter each storage of plain ones has state of."""
-    steps: set[int] = set()
-    parameters: dict[int, tuple[int, ...]] = {}
-    several = [*optimizer.values()] if isinstance(optimizer, dict) and 0 in optimizer else optimizer
-    for at, each in enumerate(several if isinstance(several, list) else [several]):
-        each = each if isinstance(each, dict) else {}
-        inner = each.get("optimizer", each)
-        groups = inner.get("param_groups") or [] if isinstance(inner, dict) else []
-        steps.update(int(group["step"]) for group in groups if type(group.get("step")) in (int, float))
-        states = inner.get("state") or {} if isinstance(inner, dict) else {}
-        for state in [*states.values()][:1]:
-            value = plain_tensor(state.get("step"))
-            elements = archive.tensor(value) if is_tensor(value) else None
-            if elements is not None and elements.dtype in _NUMBERS:
-                data = read_range(file, elements.offset, ITEM_SIZES[elements.dtype])
-                steps.add(int(np.frombuffer(data, _NUMBERS[elements.dtype], 1)[0]))
-        masters = each.get("fp32_from_fp16_params") or each.get("fp32_from_fp16") or [[]] * len(groups)
-        for group, of_group in zip(groups, masters):
-            numbers = group.get("params") or []
-            # With others among them, it is not known here which parameters have masters.
-            for number, master in zip(numbers, of_group) if len(numbers) == len(of_group) else ():
-                moments = [value for key, value in states[number].items() if key.startswith("exp_avg")]
-                parameters.update((archive.tensor(value).entry.offset, (at, number)) for value in [master, *moments])
-    return steps, parameters
+def _elements(content: Content, handles: FileHandles) -> Iterator[_Place]:
+    """Per slice its file, itself as all of a tensor, and where its elements are."""
+    assert isinstance(content, StoredTensor)
+    for slices in content.slice_sets:
+        for box, files in slices.files_of.items():
+            for file in files:
+                index = content.indexes[file]
+                with reading(index.path), handles.borrow(index.path) as opened_file:
+                    assert isinstance(opened_file, PlacedFile)
+                    elements = opened_file.located(index.tensors[content.stored_name].extents[0][0])
+                start, sizes = (tuple(at) for at in zip(*((low, high - low) for low, high in box)))
+                strides = tuple(math.prod(sizes[dimension + 1 :]) for dimension in range(len(sizes)))
+                yield index.path, Part(content.name, start, sizes, 0, strides), elements
 
 
-def _ranks(source: Source, means: Means) -> list[RankFile]:
-    """The files that were read."""
+def _states(rank: RankFile) -> Iterator[tuple[int, str, str, Elements]]:
+    """Chunk and name of a parameter, a kind of state, and its elements; of groups that fit their parameters."""
+    groups = [group for optimizer in rank.optimizers for group in optimizer]
+    for group, members in zip(groups, members_of(rank)):
+        halves = [each for each in members if rank.models[each[0]][each[1]].dtype in _HALF]
+        if len(members) == len(group.moments) and len(halves) == len(group.masters):
+            found = [(each, kind, at) for each, of in zip(members, group.moments) for kind, at in of.items()]
+            found += [(each, "param", at) for each, at in zip(halves, group.masters)]
+            for (chunk, name), kind, elements in found:
+                if elements.shape == rank.models[chunk][name].shape:
+                    yield chunk, name, kind, elements
+
+
+def members_of(rank: RankFile) -> list[list[tuple[int, str]]]:
+    """Per group the chunks and names of its parameters, by the settings in which groups differ."""
+    groups = [group.settings for optimizer in rank.optimizers for group in optimizer]
+    parameters = [(at, name) for at, model in enumerate(rank.models) for name in model if is_parameter(name)]
+
+    def belongs(chunk: int, name: str, group: Mapping[str, Any]) -> bool:
+        settings = {
+            "wd_mult": is_decayed(name, rank.models[chunk][name].shape),
+            "is_expert_parallel": ".experts." in name,
+            "is_decoupled_lr": name in (EMBEDDING, OUTPUT),
+        }
+        return all(
+            bool(group.get(key)) == value
+            for key, value in settings.items()
+            if len({bool(each.get(key)) for each in groups}) > 1
+        )
+
+    return [[each for each in parameters if belongs(*each, group)] for group in groups]
+
+
+def _add_flat(tree: _Tree, key: str, places: Iterable[_Place], buffers: Mapping[str, Iterable[_Flat]]) -> None:
+    """Add a master in flat buffers, and the moments at the same places of theirs."""
+    for path, part, elements in places:
+        for buffer in buffers[path]:
+            master = buffer.get("param")
+            if master is None or master.entry != elements.entry:
+                continue
+            first = (elements.offset - master.offset) // ITEM_SIZES[master.dtype]
+            for kind, flat in buffer.items():
+                offset = flat.offset + first * ITEM_SIZES[flat.dtype]
+                at = flat._replace(shape=elements.shape, strides=elements.strides, offset=offset)
+                tree.add(path, f"{_STATE}{kind}.{key}", part, at)
+
+
+def _buffers(path: str, handles: FileHandles) -> list[_Flat]:
+    """The flat buffers in a file, by kind."""
+    stored = stored_file(path)
+    assert stored is not None
+    with opened(stored, handles) as (state, archive, _):
+        optimizers = [each or {} for each in (state if isinstance(state, list) else [state])]
+        numbered = [each for of in optimizers for number, each in of.items() if type(number) is int]
+        return [dict(_tensors(tensors, archive)) for each in numbered for tensors in each.values()]
+
+
+def _tensors(values: Mapping[str, Any], archive: Archive) -> Iterator[tuple[str, Elements]]:
+    for kind, value in values.items():
+        if kind not in ("step", "numel_unpadded") and is_tensor(plain_tensor(value)):
+            yield _NAMES.get(kind, kind), archive.tensor(value)
+
+
+def _groups(optimizer: Mapping[str, Any], archive: Archive) -> Iterator[Group]:
+    """The groups of a plain optimizer; none of others."""
+    inner, groups = optimizer.get("optimizer", optimizer), groups_of(optimizer)
+    states = (inner.get("state") if isinstance(inner, dict) else None) or {}
+    masters = optimizer.get("fp32_from_fp16_params") or optimizer.get("fp32_from_fp16") or itertools.repeat(())
+    for group, of_group in zip(groups, masters) if states else ():
+        moments = [dict(_tensors(states[number], archive)) for number in group["params"]]
+        yield Group(group, moments, [*map(archive.tensor, of_group)])
+
+
+def ranks_of(paths: Collection[str], handles: FileHandles) -> list[RankFile]:
+    """The files of ranks among some."""
     ranks = []
-    for path in sorted(index.path for index in source.indexes.values()):
-        match = _DIRECTORY.fullmatch(os.path.basename(os.path.dirname(path)))
-        if match is None or not os.path.basename(path).startswith("model"):
+    for path in paths:
+        directory, name = os.path.split(path)
+        match = RANK_DIRECTORY.fullmatch(os.path.basename(directory))
+        stored = stored_file(path) if match is not None and name == MODEL_FILE else None
+        if match is None or stored is None:
             continue
-        with reading(path), means.handles.borrow(path) as opened:
-            file = opened.stored if isinstance(opened, PlacedFile) else opened
-            archive = Archive(file, 0, file.size())
-            state = archive.pickled(is_named)
-            models = [state[key] for key in sorted(filter(re.compile("model[0-9]*").fullmatch, state), key=_in_order)]
-            tensors = [
+        with opened(stored, handles) as (state, archive, file):
+            common = common_in(state, archive, file)
+            keys = [*filter(re.compile("model[0-9]*").fullmatch, state)]
+            models = [
                 {
                     name: archive.tensor(value)
-                    for name, value in model.items()
+                    for name, value in state[key].items()
                     if not name.endswith("_extra_state") and is_tensor(plain_tensor(value))
                 }
-                for model in models
+                for key in sorted(keys, key=lambda key: (len(key), key))
             ]
-            steps, parameters = _of_optimizers(state.get("optimizer"), archive, file)
+            optimizers = [[*_groups(optimizer, archive)] for optimizer in common.optimizers]
         numbers = tuple(int(number) for number in match.groups() if number is not None)
-        saved = bool(state.get("optimizer"))
-        ranks.append(RankFile(path, numbers, state["args"].fields, tensors, steps, parameters, saved))
+        ranks.append(RankFile(path, numbers, common.args, [*state], models, common.steps, optimizers))
     return ranks
-
-
-def _in_order(name: str) -> tuple[int, str]:
-    return len(name), name
-
-
-def _tasks(path: str, elements: Elements, cell: Cell, content: Content, means: Means) -> Iterator[Task]:
-    """Comparisons of a cell, a few of its box's rows at a time."""
-    item, most = ITEM_SIZES[elements.dtype], min(_BLOCK, means.max_memory // 16)
-    (first, stop), whole = (cell.columns, cell.rows) if cell.turned else (cell.rows, cell.columns)
-    step = max(1, most // ((whole[1] - whole[0]) * item))
-    for start in range(first, stop, step):
-        part = (start, min(start + step, stop))
-        tile = (whole, part) if cell.turned else (part, whole)
-        nbytes = 2 * (part[1] - part[0]) * (whole[1] - whole[0]) * item
-        yield Task(nbytes, _compared, (path, elements, cell, tile, content, means))
-
-
-def _compared(
-    path: str,
-    elements: Elements,
-    cell: Cell,
-    tile: tuple[tuple[int, int], tuple[int, int]],
-    content: Content,
-    means: Means,
-) -> dict[str, str]:
-    """The file by the key if they differ."""
-    held = _held(path, elements, cell.width, tile, means)
-    read = content.read(cell.box(*tile), means.handles)
-    same = np.array_equal((held.T if cell.turned else held).reshape(read.shape), read)
-    return {} if same else {cell.key: path}
-
-
-def _held(
-    path: str, elements: Elements, width: int, tile: tuple[tuple[int, int], tuple[int, int]], means: Means
-) -> Words:
-    """Some rows and columns of a tensor in a file."""
-    dtype = np.dtype(words_of(ITEM_SIZES[elements.dtype]))
-    (top, bottom), (left, right) = tile
-    strides = [stride * dtype.itemsize for stride in elements.strides]
-    with reading(path), means.handles.borrow(path) as opened:
-        file = opened.stored if isinstance(opened, PlacedFile) else opened
-
-        def read(first: int, stop: int) -> Words:
-            data = read_range(file, elements.offset + first * dtype.itemsize, (stop - first) * dtype.itemsize)
-            return np.frombuffer(data, dtype, stop - first)
-
-        if not elements.in_order:
-            # Such tensors are rare: they are read as a whole.
-            last = sum((size - 1) * stride for size, stride in zip(elements.shape, elements.strides))
-            tensor = np.lib.stride_tricks.as_strided(read(0, last + 1), elements.shape, strides)
-            return tensor.reshape(-1, width)[top:bottom, left:right]
-        if 4 * (right - left) >= width:
-            return read(top * width, bottom * width).reshape(-1, width)[:, left:right]
-        return np.stack([read(row * width + left, row * width + right) for row in range(top, bottom)])

@@ -226,6 +226,41 @@ def _compare_block(
     return wrong
 
 
+class Pair(NamedTuple):
+    """Tensors that have to be equal; kind and detail are those of a difference of the second."""
+
+    first: Content
+    second: Content
+    kind: str
+    detail: str
+
+
+def unequal(pairs: Sequence[Pair], means: Means) -> list[Difference]:
+    """The differences of tensors that have to be equal; all NaN of cast ones are."""
+
+    def differ(number: int, block: Box) -> int | None:
+        both = [content.read(block, means.handles) for content in pairs[number][:2]]
+        for words, content in zip(both, pairs[number][:2]):
+            if content.cast:
+                same_nans(words, content.dtype)
+        return None if _same(*both) else number
+
+    def tasks() -> Iterator[Task]:
+        for number, (first, second) in alike:
+            means.read.update({*first.paths(), *second.paths()})
+            for block in blocks(first, whole_box(first.shape), means) if 0 not in first.shape else ():
+                yield Task(2 * volume_of(block) * first.item_size, differ, (number, block))
+
+    numbered = [*enumerate(pairs)]
+    alike = [(at, (one, two)) for at, (one, two, *_) in numbered if (one.dtype, one.shape) == (two.dtype, two.shape)]
+    found: set[int | None] = {*range(len(pairs))}.difference(at for at, _ in alike)
+    run_tasks(tasks(), means, found.add, counted=False)
+    differences = (
+        Difference(each.kind, each.second.name, (), each.detail) for at, each in enumerate(pairs) if at in found
+    )
+    return [*dict.fromkeys(differences)]
+
+
 def _same(first: Words, second: Words) -> bool:
     """Whether two arrays of the same shape hold the same bytes."""
     if first.dtype.kind == "V" or (first.flags.c_contiguous and second.flags.c_contiguous):

@@ -301,27 +301,27 @@ def test_a_weight_that_the_family_lacks_is_refused_by_name_or_left_out(tmp_path:
     assert contents(tmp_path / "out") == {name: expected[name] for name in expected.keys() - norms}
 
 
-def swapped(edits: EditRules) -> Any:
+def swapped(edits: EditRules, shapes: Any) -> Any:
     """The path in the other order."""
-    return [tuple(reversed(path)) for path in PATHS(edits)]
+    return tuple(reversed(PATH_OF(edits, shapes)))
 
 
-def second_alone(edits: EditRules) -> Any:
-    return [path[1:] for path in PATHS(edits)]
+def second_alone(edits: EditRules, shapes: Any) -> Any:
+    return PATH_OF(edits, shapes)[1:]
 
 
-def backwards(edits: EditRules) -> Any:
-    return [tuple(Edge(rules, not reverse) for rules, reverse in path) for path in PATHS(edits)]
+def backwards(edits: EditRules, shapes: Any) -> Any:
+    return tuple(Edge(rules, not reverse) for rules, reverse in PATH_OF(edits, shapes))
 
 
-PATHS = plan_tables.possible_paths
+PATH_OF = plan_tables.path_of
 
 
 @pytest.mark.parametrize("mutant", [swapped, second_alone, backwards])
 def test_a_wrong_path_gets_no_certificate(mutant: Any, tmp_path: Path) -> None:
     case = mcore_case("td_moe_fully")
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "unified", "--verify"]
-    with mock.patch.object(plan_tables, "possible_paths", mutant):
+    with mock.patch.object(plan_tables, "path_of", mutant):
         result = reshard(*words, "--names", family(case, options=True), "--config", config_of(case, tmp_path))
     assert result.status != 0
 

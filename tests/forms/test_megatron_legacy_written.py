@@ -14,6 +14,7 @@ import pytest
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archives import Archive, plain_tensor
 from reshard.checkpoints.formats.pickles import PickledInstance
+from reshard.forms.megatron.live_forms import order_of
 from tests.corpus_mcore import McoreCase, mcore_case
 from tests.forms.test_megatron_legacy import converted
 from tests.forms.test_megatron_written import with_other_argument
@@ -156,6 +157,16 @@ def test_weights_and_optimizer_of_hugging_faces_names_become_a_tree(tmp_path: Pa
                 assert all(
                     np.array_equal(each, two["optimizer"]["state"][number][kind]) for kind, each in state.items()
                 )
+
+
+def test_parameters_of_a_module_have_the_order_in_which_megatron_makes_them() -> None:
+    names = [
+        *("embedding.word_embeddings.weight", "embedding.position_embeddings.weight"),
+        *("decoder.layers.0.input_layernorm.weight", "decoder.layers.0.input_layernorm.bias"),
+        *("decoder.final_layernorm.weight", "decoder.final_layernorm.bias"),
+        *("mtp.layers.0.enorm.weight", "mtp.layers.0.enorm.bias", "output_layer.weight", "output_layer.bias"),
+    ]
+    assert sorted(sorted(names), key=order_of) == names
 
 
 def test_a_plan_of_a_tree_has_its_files(tmp_path: Path) -> None:

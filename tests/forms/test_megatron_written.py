@@ -157,6 +157,15 @@ def replace(name: str, old: bytes, new: bytes) -> Callable[[Path], None]:
 
 DAMAGE: Mapping[str, tuple[Callable[[Path], None], str]] = {
     "an argument": (damaged_common(with_argument("hidden_size", 16)), "hidden_size"),
+    "how it is loaded": (
+        damaged_common(with_argument("use_distributed_optimizer", False)),
+        "use_distributed_optimizer",
+    ),
+    "format": (damaged_common(with_argument("ckpt_format", "torch")), "ckpt_format"),
+    "kind of an optimizer": (
+        damaged_common(lambda state: state["optimizer"].update(param_state_sharding_type="dp_reshardable")),
+        "param_state_sharding_type",
+    ),
     "iteration": (damaged_common(lambda state: state.update(iteration=7)), "iteration"),
     "betas": (damaged_common(with_group("betas", (0.9, 0.5))), "betas"),
     "step of a group": (damaged_common(with_group("step", 4)), "step"),

@@ -568,13 +568,14 @@ def test_another_command_in_the_directory_is_named_with_what_differs(tmp_path: P
     convert: list[Argument] = ["convert", src, tmp_path / "copy", "--to", "huggingface"]
     done(*convert)
     texts = [
-        "which differs in the adapter, names or types\n",
+        "which differs in the task (convert there, merge-lora here)\n",
         f"reshard convert {src} {tmp_path / 'copy'} --to=huggingface",
     ]
     fails(3, *merge, tmp_path / "copy", texts=texts)
     done(*merge, tmp_path / "merged")
-    texts = ["which differs in the adapter, names or types\n"]
+    texts = ["which differs in the task (merge-lora there, convert here)\n"]
     fails(3, "convert", src, tmp_path / "merged", "--to", "huggingface", texts=texts)
+    texts = ["which differs in the adapter, or the rules of names and types\n"]
     fails(3, *merge, tmp_path / "merged", "--alpha", 3, texts=texts)
     texts = ["which differs in --rename (none there, model.*=* here)\n"]
     fails(3, *convert, "--rename", "model.*=*", texts=texts)

@@ -62,6 +62,17 @@ STATED = {
     **{"global_batch_size": 4, "train_iters": 1000, "lr_warmup_iters": 10},
 }
 
+# Legacy trees to be written: their sizes, and further arguments.
+_MINDSPEED = {"mla_mm_split": True, "moe_tp_extend_ep": True, "transformer_impl": "local", "moe_grouped_gemm": True}
+_TREES: dict[str, tuple[str, dict[str, Any]]] = {
+    "td_dense_plain": ("tp=2,pp=2", {}),
+    "td_moe_fully": ("tp=2,pp=2,ep=2", {}),
+    "td_tied": ("tp=2,pp=2", {}),
+    "legacy_vpp": ("tp=2,pp=2", {}),
+    "legacy14_grouped": ("tp=2,ep=2", {}),
+    "td_mla_mtp": ("tp=2,pp=2", _MINDSPEED),
+}
+
 # The prefixes of weights and moments.
 _STATES = ("", "adam_m.", "adam_v.")
 
@@ -263,6 +274,17 @@ def build(root: Path) -> Mapping[str, list[str]]:
             config.write_text(json.dumps(case.expected["config"]))
             names = ["--names", str(case.expected["names"]), "--optimizer", "keep", "--config", config]
             created.plain(case.name, *names, "--to", "huggingface")
+
+        # Trees with other sizes.
+        if case.name in _TREES:
+            sizes, args = _TREES[case.name]
+            place = root / f"{case.name}-tree"
+            place.mkdir()
+            (place / "src").symlink_to(case.root)
+            (place / "args.json").write_text(json.dumps(args))
+            options: list[Argument] = ["--format", "torch", "--sizes", sizes]
+            options += ["--args", place / "args.json"] if args else []
+            created.plain(f"{case.name}-tree", "--to", "megatron", *options)
 
     # Float32 weights that become their own masters.
     old = ("decoder", "embedding", "output_layer")

@@ -191,19 +191,36 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(ast.fix_missing_locations(changed), self.path, "exec")
 
 
+class _Planted(importlib.machinery.SourceFileLoader):
+    """Loads a module with another text in place of one that it has once."""
+
+    def __init__(self, module: str, old: str, new: str) -> None:
+        super().__init__(module, str(_path(module)))
+        self._old, self._new = old, new
+
+    def get_code(self, fullname: str) -> CodeType:
+        text = Path(self.path).read_text()
+        assert text.count(self._old) == 1, f"{self.path}: has another text than {self._old}"
+        return compile(text.replace(self._old, self._new), self.path, "exec")
+
+
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, mutant: Mutant) -> None:
-        self._mutant = mutant
+    def __init__(self, loader: importlib.machinery.SourceFileLoader) -> None:
+        self._loader = loader
 
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._mutant.module:
-            return None
-        return importlib.util.spec_from_loader(fullname, _Loader(self._mutant))
+        return importlib.util.spec_from_loader(fullname, self._loader) if fullname == self._loader.name else None
 
 
 def install(mutant: Mutant) -> None:
     """Have a mutant imported in place of its module, which must not be imported yet."""
     assert mutant.module not in sys.modules
-    sys.meta_path.insert(0, _Finder(mutant))
+    sys.meta_path.insert(0, _Finder(_Loader(mutant)))
+
+
+def plant(module: str, old: str, new: str) -> None:
+    """Have a module imported with another text in place of one, likewise."""
+    assert module not in sys.modules
+    sys.meta_path.insert(0, _Finder(_Planted(module, old, new)))

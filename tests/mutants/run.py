@@ -42,7 +42,10 @@ MODULES = (
         for name in ("gathered", "legacy", "legacy_state", "live", "rank_files", "stages")
     ),
     # Writers.
-    *(f"reshard.forms.megatron.{name}" for name in ("arguments", "model", "training", "written")),
+    *(
+        f"reshard.forms.megatron.{name}"
+        for name in ("arguments", "legacy_written", "live_forms", "model", "origin", "training", "written")
+    ),
     *(f"reshard.forms.pytorch.{name}" for name in ("dcp_written", "shards")),
     *(f"reshard.forms.{name}" for name in ("checkpoint2.written_files", "full.beside", "full.written_files")),
     *(f"reshard.forms.{name}" for name in ("target", "writing")),
@@ -97,6 +100,8 @@ def _tensors(path: Path, cast: bool) -> tuple[object, dict[str, tuple[object, ..
 
     from tests.trees import read_checkpoint
 
+    if path.suffix == ".pt":
+        return None, {"": (read_pt(path),)}
     assert path.suffix in (".ckpt", ".safetensors")
     metadata = None
     if path.suffix == ".safetensors":
@@ -113,6 +118,30 @@ def _tensors(path: Path, cast: bool) -> tuple[object, dict[str, tuple[object, ..
             array = np.where(without_sign > _INFINITE[dtype], _INFINITE[dtype] + 1, array)
         tensors[name] = dtype, array.shape, array.tobytes()
     return metadata, tensors
+
+
+def read_pt(path: Path) -> object:
+    """What a file of torch.save holds, with types, shapes and bytes of tensors; no loader sees the order of names."""
+    from reshard.checkpoints import FileHandles
+    from reshard.checkpoints.formats.archives import Archive, is_tensor
+    from reshard.checkpoints.formats.pickles import PickledInstance
+
+    data = path.read_bytes()
+    with FileHandles() as handles, handles.borrow(str(path)) as file:
+        archive = Archive(file, 0, len(data))
+
+        def plain(value: object) -> object:
+            if is_tensor(value):
+                at = archive.tensor(value)
+                assert at.in_order
+                return at.dtype, at.shape, data[at.offset : at.entry.offset + at.entry.size]
+            if isinstance(value, PickledInstance):
+                return value.name, plain(value.args), plain(value.state)
+            if isinstance(value, dict):
+                return {key: plain(each) for key, each in value.items()}
+            return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+        return plain(archive.pickled(lambda name: True))
 
 
 def _convert(words: list[str], out: Path) -> int:

@@ -37,7 +37,7 @@ def test_reversed_layouts_are_found() -> None:
 
 
 def test_a_sample_of_mutants_is_refused_or_found() -> None:
-    results = outcomes("--every", "350", "--first", "17")
+    results = outcomes("--every", "400", "--first", "17")
     assert not certified(results)
     assert results["run"] >= 6
 
@@ -45,7 +45,7 @@ def test_a_sample_of_mutants_is_refused_or_found() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(4))
 def test_mutants_are_refused_or_found(first: int) -> None:
-    results = outcomes("--every", "20", "--first", str(5 * first))
+    results = outcomes("--every", "22", "--first", str(5 * first))
     assert not certified(results)
     assert results["run"] >= 100 and results["outcomes"]["found"] >= 5
     # Nothing is known of conversions that never end.

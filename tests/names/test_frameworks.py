@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reshard.checkpoints.formats.pickles import pickled, read_pickle
-from reshard.names import naming_of, plain_names, possible_plain_names
+from reshard.names import naming_of, plain_names, possible_plain_names, trainer_keys
 from tests.forms.test_hf_sharded import CHUNKS, FULL, Chunk, converted, rows, write_shards
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
@@ -129,12 +129,12 @@ def test_names_of_a_trainer_are_restored() -> None:
     assert actual["adam_m.a.weight"] == "optimizer.state.a.weight.exp_avg"
     assert actual["adam_v.a.weight"] == "optimizer.state.a.weight.exp_avg_sq"
     assert (actual["adam_m.other"], actual["global_step"]) == ("adam_m.other", "global_step")
-    assert TORCH.keys("model.a.weight") == ("model", "a.weight")
-    assert TORCH.keys("optimizer.state.a.weight.exp_avg") == ("optimizer", "state", "a.weight", "exp_avg")
-    assert TORCH.keys("global_step") == ("global_step",)
+    assert trainer_keys("model.a.weight") == ("model", "a.weight")
+    assert trainer_keys("optimizer.state.a.weight.exp_avg") == ("optimizer", "state", "a.weight", "exp_avg")
+    assert trainer_keys("global_step") == ("global_step",)
     assert {TORCH.remove(new) for new in actual.values() if new} == set(names)
     created = [new or "" for new in actual.values()]
-    again = plain_names(created, (), {name: TORCH.keys(name) for name in created}, True).names
+    again = plain_names(created, (), {name: trainer_keys(name) for name in created}, True).names
     assert (again["adam_m.other"], again["model.model.b.weight"]) == ("adam_m.other", "model.b.weight")
     assert again["model.a.weight"] == "a.weight"
     assert again["optimizer.state.a.weight.exp_avg_sq"] == "adam_v.a.weight"

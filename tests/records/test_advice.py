@@ -192,12 +192,24 @@ def test_recovered_lost_ranks_suggest_verifying_the_whole_tree(plain: World) -> 
     done("verify", plain.src, "--replicas", "--strategy", plain.old)
 
 
-def test_a_damaged_record_suggests_removal(world: World) -> None:
+def test_a_directory_of_another_version_is_refused_by_name(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    plan, manifest = world.dst / ".reshard" / "plan.json", world.dst / "reshard-manifest.json"
+    compare: list[Argument] = ["verify", world.dst, "--src", world.src]
+    for path in (plan, manifest):
+        path.write_text(path.read_text().replace('"version": 3', '"version": 2'))
+    for words in (world.words(), world.words("--overwrite"), ["resume", world.dst], ["status", world.dst]):
+        fails(3, *words, texts=["version 2", str(plan), f"reshard verify {world.dst} --src SRC"])
+    fails(3, "verify", world.dst, texts=["version 2", str(manifest), f"reshard verify {world.dst} --src SRC"])
+    fails(2, *compare, texts=["--src-strategy and --dst-strategy are missing"])
+    done(*compare, "--src-strategy", world.old, "--dst-strategy", world.new)
+
+
+def test_a_directory_without_records_suggests_overwrite(world: World) -> None:
     world.save(FULL)
     world.convert()
     plan = world.dst / ".reshard" / "plan.json"
-    plan.write_text(plan.read_text().replace('"version": 2', '"version": 3'))
-    fails(3, *world.words(), texts=["version 3", f"remove {plan.parent}"])
     shutil.rmtree(plan.parent)
     fails(3, *world.words(), texts=["already holds", "replace them with --overwrite"])
     replaced_with_a_run_for_all(world)

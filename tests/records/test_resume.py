@@ -124,7 +124,7 @@ def test_the_manifest_records_sizes_and_checksums(world: World) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32", "--max-memory", "1B")
     document = json.loads(manifest(world))
-    assert document["version"] == 1 and document["plan"]["step"] == "1_10" and document["plan"]["ranks"] == 2
+    assert document["version"] == 3 and document["conversion"]["step"] == "1_10"
     assert [entry["rank"] for entry in document["files"]] == [0, 1]
     for entry in document["files"]:
         data = (world.dst / entry["file"]).read_bytes()
@@ -306,11 +306,11 @@ def test_a_record_of_a_conversion_that_was_replaced_meanwhile_counts_for_no_othe
 ) -> None:
     """The other one, killed before its first target, would take the late target for its own."""
     world.save(FULL)
-    plain = Ledger.record
+    plain = Ledger.add_done
     other = world.words("--exclude", "m.*", "--overwrite")
 
     def late(self: Ledger, record: Any, flush: bool) -> None:
-        monkeypatch.setattr(Ledger, "record", plain)
+        monkeypatch.setattr(Ledger, "add_done", plain)
         process = os.fork()
         if not process:
             monkeypatch.setattr(TargetDirectory, "missing", lambda *_: os._exit(9))
@@ -319,7 +319,7 @@ def test_a_record_of_a_conversion_that_was_replaced_meanwhile_counts_for_no_othe
         assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 9
         plain(self, record, flush)
 
-    monkeypatch.setattr(Ledger, "record", late)
+    monkeypatch.setattr(Ledger, "add_done", late)
     fails(3, *world.words(), texts=["another conversion"])
     done(*other)
     same_ranks(world.found(), world.expected(tensors(names=["w", "v"])))
@@ -443,12 +443,12 @@ def test_the_manifest_contains_checksums_that_any_run_requested(world: World) ->
     for options in ([("--checksum", "crc32"), ()], [(), ("--checksum", "crc32")], [("--checksum", "crc32")] * 2):
         for rank, chosen in enumerate(options):
             world.by_rank(rank, *chosen)
-        manifests.add(manifest(world))
+        manifests.add(str(json.loads(manifest(world))["files"]))
         shutil.rmtree(world.dst)
     assert len(manifests) == 1
     done(*world.words("--ranks", "1", "--checksum", "crc32"))
     world.convert()
-    assert manifest(world) in manifests
+    assert str(json.loads(manifest(world))["files"]) in manifests
     done("verify", world.dst)
 
 

@@ -8,7 +8,6 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,8 +28,8 @@ def lose(world: World, *ranks: int) -> None:
     (world.dst / "reshard-manifest.json").unlink(missing_ok=True)
 
 
-def records(world: World) -> list[Path]:
-    return sorted(world.dst.glob(".reshard/command.*.json"))
+def plan_of(world: World) -> Path:
+    return world.dst / ".reshard" / "plan.json"
 
 
 def of_ranks(root: Path, count: int) -> World:
@@ -112,11 +111,9 @@ def test_resume_applies_every_recorded_option(world: World, options: list[str]) 
     world.save(tensors("newer"), "rank_{rank}/net-2_10.ckpt")
     world.convert(*options)
     whole = tree_bytes(world.dst)
-    (arguments,) = records(world)
     lose(world, 0)
     done("resume", world.dst)
     assert tree_bytes(world.dst) == whole
-    assert records(world) == [arguments]
 
 
 def test_resume_keeps_the_selected_step(world: World) -> None:
@@ -138,16 +135,14 @@ def test_resume_covers_all_ranks_of_divided_runs(world: World, begin: str) -> No
     assert done("status", world.dst, "--json").json["complete"]
 
 
-def test_resume_covers_the_ranks_of_all_commands(tmp_path: Path) -> None:
+def test_resume_covers_the_ranks_of_the_run_that_began(tmp_path: Path) -> None:
     world = of_ranks(tmp_path, 6)
     world.convert("--ranks", "0-1")
     world.convert("--ranks", "3")
-    lose(world, 0, 3)
-    assert resume(world)["ranks"] == [0, 3]
+    lose(world, 0)
+    assert resume(world)["ranks"] == [0]
     output = done("resume", world.dst).err
     assert "nothing to do: 3 ranks (0-1,3) are written; ranks 2,4-5 were not requested" in output
-    world.by_rank(5)
-    assert resume(world)["ranks"] == [2, 4]
 
 
 def test_resume_continues_a_recovery(plain: World) -> None:
@@ -219,31 +214,19 @@ def test_resume_names_a_missing_path_and_the_command(world: World, lost: str) ->
     world.by_rank(0, "--exclude", "it's *")
     path: Path = getattr(world, lost)
     path.rename(world.root / "moved")
-    output = fails(3, "resume", world.dst, texts=[f"{path}: does not exist any more", "run the whole command"]).err
+    output = fails(3, "resume", world.dst, texts=[f"{path}: does not exist here", "run the whole command"]).err
     # The command works as it is shown, once the path is right.
     words = shlex.split(output.strip().splitlines()[-1])
     assert words[0] == "reshard"
     done(*[word.replace(str(path), str(world.root / "moved")) for word in words[1:]])
     assert done("status", world.dst, "--json").json["complete"]
-    # And now that is the command that was given.
-    lose(world, 0)
-    assert resume(world)["ranks"] == [0]
-
-
-def test_resume_on_a_machine_without_the_source_names_its_host(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.save(FULL)
-    world.by_rank(0)
-    shutil.move(world.src, world.root / "elsewhere")
-    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename="another"))
-    host = json.loads(records(world)[0].read_text())["host"]
-    fails(3, "resume", world.dst, texts=[f"{world.src}: does not exist here, as it did on {host}"])
 
 
 def test_resume_names_a_changed_strategy(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     shutil.copy(world.old, world.new)
-    fails(3, "resume", world.dst, texts=[f"{world.new}: differs from the strategy"])
+    fails(3, "resume", world.dst, texts=["differs in the target strategy", world.new])
 
 
 def test_resume_refuses_a_changed_source(world: World) -> None:
@@ -254,19 +237,15 @@ def test_resume_refuses_a_changed_source(world: World) -> None:
     assert not (world.dst / "rank_1").exists()
 
 
-def test_resume_refuses_several_sources(world: World) -> None:
+def test_resume_reads_the_source_of_the_run_that_began(world: World) -> None:
     """As if every machine had copied the files of its rank."""
     world.save(FULL)
     other = shutil.copytree(world.src, world.root / "other")
     world.by_rank(0)
-    lose(world, 0)
-    strategies = ("--src-strategy", world.old, "--dst-strategy", world.new)
-    done("by-rank", 1, other, world.dst, *strategies)
-    fails(3, "resume", world.dst, texts=["different sources", str(other), str(world.src)])
-    # One that is not here is not meant, and a link leads to the same.
+    done("by-rank", 1, other, world.dst, "--src-strategy", world.old, "--dst-strategy", world.new)
     shutil.rmtree(other)
-    other.symlink_to(world.src)
-    assert resume(world)["ranks"] == [0]
+    lose(world, 1)
+    assert resume(world)["ranks"] == [1]
 
 
 def test_resume_continues_a_run_with_overwrite(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,15 +311,6 @@ def test_resume_continues_a_conversion_from_python(world: World) -> None:
     assert resume(world)["ranks"] == [1]
 
 
-def test_a_missing_recorded_command_must_be_typed(world: World) -> None:
-    world.save(FULL)
-    world.by_rank(0)
-    for path in records(world):
-        path.unlink()
-    fails(3, "resume", world.dst, texts=["contain no command line", "run the original command again"])
-    assert "resume" not in done("status", world.dst).out
-
-
 def test_resume_of_another_directory_is_an_error(world: World) -> None:
     world.save(FULL)
     fails(3, "resume", world.src, texts=["holds no records of a conversion"])
@@ -357,15 +327,15 @@ def test_resume_with_an_unknown_option_is_wrong_usage(plain: World) -> None:
     fails(2, "resume", plain.dst, "--shard", "0/2", texts=["--shard"])
 
 
-def changed(record: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """A record with other values; those of groups are in what was asked."""
-    asked = record["asked"]
+def changed(plan: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """A plan with other values; those of groups are in what was asked."""
+    record = plan["conversion"]
     for name, other in values.items():
-        if name in asked:
-            asked[name].update(other)
+        if name in record["asked"]:
+            record["asked"][name].update(other)
         else:
-            (asked if name == "files" else record)[name] = other
-    return record
+            {"version": plan, "files": record["asked"]}.get(name, record)[name] = other
+    return plan
 
 
 DAMAGE: dict[str, Any] = {
@@ -376,57 +346,48 @@ DAMAGE: dict[str, Any] = {
     "no source": {"source": {"path": None}},
     "a NUL": {"source": {"path": "/src\0"}},
     "a relative strategy": {"target": {"strategy": "old.ckpt"}},
-    "an unknown task": {"task": "remove"},
+    "an unknown task": {"task": ["remove"]},
     "an unknown format": {"target": {"format": "zip"}},
-    "no flag": {"verify": 1},
+    "no tasks": {"task": 1},
     "no step": {"source": {"step": 1.5}},
     "no ranks": {"files": "x"},
     "negative ranks": {"files": [-1]},
     "too many ranks": {"files": [999999999]},
     "no ranks left out": {"source": {"without_ranks": "0-"}},
     "a pattern that is none": {"edits": {"include": [1]}},
-    "lost ranks of a conversion": {"lost_only": True},
+    "no form": {"target": {"form": None}},
+    "a form to come": {"target": {"form": "onnx"}},
 }
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_an_invalid_recorded_command_is_refused(world: World, damage: Any) -> None:
+def test_an_invalid_record_is_refused(world: World, damage: Any) -> None:
     world.save(FULL)
     world.by_rank(0)
-    (path,) = records(world)
+    path = plan_of(world)
     path.write_text(json.dumps(changed(json.loads(path.read_text()), damage) if damage else damage))
     fails(3, "resume", world.dst, texts=[path])
     assert not (world.dst / "rank_1").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b" " * (2 << 20)], ids=len)
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b" " * (17 << 20)], ids=len)
 def test_a_damaged_record_is_named(world: World, content: bytes) -> None:
     world.save(FULL)
     world.by_rank(0)
-    (path,) = records(world)
+    path = plan_of(world)
     path.write_bytes(content)
-    problem = "is damaged" if len(content) < 1 << 20 else "is larger than any such file"
+    problem = "is damaged" if len(content) < 16 << 20 else "is larger than any such file"
     fails(3, "resume", world.dst, texts=[f"{path}: {problem}"])
     path.unlink()
     os.mkfifo(path)
     fails(3, "resume", world.dst, texts=[f"{path}: is not a regular file"])
-    # What does not need it does not mind.
-    world.by_rank(1)
 
 
 def test_a_hostile_recorded_prefix_cannot_leave_the_directory(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
-    (path,) = records(world)
+    path = plan_of(world)
     path.write_text(json.dumps(changed(json.loads(path.read_text()), {"target": {"prefix": "../../escaped_"}})))
     assert reshard("resume", world.dst).status in (2, 3)
     assert not list(world.root.glob("escaped*"))
-
-
-def test_machines_that_share_the_work_share_the_record(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.save(FULL)
-    world.by_rank(0)
-    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename="another"))
-    world.by_rank(1)
-    assert len(records(world)) == 1

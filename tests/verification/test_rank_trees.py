@@ -1,10 +1,8 @@
-"""The second arithmetic of legacy trees of Megatron: wrong boxes of weights and of moments are found."""
+"""The second reading of legacy trees of Megatron, whose places are computed without the form's reader."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,31 +11,31 @@ from hypothesis import strategies as st
 
 from reshard.asked import Source as Asked
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.formats.archives import ArchiveEntry, Elements
-from reshard.execute import Progress
 from reshard.forms.form import ReadRequest
 from reshard.forms.megatron.stages import stages_of
 from reshard.forms.registry import form_named
 from reshard.strategies import Strategy
 from reshard.text.messages import Report
-from reshard.verification.boxes import shape_of
+from reshard.verification.boxes import shape_of, whole_box
 from reshard.verification.rank_parts import layers_of
-from reshard.verification.rank_trees import misplaced
-from reshard.verification.reading import Means
+from reshard.verification.rank_trees import read_tree
 from reshard.verification.stored import SliceSet, Source, StoredTensor, stored_source
 from tests.corpus_mcore import McoreCase, mcore_cases
 
 CASES = [case for case in mcore_cases("legacy") if case.expected["expect"] == "convert"]
 
 
-def read(directory: Path, handles: FileHandles) -> Source:
+def read(case: McoreCase, handles: FileHandles) -> Source:
     form = form_named("megatron")
-    return stored_source(form.read(ReadRequest(Asked(str(directory)), handles, Report())), Strategy.none())
+    return stored_source(form.read(ReadRequest(Asked(str(case.directory)), handles, Report())), Strategy.none())
 
 
-def differing(source: Source, handles: FileHandles) -> set[str | None]:
-    means = Means(handles, 1, 1 << 20, Progress())
-    return {each.parameter for each in misplaced(source, [*source.tensors], means, Report())}
+def elements(source: Source, handles: FileHandles) -> dict[str, tuple[object, ...]]:
+    """Type, shape and elements of each tensor."""
+    return {
+        name: (each.dtype, each.shape, each.read(whole_box(each.shape), handles).tobytes())
+        for name, each in source.tensors.items()
+    }
 
 
 def moved(tensor: StoredTensor) -> StoredTensor | None:
@@ -52,54 +50,38 @@ def moved(tensor: StoredTensor) -> StoredTensor | None:
     return None
 
 
-def mistakes(source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A mistake for every tensor: its name, and all tensors with the mistake."""
-    for name, tensor in source.tensors.items():
-        wrong = moved(tensor) if isinstance(tensor, StoredTensor) else None
-        if wrong is not None and not name.startswith("optimizer.state.param."):
-            yield name, {**source.tensors, name: wrong}
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_both_readings_of_a_tree_are_equal(case: McoreCase) -> None:
+    with FileHandles() as handles, FileHandles() as others:
+        expected = read(case, handles)
+        source = read_tree(read(case, others), others)
+        assert elements(source, others) == elements(expected, handles)
+        assert source.values == expected.values
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_parts_of_ranks_in_each_others_place_are_found(case: McoreCase) -> None:
+def test_mistakes_of_the_reader_are_none_of_the_second_reading(case: McoreCase) -> None:
+    """But for masters, which are compared with weights."""
     with FileHandles() as handles:
-        source = read(case.directory, handles)
-        assert not differing(source, handles)
-        for name, tensors in mistakes(source):
-            assert differing(replace(source, tensors=tensors), handles) == {name}
+        expected = elements(read(case, handles), handles)
+        source = read(case, handles)
+        wrong = {
+            name: moved(each)
+            for name, each in source.tensors.items()
+            if isinstance(each, StoredTensor) and not name.startswith("optimizer.state.param.")
+        }
+        others = {name: each for name, each in wrong.items() if each is not None}
+        assert others
+        source = replace(source, tensors={**source.tensors, **others})
+        assert elements(read_tree(source, handles), handles) == expected
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_layers_in_each_others_place_are_found(case: McoreCase) -> None:
+def test_what_the_reader_lacks_is_there(case: McoreCase) -> None:
     with FileHandles() as handles:
-        source = read(case.directory, handles)
-        for tail in ("mlp.router.weight", "self_attention.linear_proj.weight"):
-            first, second = (f"decoder.layers.{layer}.{tail}" for layer in (0, 1))
-            if {first, second} <= source.tensors.keys():
-                tensors = {**source.tensors, first: source.tensors[second], second: source.tensors[first]}
-                assert differing(replace(source, tensors=tensors), handles) == {first, second}
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_is_not_read_is_missed(case: McoreCase) -> None:
-    with FileHandles() as handles:
-        source = read(case.directory, handles)
-        for name in source.tensors:
-            tensors = {each: tensor for each, tensor in source.tensors.items() if each != name}
-            assert name in differing(replace(source, tensors=tensors), handles)
-        if source.values:
-            assert differing(replace(source, values={}), handles) == {"global_step"}
-
-
-@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_moments_in_each_others_place_are_found(case: McoreCase, kind: str) -> None:
-    with FileHandles() as handles:
-        source = read(case.directory, handles)
-        first, second = (f"optimizer.state.{kind}.decoder.layers.{layer}.mlp.router.weight" for layer in (0, 1))
-        if {first, second} <= source.tensors.keys():
-            tensors = {**source.tensors, first: source.tensors[second], second: source.tensors[first]}
-            assert differing(replace(source, tensors=tensors), handles) == {first, second}
+        source = read(case, handles)
+        masters = {name: each for name, each in source.tensors.items() if name.startswith("optimizer.state.param.")}
+        assert read_tree(replace(source, tensors=masters, values={}), handles).names == source.names
 
 
 @given(
@@ -127,17 +109,7 @@ def test_layers_have_the_numbers_that_the_reader_gives_them(
     elif kind == "loss":
         args.update(account_for_loss_in_pipeline_split=True, num_layers=count - 1)
     expected = stages_of(args, ranks, chunks).chunks
-    elements = Elements("BFloat16", (), (), 0, ArchiveEntry(0, 2, 0))
-    held = {
-        (rank, chunk): {
-            f"decoder.layers.{local}.mlp.linear_fc1.weight": elements
-            for local, layer in enumerate(layers)
-            if layer is not None
-        }
-        for rank, of_rank in enumerate(expected)
-        for chunk, layers in enumerate(of_rank)
-    }
-    numbers = layers_of(args, ranks, held)
+    numbers = layers_of(args, ranks, chunks, args["num_layers"])
     assert {place: tuple(each) for place, each in numbers.items()} == {
         (rank, chunk): layers for rank, of_rank in enumerate(expected) for chunk, layers in enumerate(of_rank)
     }

@@ -27,7 +27,7 @@ def verify(world: World, *options: Argument) -> list[Argument]:
 
 def test_verify_reads_strategies_from_records(converted: World) -> None:
     output = done(*verify(converted)).err
-    assert f"--src-strategy {converted.old} --dst-strategy {converted.new}" in output
+    assert f"--src-strategy={converted.old} --dst-strategy={converted.new}" in output
     assert "verified: no differences" in output
     path = converted.dst / "rank_1" / "checkpoint_1.ckpt"
     data = bytearray(path.read_bytes())
@@ -42,7 +42,7 @@ def test_typed_strategies_override_recorded_ones(converted: World) -> None:
     )
     moved = converted.root / "moved.ckpt"
     shutil.move(converted.old, moved)
-    assert f"--dst-strategy {converted.new}\n" in done(*verify(converted, "--src-strategy", moved)).err
+    assert f"options: --dst-strategy={converted.new}\n" in done(*verify(converted, "--src-strategy", moved)).err
     other = write_strategy(converted.root / "other", single({"w": layout([2], [0, -1])}))
     fails(4, *verify(converted, "--src-strategy", moved, "--dst-strategy", other), texts=["must not be used"])
 
@@ -55,6 +55,7 @@ def test_a_missing_or_changed_recorded_strategy_is_an_error(converted: World) ->
     fails(2, *verify(converted), texts=["--dst-strategy is missing", converted.new, "does not exist"])
     converted.new.write_bytes(content)
     shutil.rmtree(converted.dst / ".reshard")
+    (converted.dst / "reshard-manifest.json").unlink()
     fails(2, *verify(converted), texts=["--src-strategy and --dst-strategy are missing"])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from reshard.checkpoints.formats.archives import archive_of_pickle
+from reshard.checkpoints.formats.output import OutputLayout
 from reshard.checkpoints.formats.pickles import inert, pickled, read_pickle
 from reshard.forms.full import beside
 from reshard.forms.pytorch.dcp_written import DcpFiles, HyperParallelFiles
@@ -141,7 +142,14 @@ def test_a_changed_iteration_and_files_that_are_not_numbered_in_a_row_are_found(
 
 def test_another_place_of_hyper_parallels_tensors_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its loader goes by the key; the reader of `reshard` does without."""
-    monkeypatch.setattr(HyperParallelFiles, "_places", lambda self, layout: ((each, 1, -1) for each in layout.tensors))
+    lay_out = HyperParallelFiles.lay_out
+
+    def elsewhere(self: HyperParallelFiles, *arguments: Any) -> OutputLayout:
+        layout = lay_out(self, *arguments)
+        layout.records = [each._replace(offset=1) for each in layout.records]
+        return layout
+
+    monkeypatch.setattr(HyperParallelFiles, "lay_out", elsewhere)
     fails(4, "convert", CASE.path, tmp_path / "out", "--to", "hyper-parallel", "--shards", 2, "--verify")
 
 

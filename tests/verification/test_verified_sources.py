@@ -96,6 +96,72 @@ def test_verification_imports_no_layout_plan_or_execution() -> None:
         assert plan <= ({"edits"} if path.stem in ("edited", "end_to_end") else set())
 
 
+# Per form the modules that write its files and that read them back, and the modules of `reshard.forms` that both load:
+# what is wrong there alike is found by no comparison. The list may only shrink.
+BOTH_WAYS: dict[str, tuple[str, str, str]] = {
+    "dcp": (
+        "pytorch.dcp_written",
+        "pytorch.dcp",
+        "form pytorch.dcp pytorch.form recorded tracker",
+    ),
+    "hf-sharded": (
+        "pytorch.shards",
+        "pytorch.shards",
+        "form full.contents full.form pytorch.form pytorch.shards ranks.form ranks.naming ranks.tree "
+        "recorded target tracker writing",
+    ),
+    "huggingface": (
+        "full.written_files",
+        "full.contents",
+        "form full.form ranks.naming ranks.tree target",
+    ),
+    "checkpoint2": (
+        "checkpoint2.written_files",
+        "checkpoint2.checkpoint",
+        "checkpoint2.form form ranks.naming ranks.tree tracker",
+    ),
+    "torch_dist": (
+        "megatron.written",
+        "megatron.torch_dist",
+        "form megatron.common megatron.form megatron.keys megatron.problems pytorch.dcp pytorch.form recorded tracker",
+    ),
+}
+
+
+def loaded(module: str) -> set[str]:
+    """The modules of forms that a module of forms loads at its start, itself included."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        path = ROOT / "reshard" / "forms" / (name.replace(".", "/") + ".py")
+        if name in found or not path.exists():
+            continue
+        found.add(name)
+        body = ast.parse(path.read_text()).body
+        modules = [node.module for node in body if isinstance(node, ast.ImportFrom) and node.module]
+        waiting += [each[len("reshard.forms.") :] for each in modules if each.startswith("reshard.forms.")]
+    return found
+
+
+@pytest.mark.parametrize("form", BOTH_WAYS)
+def test_no_further_module_both_writes_a_form_and_reads_it_back(form: str) -> None:
+    writer, reader, shared = BOTH_WAYS[form]
+    assert sorted(loaded(writer) & loaded(reader)) == shared.split()
+
+
+def test_legacy_trees_are_read_back_without_the_code_that_writes_them() -> None:
+    """Of forms/megatron, verification imports constants, and no module that imports verification in turn."""
+    prefix = "reshard.forms.megatron."
+    for path in (ROOT / "reshard" / "verification").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(prefix):
+                assert all(alias.name.isupper() for alias in node.names), f"{path.name} imports {ast.unparse(node)}"
+            assert not (isinstance(node, ast.Import) and any(each.name.startswith(prefix) for each in node.names))
+    for path in (ROOT / "reshard" / "forms" / "megatron").glob("*.py"):
+        assert "reshard.verification" not in path.read_text()
+
+
 def test_verification_loads_no_module_of_conversions() -> None:
     code = "import json, sys, reshard.verification.end_to_end; print(json.dumps(list(sys.modules)))"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

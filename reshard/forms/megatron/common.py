@@ -38,7 +38,7 @@ ARGS = "args"
 """The key of the arguments in it."""
 
 # Packages that a pickle of the state may name: all of them stand for data, and none is imported.
-_PACKAGES = frozenset(
+PACKAGES = frozenset(
     {
         *("argparse", "collections", "copyreg", "datetime", "enum", "pathlib", "signal", "types"),
         *("_codecs", "_io", "io"),
@@ -46,7 +46,7 @@ _PACKAGES = frozenset(
         "transformer_engine",
     }
 )
-_BUILTINS = frozenset(
+BUILTINS = frozenset(
     f"{module}.{name}"
     for module in ("builtins", "__builtin__")
     for name in ("bytearray", "complex", "dict", "frozenset", "getattr", "set", "slice", "bytes")
@@ -56,7 +56,7 @@ _STEPS = ("step", "common_step")
 
 def is_named(name: str) -> bool:
     """Whether a pickle of the state may name this class or function, which stays inert."""
-    return name.partition(".")[0] in _PACKAGES or name in _BUILTINS
+    return name.partition(".")[0] in PACKAGES or name in BUILTINS
 
 
 class Common(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.asked import Source, Target
@@ -23,7 +23,6 @@ from reshard.forms.form import (
     SavedStep,
     Side,
     WriteRequest,
-    WrittenTraining,
 )
 from reshard.forms.pytorch.form import (
     BACKEND,
@@ -150,11 +149,6 @@ class MegatronForm(ChunkedForm):
         from reshard.forms.megatron.written import torch_dist_files
 
         return torch_dist_files(checkpoint, request)
-
-    def check_training(self, training: WrittenTraining) -> Iterator[tuple[str, str]]:
-        from reshard.forms.megatron.checked import differences
-
-        return differences(training)
 
     def table_options(self, asked: Target, config: Mapping[str, object] | None) -> Mapping[str, str]:
         """Whether keys have the numbers of layers, and the rows of the vocabulary."""

@@ -234,6 +234,8 @@ def is_ordered(local: str) -> bool:
 
 def order_of(local: str) -> tuple[object, ...]:
     """The place of a parameter in the order in which Megatron makes a chunk of the model."""
+    module, _, parameter = local.rpartition(".")
+    kind = PARAMETERS.index(parameter) if parameter in PARAMETERS else len(PARAMETERS)
     layer = re.match(r"decoder\.layers\.([0-9]+)\.", local)
     if layer:
         return (1, int(layer[1]), *_place(local[layer.end() :]))
@@ -242,9 +244,12 @@ def order_of(local: str) -> tuple[object, ...]:
         return (3, int(mtp[1]), 3, *_place(local[mtp.end() :]))
     if mtp:
         names = ("enorm", "hnorm", "eh_proj", "transformer_layer", "final_layernorm")
-        return (3, int(mtp[1]), names.index(local[mtp.end() :].partition(".")[0]))
+        return (3, int(mtp[1]), names.index(module[mtp.end() :]), kind)
+    embeddings = [f"embedding.{name}_embeddings" for name in ("word", "position", "tokentype")]
+    if module in embeddings:
+        return (0, embeddings.index(module))
     around = ("embedding.", "decoder.layers.", "decoder.final_layernorm.", "mtp.", "output_layer.")
-    return (next((number for number, start in enumerate(around) if local.startswith(start)), len(around)),)
+    return (next((number for number, start in enumerate(around) if local.startswith(start)), len(around)), kind)
 
 
 def _place(tail: str) -> tuple[object, ...]:

@@ -243,10 +243,6 @@ class FileNames(NamedTuple):
     template: str
     own: Mapping[int, str] = {}
 
-    def __hash__(self) -> int:
-        # Identities of conversions are keys; a mapping has no hash.
-        return hash(self.template)
-
     @classmethod
     def of_prefix(cls, prefix: str, step: Step | None = None) -> FileNames:
         """``rank_{rank}/{prefix}{rank}``, the names of converted checkpoints.

@@ -1,6 +1,6 @@
-"""What a written checkpoint records beside tensors, compared with where it is from.
+"""What a written checkpoint of Megatron records beside tensors, compared with where it is from.
 
-Nothing here is shared with the code that writes, but the readers of common states.
+Nothing here is shared with the code that writes: of `reshard.forms.megatron` it has constants only.
 """
 
 from __future__ import annotations
@@ -10,22 +10,31 @@ import itertools
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from reshard.asked import Target
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.pickles import Global, PickledInstance
-from reshard.errors import DamagedCheckpointError, InputError
-from reshard.forms.form import WrittenTraining
-from reshard.forms.megatron.arguments import configuration_of
-from reshard.forms.megatron.common import Common, common_of, opened, read_common, stored_file
-from reshard.forms.megatron.form import LEGACY, MEGATRON, MODEL_FILE, RANK_DIRECTORY, kind_of_iteration
-from reshard.forms.megatron.origin import Origin, origin_of
-from reshard.forms.pytorch.form import BACKEND, COMMON, ITERATIONS
+from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
+from reshard.forms.megatron.arguments import PAIRS
+from reshard.forms.megatron.form import LEGACY, MEGATRON, MODEL_FILE, RANK_DIRECTORY, TORCH_DIST
+from reshard.forms.megatron.origin import OPTIMIZER
+from reshard.forms.pytorch.form import BACKEND, COMMON, ITERATIONS, METADATA
 from reshard.forms.tracker import TRACKER
-from reshard.storage import names_in, read_small, reading
-from reshard.text.messages import quoted
+from reshard.storage import is_directory, names_in, read_json, read_small, reading
+from reshard.text.messages import Report, quoted
 from reshard.text.names import TRAINING_STEP, natural_order
+from reshard.verification.common_states import (
+    Common,
+    common_of,
+    groups_of,
+    objects_of,
+    opened,
+    read_common,
+    stored_file,
+)
+from reshard.verification.megatron_state import state_differences
 
 _MOST = 1 << 16
 _PARAMETERS = frozenset(
@@ -37,22 +46,22 @@ _SIZE_ARGUMENTS = {
     "ep": "expert_model_parallel_size",
 }
 _CONSUMED = "consumed_train_samples"
-# Arguments for the division of a run over ranks.
+# Arguments for the division of a run over ranks: those of its stages, which another number of stages does not have,
+# and those that a tree of ranks has none of.
+_STAGES = (
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"),
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "schedules_method"),
+    *("virtual_pipeline_model_parallel_size", "num_layer_list"),
+)
+_ABSENT = ("world_size", "data_parallel_size", "rank", "local_rank", "dist_ckpt_optim_fully_reshardable")
 _DIVIDED = frozenset(
     {
-        *_SIZE_ARGUMENTS.values(),
-        *(
-            "expert_tensor_parallel_size",
-            "transformer_pipeline_model_parallel_size",
-            "world_size",
-            "rank",
-            "local_rank",
-        ),
-        *("data_parallel_size", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-        *("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage", "schedules_method"),
-        *("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size", "num_layer_list"),
+        *(*_SIZE_ARGUMENTS.values(), *_STAGES, *_ABSENT),
+        *("expert_tensor_parallel_size", "transformer_pipeline_model_parallel_size"),
     }
 )
+_KIND = "fully_reshardable"
+_LARGEST = 16 << 20
 # Arguments that depend on what is written, not on where it is from.
 _SET = frozenset(
     {
@@ -63,14 +72,91 @@ _SET = frozenset(
 )
 
 
+class WrittenTraining(NamedTuple):
+    """A written checkpoint whose records of the training are compared with their origin.
+
+    Attributes:
+        directory: the target directory.
+        target: the checkpoint in it.
+        source: the source, without edits.
+        counters: the values of the source that the form records as numbers.
+        asked: what is asked of the target.
+        config: the model's configuration, or its directory.
+        handles: open files.
+    """
+
+    directory: str
+    target: Checkpoint
+    source: Checkpoint
+    counters: Mapping[str, int]
+    asked: Target
+    config: str | None
+    handles: FileHandles
+
+
+class Origin(NamedTuple):
+    """Where the records are from.
+
+    Attributes:
+        own: the common state of a source of Megatron.
+        named: that of the checkpoint that --args names.
+        args: arguments that one of them records, with those of a JSON file in their place.
+        groups: parameter groups; none where settings of the optimizer are stated in a JSON file.
+        schedule: the state of the learning rate's schedule, likewise.
+        config: the model's config.json, where nothing of Megatron has its sizes.
+    """
+
+    own: Common | None
+    named: Common | None
+    args: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]]
+    schedule: Mapping[str, Any] | None
+    config: Mapping[str, Any] | None
+
+
+def _origin(training: WrittenTraining) -> Origin:
+    source, path, handles = training.source, training.asked.args, training.handles
+    own = common_of(source.place, handles) if source.form == MEGATRON else None
+    objects, named = source.objects, None
+    stated: Mapping[str, Any] = {}
+    if path is not None and is_directory(path):
+        place = ITERATIONS.find(path, _is_iteration, "latest", Report()).path
+        named = common_of(place, handles)
+        objects = objects_of(place) if METADATA in names_in(place) else {}
+    elif path is not None and path.endswith(".json"):
+        stated = read_json(path, _LARGEST, CheckpointError, "name a JSON file of Megatron's arguments") or {}
+    elif path is not None:
+        stored = stored_file(path)
+        named, objects = None if stored is None else read_common(stored, handles), {}
+    recorded = named or own
+    config = None
+    if recorded is None and training.config is not None:
+        from reshard.names import read_config
+
+        config = read_config(training.config)
+    if recorded is None or not stated.keys().isdisjoint(OPTIMIZER):
+        return Origin(own, named, {**(recorded.args if recorded else {}), **stated}, [], None, config)
+    first = [each for name, each in objects.items() if "optimizer.distributed.dp_group_idx_0.optimizer/" in name]
+    groups = recorded.groups or [
+        group for each in first for group in groups_of(read_common(each, handles).state) if isinstance(group, Mapping)
+    ]
+    schedule = recorded.state.get("opt_param_scheduler")
+    schedule = schedule if isinstance(schedule, dict) else None
+    return Origin(own, named, {**recorded.args, **stated}, groups, schedule, config)
+
+
+def _is_iteration(path: str, names: Sequence[str]) -> bool:
+    return METADATA in names or any(map(RANK_DIRECTORY.fullmatch, names))
+
+
 def differences(training: WrittenTraining) -> Iterator[tuple[str, str]]:
     """Differences of a written checkpoint from its source, or from what --args states, each with a relative file."""
-    directory, target, source, counters, asked, config, handles = training
+    directory, target, source, counters, _, _, handles = training
     place = os.path.relpath(target.place, directory)
     step = counters.get(TRAINING_STEP)
     yield from _marks(directory, place)
-    if kind_of_iteration(target.place, names_in(target.place)) == LEGACY:
-        yield from _of_legacy(training, place, origin_of(source, asked.args, config, handles), step)
+    if any(map(RANK_DIRECTORY.fullmatch, names_in(target.place))):
+        yield from _of_legacy(training, place, _origin(training), step)
         return
     yield from _backend(directory, place)
     common_file = os.path.join(place, COMMON)
@@ -82,15 +168,17 @@ def differences(training: WrittenTraining) -> Iterator[tuple[str, str]]:
     if common is None:
         yield common_file, "is missing"
         return
-    origin = origin_of(source, asked.args, config, handles)
+    origin = _origin(training)
     has_optimizer = any(name.startswith("optimizer.state.") for name in target.tensors)
     problems = [
         *_numbers(common, place, origin, step, has_optimizer),
         *_arguments(common, origin),
+        *_loading(common, TORCH_DIST, target, has_optimizer),
         *_positions(common, origin),
         *_content(common, target.tensors),
         *(_groups(common, origin) if has_optimizer else ()),
         *_optimizers(common, target.tensors),
+        *state_differences(common, origin, target.tensors),
     ]
     yield from ((common_file, problem) for problem in problems)
     yield from _objects(directory, target, source, handles)
@@ -124,6 +212,8 @@ def _of_legacy(training: WrittenTraining, place: str, origin: Origin, step: int 
         problems = [
             *_numbers(common, place, origin, step, has_optimizer, None),
             *_arguments(common, origin, _DIVIDED),
+            *_loading(common, LEGACY, training.target, has_optimizer),
+            *_division(common, origin),
             *_positions(common, origin),
             *(_groups(common, origin, some=True) if has_optimizer else ()),
             *_optimizers(common, training.target.tensors),
@@ -132,8 +222,12 @@ def _of_legacy(training: WrittenTraining, place: str, origin: Origin, step: int 
         for key, argument in _SIZE_ARGUMENTS.items():
             size = common.args.get(argument)
             ranks *= size if type(size) is int else 0
-            if size != asked_sizes.get(key, size):
-                problems.append(f"args.{argument} is {size}, not {asked_sizes[key]}")
+            # Sizes that were not asked for are 1; without what was asked, those of the tree are taken.
+            expected = asked_sizes.get(key, 1 if asked_sizes or training.asked.format == LEGACY else size)
+            if size != expected:
+                problems.append(f"args.{argument} is {size}, not {expected}")
+        if isinstance(common.state.get("optimizer"), list) != (len(common.optimizers) > 1):
+            problems.append(f"has {len(common.optimizers)} optimizers otherwise than Megatron loads as many")
         if ranks != len(names):
             problems.append(f"is one of {len(names)} files, and of {ranks} by its args")
         yield from ((os.path.join(place, name, MODEL_FILE), problem) for problem in problems)
@@ -165,12 +259,12 @@ def _numbers(
     origin: Origin,
     step: int | None,
     has_optimizer: bool,
-    kind: str | None = "fully_reshardable",
+    kind: str | None = _KIND,
 ) -> Iterator[str]:
     own = origin.own
     if step is None and own is not None and len(own.steps) == 1:
         (step,) = own.steps
-    expected = own.iteration if own is not None else step
+    expected = own.state.get("iteration") if own is not None else step
     recorded = {"iteration": common.state.get("iteration"), "args.iteration": common.args.get("iteration")}
     for name, number in recorded.items():
         if number != (expected or 0):
@@ -201,11 +295,60 @@ def _arguments(common: Common, origin: Origin, others: Collection[str] = ()) -> 
             yield f"args.{name} is {_shown(common.args[name])}, not {_shown(value)}"
         elif name not in common.args and _is_plain(value):
             yield f"args.{name} is missing"
-    if origin.config:
-        for key, number in configuration_of(common.args, common.path).items():
-            expected = origin.config.get(key, number)
-            if key not in origin.args and isinstance(expected, (int, float, str)) and expected != number:
+    for arguments, keys, where in PAIRS if origin.config else ():
+        number = next((common.args[each] for each in arguments if common.args.get(each) is not None), None)
+        holds = number is not None and common.args.get(where or "", True) not in (None, False)
+        for key in keys if holds else ():
+            expected = (origin.config or {}).get(key, number)
+            if isinstance(expected, (int, float, str)) and expected != number and arguments[0] not in origin.args:
                 yield f"args give {key} {number!r}, and config.json {expected!r}"
+    tied = (origin.config or {}).get("tie_word_embeddings")
+    untied = common.args.get("untie_embeddings_and_output_weights")
+    if isinstance(tied, bool) and "untie_embeddings_and_output_weights" not in origin.args and untied is not (not tied):
+        yield f"args.untie_embeddings_and_output_weights is {untied}, and config.json has tie_word_embeddings {tied}"
+
+
+def _loading(common: Common, format: str, target: Checkpoint, has_optimizer: bool) -> Iterator[str]:
+    """Other values than those by which Megatron loads what is written."""
+    plain = format == LEGACY or any(name.startswith("optimizer.state.fp32_param.") for name in target.tensors)
+    distributed = has_optimizer and not plain
+    has_states = "rng_state" in common.state or any(name.startswith("rng_state/") for name in target.objects)
+    expected = {
+        "ckpt_format": format,
+        "use_distributed_optimizer": distributed,
+        "no_save_optim": not has_optimizer or None,
+        "no_save_rng": not has_states or None,
+        **(
+            dict.fromkeys(("ckpt_fully_parallel_save", "dist_ckpt_optim_fully_reshardable"), True)
+            if distributed
+            else {}
+        ),
+    }
+    for name, value in expected.items():
+        if (common.args.get(name) or None) != (value or None):
+            yield f"args.{name} is {_shown(common.args.get(name))}, not {_shown(value)}"
+    for optimizer in common.optimizers if format != LEGACY else ():
+        found = optimizer.get("param_state_sharding_type")
+        if found != (_KIND if distributed else None):
+            yield f"param_state_sharding_type is {_shown(found)}, not {_KIND if distributed else None}"
+
+
+def _division(common: Common, origin: Origin) -> Iterator[str]:
+    """Arguments that divide a run otherwise than its sizes, or than the source's of as many stages."""
+    args = common.args
+    tp, pp, _ = map(args.get, _SIZE_ARGUMENTS.values())
+    same = origin.args.get(_SIZE_ARGUMENTS["pp"], 1) == pp
+    expected = {
+        "expert_tensor_parallel_size": tp,
+        "transformer_pipeline_model_parallel_size": pp,
+        **dict.fromkeys(_ABSENT),
+        **{name: origin.args.get(name) if same else None for name in _STAGES},
+    }
+    for name in args.keys() & {*_STAGES} - origin.args.keys():
+        yield f"args.{name} is in no arguments of the source"
+    for name, value in expected.items():
+        if not _same(args.get(name), value):
+            yield f"args.{name} is {_shown(args.get(name))}, not {_shown(value)}"
 
 
 def _positions(common: Common, origin: Origin) -> Iterator[str]:
