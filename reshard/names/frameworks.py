@@ -23,11 +23,11 @@ from reshard.text.names import TRAINER_OPTIMIZERS, UNNAMED_STATE, is_weight, sta
 
 MODEL = "model."
 _STATES = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "fp32_param": "main_param."}
-# The masters of Megatron's fully_reshardable optimizer state, beside moments of the same parameter.
+# The masters of fully_reshardable optimizer state, beside moments of the same parameter.
 _MASTER = "param"
 # Between these and the names of parameters.
 _INNER = ("optim.", "state.")
-# Megatron's FSDP names parameters after one wrapper in its model, and after three of them in its optimizer.
+# That FSDP names parameters after one wrapper in its model, and after three of them in its optimizer.
 _MODULES = re.compile(r"((?:adam_m\.|adam_v\.|main_param\.)?)(?:module\.)+")
 # Modules around others, of torch.compile, FSDP and activation checkpointing.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
