@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from reshard import asked
 from reshard.asked import Task
-from reshard.convert import Summary, prepare
+from reshard.convert import Summary, run
 from reshard.convert.ends import request_of
 from reshard.convert.transfers import Transfers, transfers_of
 from reshard.errors import UsageError, VerificationError
@@ -45,11 +45,9 @@ class Conversion(asked.Conversion):
         """
         _check_groups(self)
         report = logged(in_python)
-        with prepare(request_of(self, report, Task(dry_run=True)), report) as prepared:
-            summary = prepared.carry_out()
-            state = prepared.state
-            moved = transfers_of(state.plan, state.work, state.execution)
-            return Planned(_in_python(summary), moved, state.execution.buffer_bytes, state.space)
+        result = run(request_of(self, report, Task(dry_run=True)), report)
+        moved = transfers_of(result.plan, [*result.sizes], result.budget)
+        return Planned(_in_python(result.summary), moved, result.budget.buffer_bytes, result.space)
 
     @errors_in_python()
     def convert(self, verify: bool = False) -> Summary:
@@ -65,15 +63,14 @@ class Conversion(asked.Conversion):
         _check_groups(self)
         report = logged(in_python)
         request = request_of(self, report, Task(verify=verify))
-        with prepare(request, report) as prepared:
-            summary = prepared.carry_out()
-            # Verification treats the files that the conversion found damaged as missing, too.
-            request = request._replace(damaged=prepared.plan.request.damaged)
+        result = run(request, report)
         if verify:
             from reshard.convert.verifying import verify_written
 
-            _refuse(verify_written(request, summary, Progress()), request.dst)
-        return _in_python(summary)
+            # Verification treats the files that the conversion found damaged as missing, too.
+            request = request._replace(damaged=result.plan.request.damaged)
+            _refuse(verify_written(request, result.summary, Progress()), request.dst)
+        return _in_python(result.summary)
 
     @errors_in_python()
     def verify(self) -> None:

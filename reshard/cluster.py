@@ -16,7 +16,7 @@ from distributed import Client, as_completed
 
 from reshard._version import __version__
 from reshard.asked import Conversion
-from reshard.convert import WriteElsewhere, transform
+from reshard.convert import WriteElsewhere, run
 from reshard.convert.ends import request_of
 from reshard.errors import InputError, ReshardError, RetryableError
 from reshard.execute import Progress
@@ -31,7 +31,7 @@ _MAX_FILE = 1 << 20
 
 
 def writer(scheduler: str, conversion: Conversion, report: Report) -> WriteElsewhere:
-    """A function that writes target files of a conversion on a cluster, for `Prepared.carry_out`.
+    """A function that writes target files of a conversion on a cluster, for `convert.run`.
 
     Args:
         scheduler: its address, or its scheduler file.
@@ -87,7 +87,7 @@ def _write_shares(
 def _convert(conversion: Conversion) -> tuple[dict[int, int], list[str]]:
     """Write a share, on a worker: the sizes of its files, and warnings."""
     report = Report()
-    summary = transform(request_of(conversion, report), report)
+    summary = run(request_of(conversion, report), report).summary
     paths = summary.target_files
     return {
         file: status.size for file, status in zip(paths, status_of_each([*paths.values()])) if status

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from reshard.asked import Conversion, Edits, Effort, Source, Target
-from reshard.convert import transform
+from reshard.convert import run
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms import DEFAULT_FORM
 from reshard.forms.ranks.naming import RANK, as_prefix
@@ -45,7 +45,7 @@ def transform_checkpoints(
         output_format: ``ckpt`` or ``safetensors``.
 
     Raises:
-        ReshardError: see `reshard.convert.transform`.
+        ReshardError: see `reshard.convert.run`.
     """
     prefix = as_prefix(ckpt_prefix) or RANK
     asked = Conversion(
@@ -58,7 +58,7 @@ def transform_checkpoints(
         ),
         effort=Effort(jobs=jobs_of(process_num)),
     )
-    transform(between_ranks(asked), logged())
+    run(between_ranks(asked), logged())
 
 
 def transform_checkpoint_by_rank(
@@ -78,7 +78,7 @@ def transform_checkpoint_by_rank(
         dst_strategy_file: the same for the target.
 
     Raises:
-        ReshardError: see `reshard.convert.transform`.
+        ReshardError: see `reshard.convert.run`.
     """
     name = str(save_checkpoint_file_name)
     files = {int(rank): str(path) for rank, path in checkpoint_files_map.items()}
@@ -90,7 +90,7 @@ def transform_checkpoint_by_rank(
         Target(path, strategy=strategy_of(dst_strategy_file), format=format, is_file=True),
         files=(rank_id,),
     )
-    transform(between_ranks(asked), logged())
+    run(between_ranks(asked), logged())
 
 
 def rank_list_for_transform(
@@ -148,7 +148,7 @@ def ckpt_to_safetensors(
         processes_num: threads; 1, the default, means all CPUs of this process.
 
     Raises:
-        ReshardError: see `reshard.convert.transform`.
+        ReshardError: see `reshard.convert.run`.
     """
     _change_format(file_path, save_path, name_map, file_name_regex, processes_num, "ckpt", "safetensors")
 
@@ -163,7 +163,7 @@ def safetensors_to_ckpt(
     """Copy safetensors files to ``.ckpt`` files, each as it is cut; the parameters are those of `ckpt_to_safetensors`.
 
     Raises:
-        ReshardError: see `reshard.convert.transform`.
+        ReshardError: see `reshard.convert.run`.
     """
     _change_format(file_path, save_path, name_map, file_name_regex, processes_num, "safetensors", "ckpt")
 
@@ -198,7 +198,7 @@ def _change_format(
             Effort(jobs=jobs_of(threads)),
             (0,),
         )
-        transform(between_ranks(asked), logged())
+        run(between_ranks(asked), logged())
 
 
 def between_ranks(asked: Conversion) -> Request:

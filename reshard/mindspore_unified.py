@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from reshard.asked import Conversion, Edits, Effort, Source, Target
-from reshard.convert import transform
+from reshard.convert import run
 from reshard.defaults import usable_cpus
 from reshard.errors import UsageError
 from reshard.forms import DEFAULT_FORM
@@ -45,7 +45,7 @@ def unified_safetensors(
         split_dst_file: number of this run and of all runs, as in ``(1, 4)``; the last one to end writes the map.
 
     Raises:
-        ReshardError: see `reshard.convert.transform`.
+        ReshardError: see `reshard.convert.run`.
     """
     del merge_with_redundancy
     strategy = strategy_of(src_strategy_file)
@@ -63,7 +63,7 @@ def unified_safetensors(
         shard=_share(split_dst_file),
     )
     ranks, edits = form_named(DEFAULT_FORM), edit_rules(asked.source.path, asked.edits)
-    transform(Request(asked, ranks, source, form_named(UNIFIED), Strategy.none(), edits), logged())
+    run(Request(asked, ranks, source, form_named(UNIFIED), Strategy.none(), edits), logged())
 
 
 def load_distributed_checkpoint(
@@ -108,7 +108,7 @@ def load_distributed_checkpoint(
         True.
 
     Raises:
-        ReshardError: see `reshard.convert.transform`.
+        ReshardError: see `reshard.convert.run`.
     """
     if network is not None or return_param_dict:
         raise UsageError(
@@ -165,7 +165,7 @@ def load_distributed_checkpoint(
             (0 if target.is_none else rank,),
         )
         request = Request(asked, form, Strategy.none(), form_named(DEFAULT_FORM), target, edits)
-        summary = transform(request, logged())
+        summary = run(request, logged()).summary
         parameters = frozenset(target.parameters)
         missing = [name for name in summary.missing if is_weight(name, parameters)]
         if missing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import sys
 import time
@@ -15,10 +14,10 @@ from reshard.cli import options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, is_json, is_quiet, is_verbose, listener, say, set_next_command, totals_words
 from reshard.cli.progress import progress_of
-from reshard.convert import Prepared, Summary, WriteElsewhere, prepare
+from reshard.convert import Summary, WriteElsewhere, run
 from reshard.convert.ends import request_of
 from reshard.convert.recorded import with_absolute_paths
-from reshard.errors import ReshardError, UsageError
+from reshard.errors import UsageError
 from reshard.forms.registry import form_named, form_of
 from reshard.plan.edits import Request
 from reshard.strategies import typed_strategy
@@ -58,7 +57,7 @@ def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> 
         request: of the conversion.
         verifying: seconds of the verification.
     """
-    seconds = {**summary.phases._asdict(), "verifying": verifying}
+    seconds = {**summary.phases, "verifying": verifying}
     shown = [f"{phase} {duration:.1f} s" for phase, duration in seconds.items() if duration >= MIN_SHOWN]
     lines = [", ".join(shown)] if len(shown) > 1 else []
     lines.append(f"headers read: source {rank_ranges(summary.source_ranks, request.form.options.unit)}")
@@ -100,25 +99,26 @@ def carry_out(
     """
     progress = progress_of()
     differences = None
-    with prepare(request, report, progress) as prepared:
-        try:
-            summary = prepared.carry_out(elsewhere)
-        except BaseException:
-            set_next_command(_next_command(prepared))
-            raise
-        if request.task.dry_run:
-            from reshard.cli.plan import print_plan
+    try:
+        result = run(request, report, progress, elsewhere)
+    except BaseException:
+        again = f"to run it again: {shlex.join(['reshard', *sys.argv[1:]])}"
+        set_next_command(again if report.next_command is None else f"to continue: {report.next_command}")
+        raise
+    summary = result.summary
+    if request.task.dry_run:
+        from reshard.cli.plan import print_plan
 
-            if is_json() or not is_quiet():
-                print_plan(prepared, summary)
-            return
+        if is_json() or not is_quiet():
+            print_plan(result)
+        return
     verifying = 0.0
     if request.task.verify:
         from reshard.convert.verifying import verify_written
 
         before = time.monotonic()
         # Files that the conversion found damaged are missing for the verification, too.
-        request = request._replace(damaged=prepared.plan.request.damaged)
+        request = request._replace(damaged=result.plan.request.damaged)
         differences = verify_written(request, summary, progress, adapter)
         verifying = time.monotonic() - before
     if is_json():
@@ -129,17 +129,6 @@ def carry_out(
         from reshard.cli.verify import print_differences
 
         print_differences(differences)
-
-
-def _next_command(prepared: Prepared) -> str:
-    """The command that continues a conversion which has failed; records remain once a file is written."""
-    directory, request = prepared.state.directory, prepared.plan.request
-    alone = not request.task.by_rank and request.asked.shard is None
-    with contextlib.suppress(ReshardError, OSError):
-        # For one of several runs, resume would do the work of all.
-        if directory is not None and alone and directory.is_resumable:
-            return f"to continue: reshard resume {shlex.quote(request.dst)}"
-    return f"to run it again: {shlex.join(['reshard', *sys.argv[1:]])}"
 
 
 @command(

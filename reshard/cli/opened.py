@@ -73,7 +73,7 @@ def check_crcs(
         DamagedCheckpointError: files are damaged.
     """
     # Loaded only here: `get` does not need it.
-    from reshard.convert.prepared import damaged_files
+    from reshard.source_replicas import damaged_files
 
     contents = checkpoint.contents
     targets = (contents.target(name, copy) for name in names for copy in range(contents.copies(name) if copies else 1))

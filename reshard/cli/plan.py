@@ -12,7 +12,7 @@ from reshard.cli.convert import contents_words, detail_lines, summary_json
 from reshard.cli.output import echo_json, fill, is_json, is_verbose, listener, say, terminal_width, write_file
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import table
-from reshard.convert import Prepared, Summary, prepare
+from reshard.convert import Run, run
 from reshard.convert.ends import request_of
 from reshard.convert.transfers import Transfers, transfers_of
 from reshard.execute import Budget
@@ -71,47 +71,43 @@ def plan(
     report = Report(listener())
     asked = Conversion(source, target, edits, effort, files, shard)
     request = request_of(asked, report, Task(dry_run=True, verify=verify))
-    progress = progress_of()
-    with prepare(request, report, progress) as prepared:
-        summary = prepared.carry_out()
-        print_plan(prepared, summary, svg)
+    print_plan(run(request, report, progress_of()), svg)
 
 
-def print_plan(prepared: Prepared, summary: Summary, svg: str | None = None) -> None:
+def print_plan(run: Run, svg: str | None = None) -> None:
     """Print a plan as text or JSON, and draw it to the file of --svg."""
-    moved = transfers_of(prepared.plan, prepared.state.work, prepared.state.execution)
+    moved = transfers_of(run.plan, [*run.sizes], run.budget)
     if svg is not None:
-        _draw(prepared, moved, svg)
+        _draw(run, moved, svg)
     if is_json():
-        echo_json(_json(prepared, summary, moved))
+        echo_json(_json(run, moved))
         return
     width = terminal_width()
-    for line in _lines(prepared, summary, moved):
+    for line in _lines(run, moved):
         say("\n".join(fill(line, width, " " * (_LABEL if line.startswith(" ") else 2))))
-    _print_targets(prepared, moved)
+    _print_targets(run, moved)
 
 
-def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, Any]:
-    plan, state = prepared.plan, prepared.state
-    execution = state.execution
+def _json(run: Run, moved: Transfers) -> dict[str, Any]:
+    plan, execution = run.plan, run.budget
     uploads, part_bytes = execution.uploads, execution.part_bytes
     sources = _source_bytes(moved)
     return {
-        **summary_json(summary),
+        **summary_json(run.summary),
         "targets": [
             {
                 "rank": rank,
                 "file": plan.path(rank),
-                "bytes": state.sizes[rank],
+                "bytes": run.sizes[rank],
                 "sources": [{"rank": source, "bytes": count} for source, count in sorted(sources[rank].items())],
             }
-            for rank in state.work
+            for rank in run.sizes
         ],
         "sources": [
             {"rank": rank, "file": plan.checkpoint.files[rank], "bytes_read": count}
             for rank, count in sorted(moved.read.items())
         ],
-        "absent_ranks": _absent(prepared),
+        "absent_ranks": _absent(run),
         "bytes_read": sum(moved.read.values()),
         "over_read": round(moved.over_read, 4),
         "memory": {
@@ -124,21 +120,21 @@ def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, A
         "requests": _requests_json(execution),
         "uploads": {"at_a_time": uploads, "part_bytes": part_bytes} if part_bytes else None,
         "space": [
-            {"directory": space.place, "bytes_needed": space.needed, "bytes_free": space.free} for space in state.space
+            {"directory": space.place, "bytes_needed": space.needed, "bytes_free": space.free} for space in run.space
         ],
     }
 
 
-def _lines(prepared: Prepared, summary: Summary, moved: Transfers) -> list[str]:
-    plan, state = prepared.plan, prepared.state
+def _lines(run: Run, moved: Transfers) -> list[str]:
+    plan, summary = run.plan, run.summary
     request = plan.request
     files, source_files = request.to.options.unit, request.form.options.unit
-    counts = f"{plural(_sources(prepared), source_files)} to {plan.form.count}"
+    counts = f"{plural(_sources(run), source_files)} to {plan.form.count}"
     if files != source_files:
-        counts = f"{plural(_sources(prepared), source_files)} to {plural(plan.form.count, files)}"
+        counts = f"{plural(_sources(run), source_files)} to {plural(plan.form.count, files)}"
     lines = [f"{step_words(summary.step)} of {request.src}, {counts}, to {request.dst} ({plan.form.format})"]
     if summary.ranks:
-        spaces, execution = state.space, state.execution
+        spaces, execution = run.space, run.budget
         write_size, read_size = byte_size(summary.bytes_written), byte_size(sum(moved.read.values()))
         memory, buffers = byte_size(_expected_memory(execution)), byte_size(execution.buffer_bytes)
         parts = f"{execution.uploads} parts at a time, of up to {byte_size(execution.part_bytes)}"
@@ -159,7 +155,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers) -> list[str]:
     if summary.done_before:
         complete, handling = counted_ranks(summary.done_before, files), left_alone(summary.done_before)
         lines.append(f"  done     {complete} by the same conversion before; {handling}")
-    absent = _absent(prepared)
+    absent = _absent(run)
     if absent:
         lines.append(
             f"  replicas replace source {rank_ranges(absent, source_files)}: without intact files, or left out"
@@ -173,20 +169,19 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers) -> list[str]:
     return lines + ([f"  {line}" for line in detail_lines(summary, request)] if is_verbose() else [])
 
 
-def _print_targets(prepared: Prepared, moved: Transfers) -> None:
+def _print_targets(run: Run, moved: Transfers) -> None:
     """A row per target file, limited to the first ones."""
-    state, request = prepared.state, prepared.plan.request
+    request, work = run.plan.request, [*run.sizes]
     target, source = request.to.options.unit, request.form.options.unit
     sources = _source_bytes(moved)
-    ranks = state.work if is_verbose() else state.work[:_MAX_ROWS]
+    ranks = work if is_verbose() else work[:_MAX_ROWS]
     rows = [
-        [str(rank), byte_size(state.sizes[rank]), str(len(sources[rank])), number_ranges(sources[rank])]
-        for rank in ranks
+        [str(rank), byte_size(run.sizes[rank]), str(len(sources[rank])), number_ranges(sources[rank])] for rank in ranks
     ]
     if rows:
         table("", [f"target {target}", "size", "files read", f"of source {source}s"], rows)
-    if len(ranks) < len(state.work):
-        say(f"and {plural(len(state.work) - len(ranks), f'target {target}')} more; --json lists all")
+    if len(ranks) < len(work):
+        say(f"and {plural(len(work) - len(ranks), f'target {target}')} more; --json lists all")
 
 
 def _source_bytes(moved: Transfers) -> dict[int, dict[int, int]]:
@@ -197,14 +192,14 @@ def _source_bytes(moved: Transfers) -> dict[int, dict[int, int]]:
     return sources
 
 
-def _absent(prepared: Prepared) -> list[int]:
+def _absent(run: Run) -> list[int]:
     """Source ranks, or files by number, that cannot be read."""
-    return [number for number in range(_sources(prepared)) if number not in prepared.plan.checkpoint.indexes]
+    return [number for number in range(_sources(run)) if number not in run.plan.checkpoint.indexes]
 
 
-def _sources(prepared: Prepared) -> int:
+def _sources(run: Run) -> int:
     """Ranks of the source, or its files where its form has no ranks."""
-    plan = prepared.plan
+    plan = run.plan
     if plan.request.form.options.by_rank:
         return plan.request.source.device_count
     return max(plan.checkpoint.files, default=-1) + 1
@@ -253,14 +248,14 @@ def _expected_memory(budget: Budget) -> int:
     return anonymous_bytes() + workers + budget.buffer_bytes
 
 
-def _draw(prepared: Prepared, moved: Transfers, path: str) -> None:
+def _draw(run: Run, moved: Transfers, path: str) -> None:
     from reshard.pictures.transfers import transfer_map
 
-    plan, request = prepared.plan, prepared.plan.request
+    plan, request = run.plan, run.plan.request
     title = f"{request.src} to {request.dst}"
     picture = transfer_map(
         moved.taken,
-        _sources(prepared),
+        _sources(run),
         plan.form.count,
         title,
         source_stages=[stage.first_rank for stage in request.source.stages] if request.form.options.by_rank else (),

@@ -47,6 +47,7 @@ class _Bar(Progress):
     """A bar that goes away at the end."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._bar: tqdm[NoReturn] | None = None
         self._total = self._done = 0
         self._doing = ""
@@ -98,6 +99,7 @@ class _Lines(Progress):
     """A line now and then, whether or not anything moves: a log has to show that nothing does."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._done = 0
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None

@@ -1,5 +1,4 @@
 """A conversion from end to end."""
 
-from reshard.convert.prepared import Prepared, prepare, transform
+from reshard.convert.conversion import Run, WriteElsewhere, run
 from reshard.convert.summary import Summary
-from reshard.convert.writing import WriteElsewhere

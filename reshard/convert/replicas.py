@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from reshard.checkpoints import FileHandles, files_alike, unchecked
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.convert.prepared import damaged_files
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.execute import Budget, Progress
 from reshard.forms.ranks.checkpoint import read_some_ranks
@@ -16,6 +15,7 @@ from reshard.forms.ranks.selection import check_ranks
 from reshard.forms.ranks.tree import StepFiles, find_checkpoints
 from reshard.plan.edits import Request
 from reshard.plan.planner import read_source
+from reshard.source_replicas import damaged_files
 from reshard.source_replicas.compare import compare_replicas, entries_as_tensors
 from reshard.storage import is_directory, storage_of
 from reshard.strategies import Strategy

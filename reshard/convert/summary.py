@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
 
 from reshard.plan.plan import Plan
 from reshard.source_replicas import ReplicaCheck
@@ -14,20 +13,6 @@ from reshard.text.names import KINDS, Total, kind_of
 _NOT_SHOWN = frozenset(
     ["files", "target_files", "kept", "copied", "excluded", "all_names", "left_out", "missing", "unholdable"]
 )
-
-
-class Phases(NamedTuple):
-    """Where the time of a conversion went, in seconds.
-
-    Attributes:
-        planning: reading headers, working out the plan, looking at the target directory.
-        checking: checking space, the CRCs that source files record, and replicas.
-        writing: transfer of bytes and records.
-    """
-
-    planning: float = 0.0
-    checking: float = 0.0
-    writing: float = 0.0
 
 
 class Summary:
@@ -56,7 +41,8 @@ class Summary:
         replicas: the test of the source strategy; None without strategy or without work.
         warnings: the warnings.
         notes: the decisions.
-        phases: where the time went.
+        phases: seconds by phase: ``planning`` reads headers, works out the plan and looks at the target directory;
+            ``checking`` checks space, the CRCs that source files record, and replicas; ``writing`` the rest.
         seconds: time it took.
         dry_run: nothing was written.
     """
@@ -84,7 +70,7 @@ class Summary:
         self.replicas: ReplicaCheck | None = None
         self.warnings: list[str] = []
         self.notes: list[str] = []
-        self.phases = Phases()
+        self.phases = dict.fromkeys(("planning", "checking", "writing"), 0.0)
         self.seconds = 0.0
         self.dry_run = False
 

@@ -1,8 +1,8 @@
 """A target directory during a conversion: finished files, remaining files, completion.
 
-1. `survey` compares the directory with its records and returns the remaining ranks. It refuses
+1. `survey` compares the directory with its records and returns the remaining files. It refuses
    foreign files and changes nothing.
-2. `begin` surveys again under the lock, removes what this run replaces, and records that this run writes.
+2. `writing` surveys again under the lock, removes what this run replaces, and records that this run writes.
 3. `finished` records a target.
 4. `complete` writes the manifest once every rank of the target strategy is written.
 """
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from reshard.convert.recorded import record_of
-from reshard.errors import InputError, RetryableError
+from reshard.errors import InputError, ReshardError, RetryableError
 from reshard.execute.destination import Destination
 from reshard.forms.registry import counted_as, form_named, forms_among
 from reshard.forms.target import UNFINISHED, UNFINISHED_CONTENT, FinishingFile
@@ -29,13 +29,13 @@ from reshard.records import (
     Manifest,
     ManifestFile,
     Record,
-    SourceFile,
     SourceSampler,
     header_digest,
     read_manifest,
 )
 from reshard.records.ledger import SourceChanges, ledger_in
 from reshard.records.refusals import Refusals
+from reshard.source_replicas import SourceChecks
 from reshard.storage import (
     FileStatus,
     UnfitError,
@@ -57,33 +57,22 @@ from reshard.text.messages import Report, rank_ranges, some_names
 _MOST_REMAINING = 20
 
 
-class Survey(NamedTuple):
-    """A target directory: what this run has to write, the records before it, and whether it replaces these."""
-
-    missing: list[int]
-    before: Ledger | None
-    recorded: Mapping[str, DoneRecord]
-    anew: bool
-
-
 class TargetDirectory:
     """The target directory of a conversion.
 
     Args:
         plan: the plan.
         requested: the requested target files that this run writes, ascending.
-        sampler: takes samples of source files.
+        checks: of the sources, with the files that they found damaged.
         report: gets warnings and notes.
-        damaged: source files that count as absent, because their contents are damaged.
     """
 
     def __init__(
         self,
         plan: Plan,
         requested: Sequence[int],
-        sampler: SourceSampler,
+        checks: SourceChecks,
         report: Report,
-        damaged: Sequence[SourceFile],
     ) -> None:
         request = plan.request
         asked, task = request.asked, request.task
@@ -93,14 +82,15 @@ class TargetDirectory:
         self._whole = asked.files is None if task.lost_only else len(requested) == plan.form.count
         # The manifest gets a checksum of every file, as if any other run had requested it.
         self._checksum = asked.target.checksum == "crc32"
-        self._damaged = damaged
         self._plan = plan
         self._report = report
         self.kept: set[str] = set()
         self._root = request.dst
         self._everything = range(plan.form.count)
         self._requested = requested
+        sampler = SourceSampler(checks.handles)
         self._sources = sampler.look_at(plan.checkpoint.indexes)
+        self._damaged = sampler.look_at(checks.found)
         self._record = record_of(plan)
         self._destination = Destination(self._root)
         self._ledger = Ledger(self._root, self._record, report.note)
@@ -114,14 +104,18 @@ class TargetDirectory:
         self._unfinished = _unfinished(self._root, self._record)
         self._last_headers: tuple[object, str | None] = (None, None)
 
-    @listings_cached()
-    def survey(self) -> Survey:
-        """Compare the directory with its records; nothing is changed.
+    def survey(self) -> list[int]:
+        """The requested files that are left to write, by the records of the directory; nothing is changed.
 
         Raises:
             TargetError: the directory contains another conversion, foreign checkpoints, or targets
                 without permission to overwrite.
         """
+        return self._survey()[0]
+
+    @listings_cached()
+    def _survey(self) -> tuple[list[int], Ledger | None, Mapping[str, DoneRecord], bool]:
+        """The files left, the records before this run with its finished files, and whether it replaces these."""
         # Targets before records: another run may finish one at this moment, which then has its record already.
         existing = self._destination.check(self._name(rank) for rank in self._requested)
         before = ledger_in(self._root)
@@ -136,7 +130,7 @@ class TargetDirectory:
         present = set(self._destination.checkpoints(places, everywhere))
         if before is None and ledger_in(self._root) is not None:
             # Another run has begun meanwhile: what is present may be its targets.
-            return self.survey()
+            return self._survey()
         foreign = present - own_names - recorded.keys() - {*(() if before is None else _marks(before.record))}
         if foreign:
             raise self._refusals.foreign(foreign)
@@ -154,7 +148,7 @@ class TargetDirectory:
         if in_the_way and not self._overwrite:
             known = before is not None and bool(before.done(frozenset(in_the_way)))
             raise self._refusals.existing(in_the_way, modified=known)
-        return Survey(missing, before, recorded, anew)
+        return missing, before, recorded, anew
 
     def _begins_anew(self, before: Ledger, recorded: Mapping[str, DoneRecord]) -> bool:
         """Whether finished targets of this run are written again; otherwise it goes on with those that are missing.
@@ -199,22 +193,38 @@ class TargetDirectory:
         if forms - {self._record.form}:
             raise self._refusals.another_form(sorted(forms - {self._record.form}))
 
-    def begin(self) -> list[int]:
-        """Record that this run writes, until `end`; returns the remaining ranks of a second survey.
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[list[int]]:
+        """Record that this run writes while the block runs, which receives the files that are left by a second survey.
 
         Raises:
             TargetError: as `survey`.
             RetryableError: the directory cannot be written.
         """
-        with self._ledger.locked():
-            missing, before, recorded, anew = self.survey()
-            if before is not None and anew:
-                self._remove(before, recorded)
-            elif missing:
-                self._unfinish(self._record)
-            self._ledger.claim()
-            self._add_records()
-        return missing
+        self._tidy()
+        try:
+            try:
+                with self._ledger.locked():
+                    left, before, recorded, anew = self._survey()
+                    if before is not None and anew:
+                        self._remove(before, recorded)
+                    elif left:
+                        self._unfinish(self._record)
+                    self._ledger.claim()
+                    self._add_records()
+                yield left
+            finally:
+                if not self._ledger.done():
+                    self._ledger.leave_nothing()
+        except BaseException:
+            task, shard = self._plan.request.task, self._plan.request.asked.shard
+            # For one of several runs, resume would do the work of all.
+            if not task.by_rank and shard is None and self._record.is_repeatable:
+                with contextlib.suppress(ReshardError, OSError):
+                    before = ledger_in(self._root)
+                    if before is not None and before.joins(self._ledger):
+                        self._report.next_command = f"reshard resume {shlex.quote(self._root)}"
+            raise
 
     def _claim(self) -> None:
         """Check that the directory is still of this conversion and made from this run's sources.
@@ -275,17 +285,24 @@ class TargetDirectory:
         damaged = {(file.rank, file.content) for file in self._ledger.damaged()}
         return [source.rank for source in self._sources if (source.rank, source.content) in damaged]
 
-    def tidy(self) -> None:
+    def _tidy(self) -> None:
         """Remove temporary files of killed runs."""
         self._destination.tidy(self._directories())
         self._ledger.remove_dead_temporaries()
+
+    def keep(self) -> str | None:
+        """The manifest of a complete directory, after warnings of other files that the source has now."""
+        self._tidy()
+        for file in self._plan.form.finishing():
+            self._kept(file)
+        return self._manifest
 
     @property
     def is_complete(self) -> bool:
         """Whether the directory is complete, once all requested ranks are written."""
         if self._lost_only:
             return True
-        records = self._all_done() if self.manifest is not None else None
+        records = self._all_done() if self._manifest is not None else None
         if records is None or (self._checksum and self._lacking(records)):
             return False
         if self._unfinished is not None and exists(self._unfinished):
@@ -299,21 +316,10 @@ class TargetDirectory:
         return {name for name, status in zip(names, statuses) if status is not None}
 
     @property
-    def manifest(self) -> str | None:
+    def _manifest(self) -> str | None:
         """The manifest's path; None without a manifest."""
         path = os.path.join(self._root, MANIFEST_NAME)
         return path if is_regular_file(path) else None
-
-    @property
-    def is_resumable(self) -> bool:
-        """Whether `resume` continues this conversion."""
-        before = ledger_in(self._root)
-        return before is not None and before.joins(self._ledger) and before.record.is_repeatable
-
-    def end(self) -> None:
-        """This run writes no more; records without a finished target are removed."""
-        if not self._ledger.done():
-            self._ledger.leave_nothing()
 
     def missing(self, groups: Iterable[Sequence[TargetFile]]) -> Iterator[list[TargetFile]]:
         """Groups without the targets that other runs have finished meanwhile."""
@@ -400,7 +406,7 @@ class TargetDirectory:
     def _unfinish(self, record: Record) -> None:
         """Remove the files that mark a conversion as complete, in reverse order of writing."""
         # By-rank runs skip this: every rank may have a mark, and without a manifest none exists.
-        if self.manifest is not None or not form_named(record.form).options.by_rank:
+        if self._manifest is not None or not form_named(record.form).options.by_rank:
             marks = [os.path.join(self._root, name) for name in reversed(_marks(record))]
             statuses = status_of_each(marks, through_links=False)
             if record.identity == self._record.identity and any(statuses):
@@ -445,11 +451,6 @@ class TargetDirectory:
                 f"{path}: existing file kept, although the source has another one (to replace it: --overwrite)"
             )
         return True
-
-    def warn_of_kept(self) -> None:
-        """Warn of configurations and tokenizers of a complete directory of which the source has others."""
-        for file in self._plan.form.finishing():
-            self._kept(file)
 
     def _write_manifest(self, records: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
         foreign = beside(self._root, self._record)

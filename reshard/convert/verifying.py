@@ -150,10 +150,8 @@ def verify_with_source(asked: Conversion, means: Means, report: Report, crcs: Re
                 check_rules(checkpoint, edits, out, record)
             return checkpoint
 
-        with contextlib.ExitStack() as stack:
-            if by_rank and request.form.options.by_rank and edits.is_empty:
-                stack.enter_context(hint_of_swap(request.source, request.target, request.asked.source, means.handles))
-            conversion = Verified(request, files, read, recorded=record is not None)
+        conversion = Verified(request, files, read, recorded=record is not None)
+        with hint_of_swap(request._replace(edits=edits), means.handles):
             try:
                 differing = verify_conversion(conversion, means, report, crcs)
             except (NamesError, UsageError) as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
+from reshard.execute.runs import largest_transposed
 from reshard.plan.pieces import MAX_GROUP, ONE_FILE, GroupLimits
 from reshard.processes import BASE_OF_PROCESSES, MIN_MEMORY_PER_CPU, may_fork, private_bytes, process_count
 from reshard.storage import storage_of, store_of
@@ -214,29 +216,34 @@ def choose_io(requested: str, storage: Storage) -> tuple[str, str]:
     return "pread", "as mmap is hardly quicker on a local disk"
 
 
-def reading_budget(plan: Plan, jobs: int, max_memory: int) -> Budget:
+def reading_budget(plan: Plan) -> Budget:
     """The budget for reading a plan's sources alone."""
-    return Budget.of(jobs, max_memory, source_storage(plan))
+    effort = plan.request.asked.effort
+    return Budget.of(effort.cpus, effort.max_memory, source_storage(plan))
 
 
-def writing_budget(
-    plan: Plan, sizes: Mapping[int, int], max_open: int, jobs: int, max_memory: int, io: str, transposed: int
-) -> Budget:
+def writing_budget(plan: Plan, sizes: Mapping[int, int], max_open: int) -> Budget:
     """The budget for writing some target files of a plan.
+
+    Args:
+        plan: the plan.
+        sizes: bytes of the files.
+        max_open: maximum of open source files.
 
     Raises:
         UsageError: the parts of an object store need more memory.
     """
     store, storage = store_of(plan.request.dst), source_storage(plan)
     target, nbytes = store.costs(plan.request.dst), sum(sizes.values())
+    effort, transposed = plan.request.asked.effort, largest_transposed(plan.checkpoint)
     part_bytes = max(map(store.part_bytes, sizes.values()), default=0)
 
     def budget_of(limits: GroupLimits, work: tuple[int, int] | None = None) -> Budget:
         return Budget.of(
-            jobs,
-            max_memory,
+            effort.cpus,
+            effort.max_memory,
             storage,
-            io=io,
+            io=effort.io,
             target=target,
             part_bytes=part_bytes,
             limits=limits,
@@ -247,7 +254,7 @@ def writing_budget(
 
     alone = budget_of(ONE_FILE)
     if part_bytes:
-        together = max_memory // (_GROUPS * 2 * part_bytes)
+        together = effort.max_memory // (_GROUPS * 2 * part_bytes)
     else:
         # Each thread may open a whole group of targets and its sources: keep below the limit of open files.
         together = MAX_GROUP if len(sizes) <= max_open // 4 else max_open // 4 // alone.threads
@@ -256,10 +263,10 @@ def writing_budget(
     limits = GroupLimits(max(1, min(MAX_GROUP, together)), beside, storage.remote and not target.remote)
     most = max(map(len, plan.reading_groups([*sizes], limits)), default=1)
     needed = least_memory(storage, part_bytes, most)
-    if part_bytes and max_memory < needed:
+    if part_bytes and effort.max_memory < needed:
         raise UsageError(
-            f"--max-memory {max_memory:,} bytes: too small for the object store's parts of {part_bytes:,} bytes, which "
-            "stay in memory until uploaded",
+            f"--max-memory {effort.max_memory:,} bytes: too small for an object store's parts of {part_bytes:,} bytes, "
+            "which stay in memory until uploaded",
             hint=f"pass at least --max-memory {-(-needed // (1 << 20))}M; some hundred MB are faster",
         )
     return budget_of(limits._replace(most=most), (len(sizes), nbytes) if may_fork() else None)
@@ -272,7 +279,16 @@ def source_storage(plan: Plan) -> Storage:
 
 
 class Progress:
-    """Receives the progress of a run, and ignores it. Called from several threads, one at a time."""
+    """Receives the progress of a run, and shows nothing of it. Called from several threads, one at a time.
+
+    Attributes:
+        written: the size of every file that has its final name, by number.
+        overflows: elements of tensors that became infinite.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[int, int] = {}
+        self.overflows: Counter[str] = Counter()
 
     def begin(self, total: int, doing: str) -> None:
         """Work on ``total`` bytes begins; ``doing`` names it, such as ``writing``."""
@@ -282,9 +298,11 @@ class Progress:
 
     def committed(self, rank: int, size: int) -> None:
         """The file of a target rank, of ``size`` bytes, has its final name."""
+        self.written[rank] = size
 
     def overflowed(self, name: str, count: int) -> None:
         """``count`` elements of a target tensor became infinite when they were cast."""
+        self.overflows[name] += count
 
     def end(self) -> None:
         """The work is done."""

@@ -30,6 +30,7 @@ from reshard.forms.ranks.checkpoint import (
 from reshard.forms.ranks.selection import lost_slices
 from reshard.forms.ranks.tree import SourceTree, StepFiles, find_checkpoints
 from reshard.layout import shape_of, volume_of
+from reshard.plan.edits import Request
 from reshard.source_replicas.choice import Holder, HolderGroup, Replicated, group_parameters, is_gradient, number_of
 from reshard.source_replicas.compare import (
     MOST_PLACES,
@@ -204,11 +205,15 @@ def check_stages(source: Strategy, step: RankCheckpoint) -> None:
 
 
 @contextlib.contextmanager
-def hint_of_swap(source: Strategy, target: Strategy, read: Source, handles: FileHandles) -> Iterator[None]:
+def hint_of_swap(request: Request, handles: FileHandles) -> Iterator[None]:
     """Add to an error about the source's files that by shapes they fit the target's strategy, and not the source's."""
+    by_rank = request.form.options.by_rank and request.to.options.by_rank
+    source, target, read = request.source, request.target, request.asked.source
     try:
         yield
     except (CheckpointError, IncompleteSourceError) as error:
+        if not by_rank or not request.edits.is_empty:
+            raise
         # Lost files contradict a strategy only if the other one cuts them differently.
         lost = isinstance(error, IncompleteSourceError) and _cuts(source) == _cuts(target)
         if read.files is None and source is not target and not lost:

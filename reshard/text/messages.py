@@ -216,12 +216,14 @@ class Report:
     Attributes:
         warnings: possible problems of the result, with the name of every parameter.
         notes: decisions, in the same form.
+        next_command: the command that continues a conversion that has failed.
     """
 
     def __init__(self, listener: Callable[[str, str], None] | None = None) -> None:
         """Args: listener: called with ``"warning"`` or ``"note"`` and the text."""
         self.warnings: list[str] = []
         self.notes: list[str] = []
+        self.next_command: str | None = None
         self._listener = listener
 
     def warn(self, text: str) -> None:

@@ -456,11 +456,16 @@ def record_differences(target: Checkpoint) -> Iterator[Difference]:
             yield Difference("file", name, (), f"is recorded at {found}, not at [0, -1, {name!r}]", (METADATA,))
 
 
-CHECKPOINT2 = "checkpoint2"
 """The form whose iterations `iteration_differences` compares."""
 
 _TENSOR_FILE = re.compile(r"(?:(.+)-)?(model|opt)-(\d{7})-(\d{7})\.safetensors", re.DOTALL)
 _COUNTERS = ("Int32", "Int64", "UInt32", "UInt64")
+
+
+def is_iteration(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is a numbered iteration in numbered files, such as those of Checkpoint 2.0."""
+    options = form_named(checkpoint.form).options
+    return options.prefix and not options.by_rank
 
 
 def iteration_differences(
@@ -481,7 +486,7 @@ def iteration_differences(
         recorded, number = target.training.get(name), expected.get(name)
         if number is not None and number != recorded:
             yield Difference("content", name, (), f"is {recorded!r} in the metadata of the training, not {number!r}")
-    step = source.step if source.form == CHECKPOINT2 else expected.get("global_step")
+    step = source.step if is_iteration(source) else expected.get("global_step")
     if target.step != str(step or 0):
         yield Difference("file", None, (), f"is iteration {target.step}, not {step or 0}")
     files: dict[str, list[tuple[str, int, int]]] = defaultdict(list)

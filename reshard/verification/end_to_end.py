@@ -24,8 +24,8 @@ from reshard.text.names import TRAINER_OPTIMIZERS, is_weight
 from reshard.verification.boxes import whole_box
 from reshard.verification.computed import sums_of
 from reshard.verification.converted import (
-    CHECKPOINT2,
     compare_form,
+    is_iteration,
     iteration_differences,
     object_differences,
     record_differences,
@@ -267,7 +267,7 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         differences += _other_keys(source, written, request)
         if form.name == HYPER_PARALLEL and conversion.recorded:
             differences += record_differences(written.checkpoint)
-    if form.name == CHECKPOINT2:
+    if is_iteration(written.checkpoint):
         # Later runs of verify do not know the prefix.
         prefix = (request.asked.target.prefix or DEFAULT_PREFIX) if conversion.checked else None
         origin = stored_checkpoint(source.checkpoint)

@@ -30,10 +30,9 @@ def moves_data(request: Request, report: Report) -> dict[str, Any]:
     Raises:
         ReshardError: the conversion is refused.
     """
-    effort = request.asked.effort
     with FileHandles() as handles:
         plan = make_plan(request, handles, report)
-        moved = transfers_of(plan, plan.requested, reading_budget(plan, effort.cpus, effort.max_memory))
+        moved = transfers_of(plan, plan.requested, reading_budget(plan))
         sizes = plan.file_bytes(plan.requested)
     by_rank = request.form.options.by_rank
     sources = request.source.device_count if by_rank else max(plan.checkpoint.files, default=-1) + 1

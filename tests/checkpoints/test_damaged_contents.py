@@ -237,7 +237,7 @@ def test_a_partially_read_file_that_differs_from_its_replica_is_checked(staged: 
 def test_records_of_damage_are_removed_without_a_target(joined: World, monkeypatch: pytest.MonkeyPatch) -> None:
     joined.save(W, crc=True)
     damage(*saved(joined, min(sources_of(joined, 0))))
-    monkeypatch.setattr(os, "rename", _refused)
+    monkeypatch.setattr(os, "fsync", _refused)
     assert reshard(*joined.words()).status == 1
     assert not joined.dst.exists()
 

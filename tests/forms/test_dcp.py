@@ -27,7 +27,7 @@ from reshard.checkpoints.formats.archives import Archive, archive_of_pickle, arc
 from reshard.checkpoints.formats.output import Literal, OutputTensor
 from reshard.checkpoints.formats.pickles import PickledInstance, inert, inert_class, pickled, plain, read_pickle
 from reshard.checkpoints.placed import PlacedFile, Placement, Run, Stored
-from reshard.convert import prepare
+from reshard.convert import run
 from reshard.convert.ends import request_of
 from reshard.errors import CheckpointError
 from reshard.forms.form import ReadRequest
@@ -828,14 +828,13 @@ def test_memory_for_written_metadata_is_a_few_times_its_size(form: str, tmp_path
     source.mkdir()
     write_safetensors(source / "model.safetensors", {f"layers.{at}.w": np.zeros((64, 1), "f4") for at in range(100)})
     asked = Conversion(Source(str(source)), Target(str(tmp_path / "out"), form=form, shards=64))
-    with prepare(request_of(asked, Report(), Task(dry_run=True))) as prepared:
-        metadata = prepared.plan.form.finishing()[-1]
-        tracemalloc.start()
-        try:
-            size = sum(map(len, metadata.make()))
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+    metadata = run(request_of(asked, Report(), Task(dry_run=True))).plan.form.finishing()[-1]
+    tracemalloc.start()
+    try:
+        size = sum(map(len, metadata.make()))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
     assert size > 1 << 19
     assert peak < 5 * size
 

@@ -459,7 +459,7 @@ def test_exchanged_masters_of_equal_length_are_refused(tmp_path: Path) -> None:
 def test_verification_proves_masters_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, directory = copied(tmp_path)
     exchange(directory, BUCKET, 192, 448, 8)
-    monkeypatch.setattr("reshard.convert.prepared.check_equal", lambda *arguments: None)
+    monkeypatch.setattr("reshard.source_replicas.sources.check_equal", lambda *arguments: None)
     words = ("--names", "llama", "--to", "huggingface", "--crc", "never", "--verify")
     done("convert", root, tmp_path / "weights", *words)
     fails(4, "convert", root, tmp_path / "dst", *words, "--optimizer", "keep", texts=["layer_norm_weight", "master"])

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from reshard import execute
 from reshard.checkpoints import FileHandles
-from reshard.convert.writing import Counted
+from reshard.execute import Progress
 from reshard.forms.registry import form_named
 from reshard.lora import scale_of
 from reshard.lora.adapter import LowRank, MatrixCache
@@ -368,16 +368,16 @@ def test_an_adapter_modified_during_the_run_is_an_error(tmp_path: Path, monkeypa
     src, adapter = base(tmp_path / "base", full), peft(tmp_path / "adapter", pairs)
     other = peft(tmp_path / "other", {name: (2 * a, b) for name, (a, b) in pairs.items()})
     path = adapter / "adapter_model.safetensors"
-    committed = Counted.committed
+    committed = Progress.committed
 
-    def save_again(self: Counted, rank: int, size: int) -> None:
+    def save_again(self: Progress, rank: int, size: int) -> None:
         committed(self, rank, size)
         with path.open("r+b") as file:
             file.write((other / "adapter_model.safetensors").read_bytes())
 
     # A file per weight: the adapter changes when the first has its name.
     words: list[Argument] = ["merge-lora", src, adapter, tmp_path / "out", "--max-shard-size", "1KB", "--jobs", 1]
-    monkeypatch.setattr(Counted, "committed", save_again)
+    monkeypatch.setattr(Progress, "committed", save_again)
     fails(1, *words, texts=["adapter_model.safetensors", "changed"])
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
     assert not (tmp_path / "out" / "reshard-manifest.json").exists()

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.asked import Task
-from reshard.convert import prepare
+from reshard.convert import run
 from reshard.convert.transfers import transfers_of
 from reshard.execute.destination import space_for
 from tests.asking import request_between
@@ -95,23 +95,23 @@ def test_any_plan_writes_every_target_byte_once(data: st.DataObject) -> None:
     with world_of(source, target) as world:
         world.save(full)
         request = request_between(world)._replace(task=Task(dry_run=True))
-        with prepare(request) as prepared:
-            expected: Counter[tuple[int, int]] = Counter()
-            sizes = {}
-            plan, work = prepared.plan, prepared.state.work
-            for group in plan.groups(work):
-                for file in group:
-                    sizes[file.rank] = file.layout.size
-                    for tensor in file.tensors:
-                        for piece in tensor.pieces:
-                            count = tensor.item_size
-                            for start, stop in piece.box:
-                                count *= stop - start
-                            expected[piece.source.rank, file.rank] += count
-            moved = transfers_of(plan, work, prepared.state.execution)
-            assert +moved.taken == +expected
-            assert plan.file_bytes(work) == sizes == prepared.state.sizes
-            assert sum(plan.data_bytes(work).values()) == sum(expected.values())
+        result = run(request)
+        expected: Counter[tuple[int, int]] = Counter()
+        sizes = {}
+        plan, work = result.plan, [*result.sizes]
+        for group in plan.groups(work):
+            for file in group:
+                sizes[file.rank] = file.layout.size
+                for tensor in file.tensors:
+                    for piece in tensor.pieces:
+                        count = tensor.item_size
+                        for start, stop in piece.box:
+                            count *= stop - start
+                        expected[piece.source.rank, file.rank] += count
+        moved = transfers_of(plan, work, result.budget)
+        assert +moved.taken == +expected
+        assert plan.file_bytes(work) == sizes == result.sizes
+        assert sum(plan.data_bytes(work).values()) == sum(expected.values())
 
 
 def test_finished_targets_are_not_planned_again(world: World) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from reshard import transform_checkpoints
-from reshard.convert.writing import Counted
+from reshard.execute import Progress
 from tests.running import Argument, done, fails, reshard
 from tests.small import COPIED, SOURCE, TARGET, World, tensors
 from tests.trees import layout, same_ranks, scalar, single, tree_bytes, value, version
@@ -269,13 +269,13 @@ def stopped(*_: Any) -> None:
 def stop_after_one(words: list[Argument], monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a command that is interrupted when it has finished one target."""
     with monkeypatch.context() as patch:
-        committed: Callable[..., None] = Counted.committed
+        committed: Callable[..., None] = Progress.committed
 
         def interrupted(counted: Any, rank: int, size: int) -> None:
             committed(counted, rank, size)
             raise KeyboardInterrupt
 
-        patch.setattr(Counted, "committed", interrupted)
+        patch.setattr(Progress, "committed", interrupted)
         assert reshard(*words).status == 130
 
 

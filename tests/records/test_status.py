@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from reshard.convert.writing import Counted
+from reshard.execute import Progress
 from tests.running import Argument, Result, done, fails
 from tests.small import World, tensors
 from tests.trees import value, write_checkpoint
@@ -187,7 +187,7 @@ def test_status_lists_missing_files_and_the_command_that_continues(
     convert = ("convert", src, out, "--to", "unified", "--max-shard-size", 600, "--jobs", 1)
 
     def interrupt_after(files: int) -> Result:
-        committed = Counted.committed
+        committed = Progress.committed
 
         def interrupted(*arguments: Any, **_: Any) -> None:
             if files:
@@ -195,8 +195,8 @@ def test_status_lists_missing_files_and_the_command_that_continues(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            name = "Counted.committed" if files else "convert"
-            patch.setattr(f"reshard.convert.writing.{name}", interrupted)
+            name = "Progress.committed" if files else "convert"
+            patch.setattr(f"reshard.convert.conversion.{name}", interrupted)
             return fails(130, *convert)
 
     result = interrupt_after(0)

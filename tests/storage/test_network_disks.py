@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from reshard.asked import Task
 from reshard.checkpoints import FileHandles
-from reshard.convert import prepare
+from reshard.convert import run
 from reshard.convert.ends import request_of
 from reshard.execute import Budget
 from reshard.execute.budget import choose_io
@@ -247,9 +247,9 @@ def test_threads_waiting_for_targets_stay_within_the_limit_of_open_files(
     monkeypatch.setattr("reshard.checkpoints.files.default_limit", lambda: 256)
     monkeypatch.setattr(LocalStore, "costs", lambda _, path: far if path == str(world.dst) else LOCAL)
     asked = conversion_of(world.src, world.dst, src_strategy=world.old, dst_strategy=world.new, jobs=8)
-    with prepare(request_of(asked, Report(), Task(dry_run=True))) as prepared:
-        execution, work = prepared.state.execution, prepared.state.work
-        assert len(work) == ranks and execution.threads == 32
-        # Each has a descriptor of its own, and one of its directory.
-        open_together = execution.threads * max(map(len, prepared.plan.groups(work, execution.limits)))
-        assert 2 * open_together <= 256 // 2
+    planned = run(request_of(asked, Report(), Task(dry_run=True)))
+    budget, work = planned.budget, [*planned.sizes]
+    assert len(work) == ranks and budget.threads == 32
+    # Each has a descriptor of its own, and one of its directory.
+    open_together = budget.threads * max(map(len, planned.plan.groups(work, budget.limits)))
+    assert 2 * open_together <= 256 // 2
