@@ -14,7 +14,7 @@ from reshard.checkpoints.formats.dtypes import CAST_TO, dtype_named
 from reshard.errors import UsageError
 from reshard.forms.form import Form, Names, Side
 from reshard.forms.registry import form_of
-from reshard.storage import is_directory, is_regular_file
+from reshard.storage import absolute, is_directory, is_regular_file
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters
 from reshard.text.names import is_near_experts, trainer_optimizer
@@ -155,6 +155,13 @@ class EditRules(NamedTuple):
         names = (self.renamed_one_by_one, self.from_trainer, self.to_trainer)
         return repr((table, renames, self.casts, additions, *names, quantisation))
 
+    def recorded_options(self, table: NameRules) -> Mapping[str, str]:
+        """The options of the table that was asked for, if the source's records list them; none for another."""
+        recorded = dict(text.split("=", 1) for text in self.source_packing)
+        if table is not self.table or recorded.get("table") != recorded_name(table):
+            return {}
+        return {key[len("option ") :]: value for key, value in recorded.items() if key.startswith("option ")}
+
     def possible_names(self, name: str) -> Iterator[str | None]:
         """The possible names of a tensor; None for a name that depends on other tensors."""
         rules = (self.table, self.renames, self.additions, self.quantisation)
@@ -220,6 +227,13 @@ def between_forms(edits: EditRules, src: str, form: Form, to: Form, keep: bool =
     elif trains and (edits.table is not None or target.spellings):
         plain, trains = PLAIN_ALL, False
     return edits._replace(from_trainer=plain, to_trainer=not trains and target.names is Names.TRAINER)
+
+
+def recorded_name(table: NameRules) -> str:
+    """A built-in table's name, or the absolute path of a file."""
+    from reshard.names import builtin_names
+
+    return table.path if table.path in builtin_names() else absolute(table.path)
 
 
 def edits_to_model(form: Form) -> EditRules:

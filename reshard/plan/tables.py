@@ -14,12 +14,11 @@ from reshard.names import (
     NameRules,
     Path,
     apply_rules,
-    builtin_names,
     experts_table,
     is_reversed,
     path,
 )
-from reshard.plan.edits import EditRules
+from reshard.plan.edits import EditRules, recorded_name
 from reshard.storage import absolute
 from reshard.text.globs import Globs
 from reshard.text.messages import Report, quoted
@@ -41,7 +40,7 @@ def path_of(edits: EditRules, shapes: Mapping[str, tuple[int, ...]]) -> Path:
         return tuple(Edge(rules, edits.reverse) for rules in edits.tables)
     source, target = (HUB_SIDE if side is None else side.value for side in (edits.source_side, edits.side))
     if source != of_side.sides[1]:
-        is_right = edits.reverse or is_reversed(table, shapes, edits.config, recorded_options(edits, table))
+        is_right = edits.reverse or is_reversed(table, shapes, edits.config, edits.recorded_options(table))
         source = table.sides[is_right]
     chosen = path(edits.tables, source, target)
     applied = {name for edge in chosen for name, _ in edge.rules.chosen}
@@ -64,7 +63,7 @@ def apply_table(edits: EditRules, edge: Edge, shapes: Mapping[str, tuple[int, ..
         edits.config,
         edge.reverse,
         edits.optimizer,
-        recorded=recorded_options(edits, edge.rules),
+        recorded=edits.recorded_options(edge.rules),
         to_huggingface=edits.side is Side.HUGGINGFACE and edits.table_of_side is None,
         left_out=Globs(edits.exclude).match if of_side and edge.reverse else None,
     )
@@ -81,9 +80,6 @@ def for_experts(edits: EditRules, names: Iterable[str]) -> EditRules:
         NamesError: no published names are known for the model.
         UsageError: an adapter is added, too.
     """
-    if not edits.published_experts:
-        return edits
-    edits = edits._replace(published_experts=False)
     fused = fused_expert(names)
     if fused is None:
         return edits
@@ -95,19 +91,6 @@ def for_experts(edits: EditRules, names: Iterable[str]) -> EditRules:
             hint="convert BASE first: reshard convert BASE BASE2 --to huggingface --config DIR",
         )
     return edits._replace(tables=(experts_table(fused, edits.config),), reverse=False)
-
-
-def recorded_options(edits: EditRules, table: NameRules) -> Mapping[str, str]:
-    """The options of a table that the source's records list, where they list the same."""
-    recorded = dict(text.split("=", 1) for text in edits.source_packing)
-    if table is not edits.table or recorded.get("table") != recorded_name(table):
-        return {}
-    return {key[len("option ") :]: value for key, value in recorded.items() if key.startswith("option ")}
-
-
-def recorded_name(table: NameRules) -> str:
-    """A built-in table's name, or the absolute path of a file."""
-    return table.path if table.path in builtin_names() else absolute(table.path)
 
 
 def packing_of(edits: EditRules, table: NameRules, applied: Applied) -> tuple[str, ...]:

@@ -16,11 +16,12 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import ShardReading
 from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
 from reshard.errors import CheckpointError
-from reshard.forms.form import Side
+from reshard.forms.form import Names, Side
+from reshard.forms.registry import form_named
 from reshard.strategies import Strategy
-from reshard.text.globs import Glob
+from reshard.text.globs import Glob, Globs
 from reshard.text.messages import Report, listing, quoted
-from reshard.text.names import TRAINING_STEP, did_you_mean, is_weight
+from reshard.text.names import TRAINING_STEP, did_you_mean, fused_expert, is_weight
 from reshard.verification.boxes import Box, Shape, whole_box
 from reshard.verification.operations import DerivedTensor, lists_of, needed_sources
 from reshard.verification.stored import Content, Source, StoredTensor, Words, value_content
@@ -51,9 +52,7 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         InputError: the edits do not fit the source.
     """
     # Imported only here: most checkpoints are compared without rules.
-    from reshard.names import apply_rules, naming_of, plain_names
-    from reshard.plan.tables import apply_table, for_experts
-    from reshard.plan.trainers import names_in_model
+    from reshard.names import apply_rules, experts_table, naming_of, plain_names
 
     base.check_read(lambda name: True)
     tied: list[tuple[Content, Content]] = []
@@ -74,9 +73,19 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         recipes = {new: recipes[old] for old, new in plain.names.items() if new is not None}
         if edits.from_trainer == "weights" and edits.source_side is Side.MEGATRON:
             kept_values.discard(TRAINING_STEP)
-    edits = for_experts(edits, recipes)
+    fused = fused_expert(recipes) if edits.published_experts else None
+    if fused is not None:
+        edits = edits._replace(tables=(experts_table(fused, edits.config),), reverse=False)
     for edge in _path(edits, shapes):
-        applied = apply_table(edits, edge, shapes())
+        applied = apply_rules(
+            edge.rules,
+            shapes(),
+            edits.config,
+            edge.reverse,
+            edits.optimizer,
+            recorded=edits.recorded_options(edge.rules),
+            left_out=Globs(edits.exclude).match if edge.reverse and edge.rules is edits.table_of_side else None,
+        )
         tied += [
             (_tied_content(one, recipes[one], originals), _tied_content(two, recipes[two], originals))
             for one, two in applied.tied
@@ -90,7 +99,10 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         values = kept_values - set(base.checkpoint.without_layout())
         applied = apply_rules(edits.renames, shapes(), optimizer=True, values=values)
         recipes, kept_values = _ruled(recipes, kept_values, applied)
-    model_names = names_in_model(edits, recipes.keys(), base.checkpoint)
+    model_names = {name: name for name in recipes}
+    if edits.from_trainer is None and form_named(base.checkpoint.form).options.names is not Names.MODEL:
+        plain = plain_names(recipes, base.checkpoint.objects, base.checkpoint.nested, True)
+        model_names = {name: new or name for name, new in plain.names.items()}
     masters: dict[str, str] = {}
     if edits.side is Side.HUGGINGFACE:
         masters = {name: name[len("main_param.") :] for name in recipes if name.startswith("main_param.")}
