@@ -394,10 +394,11 @@ def _under_names(tensors: ModelTensors, table: str | None, config: str | None) -
     from reshard.asked import Edits
     from reshard.forms.registry import form_named
     from reshard.plan.edits import edit_rules
+    from reshard.plan.tables import path_of
 
     place = tensors.path if is_directory(tensors.path) else os.path.dirname(tensors.path)
     edits = edit_rules(place, Edits(names=table, config=config), form_named("ranks"))
-    for rules, reverse in edits.chain({name: tensor.shape for name, tensor in tensors.weights.items()}):
+    for rules, reverse in path_of(edits, {name: tensor.shape for name, tensor in tensors.weights.items()}):
         tensors = _under_table(tensors, rules, edits.config, reverse)
     return tensors
 

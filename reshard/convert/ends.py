@@ -159,7 +159,7 @@ def _check_target(asked: Conversion, strategy: str | None, form: Form, to: Form)
 
 
 def _check_arguments(asked: Conversion, strategy: str | None, form: Form, to: Form) -> None:
-    """Refuse options of trees and arguments of Megatron where they have no meaning."""
+    """Refuse options of trees and arguments of a training where they have no meaning."""
     target, named = asked.target, asked.edits.names not in (None, NO_TABLE)
     of_source = named and form.options.arguments and target.args is not None
     if not to.options.arguments and (target.sizes or not of_source):

@@ -26,6 +26,7 @@ from reshard.numbers.fingerprint import Fingerprints, fingerprints
 from reshard.plan.editing import edited as make_edits
 from reshard.plan.edits import Request, edit_rules
 from reshard.plan.planner import read_source
+from reshard.plan.trainers import names_in_model
 from reshard.records import Manifest, Record, read_manifest
 from reshard.records.ledger import ledger_in
 from reshard.records.status import status_of
@@ -34,7 +35,13 @@ from reshard.storage import exists, is_regular_file, real, storage_of
 from reshard.text.globs import warn_of_unmatched
 from reshard.text.messages import Report, are, number_ranges, rank_ranges, some_names
 from reshard.verification.edited import edited_source
-from reshard.verification.end_to_end import MergedAdapter, Verified, as_asked, between_forms, verify_conversion
+from reshard.verification.end_to_end import (
+    MergedAdapter,
+    Verified,
+    between_forms,
+    has_the_asked_rules,
+    verify_conversion,
+)
 from reshard.verification.files import RecordedCrcs, read_sound
 from reshard.verification.reading import Difference, Means
 from reshard.verification.stored import Source, stored_source
@@ -71,7 +78,7 @@ def verify_written(
         adapter: the adapter added to the weights, if any.
     """
     report = Report()
-    if not as_asked(request):
+    if not has_the_asked_rules(request):
         return [Difference("file", None, (), f"{request.dst}: names or types are not those asked for")]
     files, by_rank = summary.target_files, request.to.options.by_rank
     if not by_rank:
@@ -184,7 +191,7 @@ def source_fingerprints(request: Request, means: Means, report: Report, crcs: Re
         raise CheckpointError(
             "no parameter or value of the checkpoint is selected", hint="check --include and --exclude"
         )
-    model_names = {} if edited else rules.model_names(stored.checkpoint.tensors, stored.checkpoint)
+    model_names = {} if edited else names_in_model(rules, stored.checkpoint.tensors, stored.checkpoint)
     if len({*model_names.values()}) < len(model_names):
         # Two tensors would have one name.
         model_names = {}

@@ -48,6 +48,11 @@ class Side(Enum):
     MINDFORMERS = "mindformers"
     MEGATRON = "megatron"
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether its trainers save master copies beside weights, and one step of the optimizer for all parameters."""
+        return self is Side.MEGATRON
+
 
 class FormOptions(NamedTuple):
     """The options of a form, and its words in messages.
@@ -64,6 +69,7 @@ class FormOptions(NamedTuple):
         mindspore: MindSpore loads its files.
         side: whose names and packing its loaders expect.
         names: the names that its tensors have.
+        spellings: its trainers have saved the same state under several names, and a copy gets those of today.
         metadata: keys in the headers of its files that its reader checks.
         arguments: it records the arguments of the training, which --args states.
         counters: the values of a training that it records, as numbers of its own; None for all, as they are.
@@ -80,6 +86,7 @@ class FormOptions(NamedTuple):
     mindspore: bool = True
     side: Side = Side.MINDFORMERS
     names: Names = Names.MODEL
+    spellings: bool = False
     metadata: tuple[str, ...] = ()
     arguments: bool = False
     counters: tuple[str, ...] | None = None

@@ -12,7 +12,7 @@ from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, read_index
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS
 from reshard.errors import CheckpointError, LayoutError, StrategyError
-from reshard.forms.form import Form, ReadRequest, Side
+from reshard.forms.form import Form, ReadRequest
 from reshard.forms.ranks.naming import RANK
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import form_of
@@ -60,8 +60,8 @@ def read_shapes(path: str, strategy: Strategy | None, handles: FileHandles, repo
 
 
 def _names_in_model(checkpoint: Checkpoint, form: Form) -> Mapping[str, str | None]:
-    """New names of tensors of Megatron, whose optimizer has words of its own; None for those that have none."""
-    if form.options.side is not Side.MEGATRON:
+    """New names of tensors, where optimizers have words of their own; None for those that have none."""
+    if not form.options.spellings:
         return {}
     from reshard.names import plain_names
 

@@ -23,11 +23,12 @@ from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.ranks.tree import find_rank
 from reshard.forms.registry import form_named
 from reshard.inspection.checkpoint import Inspected, Problem, inspect, problems_of
-from reshard.names import Configuration, builtin_names, config_beside, megatron_families, rules_named
+from reshard.names import Configuration, builtin_names, config_beside, families_of, rules_named
 from reshard.names.rules import settle, side_of
 from reshard.plan.checks import needed
-from reshard.plan.editing import edited, words_of_packing
+from reshard.plan.editing import edited
 from reshard.plan.edits import NO_TABLE, edit_rules
+from reshard.plan.tables import words_of_packing
 from reshard.records.ledger import packing_of, recorded_strategy
 from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory
@@ -270,7 +271,7 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
 def _megatron_model(src: str, inspected: Inspected, model: Model) -> Model:
     """The same with the families whose tables lead from Megatron's names to those of Hugging Face."""
     path = None if model.config is None else model.config.path
-    written = {name: _written(src, inspected, name, path) for name in sorted(megatron_families())}
+    written = {name: _written(src, inspected, name, path) for name in sorted(families_of(_MEGATRON))}
     fitting = {name: frozenset(each.tensors) for name, each in written.items() if each is not None}
     # A mixture of experts may have none: its table then gives the same names.
     tables = [model.type] if model.type in fitting else [*fitting][: 1 if len({*fitting.values()}) == 1 else None]

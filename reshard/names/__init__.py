@@ -5,30 +5,25 @@
 """
 
 from reshard.names.apply import Applied, AppliedStep, NamedView, apply_rules, is_reversed
-from reshard.names.frameworks import (
-    megatron_name_before,
-    megatron_names,
-    name_before,
-    plain_names,
-    possible_plain_names,
-    trainer_keys,
-    trainer_names,
-)
-from reshard.names.operations import SizedOperation, repeated
+from reshard.names.frameworks import Naming, naming_of, plain_names, possible_plain_names, trainer_keys
+from reshard.names.operations import SizedOperation, viewed
 from reshard.names.rules import HUB_SIDE, NameRules, with_options
 from reshard.names.sizes import Configuration, merged
 from reshard.names.tables import (
-    MEGATRON,
+    Edge,
+    Path,
     builtin_names,
-    chained_rules,
     config_beside,
     experts_table,
+    families_of,
     is_foreign,
-    megatron_families,
     modules_differ,
+    name_one_of,
     parse_renames,
     parse_rules,
+    path,
     read_config,
     read_rules,
     rules_named,
+    tables_named,
 )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from reshard.errors import NamesError, UsageError
 from reshard.layout.views import View
-from reshard.names.misfits import Completeness, Misfits, combinations
+from reshard.names.misfits import Misfits, UnusedRules, combinations
 from reshard.names.operations import PAD, TAKE, UNPAD, Copy, Shape, SizedOperation, apply_all
 from reshard.names.pattern import Pattern, SizedPattern
 from reshard.names.rules import (
@@ -127,7 +127,7 @@ def apply_rules(
         side = side_of(rules, settled, shapes, reverse)
         run = _Application(rules, side, shapes, optimizer, settled, values, left_out)
         run.sort()
-        Completeness(side, run.instances, run.problems).check(rules.keeps_others)
+        UnusedRules(side, run.instances, run.problems).check(rules.keeps_others)
         run.check_used()
         run.compute_views()
         run.problems.check()

@@ -23,11 +23,11 @@ from reshard.text.names import TRAINER_OPTIMIZERS, UNNAMED_STATE, is_weight, sta
 
 MODEL = "model."
 _STATES = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "fp32_param": "main_param."}
-# The masters of Megatron's fully_reshardable optimizer state, beside moments of the same parameter.
+# The masters of fully_reshardable optimizer state, beside moments of the same parameter.
 _MASTER = "param"
 # Between these and the names of parameters.
 _INNER = ("optim.", "state.")
-# Megatron's FSDP names parameters after one wrapper in its model, and after three of them in its optimizer.
+# That FSDP names parameters after one wrapper in its model, and after three of them in its optimizer.
 _MODULES = re.compile(r"((?:adam_m\.|adam_v\.|main_param\.)?)(?:module\.)+")
 # Modules around others, of torch.compile, FSDP and activation checkpointing.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -176,8 +176,50 @@ def _unwrapped(name: str) -> str:
     return name
 
 
+class Naming(NamedTuple):
+    """Names that a trainer gives the tensors of a model and of MindSpore's optimizers.
+
+    Attributes:
+        model: begins the names of weights.
+        state: a name of optimizer state, of a parameter's ``name`` and a ``key``.
+        keys: the keys by MindSpore's prefixes.
+    """
+
+    model: str
+    state: str
+    keys: Mapping[str, str]
+
+    def add(self, names: Collection[str]) -> dict[str, str]:
+        """The trainer's names of all tensors, by those of the model and of MindSpore's optimizers."""
+        all_names = frozenset(names)
+        new_names: dict[str, str] = {}
+        for name in names:
+            word, dot, parameter = name.partition(".")
+            if word + dot in self.keys and parameter in all_names:
+                new_names[name] = self.state.format(name=parameter, key=self.keys[word + dot])
+            else:
+                new_names[name] = self.model + name if is_weight(name, all_names) else name
+        return new_names
+
+    def remove(self, name: str) -> str:
+        """The name that `add` replaced."""
+        if trainer_optimizer(name):
+            return _state_name(name, None) or name
+        return name[len(self.model) :] if name.startswith(self.model) else name
+
+
+_PREFIXES = {prefix: key for key, prefix in _STATES.items()}
+_TORCH = Naming(MODEL, "optimizer.state.{name}.{key}", _PREFIXES)
+_NAMINGS = {"megatron": Naming("", "optimizer.state.{key}.{name}", {**_PREFIXES, _STATES["fp32_param"]: _MASTER})}
+
+
+def naming_of(side: str) -> Naming:
+    """The names that trainers have whose models are on a side of the tables."""
+    return _NAMINGS.get(side, _TORCH)
+
+
 def trainer_keys(name: str) -> tuple[str, ...]:
-    """The keys of the nested dictionaries of a trainer's state for a name that `trainer_names` made."""
+    """The keys of the nested dictionaries of a trainer's state for a name that `Naming.add` made."""
     root, _, inner_name = name.partition(".")
     if root + "." == MODEL:
         return root, inner_name
@@ -185,42 +227,3 @@ def trainer_keys(name: str) -> tuple[str, ...]:
     if root + "." in TRAINER_OPTIMIZERS and inner.startswith("state."):
         return root, "state", inner[len("state.") :], last
     return (name,)
-
-
-def name_before(name: str) -> str:
-    """The name that a model, or MindSpore's optimizer, has for a tensor that `trainer_names` named."""
-    keys = trainer_keys(name)
-    if len(keys) == len(("optimizer", "state", "NAME", "KEY")):
-        return _STATES[keys[-1]] + keys[-2] if keys[-1] in _STATES else name
-    return keys[-1]
-
-
-def megatron_names(names: Collection[str]) -> dict[str, str | None]:
-    """The names of tensors of a model, and of MindSpore's optimizer state, as Megatron's fully_reshardable has them."""
-    all_names = frozenset(names)
-    states = {**{prefix: state for state, prefix in _STATES.items()}, "main_param.": _MASTER}
-    new_names: dict[str, str | None] = {}
-    for name in names:
-        word, dot, parameter = name.partition(".")
-        is_state = word + dot in states and parameter in all_names
-        new_names[name] = f"optimizer.state.{states[word + dot]}.{parameter}" if is_state else name
-    return new_names
-
-
-def megatron_name_before(name: str) -> str:
-    """The name that `megatron_names` replaced."""
-    return _state_name(name, None) or name if trainer_optimizer(name) else name
-
-
-def trainer_names(names: Collection[str]) -> dict[str, str | None]:
-    """The names of tensors of a model, and of MindSpore's optimizer state, as a trainer's state has them."""
-    all_names = frozenset(names)
-    states = {prefix: state for state, prefix in _STATES.items()}
-    new_names: dict[str, str | None] = {}
-    for name in names:
-        word, dot, parameter = name.partition(".")
-        if word + dot in states and parameter in all_names:
-            new_names[name] = f"optimizer.state.{parameter}.{states[word + dot]}"
-        else:
-            new_names[name] = MODEL + name if is_weight(name, all_names) else name
-    return new_names

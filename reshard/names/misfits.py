@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from reshard.errors import NamesError
 from reshard.names.rules import InstanceKey, NameRules, SidedRule, TableSide
-from reshard.names.tables import MEGATRON
 from reshard.text.messages import block, joined, listing, quoted
 from reshard.text.names import near_names
 
@@ -74,8 +73,8 @@ class Misfits:
 
     def _hint(self) -> str | None:
         hints = []
-        if self._rules.path == MEGATRON and (self.unmatched or self.missing):
-            hints.append("is it a model of this family? `reshard suggest` names that of a checkpoint of Megatron")
+        if self._rules.families and (self.unmatched or self.missing):
+            hints.append("is it a model of this family? `reshard suggest` names those that fit")
         if self._options and (self.unmatched or self.missing):
             values = ", ".join(f"{name}={value}" for name, value in self._options.items())
             open_options = {name: self._options[name] for name in self._options if name not in dict(self._rules.chosen)}
@@ -114,7 +113,7 @@ def _numbers_replaced(name: str, number: str) -> str:
     return re.sub("(?<![a-z0-9])[0-9]+(?![a-z0-9])", number, name)
 
 
-class Completeness:
+class UnusedRules:
     """A check for needed rules without any name; `apply` notes rules with only some names."""
 
     def __init__(self, side: TableSide, instances: Iterable[InstanceKey], problems: Misfits) -> None:

@@ -1,4 +1,4 @@
-"""Operations of rules on tensors: each checks the shapes of its operands, and creates views of them.
+"""Operations of rules on tensors: shapes of the operands give each its sizes, and these its results as views.
 
 An operation converts a list of tensors to another list. The tensors of a rule are in *columns*, one per name of the
 rule; a column is one tensor, or one tensor per value of a stacked number, in order.
@@ -59,10 +59,6 @@ class SizedOperation:
     count: int = 1
 
 
-Results = tuple[Sequence[View], SizedOperation | None]
-"""The results of an operation as views of the sources, and the operation with its sizes, if it changes anything."""
-
-
 class Operation(ABC):
     """An operation of a rule, from left to right or, if ``inverted``, from right to left."""
 
@@ -72,11 +68,11 @@ class Operation(ABC):
         return replace(self, inverted=not self.inverted)  # type: ignore[type-var]
 
     @abstractmethod
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
-        """The results for these operands.
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedOperation | None:
+        """The operation with its sizes, for operands of these shapes; None if it changes nothing.
 
         Raises:
-            SizeError: it does not fit their shapes.
+            SizeError: it does not fit the shapes.
             NamesError: a size is unknown.
         """
 
@@ -100,36 +96,36 @@ class Join(Operation):
     block: Product | None = None
     inverted: bool = False
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
-        return self._split(views, sizes) if self.inverted else self._join(views, sizes)
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedOperation | None:
+        return self._split(shapes, sizes) if self.inverted else self._join(shapes, sizes)
 
-    def _join(self, views: Sequence[View], sizes: ModelSizes) -> Results:
-        per_column = len(views) // self.count
-        operands = [views[number::per_column] for number in range(per_column)]
+    def _join(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedOperation:
+        per_column = len(shapes) // self.count
+        operands = [shapes[number::per_column] for number in range(per_column)]
         for joined in operands:
-            _check_dimension(self.dimension, joined[0].shape)
-            if len({_resized(view.shape, self.dimension) for view in joined}) != 1:
+            _check_dimension(self.dimension, joined[0])
+            if len({_resized(shape, self.dimension) for shape in joined}) != 1:
                 raise SizeError(f"shapes {_shapes(joined)} differ in a dimension other than {self.dimension}")
-        lengths, *others = {tuple(view.shape[self.dimension] for view in joined) for joined in operands}
+        lengths, *others = {tuple(shape[self.dimension] for shape in joined) for joined in operands}
         if others:
-            raise SizeError(f"shapes {_shapes(views)} differ")
+            raise SizeError(f"shapes {_shapes(shapes)} differ")
         if self.parts is None and len(set(lengths)) != 1:
-            raise SizeError(f"shapes {_shapes(views)} differ along dimension {self.dimension}, and no parts are stated")
+            raise SizeError(
+                f"shapes {_shapes(shapes)} differ along dimension {self.dimension}, and no parts are stated"
+            )
         expected = self._lengths(sum(lengths), sizes)
         if lengths != expected:
-            raise SizeError(f"shapes {_shapes(views)} contradict {sizes.source}: {self._parts_text(expected)}")
-        return _results(self._sized(JOIN, lengths, sizes), views)
+            raise SizeError(f"shapes {_shapes(shapes)} contradict {sizes.source}: {self._parts_text(expected)}")
+        return self._grouped(JOIN, lengths, sizes)
 
-    def _split(self, views: Sequence[View], sizes: ModelSizes) -> Results:
+    def _split(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedOperation:
         dimension = self.dimension
-        total = _length(dimension, views)
+        total = _length(dimension, shapes)
         lengths = self._lengths(total, sizes)
         if sum(lengths) != total:
             parts = self._parts_text(lengths)
-            raise SizeError(
-                f"shape {list(views[0].shape)} contradicts {sizes.source}: dimension {dimension} has {parts}"
-            )
-        return _results(self._sized(CUT, lengths, sizes), views)
+            raise SizeError(f"shape {list(shapes[0])} contradicts {sizes.source}: dimension {dimension} has {parts}")
+        return self._grouped(CUT, lengths, sizes)
 
     def _lengths(self, total: int, sizes: ModelSizes) -> tuple[int, ...]:
         if self.parts is None:
@@ -148,7 +144,7 @@ class Join(Operation):
             f"{part.text} = {length}" for part, length in zip(self.parts or (), lengths) if part is not None
         )
 
-    def _sized(self, kind: str, lengths: Sequence[int], sizes: ModelSizes) -> SizedOperation:
+    def _grouped(self, kind: str, lengths: Sequence[int], sizes: ModelSizes) -> SizedOperation:
         groups = 1
         if self.groups is not None:
             groups = sizes.value(self.groups)
@@ -185,20 +181,20 @@ class Stack(Operation):
     count: Product | None = None
     inverted: bool = False
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedOperation | None:
         dimension = self.dimension
         if self.inverted:
-            count = _length(dimension, views)
+            count = _length(dimension, shapes)
             if self.count is not None and count != (expected := sizes.value(self.count)):
                 raise SizeError(
-                    f"shape {list(views[0].shape)} contradicts {sizes.source}: dimension {dimension} has "
+                    f"shape {list(shapes[0])} contradicts {sizes.source}: dimension {dimension} has "
                     f"{self.count.text} = {expected} elements"
                 )
-            return _results(SizedOperation(UNSTACK, dimension, count=count), views)
-        count = len(views) // self.columns if self.count is None else sizes.value(self.count)
-        for start in range(0, len(views), count):
-            _check_dimension(dimension, (*_one_shape(views[start : start + count]), 0))
-        return _results(SizedOperation(STACK, dimension, count=count), views)
+            return SizedOperation(UNSTACK, dimension, count=count)
+        count = len(shapes) // self.columns if self.count is None else sizes.value(self.count)
+        for start in range(0, len(shapes), count):
+            _check_dimension(dimension, (*_one_shape(shapes[start : start + count]), 0))
+        return SizedOperation(STACK, dimension, count=count)
 
 
 @dataclass(frozen=True)
@@ -214,11 +210,11 @@ class Transpose(Operation):
     def inverse(self) -> Transpose:
         return self if self.order is None else Transpose(tuple(map(self.order.index, range(len(self.order)))))
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
-        order = tuple(reversed(range(len(views[0].shape)))) if self.order is None else self.order
-        if any(len(view.shape) != len(order) for view in views):
-            raise SizeError(f"shapes {_shapes(views)} do not have {len(order)} dimensions")
-        return _results(SizedOperation(TRANSPOSE, order=order), views)
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedOperation | None:
+        order = tuple(reversed(range(len(shapes[0])))) if self.order is None else self.order
+        if any(len(shape) != len(order) for shape in shapes):
+            raise SizeError(f"shapes {_shapes(shapes)} do not have {len(order)} dimensions")
+        return SizedOperation(TRANSPOSE, order=order)
 
 
 @dataclass(frozen=True)
@@ -236,14 +232,14 @@ class Reshape(Operation):
     def inverse(self) -> Reshape:
         return Reshape(self.after, self.before)
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
-        shape = _one_shape(views)
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedOperation | None:
+        shape = _one_shape(shapes)
         known_sizes = _known_sizes((*self.before, *self.after), sizes)
         all_sizes = {**known_sizes, **solved(self.before, shape, known_sizes)}
         new_shape = tuple(expression.whole(all_sizes) for expression in self.after)
         if math.prod(new_shape) != math.prod(shape):
             raise SizeError(f"shape {list(shape)} cannot become {list(new_shape)}: the numbers of elements differ")
-        return _results(SizedOperation(RESHAPE, shape=new_shape), views)
+        return SizedOperation(RESHAPE, shape=new_shape)
 
 
 @dataclass(frozen=True)
@@ -255,11 +251,11 @@ class Check(Operation):
     def inverse(self) -> Check:
         return self
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedOperation | None:
         known_sizes = _known_sizes(self.shape, sizes)
-        for shape in dict.fromkeys(view.shape for view in views):
+        for shape in dict.fromkeys(shapes):
             solved(self.shape, shape, known_sizes)
-        return views, None
+        return None
 
 
 @dataclass(frozen=True)
@@ -277,27 +273,27 @@ class Pad(Operation):
     multiple: Product
     inverted: bool = False
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedOperation | None:
         dimension = self.dimension
         multiple = sizes.value(self.multiple)
         if not multiple:
             raise SizeError(f"{self.multiple.text} is 0, and must be at least 1")
         if multiple == 1 and sizes.value_if_known(self.size) is None:
-            return views, None
+            return None
         size = sizes.value(self.size)
         padded = -(-size // multiple) * multiple
         before, after = (padded, size) if self.inverted else (size, padded)
-        for view in views:
-            _check_dimension(dimension, view.shape)
-            if view.shape[dimension] != before:
+        for shape in shapes:
+            _check_dimension(dimension, shape)
+            if shape[dimension] != before:
                 padding = "" if size == padded else f", padded to {padded}"
                 raise SizeError(
-                    f"shape {list(view.shape)} contradicts {sizes.source}: dimension {dimension} has "
+                    f"shape {list(shape)} contradicts {sizes.source}: dimension {dimension} has "
                     f"{self.size.text} = {size} elements{padding}"
                 )
         if before == after:
-            return views, None
-        return _results(SizedOperation(UNPAD if self.inverted else PAD, dimension, sizes=(before, after)), views)
+            return None
+        return SizedOperation(UNPAD if self.inverted else PAD, dimension, sizes=(before, after))
 
 
 @dataclass(frozen=True)
@@ -307,21 +303,23 @@ class Copy(Operation):
     count: int
     inverted: bool = False
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Results:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedOperation | None:
         if not self.inverted:
-            return _results(SizedOperation(COPY, count=self.count), views)
-        each = len(views) // self.count
-        if any(view.shape != views[number % each].shape for number, view in enumerate(views)):
-            raise SizeError(f"shapes {_shapes(views)} differ, so the tensors are not equal")
-        return _results(SizedOperation(TAKE, count=self.count), views)
+            return SizedOperation(COPY, count=self.count)
+        each = len(shapes) // self.count
+        if any(shape != shapes[number % each] for number, shape in enumerate(shapes)):
+            raise SizeError(f"shapes {_shapes(shapes)} differ, so the tensors are not equal")
+        return SizedOperation(TAKE, count=self.count)
 
 
-def _results(operation: SizedOperation, views: Sequence[View]) -> Results:
-    return repeated(operation, views), operation
+def viewed(operations: Iterable[SizedOperation], views: Sequence[View]) -> Sequence[View]:
+    """The results of operations, one after the other, for operands of the shapes that they were made for."""
+    for operation in operations:
+        views = _viewed(operation, views)
+    return views
 
 
-def repeated(operation: SizedOperation, views: Sequence[View]) -> Sequence[View]:
-    """The results of an operation with its sizes, for operands of the shapes that it was made for."""
+def _viewed(operation: SizedOperation, views: Sequence[View]) -> Sequence[View]:
     kind, at, count = operation.kind, operation.dimension, operation.count
     if kind == JOIN:
         per_column = len(views) // len(operation.sizes)
@@ -381,8 +379,10 @@ def apply_all(
     views: Sequence[View] = [View.whole(number, shape) for number, shape in enumerate(shapes)]
     steps = []
     for operation in operations:
-        views, sized = operation.apply(views, sizes)
-        steps += [] if sized is None else [sized]
+        sized = operation.sized([view.shape for view in views], sizes)
+        if sized is not None:
+            views = viewed([sized], views)
+            steps.append(sized)
     return views, tuple(steps)
 
 
@@ -395,20 +395,20 @@ def _check_dimension(dimension: int, shape: Shape) -> None:
         raise SizeError(f"shape {list(shape)} has no dimension {dimension}")
 
 
-def _length(dimension: int, views: Sequence[View]) -> int:
+def _length(dimension: int, shapes: Sequence[Shape]) -> int:
     """The elements along a dimension, equal in all tensors."""
-    for view in views:
-        _check_dimension(dimension, view.shape)
-    length, *others = {view.shape[dimension] for view in views}
+    for shape in shapes:
+        _check_dimension(dimension, shape)
+    length, *others = {shape[dimension] for shape in shapes}
     if others:
-        raise SizeError(f"shapes {_shapes(views)} differ along dimension {dimension}")
+        raise SizeError(f"shapes {_shapes(shapes)} differ along dimension {dimension}")
     return length
 
 
-def _one_shape(views: Sequence[View]) -> Shape:
-    shape, *others = dict.fromkeys(view.shape for view in views)
+def _one_shape(shapes: Sequence[Shape]) -> Shape:
+    shape, *others = dict.fromkeys(shapes)
     if others:
-        raise SizeError(f"shapes {_shapes(views)} differ")
+        raise SizeError(f"shapes {_shapes(shapes)} differ")
     return shape
 
 
@@ -416,6 +416,6 @@ def _resized(shape: Shape, dimension: int, *lengths: int) -> Shape:
     return (*shape[:dimension], *lengths, *shape[dimension + 1 :])
 
 
-def _shapes(views: Iterable[View], most: int = 4) -> str:
-    shapes = [*dict.fromkeys(view.shape for view in views)]
-    return ", ".join(str(list(shape)) for shape in shapes[:most]) + (", ..." if len(shapes) > most else "")
+def _shapes(shapes: Iterable[Shape], most: int = 4) -> str:
+    different = [*dict.fromkeys(shapes)]
+    return ", ".join(str(list(shape)) for shape in different[:most]) + (", ..." if len(different) > most else "")

@@ -26,6 +26,9 @@ NONE_RECORDED: Mapping[str, str] = {}
 HUB_SIDE = "huggingface"
 """The side of tables whose tensors no option packs."""
 
+FAMILY = "family"
+"""The option of a table of several model families that names the one: the name of that family's own table."""
+
 EITHER, FORWARD = "either", "forward"
 """The direction of a table without --reverse: by the names of the source, or always left to right."""
 
@@ -118,7 +121,6 @@ class NameRules:
         direction: ``EITHER`` or ``FORWARD``.
         keeps_others: whether names without a rule stay unchanged, instead of being an error.
         text: the content of the file.
-        named_by: the option whose value the user states in place of the table's name; empty if there is none.
     """
 
     path: str
@@ -132,12 +134,16 @@ class NameRules:
     direction: str = EITHER
     keeps_others: bool = False
     text: str = ""
-    named_by: str = ""
 
     def stated(self, **options: str) -> str:
-        """What --names states: the table, its chosen options, and more."""
+        """What --names states: the table, or its family; its chosen options, and more."""
         chosen = {**dict(self.chosen), **options}
-        return ",".join([chosen.pop(self.named_by, self.path), *(f"{name}={value}" for name, value in chosen.items())])
+        return ",".join([chosen.pop(FAMILY, self.path), *(f"{name}={value}" for name, value in chosen.items())])
+
+    @property
+    def families(self) -> Sequence[str]:
+        """The model families of a table of several."""
+        return next((option.values for option in self.options if option.name == FAMILY), ())
 
     @property
     def packing_options(self) -> frozenset[str]:

@@ -48,11 +48,11 @@ _NO_ARGUMENTS: Mapping[str, str] = {}
 
 
 class Configuration(dict[str, object]):
-    """The content of a config.json, or arguments of Megatron under its keys.
+    """The content of a config.json, or arguments of a training under its keys.
 
     Attributes:
         path: the file.
-        arguments: Megatron's argument for each of its keys, where it is made of these; empty for a config.json.
+        arguments: the argument for each of its keys, where it is made of these; empty for a config.json.
     """
 
     def __init__(self, content: Mapping[str, object], path: str, arguments: Mapping[str, str] = _NO_ARGUMENTS) -> None:
@@ -155,7 +155,7 @@ class ModelSizes:
             near = [near_key for key in size.keys for near_key in near_names(key, self._config)]
             of_keys = getattr(self._config, "arguments", _NO_ARGUMENTS)
             argument = next((of_keys[key] for key in size.keys if key in of_keys), None)
-            named = f'add "{argument}", as arguments of Megatron name it' if argument else "add it"
+            named = f'add "{argument}", as the arguments name it' if argument else "add it"
             raise NamesError(
                 f"{self.source} does not give the size {name}: it has no {size.text}"
                 + (f", but {quoted(near[0])}" if near else ""),

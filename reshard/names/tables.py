@@ -9,15 +9,16 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.errors import NamesError, UsageError
 from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Transpose
 from reshard.names.pattern import PatternError, pattern
 from reshard.names.rules import (
     EITHER,
+    FAMILY,
     FORWARD,
     HUB_SIDE,
     NameRule,
@@ -38,11 +39,6 @@ RENAME = "rename"
 """The path of a table of renames."""
 
 _FUSED_EXPERTS = "fused_experts"
-
-MEGATRON = "megatron"
-"""The built-in table between Hugging Face's names and Megatron's, of all families."""
-
-_FAMILY = "family"
 
 _BUILTIN = BuiltinFiles(__file__, "table", NamesError, "reshard names list")
 _OPTIONS = re.compile(r"(?:,[a-z][a-z0-9_]*=[A-Za-z0-9_]+)+\Z")
@@ -101,41 +97,72 @@ def rules_named(text_of_user: str) -> NameRules:
     return with_options(_table(name), stated)
 
 
-def chained_rules(text_of_user: str, mindformers: bool = False) -> tuple[NameRules, NameRules | None]:
-    """The table as `rules_named` reads it, and Megatron's for the same family; None for a table of no family.
+def families_of(side: str) -> Sequence[str]:
+    """The model families of the built-in table to a side that has one for all; none for other sides and tables."""
+    return _table(side).families if side in builtin_names() else ()
+
+
+def name_one_of(families: Sequence[str]) -> str:
+    """What to do where a table depends on the model family."""
+    *others, last = families
+    return f"name the family of the model: --names {', '.join(others)} or {last}"
+
+
+def tables_named(text_of_user: str, source: str, target: str) -> tuple[NameRules, ...]:
+    """The table as `rules_named` reads it, and behind it that of a side which has one for all model families.
 
     An option belongs to every table that has it, with this value. A number, such as that of padding, belongs to the
     table of the target.
 
     Args:
-        text_of_user: the family, and options.
-        mindformers: the target has MindFormers' names.
+        text_of_user: the table or model family, and options.
+        source: the side of the source's form.
+        target: the side of the target's form.
+
+    Raises:
+        UsageError: the table of a side is named in place of the model family; or an option is unknown.
+        NamesError: the table cannot be read.
     """
     name, stated = _typed(text_of_user)
-    rules, megatron = _table(name), replace(_table(MEGATRON), named_by=_FAMILY)
-    if name not in _families(megatron):
-        return with_options(rules, stated), None
+    rules = _table(name)
+    if rules.families:
+        problem = f"--names {text_of_user}: the table {name} follows from the form of the checkpoint"
+        raise UsageError(problem, hint=name_one_of(rules.families))
+    side = next((each for each in (source, target) if name in families_of(each)), None)
+    if side is None:
+        return (with_options(rules, stated),)
+    of_side = _table(side)
 
     def having(table: NameRules, numbers: bool) -> dict[str, str]:
-        values = {option.name: option.values for option in table.options if option.name != _FAMILY}
+        values = {option.name: option.values for option in table.options if option.name != FAMILY}
         return {
             key: value
             for key, value in stated.items()
             if key in values and (value in values[key] or (numbers and not values[key]))
         }
 
-    of_rules, of_megatron = having(rules, mindformers), having(megatron, not mindformers)
-    unknown = {key: value for key, value in stated.items() if key not in of_megatron}
-    return with_options(rules, {**unknown, **of_rules}), with_options(megatron, {_FAMILY: name, **of_megatron})
+    to_family = target == rules.sides[1]
+    of_family, others = having(rules, to_family), having(of_side, not to_family)
+    unknown = {key: value for key, value in stated.items() if key not in others}
+    return with_options(rules, {**unknown, **of_family}), with_options(of_side, {FAMILY: name, **others})
 
 
-def megatron_families() -> Sequence[str]:
-    """The tables between Hugging Face's names and MindFormers' that Megatron's names lead to."""
-    return _families(_table(MEGATRON))
+class Edge(NamedTuple):
+    """A table, and the direction that it is read in; None for the one that fits the names."""
+
+    rules: NameRules
+    reverse: bool | None
 
 
-def _families(rules: NameRules) -> Sequence[str]:
-    return next(option.values for option in rules.options if option.name == _FAMILY)
+Path = tuple[Edge, ...]
+"""Tables that follow each other: each takes the tensors that the one before makes."""
+
+
+def path(tables: Iterable[NameRules], source: str, target: str) -> Path:
+    """The tables from the names of one side to those of another, each between Hugging Face's names and a side's."""
+    table_of = {rules.sides[1]: rules for rules in tables}
+    back = () if source == HUB_SIDE else (Edge(table_of[source], True),)
+    return back if target == HUB_SIDE else (*back, Edge(table_of[target], False))
 
 
 def _table(name: str) -> NameRules:

@@ -213,9 +213,9 @@ def missing_problems(plan: Plan, report: Report) -> Iterator[CheckpointError]:
     held = [name for name in laid_out_names(sections) & plan.checkpoint.tensors.keys() if request.filters.admit(name)]
     if request.to.options.names is not Names.MODEL:
         # Strategies list the names of MindSpore's optimizers, not those of a trainer's state.
-        from reshard.names import name_before
+        from reshard.names import naming_of
 
-        held += [name_before(name) for name in held]
+        held += map(naming_of(request.to.options.side.value).remove, [*held])
     names = plan.known_names()
     accepted = Globs(request.asked.edits.allow_missing)
     missing = [name for name in needed(missing, held, request.target, names) if not accepted.match(name)]

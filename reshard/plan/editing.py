@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,19 +11,17 @@ from typing import TYPE_CHECKING
 from reshard.checkpoints import Tensor
 from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, GlobalTensor, Recipe, TiedTensors
 from reshard.checkpoints.formats.dtypes import INT4, TEXT
-from reshard.errors import CheckpointError, NamesError, UsageError
-from reshard.forms.form import Side
+from reshard.errors import CheckpointError, UsageError
+from reshard.forms.form import EditedStep, Side
 from reshard.layout.views import View
 from reshard.plan.casts import cast
-from reshard.plan.edits import Additions, AppliedTable, EditRules, recorded_name
-from reshard.storage import absolute
-from reshard.strategies import Strategy
+from reshard.plan.edits import AppliedTable, EditRules
+from reshard.strategies import SAME, Strategy
 from reshard.text.messages import Report, as_pattern, listing, plural, quoted
 from reshard.text.names import is_training_value
 
 if TYPE_CHECKING:
-    from reshard.names import Applied, NameRules
-    from reshard.quantised import Quantisation
+    from reshard.names import Applied, NameRules, SizedOperation
 
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
@@ -32,94 +29,107 @@ _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 def edited(checkpoint: Checkpoint, edits: EditRules, report: Report, complete: bool = True) -> EditedCheckpoint:
     """The checkpoint that edits make of a source.
 
+    Args:
+        checkpoint: the source.
+        edits: the edits.
+        report: gets notes.
+        complete: whether the checkpoint is the whole source.
+
     Raises:
         InputError: the edits do not fit the source.
     """
-    if edits.additions is not None and (edits.table is not None or edits.casts):
+    if edits.additions is not None and (edits.tables or edits.casts):
         raise UsageError("additions to tensors exclude rules of names and casts")
-    views: Mapping[str, View] = {}
-    if edits.quantisation is not None:
-        checkpoint, views = _dequantised(checkpoint, edits.quantisation, report)
-    editing = _Editing(checkpoint, views, report)
-    editing.rename(edits.first_names(checkpoint.tensors, checkpoint, report))
-    edits = edits.for_experts(editing.recipes)
-    if edits.additions is not None:
-        editing.add(edits.additions, edits.model_names(editing.recipes, checkpoint))
-    identity = edits.identity() if edits.table is None else editing.apply_tables(edits, complete)
-    if edits.renames is not None:
-        editing.apply_renames(edits.renames)
-    if edits.exactly:
-        editing.rename(dict(edits.exactly))
-        editing.unseen = dict.fromkeys(editing.unseen)
-    last = edits.last_names({*editing.recipes, *editing.unseen_names}, report)
-    if edits.side is Side.HUGGINGFACE:
-        from reshard.plan.masters import as_weights
-
-        editing.recipes = as_weights(checkpoint, editing.recipes, last, edits.casts, report)
-    if last:
-        editing.rename(last)
-        editing.unseen = {name: None if new is None else last.get(new, new) for name, new in editing.unseen.items()}
-    groups = sorted(name for name in checkpoint.objects if "param_groups" in name)
-    if edits.trainer and groups:
-        report.warn(
-            "parameter groups keep the names of the source's parameters, and torch does not find them: "
-            + listing(groups)
-        )
-    if edits.trainer:
-        _warn_of_buffers(checkpoint, editing.values, report)
-    if edits.side is Side.MEGATRON:
-        from reshard.plan.masters import with_masters
-
-        editing.recipes = with_masters(checkpoint, editing.recipes)
-    if edits.casts:
-        editing.recipes = cast(checkpoint, editing.recipes, editing.values, editing.unseen_names, edits.casts, report)
-    editing.check_types()
-    if "" in editing.recipes:
-        name = editing.recipes[""].sources[0]
-        raise CheckpointError(f"{quoted(name)}: its new name would be empty", parameter=name)
-    nested = edits.nested(editing.recipes, checkpoint.nested)
-    if checkpoint.objects and not edits.keeps_objects:
-        report.note(f"{plural(len(checkpoint.objects), 'object')} of Megatron left out: names are not Megatron's")
-    return EditedCheckpoint(
-        checkpoint,
-        editing.recipes,
-        editing.values,
-        identity,
-        editing.tied,
-        editing.unseen,
-        nested,
-        editing.packing,
-        edits.keeps_objects,
-    )
+    editing = Editing(checkpoint, edits, report, complete)
+    for option, step in STEPS:
+        if option is None or getattr(editing.edits, option):
+            step(editing)
+    return editing.result()
 
 
-class _Editing:
-    """The tensors and values of a source, which edits change one after the other.
-
-    Args:
-        views: views of tensors whose dimensions are swapped.
+class Editing:
+    """The tensors and values of a source, which edits change one after the other: `STEPS` are methods of this class.
 
     Attributes:
+        edits: the edits; a step may choose a table for later ones.
+        recipes: the tensors, by their new names.
+        values: the names of values, and of weights without a layout.
         unseen: the new name of each parameter that only absent ranks hold; None if unknown.
-        tied: tied tensors, of which rules use one.
-        packing: the table that gave the names, see `EditedCheckpoint.packing`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, views: Mapping[str, View], report: Report) -> None:
+    def __init__(self, checkpoint: Checkpoint, edits: EditRules, report: Report, complete: bool = True) -> None:
         self._checkpoint = checkpoint
+        self.edits = edits
         self._report = report
-        self.recipes: Mapping[str, Recipe] = {name: Recipe((name,), views.get(name)) for name in checkpoint.tensors}
+        self._complete = complete
+        self.recipes: Mapping[str, Recipe] = {name: Recipe((name,)) for name in checkpoint.tensors}
         self.values: AbstractSet[str] = {*checkpoint.values(), *checkpoint.without_layout()}
         self.unseen: Mapping[str, str | None] = {name: name for name in checkpoint.unseen}
-        self.tied: Sequence[TiedTensors] = ()
-        self.packing: tuple[str, ...] = ()
+        self._applied: list[AppliedTable] = []
+        # Tied tensors, of which rules use one.
+        self._tied: Sequence[TiedTensors] = ()
+        # The table that gave the names, see `EditedCheckpoint.packing`.
+        self._packing: tuple[str, ...] = ()
+
+    def result(self) -> EditedCheckpoint:
+        """The edited checkpoint."""
+        checkpoint, nested = self._checkpoint, self._checkpoint.nested
+        if nested or self.edits.to_trainer:
+            from reshard.plan.trainers import keys_for_trainer
+
+            nested = keys_for_trainer(self.edits, self.recipes, nested)
+        with_objects = self.edits.keeps_objects
+        if checkpoint.objects and not with_objects:
+            form, count = checkpoint.form, plural(len(checkpoint.objects), "object")
+            self._report.note(f"{count} of {form} left out: names are not those of {form}")
+        return EditedCheckpoint(
+            checkpoint,
+            self.recipes,
+            self.values,
+            self.edits.identity(self._applied),
+            self._tied,
+            self.unseen,
+            nested,
+            self._packing,
+            with_objects,
+        )
 
     @property
     def unseen_names(self) -> set[str]:
         """The known new names of parameters that only absent ranks hold."""
         return {name for name in self.unseen.values() if name is not None}
 
-    def rename(self, names: Mapping[str, str | None]) -> None:
+    def dequantise(self) -> None:
+        """Replace codes and scales by the numbers that they stand for; dimensions of some are swapped in files."""
+        # Loaded only here: most conversions have nothing quantised.
+        from reshard.quantised import dequantised, describe
+
+        assert self.edits.quantisation is not None
+        self._checkpoint, recognised = dequantised(self._checkpoint, self.edits.quantisation)
+        if not recognised.tensors:
+            self._report.warn("--dequantize: no tensor of the source is quantised")
+        for scheme, count in describe(recognised).items():
+            self._report.note(f"{plural(count, 'tensor')} dequantised to {self.edits.quantisation.dtype}: {scheme}")
+        if recognised.left_out:
+            left_out = f"{len(recognised.left_out)} scales of activations left out: "
+            self._report.note(left_out + listing([*recognised.left_out]))
+        views = {name: _swapped(each.shape) for name, each in recognised.tensors.items() if each.swapped}
+        self.recipes = {name: Recipe((name,), views.get(name)) for name in self._checkpoint.tensors}
+        self.values = {*self._checkpoint.values(), *self._checkpoint.without_layout()}
+
+    def name_as_in_model(self) -> None:
+        """Remove the words of a trainer's state from names."""
+        from reshard.plan.trainers import names_from_trainer
+
+        self._rename(names_from_trainer(self.edits, self._checkpoint.tensors, self._checkpoint, self._report))
+
+    def publish_experts(self) -> None:
+        """Choose the table of fused experts, where the model has some."""
+        from reshard.plan.tables import for_experts
+
+        self.edits = for_experts(self.edits, self.recipes)
+
+    def _rename(self, names: Mapping[str, str | None]) -> None:
         """Give tensors other names; None skips a tensor. Values keep their names.
 
         A weight without a layout is a tensor and a value; under another name it is a tensor.
@@ -150,8 +160,13 @@ class _Editing:
             )
         self.recipes, self.values = recipes, remaining
 
-    def add(self, additions: Additions, model_names: Mapping[str, str]) -> None:
+    def add(self) -> None:
         """Add to tensors, by their names in the model, and remove the tensors of the additions."""
+        from reshard.plan.trainers import names_in_model
+
+        additions = self.edits.additions
+        assert additions is not None
+        model_names = names_in_model(self.edits, self.recipes, self._checkpoint)
         tensors = {
             model_names[name]: self._checkpoint.tensors[recipe.sources[0]] for name, recipe in self.recipes.items()
         }
@@ -164,42 +179,45 @@ class _Editing:
         }
         self.values = {name for name in self.values if not is_part(name)}
 
-    def apply_tables(self, edits: EditRules, complete: bool) -> str:
-        """Apply rules of names and packing; returns the identity of the edits."""
-        if edits.quantisation is None:
-            _check_not_quantised(self._checkpoint)
-        settled: list[AppliedTable] = []
-        for link in edits.chain(self._shapes()):
-            applied = edits.apply_table(link, self._shapes())
-            self._apply_table(link.rules, applied, edits, complete)
-            settled.append((link.rules, applied.options, applied.reversed))
-        self.unseen = dict.fromkeys(self.unseen)
-        return edits.identity(settled)
+    def apply_tables(self) -> None:
+        """Apply rules of names and packing."""
+        from reshard.plan.tables import apply_table, path_of
 
-    def _apply_table(self, table: NameRules, applied: Applied, edits: EditRules, complete: bool) -> None:
+        if self.edits.quantisation is None:
+            _check_not_quantised(self._checkpoint)
+        for edge in path_of(self.edits, self._shapes()):
+            applied = apply_table(self.edits, edge, self._shapes())
+            self._apply_table(edge.rules, applied)
+            self._applied.append((edge.rules, applied.options, applied.reversed))
+        self.unseen = dict.fromkeys(self.unseen)
+
+    def _apply_table(self, table: NameRules, applied: Applied) -> None:
         # Loaded only here: most conversions have no rules.
         from reshard.names import HUB_SIDE
+        from reshard.plan.tables import check_packing, packing_of
 
+        edits, report = self.edits, self._report
         old, new = table.sides[:: -1 if applied.reversed else 1]
-        self._report.note(f"names and packing by the rules {table.path}: {old} to {new}")
-        if applied.tied and not complete:
+        report.note(f"names and packing by the rules {table.path}: {old} to {new}")
+        if applied.tied and not self._complete:
             first, second = applied.tied[0]
             raise CheckpointError(
                 f"{quoted(first)} and {quoted(second)} cannot be compared without the whole source",
                 parameter=second,
             )
-        packing = _packing(edits, table, applied)
-        if old != HUB_SIDE and table is not edits.megatron:
-            _check_packing(self._checkpoint.place, edits.source_packing, packing, table.packing_options, self._report)
-        # Form and names determine all of Megatron's packing.
-        self.packing = () if new == HUB_SIDE or table is edits.megatron else packing
+        packing = packing_of(edits, table, applied)
+        # Form and names determine all packing of a table for all model families.
+        is_recorded = table is edits.table
+        if old != HUB_SIDE and is_recorded:
+            check_packing(self._checkpoint.place, edits.source_packing, packing, table.packing_options, report)
+        self._packing = packing if new != HUB_SIDE and is_recorded else ()
         # Rules that move values are refused elsewhere.
         recipes = self.recipes
-        tied = [self._tied(first, second) for first, second in applied.tied if first in recipes and second in recipes]
-        self.tied = [*self.tied, *filter(None, tied)]
+        tied = [self._compared(*pair) for pair in applied.tied if recipes.keys() >= {*pair}]
+        self._tied = [*self._tied, *filter(None, tied)]
         self._apply(applied)
 
-    def _tied(self, first: str, second: str) -> TiedTensors | None:
+    def _compared(self, first: str, second: str) -> TiedTensors | None:
         """Tensors of which rules use the first; None if a table before has made both of the same elements."""
         recipes = [self.recipes[first], self.recipes[second]]
         if recipes[0] == recipes[1]:
@@ -219,38 +237,43 @@ class _Editing:
             "rules: reshard names show TABLE",
         )
 
-    def apply_renames(self, renames: NameRules) -> None:
+    def apply_renames(self) -> None:
+        """Apply rules that give other names."""
         from reshard.names import apply_rules
 
+        renames = self.edits.renames
+        assert renames is not None
         # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
         shapes = {**self._shapes(), **dict.fromkeys(self.unseen_names, ())}
         values = {*self.values}.intersection(self._checkpoint.values())
         applied = apply_rules(renames, shapes, optimizer=True, values=values)
         new_names = {view.sources[0]: name for name, view in applied.views.items()}
         self.unseen = {name: None if old is None else new_names.get(old) for name, old in self.unseen.items()}
-        present = {name: view for name, view in applied.views.items() if name not in self.unseen_names}
-        self._apply(replace(applied, views=present))
+        present = tuple(step for step in applied.steps if self.unseen_names.isdisjoint(step.targets))
+        self._apply(replace(applied, steps=present))
 
     def _apply(self, applied: Applied) -> None:
         """Set the tensors and values after rules; refuse rules that take an entry without a layout."""
         recipes: dict[str, Recipe] = {}
         values: set[str] = set()
-        packed = self._repeated(applied) if any(recipe.view is not None for recipe in self.recipes.values()) else {}
-        for name, (_, sources, view) in applied.views.items():
-            no_layout = next((source for source in sources if source not in self.recipes), None)
-            if name in packed:
-                recipes[name] = packed[name]
-            elif no_layout is None:
-                recipes[name] = self._packed(sources, view)
-            elif sources == (name,) and view.is_all_of(_stored(self._checkpoint, name).shape):
-                values.add(name)
-            else:
-                raise CheckpointError(
-                    f"{quoted(name)} would be made of {quoted(no_layout)}, whose layout is unknown",
-                    parameter=no_layout,
-                    hint=f"values keep their names: remove the rule or --rename that matches {no_layout}, or drop it "
-                    "by a rule",
-                )
+        # Layers are made alike.
+        known: dict[object, Sequence[tuple[tuple[int, ...], View]]] = {}
+        for step in applied.steps:
+            loose = {source for source in step.sources if source not in self.recipes}
+            operands = [self.recipes.get(source) or Recipe((source,)) for source in step.sources]
+            for name, recipe in zip(step.targets, self._made(step.operations, operands, known)):
+                no_layout = next((source for source in recipe.sources if source in loose), None)
+                if no_layout is None:
+                    recipes[name] = recipe
+                elif recipe == Recipe((name,)):
+                    values.add(name)
+                else:
+                    raise CheckpointError(
+                        f"{quoted(name)} would be made of {quoted(no_layout)}, whose layout is unknown",
+                        parameter=no_layout,
+                        hint=f"values keep their names: remove the rule or --rename that matches {no_layout}, or drop "
+                        "it by a rule",
+                    )
         for names, reason in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, _STATE)):
             if names:
                 self._report.note(f"{len(names)} {reason}: " + listing(sorted(names)))
@@ -258,48 +281,87 @@ class _Editing:
             self._report.note(note)
         self.recipes, self.values = recipes, values
 
-    def _packed(self, sources: Sequence[str], view: View) -> Recipe:
-        """A tensor that rules make of whole tensors, or an unchanged one."""
-        first = self.recipes[sources[0]]
-        if len(sources) == 1 and view.is_all_of(self._shape(first)):
-            return first
-        # Those of views are made by `_repeated`, unless another operand has no layout.
-        part = next((source for source in sources if self.recipes[source].view is not None), None)
-        if part is not None:
-            raise CheckpointError(f"{quoted(part)} is already made of parts of tensors", parameter=part)
-        return Recipe(tuple(self.recipes[source].sources[0] for source in sources), view)
+    def _made(
+        self,
+        operations: Sequence[SizedOperation],
+        operands: Sequence[Recipe],
+        known: dict[object, Sequence[tuple[tuple[int, ...], View]]],
+    ) -> Iterable[Recipe]:
+        """The tensors that operations make of others, which may be parts of several in files."""
+        if not operations:
+            return operands
+        # Loaded only here: most conversions have no rules.
+        from reshard.names import viewed
 
-    def _repeated(self, applied: Applied) -> dict[str, Recipe]:
-        """The tensors that rules make of tensors which are views themselves: operations repeated on these views."""
-        from reshard.names import repeated
-
-        # Layers that are made alike.
-        made: dict[tuple[object, ...], list[tuple[tuple[int, ...], View]]] = {}
-        recipes: dict[str, Recipe] = {}
-        for step in applied.steps:
-            operands = [self.recipes.get(source) for source in step.sources]
-            if not step.operations or None in operands or all(each is None or each.view is None for each in operands):
-                continue
-            operands_of = [each for each in operands if each is not None]
-            stored = [*dict.fromkeys(itertools.chain.from_iterable(each.sources for each in operands_of))]
-            number_of = {name: number for number, name in enumerate(stored)}
-            views: Sequence[View] = [
-                self._view(each).with_sources([number_of[name] for name in each.sources]) for each in operands_of
+        stored = [*dict.fromkeys(itertools.chain.from_iterable(each.sources for each in operands))]
+        number_of = {name: number for number, name in enumerate(stored)}
+        parts = [
+            (self._shape(each) if each.view is None else each.view, tuple(number_of[name] for name in each.sources))
+            for each in operands
+        ]
+        key = (operations, *parts)
+        if key not in known:
+            views = [
+                (part if isinstance(part, View) else View.whole(0, part)).with_sources(numbers)
+                for part, numbers in parts
             ]
-            key = (step.operations, *views)
-            if key not in made:
-                for operation in step.operations:
-                    views = repeated(operation, views)
-                made[key] = [view.with_needed_sources() for view in views]
-            for target, (numbers, view) in zip(step.targets, made[key]):
-                recipes[target] = Recipe(tuple(stored[number] for number in numbers), view)
-        return recipes
+            known[key] = [view.with_needed_sources() for view in viewed(operations, views)]
+        made = []
+        for numbers, view in known[key]:
+            sources = tuple(stored[number] for number in numbers)
+            is_whole = len(sources) == 1 and view.is_all_of(self._shape_in_files(sources[0]))
+            made.append(Recipe(sources, None if is_whole else view))
+        return made
 
-    def _view(self, recipe: Recipe) -> View:
-        return View.whole(0, self._shape(recipe)) if recipe.view is None else recipe.view
+    def _shape(self, recipe: Recipe) -> tuple[int, ...]:
+        return self._shape_in_files(recipe.sources[0]) if recipe.view is None else recipe.view.shape
 
-    def check_types(self) -> None:
-        """Refuse tensors of mixed types, and views that divide a byte."""
+    def _shape_in_files(self, name: str) -> tuple[int, ...]:
+        tensor = self._checkpoint.tensors.get(name)
+        return tuple(_stored(self._checkpoint, name).shape if tensor is None else tensor.shape)
+
+    def rename_one_by_one(self) -> None:
+        """Give single tensors other names."""
+        self._rename(dict(self.edits.renamed_one_by_one))
+        self.unseen = dict.fromkeys(self.unseen)
+
+    def name_for_trainer(self) -> None:
+        """Give the names of a trainer's state, where weights in Float32 may be their own masters."""
+        edits, report = self.edits, self._report
+        new_names: Mapping[str, str | None] = {}
+        if edits.to_trainer:
+            from reshard.plan.trainers import names_for_trainer
+
+            new_names = names_for_trainer(edits, {*self.recipes, *self.unseen_names}, report)
+        if edits.side is Side.HUGGINGFACE:
+            from reshard.plan.masters import as_weights
+
+            self.recipes = as_weights(self._checkpoint, self.recipes, new_names, edits.casts, report)
+        if not edits.to_trainer:
+            return
+        self._rename(new_names)
+        self.unseen = {name: None if new is None else new_names.get(new, new) for name, new in self.unseen.items()}
+        groups = sorted(name for name in self._checkpoint.objects if "param_groups" in name)
+        if groups:
+            report.warn(
+                "parameter groups keep the names of the source's parameters, and torch does not find them: "
+                + listing(groups)
+            )
+        _warn_of_buffers(self._checkpoint, self.values, report)
+
+    def add_masters(self) -> None:
+        """Add the master copies that the target's trainers have beside weights."""
+        from reshard.plan.masters import with_masters
+
+        self.recipes = with_masters(self._checkpoint, self.recipes)
+
+    def cast(self) -> None:
+        """Give tensors the requested types."""
+        casts, checkpoint, report = self.edits.casts, self._checkpoint, self._report
+        self.recipes = cast(checkpoint, self.recipes, self.values, self.unseen_names, casts, report)
+
+    def check(self) -> None:
+        """Refuse empty names, tensors of mixed types, and views that divide a byte."""
         for name, recipe in self.recipes.items():
             sources = [self._checkpoint.tensors[source] for source in recipe.sources]
             if recipe.view is not None:
@@ -312,57 +374,54 @@ class _Editing:
                     parameter=name,
                     hint=f"choose a type with --cast {as_pattern(name)}=DTYPE",
                 )
+        if "" in self.recipes:
+            name = self.recipes[""].sources[0]
+            raise CheckpointError(f"{quoted(name)}: its new name would be empty", parameter=name)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = {name: self._shape(recipe) for name, recipe in self.recipes.items()}
         shapes.update((name, _stored(self._checkpoint, name).shape) for name in self.values)
         return shapes
 
-    def _shape(self, recipe: Recipe) -> tuple[int, ...]:
-        return self._checkpoint.tensors[recipe.sources[0]].shape if recipe.view is None else recipe.view.shape
+
+STEPS: tuple[tuple[str | None, Callable[[Editing], None]], ...] = (
+    ("quantisation", Editing.dequantise),
+    ("from_trainer", Editing.name_as_in_model),
+    ("published_experts", Editing.publish_experts),
+    ("additions", Editing.add),
+    ("tables", Editing.apply_tables),
+    ("renames", Editing.apply_renames),
+    ("renamed_one_by_one", Editing.rename_one_by_one),
+    (None, Editing.name_for_trainer),
+    ("has_masters", Editing.add_masters),
+    ("casts", Editing.cast),
+    (None, Editing.check),
+)
+"""What is applied, in this order, and the attribute of `EditRules` that asks for it; None for what always is."""
 
 
-def _packing(edits: EditRules, table: NameRules, applied: Applied) -> tuple[str, ...]:
-    """The applied table, its typed and its decisive options, and the sizes, as ``KEY=VALUE``."""
-    texts = [f"table={recorded_name(table)}"]
-    if edits.config_path is not None:
-        texts.append(f"config={absolute(edits.config_path)}")
-    recorded = table.packing_options.union(name for name, _ in table.chosen)
-    texts += (f"option {name}={applied.options[name]}" for name in sorted(recorded))
-    return (*texts, *(f"size {name}={value}" for name, value in applied.sizes.items()))
+def step_editor(edits: EditRules, target: Strategy) -> Callable[[Checkpoint], EditedStep]:
+    """A function that edits a checkpoint, complete or not; see `forms.form.ReadRequest`.
 
-
-def words_of_packing(packing: Sequence[str]) -> list[str]:
-    """The options --names and --config of a recorded `EditedCheckpoint.packing`."""
-    values = dict(text.split("=", 1) for text in packing)
-    options = (f"{key.split()[1]}={value}" for key, value in values.items() if key.startswith("option "))
-    config = ["--config", values["config"]] if "config" in values else []
-    return ["--names", ",".join([values["table"], *options]), *config]
-
-
-def _check_packing(
-    place: str, recorded: Sequence[str], packing: Sequence[str], options: Collection[str], report: Report
-) -> None:
-    """Compare the decisive options and the sizes of a table with those that its records list.
-
-    Other values give the right names and shapes with the wrong numbers.
-
-    Raises:
-        NamesError: the same table has other values.
+    Args:
+        edits: the edits.
+        target: the strategy of the target, which may be `same`.
     """
-    old, new = (dict(text.split("=", 1) for text in texts) for texts in (recorded, packing))
-    compared = {f"option {name}" for name in options}
-    differing = [
-        key for key in new if (key in compared or key.startswith("size ")) and old.get(key, new[key]) != new[key]
-    ]
-    if not differing:
-        return
-    was, is_now = (", ".join(f"{key.split()[1]}={values[key]}" for key in differing) for values in (old, new))
-    message = f"{place}: was converted with {was} by the rules {old['table']}, and {is_now} would be applied"
-    hint = f"use the recorded options: {shlex.join(words_of_packing(recorded))}"
-    if old["table"] == new["table"]:
-        raise NamesError(message, file=place, hint=hint)
-    report.warn(f"{message}; {hint}")
+
+    def edit(checkpoint: Checkpoint) -> EditedStep:
+        # The notes are printed when the chosen step is edited.
+        result = edited(checkpoint, edits, Report(), complete=False)
+        strategy = target
+        if target.path == SAME:
+            strategy = same_layouts(target, result)
+        elif edits.to_trainer:
+            from reshard.plan.trainers import laid_out
+
+            # Parameters that no file has are needed if the target's strategy lists them.
+            strategy = laid_out(edits, target, {*result.tensors, *filter(None, result.unseen.values())})
+        return EditedStep(result.tensors, strategy, result.unseen)
+
+    return edit
 
 
 def _warn_of_buffers(checkpoint: Checkpoint, values: AbstractSet[str], report: Report) -> None:
@@ -374,24 +433,6 @@ def _warn_of_buffers(checkpoint: Checkpoint, values: AbstractSet[str], report: R
             f"single values keep their names, and a trainer has buffers of a model under {quoted('model.' + names[0])} "
             "and so on: " + listing(names)
         )
-
-
-def _dequantised(
-    checkpoint: Checkpoint, quantisation: Quantisation, report: Report
-) -> tuple[Checkpoint, dict[str, View]]:
-    """The dequantised source, and views of tensors whose dimensions are swapped."""
-    # Loaded only here: most conversions have nothing quantised.
-    from reshard.quantised import dequantised, describe
-
-    dequantised_checkpoint, recognised = dequantised(checkpoint, quantisation)
-    if not recognised.tensors:
-        report.warn("--dequantize: no tensor of the source is quantised")
-    for scheme, count in describe(recognised).items():
-        report.note(f"{plural(count, 'tensor')} dequantised to {quantisation.dtype}: {scheme}")
-    if recognised.left_out:
-        report.note(f"{len(recognised.left_out)} scales of activations left out: " + listing([*recognised.left_out]))
-    views = {name: _swapped(each.shape) for name, each in recognised.tensors.items() if each.swapped}
-    return dequantised_checkpoint, views
 
 
 def _swapped(shape: Sequence[int]) -> View:

@@ -92,7 +92,7 @@ def check_masters(checkpoint: EditedCheckpoint, casts: Sequence[CastRule], admit
     if unstated:
         raise CheckpointError(
             f"{checkpoint.place}: {plural(len(unstated), 'Float32 weight')} without a master copy become their own "
-            f"masters, and the type that Megatron trains them in is not stated: {listing(sorted(unstated))}",
+            f"masters, and the type that they are trained in is not stated: {listing(sorted(unstated))}",
             file=checkpoint.place,
             parameter=min(unstated),
             hint="add --cast BFloat16, Float16 or Float32; to convert weights alone: --exclude 'optimizer.*'",

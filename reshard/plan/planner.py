@@ -11,7 +11,7 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import TEXT
 from reshard.errors import UsageError
 from reshard.forms import DEFAULT_FORM
-from reshard.forms.form import Names, ReadRequest, Side, WriteRequest
+from reshard.forms.form import Names, ReadRequest, WriteRequest
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as, form_named
 from reshard.forms.target import Cuts, TargetForm, laid_out_names
@@ -45,22 +45,23 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         from reshard.plan.editing import edited, same_layouts
 
         checkpoint = edited_checkpoint = edited(base, request.edits, report)
-        if request.edits.side is Side.MEGATRON:
+        if request.edits.has_masters:
             from reshard.plan.masters import check_masters
 
             check_masters(edited_checkpoint, request.edits.casts, admit)
         if request.target.path == SAME:
             request = request._replace(target=same_layouts(request.target, edited_checkpoint))
-        if request.edits.trainer and request.edits.side is not Side.MEGATRON:
+        if request.edits.to_trainer and not request.edits.has_masters:
             from reshard.plan.steps import with_steps
 
             checkpoint = with_steps(edited_checkpoint, admit, handles)
     if request.to.options.names is not Names.MODEL:
         from reshard.plan.steps import with_steps_laid_out
+        from reshard.plan.trainers import laid_out
 
         target = request.target
         if target.path != SAME:
-            target = request.edits.laid_out(target, checkpoint.tensors)
+            target = laid_out(request.edits, target, checkpoint.tensors)
         request = request._replace(target=with_steps_laid_out(target, checkpoint.tensors))
     if shards is not None:
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
@@ -114,6 +115,12 @@ def read_source(
         ReshardError: the source is incomplete or damaged, or cannot be read.
     """
     shards = shards_of(request.target.path) is not None
+    edit = None
+    if not request.edits.is_empty:
+        # Loaded only here: most conversions edit nothing.
+        from reshard.plan.editing import step_editor
+
+        edit = step_editor(request.edits, request.target)
     return request.form.read(
         ReadRequest(
             request.asked.source,
@@ -126,7 +133,7 @@ def read_source(
             target=Strategy.none() if shards else request.target,
             ranks=None if shards else request.target_ranks,
             filters=request.filters,
-            edit=None if request.edits.is_empty else request.edits.step_editor(request.target),
+            edit=edit,
         )
     )
 

@@ -33,7 +33,11 @@ class _Number:
         words[...] = self._word
 
 
-def with_steps(checkpoint: EditedCheckpoint, admit: Callable[[str], bool], handles: FileHandles) -> EditedCheckpoint:
+def with_steps(
+    checkpoint: EditedCheckpoint,
+    admit: Callable[[str], bool],
+    handles: FileHandles,
+) -> EditedCheckpoint:
     """The same tensors of a trainer's state, with the step of each parameter that has moments.
 
     It is the one that the source's optimizer has for every parameter, or else the step of the training.

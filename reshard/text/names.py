@@ -55,7 +55,7 @@ TRAINER_OPTIMIZERS = ("optimizer.", "optim.")
 UNNAMED_STATE = "optimizer.distributed"
 """All state of an optimizer that is stored without names, where it cannot be given names."""
 
-# Megatron numbers the optimizers of dense weights and of experts.
+# Some trainers number the optimizers of dense weights and of experts.
 _CHAINED = re.compile(r"chained_\d+\.")
 # Of a state in another one, which only its keys show.
 _NESTED_OPTIMIZER = re.compile(r"([^.]+\.)+?optim(izer)?\.(?=(state|param_groups)\.)")

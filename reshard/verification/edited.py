@@ -16,18 +16,19 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import ShardReading
 from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
 from reshard.errors import CheckpointError
-from reshard.forms.form import Side
+from reshard.forms.form import Names, Side
+from reshard.forms.registry import form_named
 from reshard.strategies import Strategy
-from reshard.text.globs import Glob
+from reshard.text.globs import Glob, Globs
 from reshard.text.messages import Report, listing, quoted
-from reshard.text.names import TRAINING_STEP, did_you_mean, is_weight
+from reshard.text.names import TRAINING_STEP, did_you_mean, fused_expert, is_weight
 from reshard.verification.boxes import Box, Shape
 from reshard.verification.operations import DerivedTensor, lists_of, needed_sources
 from reshard.verification.stored import Content, Source, StoredTensor, Words, number_in, value_content
 
 if TYPE_CHECKING:
-    from reshard.names import Applied, NameRules, SizedOperation
-    from reshard.plan.edits import EditRules, Link
+    from reshard.names import Applied, Edge, NameRules, SizedOperation
+    from reshard.plan.edits import EditRules
 
 
 _MOMENT, _STEP = re.compile(r"(.*\boptim(?:izer)?\..+)\.exp_avg_sq"), re.compile(r".*\boptim(izer)?\..+\.step")
@@ -51,7 +52,7 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         InputError: the edits do not fit the source.
     """
     # Imported only here: most checkpoints are compared without rules.
-    from reshard.names import apply_rules, megatron_names, plain_names, trainer_names
+    from reshard.names import apply_rules, experts_table, naming_of, plain_names
 
     base.check_read(lambda name: True)
     tied: list[tuple[Content, Content]] = []
@@ -67,14 +68,24 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         return {**of_tensors, **{name: base.value(name, base.values[name][0]).shape for name in kept_values}}
 
     recipes = {name: _Recipe((), (name,)) for name in originals}
-    if edits.plain is not None:
-        plain = plain_names(originals, base.checkpoint.objects, base.checkpoint.nested, edits.plain != "weights")
+    if edits.from_trainer is not None:
+        plain = plain_names(originals, base.checkpoint.objects, base.checkpoint.nested, edits.from_trainer != "weights")
         recipes = {new: recipes[old] for old, new in plain.names.items() if new is not None}
-        if edits.plain == "weights" and edits.source_side is Side.MEGATRON:
+        if edits.from_trainer == "weights" and edits.source_side is Side.MEGATRON:
             kept_values.discard(TRAINING_STEP)
-    edits = edits.for_experts(recipes)
-    for link in _chain(edits, shapes):
-        applied = edits.apply_table(link, shapes())
+    fused = fused_expert(recipes) if edits.published_experts else None
+    if fused is not None:
+        edits = edits._replace(tables=(experts_table(fused, edits.config),), reverse=False)
+    for edge in _path(edits, shapes):
+        applied = apply_rules(
+            edge.rules,
+            shapes(),
+            edits.config,
+            edge.reverse,
+            edits.optimizer,
+            recorded=edits.recorded_options(edge.rules),
+            left_out=Globs(edits.exclude).match if edge.reverse and edge.rules is edits.table_of_side else None,
+        )
         tied += [
             (_tied_content(one, recipes[one], originals), _tied_content(two, recipes[two], originals))
             for one, two in applied.tied
@@ -88,14 +99,16 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         values = kept_values - set(base.checkpoint.without_layout())
         applied = apply_rules(edits.renames, shapes(), optimizer=True, values=values)
         recipes, kept_values = _ruled(recipes, kept_values, applied)
-    model_names = edits.model_names(recipes.keys(), base.checkpoint)
+    model_names = {name: name for name in recipes}
+    if edits.from_trainer is None and form_named(base.checkpoint.form).options.names is not Names.MODEL:
+        plain = plain_names(recipes, base.checkpoint.objects, base.checkpoint.nested, True)
+        model_names = {name: new or name for name, new in plain.names.items()}
     masters: dict[str, str] = {}
     if edits.side is Side.HUGGINGFACE:
         masters = {name: name[len("main_param.") :] for name in recipes if name.startswith("main_param.")}
     last_names: dict[str, str] = {}
-    if edits.trainer:
-        names_of = megatron_names if edits.side is Side.MEGATRON else trainer_names
-        last_names = {name: new or name for name, new in names_of(recipes.keys()).items()}
+    if edits.to_trainer and edits.side is not None:
+        last_names = naming_of(edits.side.value).add(recipes.keys())
     model_names = {last_names.get(name, name): model_names[name] for name in recipes}
     recipes = {last_names.get(name, name): recipe for name, recipe in recipes.items()}
     # A weight without a layout is a tensor, and a value while it keeps its name.
@@ -111,7 +124,7 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         if name in recipes and own == {types.get(name)} == {"Float32"}:
             recipes[name] = recipes.pop(place)
     tensors = {name: _content(name, recipe, originals, types.get(name)) for name, recipe in recipes.items()}
-    if edits.trainer and edits.side is not Side.MEGATRON:
+    if edits.to_trainer and edits.side is not Side.MEGATRON:
         steps = [base.tensors[name] for name in sorted(base.tensors) if _STEP.fullmatch(name)]
         tied += [(steps[0], each) for each in steps[1:]]
         tensors.update(_steps(base, tensors, steps))
@@ -127,25 +140,26 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
     )
 
 
-def _chain(edits: EditRules, shapes: Callable[[], Mapping[str, Shape]]) -> list[Link]:
+def _path(edits: EditRules, shapes: Callable[[], Mapping[str, Shape]]) -> list[Edge]:
     """The tables that lead from the names of the source to those of the target, which is decided here again."""
     if edits.table is None:
         return []
     # Imported only here: most checkpoints are compared without rules.
-    from reshard.plan.edits import Link
+    from reshard.names import Edge
 
-    if edits.megatron is None:
-        return [Link(edits.table, edits.reverse)]
-    chain = []
+    of_side = edits.table_of_side
+    if of_side is None:
+        return [Edge(edits.table, edits.reverse)]
+    path = []
     if edits.source_side is Side.MEGATRON:
-        chain.append(Link(edits.megatron, True))
+        path.append(Edge(of_side, True))
     elif edits.reverse or _is_right(edits.table, shapes()):
-        chain.append(Link(edits.table, True))
+        path.append(Edge(edits.table, True))
     if edits.side is Side.MEGATRON:
-        chain.append(Link(edits.megatron, False))
+        path.append(Edge(of_side, False))
     elif edits.side is Side.MINDFORMERS:
-        chain.append(Link(edits.table, False))
-    return chain
+        path.append(Edge(edits.table, False))
+    return path
 
 
 def _is_right(rules: NameRules, names: Collection[str]) -> bool:

@@ -143,7 +143,7 @@ def _is_tree(source: Source) -> bool:
     return options.arguments and bool(paths) and all(path.endswith(f".{PT}") for path in paths)
 
 
-def as_asked(request: Request) -> bool:
+def has_the_asked_rules(request: Request) -> bool:
     """Whether the rules of a request are of the kinds that are asked for."""
     rules, asked = request.edits, request.asked.edits
     return (
@@ -153,7 +153,7 @@ def as_asked(request: Request) -> bool:
         rules.quantisation is not None,
         rules.optimizer,
         bool(rules.reverse),
-        rules.exactly,
+        rules.renamed_one_by_one,
     ) == (
         asked.names not in (None, "none"),
         bool(asked.rename),
@@ -169,7 +169,7 @@ def between_forms(request: Request) -> EditRules:
     """The edits, with the changes of names between models and states of trainers, which are decided here again."""
     source, target = request.form.options, request.to.options
     edits = request.edits._replace(source_side=source.side, side=target.side)
-    edits = edits._replace(megatron=_megatron(edits))
+    edits = edits._replace(tables=_tables(edits))
     if edits.renames is not None:
         return edits
     trains = source.names is not Names.MODEL
@@ -179,20 +179,21 @@ def between_forms(request: Request) -> EditRules:
     elif trains and (edits.table is not None or target.side is Side.MEGATRON):
         plain = "all"
     trainer = target.names is Names.TRAINER and (not trains or plain is not None)
-    return edits._replace(plain=plain, trainer=trainer)
+    return edits._replace(from_trainer=plain, to_trainer=trainer)
 
 
-def _megatron(edits: EditRules) -> NameRules | None:
-    """Megatron's table for the family of the other table, where one end is Megatron's; None without."""
+def _tables(edits: EditRules) -> tuple[NameRules, ...]:
+    """The table that was asked for and, where one end is Megatron's, Megatron's for the same family."""
     if edits.table is None or Side.MEGATRON not in (edits.source_side, edits.side):
-        return None
+        return edits.tables[:1]
     # Imported only here: most conversions have no rules.
-    from reshard.names import MEGATRON, megatron_families, rules_named, with_options
+    from reshard.names import families_of, rules_named, with_options
 
-    if edits.table.path not in megatron_families():
-        return None
-    typed = {} if edits.megatron is None else dict(edits.megatron.chosen)
-    return with_options(rules_named(MEGATRON), {**typed, "family": edits.table.path})
+    megatron = Side.MEGATRON.value
+    if edits.table.path not in families_of(megatron):
+        return (edits.table,)
+    typed = {} if edits.table_of_side is None else dict(edits.table_of_side.chosen)
+    return edits.table, with_options(rules_named(megatron), {**typed, "family": edits.table.path})
 
 
 def _for_trainer(request: Request, strategy: Strategy, names: Collection[str]) -> Strategy:
@@ -203,10 +204,9 @@ def _for_trainer(request: Request, strategy: Strategy, names: Collection[str]) -
     if any(name.startswith(("model.", *TRAINER_OPTIMIZERS)) for name in listed):
         return strategy
     # Imported only here: most targets have a model's names.
-    from reshard.names import megatron_names, trainer_names
+    from reshard.names import naming_of
 
-    names_of = megatron_names if request.to.options.side is Side.MEGATRON else trainer_names
-    new_names = names_of(strategy.parameters)
+    new_names = naming_of(request.to.options.side.value).add(strategy.parameters)
     # Names that a trainer's state has beside the model, such as moments.w, are those of the strategy.
     return renamed(strategy, {name: new for name, new in new_names.items() if name not in listed})
 
@@ -316,7 +316,7 @@ def _other_keys(source: Source, written: Source, request: Request) -> Iterator[D
     from reshard.names import trainer_keys
 
     for name in written.tensors:
-        expected = trainer_keys(name) if request.edits.trainer else recorded.get(name)
+        expected = trainer_keys(name) if request.edits.to_trainer else recorded.get(name)
         keys = written.checkpoint.nested.get(name)
         if keyless and keys:
             yield Difference("strategy", name, (), f"has the keys {keys} in the metadata, and none in the source's")

@@ -12,8 +12,9 @@ from unittest import mock
 
 import pytest
 
-from reshard.names import tables
-from reshard.plan.edits import EditRules, Link
+from reshard.names import Edge, tables
+from reshard.plan import tables as plan_tables
+from reshard.plan.edits import EditRules
 from reshard.verification import edited
 from tests.corpus import FIXTURES
 from tests.corpus_dcp import held_in
@@ -300,27 +301,27 @@ def test_a_weight_that_the_family_lacks_is_refused_by_name_or_left_out(tmp_path:
     assert contents(tmp_path / "out") == {name: expected[name] for name in expected.keys() - norms}
 
 
-def swapped(edits: EditRules) -> Any:
-    """The chain in the other order."""
-    return [tuple(reversed(chain)) for chain in CHAINS(edits)]
+def swapped(edits: EditRules, shapes: Any) -> Any:
+    """The path in the other order."""
+    return tuple(reversed(PATH_OF(edits, shapes)))
 
 
-def second_alone(edits: EditRules) -> Any:
-    return [chain[1:] for chain in CHAINS(edits)]
+def second_alone(edits: EditRules, shapes: Any) -> Any:
+    return PATH_OF(edits, shapes)[1:]
 
 
-def backwards(edits: EditRules) -> Any:
-    return [tuple(Link(rules, not reverse) for rules, reverse in chain) for chain in CHAINS(edits)]
+def backwards(edits: EditRules, shapes: Any) -> Any:
+    return tuple(Edge(rules, not reverse) for rules, reverse in PATH_OF(edits, shapes))
 
 
-CHAINS = EditRules.chains
+PATH_OF = plan_tables.path_of
 
 
 @pytest.mark.parametrize("mutant", [swapped, second_alone, backwards])
-def test_a_wrong_chain_gets_no_certificate(mutant: Any, tmp_path: Path) -> None:
+def test_a_wrong_path_gets_no_certificate(mutant: Any, tmp_path: Path) -> None:
     case = mcore_case("td_moe_fully")
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "unified", "--verify"]
-    with mock.patch.object(EditRules, "chains", mutant):
+    with mock.patch.object(plan_tables, "path_of", mutant):
         result = reshard(*words, "--names", family(case, options=True), "--config", config_of(case, tmp_path))
     assert result.status != 0
 
@@ -329,13 +330,12 @@ def test_a_wrong_chain_gets_no_certificate(mutant: Any, tmp_path: Path) -> None:
 def test_another_family_gets_no_certificate(wrong: str, tmp_path: Path) -> None:
     case = mcore_case("td_dense_plain")
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "huggingface", "--verify"]
-    chained = tables.chained_rules
+    named = tables.tables_named
 
-    def of_another(text: str, mindformers: bool = False) -> Any:
-        rules, _ = chained(text, mindformers)
-        return rules, chained(wrong, mindformers)[1]
+    def of_another(text: str, *sides: str) -> Any:
+        return named(text, *sides)[0], named(wrong, *sides)[1]
 
-    with mock.patch("reshard.names.chained_rules", of_another):
+    with mock.patch("reshard.names.tables_named", of_another):
         result = reshard(*words, "--names", family(case), "--config", config_of(case, tmp_path))
     assert (result.status == 0) == (wrong == family(case))
 
@@ -343,10 +343,12 @@ def test_another_family_gets_no_certificate(wrong: str, tmp_path: Path) -> None:
 def test_a_second_table_on_unmapped_tensors_gets_no_certificate(tmp_path: Path) -> None:
     """The views of the first table are ignored where the second packs."""
     from reshard.layout.views import View
-    from reshard.plan.editing import _Editing
+    from reshard.plan.editing import Editing
 
     case = mcore_case("td_moe_fully")
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "unified", "--verify"]
+
+    made = Editing._made
 
     def whole(self: Any, recipe: Any) -> View:
         shape = self._shape(recipe)
@@ -358,7 +360,20 @@ def test_a_second_table_on_unmapped_tensors_gets_no_certificate(tmp_path: Path) 
             corner = corner.part(dimension, 0, min(size, stored[dimension]))
         return corner.reshape(shape)
 
-    with mock.patch.object(_Editing, "_view", whole):
+    def of_whole(self: Any, operations: Any, operands: Any, known: Any) -> Any:
+        return made(
+            self,
+            operations,
+            [
+                each if each.view is None else each._replace(sources=each.sources[:1], view=whole(self, each))
+                for each in operands
+            ]
+            if operations
+            else operands,
+            known,
+        )
+
+    with mock.patch.object(Editing, "_made", of_whole):
         result = reshard(*words, "--names", family(case, options=True), "--config", config_of(case, tmp_path))
     assert result.status != 0
 

@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 
 from reshard.checkpoints.formats.pickles import pickled, read_pickle
-from reshard.names import (
-    megatron_name_before,
-    megatron_names,
-    name_before,
-    plain_names,
-    possible_plain_names,
-    trainer_keys,
-    trainer_names,
-)
+from reshard.names import naming_of, plain_names, possible_plain_names, trainer_keys
 from tests.forms.test_hf_sharded import CHUNKS, FULL, Chunk, converted, rows, write_shards
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
@@ -36,6 +28,7 @@ from tests.trees import (
 )
 
 MODEL = ["model.embed.weight", "model.layers.0.up.weight"]
+TORCH, MEGATRON = naming_of("huggingface"), naming_of("megatron")
 STATE = "optimizer.state.layers.0.up.weight.exp_avg"
 
 
@@ -51,8 +44,8 @@ def test_megatrons_masters_are_those_beside_a_moment() -> None:
         expected = [weight, *(f"{each}.{weight}" for each in ("adam_m", "adam_v", "main_param"))]
         assert plain(names) == dict(zip(names, expected))
         back = dict(zip(expected, [*names[:3], f"{state}.param.{weight}"]))
-        assert megatron_names(expected) == back
-        assert {megatron_name_before(new): old for old, new in back.items() if new} == {name: name for name in expected}
+        assert MEGATRON.add(expected) == back
+        assert {MEGATRON.remove(new): old for old, new in back.items() if new} == {name: name for name in expected}
         for old, new in plain(names).items():
             assert new in possible_plain_names(old, True)
     # Without a moment beside it, a module of the model has this name.
@@ -131,7 +124,7 @@ def test_modules_around_megatrons_fsdp_are_removed_from_names() -> None:
 
 def test_names_of_a_trainer_are_restored() -> None:
     names = ["a.weight", "adam_m.a.weight", "adam_v.a.weight", "adam_m.other", "global_step", "model.b.weight"]
-    actual = trainer_names(names)
+    actual = TORCH.add(names)
     assert actual["a.weight"] == "model.a.weight" and actual["model.b.weight"] == "model.model.b.weight"
     assert actual["adam_m.a.weight"] == "optimizer.state.a.weight.exp_avg"
     assert actual["adam_v.a.weight"] == "optimizer.state.a.weight.exp_avg_sq"
@@ -139,7 +132,7 @@ def test_names_of_a_trainer_are_restored() -> None:
     assert trainer_keys("model.a.weight") == ("model", "a.weight")
     assert trainer_keys("optimizer.state.a.weight.exp_avg") == ("optimizer", "state", "a.weight", "exp_avg")
     assert trainer_keys("global_step") == ("global_step",)
-    assert {name_before(new) for new in actual.values() if new} == set(names)
+    assert {TORCH.remove(new) for new in actual.values() if new} == set(names)
     created = [new or "" for new in actual.values()]
     again = plain_names(created, (), {name: trainer_keys(name) for name in created}, True).names
     assert (again["adam_m.other"], again["model.model.b.weight"]) == ("adam_m.other", "model.b.weight")

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import NamesError, UsageError
-from reshard.names import NameRules, apply_rules, chained_rules, rules_named
+from reshard.names import NameRules, apply_rules, rules_named, tables_named
 from reshard.names.operations import Copy, Join, Pad, Stack
 from reshard.names.rules import NameRule, with_options
 from reshard.text.products import product
@@ -578,8 +578,7 @@ def test_layers_and_experts_are_told_apart_by_their_counts() -> None:
 
 def test_an_error_of_a_chain_names_the_family_that_the_user_states() -> None:
     model = MODELS[0]
-    _, table = chained_rules("qwen3,mtp=shared")
-    assert table is not None
+    _, table = tables_named("qwen3,mtp=shared", "megatron", "huggingface")
     with pytest.raises(NamesError) as caught:
         apply_rules(table, model.shapes, model.config)
     assert "--names qwen3,mtp=shared,layer_keys=stacked" in str(caught.value.hint)

@@ -60,6 +60,7 @@ class MegatronForm(ChunkedForm):
         mindspore=False,
         side=Side.MEGATRON,
         names=Names.TRAINER,
+        spellings=True,
         arguments=True,
         counters=(TRAINING_STEP,),
     )

@@ -12,7 +12,7 @@ from reshard.checkpoints.formats.dtypes import TORCH_NAMES
 from reshard.checkpoints.formats.pickles import inert_class
 from reshard.errors import CheckpointError, NamesError
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE, place_of
-from reshard.forms.megatron.origin import keeps_numbers
+from reshard.forms.megatron.origin import numbers_layers
 from reshard.layout.views import View
 from reshard.text.messages import listing, quoted
 
@@ -124,7 +124,7 @@ class Model:
         return next((count for _, count in self._layers()), None)
 
     @property
-    def keeps_numbers(self) -> bool:
+    def has_numbered_layers(self) -> bool:
         """Whether names have the numbers of layers."""
         return any(place_of(name).layer is not None for name in self.weights)
 
@@ -132,7 +132,10 @@ class Model:
         """What Megatron has to know of the names to ask for the same."""
         apart = any(name.rpartition(".")[2] in _APART for name in self.weights)
         # It reads numbers also where all layers are alike then.
-        return {"singleton_local_shards": apart, **({"non_homogeneous_layers": True} if self.keeps_numbers else {})}
+        return {
+            "singleton_local_shards": apart,
+            **({"non_homogeneous_layers": True} if self.has_numbered_layers else {}),
+        }
 
     def check_names(self) -> None:
         """Refuse weights under other names than Megatron's."""
@@ -218,7 +221,7 @@ class Model:
         if mtp:
             self._compare(path, "mtp_num_layers", _argument("mtp_num_layers")(args), mtp, "mtp.layers.*")
         stacked = [name for name in self.weights if place_of(name).is_stacked]
-        if stacked and self.keeps_numbers:
+        if stacked and self.has_numbered_layers:
             raise CheckpointError(
                 f"{self._place}: holds a key for each layer, and {quoted(stacked[0])} of all layers",
                 file=self._place,
@@ -238,7 +241,7 @@ class Model:
                 file=path,
                 hint="name the arguments of this model, with --args or --config",
             )
-        if keeps_numbers(args) and stacked:
+        if numbers_layers(args) and stacked:
             raise CheckpointError(
                 f"{path}: with these arguments Megatron reads decoder.layers.N.*, a key for each layer, and the layers "
                 "are stacked",

@@ -93,7 +93,7 @@ def options_of_names(asked: Target, config: Mapping[str, object] | None) -> Mapp
         with FileHandles() as handles:
             args.update(stated_arguments(asked.args, handles).all_args)
     if args:
-        numbered = asked.format == LEGACY or keeps_numbers(args)
+        numbered = asked.format == LEGACY or numbers_layers(args)
         options["layer_keys"] = "numbered" if numbered else "stacked"
     if args.get("transformer_impl") == "local":
         # Layers without Transformer Engine have norms of their own, under names that depend on attention.
@@ -103,7 +103,7 @@ def options_of_names(asked: Target, config: Mapping[str, object] | None) -> Mapp
     return options
 
 
-def keeps_numbers(args: Mapping[str, Any]) -> bool:
+def numbers_layers(args: Mapping[str, Any]) -> bool:
     """Whether Megatron's keys have the numbers of layers with these arguments, in place of one tensor of all layers."""
     frequencies = (args.get("moe_layer_freq"), args.get("linear_attention_freq"))
     if any(isinstance(each, (list, tuple)) or (type(each) is int and each > 1) for each in frequencies):

@@ -153,7 +153,7 @@ class _Made:
             args = {name: value for name, value in args.items() if name not in _POSITIONS}
         if self._origin.config is not None:
             made = arguments_of(self._origin.config)
-            if not self._model.keeps_numbers and "moe_layer_freq" in made:
+            if not self._model.has_numbered_layers and "moe_layer_freq" in made:
                 # A list of equal layers is also 1, with which Megatron stacks them.
                 made["moe_layer_freq"] = 1
             args = {**made, **args}

@@ -100,7 +100,7 @@ NAMES = frozenset(
         ),
     }
 )
-# What Megatron calls the shape of a tensor whose blocks it flattens.
+# The shape of a tensor whose blocks are flattened.
 _TRUE_SHAPE = "nd_reformulated_orig_global_shape"
 _ABSOLUTE = re.compile(r"/|\\|[A-Za-z][A-Za-z0-9+.-]*:")
 _HINT = "copy the checkpoint again, or take another step"
@@ -268,7 +268,7 @@ class _Reader:
                 continue
             shape = sizes_of(about.get(_TRUE_SHAPE)) if isinstance(about, dict) and len(about) == 1 else None
             if shape is None:
-                self._fault(name, "is stored in a way of Megatron that is not read")
+                self._fault(name, "is stored in a way that is not read")
             else:
                 self._metadata.flattened[name] = shape
 
@@ -323,7 +323,7 @@ class _Reader:
             offsets, sizes = sizes_of(box.get("offsets")), sizes_of(box.get("sizes"))
             if offsets is None or sizes is None:
                 self._wrong(f"has a chunk of {quoted(name)} without offsets or sizes")
-            # Megatron's sizes lack the dimensions before those of a layer.
+            # Sizes of some lack the dimensions before those of a layer.
             sizes = (*(1,) * (len(offsets) - len(sizes)), *sizes)
             if offsets in met:
                 continue

@@ -64,13 +64,13 @@ def kind_of_directory(names: Sequence[str]) -> str | None:
 
 
 def iterations(directory: str, names: Sequence[str]) -> list[Iteration]:
-    """The iterations that a root of Megatron holds, oldest first."""
+    """The iterations that a root holds, oldest first."""
     candidates = ITERATIONS.in_root(directory, names)
     return [iteration for iteration in candidates if kind_of_directory(names_in(iteration.path)) == DCP]
 
 
 class ChunkedForm(Form):
-    """The common part of forms whose checkpoints are `ChunkedCheckpoint`: PyTorch's and Megatron's."""
+    """The common part of forms whose checkpoints are `ChunkedCheckpoint`."""
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
         from reshard.forms.recorded import ChunkedCheckpoint, strategy_of

@@ -1,4 +1,4 @@
-"""Options and sizes of a chain of tables: which table an option belongs to, and what two configurations agree on."""
+"""Tables between two sides: their path, which an option belongs to, and what two configurations agree on."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ from typing import Any
 import pytest
 
 from reshard.errors import NamesError, UsageError
-from reshard.names import Configuration, chained_rules, merged, rules_named
+from reshard.names import Configuration, merged, path, rules_named, tables_named
 from reshard.names.rules import NameRules
 
 KEYS = rules_named("deepseek_v3").config_keys | rules_named("megatron").config_keys
 
 
-def chosen(rules: NameRules | None) -> dict[str, str]:
-    assert rules is not None
+SIDES = ("megatron", "huggingface")
+
+
+def chosen(rules: NameRules) -> dict[str, str]:
     return dict(rules.chosen)
 
 
 def test_an_option_belongs_to_each_table_that_has_it() -> None:
-    family, megatron = chained_rules("qwen3,gate_up=halves,layer_keys=numbered,output=shared")
+    family, megatron = tables_named("qwen3,gate_up=halves,layer_keys=numbered,output=shared", *SIDES)
     assert chosen(family) == {"gate_up": "halves", "output": "shared"}
     assert chosen(megatron) == {"family": "qwen3", "layer_keys": "numbered", "output": "shared"}
     # MindFormers alone has a copy of the embedding.
-    family, megatron = chained_rules("qwen3,output=copied")
+    family, megatron = tables_named("qwen3,output=copied", *SIDES)
     assert chosen(family) == {"output": "copied"} and chosen(megatron) == {"family": "qwen3"}
 
 
 @pytest.mark.parametrize("mindformers", [True, False])
 def test_padding_is_that_of_the_target(mindformers: bool) -> None:
-    family, megatron = chained_rules("llama,vocab_multiple=16", mindformers)
+    family, megatron = tables_named(
+        "llama,vocab_multiple=16", "megatron", "mindformers" if mindformers else "huggingface"
+    )
     assert ("vocab_multiple" in chosen(family)) == mindformers
     assert ("vocab_multiple" in chosen(megatron)) == (not mindformers)
 
@@ -37,12 +41,31 @@ def test_padding_is_that_of_the_target(mindformers: bool) -> None:
 @pytest.mark.parametrize("typed", ["llama,layers=numbered", "llama,layer_keys=both", "llama,family=qwen3"])
 def test_an_unknown_option_or_value_is_refused(typed: str) -> None:
     with pytest.raises(UsageError):
-        chained_rules(typed)
+        tables_named(typed, *SIDES)
 
 
 def test_a_table_of_no_family_is_used_alone() -> None:
-    rules, megatron = chained_rules("fused_experts")
-    assert rules.path == "fused_experts" and megatron is None
+    assert [rules.path for rules in tables_named("fused_experts", *SIDES)] == ["fused_experts"]
+
+
+def test_a_table_is_used_alone_between_sides_without_one_for_all_families() -> None:
+    assert [rules.path for rules in tables_named("qwen3", "mindformers", "huggingface")] == ["qwen3"]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "names"),
+    [
+        ("megatron", "huggingface", [("megatron", True)]),
+        ("huggingface", "megatron", [("megatron", False)]),
+        ("megatron", "mindformers", [("megatron", True), ("qwen3", False)]),
+        ("mindformers", "megatron", [("qwen3", True), ("megatron", False)]),
+        ("megatron", "megatron", [("megatron", True), ("megatron", False)]),
+        ("huggingface", "huggingface", []),
+    ],
+)
+def test_a_path_leads_through_hugging_faces_names(source: str, target: str, names: list[tuple[str, bool]]) -> None:
+    tables = tables_named("qwen3", *SIDES)
+    assert [(edge.rules.path, edge.reverse) for edge in path(tables, source, target)] == names
 
 
 def both(recorded: dict[str, Any], stated: dict[str, Any]) -> dict[str, object]:
