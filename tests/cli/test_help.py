@@ -95,10 +95,6 @@ def test_an_unknown_command_suggests_similar_ones(typed: str, expected: str) -> 
     fails(2, typed, texts=[f"Did you mean {expected}"])
 
 
-def test_the_version_has_a_short_option() -> None:
-    assert done("-V").out == done("--version").out
-
-
 def test_short_options_equal_long_options(world: World) -> None:
     world.save(FULL)
     planned = world.convert("-n", "-j", 1, "--json").json
