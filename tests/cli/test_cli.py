@@ -11,7 +11,7 @@ import pytest
 from tests import cases
 from tests.running import Argument, done, fails, in_subprocess, reshard
 from tests.small import COPIED, World, tensors
-from tests.trees import read_tree, same_ranks, tree_bytes, write_checkpoint
+from tests.trees import read_tree, same_ranks, write_checkpoint
 
 FULL = tensors()
 
@@ -88,26 +88,6 @@ def test_a_dry_run_writes_nothing(world: World) -> None:
 def test_a_dry_run_reports_the_errors_of_a_real_run(world: World) -> None:
     world.save(FULL, ranks=[0, 2])
     world.refuses(3, "w", options=("--dry-run",))
-
-
-def test_information_goes_to_standard_error(world: World) -> None:
-    world.save(FULL)
-    result = world.convert("-v")
-    assert result.err
-
-
-def test_convert_accepts_jobs_and_max_memory(world: World) -> None:
-    world.save(FULL)
-    world.convert("--jobs", "3", "--max-memory", "1G", "--io", "auto", "--crc", "auto")
-    same_ranks(world.found(), world.expected(FULL))
-
-
-def test_the_same_conversion_gives_the_same_bytes(world: World) -> None:
-    world.save(FULL)
-    world.convert()
-    first = tree_bytes(world.dst)
-    world.convert("--overwrite", "--jobs", "1")
-    assert tree_bytes(world.dst) == first
 
 
 # rank-list.
@@ -229,13 +209,8 @@ def test_the_installed_command_converts(world: World) -> None:
     world.save(FULL)
     result = in_subprocess([str(word) for word in world.words("--jobs", "2")])
     assert result.status == 0, result.err
-    same_ranks(read_tree(world.dst), world.expected(FULL))
-
-
-def test_no_progress_bar_and_no_colour_off_a_terminal(world: World) -> None:
-    world.save(FULL)
-    result = in_subprocess([str(word) for word in world.words()])
     assert "\x1b" not in result.err + result.out and "\r" not in result.err
+    same_ranks(read_tree(world.dst), world.expected(FULL))
 
 
 @pytest.mark.parametrize(

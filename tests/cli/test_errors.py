@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
-import zlib
 from pathlib import Path
 
 import pytest
@@ -14,20 +12,16 @@ import pytest
 from tests.corpus import FIXTURES
 from tests.reference import Strategy
 from tests.running import Argument, done, fails, reshard, warns
-from tests.small import COPIED, PLAIN, TARGET, World, tensors
-from tests.strategy_writing import group_info
+from tests.small import World, tensors
 from tests.trees import (
-    cut_ranks,
     layout,
     same_ranks,
-    scalar,
     single,
     strategy_bytes,
     tree_bytes,
     value,
     write_checkpoint,
     write_strategy,
-    write_tree,
 )
 
 FULL = tensors()
@@ -185,79 +179,13 @@ def test_without_cryptography_the_error_names_the_extra_to_install(
     fails(3, *words, "--key-file", tmp_path / "key", texts=["encrypted_gcm", "pip install 'reshard[crypto]'"])
 
 
-def test_a_source_strategy_with_checkpoint_2_is_wrong_usage(world: World) -> None:
-    world.src.mkdir()
-    (world.src / "latest_checkpointed_iteration.txt").write_text("1")
-    (world.src / "iteration_00000001").mkdir()
-    (world.src / "iteration_00000001" / "metadata.json").write_text("{}")
-    write_checkpoint(world.src / "iteration_00000001" / "net-model-0000000-0000001.safetensors", FULL)
-    world.refuses(2, "checkpoint2", "leave out --src-strategy")
-
-
-@pytest.mark.parametrize(
-    ("index", "part"),
-    [
-        ("param_name_map.json", "part0.safetensors"),
-        ("model.safetensors.index.json", "model-00001-of-00001.safetensors"),
-    ],
-)
-def test_a_source_strategy_with_full_weights_is_wrong_usage(world: World, index: str, part: str) -> None:
-    world.src.mkdir()
-    write_checkpoint(world.src / part, FULL)
-    weight_map = {"metadata": {"total_size": 1}, "weight_map": {name: part for name in FULL}}
-    (world.src / index).write_text(json.dumps(weight_map))
-    world.refuses(2, str(world.src), "leave out --src-strategy")
-
-
 # Checksums.
-
-
-def spoil(path: Path, at: bytes) -> None:
-    """Change one byte of the content that begins with `at`."""
-    data = path.read_bytes()
-    position = data.index(at)
-    path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
-
-
-@pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
-def test_a_checksum_that_does_not_match_is_an_error(tmp_path: Path, ending: str) -> None:
-    world = World(tmp_path, TARGET, single({name: layout([1], [-1] * len(FULL[name].array.shape)) for name in FULL}))
-    ranks = cut_ranks(TARGET, FULL)
-    for rank, contents in ranks.items():
-        path = world.src / f"rank_{rank}" / f"net-1_10.{ending}"
-        if ending == "ckpt":
-            write_checkpoint(path, contents, crc=True)
-        else:
-            write_checkpoint(path, contents, metadata={"crc_num": str(crc_num(contents))})
-    world.convert()
-    same_ranks(world.found(), world.expected(FULL, {}))
-    shutil.rmtree(world.dst)
-    spoiled = world.src / "rank_1" / f"net-1_10.{ending}"
-    spoil(spoiled, ranks[1]["w"].array.tobytes())
-    world.refuses(3, str(spoiled), "crc")
-    world.convert("--crc", "never")
-    assert sorted(world.found()) == [0]
-
-
-def crc_num(contents: object) -> int:
-    total = 0
-    for name, tensor in sorted(contents.items()):  # type: ignore[attr-defined]
-        total = zlib.crc32(name.encode(), total)
-        total = zlib.crc32(tensor.array.tobytes(), total)
-    return total
 
 
 def test_a_partial_read_reports_that_the_crc_was_not_checked(world: World) -> None:
     world.save(FULL, crc=True)
     result = done(*world.words(0, "-v", command="by-rank"))
     warns(result, "crc", "not")
-
-
-def test_a_damaged_crc_trailer_is_an_error(world: World) -> None:
-    world.save(FULL, crc=True)
-    path = world.src / "rank_1" / "net-1_10.ckpt"
-    path.write_bytes(path.read_bytes()[:-3])
-    world.refuses(3, str(path))
 
 
 # Strategies that are wrong.
@@ -315,36 +243,6 @@ def test_ranks_of_a_last_stage_whose_file_is_missing_are_an_error(tmp_path: Path
 # Targets.
 
 
-def test_targets_of_another_format_are_refused_beside_existing_ones(world: World) -> None:
-    world.save(FULL)
-    world.convert()
-    for options in (("--format", "safetensors"), ("--prefix", "other")):
-        fails(3, *world.words(*options), texts=[str(world.dst)])
-        fails(3, *world.words("--overwrite", "--ranks", "0", *options), texts=[str(world.dst)])
-    same_ranks(world.found(), world.expected(FULL))
-
-
-def test_a_rank_modified_after_conversion_is_refused_without_overwrite(world: World) -> None:
-    world.save(FULL)
-    world.by_rank(1)
-    path = world.dst / "rank_1" / "checkpoint_1.ckpt"
-    path.write_bytes(path.read_bytes() + b"trained on")
-    fails(3, *world.words(1, command="by-rank"), texts=["checkpoint_1.ckpt", "modified", "--overwrite"])
-    assert path.read_bytes().endswith(b"trained on")
-    world.by_rank(1, "--overwrite")
-    world.by_rank(0)
-    same_ranks(world.found(), world.expected(FULL))
-
-
-def test_the_source_named_by_a_pattern_may_not_be_the_target(world: World) -> None:
-    world.save(FULL)
-    pattern = f"{world.src}/rank_{{rank}}/net-1_10.ckpt"
-    fails(
-        2, "transform-dir", pattern, world.src, "--src-strategy", world.old, "--dst-strategy", world.new,
-        texts=[str(world.src)],
-    )  # fmt: skip
-
-
 def test_existing_targets_without_records_are_refused_without_overwrite(world: World) -> None:
     world.save(FULL)
     world.convert()
@@ -357,27 +255,11 @@ def test_existing_targets_without_records_are_refused_without_overwrite(world: W
     same_ranks(world.found(), world.expected(tensors("other ")))
 
 
-def test_overwrite_is_refused_where_other_ranks_would_remain(world: World) -> None:
-    world.save(FULL)
-    world.convert()
-    for path in (world.dst / "rank_5").parent.glob("rank_1/*"):
-        shutil.copytree(path.parent, world.dst / "rank_5")
-    fails(3, *world.words("--overwrite"), texts=["rank_5"])
-
-
 def test_foreign_checkpoints_in_the_target_are_refused(world: World) -> None:
     world.save(FULL)
     foreign = write_checkpoint(world.dst / "rank_0" / "net-1_10.ckpt", FULL)
     fails(3, *world.words(), texts=[str(world.dst)])
     assert [str(path) for path in world.dst.rglob("*.ckpt")] == [str(foreign)]
-
-
-def test_a_target_that_is_a_file_is_refused(world: World) -> None:
-    world.save(FULL)
-    world.dst.write_text("mine")
-    result = reshard(*world.words("--overwrite"))
-    assert result.status in (2, 3) and str(world.dst) in result.err.replace("\n", "")
-    assert world.dst.read_text() == "mine"
 
 
 def test_insufficient_disk_space_is_an_error_before_writing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,22 +274,6 @@ def test_insufficient_disk_space_is_an_error_before_writing(world: World, monkey
     monkeypatch.setattr(os, "statvfs", full)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: (10, 10, 0))
     world.refuses(1, "space")
-
-
-def test_an_error_leaves_the_target_empty(world: World) -> None:
-    world.save(FULL, ranks=[0, 2])
-    world.refuses(3)
-    assert not world.dst.exists() or not list(world.dst.iterdir())
-
-
-def test_no_temporary_files_remain_after_success(world: World) -> None:
-    world.save(FULL)
-    world.convert()
-    assert not [path for path in world.dst.rglob("*") if "tmp" in path.name]
-    assert sorted(str(path.relative_to(world.dst)) for path in world.dst.glob("rank_*/*")) == [
-        "rank_0/checkpoint_0.ckpt",
-        "rank_1/checkpoint_1.ckpt",
-    ]
 
 
 def test_the_mode_of_targets_follows_the_umask(world: World) -> None:
@@ -437,33 +303,3 @@ def test_a_traceback_shows_only_with_debug(world: World) -> None:
     assert result.status == 3
     assert "Traceback" in result.err
     assert "Traceback" not in reshard(*world.words()).err
-
-
-def test_lost_ranks_are_named_with_their_parameters(tmp_path: Path) -> None:
-    world = World(tmp_path, PLAIN, single({"w": layout([1], [-1, -1]), "v": layout([1], [-1])}))
-    write_tree(
-        world.src,
-        {
-            rank: contents
-            for rank, contents in cut_ranks(PLAIN, {"w": FULL["w"], "v": FULL["v"]}, COPIED).items()
-            if rank in (0, 2)
-        },
-    )
-    output = world.refuses(3, "w").err
-    assert "1" in output and "3" in output
-
-
-def test_control_characters_in_names_are_escaped(world: World) -> None:
-    world.save(FULL, copied={"clear\x1b[2J": COPIED["global_step"]})
-    assert "clear\\x1b" in done(*world.words("-v", command="plan")).out
-    assert "clear\\x1b" in done(*world.words("-v", "--overwrite")).err
-    write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", {**FULL, "clear\x1b[2J": scalar(7, shape=(1,))})
-    result = reshard(*world.words("-v"))
-    assert "\x1b" not in result.err + result.out
-    assert "\x1b" not in reshard("inspect", world.src / "rank_0" / "net-1_10.ckpt").out
-    groups = world.root / "group_info.pb"
-    groups.write_bytes(group_info([0, 4], [("clear\x1b[2J\n[1, 5]", [0, 4])]))
-    assert done("group-info", "inspect", groups).out == "[0, 4]\n  clear\\x1b[2J\\n[1, 5]: [0, 4]\n"
-
-
-# What to do about it.
