@@ -42,6 +42,8 @@ STORED = {
     "BFloat16": "BF16",
     "Complex64": "C64",
     "Int4": "I8",
+    "F8_E4M3": "F8_E4M3",
+    "F8_E5M2": "F8_E5M2",
     "Float8E4M3FN": "F8_E4M3",
     "Float8E5M2": "F8_E5M2",
     "Float8E8M0": "F8_E8M0",

@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tests import checkpoint_writing
+from tests.checkpoint_writing import STORED
 from tests.reference import Array, LayoutDict, Strategy, axes_of, slices
+from tests.strategy_writing import layout_message
 from tests.wire import field, fields, integers, messages
 
 ITEM_SIZES = {
@@ -41,25 +44,7 @@ ITEM_SIZES = {
     "F8_E5M2": 1,
 }
 
-SAFETENSORS_NAMES = {
-    "Bool": "BOOL",
-    "Int4": "I8",
-    "Int8": "I8",
-    "UInt8": "U8",
-    "Int16": "I16",
-    "UInt16": "U16",
-    "Float16": "F16",
-    "BFloat16": "BF16",
-    "Int32": "I32",
-    "UInt32": "U32",
-    "Float32": "F32",
-    "Int64": "I64",
-    "UInt64": "U64",
-    "Float64": "F64",
-    "Complex64": "C64",
-    "F8_E4M3": "F8_E4M3",
-    "F8_E5M2": "F8_E5M2",
-}
+SAFETENSORS_NAMES = {name: STORED[name] for name in ITEM_SIZES if name != "str"}
 
 
 class Value(NamedTuple):
@@ -118,39 +103,21 @@ def subset(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Value]:
 # Checkpoint files.
 
 
-def ckpt_record(name: str, dtype: str, dims: Sequence[int], content: bytes) -> bytes:
-    tensor = b"".join(field(1, dim) for dim in dims) + field(2, dtype) + field(3, content)
-    return field(1, field(1, name) + field(2, tensor))
+def _parts(checkpoint: Checkpoint) -> dict[str, checkpoint_writing.Parts]:
+    return {
+        name: (dtype, (0,) if dtype == "str" else array.shape, array.tobytes())
+        for name, (dtype, array) in checkpoint.items()
+    }
 
 
 def ckpt_bytes(checkpoint: Checkpoint, record_bytes: int | None = None, crc: bool = False) -> bytes:
     """A `.ckpt` file; with `record_bytes` larger tensors take several records."""
-    out = []
-    for name, (dtype, array) in checkpoint.items():
-        content = array.tobytes()
-        dims = [0] if dtype == "str" else list(array.shape)
-        size = record_bytes or max(len(content), 1)
-        for start in range(0, max(len(content), 1), size):
-            out.append(ckpt_record(name, dtype, dims, content[start : start + size]))
-    data = b"".join(out)
-    return data + b"crc_num" + zlib.crc32(data).to_bytes(10, "big") if crc else data
+    return checkpoint_writing.ckpt_bytes(_parts(checkpoint), record_bytes, crc)
 
 
 def safetensors_bytes(checkpoint: Checkpoint, metadata: Mapping[str, str] | None = None) -> bytes:
     """A `.safetensors` file, with Int4 marks where they are due."""
-    marks = {name: "Int4" for name, tensor in checkpoint.items() if tensor.dtype == "Int4"}
-    header: dict[str, Any] = {"__metadata__": {"format": "ms", **marks, **(metadata or {})}}
-    offset = 0
-    for name, (dtype, array) in checkpoint.items():
-        header[name] = {
-            "dtype": SAFETENSORS_NAMES[dtype],
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + array.nbytes],
-        }
-        offset += array.nbytes
-    text_ = json.dumps(header).encode()
-    text_ += b" " * (-len(text_) % 8)
-    return struct.pack("<Q", len(text_)) + text_ + b"".join(t.array.tobytes() for t in checkpoint.values())
+    return checkpoint_writing.safetensors_bytes(_parts(checkpoint), {"format": "ms", **(metadata or {})})
 
 
 def write_checkpoint(path: str | Path, checkpoint: Checkpoint, **options: Any) -> Path:
@@ -207,6 +174,14 @@ def safetensors_metadata(path: str | Path) -> dict[str, str]:
     (length,) = struct.unpack("<Q", data[:8])
     metadata: dict[str, str] = json.loads(data[8 : 8 + length]).get("__metadata__", {})
     return metadata
+
+
+def flip(path: Path, name: str) -> None:
+    """Change a bit of a tensor of a `.safetensors` file, and nothing else."""
+    content = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    content[start + json.loads(content[8:start])[name]["data_offsets"][0] + 4] ^= 4
+    path.write_bytes(content)
 
 
 # Rank trees.
@@ -308,23 +283,16 @@ def strategy_bytes(strategy: Strategy, numbers: Sequence[int], nested: bool = Fa
 
 def layout_bytes(layout: LayoutDict, nested: bool = False) -> bytes:
     tensor_map = layout["tensor_map"]
-    uneven = layout.get("uneven")
+    uneven = layout.get("uneven") or []
     if nested and all(isinstance(entry, int) for entry in tensor_map) and len(tensor_map) > 1:
         tensor_map = [[entry] for entry in tensor_map]
-    if any(isinstance(entry, list) for entry in tensor_map):
+    if len(tensor_map) == 1 and isinstance(tensor_map[0], list):
         # A lone map would read as a flat one: MindSpore adds an empty map then.
-        maps = [*tensor_map, []] if len(tensor_map) == 1 else list(tensor_map)
-    else:
-        maps = [tensor_map]
-
-    def numbers(values: Sequence[int]) -> bytes:
-        return b"".join(field(1, entry) for entry in values)
-
-    out = field(1, numbers(layout["dev_matrix"])) + b"".join(field(2, numbers(entry)) for entry in maps)
-    # MindSpore writes both, empty where a dimension is cut evenly, and reads no file without the first.
-    sizes = uneven or []
-    out += field(3, numbers(sizes)) + field(4, numbers([sum(sizes[:index]) for index in range(len(sizes))]))
-    return out + field(5, 0) + field(6, layout["shard_step"]) + field(7, layout["shard_size"])
+        tensor_map = [*tensor_map, []]
+    offsets = [sum(uneven[:index]) for index in range(len(uneven))]
+    shards = {"step": layout["shard_step"], "size": layout["shard_size"]}
+    record = {"dev_matrix": layout["dev_matrix"], "tensor_map": tensor_map, "sizes": uneven, "offsets": offsets}
+    return layout_message({**record, **shards})
 
 
 def strategy_json(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import random
 from collections.abc import Callable
@@ -13,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, read_index
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
@@ -227,56 +224,6 @@ def test_offsets_over_four_gibibytes_are_indexed(tmp_path: Path) -> None:
 
 
 # The wire format, as protobuf allows it.
-
-
-def shuffled_value(draw: Any, name: str, dtype: str, dims: list[int], content: bytes) -> bytes:
-    """A value with its fields in any order, packed or unpacked dims, and unknown fields."""
-    unknown = st.lists(
-        st.sampled_from(
-            [field(9, 300), field(15, b"what"), varint(12 << 3 | 1) + bytes(8), varint(300 << 3 | 5) + bytes(4)]
-        ),
-        max_size=2,
-    )
-    packed = draw(st.booleans())
-    numbers = [field(1, b"".join(varint(dim) for dim in dims))] if packed else [field(1, dim) for dim in dims]
-    others = [field(2, dtype), field(3, content), *draw(unknown)]
-    # The dims keep their order, with any fields between them.
-    keys = draw(st.permutations(["dim"] * len(numbers) + ["other"] * len(others)))
-    remaining = {"dim": list(numbers), "other": list(draw(st.permutations(others)))}
-    tensor = b"".join(remaining[key].pop(0) for key in keys)
-    return b"".join(draw(st.permutations([field(1, name), field(2, tensor), *draw(unknown)])))
-
-
-@st.composite
-def files(draw: Any) -> tuple[bytes, dict[str, tuple[str, list[int], bytes]]]:
-    data = b""
-    expected = {}
-    for number in range(draw(st.integers(0, 6))):
-        name = f"{number}" + draw(st.text(max_size=5))
-        dims = draw(st.lists(st.integers(0, 4), max_size=3))
-        content = draw(st.binary(min_size=math.prod(dims) * 2, max_size=math.prod(dims) * 2))
-        if dims == [0]:
-            content = draw(st.sampled_from([b"", b"ab"]))
-        cuts = sorted(draw(st.lists(st.integers(0, len(content)), max_size=3)))
-        for start, stop in zip([0, *cuts], [*cuts, len(content)]):
-            data += field(1, shuffled_value(draw, name, "BFloat16", dims, content[start:stop]))
-            data += draw(st.sampled_from([b"", field(7, b"unknown")]))
-        expected[name] = ("BFloat16", dims, content)
-    return data, expected
-
-
-@pytest.mark.deep
-@given(files())
-def test_any_field_order_and_unknown_fields_are_accepted(
-    tmp_path_factory: pytest.TempPathFactory, file: tuple[bytes, dict[str, tuple[str, list[int], bytes]]]
-) -> None:
-    data, expected = file
-    index = index_bytes(data, tmp_path_factory.getbasetemp())
-    actual = contents(index)
-    assert list(actual) == list(expected)
-    for name, (dtype, dims, content) in expected.items():
-        tensor = index.tensors[name]
-        assert (tensor.dtype, list(tensor.dims), actual[name]) == (dtype, dims, content)
 
 
 def test_the_index_equals_that_of_the_protobuf_library(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -11,35 +10,10 @@ import pytest
 
 from tests import cases
 from tests.running import Argument, done, fails, in_subprocess, reshard
-from tests.small import COPIED, SOURCE, World, tensors
-from tests.trees import read_tree, same_ranks, tree_bytes, write_checkpoint, write_strategy
+from tests.small import COPIED, World, tensors
+from tests.trees import read_tree, same_ranks, write_checkpoint
 
 FULL = tensors()
-COMMANDS = [
-    ["transform-dir"], ["by-rank"], ["rank-list"], ["merge-pipeline"], ["group-info"],
-    ["group-info", "inspect"], ["inspect"], ["strategy"], ["strategy", "show"], ["strategy", "diff"],
-    ["transform-all"],
-    ["transform-by-rank"],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_every_command_has_help(words: list[str]) -> None:
-    assert "Usage" in done(*words, "--help").out
-
-
-def test_main_help_lists_every_command() -> None:
-    shown = done("--help").out
-    for command in (
-        "convert",
-        "by-rank",
-        "rank-list",
-        "merge-pipeline",
-        "group-info",
-        "inspect",
-        "strategy",
-    ):
-        assert command in shown
 
 
 def test_reshard_without_a_command_lists_commands() -> None:
@@ -114,32 +88,6 @@ def test_a_dry_run_writes_nothing(world: World) -> None:
 def test_a_dry_run_reports_the_errors_of_a_real_run(world: World) -> None:
     world.save(FULL, ranks=[0, 2])
     world.refuses(3, "w", options=("--dry-run",))
-
-
-def test_quiet_prints_nothing_on_success(world: World) -> None:
-    world.save(FULL)
-    result = world.convert("--quiet")
-    assert result.out == "" and result.err == ""
-
-
-def test_information_goes_to_standard_error(world: World) -> None:
-    world.save(FULL)
-    result = world.convert("-v")
-    assert result.err
-
-
-def test_convert_accepts_jobs_and_max_memory(world: World) -> None:
-    world.save(FULL)
-    world.convert("--jobs", "3", "--max-memory", "1G", "--io", "auto", "--crc", "auto")
-    same_ranks(world.found(), world.expected(FULL))
-
-
-def test_the_same_conversion_gives_the_same_bytes(world: World) -> None:
-    world.save(FULL)
-    world.convert()
-    first = tree_bytes(world.dst)
-    world.convert("--overwrite", "--jobs", "1")
-    assert tree_bytes(world.dst) == first
 
 
 # rank-list.
@@ -233,10 +181,6 @@ def test_inspecting_a_rank_tree_shows_its_steps(world: World) -> None:
     assert "1_9" in described and "1_10" in described
 
 
-def test_inspect_of_a_missing_path_is_an_error(tmp_path: Path) -> None:
-    fails(3, "inspect", tmp_path / "absent", texts=[str(tmp_path / "absent")])
-
-
 def test_strategy_show_lists_every_layout(world: World) -> None:
     shown = done("strategy", "show", world.old).out
     for name in FULL:
@@ -252,26 +196,6 @@ def test_strategy_show_reads_directories_of_stages() -> None:
 # merge-pipeline.
 
 
-@pytest.mark.parametrize("ending", ["ckpt", "json"])
-def test_merge_pipeline_creates_parents_and_replaces_its_target(tmp_path: Path, ending: str) -> None:
-    directory = cases.case_directory("08_pp2dp2mp2") / "strategy"
-    merged = tmp_path / "not" / "there" / f"merged.{ending}"
-    done("merge-pipeline", directory, merged)
-    first = merged.read_bytes()
-    done("merge-pipeline", directory, merged)
-    assert merged.read_bytes() == first
-    assert os.listdir(merged.parent) == [merged.name]
-
-
-def test_merge_pipeline_does_not_read_its_own_output(tmp_path: Path) -> None:
-    case = cases.load("08_pp2dp2mp2")
-    directory = write_strategy(tmp_path / "strategy", case.strategy, form="directory")
-    done("merge-pipeline", directory, directory / "merged_ckpt_strategy.ckpt")
-    first = (directory / "merged_ckpt_strategy.ckpt").read_bytes()
-    done("merge-pipeline", directory, directory / "merged_ckpt_strategy.ckpt")
-    assert (directory / "merged_ckpt_strategy.ckpt").read_bytes() == first
-
-
 # As a program of its own.
 
 
@@ -285,17 +209,8 @@ def test_the_installed_command_converts(world: World) -> None:
     world.save(FULL)
     result = in_subprocess([str(word) for word in world.words("--jobs", "2")])
     assert result.status == 0, result.err
-    same_ranks(read_tree(world.dst), world.expected(FULL))
-
-
-def test_no_progress_bar_and_no_colour_off_a_terminal(world: World) -> None:
-    world.save(FULL)
-    result = in_subprocess([str(word) for word in world.words()])
     assert "\x1b" not in result.err + result.out and "\r" not in result.err
-
-
-def test_the_strategies_of_the_small_world_match_their_table() -> None:
-    assert set(SOURCE[0]["layouts"]) == set(FULL)
+    same_ranks(read_tree(world.dst), world.expected(FULL))
 
 
 @pytest.mark.parametrize(
@@ -323,40 +238,3 @@ def test_every_command_names_files_that_are_not_strategies(world: World, words: 
     places = {"SRC": world.src, "DST": world.dst}
     result = done(*(places.get(word, word) for word in words), directory)
     assert "note:" in result.err and "skipped README.md" in result.err
-
-
-@pytest.mark.parametrize(
-    ("typed", "expected"),
-    [
-        ("sr", "src"),
-        ("SRC/", "src"),
-        ("srcc/rank_0/net-1_10.ckpt", "src"),
-        ("src/rank_00/net-1_10.ckpt", "src/rank_0"),
-    ],
-)
-def test_a_missing_source_suggests_the_nearest_path(world: World, typed: str, expected: str) -> None:
-    world.save(FULL)
-    strategies = ("--src-strategy", world.old, "--dst-strategy", world.new)
-    fails(
-        3, "transform-dir", world.root / typed, world.dst, *strategies, texts=[f"did you mean {world.root / expected}"]
-    )
-
-
-@pytest.mark.parametrize("option", ["--src-strategy", "--dst-strategy"])
-def test_a_missing_strategy_suggests_the_nearest_path(world: World, option: str) -> None:
-    world.save(FULL)
-    for typed in (f"{world.old}s", str(world.old)[:-1], world.old.with_suffix("")):
-        fails(3, *world.words(option, typed), texts=["no file or directory has this name", f"did you mean {world.old}"])
-
-
-def test_a_path_with_no_similar_path_gets_no_suggestion(world: World) -> None:
-    world.save(FULL)
-    for typed, status in ((world.root / "something_else", 3), ("/" + "x" * 2000, 2)):
-        assert "did you mean" not in fails(status, "inspect", typed).err
-
-
-@pytest.mark.parametrize("command", ["status", "verify"])
-def test_a_missing_target_suggests_the_nearest_path(world: World, command: str) -> None:
-    world.save(FULL)
-    world.convert()
-    fails(3, command, world.root / "dts", texts=[f"did you mean {world.dst}?"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
-import zlib
 from pathlib import Path
 
 import pytest
@@ -14,24 +12,17 @@ import pytest
 from tests.corpus import FIXTURES
 from tests.reference import Strategy
 from tests.running import Argument, done, fails, reshard, warns
-from tests.small import COPIED, PLAIN, SOURCE, TARGET, World, tensors
-from tests.strategy_writing import group_info
+from tests.small import World, tensors
 from tests.trees import (
-    cut_ranks,
     layout,
-    safetensors_bytes,
     same_ranks,
-    scalar,
     single,
     strategy_bytes,
-    strategy_json,
     tree_bytes,
     value,
     write_checkpoint,
     write_strategy,
-    write_tree,
 )
-from tests.wire import field
 
 FULL = tensors()
 
@@ -113,17 +104,6 @@ def test_by_rank_has_no_options_for_other_ranks(world: World, option: str) -> No
     fails(2, *world.words(0, option, "0", command="by-rank"), texts=[option])
 
 
-@pytest.mark.parametrize("command", ["plan", "convert"])
-def test_commands_of_later_versions_are_wrong_usage(command: str) -> None:
-    fails(2, command, texts=[command])
-
-
-@pytest.mark.parametrize("option", ["--scheduler"])
-def test_options_of_later_versions_are_wrong_usage(world: World, option: str) -> None:
-    world.save(FULL)
-    world.refuses(2, option, options=(option,))
-
-
 @pytest.mark.parametrize("place", [".", "out", "rank_0", "../src", "../src/deep/er"])
 def test_a_target_inside_its_source_is_wrong_usage(world: World, place: str) -> None:
     world.save(FULL)
@@ -188,33 +168,6 @@ def test_a_file_that_is_not_a_checkpoint_is_named(world: World, name: str) -> No
     )  # fmt: skip
 
 
-def test_a_strategy_given_as_a_checkpoint_is_recognised(world: World) -> None:
-    fails(
-        3, "transform-dir", world.old, world.dst, "--src-strategy", "none", "--dst-strategy", world.new,
-        texts=[str(world.old), "strategy"],
-    )  # fmt: skip
-
-
-def test_a_checkpoint_given_as_a_strategy_is_recognised(world: World) -> None:
-    world.save(FULL)
-    path = write_checkpoint(world.root / "full.ckpt", FULL)
-    fails(
-        3, "transform-dir", world.src, world.dst, "--src-strategy", path, "--dst-strategy", world.new,
-        texts=[str(path)],
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("magic", "cipher"),
-    [(b"\xd8\x5e\x3a\x7f", "AES-GCM"), (b"\xd9\x5e\x3a\x7f", "AES-CBC"), (b"\xda\x5e\x3a\x7f", "SM4-CBC")],
-)
-def test_encrypted_files_are_refused_and_their_cipher_is_named(world: World, magic: bytes, cipher: str) -> None:
-    world.save(FULL)
-    path = world.src / "rank_1" / "net-1_10.ckpt"
-    path.write_bytes(magic + os.urandom(200))
-    world.refuses(3, str(path), cipher, "reshard decrypt")
-
-
 def test_without_cryptography_the_error_names_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,79 +179,13 @@ def test_without_cryptography_the_error_names_the_extra_to_install(
     fails(3, *words, "--key-file", tmp_path / "key", texts=["encrypted_gcm", "pip install 'reshard[crypto]'"])
 
 
-def test_a_source_strategy_with_checkpoint_2_is_wrong_usage(world: World) -> None:
-    world.src.mkdir()
-    (world.src / "latest_checkpointed_iteration.txt").write_text("1")
-    (world.src / "iteration_00000001").mkdir()
-    (world.src / "iteration_00000001" / "metadata.json").write_text("{}")
-    write_checkpoint(world.src / "iteration_00000001" / "net-model-0000000-0000001.safetensors", FULL)
-    world.refuses(2, "checkpoint2", "leave out --src-strategy")
-
-
-@pytest.mark.parametrize(
-    ("index", "part"),
-    [
-        ("param_name_map.json", "part0.safetensors"),
-        ("model.safetensors.index.json", "model-00001-of-00001.safetensors"),
-    ],
-)
-def test_a_source_strategy_with_full_weights_is_wrong_usage(world: World, index: str, part: str) -> None:
-    world.src.mkdir()
-    write_checkpoint(world.src / part, FULL)
-    weight_map = {"metadata": {"total_size": 1}, "weight_map": {name: part for name in FULL}}
-    (world.src / index).write_text(json.dumps(weight_map))
-    world.refuses(2, str(world.src), "leave out --src-strategy")
-
-
 # Checksums.
-
-
-def spoil(path: Path, at: bytes) -> None:
-    """Change one byte of the content that begins with `at`."""
-    data = path.read_bytes()
-    position = data.index(at)
-    path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
-
-
-@pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
-def test_a_checksum_that_does_not_match_is_an_error(tmp_path: Path, ending: str) -> None:
-    world = World(tmp_path, TARGET, single({name: layout([1], [-1] * len(FULL[name].array.shape)) for name in FULL}))
-    ranks = cut_ranks(TARGET, FULL)
-    for rank, contents in ranks.items():
-        path = world.src / f"rank_{rank}" / f"net-1_10.{ending}"
-        if ending == "ckpt":
-            write_checkpoint(path, contents, crc=True)
-        else:
-            write_checkpoint(path, contents, metadata={"crc_num": str(crc_num(contents))})
-    world.convert()
-    same_ranks(world.found(), world.expected(FULL, {}))
-    shutil.rmtree(world.dst)
-    spoiled = world.src / "rank_1" / f"net-1_10.{ending}"
-    spoil(spoiled, ranks[1]["w"].array.tobytes())
-    world.refuses(3, str(spoiled), "crc")
-    world.convert("--crc", "never")
-    assert sorted(world.found()) == [0]
-
-
-def crc_num(contents: object) -> int:
-    total = 0
-    for name, tensor in sorted(contents.items()):  # type: ignore[attr-defined]
-        total = zlib.crc32(name.encode(), total)
-        total = zlib.crc32(tensor.array.tobytes(), total)
-    return total
 
 
 def test_a_partial_read_reports_that_the_crc_was_not_checked(world: World) -> None:
     world.save(FULL, crc=True)
     result = done(*world.words(0, "-v", command="by-rank"))
     warns(result, "crc", "not")
-
-
-def test_a_damaged_crc_trailer_is_an_error(world: World) -> None:
-    world.save(FULL, crc=True)
-    path = world.src / "rank_1" / "net-1_10.ckpt"
-    path.write_bytes(path.read_bytes()[:-3])
-    world.refuses(3, str(path))
 
 
 # Strategies that are wrong.
@@ -316,22 +203,10 @@ def test_a_strategy_that_does_not_exist_is_named(world: World) -> None:
     strategy_error(world, world.root / "absent.ckpt", world.root / "absent.ckpt")
 
 
-def test_a_directory_without_strategies_is_named(world: World) -> None:
-    (world.root / "empty").mkdir()
-    (world.root / "empty" / "README").write_text("no strategy")
-    strategy_error(world, world.root / "empty", world.root / "empty")
-
-
 @pytest.mark.parametrize("name", ["rubbish.ckpt", "rubbish.json", "list.json"])
 def test_a_file_that_is_not_a_strategy_is_named(world: World, name: str) -> None:
     path = world.root / name
     path.write_bytes(b"[1, 2]" if name == "list.json" else b"\xff\xff rubbish \x00")
-    strategy_error(world, path, path)
-
-
-def test_a_truncated_strategy_is_named(world: World) -> None:
-    path = world.root / "short.ckpt"
-    path.write_bytes(world.old.read_bytes()[:-3])
     strategy_error(world, path, path)
 
 
@@ -351,42 +226,6 @@ def directory(root: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
-def test_copies_of_a_stage_that_disagree_are_named(world: World) -> None:
-    other = [{**SOURCE[0], "layouts": {**SOURCE[0]["layouts"], "w": layout([2, 2], [1, -1])}}]
-    path = directory(
-        world.root,
-        {
-            "ckpt_strategy_rank_0.ckpt": strategy_bytes(SOURCE, [0]),
-            "ckpt_strategy_rank_1.ckpt": strategy_bytes(other, [0]),
-        },
-    )
-    strategy_error(world, path, "ckpt_strategy_rank_0.ckpt", "ckpt_strategy_rank_1.ckpt", "w")
-
-
-def test_copies_in_protobuf_and_json_that_disagree_are_named(world: World) -> None:
-    shapes = {name: FULL[name].array.shape for name in FULL}
-    other = [{**SOURCE[0], "layouts": {**SOURCE[0]["layouts"], "w": layout([2, 2], [1, -1])}}]
-    path = directory(
-        world.root,
-        {
-            "ckpt_strategy_rank_0.ckpt": strategy_bytes(SOURCE, [0]),
-            "ckpt_strategy_rank_0.json": strategy_json(other, [0], shapes).encode(),
-        },
-    )
-    strategy_error(world, path, "ckpt_strategy_rank_0.ckpt", "ckpt_strategy_rank_0.json")
-
-
-def test_a_gap_between_stages_is_named(world: World) -> None:
-    path = directory(
-        world.root,
-        {
-            "ckpt_strategy_rank_0.ckpt": strategy_bytes(STAGES, [0]),
-            "ckpt_strategy_rank_4.ckpt": strategy_bytes(STAGES, [2]),
-        },
-    )
-    strategy_error(world, path, "stage", "1")
-
-
 def test_ranks_of_a_last_stage_whose_file_is_missing_are_an_error(tmp_path: Path) -> None:
     world = World(tmp_path, STAGES, ONE)
     world.save(FULL)
@@ -401,114 +240,7 @@ def test_ranks_of_a_last_stage_whose_file_is_missing_are_an_error(tmp_path: Path
     world.refuses(3, "4", "5")
 
 
-def test_files_that_are_not_strategies_are_named_and_skipped(world: World) -> None:
-    path = directory(
-        world.root,
-        {
-            "ckpt_strategy_rank_0.ckpt": strategy_bytes(SOURCE, [0]),
-            "notes.txt": b"hello",
-            "meta.json": b"{}",
-            "bad.ckpt": b"\xff\xff",
-        },
-    )
-    world.save(FULL)
-    world.old = path
-    warns(world.convert(), "bad.ckpt")
-    same_ranks(world.found(), world.expected(FULL))
-    assert sorted(os.listdir(path)) == sorted(["ckpt_strategy_rank_0.ckpt", "notes.txt", "meta.json", "bad.ckpt"])
-
-
-def test_stage_prefixes_without_an_item_are_an_error(tmp_path: Path) -> None:
-    world = World(tmp_path, STAGES, ONE)
-    merged = strategy_bytes(STAGES, range(3), merged=True)
-    path = world.root / "odd.ckpt"
-    path.write_bytes(merged.replace(b"\x03" + b"2-m", b"\x03" + b"7-m").replace(b"2-m.w", b"7-m.w"))
-    strategy_error(world, path, path, "7")
-
-
-def test_device_counts_that_differ_within_a_stage_are_an_error(world: World) -> None:
-    odd = [{"devices": 4, "layouts": {"w": layout([2, 2], [0, -1]), "v": layout([8], [-1])}}]
-    path = world.root / "odd.ckpt"
-    path.write_bytes(strategy_bytes(odd, [0]))
-    strategy_error(world, path, path, "8", "4")
-
-
-@pytest.mark.parametrize(
-    "created",
-    [
-        layout([2, 2], [5, -1]),
-        layout([2, 2], [0, 0]),
-        layout([2, 2], [-3, -1]),
-        layout([2, 2], [0, -1], 3, 2),
-        layout([2, 2], [0, -1], -7, 2),
-        layout([0, 4], [0, -1]),
-        layout([2, 2], [0, -1], uneven=[1, 2, 5]),
-    ],
-)
-def test_contradictory_layouts_are_named(world: World, created: dict[str, object]) -> None:
-    odd = [{"devices": 4, "layouts": {"v": layout([2, 2], [-1]), "w": created}}]
-    path = world.root / "odd.ckpt"
-    path.write_bytes(strategy_bytes(odd, [0]))
-    strategy_error(world, path, "w")
-
-
-def without_items(strategy: Strategy, number: int) -> bytes:
-    """A strategy file with layouts but without its stage."""
-    from tests.wire import fields
-
-    data = strategy_bytes(strategy, [number])
-    return b"".join(field(key, part) for key, part in fields(data) if key != 2)
-
-
-def test_a_file_without_items_is_stage_0_when_alone(world: World) -> None:
-    world.save(FULL)
-    world.old.write_bytes(without_items(SOURCE, 0))
-    world.convert()
-    same_ranks(world.found(), world.expected(FULL))
-
-
-def test_a_file_without_items_among_others_is_an_error(world: World) -> None:
-    path = directory(
-        world.root,
-        {
-            "ckpt_strategy_rank_0.ckpt": strategy_bytes(STAGES, [0]),
-            "ckpt_strategy_rank_2.ckpt": without_items(STAGES, 1),
-        },
-    )
-    strategy_error(world, path, "ckpt_strategy_rank_2.ckpt")
-
-
 # Targets.
-
-
-def test_targets_of_another_format_are_refused_beside_existing_ones(world: World) -> None:
-    world.save(FULL)
-    world.convert()
-    for options in (("--format", "safetensors"), ("--prefix", "other")):
-        fails(3, *world.words(*options), texts=[str(world.dst)])
-        fails(3, *world.words("--overwrite", "--ranks", "0", *options), texts=[str(world.dst)])
-    same_ranks(world.found(), world.expected(FULL))
-
-
-def test_a_rank_modified_after_conversion_is_refused_without_overwrite(world: World) -> None:
-    world.save(FULL)
-    world.by_rank(1)
-    path = world.dst / "rank_1" / "checkpoint_1.ckpt"
-    path.write_bytes(path.read_bytes() + b"trained on")
-    fails(3, *world.words(1, command="by-rank"), texts=["checkpoint_1.ckpt", "modified", "--overwrite"])
-    assert path.read_bytes().endswith(b"trained on")
-    world.by_rank(1, "--overwrite")
-    world.by_rank(0)
-    same_ranks(world.found(), world.expected(FULL))
-
-
-def test_the_source_named_by_a_pattern_may_not_be_the_target(world: World) -> None:
-    world.save(FULL)
-    pattern = f"{world.src}/rank_{{rank}}/net-1_10.ckpt"
-    fails(
-        2, "transform-dir", pattern, world.src, "--src-strategy", world.old, "--dst-strategy", world.new,
-        texts=[str(world.src)],
-    )  # fmt: skip
 
 
 def test_existing_targets_without_records_are_refused_without_overwrite(world: World) -> None:
@@ -523,34 +255,11 @@ def test_existing_targets_without_records_are_refused_without_overwrite(world: W
     same_ranks(world.found(), world.expected(tensors("other ")))
 
 
-def test_overwrite_is_refused_where_other_ranks_would_remain(world: World) -> None:
-    world.save(FULL)
-    world.convert()
-    for path in (world.dst / "rank_5").parent.glob("rank_1/*"):
-        shutil.copytree(path.parent, world.dst / "rank_5")
-    fails(3, *world.words("--overwrite"), texts=["rank_5"])
-
-
-def test_by_rank_adds_to_existing_ranks(world: World) -> None:
-    world.save(FULL)
-    world.by_rank(1)
-    world.by_rank(0)
-    same_ranks(world.found(), world.expected(FULL))
-
-
 def test_foreign_checkpoints_in_the_target_are_refused(world: World) -> None:
     world.save(FULL)
     foreign = write_checkpoint(world.dst / "rank_0" / "net-1_10.ckpt", FULL)
     fails(3, *world.words(), texts=[str(world.dst)])
     assert [str(path) for path in world.dst.rglob("*.ckpt")] == [str(foreign)]
-
-
-def test_a_target_that_is_a_file_is_refused(world: World) -> None:
-    world.save(FULL)
-    world.dst.write_text("mine")
-    result = reshard(*world.words("--overwrite"))
-    assert result.status in (2, 3) and str(world.dst) in result.err.replace("\n", "")
-    assert world.dst.read_text() == "mine"
 
 
 def test_insufficient_disk_space_is_an_error_before_writing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -565,22 +274,6 @@ def test_insufficient_disk_space_is_an_error_before_writing(world: World, monkey
     monkeypatch.setattr(os, "statvfs", full)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: (10, 10, 0))
     world.refuses(1, "space")
-
-
-def test_an_error_leaves_the_target_empty(world: World) -> None:
-    world.save(FULL, ranks=[0, 2])
-    world.refuses(3)
-    assert not world.dst.exists() or not list(world.dst.iterdir())
-
-
-def test_no_temporary_files_remain_after_success(world: World) -> None:
-    world.save(FULL)
-    world.convert()
-    assert not [path for path in world.dst.rglob("*") if "tmp" in path.name]
-    assert sorted(str(path.relative_to(world.dst)) for path in world.dst.glob("rank_*/*")) == [
-        "rank_0/checkpoint_0.ckpt",
-        "rank_1/checkpoint_1.ckpt",
-    ]
 
 
 def test_the_mode_of_targets_follows_the_umask(world: World) -> None:
@@ -610,100 +303,3 @@ def test_a_traceback_shows_only_with_debug(world: World) -> None:
     assert result.status == 3
     assert "Traceback" in result.err
     assert "Traceback" not in reshard(*world.words()).err
-
-
-def test_a_file_that_is_not_group_info_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "group_info.pb"
-    fails(3, "group-info", "inspect", path, texts=[str(path)])
-    path.write_bytes(b"\xff\xff\xff")
-    fails(3, "group-info", "inspect", path, texts=[str(path)])
-
-
-def test_merging_a_directory_without_strategies_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    fails(3, "merge-pipeline", tmp_path / "empty", tmp_path / "merged.ckpt", texts=[str(tmp_path / "empty")])
-    assert not (tmp_path / "merged.ckpt").exists()
-
-
-@pytest.mark.parametrize("name", ["", ".safetensors", ".txt"])
-def test_merge_pipeline_to_another_suffix_is_refused(world: World, name: str) -> None:
-    path = world.root / f"merged{name}"
-    result = reshard("merge-pipeline", world.old.parent, path)
-    assert result.status in (2, 3), result.err
-    assert not path.exists()
-
-
-def test_duplicate_entries_in_a_safetensors_header_are_damage(world: World) -> None:
-    data = safetensors_bytes({"a": value("a", (2,)), "b": value("b", (2,))})
-    path = world.root / "twice.safetensors"
-    path.write_bytes(data.replace(b'"b"', b'"a"'))
-    fails(
-        3, "transform-dir", path, world.dst, "--src-strategy", "none", "--dst-strategy", "none",
-        texts=[str(path)],
-    )  # fmt: skip
-
-
-def test_lost_ranks_are_named_with_their_parameters(tmp_path: Path) -> None:
-    world = World(tmp_path, PLAIN, single({"w": layout([1], [-1, -1]), "v": layout([1], [-1])}))
-    write_tree(
-        world.src,
-        {
-            rank: contents
-            for rank, contents in cut_ranks(PLAIN, {"w": FULL["w"], "v": FULL["v"]}, COPIED).items()
-            if rank in (0, 2)
-        },
-    )
-    output = world.refuses(3, "w").err
-    assert "1" in output and "3" in output
-
-
-@pytest.mark.parametrize("prefix", ["a/b", ".hidden", "x" * 250])
-def test_an_invalid_file_name_prefix_is_wrong_usage(world: World, prefix: str) -> None:
-    world.save(FULL)
-    fails(2, *world.words("--prefix", prefix), texts=["prefix"])
-    assert not world.dst.exists()
-
-
-def test_a_rank_over_the_limit_is_wrong_usage(world: World) -> None:
-    world.save(FULL)
-    fails(2, *world.words("--ranks", "0-16777214"))
-
-
-def test_control_characters_in_names_are_escaped(world: World) -> None:
-    world.save(FULL, copied={"clear\x1b[2J": COPIED["global_step"]})
-    assert "clear\\x1b" in done(*world.words("-v", command="plan")).out
-    assert "clear\\x1b" in done(*world.words("-v", "--overwrite")).err
-    write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", {**FULL, "clear\x1b[2J": scalar(7, shape=(1,))})
-    result = reshard(*world.words("-v"))
-    assert "\x1b" not in result.err + result.out
-    assert "\x1b" not in reshard("inspect", world.src / "rank_0" / "net-1_10.ckpt").out
-    groups = world.root / "group_info.pb"
-    groups.write_bytes(group_info([0, 4], [("clear\x1b[2J\n[1, 5]", [0, 4])]))
-    assert done("group-info", "inspect", groups).out == "[0, 4]\n  clear\\x1b[2J\\n[1, 5]: [0, 4]\n"
-
-
-# What to do about it.
-
-
-def test_the_command_suggested_for_a_damaged_manifest_works(world: World) -> None:
-    world.save(FULL)
-    world.convert()
-    manifest = world.dst / "reshard-manifest.json"
-    manifest.write_text("{")
-    fails(3, "verify", world.dst, texts=[manifest, "remove it and run the conversion's command again"])
-    manifest.unlink()
-    world.convert()
-    done("verify", world.dst, "--headers-only")
-
-
-def test_errors_contain_a_hint(world: World) -> None:
-    world.save({"w": FULL["w"], "v": FULL["v"]})
-    world.refuses(3, "m.w", "--allow-missing 'm.w'")
-    fails(3, "verify", world.root / "absent", texts=["name the DST of a conversion"])
-    empty = world.root / "empty"
-    empty.mkdir()
-    fails(3, "strategy", "show", empty, texts=["holds no strategy files", "pass a strategy file"])
-    torn = world.src / "rank_0" / "net-1_10.ckpt"
-    torn.chmod(0o600)
-    torn.write_bytes(torn.read_bytes()[:-9])
-    fails(3, "inspect", torn, texts=["is damaged", "another step"])

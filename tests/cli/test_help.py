@@ -10,7 +10,7 @@ import pytest
 from docs.tools.commands import walk
 from tests.running import done, fails
 from tests.small import COPIED, World, tensors
-from tests.trees import same_ranks, write_checkpoint
+from tests.trees import write_checkpoint
 
 FULL = tensors()
 
@@ -72,28 +72,10 @@ def test_unknown_commands_and_options_get_a_suggestion(words: list[str], texts: 
     fails(2, *words, texts=[texts])
 
 
-def test_strategies_may_be_typed_as_in_mindspores_functions(world: World) -> None:
-    world.save(FULL)
-    done("transform_dir", world.src, world.dst, "--src_strategy_file", world.old, f"--dst_strategy_file={world.new}")
-    same_ranks(world.found(), world.expected(FULL))
-
-
 def test_two_hyphens_end_the_options(world: World) -> None:
     write_checkpoint(world.root / "full.ckpt", {**FULL, **COPIED})
     fails(3, "transform-dir", "--src-strategy", "none", "--dst-strategy", "none", "--", "--src_checkpoint", world.dst,
           texts=["--src_checkpoint: does not exist"])  # fmt: skip
-
-
-MEANT = [("transform", "transform-dir"), ("plna", "plan"), ("merge", "merge-lora")]
-
-
-@pytest.mark.parametrize(("typed", "expected"), MEANT)
-def test_an_unknown_command_suggests_similar_ones(typed: str, expected: str) -> None:
-    fails(2, typed, texts=[f"Did you mean {expected}"])
-
-
-def test_the_version_has_a_short_option() -> None:
-    assert done("-V").out == done("--version").out
 
 
 def test_short_options_equal_long_options(world: World) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pytest
-
 from docs.tools.commands import walk
 from tests.running import Argument, done
 from tests.small import World, tensors
@@ -50,22 +48,6 @@ def test_excluded_parameters_are_not_reported_as_missing_in_the_target_strategy(
     assert "not in the target strategy" not in result.err
     assert "6 left out by --include and --exclude: 'adam_m.layers.0.experts.weight1'" in result.err
     assert (len(result.json["excluded"]), result.json["left_out"]) == (6, [])
-
-
-@pytest.mark.parametrize("command", ["get", "diff"])
-def test_commands_that_read_a_whole_step_give_no_advice_for_single_ranks(command: str, plain: World) -> None:
-    for step in ("1_9", "1_10"):
-        plain.save_step(step, tensors())
-    words: dict[str, list[Argument]] = {"get": [plain.src, "w"], "diff": [plain.src, plain.src]}
-    assert not done(command, *words[command], "--strategy", plain.old).err
-
-
-def test_commands_that_write_nothing_name_no_objects_that_a_conversion_skips(tmp_path: Path) -> None:
-    source = DEMO.parent / "dcp" / "hyper_w2_later" / "checkpoint"
-    skipped = "3 objects skipped"
-    assert skipped in done("convert", source, tmp_path / "out", "--to", "huggingface", "--rename", "model.*=*").err
-    verdict = f"verified: no differences from {source}\n"
-    assert done("verify", tmp_path / "out", "--src", source).err.endswith(verdict)
 
 
 def test_every_command_accepts_quiet() -> None:

@@ -75,7 +75,6 @@ def test_an_unknown_parameter_is_wrong_usage_and_similar_names_are_listed(world:
     fails(2, "strategy", "show", world.old, "m.v", texts=["lists no parameter 'm.v'", "did you mean", "m.w"])
     fails(2, "strategy", "show", world.old, "w.m", "--json", texts=["lists no parameter 'w.m'"])
     fails(2, "strategy", "show", world.old, "nothing like it", texts=["without PARAM"])
-    fails(2, "strategy", "show", world.old, "x" * 100_000, texts=["without PARAM"])
 
 
 def test_a_pattern_shows_the_layouts_of_its_matches(world: World) -> None:
@@ -243,36 +242,12 @@ def test_diff_accounts_for_every_parameter_once(tmp_path: Path, data: st.DataObj
                 assert [row["stage"] for row in contents] == [n for n, s in enumerate(strategy) if name in s["layouts"]]
 
 
-def test_diff_across_pipelines_begins_with_totals() -> None:
-    four, none = FIXTURES / "10_dp1mp2pp4/strategy", FIXTURES / "10_dp2mp4pp1/strategy"
-    _, _, empty, *summary = done("strategy", "diff", four, none).out.splitlines()[:6]
-    assert empty == ""
-    assert [line.split(":")[0] for line in summary] == [
-        "78 moved, cut alike but held by other ranks",
-        "126 cut differently",
-        "68 only in A, left out",
-    ]
-    assert "'{,adam_m.,adam_v.}backbone.blocks.{0-3}.layernorm{1-2}.beta' (24)" in summary[0]
-    assert "'adam_v.backbone.layernorm.gamma'" in done("strategy", "diff", four, none, "-v").out.splitlines()[3]
-
-
 def test_diff_across_pipelines_prints_changes_common_to_all_stages_once() -> None:
     """Four stages become two: otherwise every change would be printed four times."""
     text = done("strategy", "diff", FIXTURES / "10_dp1mp2pp4/strategy", FIXTURES / "10_dp2mp2pp2/strategy").out
     assert "A: stages 0-3: ranks 0-7, device matrix [2], tensor map [-1, 0]" in text
     assert "B: stages 0-1: ranks 0-7, device matrix [2, 2], tensor map [-1, 0]" in text
     assert text.count("device matrix [2, 2]") == 4
-
-
-def test_diff_shows_layouts_before_and_after() -> None:
-    text = done("strategy", "diff", FIXTURES / "02_dp2mp4_opt/strategy", FIXTURES / "10_dp2mp2pp2/strategy").out
-    for message in (
-        "6 parameters: cut differently",
-        "cuts [1, 4], optimizer shards 2, replicas 1",
-        "cuts [1, 2], optimizer shards -, replicas 2",
-        "164 parameters only in B, missing",
-    ):
-        assert message in text
 
 
 @pytest.mark.parametrize(("first", "second"), [("old", None), (None, "old")])
@@ -284,15 +259,6 @@ def test_diff_accepts_none(world: World, first: str | None, second: str | None) 
     assert effects["m.w"] == "cut_differently"
     assert effects["v"] == ("unchanged" if first else "moved")
     assert "no parameter is in both" in done("strategy", "diff", "none", "none").out
-
-
-def test_diff_counts_ranks_that_keep_their_slices_and_parameters_on_one_side(world: World, tmp_path: Path) -> None:
-    text = done("strategy", "diff", world.old, world.old).out
-    assert "unchanged" in text and "nothing changes" in text
-    other = write_strategy(tmp_path / "other", single({"w": layout([2, 2], [1, -1]), "v": layout([2, 2], [-1, -1])}))
-    text = done("strategy", "diff", world.old, other).out
-    assert "1 moved, cut alike but held by other ranks: 'w'" in text
-    assert "1 not the same tensor in A and B: 'v'" in text and "1 parameter: tensor maps [-1], [-1, -1]" in text
 
 
 def test_diff_with_exit_code_fails_on_a_difference(tmp_path: Path) -> None:

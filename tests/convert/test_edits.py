@@ -202,18 +202,6 @@ def test_any_cast_is_exact_in_any_layout_and_form(data: st.DataObject) -> None:
         target.check(root / "dst")
 
 
-def test_the_summary_lists_rules_and_casts(tmp_path: Path) -> None:
-    full = {"old.a": Value("Float32", np.arange(8, dtype="<u4")), "old.b": Value("BFloat16", np.arange(8, dtype="<u2"))}
-    write_tree(tmp_path / "src", {0: full}, "rank_{rank}/net.safetensors")
-    (tmp_path / "rules.toml").write_text(
-        'sides = ["ours", "theirs"]\n[[rule]]\nfrom = "old.{n:str}"\nto = "new.{n:str}"\n'.replace("{n:str}", "*")
-    )
-    words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", "none", "--to", "huggingface"]
-    planned = done("plan", *words, "--names", tmp_path / "rules.toml", "--cast", "BFloat16")
-    warns(planned, f"names and packing by the rules {tmp_path / 'rules.toml'}: ours to theirs")
-    warns(planned, "cast: 1 from Float32 to BFloat16")
-
-
 def test_packed_gradients_are_written_without_an_optimizer_shard(tmp_path: Path) -> None:
     full = {
         f"{prefix}{name}": value(prefix + name, (8, 4))

@@ -1,10 +1,12 @@
-"""Every form of checkpoint to every other and back: the same values."""
+"""Every form of checkpoint to every other and back: the same values, and `--verify` finds any other."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,8 @@ import pytest
 from tests.forms import FINISHED, FORMS, in_safetensors, to
 from tests.running import Argument, done, fails, warns
 from tests.sampling import some_of
-from tests.small import World, tensors
-from tests.trees import layout, read_checkpoint, read_tree, same_ranks, scalar, single, value, write_checkpoint
+from tests.small import SOURCE, TARGET, World, tensors
+from tests.trees import flip, layout, read_checkpoint, read_tree, same_ranks, scalar, single, value, write_checkpoint
 
 FULL = tensors()
 
@@ -24,21 +26,41 @@ LAST = {
 }
 
 
-def back(form: str, world: World) -> list[Argument]:
-    """The options that make rank directories of the target strategy of a form."""
-    words: list[Argument] = ["--dst-strategy", world.new, "--format", "ckpt"]
-    return [*words, "--src-strategy", world.new] if form == "ranks" else words
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The small checkpoint as a form, verified, made once for all tests."""
+    world = World(tmp_path_factory.mktemp("made"), SOURCE, TARGET)
+    world.save(FULL)
+
+    @cache
+    def make(form: str) -> Path:
+        words: list[Argument] = ["--src-strategy", world.old, *in_safetensors(form), *to(form, world)]
+        done("convert", world.src, world.root / form, *words, "--verify", "--checksum", "crc32")
+        done("verify", world.root / form)
+        return world.root / form
+
+    return make
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(FORMS, FORMS)))
-def test_every_form_converts_to_every_other(first: str, second: str, world: World) -> None:
-    world.save(FULL)
-    one, two, ranks = world.root / "one", world.root / "two", world.root / "ranks"
-    done("convert", world.src, one, "--src-strategy", world.old, *in_safetensors(first), *to(first, world))
+def test_every_pair_of_forms_converts_and_verifies_and_damage_is_found(
+    first: str, second: str, made: Callable[[str], Path], world: World
+) -> None:
+    one, two, ranks = made(first), world.root / "two", world.root / "ranks"
     source: list[Argument] = ["--src-strategy", world.new] if first == "ranks" else []
-    done("convert", one, two, *source, *in_safetensors(second), *to(second, world))
-    done("convert", two, ranks, *back(second, world))
+    done("convert", one, two, *source, *in_safetensors(second), *to(second, world), "--verify")
+    back: list[Argument] = ["--src-strategy", world.new] if second == "ranks" else []
+    done("convert", two, ranks, *back, "--dst-strategy", world.new, "--format", "ckpt")
     same_ranks(read_tree(ranks), world.expected(FULL))
+    if second == "dcp":
+        return
+    path = next(path for path in sorted(two.rglob("*.safetensors")) if "w" in read_checkpoint(path))
+    flip(path, "w")
+    target: list[Argument] = ["--dst-strategy", world.new] if second in ("ranks", "checkpoint2") else []
+    result = fails(4, "verify", two, "--src", one, *source, *target, "--json")
+    (difference,) = result.json["differences"]
+    assert (difference["kind"], difference["parameter"]) == ("content", "w")
+    assert difference["ranks"] if second == "ranks" else difference["files"] == [str(path.relative_to(two))]
 
 
 @pytest.mark.deep
@@ -264,15 +286,3 @@ def test_a_negative_step_gives_no_iteration(tmp_path: Path) -> None:
     common = json.loads((tmp_path / "c2" / "iteration_00000000" / "common.json").read_text())
     assert common.get("global_step") is None
     done("convert", tmp_path / "c2", tmp_path / "back", "--to", "unified", "--verify")
-
-
-def test_forms_of_one_format_suggest_no_other(tmp_path: Path) -> None:
-    int4 = write_checkpoint(tmp_path / "int4.ckpt", {"w": value("w", (4, 2), "Int4")})
-    words = ("--src-strategy", "none", "--to", "dcp", "--shards", "2")
-    result = fails(
-        3, "convert", int4, tmp_path / "out", *words, texts=["hold", "leave it out with --exclude 'model.w'"]
-    )
-    assert "--format" not in result.err
-    fp8 = write_checkpoint(tmp_path / "fp8.safetensors", {"w": value("w", (4, 2), "F8_E4M3")})
-    words = ("--src-strategy", "none", "--dst-strategy", "none", "--format", "ckpt")
-    fails(3, "convert", fp8, tmp_path / "out", *words, texts=["write --format safetensors, or leave it out"])

@@ -529,22 +529,6 @@ def test_the_way_back_with_other_sizes_is_refused(tmp_path: Path) -> None:
     same_checkpoints(huggingface(tmp_path / "back"), huggingface(tmp_path / "hf"))
 
 
-def test_typed_options_are_suggested_for_the_way_back(tmp_path: Path) -> None:
-    world = World(tmp_path, "qwen3", ["gate_up=halves", "vocab_multiple=48"])
-    done(
-        "convert",
-        world.hf,
-        tmp_path / "whole",
-        "--names",
-        world.names,
-        "--dst-strategy",
-        "none",
-    )
-    suggested = done("suggest", tmp_path / "whole", "--json").json["suggestions"]
-    command = next(each["command"] for each in suggested if each["aim"] == "huggingface")
-    assert "qwen3,gate_up=halves,qkv=grouped,vocab_multiple=48" in command
-
-
 def test_records_of_another_directory_are_not_the_packing_of_a_source(tmp_path: Path) -> None:
     """Below a conversion's directory, and not written by it."""
     world = World(tmp_path, "qwen3", ["gate_up=halves"])

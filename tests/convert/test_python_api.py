@@ -128,11 +128,6 @@ def test_errors_name_the_fields_of_options(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_printed_plan_fits_a_screen(tmp_path: Path) -> None:
-    planned = conversion_of(SRC, tmp_path / "out", **STRATEGIES).plan()
-    assert "bytes_written=" in repr(planned) and len(repr(planned)) < 1500
-
-
 def test_another_conversion_in_the_target_is_refused(tmp_path: Path) -> None:
     conversion_of(SRC, tmp_path, **STRATEGIES).convert()
     with pytest.raises(TargetError, match=r"Target\.overwrite "):

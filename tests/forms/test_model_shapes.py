@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -44,36 +42,19 @@ def test_shapes_are_read_from_every_form(form: str, tmp_path: Path) -> None:
 def test_rank_0_alone_is_neither_a_slice_nor_a_full_checkpoint(directory: str, tmp_path: Path) -> None:
     old = write_strategy(tmp_path / "old", SAVED_WITH)
     tree = tmp_path / "a tree"
-    write_checkpoint(tree / directory / "net-1_10.ckpt", FULL)
-    make: list[Argument] = ["--shapes", tree, "--src-strategy", old]
+    file = write_checkpoint(tree / directory / "net-1_10.ckpt", FULL)
     (tmp_path / "rules.toml").write_text(RULES)
-    arguments: list[Argument] = [
-        tmp_path / "rules.toml",
-        tmp_path / "out.ckpt",
-        *make,
-        "--sizes",
-        "mp=2",
-        "--weights-only",
-    ]
-    result = fails(3, "strategy", "make", *arguments, texts=["only rank 0 exists, of 4"])
-    derive: list[Argument] = [
-        old,
-        tmp_path / "out.ckpt",
-        "--src-sizes",
-        "dp=2,mp=2",
-        "--dst-sizes",
-        "mp=2",
-        "--weights-only",
-    ]
-    fails(3, "strategy", "derive", *derive, "--shapes", tree, texts=["only rank 0 exists, of 4"])
+    out, refused = tmp_path / "out.ckpt", ["only rank 0 exists, of 4"]
+    make: list[Argument] = ["strategy", "make", tmp_path / "rules.toml", out, "--src-strategy", old, "--sizes", "mp=2"]
+    derive: list[Argument] = ["strategy", "derive", old, out, *DERIVED]
+    fails(3, *make, "--weights-only", "--shapes", tree, texts=refused)
+    fails(3, *derive, "--shapes", tree, texts=refused)
 
-    typed = re.search(r"for full tensors, type (.*); for slices, (--shapes .*)", result.err)
-    assert typed is not None
     full = {name: list(of.array.shape) for name, of in FULL.items()}
     slices = {name: [2 * shape[0], *shape[1:]] for name, shape in full.items()}
-    for words, expected in zip(typed.groups(), (full, slices)):
-        assert made_shapes(tmp_path, *shlex.split(words), "--src-strategy", old) == expected
-        done("strategy", "derive", *derive, *shlex.split(words), "--overwrite")
+    for path, expected in ((file, full), (tree / directory.replace("0", "{rank}") / "*", slices)):
+        assert made_shapes(tmp_path, "--shapes", path, "--src-strategy", old) == expected
+        done(*derive, "--shapes", path, "--overwrite")
     assert made_shapes(tmp_path, "--shapes", tree, "--src-strategy", "none") == full
 
 
@@ -82,13 +63,5 @@ def test_slices_that_contradict_the_recorded_shapes_are_refused(tmp_path: Path) 
     shapes = {name: of.array.shape for name, of in FULL.items()}
     old = write_strategy(tmp_path / "old", SAVED_WITH, shapes, "json")
     tree = write_tree(tmp_path / "tree", dict.fromkeys(range(4), FULL))
-    derive: list[Argument] = [
-        old,
-        tmp_path / "out.ckpt",
-        "--src-sizes",
-        "dp=2,mp=2",
-        "--dst-sizes",
-        "mp=2",
-        "--weights-only",
-    ]
+    derive: list[Argument] = [old, tmp_path / "out.ckpt", *DERIVED]
     fails(3, "strategy", "derive", *derive, "--shapes", tree, texts=["'a.weight'", "[16, 4]", "[8, 4]"])

@@ -48,11 +48,6 @@ def test_a_missing_step_is_an_error(world: World) -> None:
     world.refuses(3, "7_7", options=("--step", "7_7"))
 
 
-def test_the_selected_step_is_printed(world: World) -> None:
-    world.save_step("3_25", NEW)
-    warns(world.convert(), "3_25")
-
-
 def test_an_end_of_life_save_by_one_rank_of_each_group_is_selected(plain: World) -> None:
     plain.save(OLD)
     plain.save_step("1_12", NEW, ranks=[0, 3])
@@ -423,55 +418,12 @@ def test_all_usual_names_of_steps_are_recognised(world: World, pattern: str) -> 
     assert_same(world, NEW)
 
 
-@pytest.mark.parametrize("pattern", ["nodes/{rank}/deep/net-1_10.ckpt", "net_rank_{rank}.safetensors"])
-def test_a_rank_path_selects_its_files(world: World, pattern: str) -> None:
-    world.save(NEW, pattern)
-    done(
-        "transform-dir", str(world.src / pattern), world.dst, "--src-strategy", world.old,
-        "--dst-strategy", world.new,
-    )  # fmt: skip
-    assert_same(world, NEW)
-
-
-def test_a_rank_path_accepts_wildcards(world: World) -> None:
-    world.save(NEW, "node0/rank_{rank}/net-1_10.ckpt", ranks=[0, 1])
-    world.save(NEW, "node1/rank_{rank}/net-1_10.ckpt", ranks=[2, 3])
-    done(
-        "transform-dir", f"{world.src}/node*/rank_{{rank}}/*.ckpt", world.dst,
-        "--src-strategy", world.old, "--dst-strategy", world.new,
-    )  # fmt: skip
-    assert_same(world, NEW)
-
-
-def test_two_prefixes_of_different_steps_cannot_be_compared(world: World) -> None:
-    """A second run starts to count again, under the prefix net_1."""
-    world.save_step("9_10", OLD)
-    world.save(NEW, "rank_{rank}/net_1-1_10.ckpt")
-    world.refuses(3, "net-9_10", "net_1-1_10", "--step")
-    world.convert("--step", "1_10")
-    assert_same(world, NEW)
-
-
-def test_a_suffix_selects_one_of_two_namings(world: World) -> None:
-    world.save_step("1_10", OLD)
-    world.save(NEW, "rank_{rank}/net-1_10_breakpoint.ckpt")
-    world.refuses(3, "net-1_10_breakpoint", "--file-suffix")
-    world.convert("--file-suffix", "_breakpoint")
-    assert_same(world, NEW)
-
-
 def test_unfinished_directories_are_never_read(world: World) -> None:
     world.save(NEW)
     world.save(OLD, "rank_{rank}_tmp/net-1_12.ckpt")
     world.save(OLD, "tft_saved_checkpoints-step_12_tmp/rank_{rank}/ttp_rank_{rank}-1_12.ckpt")
     world.convert()
     assert_same(world, NEW)
-
-
-def test_ranks_over_the_device_count_are_an_error(world: World) -> None:
-    world.save(NEW)
-    write_checkpoint(world.src / "rank_7" / "net-1_10.ckpt", {"w": scalar(1)})
-    world.refuses(3, "7", "4")
 
 
 def test_one_file_is_an_unsharded_checkpoint(world: World) -> None:
@@ -512,13 +464,3 @@ def test_the_same_strategy_on_both_sides_changes_nothing(tmp_path: Path) -> None
 
 def assert_same(world: World, full: Checkpoint) -> None:
     same_ranks(world.found(), world.expected(full))
-
-
-def test_every_rank_with_unreplicated_slices_is_listed(world: World) -> None:
-    world.save(NEW, ranks=[0, 2])
-    world.refuses(3, "which ranks 1,3 should", "restore ranks 1,3")
-
-
-def test_one_lost_rank_of_a_replica_group_is_required(plain: World) -> None:
-    plain.save(NEW, ranks=[1, 3])
-    plain.refuses(3, "which one of ranks 0,2 should", "restore one of ranks 0,2")

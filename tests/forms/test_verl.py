@@ -297,13 +297,13 @@ def test_a_place_outside_of_the_mesh_is_refused(place: Any, saved: Path) -> None
     refused(saved, "the place of its rank")
 
 
-@pytest.mark.parametrize("command", ["inspect", "suggest", "convert"])
+@pytest.mark.parametrize("command", ["inspect", "convert"])
 def test_sharded_tensors_of_fsdp1_are_refused_by_name(command: str, tmp_path: Path) -> None:
     words: list[Argument] = [tmp_path / "out", "--to", "hf"] if command == "convert" else []
     fails(3, command, FIXTURES / "fsdp1", *words, texts=["tensors of FSDP1", "torch.distributed.checkpoint"])
 
 
-@pytest.mark.parametrize("command", ["inspect", "suggest", "convert"])
+@pytest.mark.parametrize("command", ["inspect", "convert"])
 @pytest.mark.parametrize("tracked", [False, True])
 def test_a_directory_of_saves_points_to_the_last_one(command: str, tracked: bool, tmp_path: Path) -> None:
     """verl has files beside the directory of a model, and a tracker under the name of Checkpoint 2.0's."""

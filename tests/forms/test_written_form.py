@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
-from tests.running import Argument, done, fails, flat, warns
+from tests.running import Argument, done, fails, flat
 from tests.trees import layout, single, write_strategy
 
 WEIGHTS = {"linear.weight": (4, 2), "a.w": (4, 2)}
@@ -24,19 +23,6 @@ def huggingface(place: Path, step: int = 7, dtype: str = "f4", **names: tuple[in
     return place
 
 
-def test_options_suggested_by_a_warning_exclude_no_weight(tmp_path: Path) -> None:
-    source = huggingface(tmp_path / "src")
-    words: list[Argument] = ["convert", source, tmp_path / "out", "--to", "huggingface"]
-    result = done(*words)
-    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {*WEIGHTS, *STATE, "global_step"}
-    [line] = [line for line in result.err.splitlines() if "leave them out with" in line]
-    options = shlex.split(line.partition("leave them out with ")[2])
-    assert "adam_m.*" in options and "linear.a.w" in options and "linear.*" not in options
-    words[2] = tmp_path / "weights"
-    assert "leave them out" not in done(*words, *options).err
-    assert set(load_file(tmp_path / "weights" / "model.safetensors")) == set(WEIGHTS)
-
-
 @pytest.mark.parametrize("message", ["float32", "bfloat16"])
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_a_configuration_of_another_dtype_gives_a_warning(message: str, key: str, tmp_path: Path) -> None:
@@ -46,23 +32,6 @@ def test_a_configuration_of_another_dtype_gives_a_warning(message: str, key: str
     output = f"has {key} '{message}', and the weights are float32" in flat(result.err)
     assert output == (message != "float32")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {key: message}
-
-
-def test_values_alone_do_not_make_a_unified_directory(tmp_path: Path) -> None:
-    source = huggingface(tmp_path / "src")
-    words: list[Argument] = ["convert", source, tmp_path / "out", "--to", "unified"]
-    fails(3, *words, "--include", "global_step", texts=["the selection contains only values such as 'global_step'"])
-    assert not list(tmp_path.glob("out/*.safetensors"))
-
-
-def test_a_negative_step_becomes_iteration_0(tmp_path: Path) -> None:
-    source = huggingface(tmp_path / "src", step=-1)
-    names = {**WEIGHTS, **STATE}
-    strategy = write_strategy(tmp_path / "s", single(dict.fromkeys(names, layout([1], [-1, -1]))))
-    words: list[Argument] = ["convert", source, tmp_path / "out", "--to", "checkpoint2", "--dst-strategy", strategy]
-    warns(done(*words, "--verify"), "global_step is -1")
-    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "0"
-    done("convert", tmp_path / "out", tmp_path / "back", "--to", "unified", "--verify")
 
 
 def test_a_target_without_optimizer_state_is_verified_against_one_unsharded_file(tmp_path: Path) -> None:

@@ -240,18 +240,6 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, change: Any, te
     assert not (tmp_path / "out").exists()
 
 
-def test_the_summary_lists_merged_weights(tmp_path: Path) -> None:
-    adapter = peft(tmp_path / "adapter", matrices(), lora_alpha=24)
-    words: list[Argument] = ["merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out"]
-    result = done(*words)
-    warns(result, "alpha is 24, of", "adapter_config.json", f"{len(matrices())} tensors added to: ")
-    warns(fails(3, *words, "--alpha", "2"), "alpha is 2, as typed", "differs in the adapter")
-    command = f"reshard merge-lora BASE ADAPTER {tmp_path / 'out'} --verify"
-    fails(2, "verify", tmp_path / "out", "--src", tmp_path / "base", texts=["was written by merge-lora", command])
-    assert "--src" not in fails(2, "verify", tmp_path / "out", texts=[command]).err
-    assert done("diff", tmp_path / "base", tmp_path / "out", "--json").json["differing"]
-
-
 def test_changed_targets_of_a_merge_are_merged_again(tmp_path: Path) -> None:
     adapter = peft(tmp_path / "adapter", matrices())
     words: list[Argument] = ["merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out"]
@@ -560,25 +548,6 @@ def test_weights_beside_the_matrices_are_compared_under_the_names_of_the_model(t
             fails(3, *words, texts=["differ from the base's", "model.norm.weight"])
         else:
             done(*words, "--verify")
-
-
-def test_another_command_in_the_directory_is_named_with_what_differs(tmp_path: Path) -> None:
-    src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices())
-    merge: list[Argument] = ["merge-lora", src, adapter]
-    convert: list[Argument] = ["convert", src, tmp_path / "copy", "--to", "huggingface"]
-    done(*convert)
-    texts = [
-        "which differs in the task (convert there, merge-lora here)\n",
-        f"reshard convert {src} {tmp_path / 'copy'} --to=huggingface",
-    ]
-    fails(3, *merge, tmp_path / "copy", texts=texts)
-    done(*merge, tmp_path / "merged")
-    texts = ["which differs in the task (merge-lora there, convert here)\n"]
-    fails(3, "convert", src, tmp_path / "merged", "--to", "huggingface", texts=texts)
-    texts = ["which differs in the adapter, or the rules of names and types\n"]
-    fails(3, *merge, tmp_path / "merged", "--alpha", 3, texts=texts)
-    texts = ["which differs in --rename (none there, model.*=* here)\n"]
-    fails(3, *convert, "--rename", "model.*=*", texts=texts)
 
 
 def merge_of_modules(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,31 +46,6 @@ def test_unknown_and_missing_names_are_listed_with_the_nearest() -> None:
             "missing: 'model.layers.1.mlp.up_proj.weight'; is it 'model.layers.1.mlp.upproj.weight'?",
         ],
     )
-
-
-def test_the_suggested_rule_drops_unknown_names(tmp_path: Path) -> None:
-    unknown = {"model.layers.0.extra.w": (2,), "model.layers.1.extra.w": (2,)}
-    table = tmp_path / "mine.toml"
-    for named, message in (
-        (table_of("qwen3"), "(reshard names show qwen3 > mine.toml)"),
-        (str(table) + PACKING, "to the table:"),
-    ):
-        with pytest.raises(NamesError, match=re.escape(message)) as caught:
-            apply_rules(rules_named(named), {**SHAPES, **unknown}, QWEN3)
-        table.write_text(rules_named(named).text)
-    rule = str(caught.value)[str(caught.value).index("[[rule]]") :]
-    table.write_text(table.read_text() + rule)
-    assert set(apply_rules(rules_named(str(table) + PACKING), {**SHAPES, **unknown}, QWEN3).dropped) == {*unknown}
-
-
-def test_the_suggested_rule_is_written_for_the_checkpoints_side(tmp_path: Path) -> None:
-    table = tmp_path / "t.toml"
-    table.write_text('[[rule]]\nfrom = "embed.weight"\nto = "tok.weight"\n')
-    shapes = {"tok.weight": (4, 4), "layers.3.extra.weight": (4, 4)}
-    with pytest.raises(NamesError) as caught:
-        apply_rules(rules_named(str(table)), shapes)
-    table.write_text(table.read_text() + str(caught.value)[str(caught.value).index("[[rule]]") :])
-    assert apply_rules(rules_named(str(table)), shapes).dropped == ("layers.3.extra.weight",)
 
 
 STARRED = """
@@ -296,14 +269,6 @@ def test_incomplete_state_or_state_of_another_shape_is_an_error() -> None:
         ],
         optimizer=True,
     )
-
-
-def test_a_number_over_the_limit_is_refused_at_once() -> None:
-    rules = parse_rules(
-        '[[rule]]\nfrom = "a.{n}.w"\nto = "b"\ndo = { stack = "n" }',
-        "t.toml",
-    )
-    refused(rules, {"a.0.w": (2,), "a.999999999.w": (2,)}, None, ["and perhaps more"])
 
 
 def test_rules_can_be_pickled() -> None:

@@ -92,11 +92,6 @@ def test_invalid_rules_are_an_error(text: str, texts: str) -> None:
     assert str(caught.value).startswith("mine.toml")
 
 
-def test_a_number_of_thousands_of_digits_in_rules_is_an_error() -> None:
-    with pytest.raises(NamesError, match=r"mine\.toml"):
-        parse_rules("x = " + "9" * 5000, "mine.toml")
-
-
 _PIECES = st.sampled_from(
     [
         *(RULE, SIZES, "[[rule]]\n", 'do = "concat"\n', "do = [", '{ stack = "n" }', ", ", "]\n", "}", '"', "0", "-1"),
@@ -126,7 +121,7 @@ def test_rule_files_that_are_not_files_are_named(tmp_path: Path) -> None:
         read_rules(str(tmp_path))
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"a": 1, "a": 2}', '{"a": NaN}', "{" * 10000])
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"a": 1, "a": 2}', '{"a": NaN}'])
 def test_an_invalid_configuration_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(NamesError, match=r"config.json: is damaged: (it|NaN)"):

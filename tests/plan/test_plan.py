@@ -27,7 +27,7 @@ from tests.layouts import examples, strategies, tensors
 from tests.running import Argument, done, fails, warns
 from tests.small import World, world_of
 from tests.small import tensors as small_tensors
-from tests.trees import cut_ranks, layout, single, value, write_strategy, write_tree
+from tests.trees import write_strategy
 
 __all__ = ["costs", "no_windows"]
 
@@ -232,28 +232,8 @@ def test_transfer_maps_of_the_documentation_are_up_to_date(
     assert (b">stage 1</text>" in content) == (picture == "transfers-stages")
 
 
-def test_many_target_ranks_are_shortened_unless_verbose(tmp_path: Path) -> None:
-    from tests.convert.test_costs import columns, rows
-
-    write_tree(tmp_path / "src", cut_ranks(rows(1, 1), FULL))
-    old, new = write_strategy(tmp_path / "old", rows(1, 1)), write_strategy(tmp_path / "new", columns(8, 8))
-    words: list[Argument] = ["plan", tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", new]
-    assert "24 target ranks more" in done(*words).out
-    assert "more:" not in done(*words, "-v").out
-
-
 def test_the_directory_of_an_svg_is_created(world: World) -> None:
     world.save(SMALL)
     drawn = world.root / "pictures" / "today" / "transfer.svg"
     done(*world.words("--svg", drawn, command="plan"))
     assert drawn.exists()
-
-
-def test_a_large_read_amplification_is_printed_as_a_factor(tmp_path: Path) -> None:
-    """Of rows of which every target rank needs a few bytes, whole pages are looked at."""
-    world = World(tmp_path, single({"w": layout([2], [0, -1])}), single({"w": layout([128], [-1, 0])}))
-    world.save({"w": value("w", (64, 4096))}, copied={})
-    result = done(*world.words("--ranks", "0,64", "--io", "mmap", command="plan"))
-    over_read = done(*world.words("--ranks", "0,64", "--io", "mmap", "--json", command="plan")).json["over_read"]
-    assert over_read > 1
-    assert f"; {1 + over_read:.1f} times the needed bytes" in result.out

@@ -30,24 +30,6 @@ def test_chosen_ranks_meet_every_need_and_are_irredundant(needs: list[list[int]]
         assert any(set(chosen) & set(need) == {rank} for need in needs)
 
 
-@given(NEEDS, st.integers(0, 20))
-def test_the_rank_that_meets_most_needs_is_chosen_next_and_ties_in_turn(needs: list[list[int]], turn: int) -> None:
-    chosen = {need[0] for need in needs if len(need) == 1}
-    order: list[int] = []
-    least = len(needs) + 1
-    while remaining := [need for need in needs if not chosen & set(need)]:
-        meets = Counter(rank for need in remaining for rank in need)
-        most = max(meets.values())
-        equals = sorted(rank for rank in meets if meets[rank] == most)
-        if most < least:
-            least, order = most, equals[turn % len(equals) :] + equals[: turn % len(equals)]
-        chosen.add(next(rank for rank in order if rank in equals))
-    for rank in sorted(chosen, reverse=True):
-        if all(chosen & set(need) != {rank} for need in needs):
-            chosen.discard(rank)
-    assert choose(needs, turn) == tuple(sorted(chosen))
-
-
 @given(NEEDS)
 def test_one_rank_is_read_where_one_suffices(needs: list[list[int]]) -> None:
     everything = [sorted({7, *need}) for need in needs]

@@ -336,22 +336,6 @@ def test_without_the_option_codes_and_scales_are_copied(tmp_path: Path) -> None:
         assert {name for each in quantised for name in each.stored} <= set(copied)
 
 
-def test_tables_of_names_suggest_dequantize(tmp_path: Path) -> None:
-    write_model(tmp_path / "src", "fp8 blocks")
-
-    fails(
-        3,
-        "convert",
-        tmp_path / "src",
-        tmp_path / "out",
-        "--to",
-        "huggingface",
-        "--names",
-        "qwen3",
-        texts=["--dequantize BFloat16"],
-    )
-
-
 def test_a_source_without_quantised_tensors_gives_a_warning(tmp_path: Path) -> None:
     write_model(tmp_path / "src", "fp8 blocks")
     done("convert", tmp_path / "src", tmp_path / "plain", "--to", "huggingface", "--dequantize", "bf16")

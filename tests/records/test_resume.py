@@ -93,22 +93,6 @@ def test_another_step_is_refused_and_named(world: World) -> None:
     same_ranks(world.found(), world.expected(FULL))
 
 
-def test_overwrite_replaces_another_conversion_and_its_records(world: World) -> None:
-    world.save(FULL)
-    world.convert("--exclude", "m.*")
-    world.convert("--overwrite")
-    same_ranks(world.found(), world.expected(FULL))
-    fails(3, *world.words("--exclude", "m.*"), texts=[str(world.dst)])
-
-
-def test_by_rank_does_not_overwrite_one_rank_of_another_conversion(world: World) -> None:
-    world.save(FULL)
-    world.convert("--exclude", "m.*")
-    before = tree_bytes(world.dst)
-    fails(3, *world.words(1, "--overwrite", command="by-rank"), texts=["another conversion"])
-    assert tree_bytes(world.dst) == before
-
-
 def test_the_manifest_does_not_depend_on_the_runs(world: World, tmp_path: Path) -> None:
     world.save(FULL)
     world.by_rank(1, "--checksum", "crc32")
@@ -495,15 +479,6 @@ def test_a_descriptor_in_use_by_a_write_is_not_reused(tmp_path: Path, monkeypatc
     writer.write(0, memoryview(b"late"))
     assert begun.empty()
     assert not list((tmp_path / "rank_0").glob("*")) if (tmp_path / "rank_0").exists() else True
-
-
-@pytest.mark.parametrize(("rank", "message"), [("0", "1 rank (0)"), ("0-1", "2 ranks (0-1)")])
-def test_messages_about_finished_targets_agree_in_number(world: World, rank: str, message: str) -> None:
-    world.save(FULL)
-    world.convert("--ranks", rank)
-    text = "left as it is" if rank == "0" else "left as they are"
-    assert f"{message} already complete" in world.convert().err
-    assert f"{message} by the same conversion before; {text}" in world.convert("--ranks", rank, "-n").out
 
 
 def test_ranks_that_another_run_writes_meanwhile_are_not_counted_as_written(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -208,20 +207,6 @@ def test_resume_refuses_to_verify_a_recovery(plain: World) -> None:
     fails(2, "resume", plain.dst, "--verify", texts=["--verify", "reshard verify", "--replicas --strategy"])
 
 
-@pytest.mark.parametrize("lost", ["src", "old", "new"])
-def test_resume_names_a_missing_path_and_the_command(world: World, lost: str) -> None:
-    world.save(FULL)
-    world.by_rank(0, "--exclude", "it's *")
-    path: Path = getattr(world, lost)
-    path.rename(world.root / "moved")
-    output = fails(3, "resume", world.dst, texts=[f"{path}: does not exist here", "run the whole command"]).err
-    # The command works as it is shown, once the path is right.
-    words = shlex.split(output.strip().splitlines()[-1])
-    assert words[0] == "reshard"
-    done(*[word.replace(str(path), str(world.root / "moved")) for word in words[1:]])
-    assert done("status", world.dst, "--json").json["complete"]
-
-
 def test_resume_names_a_changed_strategy(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
@@ -338,47 +323,13 @@ def changed(plan: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     return plan
 
 
-DAMAGE: dict[str, Any] = {
-    "no object": [],
-    "another version": {"version": 99},
-    "a key too many": {"shell": "rm"},
-    "a relative source": {"source": {"path": "src"}},
-    "no source": {"source": {"path": None}},
-    "a NUL": {"source": {"path": "/src\0"}},
-    "a relative strategy": {"target": {"strategy": "old.ckpt"}},
-    "an unknown task": {"task": ["remove"]},
-    "an unknown format": {"target": {"format": "zip"}},
-    "no tasks": {"task": 1},
-    "no step": {"source": {"step": 1.5}},
-    "no ranks": {"files": "x"},
-    "negative ranks": {"files": [-1]},
-    "too many ranks": {"files": [999999999]},
-    "no ranks left out": {"source": {"without_ranks": "0-"}},
-    "a pattern that is none": {"edits": {"include": [1]}},
-    "no form": {"target": {"form": None}},
-    "a form to come": {"target": {"form": "onnx"}},
-}
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_an_invalid_record_is_refused(world: World, damage: Any) -> None:
-    world.save(FULL)
-    world.by_rank(0)
-    path = plan_of(world)
-    path.write_text(json.dumps(changed(json.loads(path.read_text()), damage) if damage else damage))
-    fails(3, "resume", world.dst, texts=[path])
-    assert not (world.dst / "rank_1").exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b" " * (17 << 20)], ids=len)
+@pytest.mark.parametrize("content", [b"", b"{"])
 def test_a_damaged_record_is_named(world: World, content: bytes) -> None:
     world.save(FULL)
     world.by_rank(0)
     path = plan_of(world)
     path.write_bytes(content)
-    problem = "is damaged" if len(content) < 16 << 20 else "is larger than any such file"
-    fails(3, "resume", world.dst, texts=[f"{path}: {problem}"])
+    fails(3, "resume", world.dst, texts=[f"{path}: is damaged"])
     path.unlink()
     os.mkfifo(path)
     fails(3, "resume", world.dst, texts=[f"{path}: is not a regular file"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 from pathlib import Path
@@ -53,32 +52,6 @@ def test_status_distinguishes_missing_and_modified_files(world: World) -> None:
     fails(3, *world.words(), texts=["modified after"])
     world.by_rank(1, "--overwrite")
     world.convert()
-    assert status(world)["complete"]
-
-
-@pytest.mark.parametrize("changed", [[1], [0, 1]])
-def test_commands_for_modified_files_can_be_pasted(changed: list[int], world: World) -> None:
-    world.save(FULL)
-    world.convert()
-    for rank in changed:
-        os.utime(world.dst / f"rank_{rank}" / f"checkpoint_{rank}.ckpt", (1, 1))
-    output = done("status", world.dst).out
-    assert "missing" not in output
-    compare, *_, replace = [line.partition("reshard ")[2] for line in output.splitlines() if "reshard " in line]
-    assert "no differences" in done(*shlex.split(compare)).err
-    refused = fails(3, "resume", world.dst, texts=["already holds", f"reshard verify {world.dst} --src SRC"])
-    assert shlex.split(refused.err.splitlines()[-1])[:2] == ["reshard", "convert"]
-    assert replace.startswith("by-rank 1 " if changed == [1] else "convert ")
-    done(*shlex.split(replace))
-    assert status(world)["complete"]
-
-
-def test_the_command_in_the_refusal_of_resume_can_be_pasted(world: World) -> None:
-    world.save(FULL)
-    world.convert()
-    os.utime(world.dst / "rank_1" / "checkpoint_1.ckpt", (1, 1))
-    last = fails(3, "resume", world.dst, texts=["--overwrite"]).err.splitlines()[-1]
-    done(*shlex.split(last)[1:])
     assert status(world)["complete"]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
-import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +29,7 @@ from reshard.storage import storage_of
 from reshard.text.messages import Report
 from tests.counting import count_opened
 from tests.reference import Strategy
-from tests.running import Argument, Result, done, fails, reshard, warns
+from tests.running import Argument, Result, done, fails, warns
 from tests.small import World, tensors
 from tests.trees import (
     Value,
@@ -127,19 +125,6 @@ def test_a_strategy_that_swaps_axes_is_refused_and_nothing_is_written(kind: str,
     assert len(result.err.splitlines()) <= 12
     assert not tree.dst.exists()
     done(*tree.words(tree.true, *options, command=command))
-
-
-def test_the_suggested_command_uses_the_same_step(tmp_path: Path) -> None:
-    """Here an older one, of names that a shell would take apart."""
-    tree = Tree(tmp_path / "my run")
-    tree.save()
-    write_tree(tree.src, {0: cut_ranks(model(*TRUE), FULL)[0]}, "rank_{rank}/net-1_11.ckpt")
-    outcome = fails(3, *tree.words(tree.wrong), texts=["step 1_11 is not complete"])
-    typed = [shlex.split(words) for words in re.findall("`(reshard .*?)`", outcome.err)]
-    assert [words[1] for words in typed] == ["strategy", "verify"]
-    for words in typed:
-        result = reshard(*words[1:])
-        assert result.status == 4 and "1_11" not in result.out + result.err and "blocks." in result.out
 
 
 def test_one_rank_checks_the_strategy_as_all_ranks_do(tree: Tree) -> None:

@@ -13,10 +13,8 @@ from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, reshard, warns
 from tests.source_replicas.test_source_replicas import FULL, NORMS, TRUE, WEIGHTS, Tree, model
 from tests.trees import (
-    Value,
     cut_ranks,
     layout,
-    read_checkpoint,
     scalar,
     single,
     text,
@@ -219,24 +217,6 @@ def test_a_checkpoint_of_mindspore_fits_its_own_strategy_alone() -> None:
         path = FIXTURES / other / "strategy"
         if path.is_dir():
             assert not found(path, DEMO / "src_checkpoints", status=4)["fits"], other
-
-
-def test_many_different_misfits_are_counted(tmp_path: Path) -> None:
-    full = {f"w{number}": value(f"w{number}", (8 * (number + 1), 4)) for number in range(9)}
-    true = single({name: layout([2, 4], [0, -1]) for name in full})
-    write_tree(tmp_path / "src", cut_ranks(true, full))
-    for rank in range(8):
-        # Of every tensor another rank has a row more.
-        path = tmp_path / "src" / f"rank_{rank}" / "net-1_10.ckpt"
-        tensors = dict(read_checkpoint(path))
-        name = f"w{rank}"
-        tensors[name] = Value("Float32", tensors[name].array.repeat(2, axis=0))
-        write_checkpoint(path, tensors)
-    strategy = write_strategy(tmp_path / "true", true)
-    result = found(strategy, tmp_path / "src", status=4)
-    assert len(result["misfits"]) == 8 and result["parameters"] == ["w8"]
-    assert "4 more parameters with other shapes: -v lists all" in check(strategy, tmp_path / "src", status=4).out
-    assert "    w7\n" in check(strategy, tmp_path / "src", "-v", status=4).out
 
 
 def test_the_same_strategy_in_every_file_format_fits(tree: Tree) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.corpus import FIXTURES
 from tests.reference import Strategy
 from tests.running import Argument, done, fails, reshard, warns
-from tests.small import COPIED, PLAIN, TARGET, World, tensors
+from tests.small import COPIED, World, tensors
 from tests.trees import Value, cut_ranks, layout, read_tree, same_ranks, single, value, write_strategy, write_tree
 
 FULL = tensors()
@@ -71,20 +71,6 @@ def test_a_swap_is_detected_by_shapes(tmp_path: Path) -> None:
     world.refuses(3, f"the files fit --dst-strategy ({world.new}), by shapes: {SWAPPED}")
 
 
-def test_files_that_fit_neither_strategy_are_not_a_swap(world: World) -> None:
-    other = single({"w": layout([2, 4], [0, -1]), "v": layout([2, 4], [-1])})
-    write_tree(world.src, cut_ranks(other, {name: FULL[name] for name in ("w", "v")}, COPIED))
-    assert "swapped" not in world.refuses(3, "has checkpoints of ranks 4-7").err
-    words: list[Argument] = [world.src, world.dst, "--src-strategy", world.new, "--dst-strategy", world.old]
-    result = fails(3, "transform-dir", *words, texts=["has checkpoints of ranks 2-7"])
-    assert "swapped" not in result.err
-
-
-def test_a_lost_rank_is_not_a_swap(world: World) -> None:
-    world.save(FULL, ranks=[0, 1, 2])
-    assert "swapped" not in world.refuses(3, "rank 3").err
-
-
 def test_half_a_cluster_lost_is_not_a_swap(tmp_path: Path) -> None:
     """What is left are as many ranks as the target has, and replicas make up for the others."""
     rows, columns = layout([4, 2], [0, -1]), layout([2, 2], [-1, 0])
@@ -92,16 +78,6 @@ def test_half_a_cluster_lost_is_not_a_swap(tmp_path: Path) -> None:
     world.save({"w": value("w", (8, 8))}, ranks=[0, 1, 2, 3])
     assert "swapped" not in world.convert().err
     same_ranks(read_tree(world.dst), cut_ranks(world.target, {"w": value("w", (8, 8))}, COPIED))
-
-
-def test_equal_ranks_that_the_source_strategy_separates_are_refused(tmp_path: Path) -> None:
-    """Nothing can be compared by the source's strategy, by which all ranks hold different slices."""
-    replicated = {name: layout([2, 2], [0, -1]) for name in ("w", "m.w")}
-    sharded = {name: layout([2, 2], [0, -1], -1, 2) for name in ("w", "m.w")}
-    world = World(tmp_path, single(sharded), single(replicated))
-    full = {name: value(name, (8, 6)) for name in ("w", "m.w")}
-    write_tree(world.src, cut_ranks(world.target, full, COPIED))
-    world.refuses(3, "where they should hold different slices, of 1 of 1 sampled")
 
 
 TARGETS = [
@@ -135,16 +111,6 @@ def test_another_parameter_of_the_layout_stands_in_for_a_constant_one(varied: st
     result = reshard("convert", world.src, world.dst, "--src-strategy", world.old, "--dst-strategy", "none")
     assert result.status == 3
     warns(result, "should hold different slices")
-
-
-def test_a_source_strategy_finer_than_the_files_is_refused(tmp_path: Path) -> None:
-    """No two ranks should be replicas, so there is nothing to compare; but ranks 0 and 2 are equal."""
-    world = World(tmp_path, single({name: layout([4], [0, -1]) for name in "ab"}), single({"a": layout([1], [-1, -1])}))
-    full = {name: value(name, (8, 6)) for name in "ab"}
-    write_tree(world.src, cut_ranks(single({name: layout([2, 2], [0, -1]) for name in "ab"}), full, COPIED))
-    result = world.refuses(3, "where they should hold different slices, of 1 of 1 sampled", "--check-replicas never")
-    assert "'a' on rank 0 and rank 2" in result.err and "swapped" not in result.err
-    world.convert("--check-replicas", "never")
 
 
 def test_slices_of_few_different_elements_may_agree_by_chance(tmp_path: Path) -> None:
@@ -244,12 +210,6 @@ def test_rank_0_of_data_parallel_ranks_is_not_a_swap(names: str, tmp_path: Path)
     result = reshard("transform-dir", world.src, world.dst, "--src-strategy", world.old, "--dst-strategy", "none")
     assert result.status == (0 if names == "ab" else 3), result.err
     assert "swapped" not in result.err
-
-
-def test_recover_reports_no_swap(tmp_path: Path) -> None:
-    world = World(tmp_path, PLAIN, TARGET)
-    world.save({name: FULL[name] for name in ("w", "v")}, ranks=[0])
-    assert "swapped" not in fails(3, "recover", world.src, world.dst, "--strategy", world.old).err
 
 
 def test_a_pipeline_source_whose_ranks_contain_all_stages_is_refused(tmp_path: Path) -> None:

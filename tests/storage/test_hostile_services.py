@@ -1,12 +1,8 @@
-"""Hostile, redirecting and silent services: an error in one line, in bounded time, without credentials."""
+"""Errors of services and credentials: one line, in bounded time, without secrets."""
 
 from __future__ import annotations
 
-import re
-import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,9 +10,7 @@ import pytest
 from reshard.storage.s3 import service
 from tests.corpus import ROOT
 from tests.object_store import KEY, SECRET, Answer, Objects
-from tests.running import Argument, done, fails, reshard
-from tests.sampling import some_of
-from tests.storage.test_writing_to_stores import tree
+from tests.running import Argument, fails, reshard
 
 pytestmark = pytest.mark.deep
 
@@ -27,109 +21,6 @@ CUTS: list[Argument] = [
     "--dst-strategy",
     DEMO / "dst_strategy.ckpt",
 ]
-Edit = Callable[[Answer], Answer]
-TRUNCATED = rb"<IsTruncated>.*?</IsTruncated>"
-
-
-def content(pattern: bytes, new: bytes) -> Edit:
-    return lambda answer: answer._replace(content=re.sub(pattern, new, answer.content, flags=re.DOTALL))
-
-
-def header(name: str, value: str | None) -> Edit:
-    def edit(answer: Answer) -> Answer:
-        bare = answer.without(name)
-        return bare if value is None else bare._replace(headers={**bare.headers, name: value})
-
-    return edit
-
-
-def lists(edit: Edit) -> Callable[[str, str, Answer], Answer]:
-    return lambda method, path, answer: edit(answer) if "list-type=2" in path else answer
-
-
-def gets(edit: Edit) -> Callable[[str, str, Answer], Answer]:
-    def of_object(method: str, path: str, answer: Answer) -> Answer:
-        return edit(answer) if method in ("GET", "HEAD") and "list-type=2" not in path else answer
-
-    return of_object
-
-
-# What is changed, and whether a source is read all the same.
-STRANGE: dict[str, tuple[Callable[[str, str, Answer], Answer], bool]] = {
-    "a list that is truncated without a token": (
-        lists(content(TRUNCATED, b"<IsTruncated>true</IsTruncated>")),
-        False,
-    ),
-    "a list that is truncated for ever": (
-        lists(
-            content(TRUNCATED, b"<IsTruncated>true</IsTruncated><NextContinuationToken>again</NextContinuationToken>")
-        ),
-        False,
-    ),
-    "no XML": (lists(lambda answer: answer._replace(content=b"{}")), False),
-    "objects with a time that is none": (gets(header("last-modified", "soon")), False),
-    "another range than was asked for": (gets(header("content-range", "bytes 0-0/1")), False),
-    "a range that is none": (gets(header("content-range", "some bytes")), False),
-    "a date that is none": (lambda method, path, answer: header("date", "garbage")(answer), True),
-}
-
-
-@pytest.mark.parametrize("name", STRANGE)
-def test_an_impossible_response_is_an_error_in_one_line(name: str, objects: Objects, tmp_path: Path) -> None:
-    edit, read = STRANGE[name]
-    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
-    objects.faults.edit = edit
-    result = reshard("convert", source, tmp_path / "out", *CUTS)
-    assert (result.status == 0) == read, result.err
-    assert len(result.err.strip().splitlines()) < 8 and "internal error" not in result.err
-    if read:
-        done("convert", DEMO / "src_checkpoints", tmp_path / "plain", *CUTS)
-        assert tree(tmp_path / "out") == tree(tmp_path / "plain")
-    objects.faults.edit = edit
-    result = reshard("convert", DEMO / "src_checkpoints", objects.path("out"), *CUTS)
-    assert "internal error" not in result.err and "Traceback" not in result.err
-    objects.faults.edit = lambda method, path, answer: answer
-    done("convert", DEMO / "src_checkpoints", objects.path("out"), *CUTS)
-
-
-@pytest.fixture
-def elsewhere() -> Iterator[tuple[str, list[str]]]:
-    """A server outside the endpoint, and the requests that reach it."""
-    received: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def any(self) -> None:
-            received.append(f"{self.command} {self.path}")
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-        do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = any
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", received
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.parametrize("status", some_of([301, 302, 307, 308], 1))
-def test_redirects_to_another_host_are_refused(
-    status: int, elsewhere: tuple[str, list[str]], objects: Objects, tmp_path: Path
-) -> None:
-    url, received = elsewhere
-    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
-
-    def away(method: str, path: str, answer: Answer) -> Answer:
-        return Answer(status, {"Location": f"{url}{path}"}, b"") if ".ckpt" in path else answer
-
-    objects.faults.edit = away
-    result = fails(1, "convert", source, tmp_path / "out", *CUTS)
-    assert "--endpoint-url" in result.err
-    assert not received
 
 
 TOKEN = "the-session-token-that-nobody-may-see"

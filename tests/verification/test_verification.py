@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import tracemalloc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,14 @@ from hypothesis import strategies as st
 from reshard.checkpoints import FileHandles, read_index
 from reshard.checkpoints.formats import headers
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
-from reshard.execute.filling import BlockFiller
-from reshard.layout import Overlap
 from reshard.numbers import fingerprint as summing
 from reshard.numbers.fingerprint import fingerprints
-from reshard.plan import plan as plan_module
 from reshard.strategies import read_strategy
 from reshard.verification import reading
 from reshard.verification.boxes import LayoutValues, device_boxes
 from reshard.verification.reading import Difference, Means
-from tests import cases
 from tests.conftest import LONG
 from tests.layouts import examples, strategies, tensors
-from tests.mistakes import another_rank, off_by_one, swapped_rows
 from tests.reference import ONE_DEVICE, Strategy, names_of
 from tests.running import done
 from tests.small import COPIED, SOURCE, TARGET
@@ -436,65 +431,6 @@ def test_memory_of_verify_does_not_grow_with_parameters_times_ranks(
     # Its name, type, place in the files and the like, but nothing per rank: a pointer each would be more.
     before, after = min(peaks[1:3]), min(peaks[3:])
     assert (after - before) / (more - few) < 8 * ranks * 12
-
-
-# Mistakes of the planner, which this room must not share.
-
-
-@pytest.mark.parametrize("mistake", [another_rank, off_by_one, swapped_rows])
-def test_slices_planned_from_the_wrong_place_are_found(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, mistake: Any
-) -> None:
-    monkeypatch.setattr(plan_module, "StoredSlice", mistake)
-    pair.write(held(SOURCE), {})
-    convert(pair)
-    differences = pair.compare()
-    assert {"w", "m.w"} <= {difference.parameter for difference in differences}
-    assert {difference.kind for difference in differences} == {"content"}
-
-
-def test_pieces_missing_in_the_plan_are_found(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, fill, fill_shared = Overlap.cells, BlockFiller.fill, BlockFiller.fill_shared
-
-    def fill_over_old_bytes(self: BlockFiller, tensor: Any, block: Any, out: memoryview) -> None:
-        # Skipped bytes keep the memory's old content, which may be correct by chance.
-        out[:] = b"\xa5" * len(out)
-        fill(self, tensor, block, out)
-
-    def fill_shared_over_old_bytes(self: BlockFiller, shared: Any, rows: Any, outs: Sequence[memoryview]) -> None:
-        for out in outs:
-            out[:] = b"\xa5" * len(out)
-        fill_shared(self, shared, rows, outs)
-
-    monkeypatch.setattr(Overlap, "cells", lambda self, number: right(self, number)[:-1])
-    monkeypatch.setattr(BlockFiller, "fill", fill_over_old_bytes)
-    monkeypatch.setattr(BlockFiller, "fill_shared", fill_shared_over_old_bytes)
-    pair.write(held(SOURCE), {})
-    convert(pair)
-    assert ("content", "w", (0, 1)) in brief(pair.compare())
-
-
-def convert(pair: Pair) -> None:
-    done(
-        "transform-dir", pair.root / "src", pair.root / "dst", "--src-strategy", pair.old_path,
-        "--dst-strategy", pair.new_path,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("names", [("10o_dp2mp2pp2_optm1", "10_dp3mp8pp1"), ("10_dp3mp8pp1", "10o_dp2mp4pp1_optm1")])
-def test_conversions_between_real_strategies_verify(names: tuple[str, str], tmp_path: Path) -> None:
-    source, target = (cases.load(name) for name in names)
-    unsharded = source.unsharded if len(source.strategy) > 1 else []
-    write_tree(tmp_path / "src", cut_ranks(source.strategy, source.full(), COPIED, unsharded))
-    done(
-        "transform-dir", tmp_path / "src", tmp_path / "dst", "--src-strategy", source.directory,
-        "--dst-strategy", target.directory,
-    )  # fmt: skip
-    with FileHandles() as handles:
-        means = Means(handles, 2, 64 << 20, Quiet())
-        old, new = read_strategy(str(source.directory)), read_strategy(str(target.directory))
-        assert compare_trees(files_of(tmp_path / "src"), old, files_of(tmp_path / "dst"), new, means) == []
-        assert compare_replicas(files_of(tmp_path / "dst"), new, means) == []
 
 
 # Within one checkpoint.

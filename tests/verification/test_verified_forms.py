@@ -19,7 +19,7 @@ from tests.mistakes import off_by_one, swapped_rows
 from tests.running import Argument, done, fails, warns
 from tests.sampling import some_of
 from tests.small import PLAIN_TARGET, SOURCE, World, tensors
-from tests.trees import layout, read_checkpoint, single, write_checkpoint, write_strategy
+from tests.trees import flip, layout, read_checkpoint, safetensors_metadata, single, write_checkpoint, write_strategy
 
 FULL = tensors()
 
@@ -55,37 +55,6 @@ def weights(directory: Path) -> list[Path]:
     return sorted(directory.rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize(("first", "second"), some_of(itertools.product(FORMS, FORMS), 3))
-def test_every_pair_of_forms_verifies(first: str, second: str, world: World) -> None:
-    one, two = make(first, world, "--verify", "--checksum", "crc32"), world.root / "two"
-    source: list[Argument] = ["--src-strategy", world.new] if first == "ranks" else []
-    options = [*source, *to(second, world), *in_safetensors(second)]
-    done("convert", one, two, *options, "--verify")
-    done("verify", two, "--src", one, *source, *laid_out(second, world))
-    done("verify", one, "--src", world.src, *words(first, world))
-    done("verify", one)
-    assert f"no differences from {one}" in done("verify", two).err
-
-
-# Files that the tests themselves can change.
-@pytest.mark.parametrize(
-    ("source", "form"), some_of(itertools.product(FORMS, [form for form in FORMS if form != "dcp"]), 5)
-)
-def test_a_changed_element_is_found_whatever_the_forms(source: str, form: str, world: World) -> None:
-    target, out = make(source, world), world.root / "out"
-    options: list[Argument] = ["--src-strategy", world.new] if source == "ranks" else []
-    done("convert", target, out, *options, *to(form, world), *in_safetensors(form))
-    (path, name) = next((path, name) for path in weights(out) for name in read_checkpoint(path) if name == "w")
-    flip(path, "w")
-    result = fails(4, "verify", out, "--src", target, *options, *laid_out(form, world), "--json")
-    differences = result.json["differences"]
-    assert [(entry["kind"], entry["parameter"]) for entry in differences] == [("content", name)]
-    if form == "ranks":
-        assert differences[0]["ranks"] and not differences[0]["files"]
-    else:
-        assert differences[0]["files"] == [str(path.relative_to(out))]
-
-
 @pytest.mark.deep
 @pytest.mark.parametrize("edits", [[], ["--cast", "BFloat16"], ["--rename", "*=*"]], ids=["plain", "cast", "renamed"])
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("unified", "huggingface")])
@@ -111,22 +80,8 @@ def test_verification_needs_of_the_source_what_the_target_holds(
 def change(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     """Write a file anew with other contents."""
     contents = read_checkpoint(path)
-    metadata = header(path).get("__metadata__")
     edit(contents)
-    write_checkpoint(path, contents, metadata=metadata)
-
-
-def flip(path: Path, name: str) -> None:
-    """Change a bit of a tensor, and nothing else."""
-    content = bytearray(path.read_bytes())
-    content[8 + int.from_bytes(content[:8], "little") + header(path)[name]["data_offsets"][0] + 4] ^= 4
-    path.write_bytes(content)
-
-
-def header(path: Path) -> dict[str, Any]:
-    content = path.read_bytes()
-    actual: dict[str, Any] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return actual
+    write_checkpoint(path, contents, metadata=safetensors_metadata(path))
 
 
 @pytest.mark.parametrize("form", FINISHED)

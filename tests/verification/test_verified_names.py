@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import tempfile
@@ -386,42 +385,6 @@ def test_differing_copies_of_shared_parameters_are_found(tmp_path: Path) -> None
     write_tree(tmp_path / "src", {1: {"w.weight": flipped(ranks[1]["w.weight"])}})
     result = fails(4, "verify", tmp_path / "one", "--src", tmp_path / "src", *words)
     assert ("stages", "w.weight") in found(result)
-
-
-# Forms.
-
-FORMS = ["ranks", "checkpoint2", "unified", "huggingface"]
-
-
-def to(form: str, models: Models) -> list[Argument]:
-    words: list[Argument] = ["--to", form, "--format", "safetensors"]
-    return [*words, "--dst-strategy", models.new] if form in ("ranks", "checkpoint2") else words
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(("first", "second"), list(itertools.product(FORMS, FORMS)))
-def test_every_pair_of_forms_with_names_verifies_and_damage_is_found(first: str, second: str, models: Models) -> None:
-    """Forth from ranks to one form, and back from it to another, all with casts."""
-    one, two = models.root / "one", models.root / "two"
-    arguments: list[Argument] = [*models.names, "--cast", "*=BFloat16"]
-    done("convert", models.src, one, "--src-strategy", models.old, *to(first, models), *arguments, "--verify")
-    source: list[Argument] = ["--src-strategy", models.new] if first == "ranks" else []
-    models.new = models.old
-    back: list[Argument] = [*models.names, "--cast", "*=Float32"]
-    done("convert", one, two, *source, *to(second, models), *back, "--verify")
-    target: list[Argument] = ["--dst-strategy", models.new] if second in ("ranks", "checkpoint2") else []
-    done("verify", two, "--src", one, *source, *target)
-    path, name = next(
-        (path, name)
-        for path in sorted(two.rglob("*.safetensors"))
-        for name in read_checkpoint(path)
-        if name == "model.k"
-    )
-    content = bytearray(path.read_bytes())
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    content[8 + int.from_bytes(content[:8], "little") + header[name]["data_offsets"][1] - 1] ^= 1
-    path.write_bytes(content)
-    assert found(fails(4, "verify", two, "--src", one, *source, *target, "--json")) == {("content", name)}
 
 
 # Fingerprints.
