@@ -11,7 +11,7 @@ from typing import Any
 from reshard.checkpoints import FileHandles
 from reshard.errors import RetryableError
 from reshard.execute.budget import Budget
-from reshard.execute.parts import Parts, PartWriter
+from reshard.execute.parts import Parts, write_part
 from reshard.execute.reader import BoxReader, Worker
 from reshard.execute.writing import TargetWriter
 from reshard.layout import whole_box
@@ -132,10 +132,8 @@ class PartServer:
                 if file is None:
                     writer.fail(RetryableError(f"{writer.target.path}: was given up", file=writer.target.path))
             if part is not None:
-                counts: list[int] = []
-                PartWriter(thread.worker, lambda: False, counts.append).write(part, writers)
                 # Once per part: a message for each write would take a tenth of its time.
-                notify(("wrote", sum(counts)))
+                notify(("wrote", sum(write_part(part, writers, thread.worker))))
             return [writer.result for writer in writers], self._handles.seen_after(known_sources)
 
     def _parts(self, ranks: list[int], number: int) -> Parts:

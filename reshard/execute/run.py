@@ -24,8 +24,8 @@ from reshard.checkpoints import FileHandles
 from reshard.errors import ReshardError, RetryableError, TargetError, UnwritableError
 from reshard.execute.budget import Budget, Progress
 from reshard.execute.part_server import PartProcesses, TargetOf
-from reshard.execute.parts import Parts, PartWriter
-from reshard.execute.reader import BoxReader
+from reshard.execute.parts import Parts, write_part
+from reshard.execute.reader import BoxReader, Worker
 from reshard.execute.writing import Finish, TargetWriter
 from reshard.plan.pieces import TargetFile
 from reshard.processes import LostWorkerError, may_fork
@@ -243,8 +243,7 @@ class _Execution:
             with contextlib.ExitStack() as stack:
                 write = self._write_in_worker
                 if self._processes is None:
-                    worker = stack.enter_context(self._reader.worker())
-                    write = partial(self._write_here, PartWriter(worker, self._stop.is_set, self._wrote))
+                    write = partial(self._write_here, stack.enter_context(self._reader.worker()))
                 self._write_parts(write)
         except BaseException as error:
             self._fail(error)
@@ -283,14 +282,17 @@ class _Execution:
                     self._commit_soon(writer)
         wait_for(self._commits)
 
-    def _write_here(self, parts: PartWriter, group: FileGroup, number: int) -> None:
+    def _write_here(self, reader: Worker, group: FileGroup, number: int) -> None:
         part, last = group.parts.take(number)
         if last:
             self._schedule.close(group)
         if part is not None:
             for writer in group.writers:
                 writer.begin()
-            parts.write(part, group.writers)
+            for count in write_part(part, group.writers, reader):
+                self._wrote(count)
+                if self._stop.is_set():
+                    break
 
     def _write_in_worker(self, group: FileGroup, number: int) -> None:
         """Have a worker process write a part.
