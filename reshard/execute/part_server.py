@@ -11,7 +11,7 @@ from typing import Any
 from reshard.checkpoints import FileHandles
 from reshard.errors import RetryableError
 from reshard.execute.budget import Budget
-from reshard.execute.parts import Parts, write_part
+from reshard.execute.parts import FileGroup, write_part
 from reshard.execute.reader import BoxReader, Worker
 from reshard.execute.writing import TargetWriter
 from reshard.layout import whole_box
@@ -71,7 +71,7 @@ class _ServingThread(threading.local):
         self.worker: Worker | None = None
         self.notify: Notify = lambda message: None
         # The files of the last request, cut into parts; and the number of its part.
-        self.parts: Parts | None = None
+        self.group: FileGroup | None = None
         self.number = -1
 
 
@@ -119,14 +119,14 @@ class PartServer:
             thread.notify = notify
             if thread.worker is None:
                 thread.worker = self._reader.new_worker()
-            parts = self._parts([rank for rank, _, _ in members], number)
+            group = self._group([rank for rank, _, _ in members], number)
             known_sources = self._handles.seen
-            part, last = parts.take(number)
+            part, last = group.take(number)
             if last:
                 notify(("last",))
             writers = [
                 TargetWriter(target, None, checksum, file=file, mapped=mapped)
-                for target, file, (_, _, mapped) in zip(parts.files, files, members)
+                for target, file, (_, _, mapped) in zip(group.files, files, members)
             ]
             for writer, file in zip(writers, files):
                 if file is None:
@@ -136,11 +136,10 @@ class PartServer:
                 notify(("wrote", sum(write_part(part, writers, thread.worker))))
             return [writer.result for writer in writers], self._handles.seen_after(known_sources)
 
-    def _parts(self, ranks: list[int], number: int) -> Parts:
-        """The parts of files, from part ``number`` on; parts are cut in order."""
+    def _group(self, ranks: list[int], number: int) -> FileGroup:
+        """The files with their parts from part ``number`` on; parts are cut in order."""
         thread = self._thread
-        if thread.parts is None or thread.number >= number or [file.rank for file in thread.parts.files] != ranks:
-            files = [self._target_of(rank) for rank in ranks]
-            thread.parts = Parts(files, self._budget.threads, alone=False)
+        if thread.group is None or thread.number >= number or [file.rank for file in thread.group.files] != ranks:
+            thread.group = FileGroup([self._target_of(rank) for rank in ranks], self._budget.threads)
         thread.number = number
-        return thread.parts
+        return thread.group

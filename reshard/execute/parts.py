@@ -213,16 +213,24 @@ def _shared_rows(group: Sequence[TargetFile], segments: Sequence[Sequence[Segmen
     return SharedRows(tensors, outer, 0, rows, row_bytes, uses_of_sources, types.pop())
 
 
-class Parts:
-    """The parts of a group's files, cut when they are taken; for any number of threads.
+class FileGroup:
+    """Target files that are written together, and their parts, cut when they are taken; for any number of threads.
 
     Args:
-        alone: whether all parts are taken here; else other processes take some, and skipped parts are dropped.
+        files: the files.
+        threads: maximum number of threads that write parts of them.
+        writers: of the files; none in a worker process, where skipped parts are dropped because others write them.
+
+    Attributes:
+        begun: number of parts that threads have begun.
+        done: number of parts that are done.
+        threads: number of threads that write parts.
     """
 
-    def __init__(self, files: Sequence[TargetFile], threads: int, alone: bool) -> None:
+    def __init__(self, files: Sequence[TargetFile], threads: int, writers: Sequence[TargetWriter] = ()) -> None:
         self.files = files
-        self._alone = alone
+        self.writers = writers
+        self.begun = self.done = self.threads = 0
         self._lock = threading.Lock()
         self._remaining = enumerate(parts_of(files, threads))
         # Before the first: nothing is cut where worker processes do it.
@@ -238,7 +246,7 @@ class Parts:
                 (place, part), self._next = self._next, next(self._remaining, None)
                 if place == number:
                     return part, self._next is None
-                if self._alone:
+                if self.writers:
                     self._skipped[place] = part
             return None, True
 

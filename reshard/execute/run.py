@@ -24,7 +24,7 @@ from reshard.checkpoints import FileHandles
 from reshard.errors import ReshardError, RetryableError, TargetError, UnwritableError
 from reshard.execute.budget import Budget, Progress
 from reshard.execute.part_server import PartProcesses, TargetOf
-from reshard.execute.parts import Parts, write_part
+from reshard.execute.parts import FileGroup, write_part
 from reshard.execute.reader import BoxReader, Worker
 from reshard.execute.writing import Finish, TargetWriter
 from reshard.plan.pieces import TargetFile
@@ -77,21 +77,6 @@ def convert(
             processes = PartProcesses(target_of, handles, budget, sampled)
             stack.enter_context(processes.crew)
         _Execution(groups, handles, budget, progress, finish, checksum, processes).run()
-
-
-class FileGroup:
-    """Target files that are written together, and their parts.
-
-    Attributes:
-        begun: number of parts that threads have begun.
-        done: number of parts that are done.
-        threads: number of threads that write parts.
-    """
-
-    def __init__(self, files: Sequence[TargetFile], threads: int, writers: Sequence[TargetWriter]):
-        self.writers = writers
-        self.parts = Parts(files, threads, alone=True)
-        self.begun = self.done = self.threads = 0
 
 
 class Schedule:
@@ -283,7 +268,7 @@ class _Execution:
         wait_for(self._commits)
 
     def _write_here(self, reader: Worker, group: FileGroup, number: int) -> None:
-        part, last = group.parts.take(number)
+        part, last = group.take(number)
         if last:
             self._schedule.close(group)
         if part is not None:
