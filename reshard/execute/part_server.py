@@ -12,7 +12,7 @@ from reshard.checkpoints import FileHandles
 from reshard.errors import RetryableError
 from reshard.execute.budget import Budget
 from reshard.execute.parts import FileGroup, write_part
-from reshard.execute.reader import BoxReader, Worker
+from reshard.execute.reader import BoxReader, FileReader
 from reshard.execute.writing import TargetWriter
 from reshard.layout import whole_box
 from reshard.plan.pieces import TargetFile
@@ -68,7 +68,7 @@ class _ServingThread(threading.local):
     """State of a thread of a worker process."""
 
     def __init__(self) -> None:
-        self.worker: Worker | None = None
+        self.reader: FileReader | None = None
         self.notify: Notify = lambda message: None
         # The files of the last request, cut into parts; and the number of its part.
         self.group: FileGroup | None = None
@@ -91,11 +91,11 @@ class PartServer:
 
     def load_for(self, files: Iterable[TargetFile]) -> None:
         """Load NumPy, and ml_dtypes, if files like these need them: else each worker would, and take more memory."""
-        worker = self._reader.new_worker()
+        reader = self._reader.new_reader()
         kept = not self._budget.through_maps
         for tensor in itertools.chain.from_iterable(file.tensors for file in files):
-            if tensor.nbytes and worker.runs(tensor, whole_box(tensor.shape), kept) is None:
-                _ = worker.filler
+            if tensor.nbytes and reader.runs(tensor, whole_box(tensor.shape), kept) is None:
+                _ = reader.filler
                 if tensor.dtype is not None or any(piece.source.decoding is not None for piece in tensor.pieces):
                     import ml_dtypes  # noqa: F401
                 return
@@ -117,8 +117,8 @@ class PartServer:
                     stack.callback(file.close)
             thread = self._thread
             thread.notify = notify
-            if thread.worker is None:
-                thread.worker = self._reader.new_worker()
+            if thread.reader is None:
+                thread.reader = self._reader.new_reader()
             group = self._group([rank for rank, _, _ in members], number)
             known_sources = self._handles.seen
             part, last = group.take(number)
@@ -133,7 +133,7 @@ class PartServer:
                     writer.fail(RetryableError(f"{writer.target.path}: was given up", file=writer.target.path))
             if part is not None:
                 # Once per part: a message for each write would take a tenth of its time.
-                notify(("wrote", sum(write_part(part, writers, thread.worker))))
+                notify(("wrote", sum(write_part(part, writers, thread.reader))))
             return [writer.result for writer in writers], self._handles.seen_after(known_sources)
 
     def _group(self, ranks: list[int], number: int) -> FileGroup:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from reshard.checkpoints import Data, Literal
-from reshard.execute.reader import Worker
+from reshard.execute.reader import FileReader
 from reshard.execute.runs import is_transposed
 from reshard.execute.writing import PartBuffer, TargetWriter
 from reshard.layout import Box, boxes_of_range, shape_of, volume_of
@@ -251,7 +251,7 @@ class FileGroup:
             return None, True
 
 
-def write_part(part: Sequence[TensorShare], writers: Sequence[TargetWriter], reader: Worker) -> Iterator[int]:
+def write_part(part: Sequence[TensorShare], writers: Sequence[TargetWriter], reader: FileReader) -> Iterator[int]:
     """Write a part, given a writer per file; to stop early leaves its end unwritten.
 
     Yields:
@@ -281,7 +281,7 @@ def write_part(part: Sequence[TensorShare], writers: Sequence[TargetWriter], rea
 
 
 def _write_alone(
-    segments: Sequence[Segment], tensors: Sequence[TargetTensor], buffer: PartBuffer, reader: Worker
+    segments: Sequence[Segment], tensors: Sequence[TargetTensor], buffer: PartBuffer, reader: FileReader
 ) -> Iterator[int]:
     for segment in segments:
         buffer.expect(segment.offset)
@@ -307,7 +307,7 @@ def _write_alone(
             yield count
 
 
-def _most_at_a_time(tensor: TargetTensor, first: int, last: int, reader: Worker) -> int:
+def _most_at_a_time(tensor: TargetTensor, first: int, last: int, reader: FileReader) -> int:
     """Maximum bytes of elements to read before they are written: runs are still in the cache then."""
     most = reader.copied_bytes
     for box in boxes_of_range(tensor.shape, first, last, last - first):
@@ -318,7 +318,9 @@ def _most_at_a_time(tensor: TargetTensor, first: int, last: int, reader: Worker)
     return most
 
 
-def _write_transposed(tensor: TargetTensor, first: int, last: int, buffer: PartBuffer, reader: Worker) -> Iterator[int]:
+def _write_transposed(
+    tensor: TargetTensor, first: int, last: int, buffer: PartBuffer, reader: FileReader
+) -> Iterator[int]:
     """Write elements while they are in the cache."""
     for box in boxes_of_range(tensor.shape, first, last, last - first):
         for part, fill in reader.filler.steps(tensor, box, buffer.size):
@@ -328,7 +330,7 @@ def _write_transposed(tensor: TargetTensor, first: int, last: int, buffer: PartB
             yield count
 
 
-def _write_shared(shared: SharedRows, buffers: Sequence[PartBuffer], reader: Worker) -> Iterator[int]:
+def _write_shared(shared: SharedRows, buffers: Sequence[PartBuffer], reader: FileReader) -> Iterator[int]:
     if shared.first == shared.last:
         return
     most = min(

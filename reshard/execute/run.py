@@ -25,7 +25,7 @@ from reshard.errors import ReshardError, RetryableError, TargetError, Unwritable
 from reshard.execute.budget import Budget, Progress
 from reshard.execute.part_server import PartProcesses, TargetOf
 from reshard.execute.parts import FileGroup, write_part
-from reshard.execute.reader import BoxReader, Worker
+from reshard.execute.reader import BoxReader, FileReader
 from reshard.execute.writing import Finish, TargetWriter
 from reshard.plan.pieces import TargetFile
 from reshard.processes import LostWorkerError, may_fork
@@ -164,7 +164,7 @@ class Execution:
             with contextlib.ExitStack() as stack:
                 write = self._write_in_worker
                 if self._processes is None:
-                    write = partial(self._write_here, stack.enter_context(self._reader.worker()))
+                    write = partial(self._write_here, stack.enter_context(self._reader.reader()))
                 self._write_parts(write)
         except BaseException as error:
             self._fail(error)
@@ -248,7 +248,7 @@ class Execution:
             group.done += 1
             return group not in self._open and group.done == group.begun
 
-    def _write_here(self, reader: Worker, group: FileGroup, number: int) -> None:
+    def _write_here(self, reader: FileReader, group: FileGroup, number: int) -> None:
         part, last = group.take(number)
         if last:
             self._close(group)
