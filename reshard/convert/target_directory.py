@@ -27,7 +27,6 @@ from reshard.records import (
     FinishingRecord,
     Ledger,
     Manifest,
-    ManifestFile,
     Record,
     SourceSampler,
     header_digest,
@@ -348,7 +347,9 @@ class TargetDirectory:
         if layout is not target.layout:
             headers = header_digest(target.layout)
             self._last_headers = (target.layout, headers)
-        self._ledger.add_done(DoneRecord(target.rank, status.size, status.modified, headers, crc), flush=True)
+        checksum, name = None if crc is None else f"{crc:08x}", self._name(target.rank)
+        record = DoneRecord(target.rank, name, status.size, headers, checksum, status.modified)
+        self._ledger.add_done(record, flush=True)
         self._mark_unfinished()
 
     def _mark_unfinished(self) -> None:
@@ -373,7 +374,7 @@ class TargetDirectory:
         # A cheap check first: by-rank runs come here once per rank.
         if len(self._requested) < len(self._everything) > len(self._ledger.done()):
             return None
-        computed: dict[DoneRecord, int] = {}
+        computed: dict[DoneRecord, str] = {}
         while True:
             with self._ledger.locked():
                 records = self._all_done()
@@ -452,32 +453,31 @@ class TargetDirectory:
             )
         return True
 
-    def _write_manifest(self, records: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
+    def _write_manifest(self, records: Collection[DoneRecord], computed: Mapping[DoneRecord, str]) -> str:
         foreign = beside(self._root, self._record)
         if foreign:
             # Of another conversion that went on here after its records were removed.
             raise self._refusals.foreign(foreign)
         files = []
-        for rank, record in records.items():
+        for record in records:
             if record in computed:
-                record = record._replace(crc=computed[record])
+                record = record._replace(crc32=computed[record])
                 self._ledger.add_done(record, flush=False)
-            crc = None if record.crc is None else f"{record.crc:08x}"
-            files.append(ManifestFile(rank, self._name(rank), record.size, record.headers, crc))
+            files.append(record)
         finishing, copied = self._finish()
         # The directory is complete for loaders. An abandoned conversion to another form may have left a second mark.
         for path in {os.path.join(self._root, UNFINISHED), self._unfinished}:
             _remove(path)
         return Manifest(self._ledger.record, tuple(files), finishing, copied).write(self._root)
 
-    def _lacking(self, records: Mapping[int, DoneRecord]) -> set[DoneRecord]:
+    def _lacking(self, records: Collection[DoneRecord]) -> set[DoneRecord]:
         """Targets without a checksum, if any run requested checksums; the order of the runs does not matter."""
-        lacking = {record for record in records.values() if record.crc is None}
+        lacking = {record for record in records if record.crc32 is None}
         return lacking if self._checksum or len(lacking) < len(records) else set()
 
     def _missing_checksums(
-        self, records: Mapping[int, DoneRecord], computed: Collection[DoneRecord]
-    ) -> dict[DoneRecord, int]:
+        self, records: Collection[DoneRecord], computed: Collection[DoneRecord]
+    ) -> dict[DoneRecord, str]:
         """Missing checksums of targets that were written without."""
         missing = self._lacking(records).difference(computed)
         if not missing:
@@ -485,14 +485,12 @@ class TargetDirectory:
         # Loaded only here: most runs request no checksums.
         from reshard.checkpoints.formats.crc import crc_of_file
 
-        return {record: crc_of_file(self._plan.path(rank)) for rank, record in records.items() if record in missing}
+        return {record: f"{crc_of_file(self._plan.path(record.rank)):08x}" for record in records if record in missing}
 
-    def _all_done(self) -> dict[int, DoneRecord] | None:
-        """The record of every rank of the target strategy; None if a target is missing."""
-        finished = self._ledger.finished()
-        records = {rank: finished.get(self._name(rank)) for rank in self._everything}
-        complete = {rank: record for rank, record in records.items() if record is not None}
-        return complete if len(complete) == len(records) else None
+    def _all_done(self) -> list[DoneRecord] | None:
+        """The records of all targets, by rank; None if a target is missing."""
+        finished = [*self._ledger.finished().values()]
+        return finished if len(finished) == len(self._everything) else None
 
     def _name(self, rank: int) -> str:
         """The file of a rank, relative to the directory."""
