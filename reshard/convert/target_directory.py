@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from reshard.convert.recorded import record_of
 from reshard.errors import InputError, ReshardError, RetryableError
-from reshard.execute.destination import Destination
+from reshard.execute.destination import checkpoints_in, existing_files, tidy
 from reshard.forms.registry import counted_as, form_named, forms_among
 from reshard.forms.target import UNFINISHED, UNFINISHED_CONTENT, FinishingFile
 from reshard.plan.pieces import TargetFile
@@ -91,7 +91,6 @@ class TargetDirectory:
         self._sources = sampler.look_at(plan.checkpoint.indexes)
         self._damaged = sampler.look_at(checks.found)
         self._record = record_of(plan)
-        self._destination = Destination(self._root)
         self._ledger = Ledger(self._root, self._record, report.note)
         self._refusals = Refusals(
             self._root,
@@ -116,7 +115,7 @@ class TargetDirectory:
     def _survey(self) -> tuple[list[int], Ledger | None, Mapping[str, DoneRecord], bool]:
         """The files left, the records before this run with its finished files, and whether it replaces these."""
         # Targets before records: another run may finish one at this moment, which then has its record already.
-        existing = self._destination.check(self._name(rank) for rank in self._requested)
+        existing = existing_files(self._root, map(self._name, self._requested))
         before = ledger_in(self._root)
         joined = before is not None and before.joins(self._ledger)
         if before is not None and not joined and not (self._overwrite and self._whole):
@@ -126,7 +125,7 @@ class TargetDirectory:
         recorded = {} if before is None else before.finished(None if everywhere else self._requested)
         own_names = {self._name(rank) for rank in (self._everything if joined else self._requested)}
         places = {os.path.dirname(name) for name in (*own_names, *recorded)} if everywhere else self._directories()
-        present = set(self._destination.checkpoints(places, everywhere))
+        present = set(checkpoints_in(self._root, places, everywhere))
         if before is None and ledger_in(self._root) is not None:
             # Another run has begun meanwhile: what is present may be its targets.
             return self._survey()
@@ -134,7 +133,7 @@ class TargetDirectory:
         if foreign:
             raise self._refusals.foreign(foreign)
         if not self._plan.form.by_rank:
-            self._destination.check(_marks(self._record))
+            existing_files(self._root, _marks(self._record))
         if before is None:
             self._check_other_forms()
             marks = set() if self._overwrite else self._existing_names(_marks(self._record))
@@ -252,11 +251,11 @@ class TargetDirectory:
             before.forget(self._requested)
             return
         for name in recorded:
-            self._destination.remove(name)
+            path = os.path.join(self._root, name)
+            with writing(path, "removed"):
+                remove_file(path)
         # No later run would look there for temporary files of killed runs.
-        self._destination.tidy(
-            {os.path.dirname(before.record.file_of(rank)) for rank in range(before.record.file_count)}
-        )
+        tidy(self._root, {os.path.dirname(before.record.file_of(rank)) for rank in range(before.record.file_count)})
         _remove(_unfinished(self._root, before.record))
         before.remove()
 
@@ -286,7 +285,7 @@ class TargetDirectory:
 
     def _tidy(self) -> None:
         """Remove temporary files of killed runs."""
-        self._destination.tidy(self._directories())
+        tidy(self._root, self._directories())
         self._ledger.remove_dead_temporaries()
 
     def keep(self) -> str | None:
@@ -385,7 +384,7 @@ class TargetDirectory:
                 if self._lacking(records).issubset(computed):
                     self._ledger.claim()
                     manifest = self._write_manifest(records, computed)
-                    self._destination.tidy(set(map(os.path.dirname, map(self._name, self._everything))))
+                    tidy(self._root, set(map(os.path.dirname, map(self._name, self._everything))))
                     return manifest
             computed.update(self._missing_checksums(records, computed))
         # Checksums take long: targets may have been removed meanwhile.
@@ -558,5 +557,5 @@ def beside(directory: str, record: Record) -> list[str]:
         ReshardError: it cannot be read.
     """
     own_names = {*_marks(record), *map(record.file_of, range(record.file_count))}
-    names = Destination(directory).checkpoints({os.path.dirname(name) for name in own_names})
+    names = checkpoints_in(directory, {os.path.dirname(name) for name in own_names})
     return [name for name in names if name not in own_names]
