@@ -31,9 +31,9 @@ from reshard.records import (
     SourceSampler,
     header_digest,
     read_manifest,
+    refusals,
 )
 from reshard.records.ledger import SourceChanges, ledger_in
-from reshard.records.refusals import Refusals
 from reshard.source_replicas import SourceChecks
 from reshard.storage import (
     FileStatus,
@@ -92,13 +92,6 @@ class TargetDirectory:
         self._damaged = sampler.look_at(checks.found)
         self._record = record_of(plan)
         self._ledger = Ledger(self._root, self._record, report.note)
-        self._refusals = Refusals(
-            self._root,
-            self._record,
-            self._whole,
-            request.form.options.unit,
-            comparable=not task.recover and request.edits.additions is None,
-        )
         self._unfinished = _unfinished(self._root, self._record)
         self._last_headers: tuple[object, str | None] = (None, None)
 
@@ -119,7 +112,7 @@ class TargetDirectory:
         before = ledger_in(self._root)
         joined = before is not None and before.joins(self._ledger)
         if before is not None and not joined and not (self._overwrite and self._whole):
-            raise self._refusals.another_conversion(before.record)
+            raise refusals.another_conversion(self._root, self._record, before.record, self._whole)
         # Of many by-rank runs, the first one lists all directories, the others their own.
         everywhere = not joined or self._whole
         recorded = {} if before is None else before.finished(None if everywhere else self._requested)
@@ -131,21 +124,21 @@ class TargetDirectory:
             return self._survey()
         foreign = present - own_names - recorded.keys() - {*(() if before is None else _marks(before.record))}
         if foreign:
-            raise self._refusals.foreign(foreign)
+            raise refusals.foreign(self._root, foreign)
         if not self._plan.form.by_rank:
             existing_files(self._root, _marks(self._record))
         if before is None:
             self._check_other_forms()
             marks = set() if self._overwrite else self._existing_names(_marks(self._record))
             if marks:
-                raise self._refusals.foreign(marks)
+                raise refusals.foreign(self._root, marks)
         anew = before is not None and self._begins_anew(before, recorded)
         done = recorded.keys() if joined and not anew else set()
         missing = [rank for rank in self._requested if self._name(rank) not in done]
         in_the_way = [rank for rank in missing if self._name(rank) in existing]
         if in_the_way and not self._overwrite:
             known = before is not None and bool(before.done(frozenset(in_the_way)))
-            raise self._refusals.existing(in_the_way, modified=known)
+            raise self._existing(in_the_way, known)
         return missing, before, recorded, anew
 
     def _begins_anew(self, before: Ledger, recorded: Mapping[str, DoneRecord]) -> bool:
@@ -163,11 +156,11 @@ class TargetDirectory:
         if stays:
             self._refuse_changed(changes)
         if changes.time and stays and done:
+            files = refusals.source_files(changes.time, self._plan.request.form.options.unit)
             self._report.warn(
-                f"{self._refusals.source_files(changes.time)} have another time than when the conversion in "
-                f"{self._root} was begun, or were replaced since, though sizes, headers and samples of the contents "
-                "are the same; unless they were only copied, convert everything again with "
-                f"{self._refusals.replace_all}"
+                f"{files} have another time than when the conversion in {self._root} was begun, or were replaced "
+                "since, though sizes, headers and samples of the contents are the same; unless they were only copied, "
+                f"convert everything again with {refusals.replacing(self._record, self._whole)}"
             )
         # A replacement that was stopped goes on: some of its targets are missing.
         finished = recorded.keys() >= {self._name(rank) for rank in self._requested}
@@ -178,7 +171,15 @@ class TargetDirectory:
         changed = sorted([*changes.content, *changes.values])
         if changed:
             how = "sizes, headers or contents" if changes.content else "shared values such as global_step"
-            raise self._refusals.other_source(changed, how)
+            files = refusals.source_files(changed, self._plan.request.form.options.unit)
+            replace = refusals.replacing(self._record, self._whole)
+            raise refusals.other_source(self._root, files, changed[0], how, replace)
+
+    def _existing(self, ranks: Sequence[int], modified: bool) -> ReshardError:
+        """Targets of some ranks exist; see `refusals.existing`."""
+        request = self._plan.request
+        comparable = not request.task.recover and request.edits.additions is None
+        return refusals.existing(self._root, self._record, ranks, modified=modified, comparable=comparable)
 
     def _check_other_forms(self) -> None:
         """Refuse checkpoints of another form in this directory."""
@@ -189,7 +190,7 @@ class TargetDirectory:
         firsts = {name.partition(os.sep)[0] for name in own_names}
         forms = forms_among(self._root, [name for name in names if name not in firsts])
         if forms - {self._record.form}:
-            raise self._refusals.another_form(sorted(forms - {self._record.form}))
+            raise refusals.another_form(self._root, sorted(forms - {self._record.form}))
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[list[int]]:
@@ -341,7 +342,7 @@ class TargetDirectory:
         """
         self._claim()
         if not self._overwrite and exists(target.path) and not self.recorded((target.rank,)):
-            raise self._refusals.existing([target.rank], modified=bool(self._ledger.done({target.rank})))
+            raise self._existing([target.rank], bool(self._ledger.done({target.rank})))
         layout, headers = self._last_headers
         if layout is not target.layout:
             headers = header_digest(target.layout)
@@ -456,7 +457,7 @@ class TargetDirectory:
         foreign = beside(self._root, self._record)
         if foreign:
             # Of another conversion that went on here after its records were removed.
-            raise self._refusals.foreign(foreign)
+            raise refusals.foreign(self._root, foreign)
         files = []
         for record in records:
             if record in computed:
