@@ -252,10 +252,10 @@ class FileGroup:
 
 
 def write_part(part: Sequence[TensorShare], writers: Sequence[TargetWriter], reader: FileReader) -> Iterator[int]:
-    """Write a part, given a writer per file; to stop early leaves its end unwritten.
+    """Write a part, given a writer per file. A caller that stops early leaves the rest of it unwritten.
 
     Yields:
-        Bytes of tensor contents that went to the buffers, or to the files, since the last time.
+        Bytes of tensor contents that were read since the last time.
 
     Raises:
         UnwritableError: a file cannot be written, and no other could.
