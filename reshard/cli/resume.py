@@ -15,7 +15,7 @@ from reshard.cli.output import echo_json, is_json, is_quiet, listener, say
 from reshard.convert import Summary
 from reshard.convert.recorded import source_exists
 from reshard.errors import InputError, ReplaceableError, TargetError, UsageError
-from reshard.execute.destination import Destination
+from reshard.execute.destination import tidy
 from reshard.forms.registry import counted_as
 from reshard.records import Ledger, Record
 from reshard.records.status import Status, status_of
@@ -66,7 +66,7 @@ def resume(
     if not verify and _is_done(status):
         if not dry_run:
             # Of runs that were killed while another one wrote what was left.
-            Destination(dst).tidy({os.path.dirname(record.file_of(rank)) for rank in status.wanted})
+            tidy(dst, {os.path.dirname(record.file_of(rank)) for rank in status.wanted})
             Ledger(dst, record).remove_dead_temporaries()
         if is_json():
             summary = Summary(record.step)

@@ -12,7 +12,7 @@ from reshard.checkpoints import FileHandles
 from reshard.convert.summary import Summary, totals_of
 from reshard.convert.target_directory import TargetDirectory
 from reshard.errors import IncompleteSourceError, InputError, UsageError
-from reshard.execute import Budget, Progress, convert
+from reshard.execute import Budget, Progress, write_files
 from reshard.execute.budget import writing_budget
 from reshard.execute.destination import Space, check_apart, check_bucket, check_disjoint, check_space, space_for
 from reshard.forms.ranks.naming import check_prefix
@@ -230,7 +230,7 @@ def _write(
             checksum = plan.request.asked.target.checksum == "crc32"
             # Files of a later pipeline stage, or of another part of the model, may need NumPy where the first do not.
             samples = {work[len(work) // 2], work[-1]}
-            convert(groups, handles, budget, progress, finish, checksum, plan.target_file, samples)
+            write_files(groups, handles, budget, progress, finish, checksum, plan.target_file, samples)
     except BaseException:
         if directory is not None:
             count = f"{len(progress.written)} of {plural(len(work), counted_as(plan.form.name))}"

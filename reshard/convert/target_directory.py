@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from reshard.convert.recorded import record_of
 from reshard.errors import InputError, ReshardError, RetryableError
-from reshard.execute.destination import Destination
+from reshard.execute.destination import checkpoints_in, existing_files, tidy
 from reshard.forms.registry import counted_as, form_named, forms_among
 from reshard.forms.target import UNFINISHED, UNFINISHED_CONTENT, FinishingFile
 from reshard.plan.pieces import TargetFile
@@ -27,14 +27,13 @@ from reshard.records import (
     FinishingRecord,
     Ledger,
     Manifest,
-    ManifestFile,
     Record,
     SourceSampler,
     header_digest,
     read_manifest,
+    refusals,
 )
 from reshard.records.ledger import SourceChanges, ledger_in
-from reshard.records.refusals import Refusals
 from reshard.source_replicas import SourceChecks
 from reshard.storage import (
     FileStatus,
@@ -91,15 +90,7 @@ class TargetDirectory:
         self._sources = sampler.look_at(plan.checkpoint.indexes)
         self._damaged = sampler.look_at(checks.found)
         self._record = record_of(plan)
-        self._destination = Destination(self._root)
         self._ledger = Ledger(self._root, self._record, report.note)
-        self._refusals = Refusals(
-            self._root,
-            self._record,
-            self._whole,
-            request.form.options.unit,
-            comparable=not task.recover and request.edits.additions is None,
-        )
         self._unfinished = _unfinished(self._root, self._record)
         self._last_headers: tuple[object, str | None] = (None, None)
 
@@ -115,37 +106,37 @@ class TargetDirectory:
     def _survey(self) -> tuple[list[int], Ledger | None, Mapping[str, DoneRecord], bool]:
         """The files left, the records before this run with its finished files, and whether it replaces these."""
         # Targets before records: another run may finish one at this moment, which then has its record already.
-        existing = self._destination.check(self._name(rank) for rank in self._requested)
+        existing = existing_files(self._root, map(self._name, self._requested))
         before = ledger_in(self._root)
         joined = before is not None and before.joins(self._ledger)
         if before is not None and not joined and not (self._overwrite and self._whole):
-            raise self._refusals.another_conversion(before.record)
+            raise refusals.another_conversion(self._root, self._record, before.record, self._whole)
         # Of many by-rank runs, the first one lists all directories, the others their own.
         everywhere = not joined or self._whole
         recorded = {} if before is None else before.finished(None if everywhere else self._requested)
         own_names = {self._name(rank) for rank in (self._everything if joined else self._requested)}
         places = {os.path.dirname(name) for name in (*own_names, *recorded)} if everywhere else self._directories()
-        present = set(self._destination.checkpoints(places, everywhere))
+        present = set(checkpoints_in(self._root, places, everywhere))
         if before is None and ledger_in(self._root) is not None:
             # Another run has begun meanwhile: what is present may be its targets.
             return self._survey()
         foreign = present - own_names - recorded.keys() - {*(() if before is None else _marks(before.record))}
         if foreign:
-            raise self._refusals.foreign(foreign)
+            raise refusals.foreign(self._root, foreign)
         if not self._plan.form.by_rank:
-            self._destination.check(_marks(self._record))
+            existing_files(self._root, _marks(self._record))
         if before is None:
             self._check_other_forms()
             marks = set() if self._overwrite else self._existing_names(_marks(self._record))
             if marks:
-                raise self._refusals.foreign(marks)
+                raise refusals.foreign(self._root, marks)
         anew = before is not None and self._begins_anew(before, recorded)
         done = recorded.keys() if joined and not anew else set()
         missing = [rank for rank in self._requested if self._name(rank) not in done]
         in_the_way = [rank for rank in missing if self._name(rank) in existing]
         if in_the_way and not self._overwrite:
             known = before is not None and bool(before.done(frozenset(in_the_way)))
-            raise self._refusals.existing(in_the_way, modified=known)
+            raise self._existing(in_the_way, known)
         return missing, before, recorded, anew
 
     def _begins_anew(self, before: Ledger, recorded: Mapping[str, DoneRecord]) -> bool:
@@ -171,7 +162,15 @@ class TargetDirectory:
         changed = sorted([*changes.content, *changes.values])
         if changed:
             how = "sizes, headers or contents" if changes.content else "shared values such as global_step"
-            raise self._refusals.other_source(changed, how)
+            files = refusals.source_files(changed, self._plan.request.form.options.unit)
+            replace = refusals.replacing(self._record, self._whole)
+            raise refusals.other_source(self._root, files, changed[0], how, replace)
+
+    def _existing(self, ranks: Sequence[int], modified: bool) -> ReshardError:
+        """Targets of some ranks exist; see `refusals.existing`."""
+        request = self._plan.request
+        comparable = not request.task.recover and request.edits.additions is None
+        return refusals.existing(self._root, self._record, ranks, modified=modified, comparable=comparable)
 
     def _check_other_forms(self) -> None:
         """Refuse checkpoints of another form in this directory."""
@@ -182,7 +181,7 @@ class TargetDirectory:
         firsts = {name.partition(os.sep)[0] for name in own_names}
         forms = forms_among(self._root, [name for name in names if name not in firsts])
         if forms - {self._record.form}:
-            raise self._refusals.another_form(sorted(forms - {self._record.form}))
+            raise refusals.another_form(self._root, sorted(forms - {self._record.form}))
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[list[int]]:
@@ -244,11 +243,11 @@ class TargetDirectory:
             before.forget(self._requested)
             return
         for name in recorded:
-            self._destination.remove(name)
+            path = os.path.join(self._root, name)
+            with writing(path, "removed"):
+                remove_file(path)
         # No later run would look there for temporary files of killed runs.
-        self._destination.tidy(
-            {os.path.dirname(before.record.file_of(rank)) for rank in range(before.record.file_count)}
-        )
+        tidy(self._root, {os.path.dirname(before.record.file_of(rank)) for rank in range(before.record.file_count)})
         _remove(_unfinished(self._root, before.record))
         before.remove()
 
@@ -278,7 +277,7 @@ class TargetDirectory:
 
     def _tidy(self) -> None:
         """Remove temporary files of killed runs."""
-        self._destination.tidy(self._directories())
+        tidy(self._root, self._directories())
         self._ledger.remove_dead_temporaries()
 
     def keep(self) -> str | None:
@@ -334,12 +333,14 @@ class TargetDirectory:
         """
         self._claim()
         if not self._overwrite and exists(target.path) and not self.recorded((target.rank,)):
-            raise self._refusals.existing([target.rank], modified=bool(self._ledger.done({target.rank})))
+            raise self._existing([target.rank], bool(self._ledger.done({target.rank})))
         layout, headers = self._last_headers
         if layout is not target.layout:
             headers = header_digest(target.layout)
             self._last_headers = (target.layout, headers)
-        self._ledger.add_done(DoneRecord(target.rank, status.size, status.modified, headers, crc), flush=True)
+        checksum, name = None if crc is None else f"{crc:08x}", self._name(target.rank)
+        record = DoneRecord(target.rank, name, status.size, headers, checksum, status.modified)
+        self._ledger.add_done(record, flush=True)
         self._mark_unfinished()
 
     def _mark_unfinished(self) -> None:
@@ -364,7 +365,7 @@ class TargetDirectory:
         # A cheap check first: by-rank runs come here once per rank.
         if len(self._requested) < len(self._everything) > len(self._ledger.done()):
             return None
-        computed: dict[DoneRecord, int] = {}
+        computed: dict[DoneRecord, str] = {}
         while True:
             with self._ledger.locked():
                 records = self._all_done()
@@ -375,7 +376,7 @@ class TargetDirectory:
                 if self._lacking(records).issubset(computed):
                     self._ledger.claim()
                     manifest = self._write_manifest(records, computed)
-                    self._destination.tidy(set(map(os.path.dirname, map(self._name, self._everything))))
+                    tidy(self._root, set(map(os.path.dirname, map(self._name, self._everything))))
                     return manifest
             computed.update(self._missing_checksums(records, computed))
         # Checksums take long: targets may have been removed meanwhile.
@@ -443,32 +444,31 @@ class TargetDirectory:
             )
         return True
 
-    def _write_manifest(self, records: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
+    def _write_manifest(self, records: Collection[DoneRecord], computed: Mapping[DoneRecord, str]) -> str:
         foreign = beside(self._root, self._record)
         if foreign:
             # Of another conversion that went on here after its records were removed.
-            raise self._refusals.foreign(foreign)
+            raise refusals.foreign(self._root, foreign)
         files = []
-        for rank, record in records.items():
+        for record in records:
             if record in computed:
-                record = record._replace(crc=computed[record])
+                record = record._replace(crc32=computed[record])
                 self._ledger.add_done(record, flush=False)
-            crc = None if record.crc is None else f"{record.crc:08x}"
-            files.append(ManifestFile(rank, self._name(rank), record.size, record.headers, crc))
+            files.append(record)
         finishing, copied = self._finish()
         # The directory is complete for loaders. An abandoned conversion to another form may have left a second mark.
         for path in {os.path.join(self._root, UNFINISHED), self._unfinished}:
             _remove(path)
         return Manifest(self._ledger.record, tuple(files), finishing, copied).write(self._root)
 
-    def _lacking(self, records: Mapping[int, DoneRecord]) -> set[DoneRecord]:
+    def _lacking(self, records: Collection[DoneRecord]) -> set[DoneRecord]:
         """Targets without a checksum, if any run requested checksums; the order of the runs does not matter."""
-        lacking = {record for record in records.values() if record.crc is None}
+        lacking = {record for record in records if record.crc32 is None}
         return lacking if self._checksum or len(lacking) < len(records) else set()
 
     def _missing_checksums(
-        self, records: Mapping[int, DoneRecord], computed: Collection[DoneRecord]
-    ) -> dict[DoneRecord, int]:
+        self, records: Collection[DoneRecord], computed: Collection[DoneRecord]
+    ) -> dict[DoneRecord, str]:
         """Missing checksums of targets that were written without."""
         missing = self._lacking(records).difference(computed)
         if not missing:
@@ -476,14 +476,12 @@ class TargetDirectory:
         # Loaded only here: most runs request no checksums.
         from reshard.checkpoints.formats.crc import crc_of_file
 
-        return {record: crc_of_file(self._plan.path(rank)) for rank, record in records.items() if record in missing}
+        return {record: f"{crc_of_file(self._plan.path(record.rank)):08x}" for record in records if record in missing}
 
-    def _all_done(self) -> dict[int, DoneRecord] | None:
-        """The record of every rank of the target strategy; None if a target is missing."""
-        finished = self._ledger.finished()
-        records = {rank: finished.get(self._name(rank)) for rank in self._everything}
-        complete = {rank: record for rank, record in records.items() if record is not None}
-        return complete if len(complete) == len(records) else None
+    def _all_done(self) -> list[DoneRecord] | None:
+        """The records of all targets, by rank; None if a target is missing."""
+        finished = [*self._ledger.finished().values()]
+        return finished if len(finished) == len(self._everything) else None
 
     def _name(self, rank: int) -> str:
         """The file of a rank, relative to the directory."""
@@ -551,5 +549,5 @@ def beside(directory: str, record: Record) -> list[str]:
         ReshardError: it cannot be read.
     """
     own_names = {*_marks(record), *map(record.file_of, range(record.file_count))}
-    names = Destination(directory).checkpoints({os.path.dirname(name) for name in own_names})
+    names = checkpoints_in(directory, {os.path.dirname(name) for name in own_names})
     return [name for name in names if name not in own_names]

@@ -16,7 +16,7 @@ from reshard.checkpoints.placed import PlacedFile
 from reshard.errors import CheckpointError
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import form_named
-from reshard.records import FinishingRecord, Manifest, ManifestFile
+from reshard.records import DoneRecord, FinishingRecord, Manifest
 from reshard.storage import is_directory, names_in, read_range, reading, status_at
 from reshard.threads import thread_pool
 from reshard.verification.files import library_differences, read_written
@@ -41,7 +41,7 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
     block = max(4096, min(_BLOCK, means.max_memory // means.jobs))
     by_rank = form_named(manifest.record.form).options.by_rank
 
-    def compare(file: ManifestFile) -> list[Difference]:
+    def compare(file: DoneRecord) -> list[Difference]:
         path = os.path.join(directory, file.file)
         ranks, files = ((file.rank,), ()) if by_rank else ((), (file.file,))
         return [Difference("file", None, ranks, text, files) for text in _differences(path, file, means, block)]
@@ -81,7 +81,7 @@ def _archives(checkpoint: Checkpoint, handles: FileHandles) -> Iterator[Differen
             yield Difference("file", None, (), error.message, (os.path.relpath(path, checkpoint.place),))
 
 
-def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Iterator[str]:
+def _differences(path: str, file: DoneRecord, means: Means, block: int) -> Iterator[str]:
     wrong = _size_differences(path, file.size)
     if wrong:
         yield from wrong

@@ -5,4 +5,4 @@ boxes and byte ranges, not layouts.
 """
 
 from reshard.execute.budget import Budget, Progress
-from reshard.execute.run import convert
+from reshard.execute.run import write_files

@@ -23,101 +23,73 @@ from reshard.storage import (
     is_regular_file,
     names_in,
     real,
-    remove_file,
     same_store,
     status_at,
     status_of_each,
     store_of,
-    writing,
 )
 
 _RANK_DIRECTORY = re.compile(r"rank_?\d+|\d+")
 _CHECKPOINT_ENDINGS = (".ckpt", ".safetensors", ".distcp")
 
 
-class Destination:
-    """A target directory."""
+def checkpoints_in(dst: str, directories: Collection[str], all_ranks: bool = True) -> list[str]:
+    """Checkpoint files in some directories of a target directory, by name relative to it, sorted.
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    Args:
+        directories: directories to list, relative to it; an empty name is the target directory itself.
+        all_ranks: list all rank directories, too.
 
-    def checkpoints(self, directories: Collection[str], all_ranks: bool = True) -> list[str]:
-        """Checkpoint files in some of its directories, by name relative to it, sorted.
+    Raises:
+        TargetError: the path is not a directory.
+        RetryableError: it cannot be read.
+    """
+    status, dangling = status_at(dst), False
+    if status is None and exists(dst):
+        # A link that leads nowhere, or a directory that another run has just made.
+        status = status_at(dst)
+        dangling = status is None
+    if dangling or (status is not None and not status.directory):
+        raise TargetError(f"{dst} is not a directory", file=dst, hint="choose another DST")
+    entries = set(directories)
+    if all_ranks:
+        # One listing of the target directory instead of a look for each of many rank directories.
+        entries = {name for name in entries if not _RANK_DIRECTORY.fullmatch(name)}
+        entries.update(filter(_RANK_DIRECTORY.fullmatch, names_in(dst)))
+    # A directory that another run has just removed lists as empty.
+    ordered = sorted(entries)
+    names_by_entry = for_each(names_in, [os.path.join(dst, entry) if entry else dst for entry in ordered])
+    return sorted(
+        os.path.join(entry, name)
+        for entry, names in zip(ordered, names_by_entry)
+        for name in names
+        if name.endswith(_CHECKPOINT_ENDINGS) and name != UNFINISHED
+    )
 
-        Args:
-            directories: directories to list, relative to it; an empty name is the target directory itself.
-            all_ranks: list all rank directories, too.
 
-        Raises:
-            TargetError: the path is not a directory.
-            RetryableError: it cannot be read.
-        """
-        status, dangling = status_at(self.path), False
-        if status is None and exists(self.path):
-            # A link that leads nowhere, or a directory that another run has just made.
-            status = status_at(self.path)
-            dangling = status is None
-        if dangling or (status is not None and not status.directory):
-            raise TargetError(f"{self.path} is not a directory", file=self.path, hint="choose another DST")
-        entries = set(directories)
-        if all_ranks:
-            # One listing of the target directory instead of a look for each of many rank directories.
-            entries = {name for name in entries if not _RANK_DIRECTORY.fullmatch(name)}
-            entries.update(filter(_RANK_DIRECTORY.fullmatch, names_in(self.path)))
-        # A directory that another run has just removed lists as empty.
-        ordered = sorted(entries)
-        names_by_entry = for_each(
-            names_in, [os.path.join(self.path, entry) if entry else self.path for entry in ordered]
-        )
-        return sorted(
-            os.path.join(entry, name)
-            for entry, names in zip(ordered, names_by_entry)
-            for name in names
-            if name.endswith(_CHECKPOINT_ENDINGS) and name != UNFINISHED
-        )
+def existing_files(dst: str, names: Iterable[str]) -> set[str]:
+    """The names of a target directory that exist; only regular files are replaced.
 
-    def check(self, writing: Iterable[str]) -> set[str]:
-        """Refuse to replace anything but regular files.
+    Raises:
+        TargetError: one is not a regular file.
+    """
+    paths = {os.path.join(dst, name): name for name in names}
+    existing: set[str] = set()
+    for path, status in zip(paths, status_of_each([*paths], through_links=False)):
+        if status is not None and not status.regular and not is_regular_file(path):
+            raise TargetError(f"{path} is not a regular file", file=path, hint="remove it, or choose another DST")
+        if status is not None:
+            existing.add(paths[path])
+    return existing
 
-        Args:
-            writing: files that will be written, by name.
 
-        Returns:
-            The names of existing files.
-
-        Raises:
-            TargetError: one is not a regular file.
-        """
-        names = list(writing)
-        existing: set[str] = set()
-        for name, status in zip(names, status_of_each([self._path(name) for name in names], through_links=False)):
-            path = self._path(name)
-            if status is not None and not status.regular and not is_regular_file(path):
-                raise TargetError(f"{path} is not a regular file", file=path, hint="remove it, or choose another DST")
-            if status is not None:
-                existing.add(name)
-        return existing
-
-    def remove(self, name: str) -> None:
-        """Remove a file.
-
-        Raises:
-            ReshardError: it cannot be removed.
-        """
-        path = self._path(name)
-        with writing(path, "removed"):
-            remove_file(path)
-
-    def tidy(self, directories: Iterable[str]) -> None:
-        """Remove temporary files of killed runs, here and in directories relative to it, and then empty directories."""
-        places = [self.path, *(self._path(name) for name in directories if name)]
-        for_each(lambda place: store_of(place).remove_dead(place), places)
-        for place in places[1:]:
-            with contextlib.suppress(OSError):
-                store_of(place).remove_directory(place)
-
-    def _path(self, name: str) -> str:
-        return os.path.join(self.path, name)
+def tidy(dst: str, directories: Iterable[str]) -> None:
+    """Remove temporary files of killed runs in a target directory and directories relative to it, then empty ones."""
+    places = [dst, *(os.path.join(dst, name) for name in directories if name)]
+    for_each(lambda place: store_of(place).remove_dead(place), places)
+    for place in places[1:]:
+        with contextlib.suppress(OSError):
+            store_of(place).remove_directory(place)
 
 
 def check_bucket(dst: str) -> None:
@@ -196,7 +168,7 @@ def check_apart(target: str, sources: Iterable[str], strategies: Iterable[str]) 
         for path, kind in inputs:
             if places.of(path) in (place, around):
                 raise UsageError(f"{target} is {kind} {path}, or lies in it", file=target, hint="choose another name")
-    Destination(os.path.dirname(target)).check([os.path.basename(target)])
+    existing_files(os.path.dirname(target), [os.path.basename(target)])
 
 
 class _Places:

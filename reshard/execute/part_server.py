@@ -11,8 +11,8 @@ from typing import Any
 from reshard.checkpoints import FileHandles
 from reshard.errors import RetryableError
 from reshard.execute.budget import Budget
-from reshard.execute.parts import Parts, PartWriter
-from reshard.execute.reader import BoxReader, Worker
+from reshard.execute.parts import FileGroup, write_part
+from reshard.execute.reader import BoxReader, FileReader
 from reshard.execute.writing import TargetWriter
 from reshard.layout import whole_box
 from reshard.plan.pieces import TargetFile
@@ -68,10 +68,10 @@ class _ServingThread(threading.local):
     """State of a thread of a worker process."""
 
     def __init__(self) -> None:
-        self.worker: Worker | None = None
+        self.reader: FileReader | None = None
         self.notify: Notify = lambda message: None
         # The files of the last request, cut into parts; and the number of its part.
-        self.parts: Parts | None = None
+        self.group: FileGroup | None = None
         self.number = -1
 
 
@@ -91,11 +91,11 @@ class PartServer:
 
     def load_for(self, files: Iterable[TargetFile]) -> None:
         """Load NumPy, and ml_dtypes, if files like these need them: else each worker would, and take more memory."""
-        worker = self._reader.new_worker()
+        reader = self._reader.new_reader()
         kept = not self._budget.through_maps
         for tensor in itertools.chain.from_iterable(file.tensors for file in files):
-            if tensor.nbytes and worker.runs(tensor, whole_box(tensor.shape), kept) is None:
-                _ = worker.filler
+            if tensor.nbytes and reader.runs(tensor, whole_box(tensor.shape), kept) is None:
+                _ = reader.filler
                 if tensor.dtype is not None or any(piece.source.decoding is not None for piece in tensor.pieces):
                     import ml_dtypes  # noqa: F401
                 return
@@ -117,32 +117,29 @@ class PartServer:
                     stack.callback(file.close)
             thread = self._thread
             thread.notify = notify
-            if thread.worker is None:
-                thread.worker = self._reader.new_worker()
-            parts = self._parts([rank for rank, _, _ in members], number)
+            if thread.reader is None:
+                thread.reader = self._reader.new_reader()
+            group = self._group([rank for rank, _, _ in members], number)
             known_sources = self._handles.seen
-            part, last = parts.take(number)
+            part, last = group.take(number)
             if last:
                 notify(("last",))
             writers = [
                 TargetWriter(target, None, checksum, file=file, mapped=mapped)
-                for target, file, (_, _, mapped) in zip(parts.files, files, members)
+                for target, file, (_, _, mapped) in zip(group.files, files, members)
             ]
             for writer, file in zip(writers, files):
                 if file is None:
                     writer.fail(RetryableError(f"{writer.target.path}: was given up", file=writer.target.path))
             if part is not None:
-                counts: list[int] = []
-                PartWriter(thread.worker, lambda: False, counts.append).write(part, writers)
                 # Once per part: a message for each write would take a tenth of its time.
-                notify(("wrote", sum(counts)))
+                notify(("wrote", sum(write_part(part, writers, thread.reader))))
             return [writer.result for writer in writers], self._handles.seen_after(known_sources)
 
-    def _parts(self, ranks: list[int], number: int) -> Parts:
-        """The parts of files, from part ``number`` on; parts are cut in order."""
+    def _group(self, ranks: list[int], number: int) -> FileGroup:
+        """The files with their parts from part ``number`` on; parts are cut in order."""
         thread = self._thread
-        if thread.parts is None or thread.number >= number or [file.rank for file in thread.parts.files] != ranks:
-            files = [self._target_of(rank) for rank in ranks]
-            thread.parts = Parts(files, self._budget.threads, alone=False)
+        if thread.group is None or thread.number >= number or [file.rank for file in thread.group.files] != ranks:
+            thread.group = FileGroup([self._target_of(rank) for rank in ranks], self._budget.threads)
         thread.number = number
-        return thread.parts
+        return thread.group

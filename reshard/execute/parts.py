@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from reshard.checkpoints import Data, Literal
-from reshard.execute.reader import Worker
+from reshard.execute.reader import FileReader
 from reshard.execute.runs import is_transposed
 from reshard.execute.writing import PartBuffer, TargetWriter
 from reshard.layout import Box, boxes_of_range, shape_of, volume_of
@@ -213,16 +213,24 @@ def _shared_rows(group: Sequence[TargetFile], segments: Sequence[Sequence[Segmen
     return SharedRows(tensors, outer, 0, rows, row_bytes, uses_of_sources, types.pop())
 
 
-class Parts:
-    """The parts of a group's files, cut when they are taken; for any number of threads.
+class FileGroup:
+    """Target files that are written together, and their parts, cut when they are taken; for any number of threads.
 
     Args:
-        alone: whether all parts are taken here; else other processes take some, and skipped parts are dropped.
+        files: the files.
+        threads: maximum number of threads that write parts of them.
+        writers: of the files; none in a worker process, where skipped parts are dropped because others write them.
+
+    Attributes:
+        begun: number of parts that threads have begun.
+        done: number of parts that are done.
+        threads: number of threads that write parts.
     """
 
-    def __init__(self, files: Sequence[TargetFile], threads: int, alone: bool) -> None:
+    def __init__(self, files: Sequence[TargetFile], threads: int, writers: Sequence[TargetWriter] = ()) -> None:
         self.files = files
-        self._alone = alone
+        self.writers = writers
+        self.begun = self.done = self.threads = 0
         self._lock = threading.Lock()
         self._remaining = enumerate(parts_of(files, threads))
         # Before the first: nothing is cut where worker processes do it.
@@ -238,112 +246,105 @@ class Parts:
                 (place, part), self._next = self._next, next(self._remaining, None)
                 if place == number:
                     return part, self._next is None
-                if self._alone:
+                if self.writers:
                     self._skipped[place] = part
             return None, True
 
 
-class PartWriter:
-    """Writes parts."""
+def write_part(part: Sequence[TensorShare], writers: Sequence[TargetWriter], reader: FileReader) -> Iterator[int]:
+    """Write a part, given a writer per file. A caller that stops early leaves the rest of it unwritten.
 
-    def __init__(self, worker: Worker, stopped: Callable[[], bool], wrote: Callable[[int], None]) -> None:
-        self._worker = worker
-        self._stopped = stopped
-        self._wrote = wrote
+    Yields:
+        Bytes of tensor contents that were read since the last time.
 
-    def write(self, part: Sequence[TensorShare], writers: Sequence[TargetWriter]) -> None:
-        """Write a part, given a writer per file.
+    Raises:
+        UnwritableError: a file cannot be written, and no other could.
+        ReshardError: a source file cannot be read.
+    """
+    size = len(reader.block) // len(writers)
+    rooms = (reader.block[number * size : (number + 1) * size] for number in range(len(writers)))
+    buffers = [PartBuffer(room, writer) for room, writer in zip(rooms, writers)]
+    for share in part:
+        of_members, shared = share.cut()
+        if shared is None:
+            for buffer, segments in zip(buffers, of_members):
+                yield from _write_alone(segments, buffer.writer.target.tensors, buffer, reader)
+        else:
+            for buffer, segments in zip(buffers, of_members):
+                for segment in segments:
+                    buffer.expect(segment.offset)
+                    if isinstance(segment, Literal):
+                        buffer.put(segment.data)
+            yield from _write_shared(shared, buffers, reader)
+    for buffer in buffers:
+        buffer.flush()
 
-        Raises:
-            UnwritableError: a file cannot be written, and no other could.
-            ReshardError: a source file cannot be read.
-        """
-        block = self._worker.block
-        size = len(block) // len(writers)
-        buffers = [
-            PartBuffer(block[number * size : (number + 1) * size], writer) for number, writer in enumerate(writers)
-        ]
-        for share in part:
-            of_members, shared = share.cut()
-            if shared is None:
-                for buffer, writer, segments in zip(buffers, writers, of_members):
-                    self._write_alone(segments, writer.target.tensors, buffer)
-            else:
-                for buffer, segments in zip(buffers, of_members):
-                    for segment in segments:
-                        buffer.expect(segment.offset)
-                        if isinstance(segment, Literal):
-                            buffer.put(segment.data)
-                self._write_shared(shared, buffers)
-            if self._stopped():
-                return
-        for buffer in buffers:
-            buffer.flush()
 
-    def _write_alone(self, segments: Sequence[Segment], tensors: Sequence[TargetTensor], buffer: PartBuffer) -> None:
-        for segment in segments:
-            buffer.expect(segment.offset)
-            if isinstance(segment, Literal):
-                buffer.put(segment.data)
-                continue
-            tensor = tensors[segment.tensor]
-            first, last = segment.start // tensor.item_size, segment.stop // tensor.item_size
-            if is_transposed(tensor):
-                self._write_transposed(tensor, first, last, buffer)
-                continue
-            computed = all(
-                piece.region is None and (piece.source.decoding is not None or piece.dtype is not None)
-                for piece in tensor.pieces
-            )
-            step = min(buffer.size, _MAX_COMPUTED if computed else self._most_at_a_time(tensor, first, last))
-            most = max(1, step // tensor.item_size)
-            for box in boxes_of_range(tensor.shape, first, last, most):
-                if self._stopped():
-                    return
-                count = volume_of(box) * tensor.item_size
-                self._worker.fill(tensor, box, buffer.reserve(count))
-                if computed or buffer.pending >= step:
-                    buffer.flush()
-                self._wrote(count)
-
-    def _most_at_a_time(self, tensor: TargetTensor, first: int, last: int) -> int:
-        """Maximum bytes of elements to read before they are written: runs are still in the cache then."""
-        most = self._worker.copied_bytes
-        for box in boxes_of_range(tensor.shape, first, last, last - first):
-            runs = self._worker.runs(tensor, box)
-            if runs is None:
-                return len(self._worker.block)
-            most = max(most, _MIN_SCATTERED * sum(run.number > 1 for run in runs))
-        return most
-
-    def _write_transposed(self, tensor: TargetTensor, first: int, last: int, buffer: PartBuffer) -> None:
-        """Write elements while they are in the cache."""
-        for box in boxes_of_range(tensor.shape, first, last, last - first):
-            for part, fill in self._worker.filler.steps(tensor, box, buffer.size):
-                if self._stopped():
-                    return
-                count = volume_of(part) * tensor.item_size
-                fill(buffer.reserve(count))
-                buffer.flush()
-                self._wrote(count)
-
-    def _write_shared(self, shared: SharedRows, buffers: Sequence[PartBuffer]) -> None:
-        if shared.first == shared.last:
-            return
-        most = min(
-            self._worker.filler.most_shared_rows(shared),
-            *(buffer.size // row for buffer, row in zip(buffers, shared.row_bytes)),
+def _write_alone(
+    segments: Sequence[Segment], tensors: Sequence[TargetTensor], buffer: PartBuffer, reader: FileReader
+) -> Iterator[int]:
+    for segment in segments:
+        buffer.expect(segment.offset)
+        if isinstance(segment, Literal):
+            buffer.put(segment.data)
+            continue
+        tensor = tensors[segment.tensor]
+        first, last = segment.start // tensor.item_size, segment.stop // tensor.item_size
+        if is_transposed(tensor):
+            yield from _write_transposed(tensor, first, last, buffer, reader)
+            continue
+        computed = all(
+            piece.region is None and (piece.source.decoding is not None or piece.dtype is not None)
+            for piece in tensor.pieces
         )
-        if most < 1:
-            # A row of all members does not fit the buffers: write each member alone.
-            for tensor, row, buffer in zip(shared.tensors, shared.row_bytes, buffers):
-                data = Data(buffer.position, 0, shared.first * row, shared.last * row)
-                self._write_alone([data], (tensor,), buffer)
-            return
-        for rows in boxes_of_range(shape_of(shared.outer), shared.first, shared.last, most):
-            if self._stopped():
-                return
-            count = volume_of(rows)
-            rooms = [buffer.reserve(count * row) for buffer, row in zip(buffers, shared.row_bytes)]
-            self._worker.filler.fill_shared(shared, rows, rooms)
-            self._wrote(sum(len(room) for room in rooms))
+        step = min(buffer.size, _MAX_COMPUTED if computed else _most_at_a_time(tensor, first, last, reader))
+        most = max(1, step // tensor.item_size)
+        for box in boxes_of_range(tensor.shape, first, last, most):
+            count = volume_of(box) * tensor.item_size
+            reader.fill(tensor, box, buffer.reserve(count))
+            if computed or buffer.pending >= step:
+                buffer.flush()
+            yield count
+
+
+def _most_at_a_time(tensor: TargetTensor, first: int, last: int, reader: FileReader) -> int:
+    """Maximum bytes of elements to read before they are written: runs are still in the cache then."""
+    most = reader.copied_bytes
+    for box in boxes_of_range(tensor.shape, first, last, last - first):
+        runs = reader.runs(tensor, box)
+        if runs is None:
+            return len(reader.block)
+        most = max(most, _MIN_SCATTERED * sum(run.number > 1 for run in runs))
+    return most
+
+
+def _write_transposed(
+    tensor: TargetTensor, first: int, last: int, buffer: PartBuffer, reader: FileReader
+) -> Iterator[int]:
+    """Write elements while they are in the cache."""
+    for box in boxes_of_range(tensor.shape, first, last, last - first):
+        for part, fill in reader.filler.steps(tensor, box, buffer.size):
+            count = volume_of(part) * tensor.item_size
+            fill(buffer.reserve(count))
+            buffer.flush()
+            yield count
+
+
+def _write_shared(shared: SharedRows, buffers: Sequence[PartBuffer], reader: FileReader) -> Iterator[int]:
+    if shared.first == shared.last:
+        return
+    most = min(
+        reader.filler.most_shared_rows(shared),
+        *(buffer.size // row for buffer, row in zip(buffers, shared.row_bytes)),
+    )
+    if most < 1:
+        # A row of all members does not fit the buffers: write each member alone.
+        for tensor, row, buffer in zip(shared.tensors, shared.row_bytes, buffers):
+            data = Data(buffer.position, 0, shared.first * row, shared.last * row)
+            yield from _write_alone([data], (tensor,), buffer, reader)
+        return
+    for rows in boxes_of_range(shape_of(shared.outer), shared.first, shared.last, most):
+        count = volume_of(rows)
+        rooms = [buffer.reserve(count * row) for buffer, row in zip(buffers, shared.row_bytes)]
+        reader.filler.fill_shared(shared, rows, rooms)
+        yield sum(map(len, rooms))

@@ -26,7 +26,6 @@ from reshard.execute.runs import NEVER, Run, runs_of_box
 from reshard.layout import Box, boxes_of_range, placed, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetTensor
 from reshard.storage import between, cut_short, fill, reading_error, scatter
-from reshard.storage.store import LOCAL, Storage
 from reshard.threads import cached_property, renew_in_children, thread_pool, wait_for
 
 if TYPE_CHECKING:
@@ -71,36 +70,33 @@ def new_buffer(nbytes: int) -> memoryview:
 
 
 class FileReader:
-    """Reads elements of stored slices, counted in bytes from the slice's first; those of quantised tensors are decoded.
+    """Reads boxes of tensors, and elements of stored slices, from files; for one thread.
 
-    For one thread. Each read is a request. Small tensors are close together in files, and a request costs as much as
-    copying many of them: small reads are copied from cached windows of the file. Where more files are read in turns
-    than windows fit the memory, windows are smaller.
+    Elements of slices are counted in bytes from the slice's first; those of quantised tensors are decoded. Each read is
+    a request. Small tensors are close together in files, and a request costs as much as copying many of them: small
+    reads are copied from cached windows of the file. Where more files are read in turns than windows fit the memory,
+    windows are smaller. Without maps, NumPy gathers strided elements from buffers, into which the gaps are read, too.
 
     Args:
-        window_bytes: memory for windows; one window is always cached.
-        max_maps: maximum number of mapped files, each with a descriptor; without maps, NumPy gathers strided elements
-            from buffers, into which the gaps are read, too.
-        release_after: bytes read through maps before their pages are released.
-        decoding_bytes: memory for decoding, at least `MIN_DECODING_BYTES`.
-        overflowed: counts elements that became infinite where they are decoded.
+        budget: sizes of buffers, and memory for windows; one window is always cached.
+        overflowed: counts elements that became infinite.
 
     Attributes:
+        block: a buffer for the owner of the reader.
+        copied_bytes: bytes to read and write at a time where nothing is gathered: between local files few enough
+            to be still in the cache when they are written.
         worth_skipping: bytes whose reading costs as much as a request; longer gaps are skipped.
     """
 
-    def __init__(
-        self,
-        handles: FileHandles,
-        storage: Storage = LOCAL,
-        window_bytes: int = 1 << 20,
-        max_maps: int = 0,
-        release_after: int = _RELEASE_AFTER,
-        decoding_bytes: int = 0,
-        overflowed: Overflowed = lambda name, count: None,
-    ) -> None:
+    def __init__(self, handles: FileHandles, budget: Budget, overflowed: Overflowed = lambda name, count: None) -> None:
+        # Unused parts of these buffers are never touched, so they take no memory.
+        self._scratch, self.block = map(new_buffer, (budget.scratch_bytes, budget.block_bytes))
+        self.copied_bytes = budget.block_bytes if budget.remote else min(budget.block_bytes, _CACHED_BYTES)
+        # Places of the last runs in the block.
+        self._places: tuple[list[tuple[int, int, int, int]], memoryview, list[list[memoryview]]] = ([], self.block, [])
+        storage, window_bytes = budget.storage, budget.window_bytes
         self.worth_skipping = storage.worth_skipping
-        self._min_piece = NEVER if storage.remote or max_maps else MIN_PIECE
+        self._min_piece = NEVER if storage.remote or budget.mapped else MIN_PIECE
         self._handles = handles
         self._window_size = min(storage.window, max(_MIN_WINDOW, window_bytes))
         self._small = min(storage.small, self._window_size)
@@ -112,14 +108,51 @@ class FileReader:
         # Files of the last small reads: a window of each should be cached.
         self._max_windows = _MAX_REMOTE_WINDOWS if storage.remote else _MAX_WINDOWS
         self._files: deque[str] = deque(maxlen=self._max_windows)
-        # Least recently used first.
+        # Least recently used first; each has a descriptor.
         self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
-        self._max_maps = min(_MAX_MAPS, max_maps)
-        self._release_after = release_after
+        self._max_maps = min(_MAX_MAPS, max(1, handles.limit // (4 * budget.threads))) if budget.mapped else 0
+        self._release_after = max(_MIN_RELEASED, _RELEASE_AFTER // budget.threads)
         self._mapped_bytes = 0
         # Takes no memory until it is used. The rest is for scales.
-        self._decoding_memory = new_buffer(max(decoding_bytes, MIN_DECODING_BYTES) // 3 * 2)
+        self._decoding_memory = new_buffer(max(budget.decoding_bytes, MIN_DECODING_BYTES) // 3 * 2)
         self._overflowed = overflowed
+
+    @cached_property
+    def filler(self) -> BlockFiller:
+        # Imported late: NumPy takes longer to load than a small rank takes to copy.
+        from reshard.execute.filling import BlockFiller
+
+        return BlockFiller(self, self._scratch, self._overflowed)
+
+    def fill(self, tensor: TargetTensor, box: Box, out: memoryview) -> None:
+        """Fill ``out`` with the elements of a box, in C order; see `BlockFiller.fill`."""
+        runs = self.runs(tensor, box, kept=out.obj is self.block.obj)
+        if runs is None:
+            self.filler.fill(tensor, box, out)
+            return
+        for run, places in zip(runs, self._places_of(runs, out)):
+            self.scatter(run.source, run.start, places, run.number * run.length)
+
+    def runs(self, tensor: TargetTensor, box: Box, kept: bool = True) -> list[Run] | None:
+        """The runs of a box that are read directly to their places; None if it is filled in another way.
+
+        Args:
+            box: the box, counted from the tensor's own origin.
+            kept: whether the places are in `block`, and used again for the next box.
+        """
+        factor = 1 if kept else _NEW_PLACES
+        return runs_of_box(tensor, box, lambda source: factor * self._min_piece_of(source))
+
+    def _places_of(self, runs: Sequence[Run], out: memoryview) -> list[list[memoryview]]:
+        """The places of runs in ``out``; a block of equal boxes is cut into places once."""
+        key = [(run.offset, run.length, run.number, run.stride) for run in runs]
+        last, memory, places = self._places
+        if memory is not out or last != key:
+            places = [run.places(out) for run in runs]
+            # Memory of callers is not held.
+            if out.obj is self.block.obj:
+                self._places = (key, out, places)
+        return places
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes of elements from ``start`` on.
@@ -138,7 +171,7 @@ class FileReader:
     def _read_stored(self, source: StoredSlice, start: int, out: memoryview) -> None:
         self.scatter(source, start, [out], len(out))
 
-    def min_piece(self, source: StoredSlice) -> int:
+    def _min_piece_of(self, source: StoredSlice) -> int:
         """The minimum bytes of a place for which `scatter` is fast: only local files have it."""
         as_stored = source.decoding is None and self._handles.as_stored(source.path)
         return self._min_piece if as_stored else NEVER
@@ -251,66 +284,10 @@ def unreadable(source: StoredSlice, error: Exception) -> ReshardError:
     return RetryableError(f"{source.path}: cannot be read: {error}", file=source.path, rank=source.rank)
 
 
-class Worker:
-    """Reads boxes, in one thread.
-
-    Attributes:
-        block: a buffer for the owner of the worker.
-        copied_bytes: bytes to read and write at a time where nothing is gathered: between local files few enough
-            to be still in the cache when they are written.
-    """
-
-    def __init__(self, reader: FileReader, budget: Budget, overflowed: Overflowed) -> None:
-        # Unused parts of these buffers are never touched, so they take no memory.
-        self._scratch, self.block = map(new_buffer, (budget.scratch_bytes, budget.block_bytes))
-        self.copied_bytes = budget.block_bytes if budget.remote else min(budget.block_bytes, _CACHED_BYTES)
-        self._reader = reader
-        self._overflowed = overflowed
-        # Places of the last runs in the block.
-        self._places: tuple[list[tuple[int, int, int, int]], memoryview, list[list[memoryview]]] = ([], self.block, [])
-
-    @cached_property
-    def filler(self) -> BlockFiller:
-        # Imported late: NumPy takes longer to load than a small rank takes to copy.
-        from reshard.execute.filling import BlockFiller
-
-        return BlockFiller(self._reader, self._scratch, self._overflowed)
-
-    def fill(self, tensor: TargetTensor, box: Box, out: memoryview) -> None:
-        """Fill ``out`` with the elements of a box, in C order; see `BlockFiller.fill`."""
-        runs = self.runs(tensor, box, kept=out.obj is self.block.obj)
-        if runs is None:
-            self.filler.fill(tensor, box, out)
-            return
-        for run, places in zip(runs, self._places_of(runs, out)):
-            self._reader.scatter(run.source, run.start, places, run.number * run.length)
-
-    def runs(self, tensor: TargetTensor, box: Box, kept: bool = True) -> list[Run] | None:
-        """The runs of a box that are read directly to their places; None if it is filled in another way.
-
-        Args:
-            box: the box, counted from the tensor's own origin.
-            kept: whether the places are in `block`, and used again for the next box.
-        """
-        factor = 1 if kept else _NEW_PLACES
-        return runs_of_box(tensor, box, lambda source: factor * self._reader.min_piece(source))
-
-    def _places_of(self, runs: Sequence[Run], out: memoryview) -> list[list[memoryview]]:
-        """The places of runs in ``out``; a block of equal boxes is cut into places once."""
-        key = [(run.offset, run.length, run.number, run.stride) for run in runs]
-        last, memory, places = self._places
-        if memory is not out or last != key:
-            places = [run.places(out) for run in runs]
-            # Memory of callers is not held.
-            if out.obj is self.block.obj:
-                self._places = (key, out, places)
-        return places
-
-
 class BoxReader:
     """Reads boxes of tensors, for any number of threads.
 
-    The memory limits the number of workers: a thread waits while all of them are in use.
+    The memory limits the number of readers: a thread waits while all of them are in use.
 
     Args:
         overflowed: counts elements that a cast made infinite; called by several threads.
@@ -332,10 +309,10 @@ class BoxReader:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Begin without workers and threads, at first and in forked children."""
+        """Begin without readers and threads, at first and in forked children."""
         self._change = threading.Condition()
-        self._idle: list[Worker] = []
-        self._workers = 0
+        self._idle: list[FileReader] = []
+        self._readers = 0
         self._pool: ThreadPoolExecutor | None = None
 
     @property
@@ -347,38 +324,28 @@ class BoxReader:
             return self._pool
 
     @contextlib.contextmanager
-    def worker(self) -> Iterator[Worker]:
-        """A worker for this thread; waits while all are in use."""
+    def reader(self) -> Iterator[FileReader]:
+        """A reader for this thread; waits while all are in use."""
         with self._change:
-            while not self._idle and self._workers >= self.threads:
+            while not self._idle and self._readers >= self.threads:
                 self._change.wait()
-            worker = self._idle.pop() if self._idle else None
-            self._workers += worker is None
+            reader = self._idle.pop() if self._idle else None
+            self._readers += reader is None
         try:
-            if worker is None:
-                worker = self.new_worker()
-            yield worker
+            if reader is None:
+                reader = self.new_reader()
+            yield reader
         finally:
             with self._change:
-                if worker is None:
-                    self._workers -= 1
+                if reader is None:
+                    self._readers -= 1
                 else:
-                    self._idle.append(worker)
+                    self._idle.append(reader)
                 self._change.notify()
 
-    def new_worker(self) -> Worker:
-        """A worker for the caller alone."""
-        budget = self.budget
-        reader = FileReader(
-            self._handles,
-            budget.storage,
-            budget.window_bytes,
-            max(1, self._handles.limit // (4 * budget.threads)) if budget.mapped else 0,
-            max(_MIN_RELEASED, _RELEASE_AFTER // budget.threads),
-            budget.decoding_bytes,
-            self._count_overflow,
-        )
-        return Worker(reader, budget, self._count_overflow)
+    def new_reader(self) -> FileReader:
+        """A reader for the caller alone."""
+        return FileReader(self._handles, self.budget, self._count_overflow)
 
     def _count_overflow(self, name: str, count: int) -> None:
         # Looked up at every call: worker processes replace it.
@@ -415,8 +382,8 @@ class BoxReader:
         return min(CHUNK_BYTES, max(_MIN_CHUNK_BYTES, nbytes // self.threads))
 
     def read_alone(self, tensor: TargetTensor, box: Box, out: memoryview) -> None:
-        with self.worker() as worker:
-            worker.fill(tensor, box, out)
+        with self.reader() as reader:
+            reader.fill(tensor, box, out)
 
     def gather(self, tensor: TargetTensor, box: Box, index: tuple[slice, ...], out: npt.NDArray[Any]) -> None:
         """Read selected elements of a box, also into an array that is not contiguous.
@@ -430,11 +397,11 @@ class BoxReader:
         """
         import numpy as np
 
-        with self.worker() as worker:
+        with self.reader() as reader:
             nbytes = volume_of(box) * tensor.item_size
             # A single element may be a long text.
-            room = worker.block[:nbytes] if nbytes <= len(worker.block) else memoryview(bytearray(nbytes))
-            worker.fill(tensor, box, room)
+            room = reader.block[:nbytes] if nbytes <= len(reader.block) else memoryview(bytearray(nbytes))
+            reader.fill(tensor, box, room)
             out[...] = np.ndarray(shape_of(box), out.dtype, room)[index]
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Running a conversion: target files in, bytes out.
+"""Writing target files: plans in, bytes out.
 
 Target files are planned a group at a time and cut into parts of some tens of MiB. Threads take the parts from a
-`Schedule`. Each thread writes its parts itself, or has a worker process write them where several cores share the work
+`Execution`. Each thread writes its parts itself, or has a worker process write them where several cores share the work
 (`part_server`). Workers are copies of this process: they plan and cut the same files again, and receive
 only numbers and descriptors. This process creates, flushes, records and renames the files; the thread that finishes
 the last part of a file commits it.
@@ -24,8 +24,8 @@ from reshard.checkpoints import FileHandles
 from reshard.errors import ReshardError, RetryableError, TargetError, UnwritableError
 from reshard.execute.budget import Budget, Progress
 from reshard.execute.part_server import PartProcesses, TargetOf
-from reshard.execute.parts import Parts, PartWriter
-from reshard.execute.reader import BoxReader
+from reshard.execute.parts import FileGroup, write_part
+from reshard.execute.reader import BoxReader, FileReader
 from reshard.execute.writing import Finish, TargetWriter
 from reshard.plan.pieces import TargetFile
 from reshard.processes import LostWorkerError, may_fork
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _MAX_FAILURES = 8
 
 
-def convert(
+def write_files(
     groups: Iterable[Sequence[TargetFile]],
     handles: FileHandles,
     budget: Budget,
@@ -76,105 +76,20 @@ def convert(
             sampled = itertools.chain(*first, map(target_of, others))
             processes = PartProcesses(target_of, handles, budget, sampled)
             stack.enter_context(processes.crew)
-        _Execution(groups, handles, budget, progress, finish, checksum, processes).run()
+        Execution(groups, handles, budget, progress, finish, checksum, processes).run()
 
 
-class FileGroup:
-    """Target files that are written together, and their parts.
-
-    Attributes:
-        begun: number of parts that threads have begun.
-        done: number of parts that are done.
-        threads: number of threads that write parts.
-    """
-
-    def __init__(self, files: Sequence[TargetFile], threads: int, writers: Sequence[TargetWriter]):
-        self.writers = writers
-        self.parts = Parts(files, threads, alone=True)
-        self.begun = self.done = self.threads = 0
-
-
-class Schedule:
-    """The parts of all groups, for all threads.
+class Execution:
+    """The threads of a run, and the parts of all groups for them.
 
     Each thread begins a group of its own while there are enough: the kernel locks a file during each write, so two
     threads that write to one file wait for each other. Later threads join the open group with the fewest threads.
 
     Args:
         groups: groups of target files, planned one by one as they are begun.
-        threads: number of threads; the last file is cut so that all of them can help.
-        beside: number of files that may be in writing when a thread begins another group, instead of joining one.
+        processes: write the parts; None for the threads themselves.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[Sequence[TargetFile]],
-        threads: int,
-        beside: int,
-        writer_of: Callable[[TargetFile], TargetWriter],
-    ) -> None:
-        self._beside = beside
-        self._threads = threads
-        self._writer_of = writer_of
-        self._groups = iter(groups)
-        self._lock = threading.Lock()
-        self._open: list[FileGroup] = []
-        self._group_of: dict[int, FileGroup] = {}
-        self._uncommitted: set[TargetWriter] = set()
-
-    def next(self) -> tuple[FileGroup, int] | None:
-        """The group and number of the calling thread's next part, which may not exist; None when all are begun.
-
-        Raises:
-            ReshardError: planning the next group failed.
-        """
-        thread = threading.get_ident()
-        with self._lock:
-            group = self._group_of.get(thread)
-            if group is None or group not in self._open:
-                group = self._begin() or min(self._open, key=lambda candidate: candidate.threads, default=None)
-                if group is None:
-                    return None
-                group.threads += 1
-                self._group_of[thread] = group
-            group.begun += 1
-            return group, group.begun - 1
-
-    def close(self, group: FileGroup) -> None:
-        """Begin no more parts of a group: there are no more, or its files cannot be finished."""
-        with self._lock:
-            if group in self._open:
-                self._open.remove(group)
-
-    def part_done(self, group: FileGroup) -> bool:
-        """A part of a group is done; returns whether it was the last."""
-        with self._lock:
-            group.done += 1
-            return group not in self._open and group.done == group.begun
-
-    def committed(self, writer: TargetWriter) -> None:
-        with self._lock:
-            self._uncommitted.discard(writer)
-
-    def unfinished(self) -> list[TargetWriter]:
-        """Writers of files that were begun and not committed."""
-        with self._lock:
-            return list(self._uncommitted)
-
-    def _begin(self) -> FileGroup | None:
-        if self._open and len(self._uncommitted) > self._beside:
-            # A kill loses the files that are being written.
-            return None
-        files = next(self._groups, None)
-        if files is None:
-            return None
-        group = FileGroup(files, self._threads, [self._writer_of(target) for target in files])
-        self._open.append(group)
-        self._uncommitted.update(group.writers)
-        return group
-
-
-class _Execution:
     def __init__(
         self,
         groups: Iterable[Sequence[TargetFile]],
@@ -185,19 +100,25 @@ class _Execution:
         checksum: bool,
         processes: PartProcesses | None,
     ) -> None:
+        self._groups = iter(groups)
+        self._handles = handles
+        self._budget = budget
+        self._reader = BoxReader(handles, budget, self._overflowed)
+        self._progress = progress
         self._finish = finish
         self._checksum = checksum
         self._processes = processes
         self._sending = Sending(budget.uploads) if budget.uploads else None
         self._commits: list[Future[None]] = []
-        beside = max(0, budget.limits.in_flight - budget.limits.most)
-        self._schedule = Schedule(groups, budget.threads, beside, self._writer_of)
-        self._handles = handles
-        self._budget = budget
-        self._reader = BoxReader(handles, budget, self._overflowed)
-        self._progress = progress
+        # Held while a group is planned, which may take long.
+        self._planning = threading.Lock()
+        self._open: list[FileGroup] = []
+        self._group_of: dict[int, FileGroup] = {}
+        # Writers of files that were begun and not committed.
+        self._uncommitted: set[TargetWriter] = set()
         # When set, no more parts are begun and no more files committed.
         self._stop = threading.Event()
+        # For what is counted and reported.
         self._lock = threading.Lock()
         # Threads that have ended, and a queue that wakes the thread which waits for them.
         self._ended: set[threading.Thread] = set()
@@ -224,7 +145,7 @@ class _Execution:
                     self._wait_for(threads)
                 except BaseException as error:
                     self._fail(error)
-            unfinished = self._schedule.unfinished()
+            unfinished = [*self._uncommitted]
             for writer in unfinished:
                 writer.discard()
             if self._sending is not None:
@@ -243,8 +164,7 @@ class _Execution:
             with contextlib.ExitStack() as stack:
                 write = self._write_in_worker
                 if self._processes is None:
-                    worker = stack.enter_context(self._reader.worker())
-                    write = partial(self._write_here, PartWriter(worker, self._stop.is_set, self._wrote))
+                    write = partial(self._write_here, stack.enter_context(self._reader.reader()))
                 self._write_parts(write)
         except BaseException as error:
             self._fail(error)
@@ -264,7 +184,7 @@ class _Execution:
 
     def _write_parts(self, write: Callable[[FileGroup, int], None]) -> None:
         while not self._stop.is_set():
-            following = self._schedule.next()
+            following = self._next_part()
             if following is None:
                 break
             group, number = following
@@ -274,23 +194,71 @@ class _Execution:
                 raise
             except RetryableError as error:
                 # A source file cannot be read: files that do not need it can still be finished.
-                self._schedule.close(group)
+                self._close(group)
                 for writer in group.writers:
                     writer.fail(error)
-            last = self._schedule.part_done(group)
+            last = self._part_done(group)
             for writer in group.writers:
                 if last or writer.error is not None:
                     self._commit_soon(writer)
         wait_for(self._commits)
 
-    def _write_here(self, parts: PartWriter, group: FileGroup, number: int) -> None:
-        part, last = group.parts.take(number)
+    def _next_part(self) -> tuple[FileGroup, int] | None:
+        """The group and number of the calling thread's next part, which may not exist; None when all are begun.
+
+        Raises:
+            ReshardError: planning the next group failed.
+        """
+        thread = threading.get_ident()
+        with self._planning:
+            group = self._group_of.get(thread)
+            if group is None or group not in self._open:
+                group = self._begin_group() or min(self._open, key=lambda candidate: candidate.threads, default=None)
+                if group is None:
+                    return None
+                group.threads += 1
+                self._group_of[thread] = group
+            group.begun += 1
+            return group, group.begun - 1
+
+    def _begin_group(self) -> FileGroup | None:
+        limits = self._budget.limits
+        if self._open and len(self._uncommitted) > limits.in_flight - limits.most:
+            # A kill loses the files that are being written.
+            return None
+        files = next(self._groups, None)
+        if files is None:
+            return None
+        allocated = self._budget.through_maps
+        writers = [TargetWriter(f, self._finish, self._checksum, self._sending, allocated=allocated) for f in files]
+        group = FileGroup(files, self._budget.threads, writers)
+        self._open.append(group)
+        self._uncommitted.update(writers)
+        return group
+
+    def _close(self, group: FileGroup) -> None:
+        """Begin no more parts of a group: there are no more, or its files cannot be finished."""
+        with self._planning:
+            if group in self._open:
+                self._open.remove(group)
+
+    def _part_done(self, group: FileGroup) -> bool:
+        """A part of a group is done; returns whether it was the last."""
+        with self._planning:
+            group.done += 1
+            return group not in self._open and group.done == group.begun
+
+    def _write_here(self, reader: FileReader, group: FileGroup, number: int) -> None:
+        part, last = group.take(number)
         if last:
-            self._schedule.close(group)
+            self._close(group)
         if part is not None:
             for writer in group.writers:
                 writer.begin()
-            parts.write(part, group.writers)
+            for count in write_part(part, group.writers, reader):
+                self._wrote(count)
+                if self._stop.is_set():
+                    break
 
     def _write_in_worker(self, group: FileGroup, number: int) -> None:
         """Have a worker process write a part.
@@ -303,14 +271,15 @@ class _Execution:
         receivers: dict[str, Callable[..., None]] = {
             "wrote": self._wrote,
             "overflowed": self._overflowed,
-            "last": partial(self._schedule.close, group),
+            "last": partial(self._close, group),
         }
         try:
             self._processes.write(group.writers, number, lambda message: receivers[message[0]](*message[1:]))
         except LostWorkerError as error:
             if self._stop.is_set():
                 return
-            targets = [writer.target for writer in self._schedule.unfinished()]
+            with self._planning:
+                targets = [writer.target for writer in self._uncommitted]
             raise _lost(error, targets, group.writers[0].target) from error
 
     def _wrote(self, count: int) -> None:
@@ -347,19 +316,17 @@ class _Execution:
             writer.commit()
         except TargetError as error:
             writer.fail(error)
-        with self._lock:
-            if writer.error is None:
-                self._schedule.committed(writer)
+        if writer.error is None:
+            with self._planning:
+                self._uncommitted.discard(writer)
+            with self._lock:
                 self._progress.committed(writer.target.rank, writer.target.layout.size)
-                return
+            return
+        with self._lock:
             self._failures.setdefault(writer.target.rank, writer.error)
             many = len(self._failures) >= _MAX_FAILURES
         if many:
             self._stop.set()
-
-    def _writer_of(self, target: TargetFile) -> TargetWriter:
-        allocated = self._budget.through_maps
-        return TargetWriter(target, self._finish, self._checksum, self._sending, allocated=allocated)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

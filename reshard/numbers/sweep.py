@@ -229,15 +229,15 @@ def _blocks(
     first = chunk.first
     unreported = 0
     with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(checkpoint.reader.worker()) for checkpoint in checkpoints]
+        readers = [stack.enter_context(checkpoint.reader.reader()) for checkpoint in checkpoints]
         for box in boxes_of_range(shape, chunk.first, chunk.last, max(1, _BLOCK_BYTES // item.item_size)):
             if stop.is_set():
                 break
             count = volume_of(box)
             raws = []
-            for target, worker, room in zip(targets, workers, rooms):
+            for target, reader, room in zip(targets, readers, rooms):
                 raw = room[: count * target.item_size]
-                worker.fill(target, box, raw.data)
+                reader.fill(target, box, raw.data)
                 raws.append(raw)
                 unreported += len(raw)
             yield SweepBlock(first, raws)

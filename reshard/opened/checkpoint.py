@@ -411,10 +411,10 @@ class _Batch:
 
 
 def _read_each(reader: BoxReader, targets: Sequence[TargetTensor], rooms: Sequence[memoryview]) -> None:
-    with reader.worker() as worker:
+    with reader.reader() as alone:
         for target, room in zip(targets, rooms):
             if len(room):
-                worker.fill(target, whole_box(target.shape), room)
+                alone.fill(target, whole_box(target.shape), room)
 
 
 def _read_ahead(tensors: Iterable[LazyTensor], reader: BoxReader, budget: int) -> Iterator[tuple[str, Array]]:

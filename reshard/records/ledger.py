@@ -24,7 +24,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard.checkpoints import Literal, OutputLayout
 from reshard.errors import ReshardError, TargetError
@@ -57,27 +57,36 @@ _PLAN = "plan.json"
 _PART_OF_TARGET = re.compile(r"(rank|iteration)_[0-9]+")
 _SECOND = 10**9
 _NONE = "none"
+_DIGEST = "[0-9a-f]{16}"
+_DONE = rf"(\d{{1,9}})\.(\d{{1,20}})\.(-?\d{{1,20}})\.(?:{_NONE}|({_DIGEST}))\.(?:{_NONE}|([0-9a-f]{{8}}))\.{_DIGEST}"
 _ONLY = "only."
 # The plan contains the patterns of --include and --exclude, whose size the command line limits.
 _MAX_PLAN_BYTES = 16 << 20
 
 
 class DoneRecord(NamedTuple):
-    """A finished target.
+    """A finished target: the name of an empty file, and an entry of the manifest.
 
     Attributes:
-        rank: target rank.
-        size: bytes of its file.
-        modified: time of last modification, in nanoseconds.
-        headers: digest of all its bytes except tensor contents; None for a copied file.
-        crc: CRC-32 of the whole file, or None.
+        rank: target rank, or number of the file where its form has no ranks.
+        file: its name, relative to the target directory.
+        size: bytes.
+        headers: digest of all bytes except tensor contents; None for a copied file.
+        crc32: CRC-32 of the whole file as 8 hexadecimal digits, or None.
+        modified: time of last modification, in nanoseconds; 0 in the manifest, which contains no times.
     """
 
     rank: int
+    file: str
     size: int
-    modified: int
     headers: str | None
-    crc: int | None
+    crc32: str | None
+    modified: int = 0
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The fields in the manifest."""
+        return {field: value for field, value in self._asdict().items() if field != "modified"}
 
     def matches(self, status: FileStatus | None) -> bool:
         """Whether a file with this status is the recorded one; read the status before the record."""
@@ -251,6 +260,7 @@ class Ledger:
         names = (name for name in self._names("done") if name.endswith(self._ending))
         for record in filter(None, map(_parsed, names)):
             if ranks is None or record.rank in ranks:
+                record = record._replace(file=self.record.file_of(record.rank))
                 records.setdefault(record.rank, []).append(record)
         return records
 
@@ -269,7 +279,7 @@ class Ledger:
             matching = [record for record in recorded.get(rank, ()) if record.matches(status)]
             if matching:
                 # Several runs may have written equal files; a checksum of any of them is right.
-                finished[name] = next((record for record in matching if record.crc is not None), matching[0])
+                finished[name] = next((record for record in matching if record.crc32 is not None), matching[0])
         return finished
 
     def add_done(self, record: DoneRecord, flush: bool) -> None:
@@ -282,9 +292,8 @@ class Ledger:
         Raises:
             RetryableError: it cannot be written.
         """
-        crc = _NONE if record.crc is None else f"{record.crc:08x}"
-        headers = _NONE if record.headers is None else record.headers
-        self._add("done", [f"{record.rank}.{record.size}.{record.modified}.{headers}.{crc}{self._ending}"])
+        rank, _, size, headers, crc, modified = record
+        self._add("done", [f"{rank}.{size}.{modified}.{headers or _NONE}.{crc or _NONE}{self._ending}"])
         if flush:
             with writing(self._root):
                 store_of(self._root).flush(os.path.join(self._root, "done"))
@@ -455,12 +464,12 @@ def _same_time(current: int, recorded: int) -> bool:
 
 
 def _parsed(name: str) -> DoneRecord | None:
-    try:
-        rank, size, modified, headers, crc, _ = name.split(".")
-        digest, checksum = None if headers == _NONE else headers, None if crc == _NONE else int(crc, 16)
-        return DoneRecord(int(rank), int(size), int(modified), digest, checksum)
-    except ValueError:
+    """The target in the name of a record, still without the name of its file; None for another name."""
+    match = re.fullmatch(_DONE, name)
+    if match is None:
         return None
+    rank, size, modified, headers, crc = match.groups()
+    return DoneRecord(int(rank), "", int(size), headers, crc, int(modified))
 
 
 # The directories of records, and the parsers of their names.

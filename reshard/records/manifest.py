@@ -14,7 +14,7 @@ from typing import NamedTuple
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError
 from reshard.forms.ranks.naming import check_inside
-from reshard.records.ledger import ledger_in
+from reshard.records.ledger import DoneRecord, ledger_in
 from reshard.records.record import VERSION, Record, old_hint, read_record
 from reshard.storage import (
     exists,
@@ -33,24 +33,6 @@ MANIFEST_NAME = "reshard-manifest.json"
 # Some hundred bytes per rank.
 _MAX_BYTES = 64 << 20
 _HINT = "remove it and run the conversion's command again, which rewrites it"
-
-
-class ManifestFile(NamedTuple):
-    """A target file.
-
-    Attributes:
-        rank: target rank.
-        file: name, relative to the manifest's directory.
-        size: bytes.
-        headers: digest of all bytes except tensor contents; None for a copied file.
-        crc32: CRC-32 of the whole file as 8 hexadecimal digits, or None.
-    """
-
-    rank: int
-    file: str
-    size: int
-    headers: str | None
-    crc32: str | None
 
 
 class FinishingRecord(NamedTuple):
@@ -78,7 +60,7 @@ class Manifest(NamedTuple):
     """
 
     record: Record
-    files: tuple[ManifestFile, ...]
+    files: tuple[DoneRecord, ...]
     finishing: tuple[FinishingRecord, ...] = ()
     beside: tuple[str, ...] = ()
 
@@ -92,7 +74,7 @@ class Manifest(NamedTuple):
         content = {
             "version": VERSION,
             "conversion": self.record.to_json(),
-            "files": [file._asdict() for file in self.files],
+            "files": [file.entry for file in self.files],
             "finishing": [file._asdict() for file in self.finishing],
             "beside": list(self.beside),
         }
@@ -154,14 +136,14 @@ def _missing(directory: str, path: str) -> CheckpointError:
     return CheckpointError(f"{path}: does not exist", file=path, hint=hint)
 
 
-def _file(entry: Fields) -> ManifestFile:
+def _file(entry: Fields) -> DoneRecord:
     name = entry.text("file")
     check_inside(name)
     headers, crc = entry.optional_text("headers"), entry.optional_text("crc32")
     for digest in (headers, crc):
         if digest is not None and not re.fullmatch("[0-9a-f]{1,64}", digest):
             raise JsonError(f"{quoted(digest)} is not a digest")
-    return ManifestFile(entry.integer("rank", 0, MAX_DEVICES), name, entry.integer("size", 0, 1 << 63), headers, crc)
+    return DoneRecord(entry.integer("rank", 0, MAX_DEVICES), name, entry.integer("size", 0, 1 << 63), headers, crc)
 
 
 def _finishing(entry: Fields) -> FinishingRecord:

@@ -12,82 +12,80 @@ from reshard.records.record import Record, differences
 from reshard.text.messages import rank_ranges, some_names
 
 
-class Refusals:
-    """Errors about a target directory, for one command.
+def source_files(numbers: Iterable[int], unit: str) -> str:
+    """``source files of ranks 0,2``, or ``source files 0,2`` of a form without ranks."""
+    files = rank_ranges(numbers, unit)
+    return f"source files of {files}" if unit == "rank" else f"source {files}"
+
+
+def replacing(mine: Record, whole: bool) -> str:
+    """The options that replace everything in a directory.
 
     Args:
-        root: the directory.
         mine: the requested conversion.
-        all_files: the command requests the whole target; otherwise several commands fill the directory.
-        unit: of the numbers of source files, ``rank`` or ``file``.
+        whole: the command requests the whole target; otherwise several commands fill the directory.
+    """
+    return "--overwrite" if whole else f"{mine.command} --overwrite, for all {counted_as(mine.form)}s"
+
+
+def another_conversion(root: str, mine: Record, theirs: Record, whole: bool) -> ReplaceableError:
+    """Another conversion has begun in the directory."""
+    hint = f"choose another DST, or replace all of it with {replacing(mine, whole)}"
+    if theirs.is_repeatable:
+        hint += f"\nthe earlier command: {shlex.join(['reshard', *theirs.words(root)])}"
+    differing = ", ".join(differences(mine, theirs))
+    return ReplaceableError(f"{root} holds another conversion, which differs in {differing}", file=root, hint=hint)
+
+
+def foreign(root: str, names: Collection[str]) -> TargetError:
+    """Checkpoints without a record, or modified since, would remain next to the new ones."""
+    return TargetError(
+        f"{root} holds checkpoints that no record of reshard matches: {some_names(sorted(names), 3)}",
+        file=os.path.join(root, min(names)),
+        hint="choose another DST, or remove them; otherwise loaders read them as part of the new checkpoint",
+    )
+
+
+def another_form(root: str, forms: Sequence[str]) -> TargetError:
+    """Checkpoints of other forms would remain next to the new one."""
+    return TargetError(
+        f"{root} holds a checkpoint of the form {' and '.join(forms)}, which loaders may read instead of the new one",
+        file=root,
+        hint="choose another DST, or remove it",
+    )
+
+
+def existing(root: str, mine: Record, ranks: Sequence[int], *, modified: bool, comparable: bool) -> ReplaceableError:
+    """Targets of some ranks exist, modified after they were recorded, or without a record.
+
+    Args:
         comparable: `reshard verify` can compare the targets with the source.
     """
+    they_were, them = ("they were", "them") if len(ranks) > 1 else ("it was", "it")
+    why = f", modified after {they_were} written" if modified else ""
+    compare = ""
+    if modified and comparable:
+        verify = shlex.join(["reshard", "verify", root, "--src"])
+        compare = f"; if only times differ, as after cp -r, this compares the contents: {verify} SRC"
+    return ReplaceableError(
+        f"{root} already holds {some_names([mine.file_of(rank) for rank in ranks], 3)}{why}",
+        file=os.path.join(root, mine.file_of(ranks[0])),
+        rank=ranks[0],
+        hint=f"choose another DST, or replace {them} with --overwrite{compare}",
+    )
 
-    def __init__(self, root: str, mine: Record, all_files: bool, unit: str, comparable: bool) -> None:
-        self._unit = unit
-        self._comparable = comparable
-        self._root = root
-        self._mine = mine
-        self._whole = all_files
 
-    def source_files(self, numbers: Iterable[int]) -> str:
-        """``source files of ranks 0,2``, or ``source files 0,2`` of a form without ranks."""
-        files = rank_ranges(numbers, self._unit)
-        return f"source files of {files}" if self._unit == "rank" else f"source {files}"
+def other_source(root: str, files: str, rank: int, how: str, replace: str) -> ReplaceableError:
+    """The existing targets were made from other source files.
 
-    @property
-    def replace_all(self) -> str:
-        """The options that replace everything in the directory."""
-        command = f"{self._mine.command} --overwrite, for all {counted_as(self._mine.form)}s"
-        return "--overwrite" if self._whole else command
-
-    def another_conversion(self, theirs: Record) -> ReplaceableError:
-        """Another conversion has begun in the directory."""
-        hint = f"choose another DST, or replace all of it with {self.replace_all}"
-        if theirs.is_repeatable:
-            hint += f"\nthe earlier command: {shlex.join(['reshard', *theirs.words(self._root)])}"
-        differing = ", ".join(differences(self._mine, theirs))
-        return ReplaceableError(
-            f"{self._root} holds another conversion, which differs in {differing}", file=self._root, hint=hint
-        )
-
-    def foreign(self, names: Collection[str]) -> TargetError:
-        """Checkpoints without a record, or modified since, would remain next to the new ones."""
-        return TargetError(
-            f"{self._root} holds checkpoints that no record of reshard matches: {some_names(sorted(names), 3)}",
-            file=os.path.join(self._root, min(names)),
-            hint="choose another DST, or remove them; otherwise loaders read them as part of the new checkpoint",
-        )
-
-    def another_form(self, forms: Sequence[str]) -> TargetError:
-        """Checkpoints of other forms would remain next to the new one."""
-        return TargetError(
-            f"{self._root} holds a checkpoint of the form {' and '.join(forms)}, which loaders may read instead of the "
-            "new one",
-            file=self._root,
-            hint="choose another DST, or remove it",
-        )
-
-    def existing(self, ranks: Sequence[int], *, modified: bool) -> ReplaceableError:
-        """Targets of some ranks exist, modified after they were recorded, or without a record."""
-        they_were, them = ("they were", "them") if len(ranks) > 1 else ("it was", "it")
-        why = f", modified after {they_were} written" if modified else ""
-        compare = ""
-        if modified and self._comparable:
-            verify = shlex.join(["reshard", "verify", self._root, "--src"])
-            compare = f"; if only times differ, as after cp -r, this compares the contents: {verify} SRC"
-        return ReplaceableError(
-            f"{self._root} already holds {some_names([self._mine.file_of(rank) for rank in ranks], 3)}{why}",
-            file=os.path.join(self._root, self._mine.file_of(ranks[0])),
-            rank=ranks[0],
-            hint=f"choose another DST, or replace {them} with --overwrite{compare}",
-        )
-
-    def other_source(self, ranks: Sequence[int], how: str) -> ReplaceableError:
-        """The existing targets were made from other source files."""
-        return ReplaceableError(
-            f"the {self.source_files(ranks)} differ from those of the conversion in {self._root}: {how} differ",
-            file=self._root,
-            rank=min(ranks),
-            hint=f"choose another DST, or convert everything again with {self.replace_all}",
-        )
+    Args:
+        files: `source_files`, the first of ``rank``.
+        how: what differs.
+        replace: the options that replace everything, from `replacing`.
+    """
+    return ReplaceableError(
+        f"the {files} differ from those of the conversion in {root}: {how} differ",
+        file=root,
+        rank=rank,
+        hint=f"choose another DST, or convert everything again with {replace}",
+    )

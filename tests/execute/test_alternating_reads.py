@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
+from reshard.execute import Budget
 from reshard.execute.reader import FileReader
 from reshard.plan.pieces import StoredSlice
 from reshard.storage.store import REMOTE
@@ -19,7 +20,7 @@ from tests.layouts import examples
 FILES = 12
 SIZE = 1 << 20
 SMALL = 16 << 10
-STORAGE = REMOTE._replace(window=1 << 20)
+BUDGET = Budget.of(1, storage=REMOTE._replace(window=1 << 20))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_alternating_reads_of_files_read_each_byte_about_once(
 ) -> None:
     requests = reads_of_local_files(monkeypatch)
     with FileHandles() as handles:
-        reader = FileReader(handles, STORAGE, window_bytes=1 << 20)
+        reader = FileReader(handles, BUDGET._replace(window_bytes=1 << 20))
         for start in range(0, SIZE, SMALL):
             for path in [*contents][:files]:
                 assert read(reader, path, start, SMALL) == contents[path][start : start + SMALL]
@@ -60,7 +61,7 @@ def test_reads_through_windows_equal_the_file(contents: dict[str, bytes], data: 
     requests = st.tuples(st.sampled_from([*contents]), st.integers(0, SIZE - 1), st.integers(1, 128 << 10))
     with FileHandles() as handles:
         window_bytes = data.draw(st.sampled_from([1, 64 << 10, 1 << 20, 8 << 20]))
-        reader = FileReader(handles, STORAGE, window_bytes)
+        reader = FileReader(handles, BUDGET._replace(window_bytes=window_bytes))
         for path, start, count in data.draw(st.lists(requests, max_size=60)):
             count = min(count, SIZE - start)
             assert read(reader, path, start, count) == contents[path][start : start + count]

@@ -17,6 +17,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.elements import cast_words
 from reshard.errors import RetryableError
+from reshard.execute import Budget
 from reshard.execute.casts import put
 from reshard.execute.filling import BlockFiller
 from reshard.execute.reader import FileReader
@@ -140,7 +141,7 @@ def test_only_runs_of_equal_bytes_are_copied() -> None:
 
 
 def reader(storage: Storage, mapped: bool, handles: FileHandles) -> FileReader:
-    return FileReader(handles, storage, max_maps=4 if mapped else 0)
+    return FileReader(handles, Budget.of(1, storage=storage, io="mmap" if mapped else "pread"))
 
 
 @pytest.mark.deep

@@ -134,4 +134,4 @@ def test_a_directory_that_another_run_makes_meanwhile_is_a_target(
         return existed
 
     monkeypatch.setattr(destination, "exists", exists)
-    assert destination.Destination(str(place)).checkpoints([]) == []
+    assert destination.checkpoints_in(str(place), []) == []

@@ -24,6 +24,7 @@ from reshard.checkpoints import (
     lay_out_safetensors,
     read_index,
 )
+from reshard.execute import Budget
 from reshard.execute.reader import FileReader
 from reshard.plan.pieces import StoredSlice
 from tests.running import Argument
@@ -73,7 +74,7 @@ def test_sparsely_read_pages_are_released(tmp_path: Path) -> None:
     size, step = 256 * MIB, 64 << 10
     path = tmp_path / "tensor"
     path.write_bytes(bytes(size))
-    reader = FileReader(FileHandles(), max_maps=1, release_after=16 * MIB)
+    reader = FileReader(FileHandles(), Budget.of(1, io="mmap")._replace(threads=4))
     source = StoredSlice(str(path), 0, ((0, size),), ((0, size),))
     before = most = mapped_and_resident()
     for start in range(0, size, step):

@@ -141,7 +141,7 @@ def test_a_tensor_is_the_same_through_scattered_and_short_reads(
     def check(data: st.DataObject) -> None:
         rooms: dict[int, memoryview] = {}
         with FileHandles() as handles:
-            worker = BoxReader(handles, options).new_worker()
+            worker = BoxReader(handles, options).new_reader()
             for _ in range(data.draw(st.integers(1, 3), "tensors")):
                 tensor, expected = data.draw(joined(tmp_path))
                 reads.most = data.draw(st.sampled_from([None, 1, 3, 7, 64]), "bytes of a read")
@@ -171,7 +171,7 @@ def test_places_of_a_block_count_as_memory(memory: int, tmp_path: Path) -> None:
         pieces.append(Piece(StoredSlice(str(path), 0, ((0, rows << 10),), box), box))
     tensor = TargetTensor("w", 1, ((0, rows), (0, 2048)), tuple(pieces))
     with FileHandles() as handles:
-        worker = BoxReader(handles, options).new_worker()
+        worker = BoxReader(handles, options).new_reader()
         buffers = options.block_bytes + options.scratch_bytes + options.window_bytes
         worker.fill(tensor, ((0, 1), (0, 2048)), worker.block[:2048])
         tracemalloc.start()

@@ -168,7 +168,7 @@ def test_status_lists_missing_files_and_the_command_that_continues(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            name = "Progress.committed" if files else "convert"
+            name = "Progress.committed" if files else "write_files"
             patch.setattr(f"reshard.convert.conversion.{name}", interrupted)
             return fails(130, *convert)
 

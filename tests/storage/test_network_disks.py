@@ -119,7 +119,7 @@ def test_small_pieces_of_many_files_are_read_in_few_requests(
 
     monkeypatch.setattr(os, "pread", counting)
     with FileHandles() as handles:
-        reader = FileReader(handles, REMOTE, window_bytes)
+        reader = FileReader(handles, Budget.of(1, storage=REMOTE)._replace(window_bytes=window_bytes))
         for start in range(0, piece * count, piece):
             for number, content in enumerate(contents):
                 source = StoredSlice(str(tmp_path / str(number)), number, ((0, len(content)),), ((0, len(content)),))

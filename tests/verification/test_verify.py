@@ -360,14 +360,14 @@ def rows_swapped(patch: pytest.MonkeyPatch) -> None:
 
 def copied_from_zeros(patch: pytest.MonkeyPatch) -> None:
     """A scalar that is lost on its slice_set."""
-    plain = reader.Worker.fill
+    plain = reader.FileReader.fill
 
     def fill(self: Any, tensor: TargetTensor, block: Any, out: memoryview) -> None:
         plain(self, tensor, block, out)
         if tensor.name == "global_step":
             out[:] = bytes(len(out))
 
-    patch.setattr(reader.Worker, "fill", fill)
+    patch.setattr(reader.FileReader, "fill", fill)
 
 
 MUTANTS = [
