@@ -306,11 +306,14 @@ def written_ranks(out: str, report: Report) -> tuple[int, ...] | None:
     if status.lost_only:
         report.note(f"compared: {rank_ranges(status.wanted)}, since only lost ranks were to be recovered")
         return status.wanted
-    requested = status.record.asked.files
-    others = set(status.wanted).difference(requested or status.wanted)
-    if others and status.record.task.recover:
-        report.note(f"compared: {rank_ranges(requested or ())}; not requested: {rank_ranges(others)}")
-        return requested
+    requested, ledger = status.record.asked.files, ledger_in(out)
+    if status.record.task.recover and requested is not None and ledger is not None:
+        # The plan records the ranks of the first run; later ones recovered others.
+        requested = tuple(sorted({*requested, *ledger.done()}))
+        others = set(status.wanted).difference(requested)
+        if others:
+            report.note(f"compared: {rank_ranges(requested)}; not requested: {rank_ranges(others)}")
+            return requested
     if status.done and status.missing:
         report.note(
             f"not written yet: {rank_ranges(status.missing)}; to compare only {rank_ranges(status.done)}, add "
