@@ -429,6 +429,7 @@ def test_names_change_in_one_pass_between_trainers_forms(tmp_path: Path, form: s
     """Also in the states of trainers, which have a word before the model's names."""
     world = World(tmp_path, "qwen3", ["gate_up=halves", "vocab_multiple=16"])
     state = {f"{word}.{name}": bits(each) for name, each in world.weights.items() for word in ("adam_m", "adam_v")}
+    state["global_step"] = Value("Int32", np.array([7], "<i4"))
     write_checkpoint(tmp_path / "one" / "model.safetensors", {**world.weights, **(state if moments else {})})
     keep: list[Argument] = ["--names", world.names, "--config", world.hf, "--optimizer", "keep", "--verify"]
     done("convert", tmp_path / "one", tmp_path / "hyper", "--to", "hyper-parallel", "--shards", 2, *keep)
@@ -486,7 +487,7 @@ def test_the_way_back_with_other_packing_is_refused(tmp_path: Path, between: boo
     opened = open_checkpoint(str(src[0]), **options)
     with opened, pytest.raises(NamesError) as caught:
         len(opened)
-    assert f"Edits(names='{recorded[1]}') Edits(config='{recorded[3]}')" in str(caught.value)
+    assert " ".join(recorded) in str(caught.value) and "Edits.names" in str(caught.value)
 
     done("convert", *src, tmp_path / "back", "--to", "huggingface", *recorded)
     same_checkpoints(huggingface(tmp_path / "back"), world.weights)

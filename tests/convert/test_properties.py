@@ -16,7 +16,6 @@ from reshard.execute import budget as execution
 from reshard.plan.pieces import GroupLimits
 from reshard.plan.planner import make_plan
 from reshard.storage import store as storage_module
-from reshard.storage.local import LOCAL_STORE
 from reshard.text.messages import Report
 from tests.asking import request_between
 from tests.layouts import examples, holders, json_is_ambiguous, layouts, strategies, tensors
@@ -356,7 +355,6 @@ def test_output_does_not_depend_on_io_options(data: st.DataObject) -> None:
                     changed.enter_context(mock.patch.object(execution, "MIN_BLOCK_BYTES", 32))
                 if name == "remote":
                     changed.enter_context(mock.patch.object(storage_module, "file_system_of", lambda path: "nfs"))
-                    changed.enter_context(mock.patch.object(LOCAL_STORE, "_measured", {}))
                 world.dst = world.root / name
                 world.convert(*options)
             files[name] = tree_bytes(world.dst)
