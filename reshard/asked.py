@@ -231,6 +231,10 @@ def _named(option: Option, field: str) -> Option:
     return option if option.names else option._replace(names=(f"--{field.replace('_', '-')}",))
 
 
+# Patterns whose order decides nothing.
+_UNORDERED = ("include", "exclude")
+
+
 class Group:
     """Fields with options."""
 
@@ -276,7 +280,7 @@ class Group:
         """The fields with options that are not at their defaults; only those whose values agree between runs."""
         values = {name: (getattr(self, name), *field) for name, field in fields_of(type(self)).items()}
         return {
-            name: value
+            name: tuple(sorted(value)) if identity and name in _UNORDERED else value
             for name, (value, option, default) in values.items()
             if value != default and (option.identity == VALUE or not identity)
         }

@@ -49,8 +49,8 @@ def resume(
     """Resume the conversion or recovery in DST.
 
     The records in DST contain source, strategies, step and options of the run that began. The target ranks that
-    it requested and that are missing are written; after by-rank and --shard, all missing target ranks. A run with
-    --verify is verified again.
+    it requested and that are missing are written; after by-rank and --shard, and where later runs wrote others, all
+    missing target ranks. A run with --verify is verified again.
     """
     status = status_of(dst)
     record, task = status.record, status.record.task
@@ -62,7 +62,7 @@ def resume(
     if task.recover and (shard is not None or scheduler is not None):
         raise UsageError(f"--shard and --scheduler: {dst} is a recovery, which one run makes", hint="leave them out")
     # The records do not show whether verification ran.
-    verify = verify or task.verify
+    verify = verify or (task.verify and record.is_repeatable)
     if not verify and _is_done(status):
         if not dry_run:
             # Of runs that were killed while another one wrote what was left.
@@ -91,8 +91,12 @@ def resume(
             )
     listener()("note", f"resumes {words}")
     checks = record.asked.effort
+    if task.lost_only and not status.lost_only:
+        # A later run recovers all ranks.
+        task = task._replace(lost_only=False)
     asked = replace(
         record.asked,
+        files=_requested(status),
         target=replace(record.asked.target, path=dst),
         effort=replace(effort, crc=checks.crc, check_replicas=checks.check_replicas),
         shard=shard,
@@ -110,11 +114,17 @@ def resume(
 
 def _is_done(status: Status) -> bool:
     """Whether no work is left."""
-    ranks = status.record.asked.files
+    ranks = _requested(status)
     if status.complete or not status.record.is_repeatable or status.record.task.lost_only:
         return status.complete
     # With all ranks written, only the manifest is missing.
     return ranks is not None and set(status.done).issuperset(ranks) and len(status.done) < status.record.file_count
+
+
+def _requested(status: Status) -> tuple[int, ...] | None:
+    """The target ranks that the first run requested; None for all, and where other runs wrote more."""
+    ranks = status.record.asked.files
+    return None if ranks is None or {*status.done, *status.changed}.difference(ranks) else ranks
 
 
 def _done_words(status: Status, dst: str) -> str:
@@ -124,7 +134,7 @@ def _done_words(status: Status, dst: str) -> str:
     noun = counted_as(status.record.form)
     return (
         f"nothing to do: {counted_ranks(status.done, noun)} are written; "
-        f"{rank_ranges(unrequested, noun)} were not requested\n"
+        f"{rank_ranges(unrequested, noun)} {'was' if len(unrequested) == 1 else 'were'} not requested\n"
         "to add them, run the whole command with --ranks, or without"
     )
 

@@ -208,11 +208,11 @@ class TargetDirectory:
                     self._ledger.leave_nothing()
         except BaseException:
             task, shard = self._plan.request.task, self._plan.request.asked.shard
-            # For one of several runs, resume would do the work of all.
+            # For one of several runs, resume would do the work of all; after another run, that of the other.
             if not task.by_rank and shard is None and self._record.is_repeatable:
                 with contextlib.suppress(ReshardError, OSError):
                     before = ledger_in(self._root)
-                    if before is not None and before.joins(self._ledger):
+                    if before is not None and before.record.to_json() == self._record.to_json():
                         self._report.next_command = f"reshard resume {shlex.quote(self._root)}"
             raise
 

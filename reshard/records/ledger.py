@@ -308,10 +308,12 @@ class Ledger:
         """Remove the records, the plan last."""
         for kind, parsed in _KINDS.items():
             self._discard(kind, filter(parsed, self._names(kind)))
-            with contextlib.suppress(OSError):
-                store_of(self._root).remove_directory(os.path.join(self._root, kind))
         self._discard("", (name for name in self._names() if name.startswith(_ONLY)))
         self._discard("", [_PLAN])
+        # With a plan, later runs expect the directories.
+        for kind in _KINDS:
+            with contextlib.suppress(OSError):
+                store_of(self._root).remove_directory(os.path.join(self._root, kind))
 
     def remove_dead_temporaries(self) -> None:
         """Remove files of killed runs among the records, if possible."""

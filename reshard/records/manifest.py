@@ -1,6 +1,6 @@
 """The manifest of a complete target directory: its conversion, and every file's size.
 
-It contains no times: it does not depend on the runs that wrote the files, or on their order.
+It contains no times, and its list of files does not depend on the runs that wrote them, or on their order.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from reshard.asked import VALUE, Conversion, Task, fields_of
+from reshard.asked import TEXTS, VALUE, Conversion, Option, Task, fields_of
 from reshard.checkpoints.formats.headers import ALL_FORMATS
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import UsageError
@@ -37,7 +37,7 @@ _MAX_MESSAGE = 200
 _CONTENTS = {
     "source_strategy": "the source strategy",
     "target_strategy": "the target strategy",
-    "edits": "the adapter, or the rules of names and types",
+    "edits": "the adapter, or the rules of names and types, which --args and --config complete",
     "division": "the division into files",
 }
 
@@ -202,7 +202,7 @@ def differences(mine: Record, theirs: Record) -> list[str]:
     for here, there in zip(mine.asked.groups, theirs.asked.groups):
         for name, (option, _) in fields_of(type(here)).items():
             if option.identity == VALUE or option.identity in contents:
-                words += _both(option.names[0], getattr(there, name), getattr(here, name))
+                words += _both(option.names[0], *(_typed(option, getattr(each, name)) for each in (there, here)))
     words += _both("the step", theirs.step, mine.step)
     words += _both("the format", theirs.format, mine.format)
     words += _both("the task", theirs.command, mine.command)
@@ -212,6 +212,11 @@ def differences(mine: Record, theirs: Record) -> list[str]:
 
 def _both(what: str, there: object, here: object) -> list[str]:
     return [] if there == here else [f"{what} ({_shown(there)} there, {_shown(here)} here)"]
+
+
+def _typed(option: Option, value: Any) -> object:
+    """A value as it is typed."""
+    return value if not value or value is True or option.kind is TEXTS else option.kind.words(value)
 
 
 def _shown(value: object) -> str:
