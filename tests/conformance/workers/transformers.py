@@ -144,6 +144,9 @@ def state(job: Job) -> list[str]:
         config = kind(**{name: _tiny(getattr(default, name), sizes) for name, sizes in parts.items()})
     else:
         config = kind(**_tiny(default, _SIZES_OF_EXPERTS))
+        if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+            # A part of a larger model, without a head.
+            several = transformers.AutoModel
     model = several.from_config(config)
     with torch.no_grad():
         for tensor in model.state_dict().values():
