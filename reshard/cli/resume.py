@@ -124,7 +124,7 @@ def _is_done(status: Status) -> bool:
 def _requested(status: Status) -> tuple[int, ...] | None:
     """The target ranks that the first run requested; None for all, and where other runs wrote more."""
     ranks = status.record.asked.files
-    return None if ranks is None or {*status.done, *status.changed}.difference(ranks) else ranks
+    return None if ranks is None or {*status.written}.difference(ranks) else ranks
 
 
 def _done_words(status: Status, dst: str) -> str:

@@ -213,7 +213,7 @@ def _write(
     directory: TargetDirectory | None,
     elsewhere: WriteElsewhere | None,
 ) -> Mapping[int, int]:
-    """Write target files; the sizes of those that this run wrote, as another run may have written some."""
+    """Write target files; returns the sizes of the files that this run wrote. Another run may write some of them."""
     if not work:
         return {}
     progress.begin(sum(plan.data_bytes(work).values()), "writing")

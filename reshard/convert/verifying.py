@@ -306,10 +306,10 @@ def written_ranks(out: str, report: Report) -> tuple[int, ...] | None:
     if status.lost_only:
         report.note(f"compared: {rank_ranges(status.wanted)}, since only lost ranks were to be recovered")
         return status.wanted
-    requested, ledger = status.record.asked.files, ledger_in(out)
-    if status.record.task.recover and requested is not None and ledger is not None:
+    requested = status.record.asked.files
+    if status.record.task.recover and requested is not None:
         # The plan records the ranks of the first run; later ones recovered others.
-        requested = tuple(sorted({*requested, *ledger.done()}))
+        requested = tuple(sorted({*requested, *status.written}))
         others = set(status.wanted).difference(requested)
         if others:
             report.note(f"compared: {rank_ranges(requested)}; not requested: {rank_ranges(others)}")

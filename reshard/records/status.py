@@ -23,6 +23,7 @@ class Status:
     Attributes:
         record: what was asked, and found out.
         wanted: target ranks of the complete conversion, ascending: all, or only the lost ones to recover.
+        written: target ranks that any run recorded as finished, ascending, whatever became of their files.
         done: target ranks with unchanged files, ascending.
         changed: target ranks whose files were modified after they were written.
         missing: ranks of ``wanted`` that are not written yet, or whose files were removed.
@@ -33,6 +34,7 @@ class Status:
 
     record: Record
     wanted: tuple[int, ...]
+    written: tuple[int, ...]
     done: tuple[int, ...]
     changed: tuple[int, ...]
     missing: tuple[int, ...]
@@ -92,13 +94,15 @@ def status_of(directory: str) -> Status:
         with contextlib.suppress(CheckpointError):
             unfinished = _unfinished(directory, read_manifest(directory))
     changed = [rank for rank in recorded if rank not in sizes and statuses.get(rank) is not None]
-    return _status(directory, ledger.record, ranks if only is None else sorted(only), sizes, changed, unfinished)
+    wanted = ranks if only is None else sorted(only)
+    return _status(directory, ledger.record, wanted, recorded, sizes, changed, unfinished)
 
 
 def _status(
     directory: str,
     record: Record,
     ranks: Iterable[int],
+    written: Iterable[int],
     sizes: Mapping[int, int],
     changed: Iterable[int],
     unfinished: tuple[str, ...],
@@ -106,8 +110,9 @@ def _status(
     existing = {*sizes, *changed}
     missing = tuple(rank for rank in ranks if rank not in existing)
     manifest = None if unfinished else os.path.join(directory, MANIFEST_NAME)
-    complete, size = tuple(sorted(sizes)), sum(sizes.values())
-    return Status(record, tuple(ranks), complete, tuple(sorted(changed)), missing, size, manifest, unfinished)
+    done, modified, size = tuple(sorted(sizes)), tuple(sorted(changed)), sum(sizes.values())
+    ever = tuple(sorted(written))
+    return Status(record, tuple(ranks), ever, done, modified, missing, size, manifest, unfinished)
 
 
 def _unfinished(directory: str, manifest: Manifest) -> tuple[str, ...]:
@@ -123,6 +128,5 @@ def _by_manifest(directory: str) -> Status:
     existing = [(file, status) for file, status in zip(manifest.files, statuses) if status is not None]
     sizes = {file.rank: file.size for file, status in existing if status.size == file.size}
     changed = [file.rank for file, _ in existing if file.rank not in sizes]
-    return _status(
-        directory, manifest.record, range(manifest.record.file_count), sizes, changed, _unfinished(directory, manifest)
-    )
+    ranks, written = range(manifest.record.file_count), [file.rank for file in manifest.files]
+    return _status(directory, manifest.record, ranks, written, sizes, changed, _unfinished(directory, manifest))

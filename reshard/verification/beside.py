@@ -21,7 +21,7 @@ _MOST, _PART = 1 << 22, 1 << 20
 def beside_differences(
     source: Checkpoint, target: Checkpoint, asked: Conversion, copied: bool, report: Report
 ) -> Iterator[Difference]:
-    """Differences of the files that the source has beside its weights; warns of those that the target may have had.
+    """Differences of files beside the weights, such as config.json; warns of files that the target may have had before.
 
     Args:
         source: the source.

@@ -279,7 +279,7 @@ class _Written:
         return self._divided(args, common.args) if self._ranks else args
 
     def _divided(self, args: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a run of the sizes that were asked for, or else of those that a tree has."""
+        """The arguments of a run with the requested sizes; without a request, with the sizes of the tree."""
         asked = dict(self._asked.sizes or ())
         known = asked or self._asked.format == LEGACY
         sizes = {

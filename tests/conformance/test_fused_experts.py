@@ -32,7 +32,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs.append({"do": "state", "model_type": model, "directory": str(root / model), "states": states})
     for job, answer in zip(jobs, oracles.transformers(jobs)):
         fused = dict(OPTION.config_values).get(job["model_type"]) == "fused"
-        # Some of those that are published fused cannot be made small; their names are compared below.
+        # Some types that are published fused cannot be made small; a test below compares their names.
         assert fused or "error" not in answer, answer["error"]
         if "error" not in answer and job["model_type"] not in MODULES.values:
             assert ({*answer["done"]} == huggingface(Path(job["directory"])).keys()) == fused

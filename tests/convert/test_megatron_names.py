@@ -260,7 +260,7 @@ def test_padding_bounds_the_tokens_where_no_argument_counts_them(tmp_path: Path)
 
 
 def test_a_json_file_of_arguments_is_no_configuration(tmp_path: Path) -> None:
-    """Arguments that it lacks are not made of those that it has."""
+    """No argument is computed from the other arguments of a checkpoint."""
     args = {"num_layers": 4, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "kv_channels": 4}
     (tmp_path / "args.json").write_text(json.dumps({**args, "num_query_groups": 2, "vocab_size": 64}))
     ignored = shutil.ignore_patterns("config.json")

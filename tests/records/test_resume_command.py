@@ -146,8 +146,8 @@ def test_resume_covers_all_ranks_where_a_later_run_wrote_others(tmp_path: Path) 
     world = of_ranks(tmp_path, 6)
     world.convert("--ranks", "0-1")
     world.convert("--ranks", "3")
-    lose(world, 0)
-    assert resume(world)["ranks"] == [0, 2, 4, 5]
+    lose(world, 0, 3)
+    assert resume(world)["ranks"] == [0, 2, 3, 4, 5]
     assert "is complete" in done("resume", world.dst).err
 
 

@@ -382,7 +382,7 @@ class _Map:
     def _parameters(
         self, chunk: _Chunk, rank: Rank, over: int, holding: Holding, style: Style, stages: int
     ) -> list[Stored]:
-        """The parameters of a chunk on a rank of so many expert ranks, in the order of buckets."""
+        """The parameters of a chunk on an expert rank, in the order of buckets."""
         parallel = Parallel(self._model.tp, over, self._model.etp)
         parameters = self._model.parameters(
             rank, parallel, chunk.layers, chunk.first, chunk.last, holding, style, stages

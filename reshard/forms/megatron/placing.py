@@ -182,7 +182,7 @@ class Parameter(NamedTuple):
         return tuple(math.prod(sizes[dimension] for dimension in each) for each in joined)
 
     def _dimensions(self) -> list[range]:
-        """Per dimension of the tensor, the numbers of those that it is split into."""
+        """Per dimension of the tensor, the numbers of the dimensions that split it."""
         ends = [0, *itertools.accumulate(map(len, self.split))]
         return [*map(range, ends, ends[1:])]
 
