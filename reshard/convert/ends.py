@@ -82,7 +82,7 @@ def with_ends(asked: Conversion, report: Report, task: Task = Task()) -> Request
         strategy = _as_cut(asked.source)
         return Request(asked, form, strategy, to, strategy, task=task)
     if to.options.shards and target_path is None:
-        target_path = to.default_strategy(asked.target)
+        target_path = None if to.training is None else to.training.default_strategy(asked.target)
     if to.options.shards and target_path is None:
         raise UsageError(
             f"--to {to.name}: --shards or --dst-strategy is missing",
@@ -161,9 +161,9 @@ def _check_target(asked: Conversion, strategy: str | None, form: Form, to: Form)
 def _check_arguments(asked: Conversion, strategy: str | None, form: Form, to: Form) -> None:
     """Refuse options of trees and arguments of a training where they have no meaning."""
     target, named = asked.target, asked.edits.names not in (None, NO_TABLE)
-    of_source = named and form.options.arguments and target.args is not None
-    if not to.options.arguments and (target.sizes or not of_source):
-        forms = " and ".join(f"--to {each.name}" for each in all_forms() if each.options.arguments)
+    of_source = named and form.training is not None and target.args is not None
+    if to.training is None and (target.sizes or not of_source):
+        forms = " and ".join(f"--to {each.name}" for each in all_forms() if each.training is not None)
         option = "--sizes" if of_source or target.args is None else "--args"
         raise UsageError(f"{option} is for {forms}", hint=f"leave out {option}")
     if target.format != TORCH and target.sizes:

@@ -225,6 +225,7 @@ class _Files(TargetComparison):
         super().__init__(source, target_files.indexes, strategy, means, admit)
         self._written, self._directory = target_files, directory
         self._form = form_named(target_files.checkpoint.form)
+        self._cut = self._form.cut(target_files.checkpoint)
         # Weights without a layout are cut where tensors are; elsewhere they are copied like values.
         self._value_files = {
             name: files
@@ -232,13 +233,13 @@ class _Files(TargetComparison):
             if can_hold("safetensors", source.value(name, files[0]).dtype)
             and not (self._form.options.shards and name in source.tensors)
         }
-        counters = self._form.options.counters
-        if counters is not None:
+        training = self._form.training
+        if training is not None:
             # The training's values are numbers in records of the form, which are compared by themselves.
             self._value_files = {
                 name: files for name, files in self._value_files.items() if not is_training_value(name)
             }
-        self._counters = frozenset(counters or ())
+        self._counters = frozenset(() if training is None else training.counters)
         # Each loader refuses a "format" other than its own.
         self._format = "ms" if self._form.options.mindspore else "pt"
         self._known_metadata = {item for item in self.source_metadata if item[0] != "format"}
@@ -316,7 +317,7 @@ class _Files(TargetComparison):
                 return
             yield Comparison(content, SliceSet(0, {whole_box(content.shape): numbers}), target_files.indexes)
             return
-        saved = self._form.saved_cut(target_files.checkpoint, name)
+        saved = None if self._cut is None else self._cut.saved_layout(name)
         if laid_out is None or (layouts is Layouts.RECORDED and saved is None and not boxed):
             self._add("missing", name, "is in a file, but no metadata lists it", numbers)
             return

@@ -144,7 +144,7 @@ class _RankFiles(TargetComparison):
             self._add(kind, name, detail, ranks)
         key = (layout, content.shape, stage.number, tuple(right))
         if key not in self._ways:
-            self._ways[key] = SliceSet(stage.number, by_box(boxes, stage.first_rank, right))
+            self._ways[key] = SliceSet(stage.number, by_box(boxes, stage.ranks, zip(right, right)))
         yield Comparison(content, self._ways[key], self._indexes, stage.number)
 
     def _values(self) -> Iterator[tuple[str, int, Sequence[int]]]:
