@@ -81,9 +81,9 @@ def with_ends(asked: Conversion, report: Report, task: Task = Task()) -> Request
     if _keeps_cut(asked, form, to, target_path):
         strategy = _as_cut(asked.source)
         return Request(asked, form, strategy, to, strategy, task=task)
-    if to.options.shards and target_path is None:
-        target_path = None if to.training is None else to.training.default_strategy(asked.target)
-    if to.options.shards and target_path is None:
+    if target_path is None and to.training is not None:
+        target_path = to.training.default_strategy(asked.target)
+    if target_path is None and to.options.shards:
         raise UsageError(
             f"--to {to.name}: --shards or --dst-strategy is missing",
             hint="add --shards N to cut rows over N files as FSDP does, or --dst-strategy FILE, DIR, same or none",

@@ -21,7 +21,6 @@ from reshard.checkpoints.formats.dtypes import INT4
 from reshard.checkpoints.formats.pickles import read_pickle
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import DamagedCheckpointError, IncompleteSourceError, LayoutError
-from reshard.forms.form import Layouts
 from reshard.forms.pytorch.form import COMMON, METADATA
 from reshard.forms.registry import form_named
 from reshard.storage import is_regular_file, read_range, read_small, reading
@@ -287,7 +286,7 @@ class _Files(TargetComparison):
 
     def _file_of_values(self) -> int | None:
         """The file with all values but weights: the first, of optimizer state if any; None where an index lists it."""
-        if self._form.options.layouts is Layouts.WHOLE:
+        if self._cut is None:
             return None
         paths = self._written.checkpoint.files
         state = [number for number, path in paths.items() if _OPTIMIZER_FILE.search(os.path.basename(path))]
@@ -305,9 +304,8 @@ class _Files(TargetComparison):
             detail = f"is {headers[wrong[0]].dtype}, but {content.dtype} {self._source.origin}"
             self._add("type", name, detail, wrong)
             return
-        layouts, laid_out = self._form.options.layouts, target_files.tensors.get(name)
-        boxed = self._form.options.shards
-        if laid_out is None and (layouts is Layouts.WHOLE or boxed):
+        laid_out, boxed = target_files.tensors.get(name), self._form.options.shards
+        if laid_out is None and (self._cut is None or boxed):
             # In forms of whole tensors, a tensor of one element counts as a value.
             numbers = target_files.with_elements(name) if boxed else numbers
             wrong = [number for number in numbers if headers[number].shape != content.shape]
@@ -318,7 +316,7 @@ class _Files(TargetComparison):
             yield Comparison(content, SliceSet(0, {whole_box(content.shape): numbers}), target_files.indexes)
             return
         saved = None if self._cut is None else self._cut.saved_layout(name)
-        if laid_out is None or (layouts is Layouts.RECORDED and saved is None and not boxed):
+        if laid_out is None or (self._cut is not None and saved is None and not boxed):
             self._add("missing", name, "is in a file, but no metadata lists it", numbers)
             return
         assert isinstance(laid_out, StoredTensor)
