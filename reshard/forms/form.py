@@ -297,10 +297,12 @@ class Form(Protocol):
     name: str
     options: FormOptions
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
-        """Whether a source is of this form, by names alone: of the directory all, or only these.
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
+        """Whether a source is of this form, by names alone.
 
-        The source is a directory, a file, or a path with ``{rank}`` in it.
+        Args:
+            src: a directory, a file, or a path with ``{rank}`` in it.
+            names: names in the directory, all or some; none of other sources.
         """
 
     def read(self, request: ReadRequest) -> Checkpoint:

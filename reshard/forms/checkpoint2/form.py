@@ -36,8 +36,8 @@ class Checkpoint2Form(Form):
     name = "checkpoint2"
     options = FormOptions(layouts=Layouts.RECORDED, steps=True, prefix=True)
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
-        return recognise(src, names)
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
+        return TRACKER in names or _is_iteration(src, names) or bool(_iterations_in(src, names))
 
     def read(self, request: ReadRequest) -> Checkpoint2:
         from reshard.forms.checkpoint2.checkpoint import read_checkpoint2
@@ -86,14 +86,6 @@ class Checkpoint2Form(Form):
 _HEAD = 4096
 _LARGEST_COMMON = 1 << 20
 _SECTION = re.compile(rb'\s*\{\s*"(state_dict_metadata|storage_data)"')
-
-
-def recognise(path: str, names: Sequence[str] | None = None) -> bool:
-    """Whether a directory is a root of Checkpoint 2.0 or holds one iteration."""
-    if not is_directory(path):
-        return False
-    names = names_in(path) if names is None else names
-    return TRACKER in names or _is_iteration(path, names) or bool(_iterations_in(path, names))
 
 
 def find_iterations(root: str) -> list[Iteration]:

@@ -37,7 +37,7 @@ from reshard.forms.pytorch.form import (
     DcpForm,
 )
 from reshard.forms.tracker import TRACKER, saved_steps
-from reshard.storage import is_directory, names_in
+from reshard.storage import names_in
 from reshard.text.messages import Report
 
 if TYPE_CHECKING:
@@ -58,10 +58,7 @@ class MegatronForm(ChunkedForm):
         names=Names.TRAINER,
     )
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
-        if not is_directory(src):
-            return False
-        names = names_in(src) if names is None else names
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
         return is_iteration(src, names) or bool(iterations(src, names))
 
     def read(self, request: ReadRequest) -> Checkpoint:

@@ -111,10 +111,7 @@ class DcpForm(_DistributedForm):
         names=Names.TRAINER,
     )
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
-        if not is_directory(src):
-            return False
-        names = names_in(src) if names is None else names
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
         return kind_of_directory(names) == DCP or bool(iterations(src, names))
 
     def marks(self, files: Sequence[str]) -> list[str]:
@@ -133,8 +130,8 @@ class HyperParallelForm(_DistributedForm):
     name = HYPER_PARALLEL
     options = DcpForm.options._replace(formats=("safetensors",), side=Side.MINDFORMERS)
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
-        return is_directory(src) and kind_of_directory(names_in(src) if names is None else names) == HYPER_PARALLEL
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
+        return kind_of_directory(names) == HYPER_PARALLEL
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         from reshard.forms.pytorch.dcp_written import HyperParallelFiles
@@ -176,11 +173,10 @@ class HfShardedForm(ChunkedForm):
         metadata=(INFO, VERSION_KEY),
     )
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
         """By names as torch gives them; consolidated files beside them are Hugging Face's form."""
-        if not is_directory(src):
+        if not names:
             return SHARD.fullmatch(os.path.basename(src)) is not None
-        names = names_in(src) if names is None else names
         consolidated = any(name.endswith(".safetensors.index.json") or name == "model.safetensors" for name in names)
         directory = shards_in(src, names)
         return directory == src or (directory is not None and not consolidated)
@@ -209,10 +205,8 @@ class VerlForm(ChunkedForm):
     name = "verl"
     options = FormOptions(layouts=Layouts.RECORDED, formats=(), mindspore=False, side=Side.HUGGINGFACE)
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
-        if not is_directory(src):
-            return VERL_FILE.fullmatch(os.path.basename(src)) is not None
-        return any(map(VERL_FILE.fullmatch, names_in(src) if names is None else names))
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
+        return any(map(VERL_FILE.fullmatch, names or [os.path.basename(src)]))
 
     def read(self, request: ReadRequest) -> Checkpoint:
         """From the pickle of every file; replicas stand in for a file that is missing or damaged."""
