@@ -501,21 +501,29 @@ class _StoredTensors(ByName[Content]):
         if self._cut is None:
             return SliceSet(0, {whole_box(tensor.shape): tuple(self._checkpoint.holders(name))})
         saved = self._cut.saved_layout(name)
-        if saved is not None and saved.layout is not None:
-            if id(saved) not in self._slice_sets:
-                self._referenced.append(saved)
-                boxes = device_boxes(recorded_layout(saved.layout), tensor.shape) or ()
-                self._slice_sets[id(saved)] = SliceSet(0, by_box(boxes, saved.ranks, saved.rank_of))
+        if saved is not None and id(saved) in self._slice_sets:
             return self._slice_sets[id(saved)]
+        if saved is not None and saved.layout is not None:
+            boxes = device_boxes(recorded_layout(saved.layout), tensor.shape) or ()
+            slices = SliceSet(0, by_box(boxes, saved.ranks, saved.rank_of))
+        else:
+            slices = SliceSet(0, self._listed(name, self._cut.boxes_of(name)))
+        if saved is not None:
+            self._referenced.append(saved)
+            self._slice_sets[id(saved)] = slices
+        return slices
+
+    def _listed(self, name: str, boxes: Iterable[tuple[Box, int]]) -> dict[Box, tuple[int, ...]]:
+        """The files of each box in metadata, ascending; boxes have to fit the files."""
         files_of: dict[Box, list[int]] = {}
-        for box, file in self._cut.boxes_of(name):
+        for box, file in boxes:
             if shape_of(box) != self._indexes[file].tensors[name].shape:
                 path = self._indexes[file].path
                 raise CheckpointError(
                     f"{path}: {quoted(name)} is no chunk of shape {list(shape_of(box))}", file=path, parameter=name
                 )
             files_of.setdefault(box, []).append(file)
-        return SliceSet(0, {box: tuple(sorted(files)) for box, files in files_of.items()})
+        return {box: tuple(sorted(files)) for box, files in files_of.items()}
 
 
 def recorded_layout(layout: Any) -> LayoutValues:
