@@ -81,9 +81,9 @@ def with_ends(asked: Conversion, report: Report, task: Task = Task()) -> Request
     if _keeps_cut(asked, form, to, target_path):
         strategy = _as_cut(asked.source)
         return Request(asked, form, strategy, to, strategy, task=task)
-    if to.options.shards and target_path is None:
-        target_path = to.default_strategy(asked.target)
-    if to.options.shards and target_path is None:
+    if target_path is None and to.training is not None:
+        target_path = to.training.default_strategy(asked.target)
+    if target_path is None and to.options.shards:
         raise UsageError(
             f"--to {to.name}: --shards or --dst-strategy is missing",
             hint="add --shards N to cut rows over N files as FSDP does, or --dst-strategy FILE, DIR, same or none",
@@ -161,9 +161,9 @@ def _check_target(asked: Conversion, strategy: str | None, form: Form, to: Form)
 def _check_arguments(asked: Conversion, strategy: str | None, form: Form, to: Form) -> None:
     """Refuse options of trees and arguments of a training where they have no meaning."""
     target, named = asked.target, asked.edits.names not in (None, NO_TABLE)
-    of_source = named and form.options.arguments and target.args is not None
-    if not to.options.arguments and (target.sizes or not of_source):
-        forms = " and ".join(f"--to {each.name}" for each in all_forms() if each.options.arguments)
+    of_source = named and form.training is not None and target.args is not None
+    if to.training is None and (target.sizes or not of_source):
+        forms = " and ".join(f"--to {each.name}" for each in all_forms() if each.training is not None)
         option = "--sizes" if of_source or target.args is None else "--args"
         raise UsageError(f"{option} is for {forms}", hint=f"leave out {option}")
     if target.format != TORCH and target.sizes:

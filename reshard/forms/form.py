@@ -1,4 +1,4 @@
-"""Interface of forms of checkpoints: a `Form` recognises, reads, writes and describes; `FormOptions` list its options.
+"""Interface of forms of checkpoints: a `Form` recognises, reads and writes; `FormOptions` list its options.
 
 No code outside of this room compares the name of a form or the class of a checkpoint: it uses
 `registry.form_named`, the options of the form and its methods.
@@ -8,7 +8,7 @@ A form's own module recognises sources by names; its methods import the reader a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ from reshard.asked import Source, Target
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError, InputError, UsageError
-from reshard.layout import Layout
+from reshard.layout import Box, Layout
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters
 from reshard.text.messages import Report
@@ -59,7 +59,6 @@ class FormOptions(NamedTuple):
 
     Attributes:
         unit: the unit of file numbers, ``rank`` or ``file``; each rank loads its own file.
-        title: the form's name in sentences.
         layouts: where layouts are recorded.
         steps: a source may hold several steps, for --step.
         formats: formats of its files, for --format; none for a form that is only read.
@@ -69,14 +68,10 @@ class FormOptions(NamedTuple):
         mindspore: MindSpore loads its files.
         side: whose names and packing its loaders expect.
         names: the names that its tensors have.
-        spellings: its trainers have saved the same state under several names, and a copy gets those of today.
         metadata: keys in the headers of its files that its reader checks.
-        arguments: it records the arguments of the training, which --args states.
-        counters: the values of a training that it records, as numbers of its own; None for all, as they are.
     """
 
     unit: str = "file"
-    title: str = ""
     layouts: Layouts = Layouts.WHOLE
     steps: bool = False
     formats: tuple[str, ...] = ("safetensors",)
@@ -86,10 +81,7 @@ class FormOptions(NamedTuple):
     mindspore: bool = True
     side: Side = Side.MINDFORMERS
     names: Names = Names.MODEL
-    spellings: bool = False
     metadata: tuple[str, ...] = ()
-    arguments: bool = False
-    counters: tuple[str, ...] | None = None
 
     @property
     def by_rank(self) -> bool:
@@ -222,7 +214,7 @@ class Description(NamedTuple):
     unplaced: str | None = None
 
 
-class SavedCut(Protocol):
+class SavedLayout(Protocol):
     """The layout of a tensor in a checkpoint's metadata."""
 
     @property
@@ -238,6 +230,62 @@ class SavedCut(Protocol):
         """The files that hold a slice, each with its rank; empty without a layout."""
 
 
+class Cut(Protocol):
+    """How the tensors of a checkpoint are cut, by what its files record."""
+
+    def strategy(self) -> Strategy:
+        """The strategy that cuts as the files do; an InputError if none does, or not every tensor."""
+
+    def saved_layout(self, name: str) -> SavedLayout | None:
+        """The layout of a tensor in metadata; None if metadata lists boxes, or does not list the tensor."""
+
+    def boxes_of(self, name: str) -> Iterable[tuple[Box, int]]:
+        """The boxes of a tensor, each with the number of a file that holds it, under the tensor's name."""
+
+    def describe(self) -> Description:
+        """Properties for inspection."""
+
+
+class Training(Protocol):
+    """The training that the checkpoints of a form record beside tensors: arguments, which --args states, and numbers.
+
+    Attributes:
+        counters: the values of a training that are numbers of these records; the form stores no others.
+    """
+
+    counters: tuple[str, ...]
+
+    def configuration(self, src: str, step: str, args: str | None) -> Mapping[str, object] | None:
+        """The model's configuration that a source records, under the keys of config.json; None if it records none.
+
+        Args:
+            src: the source.
+            step: the step.
+            args: file or directory of --args, whose arguments replace recorded ones.
+
+        Raises:
+            InputError: it is damaged, or rows of weights have another meaning than elsewhere.
+        """
+
+    def stated_configuration(self, args: str) -> Mapping[str, object]:
+        """The model's configuration that a target's --args state, likewise.
+
+        Raises:
+            InputError: the file is damaged, or holds no arguments.
+        """
+
+    def table_options(self, asked: Target, config: Mapping[str, object] | None) -> Mapping[str, str]:
+        """Options of the table of names to this form that follow from what is asked, unless they are stated.
+
+        Args:
+            asked: the target.
+            config: the model's configuration, if it is known.
+        """
+
+    def default_strategy(self, asked: Target) -> str | None:
+        """The path of the target's strategy where none is given."""
+
+
 class Form(Protocol):
     """A form of checkpoint; `forms.FORM_CLASSES` lists them.
 
@@ -249,10 +297,12 @@ class Form(Protocol):
     name: str
     options: FormOptions
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
-        """Whether a source is of this form, by names alone: of the directory all, or only these.
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
+        """Whether a source is of this form, by names alone.
 
-        The source is a directory, a file, or a path with ``{rank}`` in it.
+        Args:
+            src: a directory, a file, or a path with ``{rank}`` in it.
+            names: names in the directory, all or some; none of other sources.
         """
 
     def read(self, request: ReadRequest) -> Checkpoint:
@@ -274,25 +324,13 @@ class Form(Protocol):
         """
         return self
 
-    def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
-        """The strategy that a checkpoint records; an InputError if it records none, or not for every tensor."""
-        raise CheckpointError(f"{checkpoint.place}: does not record the layouts of its tensors", file=checkpoint.place)
-
-    def saved_cut(self, checkpoint: Checkpoint, name: str) -> SavedCut | None:
-        """The layout of a tensor in metadata; None if metadata does not list it."""
+    @property
+    def training(self) -> Training | None:
+        """The facet of forms that record the training."""
         return None
 
-    def table_options(self, asked: Target, config: Mapping[str, object] | None) -> Mapping[str, str]:
-        """Options of the table of names to this form that follow from what is asked, unless they are stated.
-
-        Args:
-            asked: the target.
-            config: the model's configuration, if it is known.
-        """
-        return {}
-
-    def default_strategy(self, asked: Target) -> str | None:
-        """The path of the target's strategy where none is given; None if one has to be."""
+    def cut(self, checkpoint: Checkpoint) -> Cut | None:
+        """The facet of forms that record layouts, for a checkpoint of this form, without edits."""
         return None
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
@@ -314,33 +352,16 @@ class Form(Protocol):
         """All steps of a source that holds several, oldest first."""
         return []
 
-    def configuration(self, src: str, step: str, args: str | None = None) -> Mapping[str, object] | None:
-        """The model's configuration that a source records, under the keys of config.json; None if it records none.
-
-        Args:
-            src: the source.
-            step: the step.
-            args: file or directory of --args, whose arguments replace recorded ones.
-
-        Raises:
-            InputError: it is damaged, or rows of weights have another meaning than elsewhere.
-        """
-        return None
-
-    def stated_configuration(self, args: str) -> Mapping[str, object] | None:
-        """The model's configuration that a target's --args state, likewise; None for a form without this option.
-
-        Raises:
-            InputError: the file is damaged, or holds no arguments.
-        """
-        return None
-
-    def describe(self, checkpoint: Checkpoint) -> Description:
-        """Properties for inspection."""
-        return Description()
-
 
 def check_latest(form: Form, request: ReadRequest) -> None:
     """Refuse a step of a form without steps."""
     if request.asked.step != "latest":
         raise UsageError(f"{request.path}: is of the form {form.name}, which has no steps", hint="leave out --step")
+
+
+def strategy_of(form: Form, checkpoint: Checkpoint) -> Strategy:
+    """The strategy that a checkpoint records; an InputError if it records none, or not for every tensor."""
+    cut = form.cut(checkpoint)
+    if cut is None:
+        raise CheckpointError(f"{checkpoint.place}: does not record the layouts of its tensors", file=checkpoint.place)
+    return cut.strategy()

@@ -61,7 +61,7 @@ def read_shapes(path: str, strategy: Strategy | None, handles: FileHandles, repo
 
 def _names_in_model(checkpoint: Checkpoint, form: Form) -> Mapping[str, str | None]:
     """New names of tensors, where optimizers have words of their own; None for those that have none."""
-    if not form.options.spellings:
+    if form.training is None:
         return {}
     from reshard.names import plain_names
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, LayoutError, one_error
 from reshard.forms.form import Description
-from reshard.layout import Grid, Layout
+from reshard.layout import Box, Grid, Layout
 from reshard.layout.boxes import Covering, covering
 from reshard.storage import status_of_each
 from reshard.strategies import SAME, Stage, Strategy, rows_over
@@ -179,6 +179,46 @@ class ChunkedCheckpoint(RecordedCheckpoint):
             return sorted({holder for holder in self.chunk_holders[name] if holder is not None})
         return super().holders(name)
 
+    def strategy(self) -> Strategy:
+        """The strategy that cuts every tensor as the checkpoint does: rank ``r`` gets chunk ``r`` of each.
+
+        Tensors that no strategy cuts so are cut by rows; a note of the strategy names them.
+        """
+        grids = {name: tensor.shardings[0] for name, tensor in self.tensors.items()}
+        # Boxes that lie in no grid refine one another into more slices than there are ranks.
+        regular = {name: each.grid for name, each in grids.items() if getattr(each, "parts_of", None) is None}
+        count = max((grid.slice_count for grid in regular.values()), default=max(1, self.file_count))
+        layouts: dict[str, Layout] = {}
+        by_rows: list[str] = []
+        for name, tensor in self.tensors.items():
+            layout = _layout_of(regular[name], count) if name in regular else None
+            if layout is None:
+                by_rows.append(name)
+                layout = rows_over(count, tensor.shape)
+            layouts[name] = layout
+        notes: tuple[str, ...] = ()
+        if by_rows:
+            notes = (
+                f"{plural(len(by_rows), 'tensor')} cut by rows, because no strategy over {plural(count, 'rank')} has "
+                "their uneven cuts: " + listing(by_rows),
+            )
+        return Strategy((Stage(0, 0, count, layouts, (self.place,)),), SAME, notes)
+
+    def saved_layout(self, name: str) -> None:
+        return None
+
+    def boxes_of(self, name: str) -> Iterator[tuple[Box, int]]:
+        """The chunks, but those without elements of others."""
+        for chunk, holder in zip(self.chunks[name].chunks, self.chunk_holders[name]):
+            if holder is not None:
+                yield tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes)), holder
+
+    def describe(self) -> Description:
+        incomplete = None
+        if self.faults:
+            incomplete = one_error([*self.faults.values()], f"{self.place} is not complete")
+        return Description(incomplete=incomplete)
+
 
 def chunked_checkpoint(
     form: str,
@@ -223,39 +263,6 @@ def chunked_checkpoint(
         chunks=accepted,
         chunk_holders=builder.holders,
     )
-
-
-def described(checkpoint: ChunkedCheckpoint) -> Description:
-    incomplete = None
-    if checkpoint.faults:
-        incomplete = one_error([*checkpoint.faults.values()], f"{checkpoint.place} is not complete")
-    return Description(incomplete=incomplete)
-
-
-def strategy_of(checkpoint: ChunkedCheckpoint) -> Strategy:
-    """The strategy that cuts every tensor as the checkpoint does: rank ``r`` gets chunk ``r`` of each.
-
-    Tensors that no strategy cuts so are cut by rows; a note of the strategy names them.
-    """
-    grids = {name: tensor.shardings[0] for name, tensor in checkpoint.tensors.items()}
-    # Boxes that lie in no grid refine one another into more slices than there are ranks.
-    regular = {name: each.grid for name, each in grids.items() if getattr(each, "parts_of", None) is None}
-    count = max((grid.slice_count for grid in regular.values()), default=max(1, checkpoint.file_count))
-    layouts: dict[str, Layout] = {}
-    by_rows: list[str] = []
-    for name, tensor in checkpoint.tensors.items():
-        layout = _layout_of(regular[name], count) if name in regular else None
-        if layout is None:
-            by_rows.append(name)
-            layout = rows_over(count, tensor.shape)
-        layouts[name] = layout
-    notes: tuple[str, ...] = ()
-    if by_rows:
-        notes = (
-            f"{plural(len(by_rows), 'tensor')} cut by rows, because no strategy over {plural(count, 'rank')} has their "
-            "uneven cuts: " + listing(by_rows),
-        )
-    return Strategy((Stage(0, 0, count, layouts, (checkpoint.place,)),), SAME, notes)
 
 
 def _layout_of(grid: Grid, count: int) -> Layout | None:

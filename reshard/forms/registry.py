@@ -12,7 +12,7 @@ from reshard.forms import DEFAULT_FORM, FORM_CLASSES, READ_ONLY_CLASSES
 from reshard.forms.form import Form, Layouts
 from reshard.forms.ranks.naming import RANK
 from reshard.forms.ranks.tree import find_checkpoints, named_for_rank
-from reshard.storage import exists
+from reshard.storage import exists, is_directory, names_in
 from reshard.storage.store import OWN
 from reshard.strategies import NONE
 from reshard.text.names import similar_path_hint
@@ -37,7 +37,8 @@ def counted_as(form: str) -> str:
 
 def form_of(src: str) -> Form:
     """The form of a source, by names alone; `DEFAULT_FORM` if no form recognises it, even for a missing source."""
-    return next((form for form in all_forms() if form.recognise(src)), form_named(DEFAULT_FORM))
+    names = names_in(src) if RANK not in src and is_directory(src) else []
+    return next((form for form in all_forms() if form.recognise(src, names)), form_named(DEFAULT_FORM))
 
 
 def check_exists(src: str) -> None:

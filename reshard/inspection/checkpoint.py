@@ -285,7 +285,8 @@ def _of_form(read: Source, form: Form) -> Inspected:
 
 
 def _describe(inspected: Inspected, checkpoint: Checkpoint) -> None:
-    description = inspected.description = inspected.form.describe(checkpoint)
+    cut = inspected.form.cut(checkpoint)
+    description = inspected.description = Description() if cut is None else cut.describe()
     files: dict[str, InspectedFile] = {}
     for number, path in sorted(checkpoint.files.items()):
         # A file may have several numbers, each with some of its entries.

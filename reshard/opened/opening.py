@@ -10,7 +10,7 @@ from reshard.asked import Conversion, Edits, Effort, Path, Source, Target, Task
 from reshard.checkpoints import FileHandles
 from reshard.errors import UsageError
 from reshard.forms import DEFAULT_FORM
-from reshard.forms.form import Form, Layouts, Names, ReadRequest
+from reshard.forms.form import Form, Layouts, Names, ReadRequest, strategy_of
 from reshard.forms.registry import check_exists, check_holds_ranks, check_options, form_named, form_of
 from reshard.in_python import errors_in_python, in_python
 from reshard.opened.checkpoint import OpenedCheckpoint
@@ -159,7 +159,7 @@ def _target(asked: Conversion, form: Form, source: Strategy, rank: int | None, r
     elif form.options.layouts is Layouts.RECORDED:
         with FileHandles() as handles:
             reading = ReadRequest(asked.source, handles, Report(), required=lambda name: False)
-            target = form.strategy_of(form.read(reading))
+            target = strategy_of(form, form.read(reading))
     elif form.options.needs_strategy:
         # Cut like the source, under any names.
         target = replace(source, path=SAME)

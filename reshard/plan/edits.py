@@ -224,7 +224,7 @@ def between_forms(edits: EditRules, src: str, form: Form, to: Form, keep: bool =
     trains = source.names is not Names.MODEL
     if trains and target.names is Names.MODEL:
         plain = PLAIN_ALL if target.mindspore or edits.optimizer else PLAIN_WEIGHTS
-    elif trains and (edits.table is not None or target.spellings):
+    elif trains and (edits.table is not None or to.training is not None):
         plain, trains = PLAIN_ALL, False
     return edits._replace(from_trainer=plain, to_trainer=not trains and target.names is Names.TRAINER)
 
@@ -263,10 +263,10 @@ def edit_rules(
     rules = _asked_rules(src, asked, to, step, None if target is None else target.args)
     if to is None:
         return rules
-    if target is not None and rules.table_of_side is not None:
+    if target is not None and to.training is not None and rules.table_of_side is not None:
         from reshard.names import with_options
 
-        options = {**to.table_options(target, rules.config), **dict(rules.table_of_side.chosen)}
+        options = {**to.training.table_options(target, rules.config), **dict(rules.table_of_side.chosen)}
         rules = rules._replace(tables=(rules.tables[0], with_options(rules.table_of_side, options)))
     return between_forms(rules, src, form_of(src), to, keep=asked.names is not None)
 
@@ -295,10 +295,13 @@ def _asked_rules(src: str, asked: Edits, to: Form | None, step: str, args: str |
         tables = tables_named(names, form.options.side.value, target.options.side.value)
     stated = None if config is None else read_config(config)
     sizes: Mapping[str, object] | None = stated
-    of_source = None if to is None or to.options.arguments else args
-    recorded = form.configuration(src, step, of_source) if named else None
-    if recorded is None and named and to is not None and args is not None:
-        recorded = to.stated_configuration(args)
+    target_training = None if to is None else to.training
+    recorded: Mapping[str, object] | None = None
+    if named and form.training is not None:
+        of_source = None if to is None or target_training is not None else args
+        recorded = form.training.configuration(src, step, of_source)
+    if named and recorded is None and target_training is not None and args is not None:
+        recorded = target_training.stated_configuration(args)
     if recorded is not None:
         sizes = merged(recorded, stated, set().union(*(rules.config_keys for rules in tables)))
     by_form = any(rules.families and rules.sides[1] == form.options.side.value for rules in tables)

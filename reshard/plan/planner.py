@@ -11,7 +11,7 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import TEXT
 from reshard.errors import UsageError
 from reshard.forms import DEFAULT_FORM
-from reshard.forms.form import Names, ReadRequest, WriteRequest
+from reshard.forms.form import Names, ReadRequest, WriteRequest, strategy_of
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as, form_named
 from reshard.forms.target import Cuts, TargetForm, laid_out_names
@@ -37,7 +37,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     checkpoint = base = read_source(request, handles, report)
     shards = shards_of(request.target.path)
     if request.target.is_placeholder and shards is None:
-        request = request._replace(target=source.strategy_of(base))
+        request = request._replace(target=strategy_of(source, base))
         for note in request.target.notes:
             report.note(note)
     if not request.edits.is_empty:

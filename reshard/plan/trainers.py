@@ -59,7 +59,8 @@ def names_from_trainer(
     if renamed.outside:
         report.warn(f"{plural(len(renamed.outside), 'tensor')} beside the model left out: " + listing(renamed.outside))
     # Read with the optimizer's state.
-    counters = form_named(checkpoint.form).options.counters or () if weights else ()
+    training = form_named(checkpoint.form).training
+    counters = training.counters if weights and training is not None else ()
     return {**renamed.names, **dict.fromkeys(name for name in checkpoint.values() if name in counters)}
 
 

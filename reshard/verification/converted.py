@@ -21,7 +21,6 @@ from reshard.checkpoints.formats.dtypes import INT4
 from reshard.checkpoints.formats.pickles import read_pickle
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import DamagedCheckpointError, IncompleteSourceError, LayoutError
-from reshard.forms.form import Layouts
 from reshard.forms.pytorch.form import COMMON, METADATA
 from reshard.forms.registry import form_named
 from reshard.storage import is_regular_file, read_range, read_small, reading
@@ -225,6 +224,7 @@ class _Files(TargetComparison):
         super().__init__(source, target_files.indexes, strategy, means, admit)
         self._written, self._directory = target_files, directory
         self._form = form_named(target_files.checkpoint.form)
+        self._cut = self._form.cut(target_files.checkpoint)
         # Weights without a layout are cut where tensors are; elsewhere they are copied like values.
         self._value_files = {
             name: files
@@ -232,13 +232,13 @@ class _Files(TargetComparison):
             if can_hold("safetensors", source.value(name, files[0]).dtype)
             and not (self._form.options.shards and name in source.tensors)
         }
-        counters = self._form.options.counters
-        if counters is not None:
+        training = self._form.training
+        if training is not None:
             # The training's values are numbers in records of the form, which are compared by themselves.
             self._value_files = {
                 name: files for name, files in self._value_files.items() if not is_training_value(name)
             }
-        self._counters = frozenset(counters or ())
+        self._counters = frozenset(() if training is None else training.counters)
         # Each loader refuses a "format" other than its own.
         self._format = "ms" if self._form.options.mindspore else "pt"
         self._known_metadata = {item for item in self.source_metadata if item[0] != "format"}
@@ -286,7 +286,7 @@ class _Files(TargetComparison):
 
     def _file_of_values(self) -> int | None:
         """The file with all values but weights: the first, of optimizer state if any; None where an index lists it."""
-        if self._form.options.layouts is Layouts.WHOLE:
+        if self._cut is None:
             return None
         paths = self._written.checkpoint.files
         state = [number for number, path in paths.items() if _OPTIMIZER_FILE.search(os.path.basename(path))]
@@ -304,9 +304,8 @@ class _Files(TargetComparison):
             detail = f"is {headers[wrong[0]].dtype}, but {content.dtype} {self._source.origin}"
             self._add("type", name, detail, wrong)
             return
-        layouts, laid_out = self._form.options.layouts, target_files.tensors.get(name)
-        boxed = self._form.options.shards
-        if laid_out is None and (layouts is Layouts.WHOLE or boxed):
+        laid_out, boxed = target_files.tensors.get(name), self._form.options.shards
+        if laid_out is None and (self._cut is None or boxed):
             # In forms of whole tensors, a tensor of one element counts as a value.
             numbers = target_files.with_elements(name) if boxed else numbers
             wrong = [number for number in numbers if headers[number].shape != content.shape]
@@ -316,8 +315,8 @@ class _Files(TargetComparison):
                 return
             yield Comparison(content, SliceSet(0, {whole_box(content.shape): numbers}), target_files.indexes)
             return
-        saved = self._form.saved_cut(target_files.checkpoint, name)
-        if laid_out is None or (layouts is Layouts.RECORDED and saved is None and not boxed):
+        saved = None if self._cut is None else self._cut.saved_layout(name)
+        if laid_out is None or (self._cut is not None and saved is None and not boxed):
             self._add("missing", name, "is in a file, but no metadata lists it", numbers)
             return
         assert isinstance(laid_out, StoredTensor)

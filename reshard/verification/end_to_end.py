@@ -11,7 +11,7 @@ from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_chec
 from reshard.checkpoints.formats.dtypes import PT
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import UsageError
-from reshard.forms.form import Names, Side
+from reshard.forms.form import Names, Side, strategy_of
 from reshard.forms.full.form import CONFIG
 from reshard.forms.pytorch.form import HYPER_PARALLEL
 from reshard.forms.registry import form_named
@@ -116,7 +116,7 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
     if target.is_placeholder:
         # Of rows that are cut evenly, the full tensors are compared.
         by_shards = shards_of(target.path) is not None
-        target = Strategy.none() if by_shards else request.form.strategy_of(stored.checkpoint)
+        target = Strategy.none() if by_shards else strategy_of(request.form, stored.checkpoint)
     listed = [*request.source.parameters]
     if not request.edits.is_empty or conversion.adapter is not None:
         listed = [*stored.names] if request.edits.exclude else []
@@ -139,8 +139,8 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
 
 def _is_tree(source: Source) -> bool:
     """Whether a checkpoint is a legacy tree of Megatron, of which the places of tensors are recorded nowhere."""
-    options, paths = form_named(source.checkpoint.form).options, source.checkpoint.files.values()
-    return options.arguments and bool(paths) and all(path.endswith(f".{PT}") for path in paths)
+    training, paths = form_named(source.checkpoint.form).training, source.checkpoint.files.values()
+    return training is not None and bool(paths) and all(path.endswith(f".{PT}") for path in paths)
 
 
 def has_the_asked_rules(request: Request) -> bool:
@@ -232,13 +232,14 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         return [*differences, *(Difference("file", None, (), damage[path], (file,)) for path, file in paths.items())]
     # A copy without records has what its source has: that is no difference.
     own = None if conversion.recorded or request.form.name != form.name else stored_checkpoint(source.checkpoint)
+    training = form.training
     if _is_tree(written):
         # Imported only here: other targets have a tensor for each of the source.
         from reshard.verification.live_trees import as_layers, tree_differences
         from reshard.verification.rank_trees import read_tree
 
         stated = request.asked.target.args
-        stated_sizes = (request.to.stated_configuration(stated) if stated is not None else None) or {}
+        stated_sizes = {} if stated is None or training is None else training.stated_configuration(stated)
         source = as_layers(source, written, stated_sizes.get("padded_vocab_size"))
         expected = [source.tensors[name] for name in filter(admit, source.tensors)]
         found = _beyond(own, written.checkpoint, lambda each: tree_differences(expected, each, means.handles))
@@ -246,7 +247,7 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
             # Which tensors such files hold is not known.
             return [*differences, *found]
         written = read_tree(written, means.handles)
-    if form.options.arguments:
+    if training is not None:
         # Imported only here: other forms have no such records.
         from reshard.verification.live_trees import MASTERS, named_as
         from reshard.verification.training import training_differences

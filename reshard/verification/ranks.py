@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold, files_alike, format_of
-from reshard.checkpoints.formats.headers import read_headers
-from reshard.errors import DamagedCheckpointError, LayoutError
+from reshard.checkpoints import CheckpointIndex, can_hold, files_alike, format_of
+from reshard.errors import LayoutError
+from reshard.forms.ranks.checkpoint import RankCheckpoint
+from reshard.forms.ranks.tree import StepFiles
 from reshard.strategies import Stage, Strategy
+from reshard.text.messages import Report
 from reshard.text.names import belongs_to_rank
 from reshard.verification.boxes import shape_of, target_boxes, volume_of
 from reshard.verification.converted import TargetComparison, layout_in, strange_metadata
@@ -43,33 +45,17 @@ def compare_ranks(
         RetryableError: reading failed.
     """
     compared = sorted(range(target.device_count) if ranks is None else set(ranks))
-    indexes, damaged = _read_files({rank: files[rank] for rank in compared if rank in files}, means.handles)
+    present = {rank: files[rank] for rank in compared if rank in files}
+    written = RankCheckpoint(StepFiles(None, present), means.handles, Report())
     beyond = [rank for rank in sorted(files) if ranks is None and rank >= target.device_count]
     differences = [Difference("file", None, (rank,), f"{files[rank]} is not of this conversion") for rank in beyond]
     for rank in compared:
-        if rank not in indexes:
-            differences.append(Difference("file", None, (rank,), damaged.get(rank, "is missing")))
-    differences += _RankFiles(source, indexes, target, means, admit, recovered).run()
-    for rank, index in indexes.items():
+        if rank not in written.indexes:
+            differences.append(Difference("file", None, (rank,), written.damaged.get(rank, "is missing")))
+    differences += _RankFiles(source, written.indexes, target, means, admit, recovered).run()
+    for rank, index in written.indexes.items():
         differences += [Difference("file", None, (rank,), text) for text in library_differences(index)]
-    return differences, {name for ranks_alike in files_alike(indexes) for name in indexes[ranks_alike[0]].tensors}
-
-
-def _read_files(files: Mapping[int, str], handles: FileHandles) -> tuple[dict[int, CheckpointIndex], dict[int, str]]:
-    """The headers of readable files, and the damage of others, by rank.
-
-    Raises:
-        CheckpointError: a file is missing, unreadable or encrypted.
-        RetryableError: reading failed.
-    """
-    indexes: dict[int, CheckpointIndex] = {}
-    damaged: dict[int, str] = {}
-    for rank, header in read_headers(handles, dict(sorted(files.items()))):
-        if isinstance(header, DamagedCheckpointError):
-            damaged[rank] = header.message
-        else:
-            indexes[rank] = header
-    return indexes, damaged
+    return differences, written.names()
 
 
 class _RankFiles(TargetComparison):
@@ -144,7 +130,7 @@ class _RankFiles(TargetComparison):
             self._add(kind, name, detail, ranks)
         key = (layout, content.shape, stage.number, tuple(right))
         if key not in self._ways:
-            self._ways[key] = SliceSet(stage.number, by_box(boxes, stage.first_rank, right))
+            self._ways[key] = SliceSet(stage.number, by_box(boxes, stage.ranks, zip(right, right)))
         yield Comparison(content, self._ways[key], self._indexes, stage.number)
 
     def _values(self) -> Iterator[tuple[str, int, Sequence[int]]]:

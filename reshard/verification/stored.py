@@ -22,14 +22,11 @@ from reshard.checkpoints.checkpoint import (
     AS_RECORDED,
     ByName,
     Checkpoint,
-    FileSharding,
     GlobalTensor,
-    Sharding,
     ShardReading,
 )
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, IncompleteSourceError
-from reshard.forms.recorded import ChunkedCheckpoint
 from reshard.forms.registry import form_named
 from reshard.storage import ReadableFile, fill, reading, storage_of
 from reshard.strategies import Stage, Strategy
@@ -421,7 +418,8 @@ class _StoredTensors(ByName[Content]):
     def __init__(self, checkpoint: Checkpoint, strategy: Strategy, holders: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__(checkpoint.tensors.keys())
         self._checkpoint, self._strategy, self._holders = checkpoint, strategy, holders
-        self._form, self._indexes = form_named(checkpoint.form), checkpoint.indexes
+        form, self._indexes = form_named(checkpoint.form), checkpoint.indexes
+        self._by_strategy, self._cut = form.options.needs_strategy, form.cut(checkpoint)
         # Most tensors share cuts and files with others. Keys have the identity of objects in `_referenced`.
         self._slice_sets: dict[object, SliceSet] = {}
         self._referenced: list[object] = []
@@ -431,10 +429,10 @@ class _StoredTensors(ByName[Content]):
     def __getitem__(self, name: str) -> StoredTensor:
         if name not in self._tensors:
             tensor, shards = self._checkpoint.tensors[name], AS_RECORDED
-            if self._form.options.needs_strategy:
+            if self._by_strategy:
                 slice_sets, shards = self._of_ranks(tensor)
             else:
-                slice_sets = [self._of_sharding(tensor, at, sharding) for at, sharding in enumerate(tensor.shardings)]
+                slice_sets = [self._as_recorded(tensor)]
             self._tensors[name] = StoredTensor(
                 name, tensor.dtype, tensor.item_size, tensor.shape, name, tuple(slice_sets), self._indexes, shards
             )
@@ -473,7 +471,7 @@ class _StoredTensors(ByName[Content]):
             key = (chosen, tensor.shape, stage.number, id(ranks))
             if key not in self._slice_sets:
                 boxes = device_boxes(chosen, tensor.shape) or ()
-                self._slice_sets[key] = SliceSet(stage.number, by_box(boxes, stage.first_rank, ranks))
+                self._slice_sets[key] = SliceSet(stage.number, by_box(boxes, stage.ranks, zip(ranks, ranks)))
             slice_sets.append(self._slice_sets[key])
         if not gradients:
             return slice_sets, AS_RECORDED
@@ -497,50 +495,35 @@ class _StoredTensors(ByName[Content]):
             shape_of(boxes[rank - first]) == self._indexes[rank].tensors[tensor.name].shape for rank in ranks
         )
 
-    def _of_sharding(self, tensor: GlobalTensor, number: int, sharding: Sharding) -> SliceSet:
-        """The boxes of a tensor of another form, by its metadata."""
-        if isinstance(self._checkpoint, ChunkedCheckpoint):
-            return self._of_chunks(tensor, self._checkpoint, number)
-        saved = self._form.saved_cut(self._checkpoint, tensor.name)
-        by_layout = saved is not None and saved.layout is not None
-        shared: object = saved if by_layout else sharding
-        key = (id(shared), number)
-        if key not in self._slice_sets:
-            self._referenced.append(shared)
-            files_of: dict[Box, list[int]] = {}
-            if saved is not None and saved.layout is not None:
-                boxes = device_boxes(recorded_layout(saved.layout), tensor.shape) or ()
-                files_of = {box: [] for box in boxes}
-                place = {rank: at for at, rank in enumerate(saved.ranks)}
-                for file, rank in sorted(saved.rank_of):
-                    files_of[boxes[place[rank]]].append(file)
-            else:
-                # Metadata lists the boxes in C order.
-                edges = [list(itertools.pairwise(each)) for each in sharding.grid.edges]
-                stored = sharding.parts_of if isinstance(sharding, FileSharding) else None
-                for at, box in enumerate(itertools.product(*edges) if stored is None else stored):
-                    files_of[tuple(box)] = [*sharding.holders(at)]
-            self._slice_sets[key] = SliceSet(
-                number, {box: tuple(file for file in files if file in self._indexes) for box, files in files_of.items()}
-            )
-        return self._slice_sets[key]
+    def _as_recorded(self, tensor: GlobalTensor) -> SliceSet:
+        """The boxes of a tensor of another form, by its recorded layout or as metadata lists them; else it is whole."""
+        name = tensor.name
+        if self._cut is None:
+            return SliceSet(0, {whole_box(tensor.shape): tuple(self._checkpoint.holders(name))})
+        saved = self._cut.saved_layout(name)
+        if saved is not None and id(saved) in self._slice_sets:
+            return self._slice_sets[id(saved)]
+        if saved is not None and saved.layout is not None:
+            boxes = device_boxes(recorded_layout(saved.layout), tensor.shape) or ()
+            slices = SliceSet(0, by_box(boxes, saved.ranks, saved.rank_of))
+        else:
+            slices = SliceSet(0, self._listed(name, self._cut.boxes_of(name)))
+        if saved is not None:
+            self._referenced.append(saved)
+            self._slice_sets[id(saved)] = slices
+        return slices
 
-    def _of_chunks(self, tensor: GlobalTensor, checkpoint: ChunkedCheckpoint, number: int) -> SliceSet:
-        """The chunks in metadata, whose shapes have to fit the files."""
-        chunks, holders = checkpoint.chunks[tensor.name].chunks, checkpoint.chunk_holders[tensor.name]
+    def _listed(self, name: str, boxes: Iterable[tuple[Box, int]]) -> dict[Box, tuple[int, ...]]:
+        """The files of each box in metadata, ascending; boxes have to fit the files."""
         files_of: dict[Box, list[int]] = {}
-        for chunk, holder in zip(chunks, holders):
-            box = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes))
-            if holder is None or holder not in self._indexes:
-                continue
-            if shape_of(box) != self._indexes[holder].tensors[tensor.name].shape:
+        for box, file in boxes:
+            if shape_of(box) != self._indexes[file].tensors[name].shape:
+                path = self._indexes[file].path
                 raise CheckpointError(
-                    f"{self._indexes[holder].path}: {quoted(tensor.name)} is no chunk of shape {list(shape_of(box))}",
-                    file=self._indexes[holder].path,
-                    parameter=tensor.name,
+                    f"{path}: {quoted(name)} is no chunk of shape {list(shape_of(box))}", file=path, parameter=name
                 )
-            files_of.setdefault(box, []).append(holder)
-        return SliceSet(number, {box: tuple(sorted(files)) for box, files in files_of.items()})
+            files_of.setdefault(box, []).append(file)
+        return {box: tuple(sorted(files)) for box, files in files_of.items()}
 
 
 def recorded_layout(layout: Any) -> LayoutValues:
@@ -578,9 +561,18 @@ def number_in(value: Content, handles: FileHandles) -> int:
     return int.from_bytes(data, "little", signed=value.dtype.startswith("Int"))
 
 
-def by_box(boxes: Sequence[Box], first: int, ranks: Iterable[int]) -> dict[Box, tuple[int, ...]]:
-    """The ranks that hold each box, ascending."""
-    ranks_of: dict[Box, list[int]] = {box: [] for box in boxes}
-    for rank in sorted(ranks):
-        ranks_of[boxes[rank - first]].append(rank)
-    return {box: tuple(holders) for box, holders in ranks_of.items()}
+def by_box(
+    boxes: Sequence[Box], ranks: Sequence[int], rank_of: Iterable[tuple[int, int]]
+) -> dict[Box, tuple[int, ...]]:
+    """The files of each box, ascending.
+
+    Args:
+        boxes: the box of each rank.
+        ranks: these ranks, in the order of the boxes.
+        rank_of: files, each with its rank.
+    """
+    files_of: dict[Box, list[int]] = {box: [] for box in boxes}
+    box_of = dict(zip(ranks, boxes))
+    for file, rank in sorted(rank_of):
+        files_of[box_of[rank]].append(file)
+    return {box: tuple(files) for box, files in files_of.items()}

@@ -182,8 +182,8 @@ class _Layouts:
     def __init__(self, form: Form, checkpoint: Checkpoint | None, strategy: Strategy | None) -> None:
         self.layouts = Table()
         self.holding: list[list[Sequence[int]]] = []
-        self._form = form
         self._checkpoint = checkpoint
+        self._cut_of_form = None if checkpoint is None else form.cut(checkpoint)
         self._stages = () if strategy is None else strategy.stages
         self._holders = Table()
         self._present = Table()
@@ -237,8 +237,8 @@ class _Layouts:
     def _layout_words(self, name: str) -> str:
         """Device matrix, tensor map and optimizer shards; empty where none are recorded."""
         layout = next((stage.layouts[name] for stage in self._stages if name in stage.layouts), None)
-        if layout is None and self._checkpoint is not None and not self._stages:
-            saved = self._form.saved_cut(self._checkpoint, name)
+        if layout is None and self._cut_of_form is not None and not self._stages:
+            saved = self._cut_of_form.saved_layout(name)
             layout = None if saved is None else saved.layout
         if layout is None:
             return ""

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.checkpoint2.form import COMMON, find_iterations, parse_key, recognise
+from reshard.forms.checkpoint2.form import COMMON, find_iterations, parse_key
 from reshard.forms.checkpoint2.written_files import Checkpoint2Files
+from reshard.forms.registry import form_of
 from reshard.forms.target import FinishingFile
 from reshard.layout import Layout
 from reshard.strategies.read import read_strategy
@@ -64,7 +65,7 @@ def stored_type(tensor: GlobalTensor) -> str:
 
 @pytest.mark.parametrize("case", cases())
 def test_every_value_equals_the_saved_one(case: Path) -> None:
-    assert recognise(str(case / "checkpoint"))
+    assert form_of(str(case / "checkpoint")).name == "checkpoint2"
     checkpoint = read(case / "checkpoint")
     expected = expected_of(case)
     for name, tensor in checkpoint.tensors.items():
@@ -138,7 +139,7 @@ def test_without_a_tracker_the_newest_complete_iteration_is_read(tmp_path: Path)
     root = iterations(tmp_path, 2, 10, 20)
     (root / "iteration_00000020" / "llm-model-0000001-0000004.safetensors").unlink()
     report = Report()
-    assert recognise(str(root))
+    assert form_of(str(root)).name == "checkpoint2"
     assert read(root, report=report).step == "10"
     assert "it is unknown which iterations are finished" in report.warnings[0]
     assert any("iteration 20 is not complete and is skipped" in warning for warning in report.warnings)
@@ -163,15 +164,15 @@ def test_a_tracker_that_names_a_missing_iteration_is_an_error(tmp_path: Path) ->
 
 
 def test_other_directories_are_not_recognised(tmp_path: Path) -> None:
-    assert not recognise(str(tmp_path / "nothing"))
-    assert not recognise(str(tmp_path))
+    assert form_of(str(tmp_path / "nothing")).name != "checkpoint2"
+    assert form_of(str(tmp_path)).name != "checkpoint2"
     (tmp_path / "metadata.json").write_text('{"name": "a dataset"}')
     (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
     (tmp_path / "iteration_1").mkdir()
-    assert not recognise(str(tmp_path))
+    assert form_of(str(tmp_path)).name != "checkpoint2"
     (tmp_path / "model-0000000-0000001.safetensors").write_bytes(b"")
-    assert recognise(str(tmp_path))
+    assert form_of(str(tmp_path)).name == "checkpoint2"
 
 
 @pytest.mark.deep

@@ -20,6 +20,7 @@ from reshard.errors import CheckpointError, ReshardError
 from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import FullWeights, read_huggingface, read_unified
 from reshard.forms.full.form import full_weights_form
+from reshard.storage import names_in
 from reshard.text.messages import Report
 from tests.asking import open_checkpoint
 from tests.checkpoint_writing import STORED, write_safetensors
@@ -33,7 +34,7 @@ W, V = np.arange(12, dtype="f4").reshape(3, 4), np.arange(3, dtype="f2")
 
 def read(path: Path, report: Report | None = None) -> FullWeights:
     readers = {"unified": read_unified, "huggingface": read_huggingface}
-    form = full_weights_form(str(path))
+    form = full_weights_form(str(path), names_in(str(path)))
     assert form is not None
     with FileHandles() as handles:
         return readers[form](ReadRequest(Source(str(path)), handles, report or Report()))
@@ -316,15 +317,15 @@ def test_an_index_selects_one_of_two_models_in_a_directory(tmp_path: Path) -> No
 def test_forms_are_recognised_by_file_names(tmp_path: Path, names: list[str], form: str | None) -> None:
     for name in names:
         (tmp_path / name).touch()
-    assert full_weights_form(str(tmp_path)) == form
+    assert full_weights_form(str(tmp_path), sorted(names)) == form
 
 
 def test_forms_are_recognised_by_a_given_map(tmp_path: Path) -> None:
     for name, form in (("param_name_map.json", "unified"), ("model.safetensors.index.json", "huggingface")):
         (tmp_path / name).touch()
-        assert full_weights_form(str(tmp_path / name)) == form
+        assert full_weights_form(str(tmp_path / name), []) == form
     (tmp_path / "model.safetensors").touch()
-    assert full_weights_form(str(tmp_path / "model.safetensors")) is None
+    assert full_weights_form(str(tmp_path / "model.safetensors"), []) is None
 
 
 def test_a_directory_of_links_is_read_through_them(tmp_path: Path) -> None:

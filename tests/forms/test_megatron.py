@@ -46,7 +46,8 @@ def named(case: McoreCase) -> str:
 def test_arguments_give_the_sizes_of_the_models_configuration(case: McoreCase) -> None:
     form = form_of(str(case.root))
     assert form.name == "megatron"
-    config, expected = form.configuration(str(case.root), "latest"), case.expected["config"]
+    assert form.training is not None
+    config, expected = form.training.configuration(str(case.root), "latest", None), case.expected["config"]
     assert config is not None
     assert {key: value for key, value in config.items() if key in expected} == {
         key: value for key, value in expected.items() if key in config

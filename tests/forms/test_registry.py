@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from reshard.forms import FORM_CLASSES
 from reshard.forms.form import Form
 from reshard.forms.registry import all_forms, form_named
+from reshard.storage import names_in
 from tests.corpus import ROOT
 from tests.forms import FORMS, in_safetensors, to
 from tests.forms import toy as toy_form
@@ -94,7 +95,8 @@ def test_no_other_form_recognises_rank_directories(directories: list[tuple[str, 
             Path(place, f"{prefix}{number}").mkdir()
             for file in files:
                 Path(place, f"{prefix}{number}", file).touch()
-        assert [form.name for form in all_forms() if form.recognise(place)] == ["ranks"]
+        names = names_in(place)
+        assert [form.name for form in all_forms() if form.recognise(place, names)] == ["ranks"]
 
 
 def test_no_other_code_compares_forms() -> None:

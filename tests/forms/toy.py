@@ -16,7 +16,6 @@ from reshard.forms.full.contents import Contents, FullWeights
 from reshard.forms.ranks.naming import FileNames
 from reshard.forms.target import FinishingFile, Section, TargetForm, WholeLayouts
 from reshard.forms.writing import selected
-from reshard.storage import is_directory, names_in
 
 LIST = "tensors.json"
 
@@ -27,9 +26,9 @@ class ToyForm(Form):
     name = "toy"
     options = FormOptions(mindspore=False)
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
         """By the list."""
-        return is_directory(src) and LIST in (names_in(src) if names is None else names)
+        return LIST in names
 
     def read(self, request: ReadRequest) -> Checkpoint:
         """What the list names."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, TiedTensors
@@ -12,16 +12,18 @@ from reshard.forms.checkpoint2.contents import LaidOutContents, LostTensor, whol
 from reshard.forms.checkpoint2.form import ADAPTER, choose, read_common
 from reshard.forms.checkpoint2.metadata import read_metadata
 from reshard.forms.checkpoint2.placing import IterationFiles, RankList, TensorPlacement, disjoint
-from reshard.forms.form import ReadRequest
+from reshard.forms.form import Description, ReadRequest
 from reshard.forms.recorded import RecordedCheckpoint
 from reshard.forms.tracker import Iteration
-from reshard.layout import Grid, Layout
+from reshard.layout import Box, Grid, Layout
 from reshard.storage import exists
 from reshard.strategies import SAME, Stage, Strategy
 from reshard.text.messages import Message, as_pattern, block, listing, plural, rank_ranges, some_names
 
 # Of names, in a line of an error.
 _MOST_PATTERNS = 6
+
+_HINT = "pass the target's strategy instead of same"
 
 
 @dataclass
@@ -84,6 +86,61 @@ class Checkpoint2(RecordedCheckpoint):
                 if not members[ranks].isdisjoint(placement.ranks):
                     layouts[name] = Layout((len(ranks),), ((),) * len(placement.grid.edges))
         return by_stage
+
+    def strategy(self) -> Strategy:
+        stages: list[Stage] = []
+        first = 0
+        for ranks, layouts in self.layouts().items():
+            if ranks != tuple(range(first, first + len(ranks))):
+                raise CheckpointError(
+                    f"{self.place}: lays tensors out over {rank_ranges(ranks)}; a stage would begin at rank {first} "
+                    "and have no gaps",
+                    file=self.place,
+                    hint=_HINT,
+                )
+            stages.append(Stage(len(stages), first, len(ranks), layouts, (self.place,)))
+            first += len(ranks)
+        if not stages:
+            raise CheckpointError(
+                f"{self.place}: does not record the layouts of tensors", file=self.place, hint=f"{_HINT}, or none"
+            )
+        laid_out = set().union(*(stage.layouts.keys() for stage in stages))
+        scattered = sorted(self.tensors.keys() - laid_out)
+        if scattered:
+            raise CheckpointError(
+                f"{self.place}: lays {plural(len(scattered), 'parameter')} out over a part of a stage's ranks, which "
+                "no strategy can: " + listing(scattered),
+                file=self.place,
+                parameter=scattered[0],
+                hint=_HINT,
+            )
+        return Strategy(tuple(stages), SAME)
+
+    def saved_layout(self, name: str) -> TensorPlacement | None:
+        """As metadata.json records it; without that file, by the placement of whole tensors."""
+        return self.placements.get(name) if self.metadata_names is None or name in self.metadata_names else None
+
+    def boxes_of(self, name: str) -> Iterator[tuple[Box, int]]:
+        placement = self.placements[name]
+        for number, files in enumerate(placement.readable):
+            yield from ((placement.grid.slice_box(number), file) for file in files)
+
+    def describe(self) -> Description:
+        incomplete: InputError | None = None
+        try:
+            self.check()
+        except InputError as error:
+            incomplete = error
+        unplaced = None
+        if self.unplaced:
+            names = listing(sorted(self.unplaced))
+            unplaced = f"{plural(len(self.unplaced), 'tensor')} of unknown layout left out: {names}"
+        return Description(
+            {name: len(placement.ranks) for name, placement in self.placements.items()},
+            {name: lost.slices for name, lost in self.lost.items()},
+            incomplete,
+            unplaced,
+        )
 
     def check(self, required: Callable[[str], bool] | None = None) -> None:
         super().check(required)
@@ -171,39 +228,3 @@ def _read_iteration(iteration: Iteration, request: ReadRequest) -> Checkpoint2:
         metadata_names=None if metadata is None else frozenset(metadata.tensors),
         **vars(contents),
     )
-
-
-_HINT = "pass the target's strategy instead of same"
-
-
-def strategy_of(checkpoint: Checkpoint2) -> Strategy:
-    """The strategy of an iteration."""
-    stages: list[Stage] = []
-    first = 0
-    for ranks, layouts in checkpoint.layouts().items():
-        if ranks != tuple(range(first, first + len(ranks))):
-            raise CheckpointError(
-                f"{checkpoint.place}: lays tensors out over {rank_ranges(ranks)}; a stage would begin at rank {first} "
-                "and have no gaps",
-                file=checkpoint.place,
-                hint=_HINT,
-            )
-        stages.append(Stage(len(stages), first, len(ranks), layouts, (checkpoint.place,)))
-        first += len(ranks)
-    if not stages:
-        raise CheckpointError(
-            f"{checkpoint.place}: does not record the layouts of tensors",
-            file=checkpoint.place,
-            hint=f"{_HINT}, or none",
-        )
-    laid_out = set().union(*(stage.layouts.keys() for stage in stages))
-    scattered = sorted(checkpoint.tensors.keys() - laid_out)
-    if scattered:
-        raise CheckpointError(
-            f"{checkpoint.place}: lays {plural(len(scattered), 'parameter')} out over a part of a stage's ranks, which "
-            "no strategy can: " + listing(scattered),
-            file=checkpoint.place,
-            parameter=scattered[0],
-            hint=_HINT,
-        )
-    return Strategy(tuple(stages), SAME)

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.errors import CheckpointError, InputError
-from reshard.forms.form import Description, Form, FormOptions, Layouts, ReadRequest, SavedCut, SavedStep, WriteRequest
+from reshard.errors import CheckpointError
+from reshard.forms.form import Cut, Form, FormOptions, Layouts, ReadRequest, SavedStep, WriteRequest
 from reshard.forms.tracker import TRACKER, Iteration, IterationNames, read_tracker, saved_steps
 from reshard.storage import (
     UnfitError,
@@ -23,8 +23,7 @@ from reshard.storage import (
     read_json,
     reading,
 )
-from reshard.strategies import Strategy
-from reshard.text.messages import Report, listing, plural, quoted, some_names
+from reshard.text.messages import Report, quoted, some_names
 
 if TYPE_CHECKING:
     from reshard.forms.checkpoint2.checkpoint import Checkpoint2
@@ -35,25 +34,18 @@ class Checkpoint2Form(Form):
     """Checkpoint 2.0."""
 
     name = "checkpoint2"
-    options = FormOptions(title="Checkpoint 2.0", layouts=Layouts.RECORDED, steps=True, prefix=True)
+    options = FormOptions(layouts=Layouts.RECORDED, steps=True, prefix=True)
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
-        return recognise(src, names)
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
+        return TRACKER in names or _is_iteration(src, names) or bool(_iterations_in(src, names))
 
     def read(self, request: ReadRequest) -> Checkpoint2:
         from reshard.forms.checkpoint2.checkpoint import read_checkpoint2
 
         return read_checkpoint2(request)
 
-    def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
-        from reshard.forms.checkpoint2.checkpoint import strategy_of
-
-        return strategy_of(cast("Checkpoint2", checkpoint))
-
-    def saved_cut(self, checkpoint: Checkpoint, name: str) -> SavedCut | None:
-        """As metadata.json records it; without that file, by the placement of whole tensors."""
-        saved = cast("Checkpoint2", checkpoint)
-        return saved.placements.get(name) if saved.metadata_names is None or name in saved.metadata_names else None
+    def cut(self, checkpoint: Checkpoint) -> Cut:
+        return cast("Checkpoint2", checkpoint)
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         from reshard.forms.checkpoint2.written_files import target_files
@@ -90,36 +82,10 @@ class Checkpoint2Form(Form):
     def steps(self, src: str) -> list[SavedStep]:
         return saved_steps(src, find_iterations(src))
 
-    def describe(self, checkpoint: Checkpoint) -> Description:
-        saved = cast("Checkpoint2", checkpoint)
-        incomplete: InputError | None = None
-        try:
-            saved.check()
-        except InputError as error:
-            incomplete = error
-        unplaced = None
-        if saved.unplaced:
-            names = listing(sorted(saved.unplaced))
-            unplaced = f"{plural(len(saved.unplaced), 'tensor')} of unknown layout left out: {names}"
-        return Description(
-            {name: len(placement.ranks) for name, placement in saved.placements.items()},
-            {name: lost.slices for name, lost in saved.lost.items()},
-            incomplete,
-            unplaced,
-        )
-
 
 _HEAD = 4096
 _LARGEST_COMMON = 1 << 20
 _SECTION = re.compile(rb'\s*\{\s*"(state_dict_metadata|storage_data)"')
-
-
-def recognise(path: str, names: Sequence[str] | None = None) -> bool:
-    """Whether a directory is a root of Checkpoint 2.0 or holds one iteration."""
-    if not is_directory(path):
-        return False
-    names = names_in(path) if names is None else names
-    return TRACKER in names or _is_iteration(path, names) or bool(_iterations_in(path, names))
 
 
 def find_iterations(root: str) -> list[Iteration]:

@@ -121,13 +121,12 @@ def file_names(names: Sequence[str]) -> str:
     return some_names([one_line(name) for name in names], _MOST_FILES)
 
 
-def full_weights_form(path: str, names: Sequence[str] | None = None) -> str | None:
-    """``unified`` or ``huggingface`` for a directory of full weights, its map or index, or its one file; else None."""
-    if not is_directory(path):
+def full_weights_form(path: str, names: Sequence[str]) -> str | None:
+    """``unified`` or ``huggingface`` for a directory with these names, a map or index, or its one file; else None."""
+    if not names:
         name = os.path.basename(path)
         single = name == SINGLE and _is_of_a_model(os.path.dirname(path))
         return UNIFIED if name == UNIFIED_MAP else HUGGINGFACE if single or name.endswith(INDEX_ENDING) else None
-    names = names_in(path) if names is None else names
     if UNIFIED_MAP in names or HYPER_PARAMETERS in names or any(map(PART.fullmatch, names)):
         return UNIFIED
     if any(name.endswith(INDEX_ENDING) for name in names) or any(map(_is_model_file, names)):
@@ -265,7 +264,7 @@ def _files_below(directory: str, below: str) -> Iterator[str]:
 class _FullForm(Form):
     """The common part of both forms."""
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
         return full_weights_form(src, names) == self.name
 
     def read(self, request: ReadRequest) -> Checkpoint:

@@ -8,10 +8,10 @@ and the like, with ``model_optim_rng.pt``).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from reshard.asked import Source, Target
+from reshard.asked import Source
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.forms.form import (
     Form,
@@ -21,6 +21,7 @@ from reshard.forms.form import (
     ReadRequest,
     SavedStep,
     Side,
+    Training,
     WriteRequest,
 )
 from reshard.forms.megatron.iterations import choose, is_iteration, iterations, kind_of_iteration
@@ -36,15 +37,11 @@ from reshard.forms.pytorch.form import (
     DcpForm,
 )
 from reshard.forms.tracker import TRACKER, saved_steps
-from reshard.storage import is_directory, names_in
-from reshard.strategies import NONE, target_named
+from reshard.storage import names_in
 from reshard.text.messages import Report
-from reshard.text.names import TRAINING_STEP
 
 if TYPE_CHECKING:
     from reshard.forms.target import TargetForm
-
-_SHARDS = 16
 
 
 class MegatronForm(ChunkedForm):
@@ -52,7 +49,6 @@ class MegatronForm(ChunkedForm):
 
     name = MEGATRON
     options = FormOptions(
-        title="Megatron's",
         layouts=Layouts.RECORDED,
         steps=True,
         shards=True,
@@ -60,15 +56,9 @@ class MegatronForm(ChunkedForm):
         mindspore=False,
         side=Side.MEGATRON,
         names=Names.TRAINER,
-        spellings=True,
-        arguments=True,
-        counters=(TRAINING_STEP,),
     )
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
-        if not is_directory(src):
-            return False
-        names = names_in(src) if names is None else names
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
         return is_iteration(src, names) or bool(iterations(src, names))
 
     def read(self, request: ReadRequest) -> Checkpoint:
@@ -90,6 +80,12 @@ class MegatronForm(ChunkedForm):
         legacy = kind_of_iteration(iteration.path, names_in(iteration.path)) == LEGACY
         return self if legacy else DcpForm()
 
+    @property
+    def training(self) -> Training:
+        from reshard.forms.megatron.origin import MegatronTraining
+
+        return MegatronTraining()
+
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         if request.asked.format == LEGACY:
             from reshard.forms.megatron.legacy_written import legacy_files
@@ -98,15 +94,6 @@ class MegatronForm(ChunkedForm):
         from reshard.forms.megatron.written import torch_dist_files
 
         return torch_dist_files(checkpoint, request)
-
-    def table_options(self, asked: Target, config: Mapping[str, object] | None) -> Mapping[str, str]:
-        """Whether keys have the numbers of layers, and the rows of the vocabulary."""
-        from reshard.forms.megatron.origin import options_of_names
-
-        return options_of_names(asked, config)
-
-    def default_strategy(self, asked: Target) -> str | None:
-        return NONE if asked.format == LEGACY else target_named(None, _SHARDS)
 
     def marks(self, files: Sequence[str]) -> list[str]:
         directory = os.path.dirname(files[0])
@@ -117,30 +104,6 @@ class MegatronForm(ChunkedForm):
     def check_step(self, src: str, step: str) -> None:
         if step != "latest":
             choose(src, step, Report())
-
-    def configuration(self, src: str, step: str, args: str | None = None) -> Mapping[str, object] | None:
-        from reshard.checkpoints import FileHandles
-        from reshard.forms.megatron.arguments import configuration_of
-        from reshard.forms.megatron.common import common_of
-        from reshard.forms.megatron.origin import stated_arguments
-        from reshard.names.sizes import Configuration
-
-        with FileHandles() as handles:
-            common = common_of(choose(src, step, Report()).path, handles)
-            stated = {} if args is None else stated_arguments(args, handles).all_args
-        if common is None or not (common.args or stated):
-            return None
-        return Configuration(configuration_of({**common.args, **stated}, common.path), common.path)
-
-    def stated_configuration(self, args: str) -> Mapping[str, object] | None:
-        from reshard.checkpoints import FileHandles
-        from reshard.forms.megatron.arguments import ARGUMENTS, configuration_of
-        from reshard.forms.megatron.origin import stated_arguments
-        from reshard.names.sizes import Configuration
-
-        with FileHandles() as handles:
-            stated = stated_arguments(args, handles)
-        return Configuration(configuration_of(stated.all_args, args), args, ARGUMENTS)
 
     def steps(self, src: str) -> list[SavedStep]:
         return saved_steps(src, iterations(src, names_in(src)))

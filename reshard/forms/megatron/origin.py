@@ -11,14 +11,17 @@ from reshard.asked import Target
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.errors import CheckpointError
-from reshard.forms.megatron.arguments import arguments_of
+from reshard.forms.megatron.arguments import ARGUMENTS, arguments_of, configuration_of
 from reshard.forms.megatron.common import Common, common_of, read_common, stored_in
 from reshard.forms.megatron.iterations import choose
 from reshard.forms.megatron.keys import LEGACY, MEGATRON
 from reshard.forms.pytorch.dcp import read_metadata
 from reshard.forms.pytorch.form import METADATA
+from reshard.names.sizes import Configuration
 from reshard.storage import is_directory, read_json, status_at
+from reshard.strategies import NONE, target_named
 from reshard.text.messages import Report
+from reshard.text.names import TRAINING_STEP
 
 OPTIMIZER = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
 """Arguments of the optimizer, without which no groups can be made."""
@@ -85,24 +88,6 @@ def origin_of(source: Checkpoint, args: str | None, config: str | None, handles:
     )
 
 
-def options_of_names(asked: Target, config: Mapping[str, object] | None) -> Mapping[str, str]:
-    """Options of the table ``megatron`` that a target decides, where arguments or a configuration are known."""
-    options: dict[str, str] = {}
-    args: dict[str, Any] = {} if config is None else arguments_of(config)
-    if asked.args is not None:
-        with FileHandles() as handles:
-            args.update(stated_arguments(asked.args, handles).all_args)
-    if args:
-        numbered = asked.format == LEGACY or numbers_layers(args)
-        options["layer_keys"] = "numbered" if numbered else "stacked"
-    if args.get("transformer_impl") == "local":
-        # Layers without Transformer Engine have norms of their own, under names that depend on attention.
-        latent = bool(args.get("multi_latent_attention"))
-        options["experts_norm"] = "beside" if latent else "inside"
-        options.update(dict.fromkeys(("dense_norm", "mla_norms"), "beside") if latent else {})
-    return options
-
-
 def numbers_layers(args: Mapping[str, Any]) -> bool:
     """Whether Megatron's keys have the numbers of layers with these arguments, in place of one tensor of all layers."""
     frequencies = (args.get("moe_layer_freq"), args.get("linear_attention_freq"))
@@ -153,3 +138,45 @@ def _groups_among(objects: Mapping[str, StoredObject], handles: FileHandles) -> 
             held = read_common(stored, handles).state.get("param_groups")
             groups += [group for group in held if isinstance(group, Mapping)] if isinstance(held, list) else []
     return groups
+
+
+_SHARDS = 16
+
+
+class MegatronTraining:
+    """The facet of the form; see `forms.form.Training`."""
+
+    counters: tuple[str, ...] = (TRAINING_STEP,)
+
+    def configuration(self, src: str, step: str, args: str | None) -> Mapping[str, object] | None:
+        with FileHandles() as handles:
+            common = common_of(choose(src, step, Report()).path, handles)
+            stated = {} if args is None else stated_arguments(args, handles).all_args
+        if common is None or not (common.args or stated):
+            return None
+        return Configuration(configuration_of({**common.args, **stated}, common.path), common.path)
+
+    def stated_configuration(self, args: str) -> Mapping[str, object]:
+        with FileHandles() as handles:
+            stated = stated_arguments(args, handles)
+        return Configuration(configuration_of(stated.all_args, args), args, ARGUMENTS)
+
+    def table_options(self, asked: Target, config: Mapping[str, object] | None) -> Mapping[str, str]:
+        """Whether keys have the numbers of layers and norms are beside layers, where this is known."""
+        options: dict[str, str] = {}
+        args: dict[str, Any] = {} if config is None else arguments_of(config)
+        if asked.args is not None:
+            with FileHandles() as handles:
+                args.update(stated_arguments(asked.args, handles).all_args)
+        if args:
+            numbered = asked.format == LEGACY or numbers_layers(args)
+            options["layer_keys"] = "numbered" if numbered else "stacked"
+        if args.get("transformer_impl") == "local":
+            # Layers without Transformer Engine have norms of their own, under names that depend on attention.
+            latent = bool(args.get("multi_latent_attention"))
+            options["experts_norm"] = "beside" if latent else "inside"
+            options.update(dict.fromkeys(("dense_norm", "mla_norms"), "beside") if latent else {})
+        return options
+
+    def default_strategy(self, asked: Target) -> str | None:
+        return NONE if asked.format == LEGACY else target_named(None, _SHARDS)

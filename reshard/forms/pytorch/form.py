@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.forms.form import (
-    Description,
+    Cut,
     Form,
     FormOptions,
     Layouts,
@@ -23,10 +23,10 @@ from reshard.forms.form import (
 )
 from reshard.forms.tracker import Iteration, IterationNames, saved_steps
 from reshard.storage import is_directory, names_in
-from reshard.strategies import Strategy
 from reshard.text.messages import Report
 
 if TYPE_CHECKING:
+    from reshard.forms.recorded import ChunkedCheckpoint
     from reshard.forms.target import TargetForm
 
 
@@ -72,15 +72,8 @@ def iterations(directory: str, names: Sequence[str]) -> list[Iteration]:
 class ChunkedForm(Form):
     """The common part of forms whose checkpoints are `ChunkedCheckpoint`."""
 
-    def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
-        from reshard.forms.recorded import ChunkedCheckpoint, strategy_of
-
-        return strategy_of(cast(ChunkedCheckpoint, checkpoint))
-
-    def describe(self, checkpoint: Checkpoint) -> Description:
-        from reshard.forms.recorded import ChunkedCheckpoint, described
-
-        return described(cast(ChunkedCheckpoint, checkpoint))
+    def cut(self, checkpoint: Checkpoint) -> Cut:
+        return cast("ChunkedCheckpoint", checkpoint)
 
 
 class _DistributedForm(ChunkedForm):
@@ -109,7 +102,6 @@ class DcpForm(_DistributedForm):
 
     name = DCP
     options = FormOptions(
-        title="torch DCP",
         layouts=Layouts.RECORDED,
         steps=True,
         shards=True,
@@ -119,10 +111,7 @@ class DcpForm(_DistributedForm):
         names=Names.TRAINER,
     )
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
-        if not is_directory(src):
-            return False
-        names = names_in(src) if names is None else names
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
         return kind_of_directory(names) == DCP or bool(iterations(src, names))
 
     def marks(self, files: Sequence[str]) -> list[str]:
@@ -139,10 +128,10 @@ class HyperParallelForm(_DistributedForm):
     """hyper-parallel's checkpoints: metadata of the same kind, tensors in safetensors."""
 
     name = HYPER_PARALLEL
-    options = DcpForm.options._replace(title="hyper-parallel's", formats=("safetensors",), side=Side.MINDFORMERS)
+    options = DcpForm.options._replace(formats=("safetensors",), side=Side.MINDFORMERS)
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
-        return is_directory(src) and kind_of_directory(names_in(src) if names is None else names) == HYPER_PARALLEL
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
+        return kind_of_directory(names) == HYPER_PARALLEL
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         from reshard.forms.pytorch.dcp_written import HyperParallelFiles
@@ -176,7 +165,6 @@ class HfShardedForm(ChunkedForm):
 
     name = "hf-sharded"
     options = FormOptions(
-        title="sharded safetensors of PyTorch",
         layouts=Layouts.RECORDED,
         shards=True,
         mindspore=False,
@@ -185,11 +173,10 @@ class HfShardedForm(ChunkedForm):
         metadata=(INFO, VERSION_KEY),
     )
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
         """By names as torch gives them; consolidated files beside them are Hugging Face's form."""
-        if not is_directory(src):
+        if not names:
             return SHARD.fullmatch(os.path.basename(src)) is not None
-        names = names_in(src) if names is None else names
         consolidated = any(name.endswith(".safetensors.index.json") or name == "model.safetensors" for name in names)
         directory = shards_in(src, names)
         return directory == src or (directory is not None and not consolidated)
@@ -216,14 +203,10 @@ class VerlForm(ChunkedForm):
     """The files ``model_world_size_N_rank_R.pt`` of a directory."""
 
     name = "verl"
-    options = FormOptions(
-        title="verl's rank files", layouts=Layouts.RECORDED, formats=(), mindspore=False, side=Side.HUGGINGFACE
-    )
+    options = FormOptions(layouts=Layouts.RECORDED, formats=(), mindspore=False, side=Side.HUGGINGFACE)
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
-        if not is_directory(src):
-            return VERL_FILE.fullmatch(os.path.basename(src)) is not None
-        return any(map(VERL_FILE.fullmatch, names_in(src) if names is None else names))
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
+        return any(map(VERL_FILE.fullmatch, names or [os.path.basename(src)]))
 
     def read(self, request: ReadRequest) -> Checkpoint:
         """From the pickle of every file; replicas stand in for a file that is missing or damaged."""

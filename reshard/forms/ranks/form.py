@@ -16,7 +16,7 @@ from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.forms.form import Form, FormOptions, Layouts, ReadRequest, WriteRequest
 from reshard.forms.ranks.naming import RANK, FileNames, Step, parse_stem
-from reshard.forms.ranks.tree import StepFiles, find_checkpoints, holds_ranks_only
+from reshard.forms.ranks.tree import StepFiles, find_checkpoints, named_for_rank
 from reshard.forms.target import FinishingFile, Section, TargetForm, WholeLayouts
 from reshard.storage import exists
 from reshard.strategies import SAME, Strategy
@@ -30,14 +30,14 @@ class RanksForm(Form):
     """One file per rank, in a directory of its own."""
 
     name = "ranks"
-    options = FormOptions("rank", "rank files", Layouts.GIVEN, steps=True, formats=("ckpt", "safetensors"), prefix=True)
+    options = FormOptions("rank", Layouts.GIVEN, steps=True, formats=("ckpt", "safetensors"), prefix=True)
 
-    def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
+    def recognise(self, src: str, names: Sequence[str]) -> bool:
         """By ``{rank}`` in the path, or by nothing but rank directories; this is also the form of unrecognised sources.
 
         Other forms are recognised by names that no rank directory has, so they need not be loaded.
         """
-        return names is None and (RANK in src or holds_ranks_only(src))
+        return RANK in src or (bool(names) and all(map(named_for_rank, names)))
 
     def read(self, request: ReadRequest) -> Checkpoint:
         # Imported late: `rank-list` in a loop reads only strategies.

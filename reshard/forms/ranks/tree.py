@@ -266,12 +266,6 @@ def named_for_rank(name: str) -> bool:
     return _RANK_DIRECTORY.fullmatch(name) is not None
 
 
-def holds_ranks_only(directory: str) -> bool:
-    """Whether all names in a directory are those of rank directories; False if it is empty or no directory."""
-    names = names_in(directory) if is_directory(directory) else []
-    return bool(names) and all(map(named_for_rank, names))
-
-
 def find_rank(source: str | Source) -> SourceTree | None:
     """The checkpoint files of a single rank's directory, ``rank_3`` or ``ckpt_dir3``; None for others."""
     read = Source(source) if isinstance(source, str) else source
