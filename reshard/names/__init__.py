@@ -4,7 +4,7 @@
 `apply` computes the results as views. This room does not depend on files of tensors, dtypes or layouts.
 """
 
-from reshard.names.apply import Applied, AppliedStep, NamedView, apply_rules, is_reversed
+from reshard.names.apply import Applied, AppliedStep, apply_rules, is_reversed
 from reshard.names.frameworks import Naming, naming_of, plain_names, possible_plain_names, trainer_keys
 from reshard.names.operations import SizedOperation, viewed
 from reshard.names.rules import HUB_SIDE, NameRules, with_options

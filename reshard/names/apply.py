@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from reshard.errors import NamesError, UsageError
 from reshard.layout.views import View
 from reshard.names.misfits import Misfits, UnusedRules, combinations
-from reshard.names.operations import PAD, TAKE, UNPAD, Copy, Shape, SizedOperation, apply_all
+from reshard.names.operations import PAD, TAKE, UNPAD, Copy, Shape, SizedOperation, sized_all, viewed
 from reshard.names.pattern import Pattern, SizedPattern
 from reshard.names.rules import (
     HUB_SIDE,
@@ -33,22 +34,8 @@ from reshard.text.names import OTHER, WEIGHTS, is_value, kind_of, state_prefix
 from reshard.text.products import SizeError
 
 
-class NamedView(NamedTuple):
-    """A tensor in the other naming.
-
-    Attributes:
-        name: its name.
-        sources: names of the tensors in the view, in its numbering.
-        view: the elements.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    view: View
-
-
 class AppliedStep(NamedTuple):
-    """One application of a rule, as operations that can be repeated without views.
+    """One application of a rule.
 
     Attributes:
         rule: the rule, for messages.
@@ -70,7 +57,7 @@ class Applied:
     Attributes:
         reversed: whether the rules were applied from right to left.
         steps: the steps, in the order of the rules and of the numbers in names.
-        views: the results, by name, in the order of `steps`.
+        shapes: of all tensors of the source.
         dropped: names that a rule skips.
         skipped_state: optimizer state that was not requested, or whose weight matches no rule.
         tied: pairs of source tensors that should be equal; the first of each is used.
@@ -81,13 +68,27 @@ class Applied:
 
     reversed: bool
     steps: tuple[AppliedStep, ...]
-    views: Mapping[str, NamedView]
+    shapes: Mapping[str, Shape]
     dropped: tuple[str, ...]
     skipped_state: tuple[str, ...]
     tied: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     options: Mapping[str, str]
     sizes: Mapping[str, int]
+
+    def views(self) -> Iterator[tuple[str, tuple[str, ...], View]]:
+        """Each result: its name, the tensors that it is made of, and its view of these."""
+        for step in self.steps:
+            views = _views(step.operations, tuple(self.shapes[name] for name in step.sources))
+            for name, (needed, view) in zip(step.targets, views):
+                yield name, tuple(step.sources[number] for number in needed), view
+
+
+@functools.lru_cache(maxsize=256)
+def _views(operations: tuple[SizedOperation, ...], shapes: tuple[Shape, ...]) -> list[tuple[tuple[int, ...], View]]:
+    """The results of operations, alike for layers and experts: the operands that each needs, and its view of these."""
+    views = viewed(operations, [View.whole(number, shape) for number, shape in enumerate(shapes)])
+    return [view.with_needed_sources() for view in views]
 
 
 def apply_rules(
@@ -129,7 +130,7 @@ def apply_rules(
         run.sort()
         UnusedRules(side, run.instances, run.problems).check(rules.keeps_others)
         run.check_used()
-        run.compute_views()
+        run.apply()
         run.problems.check()
         return run.applied()
 
@@ -172,9 +173,9 @@ def is_reversed(
 
 
 def _made(applied: Applied, contents: bool) -> Mapping[str, object]:
-    if contents:
-        return {name: (each.sources, frozenset(each.view.regions)) for name, each in applied.views.items()}
-    return {name: each.view.shape for name, each in applied.views.items()}
+    return {
+        name: (sources, frozenset(view.regions)) if contents else view.shape for name, sources, view in applied.views()
+    }
 
 
 InstanceNames = dict[tuple[int, tuple[int, ...]], str]
@@ -186,12 +187,12 @@ class _ShapeClass(NamedTuple):
 
     Attributes:
         operations: with their sizes.
-        views: per target its sources and its view.
+        count: the number of results.
         error: the problem, if it cannot be applied.
     """
 
     operations: tuple[SizedOperation, ...]
-    views: tuple[tuple[tuple[int, ...] | None, View], ...]
+    count: int
     error: str = ""
 
 
@@ -211,10 +212,8 @@ class _Application:
     dropped: list[str] = field(default_factory=list)
     skipped_state: list[str] = field(default_factory=list)
     steps: list[AppliedStep] = field(default_factory=list)
-    views: dict[str, NamedView] = field(default_factory=dict)
     tied: list[tuple[str, str]] = field(default_factory=list)
     notes: dict[str, list[str]] = field(default_factory=dict)
-    repeated: dict[str, list[str]] = field(default_factory=dict)
     ambiguous: set[int] = field(default_factory=set)
     by_case: list[tuple[str, str, Sequence[NameMatch]]] = field(default_factory=list)
 
@@ -314,8 +313,8 @@ class _Application:
     def _source_of(self, match: NameMatch) -> Pattern:
         return self.side.sided[match.key.rule].sources[match.column].pattern
 
-    def compute_views(self) -> None:
-        """Compute the targets with complete sources."""
+    def apply(self) -> None:
+        """Apply the rules whose sources are complete."""
         for key in self._in_order():
             sided = self.side.sided[key.rule]
             names = self._sources(key, sided)
@@ -325,17 +324,22 @@ class _Application:
             if shape_class.error:
                 self.problems.note(f"{sided.rule.where}: {shape_class.error}", names[0])
                 continue
-            targets = self._targets(key, sided, len(shape_class.views), names)
+            targets = self._targets(key, sided, shape_class.count, names)
             if targets is not None:
                 self._add(sided, shape_class, names, targets)
-        for name in self.unchanged:
-            view = View.whole(0, self.shapes[name])
-            self._add_step(AppliedStep("", (), (name,), (name,)), [((0,), view)])
-        for target, sources in self.repeated.items():
-            texts = ", ".join(map(quoted, dict.fromkeys(sources)))
-            self.problems.note(f"would be made more than once ({texts})", target)
+        self.steps += [AppliedStep("", (), (name,), (name,)) for name in self.unchanged]
+        made_of: dict[str, list[str]] = {}
+        for step in self.steps:
+            for target in step.targets:
+                made_of.setdefault(target, []).append(step.sources[0])
+        for target, sources in made_of.items():
+            if len(sources) > 1:
+                texts = ", ".join(map(quoted, dict.fromkeys(sources)))
+                self.problems.note(f"would be made more than once ({texts})", target)
         if self.rules.keeps_others:
-            self._in_source_order()
+            # Only names change: the order stays, too.
+            place = {name: number for number, name in enumerate(self.shapes)}
+            self.steps.sort(key=lambda step: place[step.sources[0]])
 
     def check_used(self) -> None:
         """Note unused rules of a table that keeps other names, where a mistyped rule would have no effect."""
@@ -395,17 +399,17 @@ class _Application:
         shape_class = self._classes.get((number, shapes))
         if shape_class is None:
             try:
-                views, operations = apply_all(sided.rule.in_direction(self.side.reverse), shapes, self.side.sizes)
-                shape_class = _ShapeClass(operations, tuple(_needed(view, len(shapes)) for view in views))
+                sized = sized_all(sided.rule.in_direction(self.side.reverse), shapes, self.side.sizes)
+                shape_class = _ShapeClass(*sized)
             except SizeError as error:
-                shape_class = _ShapeClass((), (), str(error))
+                shape_class = _ShapeClass((), 0, str(error))
             self._classes[number, shapes] = shape_class
         return shape_class
 
     def _add(
         self, sided: SidedRule, shape_class: _ShapeClass, names: tuple[str, ...], targets: tuple[str, ...]
     ) -> None:
-        self._add_step(AppliedStep(sided.rule.where, shape_class.operations, names, targets), shape_class.views)
+        self.steps.append(AppliedStep(sided.rule.where, shape_class.operations, names, targets))
         for operation in shape_class.operations:
             if operation.kind in (PAD, UNPAD):
                 self.notes.setdefault(_padding_note(operation), []).extend(targets)
@@ -413,14 +417,6 @@ class _Application:
                 each = len(names) // operation.count
                 pairs = ((names[number % each], name) for number, name in enumerate(names))
                 self.tied += [(one, other) for one, other in pairs if one != other]
-
-    def _add_step(self, step: AppliedStep, views: Iterable[tuple[tuple[int, ...] | None, View]]) -> None:
-        self.steps.append(step)
-        for target, (needed, view) in zip(step.targets, views):
-            sources = step.sources if needed is None else tuple(step.sources[number] for number in needed)
-            if target in self.views:
-                self.repeated.setdefault(target, [*self.views[target].sources[:1]]).extend(sources[:1])
-            self.views[target] = NamedView(target, sources, view)
 
     def _in_order(self) -> Iterator[InstanceKey]:
         """All instances in the order of the rules, a layer's instances together."""
@@ -439,12 +435,6 @@ class _Application:
             key=lambda key: (key.prefix, place[key.rule], key.values[:1], key.rule, key.values, key.stars),
         )
 
-    def _in_source_order(self) -> None:
-        """Order the targets like their sources: only names change."""
-        place = {name: number for number, name in enumerate(self.shapes)}
-        self.steps.sort(key=lambda step: place[step.sources[0]])
-        self.views = {target: self.views[target] for step in self.steps for target in step.targets}
-
     def applied(self) -> Applied:
         notes: list[str] = [listing(names) + f": {note}" for note, names in self.notes.items()]
         if self.fixed:
@@ -460,7 +450,7 @@ class _Application:
         return Applied(
             self.side.reverse,
             tuple(self.steps),
-            self.views,
+            self.shapes,
             tuple(self.dropped),
             tuple(self.skipped_state),
             tuple(self.tied),
@@ -481,9 +471,3 @@ def _padding_note(operation: SizedOperation) -> str:
     if operation.kind == UNPAD:
         return f"padding of dimension {operation.dimension} removed: {before} to {after}"
     return f"padded with zeros along dimension {operation.dimension} from {before} to {after}"
-
-
-def _needed(view: View, sources: int) -> tuple[tuple[int, ...] | None, View]:
-    """The sources that a view needs, None for all, and the view with its sources renumbered."""
-    needed, renumbered = view.with_needed_sources()
-    return None if len(needed) == sources else needed, renumbered

@@ -372,10 +372,10 @@ def _cut(views: Sequence[View], operation: SizedOperation) -> list[View]:
     return results
 
 
-def apply_all(
+def sized_all(
     operations: Iterable[Operation], shapes: Sequence[Shape], sizes: ModelSizes
-) -> tuple[Sequence[View], tuple[SizedOperation, ...]]:
-    """The results of operations, one after the other, and those of them that change something."""
+) -> tuple[tuple[SizedOperation, ...], int]:
+    """Those of operations, one after the other, that change something, with their sizes; and the number of results."""
     views: Sequence[View] = [View.whole(number, shape) for number, shape in enumerate(shapes)]
     steps = []
     for operation in operations:
@@ -383,7 +383,7 @@ def apply_all(
         if sized is not None:
             views = viewed([sized], views)
             steps.append(sized)
-    return views, tuple(steps)
+    return tuple(steps), len(views)
 
 
 def _known_sizes(expressions: Iterable[Product], sizes: ModelSizes) -> dict[str, int]:

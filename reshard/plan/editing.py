@@ -247,7 +247,7 @@ class Editing:
         shapes = {**self._shapes(), **dict.fromkeys(self.unseen_names, ())}
         values = {*self.values}.intersection(self._checkpoint.values())
         applied = apply_rules(renames, shapes, optimizer=True, values=values)
-        new_names = {view.sources[0]: name for name, view in applied.views.items()}
+        new_names = {step.sources[0]: step.targets[0] for step in applied.steps}
         self.unseen = {name: None if old is None else new_names.get(old) for name, old in self.unseen.items()}
         present = tuple(step for step in applied.steps if self.unseen_names.isdisjoint(step.targets))
         self._apply(replace(applied, steps=present))
