@@ -83,7 +83,6 @@ class RecordedCheckpoint:
     faults: Mapping[str, InputError] = field(default_factory=dict)
     objects: Mapping[str, StoredObject] = field(default_factory=dict)
     nested: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    packing: tuple[str, ...] = ()
     tied: Sequence[TiedTensors] = ()
 
     @property

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from reshard.asked import Edits, Source
-from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.checkpoint import Checkpoint, Packing
 from reshard.errors import CheckpointError, InputError, ReshardError
 from reshard.forms.form import FormOptions, Names, Side
 from reshard.forms.ranks.naming import RANK, fixed_directory
@@ -28,7 +28,6 @@ from reshard.names.rules import settle, side_of
 from reshard.plan.checks import needed
 from reshard.plan.editing import edited
 from reshard.plan.edits import NO_TABLE, edit_rules
-from reshard.plan.tables import words_of_packing
 from reshard.records.ledger import packing_of, recorded_strategy
 from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory
@@ -82,7 +81,7 @@ class Model(NamedTuple):
             none.
         tables: the tables that have these names; only that of the model's type, if there is one.
         undetermined: its options that the user must state, each with its possible values and their meaning.
-        packing: the table that the conversion that wrote the checkpoint recorded; see `words_of_packing`.
+        packing: of the conversion that wrote the checkpoint.
         names: of the tensors as a conversion without a table writes them, and of the values; None if unknown.
     """
 
@@ -91,7 +90,7 @@ class Model(NamedTuple):
     side: str | None = None
     tables: Sequence[str] = ()
     undetermined: Sequence[tuple[str, Sequence[str], str]] = ()
-    packing: Sequence[str] = ()
+    packing: Packing | None = None
     names: tuple[Sequence[str], Sequence[str]] | None = None
 
 
@@ -433,8 +432,8 @@ class _Advisor:
             return ("--names", TABLE if len(model.tables) > 1 else model.tables[0])
         if model.side != side:
             return ()
-        if model.packing:
-            return tuple(words_of_packing(model.packing))
+        if model.packing is not None:
+            return tuple(model.packing.words)
         if model.config is None or model.type is None or model.type not in model.tables:
             self._texts[TABLE] = (
                 f"The table for the model; of the built-in ones, {', '.join(model.tables)} have such names. State its "

@@ -187,12 +187,12 @@ class _ShapeClass(NamedTuple):
 
     Attributes:
         operations: with their sizes.
-        count: the number of results.
+        results: their number.
         error: the problem, if it cannot be applied.
     """
 
     operations: tuple[SizedOperation, ...]
-    count: int
+    results: int
     error: str = ""
 
 
@@ -324,7 +324,7 @@ class _Application:
             if shape_class.error:
                 self.problems.note(f"{sided.rule.where}: {shape_class.error}", names[0])
                 continue
-            targets = self._targets(key, sided, shape_class.count, names)
+            targets = self._targets(key, sided, shape_class.results, names)
             if targets is not None:
                 self._add(sided, shape_class, names, targets)
         self.steps += [AppliedStep("", (), (name,), (name,)) for name in self.unchanged]

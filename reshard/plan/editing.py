@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.checkpoints import Tensor
-from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, GlobalTensor, Recipe, TiedTensors
+from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, GlobalTensor, Packing, Recipe, TiedTensors
 from reshard.checkpoints.formats.dtypes import INT4, TEXT
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import EditedStep, Side
@@ -68,8 +68,7 @@ class Editing:
         self._applied: list[AppliedTable] = []
         # Tied tensors, of which rules use one.
         self._tied: Sequence[TiedTensors] = ()
-        # The table that gave the names, see `EditedCheckpoint.packing`.
-        self._packing: tuple[str, ...] = ()
+        self._packing: Packing | None = None
 
     def result(self) -> EditedCheckpoint:
         """The edited checkpoint."""
@@ -208,9 +207,9 @@ class Editing:
         packing = packing_of(edits, table, applied)
         # Form and names determine all packing of a table for all model families.
         is_recorded = table is edits.table
-        if old != HUB_SIDE and is_recorded:
+        if old != HUB_SIDE and is_recorded and edits.source_packing is not None:
             check_packing(self._checkpoint.place, edits.source_packing, packing, table.packing_options, report)
-        self._packing = packing if new != HUB_SIDE and is_recorded else ()
+        self._packing = packing if new != HUB_SIDE and is_recorded else None
         # Rules that move values are refused elsewhere.
         recipes = self.recipes
         tied = [self._compared(*pair) for pair in applied.tied if recipes.keys() >= {*pair}]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.asked import Conversion, Edits, Target, Task
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.checkpoint import Addition, GlobalTensor
+from reshard.checkpoints.checkpoint import Addition, GlobalTensor, Packing
 from reshard.checkpoints.formats.dtypes import CAST_TO, dtype_named
 from reshard.errors import UsageError
 from reshard.forms.form import Form, Names, Side
@@ -77,7 +77,7 @@ class EditRules(NamedTuple):
         quantisation: how quantised tensors are recognised, and their type after dequantising, the first edit; None to
             copy codes and scales unchanged.
         config_path: the file or directory of the model's configuration, if it was named or is the source's.
-        source_packing: the `packing` that the source's records list; empty without records of a table.
+        source_packing: of the source, if its records list it.
         source_side: whose names the source's form has.
         side: whose names the target's loaders expect; None if nothing is written.
         exclude: patterns of names that no table lists, and that are left out where the source's form decides its side.
@@ -96,7 +96,7 @@ class EditRules(NamedTuple):
     to_trainer: bool = False
     quantisation: Quantisation | None = None
     config_path: str | None = None
-    source_packing: tuple[str, ...] = ()
+    source_packing: Packing | None = None
     source_side: Side | None = None
     side: Side | None = None
     exclude: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ class EditRules(NamedTuple):
         """Whether all names, packing and types are unchanged."""
         # Without a table, these change nothing.
         changes = self._replace(
-            config=None, config_path=None, source_packing=(), source_side=None, side=None, exclude=()
+            config=None, config_path=None, source_packing=None, source_side=None, side=None, exclude=()
         )
         return changes == NO_EDITS
 
@@ -157,10 +157,10 @@ class EditRules(NamedTuple):
 
     def recorded_options(self, table: NameRules) -> Mapping[str, str]:
         """The options of the table that was asked for, if the source's records list them; none for another."""
-        recorded = dict(text.split("=", 1) for text in self.source_packing)
-        if table is not self.table or recorded.get("table") != recorded_name(table):
+        recorded = self.source_packing
+        if recorded is None or table is not self.table or recorded.table != recorded_name(table):
             return {}
-        return {key[len("option ") :]: value for key, value in recorded.items() if key.startswith("option ")}
+        return recorded.options
 
     def possible_names(self, name: str) -> Iterator[str | None]:
         """The possible names of a tensor; None for a name that depends on other tensors."""
@@ -314,7 +314,7 @@ def _asked_rules(src: str, asked: Edits, to: Form | None, step: str, args: str |
         renamed_one_by_one=exactly,
         quantisation=None if asked.dequantize is None else _quantisation(asked.dequantize, src, sizes),
         config_path=config,
-        source_packing=packing_of(src) if tables else (),
+        source_packing=packing_of(src) if tables else None,
         source_side=form.options.side,
         exclude=asked.exclude if len(tables) > 1 else (),
     )
