@@ -139,13 +139,18 @@ class LowRank:
 
 
 class Adapter:
-    """The additions of an adapter; see `edits.Additions`.
+    """What an adapter adds to the tensors of a checkpoint.
 
     Args:
         tensors: of the adapter, opened.
         place: its path, for messages.
         scale: the factor of the products of its matrices.
         overflowed: called with the number of elements that become infinite.
+
+    Attributes:
+        identity: a text; adapters that add the same have equal texts.
+        paths: its files.
+        handles: its open files, and the source's: one cache detects every file that changes meanwhile.
 
     Raises:
         CheckpointError: no adapter, or an unsupported kind.

@@ -128,8 +128,7 @@ def apply_rules(
         side = side_of(rules, settled, shapes, reverse)
         run = _Application(rules, side, shapes, optimizer, settled, values, left_out)
         run.sort()
-        UnusedRules(side, run.instances, run.problems).check(rules.keeps_others)
-        run.check_used()
+        UnusedRules(side, run.instances, run.problems).check(rules.keeps_others, run.ambiguous)
         run.apply()
         run.problems.check()
         return run.applied()
@@ -182,20 +181,6 @@ InstanceNames = dict[tuple[int, tuple[int, ...]], str]
 """The names that one rule converts together, per column and values of the stacked numbers."""
 
 
-class _ShapeClass(NamedTuple):
-    """A rule on tensors of certain shapes.
-
-    Attributes:
-        operations: with their sizes.
-        results: their number.
-        error: the problem, if it cannot be applied.
-    """
-
-    operations: tuple[SizedOperation, ...]
-    results: int
-    error: str = ""
-
-
 @dataclass
 class _Application:
     rules: NameRules
@@ -220,7 +205,7 @@ class _Application:
     def __post_init__(self) -> None:
         excludable = self.left_out is not None
         self.problems = Misfits(self.rules, self.side, self.settled.values, self.shapes, excludable)
-        self._classes: dict[tuple[int, tuple[Shape, ...]], _ShapeClass] = {}
+        self._sized: dict[tuple[int, tuple[Shape, ...]], tuple[tuple[SizedOperation, ...], int] | str] = {}
 
     def sort(self) -> None:
         """Assign every name to a rule, or to unchanged, skipped or refused names."""
@@ -320,13 +305,14 @@ class _Application:
             names = self._sources(key, sided)
             if names is None:
                 continue
-            shape_class = self._class(key.rule, sided, tuple(self.shapes[name] for name in names))
-            if shape_class.error:
-                self.problems.note(f"{sided.rule.where}: {shape_class.error}", names[0])
+            sized = self._sized_for(key.rule, tuple(self.shapes[name] for name in names))
+            if isinstance(sized, str):
+                self.problems.note(f"{sided.rule.where}: {sized}", names[0])
                 continue
-            targets = self._targets(key, sided, shape_class.results, names)
+            operations, results = sized
+            targets = self._targets(key, sided, results, names)
             if targets is not None:
-                self._add(sided, shape_class, names, targets)
+                self._add(AppliedStep(sided.rule.where, operations, names, targets))
         self.steps += [AppliedStep("", (), (name,), (name,)) for name in self.unchanged]
         made_of: dict[str, list[str]] = {}
         for step in self.steps:
@@ -340,14 +326,6 @@ class _Application:
             # Only names change: the order stays, too.
             place = {name: number for number, name in enumerate(self.shapes)}
             self.steps.sort(key=lambda step: place[step.sources[0]])
-
-    def check_used(self) -> None:
-        """Note unused rules of a table that keeps other names, where a mistyped rule would have no effect."""
-        if self.rules.keeps_others:
-            used = {key.rule for key in self.instances} | self.ambiguous
-            for number, sided in enumerate(self.side.sided):
-                if number not in used and not (sided.rule.optional or sided.rule.drops):
-                    self.problems.note_unused(sided)
 
     def _sources(self, key: InstanceKey, sided: SidedRule) -> tuple[str, ...] | None:
         """The names that a rule needs; None, after noting them, if some are missing."""
@@ -394,28 +372,24 @@ class _Application:
             for values in combinations([range(count or 0) for count in counts])
         )
 
-    def _class(self, number: int, sided: SidedRule, shapes: tuple[Shape, ...]) -> _ShapeClass:
-        """A rule on tensors of these shapes, which thousands of layers and experts share."""
-        shape_class = self._classes.get((number, shapes))
-        if shape_class is None:
+    def _sized_for(self, number: int, shapes: tuple[Shape, ...]) -> tuple[tuple[SizedOperation, ...], int] | str:
+        """The operations of a rule and their number of results, for shapes of many layers; or why they do not fit."""
+        if (number, shapes) not in self._sized:
+            operations = self.side.sided[number].rule.in_direction(self.side.reverse)
             try:
-                sized = sized_all(sided.rule.in_direction(self.side.reverse), shapes, self.side.sizes)
-                shape_class = _ShapeClass(*sized)
+                self._sized[number, shapes] = sized_all(operations, shapes, self.side.sizes)
             except SizeError as error:
-                shape_class = _ShapeClass((), 0, str(error))
-            self._classes[number, shapes] = shape_class
-        return shape_class
+                self._sized[number, shapes] = str(error)
+        return self._sized[number, shapes]
 
-    def _add(
-        self, sided: SidedRule, shape_class: _ShapeClass, names: tuple[str, ...], targets: tuple[str, ...]
-    ) -> None:
-        self.steps.append(AppliedStep(sided.rule.where, shape_class.operations, names, targets))
-        for operation in shape_class.operations:
+    def _add(self, step: AppliedStep) -> None:
+        self.steps.append(step)
+        for operation in step.operations:
             if operation.kind in (PAD, UNPAD):
-                self.notes.setdefault(_padding_note(operation), []).extend(targets)
+                self.notes.setdefault(_padding_note(operation), []).extend(step.targets)
             if operation.kind == TAKE:
-                each = len(names) // operation.count
-                pairs = ((names[number % each], name) for number, name in enumerate(names))
+                each = len(step.sources) // operation.count
+                pairs = ((step.sources[number % each], name) for number, name in enumerate(step.sources))
                 self.tied += [(one, other) for one, other in pairs if one != other]
 
     def _in_order(self) -> Iterator[InstanceKey]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.asked import Conversion, Edits, Target, Task
-from reshard.checkpoints import FileHandles
-from reshard.checkpoints.checkpoint import Addition, GlobalTensor, Packing
+from reshard.checkpoints.checkpoint import Packing
 from reshard.checkpoints.formats.dtypes import CAST_TO, dtype_named
 from reshard.errors import UsageError
 from reshard.forms.form import Form, Names, Side
@@ -20,6 +19,7 @@ from reshard.text.globs import Filters
 from reshard.text.names import is_near_experts, trainer_optimizer
 
 if TYPE_CHECKING:
+    from reshard.lora import Adapter
     from reshard.names import NameRules, Naming
     from reshard.plan.casts import CastRule
     from reshard.quantised import Quantisation
@@ -27,30 +27,6 @@ if TYPE_CHECKING:
 
 PLAIN_WEIGHTS, PLAIN_ALL, PLAIN_KNOWN = "weights", "all", "known"
 """The part of a trainer's state that is renamed to a model's names; ``known``: all, as far as they are decided."""
-
-
-class Additions(Protocol):
-    """Additions to tensors of a checkpoint, such as an adapter.
-
-    Attributes:
-        identity: a text; equal additions have equal texts.
-        paths: its files.
-        handles: the open files of additions and source; one cache detects every file that changes meanwhile.
-    """
-
-    identity: str
-    paths: frozenset[str]
-    handles: FileHandles
-
-    def fit(self, tensors: Mapping[str, GlobalTensor]) -> Mapping[str, Addition]:
-        """The addition of each tensor that has one.
-
-        Raises:
-            CheckpointError: the additions do not fit these tensors.
-        """
-
-    def is_part(self, name: str) -> bool:
-        """Whether a tensor belongs to the additions and is not written itself."""
 
 
 AppliedTable = tuple["NameRules", Mapping[str, str], bool]
@@ -68,7 +44,7 @@ class EditRules(NamedTuple):
         reverse: whether the table is read from right to left; None: the direction that fits.
         optimizer: whether the table's rules also apply to optimizer state.
         casts: requested types; the last match wins.
-        additions: additions to tensors under their old names; they exclude casts.
+        additions: an adapter, added to tensors under their old names; it excludes casts.
         renamed_one_by_one: other names of single tensors, after the rules; None for skipped ones.
         from_trainer: first change names of a trainer's state to those of a model: ``weights`` skips optimizer state,
             ``all`` and ``known`` give it MindSpore's names; None for unchanged names.
@@ -89,7 +65,7 @@ class EditRules(NamedTuple):
     reverse: bool | None = None
     optimizer: bool = False
     casts: tuple[CastRule, ...] = ()
-    additions: Additions | None = None
+    additions: Adapter | None = None
     renamed_one_by_one: tuple[tuple[str, str | None], ...] = ()
     from_trainer: str | None = None
     published_experts: bool = False
