@@ -167,10 +167,11 @@ class Adapter:
         self._blocks = MatrixCache(_CACHE_BYTES)
         self._products = MatrixCache(_TILE_BYTES)
         ranks = {pair.stem: self._rank(pair) for pair in pairs}
-        scale.check(ranks)
+        self._alphas = scale.alphas_of(ranks)
         hashed = hashlib.sha256(repr(scale.fan_in_fan_out).encode())
         for pair in pairs:
-            hashed.update(f"{pair} {scale.of(pair.stem, ranks[pair.stem])!r}\n".encode(errors="surrogateescape"))
+            factor = scale.of(self._alphas[pair.stem], ranks[pair.stem])
+            hashed.update(f"{pair} {factor!r}\n".encode(errors="surrogateescape"))
             for name in (pair.down, pair.up):
                 tensor = tensors[name]
                 hashed.update(f"{tensor.shape} {tensor.dtype_name}\n".encode())
@@ -206,10 +207,9 @@ class Adapter:
     def other_alphas(self) -> dict[float, list[str]]:
         """The modules with their own alpha, by alpha."""
         modules: dict[float, list[str]] = {}
-        for pair in self._pairs:
-            alpha = self._scale.alpha_of(pair.stem)
+        for stem, alpha in self._alphas.items():
             if alpha != self._scale.alpha:
-                modules.setdefault(alpha, []).append(module_of(pair.stem))
+                modules.setdefault(alpha, []).append(module_of(stem))
         return modules
 
     def is_part(self, name: str) -> bool:
@@ -256,7 +256,7 @@ class Adapter:
             (weight.shape[0], weight.shape[1]),
             weight.dtype,
             lambda rows, columns: self._matrices(pair, transposed, rows, columns),
-            self._scale.of(pair.stem, down.shape[0]),
+            self._scale.of(self._alphas[pair.stem], down.shape[0]),
             self._overflowed,
             self._products,
             self._paths(pair),

@@ -273,6 +273,7 @@ def sums_of(
     written_names = {base.model_names[name]: name for name in sums}
     names = {pair.stem: written_names[weight_of(pair, written_names)] for pair in pairs}
     products = {pair.stem: adapter.tensors[pair.up].shape[:1] + adapter.tensors[pair.down].shape[1:] for pair in pairs}
+    alphas = scale.alphas_of({pair.stem: adapter.tensors[pair.down].shape[0] for pair in pairs})
     transposed = scale.transposed({stem: (product, sums[names[stem]].shape) for stem, product in products.items()})
     for pair in pairs:
         name = names[pair.stem]
@@ -285,7 +286,7 @@ def sums_of(
             weight,
             up,
             down,
-            scale.of(pair.stem, down.shape[0]),
+            scale.of(alphas[pair.stem], down.shape[0]),
             transposed[pair.stem],
             weight.shards,
         )
