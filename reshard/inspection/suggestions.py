@@ -243,6 +243,7 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
         # Slices, if it is unknown how they are cut.
         shapes = {item.name: item.shapes[0] for item in contents.stored} if contents else {}
     sides: dict[str, list[str]] = {}
+    undetermined: list[tuple[str, Sequence[str], str]] = []
     for name in builtin_names() if table is None else [table]:
         rules = rules_named(name)
         if rules.keeps_others:
@@ -252,19 +253,16 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
             settled = settle(rules, None if table is None else config, shapes)
             side = rules.sides[side_of(rules, settled, shapes, None).reverse]
             sides.setdefault(side, []).append(name)
-    model = Model(config, type, names=names)
+            about = {option.name: option.about for option in rules.options}
+            undetermined = [
+                (option, values, f"{' or '.join(values)}. {about[option]}")
+                for option, values in settled.undetermined.items()
+                if name == table
+            ]
     if not sides:
-        return model
+        return Model(config, type, names=names)
     side = max(sides, key=lambda each: len(sides[each]))
-    model = model._replace(side=side, tables=sides[side])
-    if table is None or config is None:
-        return model
-    rules = rules_named(table)
-    about = {option.name: option.about for option in rules.options}
-    undetermined = settle(rules, config, shapes).undetermined.items()
-    return model._replace(
-        undetermined=[(name, values, f"{' or '.join(values)}. {about[name]}") for name, values in undetermined]
-    )
+    return Model(config, type, side, sides[side], undetermined, names=names)
 
 
 def _megatron_model(src: str, inspected: Inspected, model: Model) -> Model:

@@ -17,16 +17,15 @@ from reshard.names.operations import PAD, TAKE, UNPAD, Copy, Shape, SizedOperati
 from reshard.names.pattern import Pattern, SizedPattern
 from reshard.names.rules import (
     HUB_SIDE,
-    NONE_RECORDED,
     InstanceKey,
     NameMatch,
     NameRules,
     Settled,
     SidedRule,
     TableSide,
-    UndeterminedError,
     settle,
     side_of,
+    undetermined_error,
     with_options,
 )
 from reshard.text.messages import listing, plural, quoted
@@ -55,6 +54,7 @@ class Applied:
     """The result of rules on a checkpoint.
 
     Attributes:
+        rules: the table.
         reversed: whether the rules were applied from right to left.
         steps: the steps, in the order of the rules and of the numbers in names.
         shapes: of all tensors of the source.
@@ -66,6 +66,7 @@ class Applied:
         sizes: the sizes of the model that the rules used.
     """
 
+    rules: NameRules
     reversed: bool
     steps: tuple[AppliedStep, ...]
     shapes: Mapping[str, Shape]
@@ -98,7 +99,7 @@ def apply_rules(
     reverse: bool | None = None,
     optimizer: bool = False,
     values: AbstractSet[str] = frozenset(),
-    recorded: Mapping[str, str] = NONE_RECORDED,
+    recorded: Mapping[str, str] = {},
     contents: bool = True,
     to_huggingface: bool = False,
     left_out: Callable[[str], bool] | None = None,
@@ -119,8 +120,8 @@ def apply_rules(
         left_out: whether a weight that no rule lists is skipped; without it, it is an error.
 
     Raises:
-        UsageError: the names are Hugging Face's already, and only these are expected.
-        UndeterminedError: several values of an option fit, and their results differ.
+        UsageError: the names are Hugging Face's already, and only these are expected; or several values of an option
+            fit, and their results differ.
         NamesError: rules and source do not fit, a size is missing or contradicts a shape.
     """
 
@@ -153,22 +154,8 @@ def apply_rules(
                     undetermined.append((name, possible))
                     break
     if undetermined:
-        raise UndeterminedError(rules, undetermined)
+        raise undetermined_error(rules, undetermined)
     return result
-
-
-def is_reversed(
-    rules: NameRules,
-    shapes: Mapping[str, Shape],
-    config: Mapping[str, object] | None = None,
-    recorded: Mapping[str, str] = NONE_RECORDED,
-) -> bool:
-    """Whether the names of a checkpoint are those of the right side.
-
-    Raises:
-        NamesError: they fit both sides, or none.
-    """
-    return side_of(rules, settle(rules, config, shapes, recorded), shapes, None).reverse
 
 
 def _made(applied: Applied, contents: bool) -> Mapping[str, object]:
@@ -422,6 +409,7 @@ class _Application:
             if count is None and any(number in sided.free for sided in self.side.sided)
         ]
         return Applied(
+            self.rules,
             self.side.reverse,
             tuple(self.steps),
             self.shapes,

@@ -16,8 +16,6 @@ _MOST_MISSING = 10000
 Values = tuple[int, ...]
 """The values of a rule's numbers."""
 
-_NONE_FIXED: Mapping[str, int] = {}
-
 
 class Misfits:
     """All problems between a table and a checkpoint."""
@@ -137,7 +135,7 @@ class UnusedRules:
         # Numbers of the table start at 0 without gaps; other numbers may have any values.
         return range(max(present) + 1) if present and number in self._side.counts else sorted(present)
 
-    def _expected(self, sided: SidedRule, fixed: Mapping[str, int] = _NONE_FIXED) -> Iterator[Values]:
+    def _expected(self, sided: SidedRule, fixed: Mapping[str, int] = {}) -> Iterator[Values]:
         return combinations([[fixed[each]] if each in fixed else self._expected_of[each] for each in sided.free])
 
     def check(self, keeps_others: bool, ambiguous: Collection[int]) -> None:

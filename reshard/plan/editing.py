@@ -15,13 +15,13 @@ from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import EditedStep, Side
 from reshard.layout.views import View
 from reshard.plan.casts import cast
-from reshard.plan.edits import AppliedTable, EditRules
+from reshard.plan.edits import EditRules
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import Report, as_pattern, listing, plural, quoted
 from reshard.text.names import is_training_value
 
 if TYPE_CHECKING:
-    from reshard.names import Applied, NameRules, SizedOperation
+    from reshard.names import Applied, SizedOperation
 
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
@@ -65,7 +65,7 @@ class Editing:
         self.recipes: Mapping[str, Recipe] = {name: Recipe((name,)) for name in checkpoint.tensors}
         self.values: AbstractSet[str] = {*checkpoint.values(), *checkpoint.without_layout()}
         self.unseen: Mapping[str, str | None] = {name: name for name in checkpoint.unseen}
-        self._applied: list[AppliedTable] = []
+        self._applied: list[Applied] = []
         # Tied tensors, of which rules use one.
         self._tied: Sequence[TiedTensors] = ()
         self._packing: Packing | None = None
@@ -186,16 +186,16 @@ class Editing:
             _check_not_quantised(self._checkpoint)
         for edge in path_of(self.edits, self._shapes()):
             applied = apply_table(self.edits, edge, self._shapes())
-            self._apply_table(edge.rules, applied)
-            self._applied.append((edge.rules, applied.options, applied.reversed))
+            self._apply_table(applied)
+            self._applied.append(applied)
         self.unseen = dict.fromkeys(self.unseen)
 
-    def _apply_table(self, table: NameRules, applied: Applied) -> None:
+    def _apply_table(self, applied: Applied) -> None:
         # Loaded only here: most conversions have no rules.
         from reshard.names import HUB_SIDE
         from reshard.plan.tables import check_packing, packing_of
 
-        edits, report = self.edits, self._report
+        edits, report, table = self.edits, self._report, applied.rules
         old, new = table.sides[:: -1 if applied.reversed else 1]
         report.note(f"names and packing by the rules {table.path}: {old} to {new}")
         if applied.tied and not self._complete:
@@ -204,7 +204,7 @@ class Editing:
                 f"{quoted(first)} and {quoted(second)} cannot be compared without the whole source",
                 parameter=second,
             )
-        packing = packing_of(edits, table, applied)
+        packing = packing_of(edits, applied)
         # Form and names determine all packing of a table for all model families.
         is_recorded = table is edits.table
         if old != HUB_SIDE and is_recorded and edits.source_packing is not None:

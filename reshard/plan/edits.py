@@ -20,17 +20,13 @@ from reshard.text.names import is_near_experts, trainer_optimizer
 
 if TYPE_CHECKING:
     from reshard.lora import Adapter
-    from reshard.names import NameRules, Naming
+    from reshard.names import Applied, NameRules, Naming
     from reshard.plan.casts import CastRule
     from reshard.quantised import Quantisation
 
 
 PLAIN_WEIGHTS, PLAIN_ALL, PLAIN_KNOWN = "weights", "all", "known"
 """The part of a trainer's state that is renamed to a model's names; ``known``: all, as far as they are decided."""
-
-
-AppliedTable = tuple["NameRules", Mapping[str, str], bool]
-"""A table that was applied, all its options, and whether it was read from right to left."""
 
 
 class EditRules(NamedTuple):
@@ -113,17 +109,13 @@ class EditRules(NamedTuple):
         )
         return changes == NO_EDITS
 
-    def identity(self, tables: Sequence[AppliedTable] = ()) -> str:
-        """A text; edits that make equal tensors have equal texts.
-
-        Args:
-            tables: those of the chain.
-        """
+    def identity(self, tables: Sequence[Applied]) -> str:
+        """A text; edits, with the tables that were applied, that make equal tensors have equal texts."""
         texts = []
-        for rules, options, reverse in tables:
+        for each in tables:
             # The rest of a configuration may change between two runs.
-            sizes = json.dumps(rules.size_values(self.config), sort_keys=True)
-            texts.append((rules.text, sorted(options.items()), reverse, self.optimizer, sizes))
+            sizes = json.dumps(each.rules.size_values(self.config), sort_keys=True)
+            texts.append((each.rules.text, sorted(each.options.items()), each.reversed, self.optimizer, sizes))
         table = texts[0] if len(texts) == 1 else tuple(texts) or None
         renames = () if self.renames is None else tuple(rule.where for rule in self.renames.rules)
         additions = None if self.additions is None else self.additions.identity

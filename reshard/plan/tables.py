@@ -12,12 +12,12 @@ from reshard.names import (
     HUB_SIDE,
     Applied,
     Edge,
-    NameRules,
     Path,
     apply_rules,
     experts_table,
-    is_reversed,
     path,
+    settle,
+    side_of,
 )
 from reshard.plan.edits import EditRules, recorded_name
 from reshard.storage import absolute
@@ -41,8 +41,8 @@ def path_of(edits: EditRules, shapes: Mapping[str, tuple[int, ...]]) -> Path:
         return tuple(Edge(rules, edits.reverse) for rules in edits.tables)
     source, target = (HUB_SIDE if side is None else side.value for side in (edits.source_side, edits.side))
     if source != of_side.sides[1]:
-        is_right = edits.reverse or is_reversed(table, shapes, edits.config, edits.recorded_options(table))
-        source = table.sides[is_right]
+        settled = settle(table, edits.config, shapes, edits.recorded_options(table))
+        source = table.sides[edits.reverse or side_of(table, settled, shapes, None).reverse]
     chosen = path(edits.tables, source, target)
     applied = {name for edge in chosen for name, _ in edge.rules.chosen}
     unused = [f"{name}={value}" for name, value in table.chosen if name not in applied]
@@ -94,8 +94,9 @@ def for_experts(edits: EditRules, names: Iterable[str]) -> EditRules:
     return edits._replace(tables=(experts_table(fused, edits.config),), reverse=False)
 
 
-def packing_of(edits: EditRules, table: NameRules, applied: Applied) -> Packing:
+def packing_of(edits: EditRules, applied: Applied) -> Packing:
     """The packing that a table gave."""
+    table = applied.rules
     config = None if edits.config_path is None else absolute(edits.config_path)
     recorded = table.packing_options.union(name for name, _ in table.chosen)
     options = {name: applied.options[name] for name in sorted(recorded)}
