@@ -100,16 +100,14 @@ class Suggestions:
 
     Attributes:
         strategy: the path of the strategy that commands use; None if unknown or recorded in the checkpoint.
-        fits_headers: it is the only one beside the checkpoint that fits the headers.
-        recorded: the records of the conversion that wrote the checkpoint name it.
+        found_by: why it is this one, where none was named.
         beside: other strategies near it.
     """
 
     inspected: Inspected
     problems: list[Problem]
     strategy: str | None = None
-    fits_headers: bool = False
-    recorded: bool = False
+    found_by: str | None = None
     beside: Sequence[Strategy] = ()
     model: Model = field(default_factory=Model)
     items: Sequence[Suggestion] = ()
@@ -146,18 +144,21 @@ def suggest(source: Source, devices: int | None = None, options: Sequence[str] =
         raise CheckpointError(f"{src}: is the {part} of one rank", file=src, hint=hint)
     beside = strategies_in(places)
     fitting: list[Strategy] = []
+    found_by = None
     recorded = recorded_strategy(src) if needs_strategy and strategy is None else None
     if recorded is not None:
         strategy, inspected = recorded.strategy, inspect(source, recorded.strategy)
+        found_by = "recorded by the conversion that wrote this checkpoint"
     elif needs_strategy and strategy is None:
         judged = []
         for each in _possible(inspected, beside):
             with suppress(InputError):
-                judged.append((each, inspect(source, each)))
-        judged = [(each, by_it) for each, by_it in judged if by_it.shown.checkpoint is not None]
+                by_it = inspect(source, each)
+                judged += [] if by_it.shown.checkpoint is None else [(each, by_it)]
         fitting = [each for each, _ in judged]
         if len(judged) == 1:
             ((strategy, inspected),) = judged
+            found_by = "the only one here that fits the ranks, names and shapes in the headers"
     problems = problems_of(inspected)
     model = _model(src, inspected, places, problems)._replace(packing=packing_of(src))
     advisor = _Advisor(_argument(src), devices, strategy, tuple(options), inspected, model, beside, fitting)
@@ -165,8 +166,7 @@ def suggest(source: Source, devices: int | None = None, options: Sequence[str] =
         inspected,
         problems,
         None if strategy is None else strategy.path,
-        bool(fitting),
-        recorded is not None,
+        found_by,
         beside,
         model,
         [*resumed, *advisor.all()],

@@ -20,7 +20,7 @@ from reshard.checkpoints.formats.elements import widen
 from reshard.errors import CheckpointError
 from reshard.execute.casts import Cast, Overflowed
 from reshard.layout import Box, inside, intersection
-from reshard.lora.pairs import Pair, is_matrix, module_of, name_beside, pairs_of, weight_of, whole_weights
+from reshard.lora.pairs import Pair, is_matrix, module_of, pairs_of, weight_of
 from reshard.lora.scale import Scale
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.text.messages import listing, quoted
@@ -313,7 +313,9 @@ def check_beside(adapter: OpenedCheckpoint, place: str, base: OpenedCheckpoint) 
             hint="merge them first, with this base as BASE and as ADAPTER, or skip them with "
             "`reshard convert --exclude '*lora_*'`",
         )
-    names = {name: name if name in base else name_beside(name) for name in whole_weights(adapter.keys())}
+    whole = sorted(name for name in adapter if is_weight(name, adapter) and not is_matrix(name))
+    # Under PEFT's names, such as that of an embedding which was trained whole.
+    names = {name: name if name in base else module_of(name).replace(".base_layer.", ".") for name in whole}
     shared = [name for name, own in names.items() if own in base]
     differing = [name for name in shared if not _same(adapter[name], base[names[name]])]
     if differing:

@@ -1,4 +1,7 @@
-"""The checkpoint that edits of names, packing and types make of a source."""
+"""The checkpoint that edits of names, packing and types make of a source.
+
+Tables of names, and codes, have modules that few edits load.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from reshard.forms.form import EditedStep, Side
 from reshard.layout.views import View
 from reshard.plan.casts import cast
 from reshard.plan.edits import EditRules
+from reshard.plan.masters import as_weights, with_masters
+from reshard.plan.trainers import keys_for_trainer, laid_out, names_for_trainer, names_from_trainer, names_in_model
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import Report, as_pattern, listing, plural, quoted
 from reshard.text.names import is_training_value
@@ -74,8 +79,6 @@ class Editing:
         """The edited checkpoint."""
         checkpoint, nested = self._checkpoint, self._checkpoint.nested
         if nested or self.edits.to_trainer:
-            from reshard.plan.trainers import keys_for_trainer
-
             nested = keys_for_trainer(self.edits, self.recipes, nested)
         with_objects = self.edits.keeps_objects
         if checkpoint.objects and not with_objects:
@@ -100,7 +103,6 @@ class Editing:
 
     def dequantise(self) -> None:
         """Replace codes and scales by the numbers that they stand for; dimensions of some are swapped in files."""
-        # Loaded only here: most conversions have nothing quantised.
         from reshard.quantised import dequantised, describe
 
         assert self.edits.quantisation is not None
@@ -118,8 +120,6 @@ class Editing:
 
     def name_as_in_model(self) -> None:
         """Remove the words of a trainer's state from names."""
-        from reshard.plan.trainers import names_from_trainer
-
         self._rename(names_from_trainer(self.edits, self._checkpoint.tensors, self._checkpoint, self._report))
 
     def publish_experts(self) -> None:
@@ -161,8 +161,6 @@ class Editing:
 
     def add(self) -> None:
         """Add to tensors, by their names in the model, and remove the tensors of the additions."""
-        from reshard.plan.trainers import names_in_model
-
         additions = self.edits.additions
         assert additions is not None
         model_names = names_in_model(self.edits, self.recipes, self._checkpoint)
@@ -191,7 +189,6 @@ class Editing:
         self.unseen = dict.fromkeys(self.unseen)
 
     def _apply_table(self, applied: Applied) -> None:
-        # Loaded only here: most conversions have no rules.
         from reshard.names import HUB_SIDE
         from reshard.plan.tables import check_packing, packing_of
 
@@ -289,7 +286,6 @@ class Editing:
         """The tensors that operations make of others, which may be parts of several in files."""
         if not operations:
             return operands
-        # Loaded only here: most conversions have no rules.
         from reshard.names import viewed
 
         stored = [*dict.fromkeys(itertools.chain.from_iterable(each.sources for each in operands))]
@@ -329,12 +325,8 @@ class Editing:
         edits, report = self.edits, self._report
         new_names: Mapping[str, str | None] = {}
         if edits.to_trainer:
-            from reshard.plan.trainers import names_for_trainer
-
             new_names = names_for_trainer(edits, {*self.recipes, *self.unseen_names}, report)
         if edits.side is Side.HUGGINGFACE:
-            from reshard.plan.masters import as_weights
-
             self.recipes = as_weights(self._checkpoint, self.recipes, new_names, edits.casts, report)
         if not edits.to_trainer:
             return
@@ -350,8 +342,6 @@ class Editing:
 
     def add_masters(self) -> None:
         """Add the master copies that the target's trainers have beside weights."""
-        from reshard.plan.masters import with_masters
-
         self.recipes = with_masters(self._checkpoint, self.recipes)
 
     def cast(self) -> None:
@@ -414,8 +404,6 @@ def step_editor(edits: EditRules, target: Strategy) -> Callable[[Checkpoint], Ed
         if target.path == SAME:
             strategy = same_layouts(target, result)
         elif edits.to_trainer:
-            from reshard.plan.trainers import laid_out
-
             # Parameters that no file has are needed if the target's strategy lists them.
             strategy = laid_out(edits, target, {*result.tensors, *filter(None, result.unseen.values())})
         return EditedStep(result.tensors, strategy, result.unseen)

@@ -46,6 +46,7 @@ from reshard.quantised.values import (
     dequantise,
     factors_of,
     multiply,
+    numbers_of,
     scale_box,
     tables_of,
     tables_of_exponents,
@@ -157,7 +158,7 @@ class ScaledCodes:
         self._tensor = tensor
         self._scales = scales
         self._offsets = offsets
-        self._per_byte = 2 if tensor.code == E2M1 else 1
+        self._per_byte: int = numbers_of(tensor.code).shape[1]
         self._sharing = math.prod(map(min, tensor.block, tensor.shape))
         self._compared = False
         # One set of tables has the results of all scales; vector arithmetic is faster, but not for these types.
@@ -372,7 +373,8 @@ def _unpacked(sharding: Sharding, tensor: Quantised, codes: GlobalTensor) -> Sha
         if len(edges[-1]) > 2:
             raise CheckpointError(f"{quoted(tensor.codes)} is cut within groups of codes", parameter=tensor.codes)
         edges = (*edges[:-2], tuple(edge * codes.shape[-1] for edge in edges[-2]))
-    return _Unpacked(Grid((*edges[:-1], tuple(edge * 2 for edge in edges[-1]))), sharding)
+    packed = codes.item_size * numbers_of(tensor.code).shape[1]
+    return _Unpacked(Grid((*edges[:-1], tuple(edge * packed for edge in edges[-1]))), sharding)
 
 
 def _scales(base: Checkpoint, name: str, tensor: Quantised) -> _Scales:
