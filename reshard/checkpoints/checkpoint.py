@@ -271,7 +271,7 @@ class TiedTensors(NamedTuple):
         copies: the tensors equal to it.
         reason: the consequence of a difference, for the error's text after ``... differ:``.
         hint: the error's hint.
-        relying: names of further tensors that may be used only if these are equal.
+        only_if_equal: names of further tensors that may be used only then.
         optional: to be compared only where a run converts all of them whole.
     """
 
@@ -279,14 +279,14 @@ class TiedTensors(NamedTuple):
     copies: tuple[GlobalTensor, ...]
     reason: str
     hint: str
-    relying: tuple[str, ...] = ()
+    only_if_equal: tuple[str, ...] = ()
     optional: bool = False
 
     def concerns(self, names: Collection[str]) -> bool:
         """Whether they have to be equal for tensors of the files with these names to be used."""
         if self.optional:
             return all(tensor.name in names for tensor in (self.representative, *self.copies))
-        return any(name in names for name in (self.representative.name, *self.relying))
+        return any(name in names for name in (self.representative.name, *self.only_if_equal))
 
 
 class StoredObject(NamedTuple):

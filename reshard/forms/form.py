@@ -72,7 +72,7 @@ class FormOptions(NamedTuple):
         spellings: its trainers have saved the same state under several names, and a copy gets those of today.
         metadata: keys in the headers of its files that its reader checks.
         arguments: it records the arguments of the training, which --args states.
-        counters: the values of a training that it records, as numbers of its own; None for all, as they are.
+        counters: training values that the form keeps in its records, not as tensors; None for all, as they are.
     """
 
     unit: str = "file"

@@ -162,7 +162,7 @@ class ChunkedCheckpoint(RecordedCheckpoint):
     Attributes:
         file_count: files; several holder numbers may be of one file.
         chunks: tensors as metadata describes them, by name.
-        chunk_holders: per tensor the holder number of each chunk; None for chunks without elements of others.
+        chunk_holders: per tensor the holder number of each chunk; None for one without elements, which is never read.
     """
 
     file_count: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -13,7 +12,7 @@ from typing import NamedTuple
 from reshard.errors import NamesError, UsageError
 from reshard.layout.views import View
 from reshard.names.misfits import Misfits, UnusedRules, combinations
-from reshard.names.operations import PAD, TAKE, UNPAD, Copy, Shape, SizedOperation, sized_all, viewed
+from reshard.names.operations import PAD, TAKE, UNPAD, Copy, Shape, SizedOperation, results, sized_all
 from reshard.names.pattern import Pattern, SizedPattern
 from reshard.names.rules import (
     HUB_SIDE,
@@ -80,16 +79,9 @@ class Applied:
     def views(self) -> Iterator[tuple[str, tuple[str, ...], View]]:
         """Each result: its name, the tensors that it is made of, and its view of these."""
         for step in self.steps:
-            views = _views(step.operations, tuple(self.shapes[name] for name in step.sources))
-            for name, (needed, view) in zip(step.targets, views):
+            operands = tuple((self.shapes[name], (number,)) for number, name in enumerate(step.sources))
+            for name, (needed, view) in zip(step.targets, results(step.operations, operands)):
                 yield name, tuple(step.sources[number] for number in needed), view
-
-
-@functools.lru_cache(maxsize=256)
-def _views(operations: tuple[SizedOperation, ...], shapes: tuple[Shape, ...]) -> list[tuple[tuple[int, ...], View]]:
-    """The results of operations, alike for layers and experts: the operands that each needs, and its view of these."""
-    views = viewed(operations, [View.whole(number, shape) for number, shape in enumerate(shapes)])
-    return [view.with_needed_sources() for view in views]
 
 
 def apply_rules(

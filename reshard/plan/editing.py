@@ -252,12 +252,10 @@ class Editing:
         """Set the tensors and values after rules; refuse rules that take an entry without a layout."""
         recipes: dict[str, Recipe] = {}
         values: set[str] = set()
-        # Layers are made alike.
-        known: dict[object, Sequence[tuple[tuple[int, ...], View]]] = {}
         for step in applied.steps:
             loose = {source for source in step.sources if source not in self.recipes}
             operands = [self.recipes.get(source) or Recipe((source,)) for source in step.sources]
-            for name, recipe in zip(step.targets, self._made(step.operations, operands, known)):
+            for name, recipe in zip(step.targets, self._made(step.operations, operands)):
                 no_layout = next((source for source in recipe.sources if source in loose), None)
                 if no_layout is None:
                     recipes[name] = recipe
@@ -277,32 +275,20 @@ class Editing:
             self._report.note(note)
         self.recipes, self.values = recipes, values
 
-    def _made(
-        self,
-        operations: Sequence[SizedOperation],
-        operands: Sequence[Recipe],
-        known: dict[object, Sequence[tuple[tuple[int, ...], View]]],
-    ) -> Iterable[Recipe]:
+    def _made(self, operations: tuple[SizedOperation, ...], operands: Sequence[Recipe]) -> Iterable[Recipe]:
         """The tensors that operations make of others, which may be parts of several in files."""
         if not operations:
             return operands
-        from reshard.names import viewed
+        from reshard.names import results
 
         stored = [*dict.fromkeys(itertools.chain.from_iterable(each.sources for each in operands))]
         number_of = {name: number for number, name in enumerate(stored)}
-        parts = [
+        parts = tuple(
             (self._shape(each) if each.view is None else each.view, tuple(number_of[name] for name in each.sources))
             for each in operands
-        ]
-        key = (operations, *parts)
-        if key not in known:
-            views = [
-                (part if isinstance(part, View) else View.whole(0, part)).with_sources(numbers)
-                for part, numbers in parts
-            ]
-            known[key] = [view.with_needed_sources() for view in viewed(operations, views)]
+        )
         made = []
-        for numbers, view in known[key]:
+        for numbers, view in results(operations, parts):
             sources = tuple(stored[number] for number in numbers)
             is_whole = len(sources) == 1 and view.is_all_of(self._shape_in_files(sources[0]))
             made.append(Recipe(sources, None if is_whole else view))
