@@ -151,9 +151,7 @@ def dequantised_tensors(base: Source, quantisation: Quantisation) -> tuple[dict[
     # Imported only here: most sources have nothing quantised.
     from reshard.quantised import recognise, stored_tensors
 
-    recognised = recognise(
-        stored_tensors(base.checkpoint), quantisation.config, quantisation.description, quantisation.place
-    )
+    recognised = recognise(stored_tensors(base.checkpoint), quantisation)
     dropped = {source for each in recognised.tensors.values() for source in each.sources}
     dropped.update(recognised.left_out)
     tensors: dict[str, Content] = {name: tensor for name, tensor in base.tensors.items() if name not in dropped}
