@@ -157,27 +157,17 @@ NO_EDITS = EditRules()
 """Unchanged names, packing and types."""
 
 
-def between_forms(edits: EditRules, src: str, form: Form, to: Form, keep: bool = False) -> EditRules:
+def _with_implied(edits: EditRules, src: str, form: Form, to: Form, named: bool) -> EditRules:
     """The edits, with the renaming that a conversion between two forms implies.
 
     A trainer's names become those of a model where the target has only these, or where a table needs them, and a
     model's names those of a trainer's state where the target's trainers expect them. --rename turns this off.
-    Fused experts of PyTorch's trainers get their published names, unless --names is given.
-
-    Args:
-        edits: the requested edits.
-        src: the source; its config.json is the default.
-        form: of the source.
-        to: of the target.
-        keep: --names is given, perhaps as none.
-
-    Raises:
-        ReshardError: the configuration cannot be read.
+    Fused experts of PyTorch's trainers get their published names, unless --names is given, perhaps as none.
     """
     source, target = form.options, to.options
     edits = edits._replace(source_side=source.side, side=target.side)
     published = target.names is Names.MODEL and target.side is Side.HUGGINGFACE
-    if published and not source.mindspore and form.name != to.name and not keep:
+    if published and not source.mindspore and form.name != to.name and not named:
         config, config_path = edits.config, edits.config_path
         # verl stores the configuration in a directory of its own.
         for path in (os.path.join(src, _CONFIG), os.path.join(src, "huggingface", _CONFIG)):
@@ -236,7 +226,7 @@ def edit_rules(
 
         options = {**to.table_options(target, rules.config), **dict(rules.table_of_side.chosen)}
         rules = rules._replace(tables=(rules.tables[0], with_options(rules.table_of_side, options)))
-    return between_forms(rules, src, form_of(src), to, keep=asked.names is not None)
+    return _with_implied(rules, src, form_of(src), to, named=asked.names is not None)
 
 
 def _asked_rules(src: str, asked: Edits, to: Form | None, step: str, args: str | None) -> EditRules:
