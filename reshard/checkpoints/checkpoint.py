@@ -271,7 +271,7 @@ class TiedTensors(NamedTuple):
         copies: the tensors equal to it.
         reason: the consequence of a difference, for the error's text after ``... differ:``.
         hint: the error's hint.
-        relying: names of further tensors that may be used only if these are equal.
+        only_if_equal: names of further tensors that may be used only then.
         optional: to be compared only where a run converts all of them whole.
     """
 
@@ -279,14 +279,14 @@ class TiedTensors(NamedTuple):
     copies: tuple[GlobalTensor, ...]
     reason: str
     hint: str
-    relying: tuple[str, ...] = ()
+    only_if_equal: tuple[str, ...] = ()
     optional: bool = False
 
     def concerns(self, names: Collection[str]) -> bool:
         """Whether they have to be equal for tensors of the files with these names to be used."""
         if self.optional:
             return all(tensor.name in names for tensor in (self.representative, *self.copies))
-        return any(name in names for name in (self.representative.name, *self.relying))
+        return any(name in names for name in (self.representative.name, *self.only_if_equal))
 
 
 class StoredObject(NamedTuple):
@@ -359,10 +359,6 @@ class Checkpoint(Protocol):
     def nested(self) -> Mapping[str, tuple[Any, ...]]:
         """Keys of the nested dictionaries that names were made of, where that is recorded."""
 
-    @property
-    def packing(self) -> tuple[str, ...]:
-        """The table of names that gave the names and the packing; empty if none did."""
-
     def order(self) -> list[str]: ...
 
     def tied_tensors(self) -> Sequence[TiedTensors]:
@@ -411,6 +407,29 @@ class Recipe(NamedTuple):
     added: Addition | None = None
 
 
+class Packing(NamedTuple):
+    """The table of names that gave tensors their packing, with all that other packing would differ in.
+
+    Attributes:
+        table: the name of a built-in table, or the absolute path of a file.
+        config: the absolute path of the model's configuration; None if none was named.
+        options: those that decide between rules for the same names, and those that were stated.
+        sizes: the sizes of the model that its rules used.
+    """
+
+    table: str
+    config: str | None
+    options: Mapping[str, str]
+    sizes: Mapping[str, int]
+
+    @property
+    def words(self) -> list[str]:
+        """The options --names and --config that ask for it."""
+        options = (f"{name}={value}" for name, value in self.options.items())
+        config = [] if self.config is None else ["--config", self.config]
+        return ["--names", ",".join([self.table, *options]), *config]
+
+
 class EditedTensors(ByName[GlobalTensor]):
     """Edited tensors by name, in the order of the recipes, created on demand."""
 
@@ -456,7 +475,7 @@ class EditedCheckpoint:
         nested: per name the keys of nested dictionaries in a trainer's state; None for those of the base.
         unseen: per parameter that the base's strategy lists and no file holds, its new name; None if only shapes
             could determine it.
-        packing: the table of names that was applied, its options and sizes, for records; `plan.edits` makes it.
+        packing: that of a table which was asked for and applied; None where names are Hugging Face's.
         with_objects: whether the base's objects belong to it.
     """
 
@@ -469,11 +488,11 @@ class EditedCheckpoint:
         tied: Sequence[TiedTensors] = (),
         unseen: Mapping[str, str | None] = MappingProxyType({}),
         nested: Mapping[str, tuple[Any, ...]] | None = None,
-        packing: Sequence[str] = (),
+        packing: Packing | None = None,
         with_objects: bool = True,
     ) -> None:
         self.identity = identity
-        self.packing = tuple(packing)
+        self.packing = packing
         self.base = base
         self.form, self.step = base.form, base.step
         self.files, self.indexes = base.files, base.indexes

@@ -414,11 +414,11 @@ def _under_table(
     applied = apply_rules(rules, shapes, sizes, reverse, contents=False)
     renamed = []
     states: dict[str, tuple[str, ...]] = {}
-    for name, result in applied.views.items():
-        (dtype, *more_dtypes) = {tensors.weights[source].dtype for source in result.sources}
-        renamed.append(FullTensor(name, result.view.shape, None if more_dtypes else dtype))
+    for name, sources, view in applied.views():
+        (dtype, *more_dtypes) = {tensors.weights[source].dtype for source in sources}
+        renamed.append(FullTensor(name, view.shape, None if more_dtypes else dtype))
         # A tensor of several weights has the state that all of them have, as with convert --optimizer keep.
-        of_sources = [tensors.states.get(source, ()) for source in result.sources]
+        of_sources = [tensors.states.get(source, ()) for source in sources]
         states[name] = tuple(prefix for prefix in of_sources[0] if all(prefix in each for each in of_sources))
     states = {name: prefixes for name, prefixes in states.items() if prefixes}
     made = model_tensors(tensors.path, renamed, tensors.item_sizes)

@@ -93,12 +93,8 @@ def _show(suggestions: Suggestions) -> None:
     _comment(f"{inspected.path}: {inspected.form.name}, {step}{files}")
     if suggestions.strategy is not None:
         _comment(f"strategy: {suggestions.strategy}")
-        if suggestions.recorded:
-            _comment("  recorded by the conversion that wrote this checkpoint; the first command tests it")
-        if suggestions.fits_headers:
-            _comment(
-                "  the only one here that fits the ranks, names and shapes in the headers; the first command tests it"
-            )
+        if suggestions.found_by is not None:
+            _comment(f"  {suggestions.found_by}; the first command tests it")
     if model.config is not None:
         _comment(f"model: {model.type or 'unknown type'} ({model.config.path})")
     for problem in suggestions.problems:

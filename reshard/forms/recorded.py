@@ -83,7 +83,6 @@ class RecordedCheckpoint:
     faults: Mapping[str, InputError] = field(default_factory=dict)
     objects: Mapping[str, StoredObject] = field(default_factory=dict)
     nested: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    packing: tuple[str, ...] = ()
     tied: Sequence[TiedTensors] = ()
 
     @property
@@ -163,7 +162,7 @@ class ChunkedCheckpoint(RecordedCheckpoint):
     Attributes:
         file_count: files; several holder numbers may be of one file.
         chunks: tensors as metadata describes them, by name.
-        chunk_holders: per tensor the holder number of each chunk; None for chunks without elements of others.
+        chunk_holders: per tensor the holder number of each chunk; None for one without elements, which is never read.
     """
 
     file_count: int = 0

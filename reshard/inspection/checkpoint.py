@@ -193,8 +193,7 @@ class Inspected:
         tensors = {} if checkpoint is None else stored_tensors(checkpoint)
         if checkpoint is not None and looks_quantised(tensors):
             try:
-                source = quantisation_of(checkpoint.place, "BFloat16")
-                self.quantised = describe(recognise(tensors, source.config, source.description, source.place))
+                self.quantised = describe(recognise(tensors, quantisation_of(checkpoint.place, "BFloat16")))
             except InputError as error:
                 self.findings.append(Finding(UNDECODED, error.message, error.hint))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from reshard.asked import Edits, Source
-from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.checkpoint import Checkpoint, Packing
 from reshard.errors import CheckpointError, InputError, ReshardError
 from reshard.forms.form import FormOptions, Names, Side
 from reshard.forms.ranks.naming import RANK, fixed_directory
@@ -28,7 +28,6 @@ from reshard.names.rules import settle, side_of
 from reshard.plan.checks import needed
 from reshard.plan.editing import edited
 from reshard.plan.edits import NO_TABLE, edit_rules
-from reshard.plan.tables import words_of_packing
 from reshard.records.ledger import packing_of, recorded_strategy
 from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory
@@ -82,7 +81,7 @@ class Model(NamedTuple):
             none.
         tables: the tables that have these names; only that of the model's type, if there is one.
         undetermined: its options that the user must state, each with its possible values and their meaning.
-        packing: the table that the conversion that wrote the checkpoint recorded; see `words_of_packing`.
+        packing: of the conversion that wrote the checkpoint.
         names: of the tensors as a conversion without a table writes them, and of the values; None if unknown.
     """
 
@@ -91,7 +90,7 @@ class Model(NamedTuple):
     side: str | None = None
     tables: Sequence[str] = ()
     undetermined: Sequence[tuple[str, Sequence[str], str]] = ()
-    packing: Sequence[str] = ()
+    packing: Packing | None = None
     names: tuple[Sequence[str], Sequence[str]] | None = None
 
 
@@ -101,16 +100,14 @@ class Suggestions:
 
     Attributes:
         strategy: the path of the strategy that commands use; None if unknown or recorded in the checkpoint.
-        fits_headers: it is the only one beside the checkpoint that fits the headers.
-        recorded: the records of the conversion that wrote the checkpoint name it.
+        found_by: why it is this one, where none was named.
         beside: other strategies near it.
     """
 
     inspected: Inspected
     problems: list[Problem]
     strategy: str | None = None
-    fits_headers: bool = False
-    recorded: bool = False
+    found_by: str | None = None
     beside: Sequence[Strategy] = ()
     model: Model = field(default_factory=Model)
     items: Sequence[Suggestion] = ()
@@ -147,18 +144,21 @@ def suggest(source: Source, devices: int | None = None, options: Sequence[str] =
         raise CheckpointError(f"{src}: is the {part} of one rank", file=src, hint=hint)
     beside = strategies_in(places)
     fitting: list[Strategy] = []
+    found_by = None
     recorded = recorded_strategy(src) if needs_strategy and strategy is None else None
     if recorded is not None:
         strategy, inspected = recorded.strategy, inspect(source, recorded.strategy)
+        found_by = "recorded by the conversion that wrote this checkpoint"
     elif needs_strategy and strategy is None:
         judged = []
         for each in _possible(inspected, beside):
             with suppress(InputError):
-                judged.append((each, inspect(source, each)))
-        judged = [(each, by_it) for each, by_it in judged if by_it.shown.checkpoint is not None]
+                by_it = inspect(source, each)
+                judged += [] if by_it.shown.checkpoint is None else [(each, by_it)]
         fitting = [each for each, _ in judged]
         if len(judged) == 1:
             ((strategy, inspected),) = judged
+            found_by = "the only one here that fits the ranks, names and shapes in the headers"
     problems = problems_of(inspected)
     model = _model(src, inspected, places, problems)._replace(packing=packing_of(src))
     advisor = _Advisor(_argument(src), devices, strategy, tuple(options), inspected, model, beside, fitting)
@@ -166,8 +166,7 @@ def suggest(source: Source, devices: int | None = None, options: Sequence[str] =
         inspected,
         problems,
         None if strategy is None else strategy.path,
-        bool(fitting),
-        recorded is not None,
+        found_by,
         beside,
         model,
         [*resumed, *advisor.all()],
@@ -244,6 +243,7 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
         # Slices, if it is unknown how they are cut.
         shapes = {item.name: item.shapes[0] for item in contents.stored} if contents else {}
     sides: dict[str, list[str]] = {}
+    undetermined: list[tuple[str, Sequence[str], str]] = []
     for name in builtin_names() if table is None else [table]:
         rules = rules_named(name)
         if rules.keeps_others:
@@ -253,19 +253,16 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
             settled = settle(rules, None if table is None else config, shapes)
             side = rules.sides[side_of(rules, settled, shapes, None).reverse]
             sides.setdefault(side, []).append(name)
-    model = Model(config, type, names=names)
+            about = {option.name: option.about for option in rules.options}
+            undetermined = [
+                (option, values, f"{' or '.join(values)}. {about[option]}")
+                for option, values in settled.undetermined.items()
+                if name == table
+            ]
     if not sides:
-        return model
+        return Model(config, type, names=names)
     side = max(sides, key=lambda each: len(sides[each]))
-    model = model._replace(side=side, tables=sides[side])
-    if table is None or config is None:
-        return model
-    rules = rules_named(table)
-    about = {option.name: option.about for option in rules.options}
-    undetermined = settle(rules, config, shapes).undetermined.items()
-    return model._replace(
-        undetermined=[(name, values, f"{' or '.join(values)}. {about[name]}") for name, values in undetermined]
-    )
+    return Model(config, type, side, sides[side], undetermined, names=names)
 
 
 def _megatron_model(src: str, inspected: Inspected, model: Model) -> Model:
@@ -433,8 +430,8 @@ class _Advisor:
             return ("--names", TABLE if len(model.tables) > 1 else model.tables[0])
         if model.side != side:
             return ()
-        if model.packing:
-            return tuple(words_of_packing(model.packing))
+        if model.packing is not None:
+            return tuple(model.packing.words)
         if model.config is None or model.type is None or model.type not in model.tables:
             self._texts[TABLE] = (
                 f"The table for the model; of the built-in ones, {', '.join(model.tables)} have such names. State its "

@@ -20,7 +20,7 @@ from reshard.checkpoints.formats.elements import widen
 from reshard.errors import CheckpointError
 from reshard.execute.casts import Cast, Overflowed
 from reshard.layout import Box, inside, intersection
-from reshard.lora.pairs import Pair, is_matrix, module_of, name_beside, pairs_of, weight_of, whole_weights
+from reshard.lora.pairs import Pair, is_matrix, module_of, pairs_of, weight_of
 from reshard.lora.scale import Scale
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.text.messages import listing, quoted
@@ -139,13 +139,18 @@ class LowRank:
 
 
 class Adapter:
-    """The additions of an adapter; see `edits.Additions`.
+    """What an adapter adds to the tensors of a checkpoint.
 
     Args:
         tensors: of the adapter, opened.
         place: its path, for messages.
         scale: the factor of the products of its matrices.
         overflowed: called with the number of elements that become infinite.
+
+    Attributes:
+        identity: a text; adapters that add the same have equal texts.
+        paths: its files.
+        handles: its open files, and the source's: one cache detects every file that changes meanwhile.
 
     Raises:
         CheckpointError: no adapter, or an unsupported kind.
@@ -162,10 +167,11 @@ class Adapter:
         self._blocks = MatrixCache(_CACHE_BYTES)
         self._products = MatrixCache(_TILE_BYTES)
         ranks = {pair.stem: self._rank(pair) for pair in pairs}
-        scale.check(ranks)
+        self._alphas = scale.alphas_of(ranks)
         hashed = hashlib.sha256(repr(scale.fan_in_fan_out).encode())
         for pair in pairs:
-            hashed.update(f"{pair} {scale.of(pair.stem, ranks[pair.stem])!r}\n".encode(errors="surrogateescape"))
+            factor = scale.of(self._alphas[pair.stem], ranks[pair.stem])
+            hashed.update(f"{pair} {factor!r}\n".encode(errors="surrogateescape"))
             for name in (pair.down, pair.up):
                 tensor = tensors[name]
                 hashed.update(f"{tensor.shape} {tensor.dtype_name}\n".encode())
@@ -201,10 +207,9 @@ class Adapter:
     def other_alphas(self) -> dict[float, list[str]]:
         """The modules with their own alpha, by alpha."""
         modules: dict[float, list[str]] = {}
-        for pair in self._pairs:
-            alpha = self._scale.alpha_of(pair.stem)
+        for stem, alpha in self._alphas.items():
             if alpha != self._scale.alpha:
-                modules.setdefault(alpha, []).append(module_of(pair.stem))
+                modules.setdefault(alpha, []).append(module_of(stem))
         return modules
 
     def is_part(self, name: str) -> bool:
@@ -251,7 +256,7 @@ class Adapter:
             (weight.shape[0], weight.shape[1]),
             weight.dtype,
             lambda rows, columns: self._matrices(pair, transposed, rows, columns),
-            self._scale.of(pair.stem, down.shape[0]),
+            self._scale.of(self._alphas[pair.stem], down.shape[0]),
             self._overflowed,
             self._products,
             self._paths(pair),
@@ -308,7 +313,9 @@ def check_beside(adapter: OpenedCheckpoint, place: str, base: OpenedCheckpoint) 
             hint="merge them first, with this base as BASE and as ADAPTER, or skip them with "
             "`reshard convert --exclude '*lora_*'`",
         )
-    names = {name: name if name in base else name_beside(name) for name in whole_weights(adapter.keys())}
+    whole = sorted(name for name in adapter if is_weight(name, adapter) and not is_matrix(name))
+    # Under PEFT's names, such as that of an embedding which was trained whole.
+    names = {name: name if name in base else module_of(name).replace(".base_layer.", ".") for name in whole}
     shared = [name for name, own in names.items() if own in base]
     differing = [name for name in shared if not _same(adapter[name], base[names[name]])]
     if differing:

@@ -105,17 +105,6 @@ def pairs_of(names: Iterable[str], place: str) -> list[Pair]:
     return [Pair(stem, sides["A"], sides["B"]) for stem, sides in sorted(sides_of.items())]
 
 
-def whole_weights(names: Iterable[str]) -> list[str]:
-    """Weights of an adapter other than its matrices, sorted."""
-    all_names = frozenset(names)
-    return sorted(name for name in all_names if is_weight(name, all_names) and not is_matrix(name))
-
-
-def name_beside(name: str) -> str:
-    """The name in the base of a weight that PEFT saved with the matrices, such as an embedding."""
-    return module_of(name).replace(".base_layer.", ".")
-
-
 def weight_of(pair: Pair, weights: Collection[str]) -> str:
     """The weight of a pair.
 

@@ -6,9 +6,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from reshard.errors import CheckpointError
 from reshard.lora.pairs import module_of
@@ -40,82 +39,55 @@ _CONV1D = frozenset(("c_attn", "c_fc", "c_proj", "q_attn"))
 _UNSUPPORTED = frozenset(("use_dora", "use_qalora", "lora_bias", "layer_replication", "alora_invocation_tokens"))
 
 
-class KeyPatternError(ValueError):
-    """A key is not a regular expression."""
+def values_of(patterns: Mapping[str, float], modules: Collection[str]) -> tuple[dict[str, float], list[str]]:
+    r"""The values of modules by alpha_pattern or rank_pattern, matched like PEFT; and the keys that match no module.
 
+    PEFT uses the first key, in the order of the file, for which ``re.match(rf"(.*\.)?({key})$", module)`` succeeds.
 
-class KeyPatterns:
-    r"""The values of alpha_pattern or rank_pattern by key, in the order of the file, matched like PEFT.
-
-    PEFT uses the first key for which ``re.match(rf"(.*\.)?({key})$", module)`` succeeds.
+    Raises:
+        ValueError: a key is not a regular expression.
     """
-
-    def __init__(self, values: Mapping[str, float] | None = None) -> None:
-        self._values = dict(values or {})
-        self._values_of_modules: dict[str, float | None] = {}
-
-    def match(self, modules: Sequence[str]) -> list[str]:
-        """Match all keys with modules, so that `value` returns theirs; returns the keys without a matching module.
-
-        Raises:
-            KeyPatternError: a key is not a regular expression.
-        """
-        if not self._values:
-            return []
-        matches: dict[str, float] = {}
-        unused = []
-        for key, value in self._values.items():
-            try:
-                expression = re.compile(rf"(.*\.)?({key})$")
-            except (re.error, RecursionError, OverflowError) as error:
-                raise KeyPatternError(
-                    f"{quoted(key)} cannot be matched: it is not a regular expression: {error}"
-                ) from error
-            matching = list(filter(expression.match, modules))
-            if not matching:
-                unused.append(key)
-            for module in matching:
-                matches.setdefault(module, value)
-        # If no expression matches, PEFT looks up the name itself.
-        others = {module: self._values.get(module) for module in modules if module not in matches}
-        self._values_of_modules = {**others, **matches}
-        return [key for key in unused if key not in others]
-
-    def value(self, module: str) -> float | None:
-        """The value of the first key that matches a module of `match`; None without a match."""
-        return self._values_of_modules[module] if self._values else None
+    values: dict[str, float] = {}
+    unused = []
+    for key, value in patterns.items():
+        try:
+            expression = re.compile(rf"(.*\.)?({key})$")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"{quoted(key)} cannot be matched: it is not a regular expression: {error}") from error
+        matching = list(filter(expression.match, modules))
+        if not matching:
+            unused.append(key)
+        for module in matching:
+            values.setdefault(module, value)
+    # If no expression matches, PEFT looks up the name itself.
+    others = {module: patterns[module] for module in modules if module in patterns and module not in values}
+    return {**others, **values}, [key for key in unused if key not in others]
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """The scale of an adapter: alpha / rank.
 
     Attributes:
         path: its file, for messages.
-        alpha: of modules without a key in ``alphas``.
-        alphas: alphas by module.
-        rank: of modules without a key in ``ranks``; None if the file does not contain it.
-        ranks: ranks by module.
+        alpha: of modules that no key of ``alphas`` matches.
+        alphas: alphas by pattern of modules; see `values_of`.
+        rank: of modules that no key of ``ranks`` matches; None if the file does not contain it.
+        ranks: ranks by pattern of modules.
         by_root: alpha is divided by the root of the rank instead.
         fan_in_fan_out: weights have a row for each input, as PEFT decided for the last module that it made.
     """
 
     path: str
     alpha: float
-    alphas: KeyPatterns = field(default_factory=KeyPatterns)
+    alphas: Mapping[str, float] = {}
     rank: float | None = None
-    ranks: KeyPatterns = field(default_factory=KeyPatterns)
+    ranks: Mapping[str, float] = {}
     by_root: bool = False
     fan_in_fan_out: bool = False
 
-    def alpha_of(self, stem: str) -> float:
-        """The alpha of the module with this stem."""
-        alpha = self.alphas.value(module_of(stem))
-        return self.alpha if alpha is None else alpha
-
-    def of(self, stem: str, rank: int) -> float:
-        """The scale of a module's pair of this rank."""
-        return self.alpha_of(stem) / (math.sqrt(rank) if self.by_root else rank)
+    def of(self, alpha: float, rank: int) -> float:
+        """The scale of a pair of this rank."""
+        return alpha / (math.sqrt(rank) if self.by_root else rank)
 
     def transposed(self, shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, bool]:
         """Whether each product is added transposed: to a weight with a row for each input, as PEFT decides by module.
@@ -157,35 +129,41 @@ class Scale:
             (transposed[stem],) = values
         return transposed
 
-    def check(self, ranks: Mapping[str, int]) -> None:
-        """Refuse a configuration that does not fit the ranks of all pairs, by stem.
+    def alphas_of(self, ranks: Mapping[str, int]) -> dict[str, float]:
+        """The alpha of each pair, by stem; refuses a configuration that does not fit the ranks of all pairs.
 
         Raises:
             CheckpointError: a key matches no module, or a rank differs.
         """
-        modules = [module_of(stem) for stem in ranks]
-        for name, patterns in (("alpha_pattern", self.alphas), ("rank_pattern", self.ranks)):
-            try:
-                unused = patterns.match(modules)
-            except KeyPatternError as error:
-                raise CheckpointError(f"{self.path}: {name}: {error}", file=self.path, hint=_KEY_HINT) from error
-            if unused:
+        modules = {stem: module_of(stem) for stem in ranks}
+        alphas, own_ranks = (
+            self._by_module(name, patterns, [*modules.values()])
+            for name, patterns in (("alpha_pattern", self.alphas), ("rank_pattern", self.ranks))
+        )
+        for stem, module in modules.items():
+            stated, name = (own_ranks[module], "rank_pattern") if module in own_ranks else (self.rank, "r")
+            if stated is not None and stated != ranks[stem]:
                 raise CheckpointError(
-                    f"{self.path}: the key {quoted(unused[0])} of {name} matches no module of the adapter, such as "
-                    f"{quoted(modules[0])}",
-                    file=self.path,
-                    hint=_KEY_HINT,
-                )
-        for module, (stem, rank) in zip(modules, ranks.items()):
-            own_rank = self.ranks.value(module)
-            stated, name = (self.rank, "r") if own_rank is None else (own_rank, "rank_pattern")
-            if stated is not None and stated != rank:
-                raise CheckpointError(
-                    f"{self.path}: {name} is {stated:g} for {quoted(module)}, whose matrices have rank {rank}",
+                    f"{self.path}: {name} is {stated:g} for {quoted(module)}, whose matrices have rank {ranks[stem]}",
                     file=self.path,
                     parameter=stem,
                     hint="is it the configuration of another adapter?",
                 )
+        return {stem: alphas.get(module, self.alpha) for stem, module in modules.items()}
+
+    def _by_module(self, name: str, patterns: Mapping[str, float], modules: Sequence[str]) -> dict[str, float]:
+        try:
+            values, unused = values_of(patterns, modules)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: {name}: {error}", file=self.path, hint=_KEY_HINT) from error
+        if unused:
+            raise CheckpointError(
+                f"{self.path}: the key {quoted(unused[0])} of {name} matches no module of the adapter, such as "
+                f"{quoted(modules[0])}",
+                file=self.path,
+                hint=_KEY_HINT,
+            )
+        return values
 
 
 def scale_of(adapter: str, alpha: float | None, report: Report) -> Scale:
@@ -262,11 +240,11 @@ def _check_supported(path: str, config: Mapping[str, Any]) -> None:
         )
 
 
-def _patterns(path: str, name: str, config: Mapping[str, Any]) -> KeyPatterns:
+def _patterns(path: str, name: str, config: Mapping[str, Any]) -> dict[str, float]:
     values = config.get(name) or {}
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{path}: {name} is not a JSON object", file=path)
-    return KeyPatterns({key: _number(path, f"{name} of {quoted(key)}", value) for key, value in values.items()})
+    return {key: _number(path, f"{name} of {quoted(key)}", value) for key, value in values.items()}
 
 
 def _config(path: str) -> Mapping[str, Any]:

@@ -4,10 +4,10 @@
 `apply` computes the results as views. This room does not depend on files of tensors, dtypes or layouts.
 """
 
-from reshard.names.apply import Applied, AppliedStep, NamedView, apply_rules, is_reversed
+from reshard.names.apply import Applied, AppliedStep, apply_rules
 from reshard.names.frameworks import Naming, naming_of, plain_names, possible_plain_names, trainer_keys
-from reshard.names.operations import SizedOperation, viewed
-from reshard.names.rules import HUB_SIDE, NameRules, with_options
+from reshard.names.operations import SizedOperation, results
+from reshard.names.rules import HUB_SIDE, NameRules, settle, side_of, with_options
 from reshard.names.sizes import Configuration, merged
 from reshard.names.tables import (
     Edge,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,20 +12,19 @@ from typing import NamedTuple
 from reshard.errors import NamesError, UsageError
 from reshard.layout.views import View
 from reshard.names.misfits import Misfits, UnusedRules, combinations
-from reshard.names.operations import PAD, TAKE, UNPAD, Copy, Shape, SizedOperation, apply_all
+from reshard.names.operations import PAD, TAKE, UNPAD, Copy, Shape, SizedOperation, results, sized_all
 from reshard.names.pattern import Pattern, SizedPattern
 from reshard.names.rules import (
     HUB_SIDE,
-    NONE_RECORDED,
     InstanceKey,
     NameMatch,
     NameRules,
     Settled,
     SidedRule,
     TableSide,
-    UndeterminedError,
     settle,
     side_of,
+    undetermined_error,
     with_options,
 )
 from reshard.text.messages import listing, plural, quoted
@@ -33,22 +32,8 @@ from reshard.text.names import OTHER, WEIGHTS, is_value, kind_of, state_prefix
 from reshard.text.products import SizeError
 
 
-class NamedView(NamedTuple):
-    """A tensor in the other naming.
-
-    Attributes:
-        name: its name.
-        sources: names of the tensors in the view, in its numbering.
-        view: the elements.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    view: View
-
-
 class AppliedStep(NamedTuple):
-    """One application of a rule, as operations that can be repeated without views.
+    """One application of a rule.
 
     Attributes:
         rule: the rule, for messages.
@@ -68,9 +53,10 @@ class Applied:
     """The result of rules on a checkpoint.
 
     Attributes:
+        rules: the table.
         reversed: whether the rules were applied from right to left.
         steps: the steps, in the order of the rules and of the numbers in names.
-        views: the results, by name, in the order of `steps`.
+        shapes: of all tensors of the source.
         dropped: names that a rule skips.
         skipped_state: optimizer state that was not requested, or whose weight matches no rule.
         tied: pairs of source tensors that should be equal; the first of each is used.
@@ -79,15 +65,23 @@ class Applied:
         sizes: the sizes of the model that the rules used.
     """
 
+    rules: NameRules
     reversed: bool
     steps: tuple[AppliedStep, ...]
-    views: Mapping[str, NamedView]
+    shapes: Mapping[str, Shape]
     dropped: tuple[str, ...]
     skipped_state: tuple[str, ...]
     tied: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     options: Mapping[str, str]
     sizes: Mapping[str, int]
+
+    def views(self) -> Iterator[tuple[str, tuple[str, ...], View]]:
+        """Each result: its name, the tensors that it is made of, and its view of these."""
+        for step in self.steps:
+            operands = tuple((self.shapes[name], (number,)) for number, name in enumerate(step.sources))
+            for name, (needed, view) in zip(step.targets, results(step.operations, operands)):
+                yield name, tuple(step.sources[number] for number in needed), view
 
 
 def apply_rules(
@@ -97,7 +91,7 @@ def apply_rules(
     reverse: bool | None = None,
     optimizer: bool = False,
     values: AbstractSet[str] = frozenset(),
-    recorded: Mapping[str, str] = NONE_RECORDED,
+    recorded: Mapping[str, str] = {},
     contents: bool = True,
     to_huggingface: bool = False,
     left_out: Callable[[str], bool] | None = None,
@@ -118,8 +112,8 @@ def apply_rules(
         left_out: whether a weight that no rule lists is skipped; without it, it is an error.
 
     Raises:
-        UsageError: the names are Hugging Face's already, and only these are expected.
-        UndeterminedError: several values of an option fit, and their results differ.
+        UsageError: the names are Hugging Face's already, and only these are expected; or several values of an option
+            fit, and their results differ.
         NamesError: rules and source do not fit, a size is missing or contradicts a shape.
     """
 
@@ -127,9 +121,8 @@ def apply_rules(
         side = side_of(rules, settled, shapes, reverse)
         run = _Application(rules, side, shapes, optimizer, settled, values, left_out)
         run.sort()
-        UnusedRules(side, run.instances, run.problems).check(rules.keeps_others)
-        run.check_used()
-        run.compute_views()
+        UnusedRules(side, run.instances, run.problems).check(rules.keeps_others, run.ambiguous)
+        run.apply()
         run.problems.check()
         return run.applied()
 
@@ -153,46 +146,18 @@ def apply_rules(
                     undetermined.append((name, possible))
                     break
     if undetermined:
-        raise UndeterminedError(rules, undetermined)
+        raise undetermined_error(rules, undetermined)
     return result
 
 
-def is_reversed(
-    rules: NameRules,
-    shapes: Mapping[str, Shape],
-    config: Mapping[str, object] | None = None,
-    recorded: Mapping[str, str] = NONE_RECORDED,
-) -> bool:
-    """Whether the names of a checkpoint are those of the right side.
-
-    Raises:
-        NamesError: they fit both sides, or none.
-    """
-    return side_of(rules, settle(rules, config, shapes, recorded), shapes, None).reverse
-
-
 def _made(applied: Applied, contents: bool) -> Mapping[str, object]:
-    if contents:
-        return {name: (each.sources, frozenset(each.view.regions)) for name, each in applied.views.items()}
-    return {name: each.view.shape for name, each in applied.views.items()}
+    return {
+        name: (sources, frozenset(view.regions)) if contents else view.shape for name, sources, view in applied.views()
+    }
 
 
 InstanceNames = dict[tuple[int, tuple[int, ...]], str]
 """The names that one rule converts together, per column and values of the stacked numbers."""
-
-
-class _ShapeClass(NamedTuple):
-    """A rule on tensors of certain shapes.
-
-    Attributes:
-        operations: with their sizes.
-        views: per target its sources and its view.
-        error: the problem, if it cannot be applied.
-    """
-
-    operations: tuple[SizedOperation, ...]
-    views: tuple[tuple[tuple[int, ...] | None, View], ...]
-    error: str = ""
 
 
 @dataclass
@@ -211,17 +176,15 @@ class _Application:
     dropped: list[str] = field(default_factory=list)
     skipped_state: list[str] = field(default_factory=list)
     steps: list[AppliedStep] = field(default_factory=list)
-    views: dict[str, NamedView] = field(default_factory=dict)
     tied: list[tuple[str, str]] = field(default_factory=list)
     notes: dict[str, list[str]] = field(default_factory=dict)
-    repeated: dict[str, list[str]] = field(default_factory=dict)
     ambiguous: set[int] = field(default_factory=set)
     by_case: list[tuple[str, str, Sequence[NameMatch]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         excludable = self.left_out is not None
         self.problems = Misfits(self.rules, self.side, self.settled.values, self.shapes, excludable)
-        self._classes: dict[tuple[int, tuple[Shape, ...]], _ShapeClass] = {}
+        self._sized: dict[tuple[int, tuple[Shape, ...]], tuple[tuple[SizedOperation, ...], int] | str] = {}
 
     def sort(self) -> None:
         """Assign every name to a rule, or to unchanged, skipped or refused names."""
@@ -314,36 +277,34 @@ class _Application:
     def _source_of(self, match: NameMatch) -> Pattern:
         return self.side.sided[match.key.rule].sources[match.column].pattern
 
-    def compute_views(self) -> None:
-        """Compute the targets with complete sources."""
+    def apply(self) -> None:
+        """Apply the rules whose sources are complete."""
         for key in self._in_order():
             sided = self.side.sided[key.rule]
             names = self._sources(key, sided)
             if names is None:
                 continue
-            shape_class = self._class(key.rule, sided, tuple(self.shapes[name] for name in names))
-            if shape_class.error:
-                self.problems.note(f"{sided.rule.where}: {shape_class.error}", names[0])
+            sized = self._sized_for(key.rule, tuple(self.shapes[name] for name in names))
+            if isinstance(sized, str):
+                self.problems.note(f"{sided.rule.where}: {sized}", names[0])
                 continue
-            targets = self._targets(key, sided, len(shape_class.views), names)
+            operations, results = sized
+            targets = self._targets(key, sided, results, names)
             if targets is not None:
-                self._add(sided, shape_class, names, targets)
-        for name in self.unchanged:
-            view = View.whole(0, self.shapes[name])
-            self._add_step(AppliedStep("", (), (name,), (name,)), [((0,), view)])
-        for target, sources in self.repeated.items():
-            texts = ", ".join(map(quoted, dict.fromkeys(sources)))
-            self.problems.note(f"would be made more than once ({texts})", target)
+                self._add(AppliedStep(sided.rule.where, operations, names, targets))
+        self.steps += [AppliedStep("", (), (name,), (name,)) for name in self.unchanged]
+        made_of: dict[str, list[str]] = {}
+        for step in self.steps:
+            for target in step.targets:
+                made_of.setdefault(target, []).append(step.sources[0])
+        for target, sources in made_of.items():
+            if len(sources) > 1:
+                texts = ", ".join(map(quoted, dict.fromkeys(sources)))
+                self.problems.note(f"would be made more than once ({texts})", target)
         if self.rules.keeps_others:
-            self._in_source_order()
-
-    def check_used(self) -> None:
-        """Note unused rules of a table that keeps other names, where a mistyped rule would have no effect."""
-        if self.rules.keeps_others:
-            used = {key.rule for key in self.instances} | self.ambiguous
-            for number, sided in enumerate(self.side.sided):
-                if number not in used and not (sided.rule.optional or sided.rule.drops):
-                    self.problems.note_unused(sided)
+            # Only names change: the order stays, too.
+            place = {name: number for number, name in enumerate(self.shapes)}
+            self.steps.sort(key=lambda step: place[step.sources[0]])
 
     def _sources(self, key: InstanceKey, sided: SidedRule) -> tuple[str, ...] | None:
         """The names that a rule needs; None, after noting them, if some are missing."""
@@ -390,37 +351,25 @@ class _Application:
             for values in combinations([range(count or 0) for count in counts])
         )
 
-    def _class(self, number: int, sided: SidedRule, shapes: tuple[Shape, ...]) -> _ShapeClass:
-        """A rule on tensors of these shapes, which thousands of layers and experts share."""
-        shape_class = self._classes.get((number, shapes))
-        if shape_class is None:
+    def _sized_for(self, number: int, shapes: tuple[Shape, ...]) -> tuple[tuple[SizedOperation, ...], int] | str:
+        """The operations of a rule and their number of results, for shapes of many layers; or why they do not fit."""
+        if (number, shapes) not in self._sized:
+            operations = self.side.sided[number].rule.in_direction(self.side.reverse)
             try:
-                views, operations = apply_all(sided.rule.in_direction(self.side.reverse), shapes, self.side.sizes)
-                shape_class = _ShapeClass(operations, tuple(_needed(view, len(shapes)) for view in views))
+                self._sized[number, shapes] = sized_all(operations, shapes, self.side.sizes)
             except SizeError as error:
-                shape_class = _ShapeClass((), (), str(error))
-            self._classes[number, shapes] = shape_class
-        return shape_class
+                self._sized[number, shapes] = str(error)
+        return self._sized[number, shapes]
 
-    def _add(
-        self, sided: SidedRule, shape_class: _ShapeClass, names: tuple[str, ...], targets: tuple[str, ...]
-    ) -> None:
-        self._add_step(AppliedStep(sided.rule.where, shape_class.operations, names, targets), shape_class.views)
-        for operation in shape_class.operations:
-            if operation.kind in (PAD, UNPAD):
-                self.notes.setdefault(_padding_note(operation), []).extend(targets)
-            if operation.kind == TAKE:
-                each = len(names) // operation.count
-                pairs = ((names[number % each], name) for number, name in enumerate(names))
-                self.tied += [(one, other) for one, other in pairs if one != other]
-
-    def _add_step(self, step: AppliedStep, views: Iterable[tuple[tuple[int, ...] | None, View]]) -> None:
+    def _add(self, step: AppliedStep) -> None:
         self.steps.append(step)
-        for target, (needed, view) in zip(step.targets, views):
-            sources = step.sources if needed is None else tuple(step.sources[number] for number in needed)
-            if target in self.views:
-                self.repeated.setdefault(target, [*self.views[target].sources[:1]]).extend(sources[:1])
-            self.views[target] = NamedView(target, sources, view)
+        for operation in step.operations:
+            if operation.kind in (PAD, UNPAD):
+                self.notes.setdefault(_padding_note(operation), []).extend(step.targets)
+            if operation.kind == TAKE:
+                each = len(step.sources) // operation.count
+                pairs = ((step.sources[number % each], name) for number, name in enumerate(step.sources))
+                self.tied += [(one, other) for one, other in pairs if one != other]
 
     def _in_order(self) -> Iterator[InstanceKey]:
         """All instances in the order of the rules, a layer's instances together."""
@@ -439,12 +388,6 @@ class _Application:
             key=lambda key: (key.prefix, place[key.rule], key.values[:1], key.rule, key.values, key.stars),
         )
 
-    def _in_source_order(self) -> None:
-        """Order the targets like their sources: only names change."""
-        place = {name: number for number, name in enumerate(self.shapes)}
-        self.steps.sort(key=lambda step: place[step.sources[0]])
-        self.views = {target: self.views[target] for step in self.steps for target in step.targets}
-
     def applied(self) -> Applied:
         notes: list[str] = [listing(names) + f": {note}" for note, names in self.notes.items()]
         if self.fixed:
@@ -458,9 +401,10 @@ class _Application:
             if count is None and any(number in sided.free for sided in self.side.sided)
         ]
         return Applied(
+            self.rules,
             self.side.reverse,
             tuple(self.steps),
-            self.views,
+            self.shapes,
             tuple(self.dropped),
             tuple(self.skipped_state),
             tuple(self.tied),
@@ -481,9 +425,3 @@ def _padding_note(operation: SizedOperation) -> str:
     if operation.kind == UNPAD:
         return f"padding of dimension {operation.dimension} removed: {before} to {after}"
     return f"padded with zeros along dimension {operation.dimension} from {before} to {after}"
-
-
-def _needed(view: View, sources: int) -> tuple[tuple[int, ...] | None, View]:
-    """The sources that a view needs, None for all, and the view with its sources renumbered."""
-    needed, renumbered = view.with_needed_sources()
-    return None if len(needed) == sources else needed, renumbered

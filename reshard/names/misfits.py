@@ -16,8 +16,6 @@ _MOST_MISSING = 10000
 Values = tuple[int, ...]
 """The values of a rule's numbers."""
 
-_NONE_FIXED: Mapping[str, int] = {}
-
 
 class Misfits:
     """All problems between a table and a checkpoint."""
@@ -116,11 +114,12 @@ def _numbers_replaced(name: str, number: str) -> str:
 class UnusedRules:
     """A check for needed rules without any name; `apply` notes rules with only some names."""
 
-    def __init__(self, side: TableSide, instances: Iterable[InstanceKey], problems: Misfits) -> None:
+    def __init__(self, side: TableSide, instances: Collection[InstanceKey], problems: Misfits) -> None:
         self._side = side
         self._problems = problems
         self._present: dict[int, dict[tuple[str, ...], set[Values]]] = {}
         values_of: dict[str, set[int]] = {number: set() for sided in side.sided for number in sided.free}
+        self._used = {key.rule for key in instances}
         for key in instances:
             if key.prefix:
                 continue
@@ -136,18 +135,22 @@ class UnusedRules:
         # Numbers of the table start at 0 without gaps; other numbers may have any values.
         return range(max(present) + 1) if present and number in self._side.counts else sorted(present)
 
-    def _expected(self, sided: SidedRule, fixed: Mapping[str, int] = _NONE_FIXED) -> Iterator[Values]:
+    def _expected(self, sided: SidedRule, fixed: Mapping[str, int] = {}) -> Iterator[Values]:
         return combinations([[fixed[each]] if each in fixed else self._expected_of[each] for each in sided.free])
 
-    def check(self, keeps_others: bool) -> None:
+    def check(self, keeps_others: bool, ambiguous: Collection[int]) -> None:
         """Note missing names.
 
         Args:
-            keeps_others: names without a rule stay unchanged, so numbers without a count may have gaps.
+            keeps_others: names without a rule stay unchanged, so numbers without a count may have gaps; an unused rule
+                is mistyped and would have no effect.
+            ambiguous: rules that have names in common with others.
         """
         choices: dict[str, list[int]] = {}
         for place, sided in enumerate(self._side.sided):
             rule, present = sided.rule, self._present.get(place)
+            if keeps_others and not (place in self._used or place in ambiguous or rule.optional or rule.drops):
+                self._problems.note_unused(sided)
             if rule.drops or (keeps_others and not self._side.counts.keys() >= {*sided.free}):
                 continue
             if rule.choice is not None:

@@ -6,6 +6,7 @@ rule; a column is one tensor, or one tensor per value of a stacked number, in or
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -312,11 +313,22 @@ class Copy(Operation):
         return SizedOperation(TAKE, count=self.count)
 
 
-def viewed(operations: Iterable[SizedOperation], views: Sequence[View]) -> Sequence[View]:
-    """The results of operations, one after the other, for operands of the shapes that they were made for."""
+@functools.lru_cache(maxsize=256)
+def results(
+    operations: tuple[SizedOperation, ...], operands: tuple[tuple[Shape | View, tuple[int, ...]], ...]
+) -> list[tuple[tuple[int, ...], View]]:
+    """The results of operations, alike for layers and experts: the tensors that each needs, and its view of them.
+
+    Args:
+        operations: one after the other.
+        operands: of the shapes that these were made for: whole tensors or views, and the numbers of their tensors.
+    """
+    views: Sequence[View] = [
+        (View.whole(0, each) if isinstance(each, tuple) else each).with_sources(numbers) for each, numbers in operands
+    ]
     for operation in operations:
         views = _viewed(operation, views)
-    return views
+    return [view.with_needed_sources() for view in views]
 
 
 def _viewed(operation: SizedOperation, views: Sequence[View]) -> Sequence[View]:
@@ -372,18 +384,18 @@ def _cut(views: Sequence[View], operation: SizedOperation) -> list[View]:
     return results
 
 
-def apply_all(
+def sized_all(
     operations: Iterable[Operation], shapes: Sequence[Shape], sizes: ModelSizes
-) -> tuple[Sequence[View], tuple[SizedOperation, ...]]:
-    """The results of operations, one after the other, and those of them that change something."""
+) -> tuple[tuple[SizedOperation, ...], int]:
+    """Those of operations, one after the other, that change something, with their sizes; and the number of results."""
     views: Sequence[View] = [View.whole(number, shape) for number, shape in enumerate(shapes)]
     steps = []
     for operation in operations:
         sized = operation.sized([view.shape for view in views], sizes)
         if sized is not None:
-            views = viewed([sized], views)
+            views = _viewed(sized, views)
             steps.append(sized)
-    return views, tuple(steps)
+    return tuple(steps), len(views)
 
 
 def _known_sizes(expressions: Iterable[Product], sizes: ModelSizes) -> dict[str, int]:

@@ -21,7 +21,6 @@ from reshard.text.names import WEIGHTS, kind_of
 from reshard.text.products import Product
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
-NONE_RECORDED: Mapping[str, str] = {}
 
 HUB_SIDE = "huggingface"
 """The side of tables whose tensors no option packs."""
@@ -188,28 +187,17 @@ class Settled(NamedTuple):
     undetermined: Mapping[str, tuple[str, ...]]
 
 
-class UndeterminedError(UsageError):
-    """Several values of options fit a checkpoint, and each gives other tensors.
-
-    Attributes:
-        options: names and possible values.
-    """
-
-    def __init__(self, rules: NameRules, options: Sequence[tuple[str, Sequence[str]]]) -> None:
-        self.options = options
-        about = {option.name: option.about for option in rules.options}
-        names = ", ".join(name for name, _ in options)
-        lines = [" or ".join(f"{name}={value}" for value in values) + f": {about[name]}" for name, values in options]
-        super().__init__(
-            f"--names {rules.stated()}: {names} must be stated: names of tensors, config.json and records of the "
-            "source do not determine it, and a wrong value gives wrong weights",
-            hint="\n  ".join(
-                [
-                    f"--names {rules.stated(**{name: name.upper() for name, _ in options})}, as the model was trained:",
-                    *lines,
-                ]
-            ),
-        )
+def undetermined_error(rules: NameRules, options: Sequence[tuple[str, Sequence[str]]]) -> UsageError:
+    """The error for options of which several values fit a checkpoint, and each gives other tensors."""
+    about = {option.name: option.about for option in rules.options}
+    names = ", ".join(name for name, _ in options)
+    lines = [" or ".join(f"{name}={value}" for value in values) + f": {about[name]}" for name, values in options]
+    stated = rules.stated(**{name: name.upper() for name, _ in options})
+    return UsageError(
+        f"--names {rules.stated()}: {names} must be stated: names of tensors, config.json and records of the source do "
+        "not determine it, and a wrong value gives wrong weights",
+        hint="\n  ".join([f"--names {stated}, as the model was trained:", *lines]),
+    )
 
 
 def with_options(rules: NameRules, stated: Mapping[str, str]) -> NameRules:
@@ -230,7 +218,7 @@ def settle(
     rules: NameRules,
     config: Mapping[str, object] | None,
     names: Collection[str],
-    recorded: Mapping[str, str] = NONE_RECORDED,
+    recorded: Mapping[str, str] = {},
 ) -> Settled:
     """The rules that apply to a model.
 

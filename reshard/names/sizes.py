@@ -19,7 +19,6 @@ from reshard.text.names import near_names
 from reshard.text.products import Product, SizeError
 
 _LARGEST = 1 << 62
-_NONE: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,6 @@ class ModelSize:
         return tuple(key for one in self.products for key in one.names)
 
 
-_NO_ARGUMENTS: Mapping[str, str] = {}
-
-
 class Configuration(dict[str, object]):
     """The content of a config.json, or arguments of a training under its keys.
 
@@ -55,7 +51,7 @@ class Configuration(dict[str, object]):
         arguments: the argument for each of its keys, where it is made of these; empty for a config.json.
     """
 
-    def __init__(self, content: Mapping[str, object], path: str, arguments: Mapping[str, str] = _NO_ARGUMENTS) -> None:
+    def __init__(self, content: Mapping[str, object], path: str, arguments: Mapping[str, str] = {}) -> None:
         super().__init__(content)
         self.path = path
         self.arguments = arguments
@@ -118,7 +114,7 @@ class ModelSizes:
     """
 
     def __init__(
-        self, sizes: Sequence[ModelSize], config: Mapping[str, object] | None, stated: Mapping[str, int] = _NONE
+        self, sizes: Sequence[ModelSize], config: Mapping[str, object] | None, stated: Mapping[str, int] = {}
     ) -> None:
         self._sizes = {size.name: size for size in sizes}
         self._config = config
@@ -153,7 +149,7 @@ class ModelSizes:
                     hint="add --config FILE with the model's config.json",
                 )
             near = [near_key for key in size.keys for near_key in near_names(key, self._config)]
-            of_keys = getattr(self._config, "arguments", _NO_ARGUMENTS)
+            of_keys = getattr(self._config, "arguments", {})
             argument = next((of_keys[key] for key in size.keys if key in of_keys), None)
             named = f'add "{argument}", as the arguments name it' if argument else "add it"
             raise NamesError(

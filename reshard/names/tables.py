@@ -79,8 +79,6 @@ _RULE: Schema = {
     "case": ("text", None),
 }
 _SIDES = ("from", "to")
-_MOST_DIMENSIONS = 16
-_MOST_TENSORS = 4096
 # Between names that show an option together.
 _TOGETHER = " & "
 # A part with the remaining elements.
@@ -522,7 +520,7 @@ class _OperationReader:
     def _dimension(self, value: Any) -> int:
         if value is None:
             return 0
-        if type(value) is not int or not 0 <= value < _MOST_DIMENSIONS:
+        if type(value) is not int or value < 0:
             raise self._wrong(f"do: {value!r} is not a dimension: they are numbered from 0")
         return value
 
@@ -565,7 +563,7 @@ class _OperationReader:
         count = len(parts) if isinstance(parts, list) else table.get("into", self._right)
         if kind == "ungroup_qkv":
             return 3
-        if type(count) is not int or not 1 <= count <= _MOST_TENSORS:
+        if type(count) is not int or count < 1:
             raise self._wrong(f"do: {kind}: {count!r} is not a number of tensors")
         return count
 

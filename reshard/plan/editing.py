@@ -1,4 +1,7 @@
-"""The checkpoint that edits of names, packing and types make of a source."""
+"""The checkpoint that edits of names, packing and types make of a source.
+
+Tables of names, and codes, have modules that few edits load.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.checkpoints import Tensor
-from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, GlobalTensor, Recipe, TiedTensors
+from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, GlobalTensor, Packing, Recipe, TiedTensors
 from reshard.checkpoints.formats.dtypes import INT4, TEXT
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import EditedStep, Side
 from reshard.layout.views import View
 from reshard.plan.casts import cast
-from reshard.plan.edits import AppliedTable, EditRules
+from reshard.plan.edits import EditRules
+from reshard.plan.masters import as_weights, with_masters
+from reshard.plan.trainers import keys_for_trainer, laid_out, names_for_trainer, names_from_trainer, names_in_model
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import Report, as_pattern, listing, plural, quoted
 from reshard.text.names import is_training_value
 
 if TYPE_CHECKING:
-    from reshard.names import Applied, NameRules, SizedOperation
+    from reshard.names import Applied, SizedOperation
 
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
@@ -65,18 +70,15 @@ class Editing:
         self.recipes: Mapping[str, Recipe] = {name: Recipe((name,)) for name in checkpoint.tensors}
         self.values: AbstractSet[str] = {*checkpoint.values(), *checkpoint.without_layout()}
         self.unseen: Mapping[str, str | None] = {name: name for name in checkpoint.unseen}
-        self._applied: list[AppliedTable] = []
+        self._applied: list[Applied] = []
         # Tied tensors, of which rules use one.
         self._tied: Sequence[TiedTensors] = ()
-        # The table that gave the names, see `EditedCheckpoint.packing`.
-        self._packing: tuple[str, ...] = ()
+        self._packing: Packing | None = None
 
     def result(self) -> EditedCheckpoint:
         """The edited checkpoint."""
         checkpoint, nested = self._checkpoint, self._checkpoint.nested
         if nested or self.edits.to_trainer:
-            from reshard.plan.trainers import keys_for_trainer
-
             nested = keys_for_trainer(self.edits, self.recipes, nested)
         with_objects = self.edits.keeps_objects
         if checkpoint.objects and not with_objects:
@@ -101,7 +103,6 @@ class Editing:
 
     def dequantise(self) -> None:
         """Replace codes and scales by the numbers that they stand for; dimensions of some are swapped in files."""
-        # Loaded only here: most conversions have nothing quantised.
         from reshard.quantised import dequantised, describe
 
         assert self.edits.quantisation is not None
@@ -119,8 +120,6 @@ class Editing:
 
     def name_as_in_model(self) -> None:
         """Remove the words of a trainer's state from names."""
-        from reshard.plan.trainers import names_from_trainer
-
         self._rename(names_from_trainer(self.edits, self._checkpoint.tensors, self._checkpoint, self._report))
 
     def publish_experts(self) -> None:
@@ -162,8 +161,6 @@ class Editing:
 
     def add(self) -> None:
         """Add to tensors, by their names in the model, and remove the tensors of the additions."""
-        from reshard.plan.trainers import names_in_model
-
         additions = self.edits.additions
         assert additions is not None
         model_names = names_in_model(self.edits, self.recipes, self._checkpoint)
@@ -187,16 +184,15 @@ class Editing:
             _check_not_quantised(self._checkpoint)
         for edge in path_of(self.edits, self._shapes()):
             applied = apply_table(self.edits, edge, self._shapes())
-            self._apply_table(edge.rules, applied)
-            self._applied.append((edge.rules, applied.options, applied.reversed))
+            self._apply_table(applied)
+            self._applied.append(applied)
         self.unseen = dict.fromkeys(self.unseen)
 
-    def _apply_table(self, table: NameRules, applied: Applied) -> None:
-        # Loaded only here: most conversions have no rules.
+    def _apply_table(self, applied: Applied) -> None:
         from reshard.names import HUB_SIDE
         from reshard.plan.tables import check_packing, packing_of
 
-        edits, report = self.edits, self._report
+        edits, report, table = self.edits, self._report, applied.rules
         old, new = table.sides[:: -1 if applied.reversed else 1]
         report.note(f"names and packing by the rules {table.path}: {old} to {new}")
         if applied.tied and not self._complete:
@@ -205,12 +201,12 @@ class Editing:
                 f"{quoted(first)} and {quoted(second)} cannot be compared without the whole source",
                 parameter=second,
             )
-        packing = packing_of(edits, table, applied)
+        packing = packing_of(edits, applied)
         # Form and names determine all packing of a table for all model families.
         is_recorded = table is edits.table
-        if old != HUB_SIDE and is_recorded:
+        if old != HUB_SIDE and is_recorded and edits.source_packing is not None:
             check_packing(self._checkpoint.place, edits.source_packing, packing, table.packing_options, report)
-        self._packing = packing if new != HUB_SIDE and is_recorded else ()
+        self._packing = packing if new != HUB_SIDE and is_recorded else None
         # Rules that move values are refused elsewhere.
         recipes = self.recipes
         tied = [self._compared(*pair) for pair in applied.tied if recipes.keys() >= {*pair}]
@@ -247,7 +243,7 @@ class Editing:
         shapes = {**self._shapes(), **dict.fromkeys(self.unseen_names, ())}
         values = {*self.values}.intersection(self._checkpoint.values())
         applied = apply_rules(renames, shapes, optimizer=True, values=values)
-        new_names = {view.sources[0]: name for name, view in applied.views.items()}
+        new_names = {step.sources[0]: step.targets[0] for step in applied.steps}
         self.unseen = {name: None if old is None else new_names.get(old) for name, old in self.unseen.items()}
         present = tuple(step for step in applied.steps if self.unseen_names.isdisjoint(step.targets))
         self._apply(replace(applied, steps=present))
@@ -256,12 +252,10 @@ class Editing:
         """Set the tensors and values after rules; refuse rules that take an entry without a layout."""
         recipes: dict[str, Recipe] = {}
         values: set[str] = set()
-        # Layers are made alike.
-        known: dict[object, Sequence[tuple[tuple[int, ...], View]]] = {}
         for step in applied.steps:
             loose = {source for source in step.sources if source not in self.recipes}
             operands = [self.recipes.get(source) or Recipe((source,)) for source in step.sources]
-            for name, recipe in zip(step.targets, self._made(step.operations, operands, known)):
+            for name, recipe in zip(step.targets, self._made(step.operations, operands)):
                 no_layout = next((source for source in recipe.sources if source in loose), None)
                 if no_layout is None:
                     recipes[name] = recipe
@@ -281,33 +275,20 @@ class Editing:
             self._report.note(note)
         self.recipes, self.values = recipes, values
 
-    def _made(
-        self,
-        operations: Sequence[SizedOperation],
-        operands: Sequence[Recipe],
-        known: dict[object, Sequence[tuple[tuple[int, ...], View]]],
-    ) -> Iterable[Recipe]:
+    def _made(self, operations: tuple[SizedOperation, ...], operands: Sequence[Recipe]) -> Iterable[Recipe]:
         """The tensors that operations make of others, which may be parts of several in files."""
         if not operations:
             return operands
-        # Loaded only here: most conversions have no rules.
-        from reshard.names import viewed
+        from reshard.names import results
 
         stored = [*dict.fromkeys(itertools.chain.from_iterable(each.sources for each in operands))]
         number_of = {name: number for number, name in enumerate(stored)}
-        parts = [
+        parts = tuple(
             (self._shape(each) if each.view is None else each.view, tuple(number_of[name] for name in each.sources))
             for each in operands
-        ]
-        key = (operations, *parts)
-        if key not in known:
-            views = [
-                (part if isinstance(part, View) else View.whole(0, part)).with_sources(numbers)
-                for part, numbers in parts
-            ]
-            known[key] = [view.with_needed_sources() for view in viewed(operations, views)]
+        )
         made = []
-        for numbers, view in known[key]:
+        for numbers, view in results(operations, parts):
             sources = tuple(stored[number] for number in numbers)
             is_whole = len(sources) == 1 and view.is_all_of(self._shape_in_files(sources[0]))
             made.append(Recipe(sources, None if is_whole else view))
@@ -330,12 +311,8 @@ class Editing:
         edits, report = self.edits, self._report
         new_names: Mapping[str, str | None] = {}
         if edits.to_trainer:
-            from reshard.plan.trainers import names_for_trainer
-
             new_names = names_for_trainer(edits, {*self.recipes, *self.unseen_names}, report)
         if edits.side is Side.HUGGINGFACE:
-            from reshard.plan.masters import as_weights
-
             self.recipes = as_weights(self._checkpoint, self.recipes, new_names, edits.casts, report)
         if not edits.to_trainer:
             return
@@ -351,8 +328,6 @@ class Editing:
 
     def add_masters(self) -> None:
         """Add the master copies that the target's trainers have beside weights."""
-        from reshard.plan.masters import with_masters
-
         self.recipes = with_masters(self._checkpoint, self.recipes)
 
     def cast(self) -> None:
@@ -415,8 +390,6 @@ def step_editor(edits: EditRules, target: Strategy) -> Callable[[Checkpoint], Ed
         if target.path == SAME:
             strategy = same_layouts(target, result)
         elif edits.to_trainer:
-            from reshard.plan.trainers import laid_out
-
             # Parameters that no file has are needed if the target's strategy lists them.
             strategy = laid_out(edits, target, {*result.tensors, *filter(None, result.unseen.values())})
         return EditedStep(result.tensors, strategy, result.unseen)

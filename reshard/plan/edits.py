@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.asked import Conversion, Edits, Target, Task
-from reshard.checkpoints import FileHandles
-from reshard.checkpoints.checkpoint import Addition, GlobalTensor
+from reshard.checkpoints.checkpoint import Packing
 from reshard.checkpoints.formats.dtypes import CAST_TO, dtype_named
 from reshard.errors import UsageError
 from reshard.forms.form import Form, Names, Side
@@ -20,41 +19,14 @@ from reshard.text.globs import Filters
 from reshard.text.names import is_near_experts, trainer_optimizer
 
 if TYPE_CHECKING:
-    from reshard.names import NameRules, Naming
+    from reshard.lora import Adapter
+    from reshard.names import Applied, NameRules, Naming
     from reshard.plan.casts import CastRule
     from reshard.quantised import Quantisation
 
 
 PLAIN_WEIGHTS, PLAIN_ALL, PLAIN_KNOWN = "weights", "all", "known"
 """The part of a trainer's state that is renamed to a model's names; ``known``: all, as far as they are decided."""
-
-
-class Additions(Protocol):
-    """Additions to tensors of a checkpoint, such as an adapter.
-
-    Attributes:
-        identity: a text; equal additions have equal texts.
-        paths: its files.
-        handles: the open files of additions and source; one cache detects every file that changes meanwhile.
-    """
-
-    identity: str
-    paths: frozenset[str]
-    handles: FileHandles
-
-    def fit(self, tensors: Mapping[str, GlobalTensor]) -> Mapping[str, Addition]:
-        """The addition of each tensor that has one.
-
-        Raises:
-            CheckpointError: the additions do not fit these tensors.
-        """
-
-    def is_part(self, name: str) -> bool:
-        """Whether a tensor belongs to the additions and is not written itself."""
-
-
-AppliedTable = tuple["NameRules", Mapping[str, str], bool]
-"""A table that was applied, all its options, and whether it was read from right to left."""
 
 
 class EditRules(NamedTuple):
@@ -68,7 +40,7 @@ class EditRules(NamedTuple):
         reverse: whether the table is read from right to left; None: the direction that fits.
         optimizer: whether the table's rules also apply to optimizer state.
         casts: requested types; the last match wins.
-        additions: additions to tensors under their old names; they exclude casts.
+        additions: an adapter, added to tensors under their old names; it excludes casts.
         renamed_one_by_one: other names of single tensors, after the rules; None for skipped ones.
         from_trainer: first change names of a trainer's state to those of a model: ``weights`` skips optimizer state,
             ``all`` and ``known`` give it MindSpore's names; None for unchanged names.
@@ -77,7 +49,7 @@ class EditRules(NamedTuple):
         quantisation: how quantised tensors are recognised, and their type after dequantising, the first edit; None to
             copy codes and scales unchanged.
         config_path: the file or directory of the model's configuration, if it was named or is the source's.
-        source_packing: the `packing` that the source's records list; empty without records of a table.
+        source_packing: of the source, if its records list it.
         source_side: whose names the source's form has.
         side: whose names the target's loaders expect; None if nothing is written.
         exclude: patterns of names that no table lists, and that are left out where the source's form decides its side.
@@ -89,14 +61,14 @@ class EditRules(NamedTuple):
     reverse: bool | None = None
     optimizer: bool = False
     casts: tuple[CastRule, ...] = ()
-    additions: Additions | None = None
+    additions: Adapter | None = None
     renamed_one_by_one: tuple[tuple[str, str | None], ...] = ()
     from_trainer: str | None = None
     published_experts: bool = False
     to_trainer: bool = False
     quantisation: Quantisation | None = None
     config_path: str | None = None
-    source_packing: tuple[str, ...] = ()
+    source_packing: Packing | None = None
     source_side: Side | None = None
     side: Side | None = None
     exclude: tuple[str, ...] = ()
@@ -133,21 +105,17 @@ class EditRules(NamedTuple):
         """Whether all names, packing and types are unchanged."""
         # Without a table, these change nothing.
         changes = self._replace(
-            config=None, config_path=None, source_packing=(), source_side=None, side=None, exclude=()
+            config=None, config_path=None, source_packing=None, source_side=None, side=None, exclude=()
         )
         return changes == NO_EDITS
 
-    def identity(self, tables: Sequence[AppliedTable] = ()) -> str:
-        """A text; edits that make equal tensors have equal texts.
-
-        Args:
-            tables: those of the chain.
-        """
+    def identity(self, tables: Sequence[Applied]) -> str:
+        """A text; edits, with the tables that were applied, that make equal tensors have equal texts."""
         texts = []
-        for rules, options, reverse in tables:
+        for each in tables:
             # The rest of a configuration may change between two runs.
-            sizes = json.dumps(rules.size_values(self.config), sort_keys=True)
-            texts.append((rules.text, sorted(options.items()), reverse, self.optimizer, sizes))
+            sizes = json.dumps(each.rules.size_values(self.config), sort_keys=True)
+            texts.append((each.rules.text, sorted(each.options.items()), each.reversed, self.optimizer, sizes))
         table = texts[0] if len(texts) == 1 else tuple(texts) or None
         renames = () if self.renames is None else tuple(rule.where for rule in self.renames.rules)
         additions = None if self.additions is None else self.additions.identity
@@ -157,10 +125,10 @@ class EditRules(NamedTuple):
 
     def recorded_options(self, table: NameRules) -> Mapping[str, str]:
         """The options of the table that was asked for, if the source's records list them; none for another."""
-        recorded = dict(text.split("=", 1) for text in self.source_packing)
-        if table is not self.table or recorded.get("table") != recorded_name(table):
+        recorded = self.source_packing
+        if recorded is None or table is not self.table or recorded.table != recorded_name(table):
             return {}
-        return {key[len("option ") :]: value for key, value in recorded.items() if key.startswith("option ")}
+        return recorded.options
 
     def possible_names(self, name: str) -> Iterator[str | None]:
         """The possible names of a tensor; None for a name that depends on other tensors."""
@@ -189,27 +157,17 @@ NO_EDITS = EditRules()
 """Unchanged names, packing and types."""
 
 
-def between_forms(edits: EditRules, src: str, form: Form, to: Form, keep: bool = False) -> EditRules:
+def _with_implied(edits: EditRules, src: str, form: Form, to: Form, named: bool) -> EditRules:
     """The edits, with the renaming that a conversion between two forms implies.
 
     A trainer's names become those of a model where the target has only these, or where a table needs them, and a
     model's names those of a trainer's state where the target's trainers expect them. --rename turns this off.
-    Fused experts of PyTorch's trainers get their published names, unless --names is given.
-
-    Args:
-        edits: the requested edits.
-        src: the source; its config.json is the default.
-        form: of the source.
-        to: of the target.
-        keep: --names is given, perhaps as none.
-
-    Raises:
-        ReshardError: the configuration cannot be read.
+    Fused experts of PyTorch's trainers get their published names, unless --names is given, perhaps as none.
     """
     source, target = form.options, to.options
     edits = edits._replace(source_side=source.side, side=target.side)
     published = target.names is Names.MODEL and target.side is Side.HUGGINGFACE
-    if published and not source.mindspore and form.name != to.name and not keep:
+    if published and not source.mindspore and form.name != to.name and not named:
         config, config_path = edits.config, edits.config_path
         # verl stores the configuration in a directory of its own.
         for path in (os.path.join(src, _CONFIG), os.path.join(src, "huggingface", _CONFIG)):
@@ -268,7 +226,7 @@ def edit_rules(
 
         options = {**to.training.table_options(target, rules.config), **dict(rules.table_of_side.chosen)}
         rules = rules._replace(tables=(rules.tables[0], with_options(rules.table_of_side, options)))
-    return between_forms(rules, src, form_of(src), to, keep=asked.names is not None)
+    return _with_implied(rules, src, form_of(src), to, named=asked.names is not None)
 
 
 def _asked_rules(src: str, asked: Edits, to: Form | None, step: str, args: str | None) -> EditRules:
@@ -317,7 +275,7 @@ def _asked_rules(src: str, asked: Edits, to: Form | None, step: str, args: str |
         renamed_one_by_one=exactly,
         quantisation=None if asked.dequantize is None else _quantisation(asked.dequantize, src, sizes),
         config_path=config,
-        source_packing=packing_of(src) if tables else (),
+        source_packing=packing_of(src) if tables else None,
         source_side=form.options.side,
         exclude=asked.exclude if len(tables) > 1 else (),
     )

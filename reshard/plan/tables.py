@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
+from reshard.checkpoints.checkpoint import Packing
 from reshard.errors import NamesError, UsageError
 from reshard.forms.form import Side
 from reshard.names import (
     HUB_SIDE,
     Applied,
     Edge,
-    NameRules,
     Path,
     apply_rules,
     experts_table,
-    is_reversed,
     path,
+    settle,
+    side_of,
 )
 from reshard.plan.edits import EditRules, recorded_name
 from reshard.storage import absolute
@@ -40,8 +41,8 @@ def path_of(edits: EditRules, shapes: Mapping[str, tuple[int, ...]]) -> Path:
         return tuple(Edge(rules, edits.reverse) for rules in edits.tables)
     source, target = (HUB_SIDE if side is None else side.value for side in (edits.source_side, edits.side))
     if source != of_side.sides[1]:
-        is_right = edits.reverse or is_reversed(table, shapes, edits.config, edits.recorded_options(table))
-        source = table.sides[is_right]
+        settled = settle(table, edits.config, shapes, edits.recorded_options(table))
+        source = table.sides[edits.reverse or side_of(table, settled, shapes, None).reverse]
     chosen = path(edits.tables, source, target)
     applied = {name for edge in chosen for name, _ in edge.rules.chosen}
     unused = [f"{name}={value}" for name, value in table.chosen if name not in applied]
@@ -93,27 +94,16 @@ def for_experts(edits: EditRules, names: Iterable[str]) -> EditRules:
     return edits._replace(tables=(experts_table(fused, edits.config),), reverse=False)
 
 
-def packing_of(edits: EditRules, table: NameRules, applied: Applied) -> tuple[str, ...]:
-    """The applied table, its typed and its decisive options, and the sizes, as ``KEY=VALUE``."""
-    texts = [f"table={recorded_name(table)}"]
-    if edits.config_path is not None:
-        texts.append(f"config={absolute(edits.config_path)}")
+def packing_of(edits: EditRules, applied: Applied) -> Packing:
+    """The packing that a table gave."""
+    table = applied.rules
+    config = None if edits.config_path is None else absolute(edits.config_path)
     recorded = table.packing_options.union(name for name, _ in table.chosen)
-    texts += (f"option {name}={applied.options[name]}" for name in sorted(recorded))
-    return (*texts, *(f"size {name}={value}" for name, value in applied.sizes.items()))
+    options = {name: applied.options[name] for name in sorted(recorded)}
+    return Packing(recorded_name(table), config, options, applied.sizes)
 
 
-def words_of_packing(packing: Sequence[str]) -> list[str]:
-    """The options --names and --config of a recorded `EditedCheckpoint.packing`."""
-    values = dict(text.split("=", 1) for text in packing)
-    options = (f"{key.split()[1]}={value}" for key, value in values.items() if key.startswith("option "))
-    config = ["--config", values["config"]] if "config" in values else []
-    return ["--names", ",".join([values["table"], *options]), *config]
-
-
-def check_packing(
-    place: str, recorded: Sequence[str], packing: Sequence[str], options: Collection[str], report: Report
-) -> None:
+def check_packing(place: str, recorded: Packing, packing: Packing, options: Collection[str], report: Report) -> None:
     """Compare the decisive options and the sizes of a table with those that its records list.
 
     Other values give the right names and shapes with the wrong numbers.
@@ -121,16 +111,19 @@ def check_packing(
     Raises:
         NamesError: the same table has other values.
     """
-    old, new = (dict(text.split("=", 1) for text in texts) for texts in (recorded, packing))
-    compared = {f"option {name}" for name in options}
+    decisive = {name: value for name, value in packing.options.items() if name in options}
     differing = [
-        key for key in new if (key in compared or key.startswith("size ")) and old.get(key, new[key]) != new[key]
+        (name, before[name], value)
+        for before, now in ((recorded.options, decisive), (recorded.sizes, packing.sizes))
+        for name, value in now.items()
+        if before.get(name, value) != value
     ]
     if not differing:
         return
-    was, is_now = (", ".join(f"{key.split()[1]}={values[key]}" for key in differing) for values in (old, new))
-    message = f"{place}: was converted with {was} by the rules {old['table']}, and {is_now} would be applied"
-    hint = f"use the recorded options: {shlex.join(words_of_packing(recorded))}"
-    if old["table"] == new["table"]:
+    was = ", ".join(f"{name}={value}" for name, value, _ in differing)
+    is_now = ", ".join(f"{name}={value}" for name, _, value in differing)
+    message = f"{place}: was converted with {was} by the rules {recorded.table}, and {is_now} would be applied"
+    hint = f"use the recorded options: {shlex.join(recorded.words)}"
+    if recorded.table == packing.table:
         raise NamesError(message, file=place, hint=hint)
     report.warn(f"{message}; {hint}")

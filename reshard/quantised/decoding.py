@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,7 @@ from reshard.checkpoints.checkpoint import (
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.layout import Box, Grid, boxes_of_range, inside, intersection, placed, shape_of, volume_of, whole_box
-from reshard.quantised.schemes import Quantised, Recognised, TypedShape, recognise, stated_settings
+from reshard.quantised.schemes import Quantisation, Quantised, Recognised, TypedShape, recognise
 from reshard.quantised.values import (
     E2M1,
     EXPONENTS,
@@ -46,6 +45,7 @@ from reshard.quantised.values import (
     dequantise,
     factors_of,
     multiply,
+    numbers_of,
     scale_box,
     tables_of,
     tables_of_exponents,
@@ -157,7 +157,7 @@ class ScaledCodes:
         self._tensor = tensor
         self._scales = scales
         self._offsets = offsets
-        self._per_byte = 2 if tensor.code == E2M1 else 1
+        self._per_byte: int = numbers_of(tensor.code).shape[1]
         self._sharing = math.prod(map(min, tensor.block, tensor.shape))
         self._compared = False
         # One set of tables has the results of all scales; vector arithmetic is faster, but not for these types.
@@ -372,7 +372,8 @@ def _unpacked(sharding: Sharding, tensor: Quantised, codes: GlobalTensor) -> Sha
         if len(edges[-1]) > 2:
             raise CheckpointError(f"{quoted(tensor.codes)} is cut within groups of codes", parameter=tensor.codes)
         edges = (*edges[:-2], tuple(edge * codes.shape[-1] for edge in edges[-2]))
-    return _Unpacked(Grid((*edges[:-1], tuple(edge * 2 for edge in edges[-1]))), sharding)
+    packed = codes.item_size * numbers_of(tensor.code).shape[1]
+    return _Unpacked(Grid((*edges[:-1], tuple(edge * packed for edge in edges[-1]))), sharding)
 
 
 def _scales(base: Checkpoint, name: str, tensor: Quantised) -> _Scales:
@@ -415,24 +416,6 @@ def _lengthened(box: Box, shape: Sequence[int]) -> Box:
     return (*box, *((0, size) for size in shape[len(box) :])) if len(box) <= len(shape) else box[: len(shape)]
 
 
-class Quantisation(NamedTuple):
-    """The type that quantised tensors get, one of `dtypes.CAST_TO`, and the settings by which they are recognised.
-
-    The settings are config.json of the model and quant_model_description.json of msmodelslim, where they exist.
-    """
-
-    dtype: str
-    config: Mapping[str, Any] | None = None
-    description: Mapping[str, Any] | None = None
-    place: str = "config.json"
-
-    @property
-    def identity(self) -> str:
-        """A text that is the same for settings that give the same tensors."""
-        settings = [] if self.config is None else stated_settings(self.config)
-        return repr((self.dtype, json.dumps([settings, self.description], sort_keys=True)))
-
-
 def quantisation_of(directory: str, dtype: str, config: Mapping[str, Any] | None = None) -> Quantisation:
     """The settings of quantised tensors, from the files of a directory; ``config`` replaces its config.json.
 
@@ -453,7 +436,7 @@ def dequantised(checkpoint: Checkpoint, quantisation: Quantisation) -> tuple[Che
     """
     tensors = stored_tensors(checkpoint)
     try:
-        recognised = recognise(tensors, quantisation.config, quantisation.description, quantisation.place)
+        recognised = recognise(tensors, quantisation)
     except CheckpointError as error:
         if error.parameter in tensors and error.file is None:
             error.rank = checkpoint.holders(error.parameter)[0]

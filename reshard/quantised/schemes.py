@@ -7,6 +7,7 @@ is garbage that no loader notices.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -138,24 +139,38 @@ class Recognised(NamedTuple):
     left_out: Sequence[str]
 
 
-def recognise(
-    stored: Mapping[str, TypedShape],
-    config: Mapping[str, Any] | None,
-    description: Mapping[str, Any] | None = None,
-    place: str = "config.json",
-) -> Recognised:
+class Quantisation(NamedTuple):
+    """The type that quantised tensors get, one of `dtypes.CAST_TO`, and the settings by which they are recognised.
+
+    Attributes:
+        config: config.json; None without one.
+        description: quant_model_description.json of msmodelslim; None without one.
+        place: the file of ``config``, for messages.
+    """
+
+    dtype: str
+    config: Mapping[str, Any] | None = None
+    description: Mapping[str, Any] | None = None
+    place: str = "config.json"
+
+    @property
+    def identity(self) -> str:
+        """A text that is the same for settings that give the same tensors."""
+        settings = [_stated_settings(self.config), self.description]
+        return repr((self.dtype, json.dumps(settings, sort_keys=True)))
+
+
+def recognise(stored: Mapping[str, TypedShape], quantisation: Quantisation) -> Recognised:
     """Find the quantised tensors of a checkpoint.
 
     Args:
         stored: all tensors, by name.
-        config: config.json; None without one.
-        description: quant_model_description.json of msmodelslim; None without one.
-        place: the file of ``config``, for messages.
+        quantisation: the settings; its type does not matter.
 
     Raises:
         CheckpointError: the scheme is unknown, a scale is missing or has no weight, or its shape does not fit.
     """
-    settings = _settings(config, place, description)
+    settings, description = _settings(quantisation), quantisation.description
     quantised: dict[str, Quantised] = {}
     used: set[str] = set()
     examples: dict[object, Quantised] = {}
@@ -166,9 +181,9 @@ def recognise(
         scales, new_name = pair
         offsets = _offsets_of(name, stored)
         if settings is None and description is None:
-            missing = f"{place} does not exist" if config is None else f"{place} has no quantization_config"
+            missing = "does not exist" if quantisation.config is None else "has no quantization_config"
             raise CheckpointError(
-                f"{quoted(scales)} is a scale of {quoted(name)}, but {missing}",
+                f"{quoted(scales)} is a scale of {quoted(name)}, but {quantisation.place} {missing}",
                 parameter=name,
                 hint="name the model's own config.json with --config",
             )
@@ -199,9 +214,9 @@ def looks_quantised(stored: Mapping[str, TypedShape]) -> bool:
     return any(_scale_of(name, stored) is not None for name in stored)
 
 
-def stated_settings(config: Mapping[str, Any]) -> list[Any]:
+def _stated_settings(config: Mapping[str, Any] | None) -> list[Any]:
     """The settings of quantisation in config.json and, of multimodal models, its `text_config`, unchecked."""
-    levels = (config, _object(config.get("text_config")))
+    levels = (_object(config), _object(_object(config).get("text_config")))
     stated = (level.get(key) for level in levels for key in ("quantization_config", "compression_config"))
     return [settings for settings in stated if settings is not None]
 
@@ -210,19 +225,18 @@ def _object(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _settings(
-    config: Mapping[str, Any] | None, place: str, description: Mapping[str, Any] | None
-) -> Mapping[str, Any] | None:
+def _settings(quantisation: Quantisation) -> Mapping[str, Any] | None:
     """`quantization_config`; None where only msmodelslim's description lists schemes.
 
     Refuses methods and keys that are not supported, and different ones.
     """
+    config, description, place = quantisation.config, quantisation.description, quantisation.place
     if description is not None and description.get("optional"):
         raise CheckpointError(
             "quant_model_description.json: has optional, such as rotations, which reshard does not support",
             hint="if the codes mean the same without it, remove the key",
         )
-    stated = [] if config is None else stated_settings(config)
+    stated = _stated_settings(config)
     if not stated:
         return None
     settings = stated[0]

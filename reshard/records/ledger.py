@@ -27,6 +27,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from reshard.checkpoints import Literal, OutputLayout
+from reshard.checkpoints.checkpoint import Packing
 from reshard.errors import ReshardError, TargetError
 from reshard.forms.ranks.form import STRATEGY_FILE
 from reshard.forms.ranks.naming import RANK, fixed_directory
@@ -347,8 +348,8 @@ def _locked(root: str, notify: Notify) -> Iterator[None]:
             yield
 
 
-def packing_of(src: str) -> tuple[str, ...]:
-    """The table of names that the conversion that wrote a checkpoint applied; see `Record.packing`.
+def packing_of(src: str) -> Packing | None:
+    """The packing that the conversion that wrote a checkpoint recorded.
 
     Args:
         src: a directory, a rank's directory or a file in one, or a path with ``{rank}``.
@@ -356,8 +357,8 @@ def packing_of(src: str) -> tuple[str, ...]:
     # Damaged records of a source are no reason to refuse it.
     with contextlib.suppress(ReshardError):
         written = _conversion_of(src)
-        return () if written is None else written[1].record.packing
-    return ()
+        return None if written is None else written[1].record.packing
+    return None
 
 
 class RecordedStrategy(NamedTuple):

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from reshard.asked import TEXTS, VALUE, Conversion, Option, Task, fields_of
+from reshard.checkpoints.checkpoint import Packing
 from reshard.checkpoints.formats.headers import ALL_FORMATS
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import UsageError
@@ -27,7 +28,7 @@ from reshard.storage.json_text import Fields, JsonError
 from reshard.strategies import Strategy, names_files
 from reshard.text.messages import quoted
 
-VERSION = 3
+VERSION = 4
 """Of plan.json and of the manifest."""
 
 # The recorded attributes of a task; the others are of one run.
@@ -56,7 +57,7 @@ class Record(NamedTuple):
         digests: of both strategies as read (``same`` for the source's under other names), of the names and types that
             were given, with the rules and sizes behind them, and of the division of tensors into files, if the
             strategy does not determine it; the last two may be empty.
-        packing: the table of names, its options and sizes, as ``KEY=VALUE``; of the source, if no table was requested.
+        packing: of the target; that of the source, if no table was requested.
     """
 
     asked: Conversion
@@ -66,7 +67,7 @@ class Record(NamedTuple):
     format: str
     task: Task
     digests: Mapping[str, str]
-    packing: tuple[str, ...] = ()
+    packing: Packing | None = None
 
     @property
     def form(self) -> str:
@@ -87,7 +88,8 @@ class Record(NamedTuple):
     def identity(self) -> str:
         """A text, equal for runs that may fill one directory together."""
         asked = self.asked.to_json(identity=True)
-        return json.dumps({**self.to_json(), "asked": asked, "task": self.task.recover, "packing": ()}, sort_keys=True)
+        content = {**self.to_json(), "asked": asked, "task": self.task.recover, "packing": None}
+        return json.dumps(content, sort_keys=True)
 
     @property
     def is_repeatable(self) -> bool:
@@ -120,7 +122,8 @@ class Record(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         """The JSON record, which `from_fields` reads."""
         task = [flag for flag, value in self.task._asdict().items() if value and flag in _FLAGS]
-        return {**self._asdict(), "asked": self.asked.to_json(), "names": self.names.to_fields(), "task": task}
+        names, packing = self.names.to_fields(), self.packing and self.packing._asdict()
+        return {**self._asdict(), "asked": self.asked.to_json(), "names": names, "packing": packing, "task": task}
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Record:
@@ -132,7 +135,7 @@ class Record(NamedTuple):
         unknown = set(fields).difference(cls._fields)
         if unknown:
             raise JsonError(f"{quoted(min(unknown))} is unknown")
-        task, packing, digests = fields.texts("task"), fields.texts("packing"), fields.fields("digests")
+        task, digests = fields.texts("task"), fields.fields("digests")
         if not _FLAGS.issuperset(task):
             raise JsonError(f"task is {task!r}")
         try:
@@ -147,18 +150,26 @@ class Record(NamedTuple):
             fields.text("format"),
             Task(**dict.fromkeys(task, True)),
             {name: digests.text(name) for name in _CONTENTS},
-            packing,
+            None if fields.is_null("packing") else _packing(fields.fields("packing")),
         )
         if asked.target.form is None:
             raise JsonError("it records no form")
         if record.format not in ALL_FORMATS:
             raise JsonError(f"{quoted(record.format)} is not a format")
-        if not all("=" in text for text in packing) or (packing and not packing[0].startswith("table=")):
-            raise JsonError(f"packing is {packing!r}")
         for path in record.paths:
             if not is_absolute(path):
                 raise JsonError(f"{quoted(path)} is not an absolute path")
         return record
+
+
+def _packing(fields: Fields) -> Packing:
+    options, sizes = fields.fields("options"), fields.fields("sizes")
+    return Packing(
+        fields.text("table"),
+        fields.optional_text("config"),
+        {name: options.text(name) for name in options},
+        {name: sizes.integer(name, 0, 1 << 62) for name in sizes},
+    )
 
 
 def read_record(fields: Fields) -> Record:

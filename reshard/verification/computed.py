@@ -151,9 +151,7 @@ def dequantised_tensors(base: Source, quantisation: Quantisation) -> tuple[dict[
     # Imported only here: most sources have nothing quantised.
     from reshard.quantised import recognise, stored_tensors
 
-    recognised = recognise(
-        stored_tensors(base.checkpoint), quantisation.config, quantisation.description, quantisation.place
-    )
+    recognised = recognise(stored_tensors(base.checkpoint), quantisation)
     dropped = {source for each in recognised.tensors.values() for source in each.sources}
     dropped.update(recognised.left_out)
     tensors: dict[str, Content] = {name: tensor for name, tensor in base.tensors.items() if name not in dropped}
@@ -273,6 +271,7 @@ def sums_of(
     written_names = {base.model_names[name]: name for name in sums}
     names = {pair.stem: written_names[weight_of(pair, written_names)] for pair in pairs}
     products = {pair.stem: adapter.tensors[pair.up].shape[:1] + adapter.tensors[pair.down].shape[1:] for pair in pairs}
+    alphas = scale.alphas_of({pair.stem: adapter.tensors[pair.down].shape[0] for pair in pairs})
     transposed = scale.transposed({stem: (product, sums[names[stem]].shape) for stem, product in products.items()})
     for pair in pairs:
         name = names[pair.stem]
@@ -285,7 +284,7 @@ def sums_of(
             weight,
             up,
             down,
-            scale.of(pair.stem, down.shape[0]),
+            scale.of(alphas[pair.stem], down.shape[0]),
             transposed[pair.stem],
             weight.shards,
         )

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from reshard.names import apply_rules, rules_named
 from tests.conformance import oracles
 from tests.names.models import TINY, Config, mixture, table_of
-from tests.names.naive import Array, Shapes, arrays_of, assert_equal, numbered
+from tests.names.naive import Array, Shapes, arrays_of, assert_equal, made_by, numbered
 
 _VERSION = "2.1.0"
 
@@ -98,11 +98,11 @@ def test_names_equal_those_of_mindformers_tables(table: str) -> None:
     """`weight_mapping` lists the name of each tensor before packing."""
     config, shapes = TINY[table]
     model = {"deepseek_v3": "deepseek3"}.get(table, table)
-    views = apply_rules(rules_named(table_of(table)), shapes, config).views
+    views = made_by(apply_rules(rules_named(table_of(table)), shapes, config))
     targets: dict[str, set[str]] = {}
-    for each in views.values():
+    for made, each in views.items():
         for source in each.sources:
-            targets.setdefault(source, set()).add(each.name)
+            targets.setdefault(source, set()).add(made)
     # Of the layer that predicts further tokens they have other names in this table, which is one for inference.
     names = [name for name in targets if not name.startswith("model.layers.3.")]
 
@@ -119,7 +119,7 @@ def test_names_equal_those_of_mindformers_tables(table: str) -> None:
 def test_the_multi_token_prediction_layer_has_mindformers_names() -> None:
     """Those of DeepSeek-V4's converters, but for attention and the bias of experts, which V4 has not alike."""
     config, shapes = TINY["deepseek_v3"]
-    views = apply_rules(rules_named(table_of("deepseek_v3")), shapes, config).views
+    views = made_by(apply_rules(rules_named(table_of("deepseek_v3")), shapes, config))
 
     [reference] = oracles.done(oracles.mindformers_names(_VERSION, [{"do": "known", "model": "deepseek4"}]))
 
@@ -133,7 +133,7 @@ def test_the_multi_token_prediction_layer_has_mindformers_names() -> None:
 @pytest.mark.parametrize("table", ["llama", "qwen2"])
 def test_legacy_names_equal_those_of_mindformers_scripts(table: str) -> None:
     config, shapes = TINY[table]
-    views = apply_rules(rules_named(table_of(table)), shapes, config).views
+    views = made_by(apply_rules(rules_named(table_of(table)), shapes, config))
     ours = {each.sources[0]: name for name, each in views.items()}
     jobs = [
         {"do": "legacy_names", "names": [*ours], "back": False},

@@ -360,7 +360,7 @@ def test_a_second_table_on_unmapped_tensors_gets_no_certificate(tmp_path: Path) 
             corner = corner.part(dimension, 0, min(size, stored[dimension]))
         return corner.reshape(shape)
 
-    def of_whole(self: Any, operations: Any, operands: Any, known: Any) -> Any:
+    def of_whole(self: Any, operations: Any, operands: Any) -> Any:
         return made(
             self,
             operations,
@@ -370,7 +370,6 @@ def test_a_second_table_on_unmapped_tensors_gets_no_certificate(tmp_path: Path) 
             ]
             if operations
             else operands,
-            known,
         )
 
     with mock.patch.object(Editing, "_made", of_whole):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.layout.views import ZEROS, View
-from reshard.names import Applied, NamedView, SizedOperation
+from reshard.names import Applied, SizedOperation
 
 Array = npt.NDArray[np.int64]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -42,13 +42,22 @@ def elements(view: View, sources: Sequence[Array]) -> Array:
     return actual
 
 
-def array_of(created: NamedView, arrays: Mapping[str, Array]) -> Array:
-    return elements(created.view, [arrays[name] for name in created.sources])
+class Made(NamedTuple):
+    """A tensor that rules make: the tensors that it is made of, and its view of them."""
+
+    sources: tuple[str, ...]
+    view: View
+
+
+def made_by(applied: Applied) -> dict[str, Made]:
+    """All tensors that rules make."""
+    return {name: Made(sources, view) for name, sources, view in applied.views()}
 
 
 def arrays_of(applied: Applied, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """All tensors that rules make."""
-    return {name: array_of(view, arrays) for name, view in applied.views.items()}
+    """Their elements."""
+    made = made_by(applied)
+    return {name: elements(each.view, [arrays[source] for source in each.sources]) for name, each in made.items()}
 
 
 def redone(applied: Applied, arrays: Mapping[str, Array]) -> dict[str, Array]:

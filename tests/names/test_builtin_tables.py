@@ -16,7 +16,7 @@ from reshard.errors import NamesError, UsageError
 from reshard.layout.views import Region, View
 from reshard.names import Applied, apply_rules, builtin_names, rules_named
 from tests.names.models import REAL, TINY, dense, fused, table_of
-from tests.names.naive import Shapes, arrays_of, assert_equal, numbered, redone
+from tests.names.naive import Shapes, arrays_of, assert_equal, made_by, numbered, redone
 
 _OPTIONS: dict[str, list[tuple[str, ...]]] = {
     "llama": [(), ("vocab_multiple=8",), ("output=shared",), ("output=copied",)],
@@ -82,14 +82,14 @@ def test_a_real_model_round_trips_and_uses_each_element_once(name: str) -> None:
 
     applied = apply_rules(table, shapes, config)
     assert_each_element_once(applied, shapes)
-    created = {tensor: each.view.shape for tensor, each in applied.views.items()}
+    created = {tensor: each.view.shape for tensor, each in made_by(applied).items()}
     back = apply_rules(table, created, config)
     selected = {one for one, _ in applied.tied}
     assert_each_element_once(
-        back, created, {name for name, each in applied.views.items() if selected & {*each.sources}}
+        back, created, {name for name, each in made_by(applied).items() if selected & {*each.sources}}
     )
 
-    assert {tensor: each.view.shape for tensor, each in back.views.items()} == shapes
+    assert {tensor: each.view.shape for tensor, each in made_by(back).items()} == shapes
     # The inverse of the result: each tensor is restored.
     for tensor in _one_of_each_kind(shapes):
         assert_itself_again(back, applied, tensor)
@@ -98,7 +98,7 @@ def test_a_real_model_round_trips_and_uses_each_element_once(name: str) -> None:
 def assert_each_element_once(applied: Applied, shapes: Shapes, twice: Collection[str] = ()) -> None:
     """By counting: the regions of every tensor are all of it, and so are those of every source."""
     counts: Counter[str] = Counter()
-    for view in applied.views.values():
+    for view in made_by(applied).values():
         assert sum(region.volume for region in view.view.regions) == math.prod(view.view.shape)
         for region in view.view.regions:
             counts[view.sources[region.source]] += region.volume
@@ -110,11 +110,11 @@ def assert_each_element_once(applied: Applied, shapes: Shapes, twice: Collection
 
 def assert_itself_again(back: Applied, target: Applied, tensor: str) -> None:
     """A tensor that was made back is the one that it was, at places all over it."""
-    created = back.views[tensor]
+    created = made_by(back)[tensor]
     twins = {other: one for one, other in target.tied}
     for position in _places(created.view.shape):
         source, place = _at(created.view, position)
-        between = target.views[created.sources[source]]
+        between = made_by(target)[created.sources[source]]
         first, origin = _at(between.view, place)
         assert (between.sources[first], origin) == (twins.get(tensor, tensor), position)
 
@@ -148,7 +148,7 @@ def test_a_model_whose_output_is_its_embedding_needs_no_head() -> None:
 
     applied = apply_rules(rules_named(table_of("qwen3")), tied, {**config, "tie_word_embeddings": True})
 
-    assert "output_layer.weight" not in applied.views
+    assert "output_layer.weight" not in made_by(applied)
     with pytest.raises(NamesError, match=r"missing: 'lm_head\.weight'"):
         apply_rules(rules_named("qwen3"), tied, config)
 
@@ -163,8 +163,8 @@ def test_settings_of_a_mindformers_configuration_apply() -> None:
         {**config, "use_interleaved_weight_layout_mlp": False, "use_contiguous_weight_layout_attention": True},
     )
 
-    assert applied.views == stated.views
-    assert applied.views != apply_rules(rules_named(table_of("qwen3")), shapes, config).views
+    assert made_by(applied) == made_by(stated)
+    assert made_by(applied) != made_by(apply_rules(rules_named(table_of("qwen3")), shapes, config))
 
 
 def test_packing_that_nothing_determines_is_an_error_that_lists_the_choices() -> None:
@@ -177,11 +177,11 @@ def test_packing_that_nothing_determines_is_an_error_that_lists_the_choices() ->
         apply_rules(rules_named("qwen3"), shapes, config)
     recorded = {"gate_up": "halves", "qkv": "contiguous"}
     stated = apply_rules(rules_named("qwen3,gate_up=halves,qkv=contiguous"), shapes, config)
-    assert apply_rules(rules_named("qwen3"), shapes, config, recorded=recorded).views == stated.views
+    assert made_by(apply_rules(rules_named("qwen3"), shapes, config, recorded=recorded)) == made_by(stated)
     # Names and shapes do not depend on it.
-    names = apply_rules(rules_named("qwen3"), shapes, config, contents=False).views
+    names = made_by(apply_rules(rules_named("qwen3"), shapes, config, contents=False))
     assert {name: view.view.shape for name, view in names.items()} == {
-        name: view.view.shape for name, view in stated.views.items()
+        name: view.view.shape for name, view in made_by(stated).items()
     }
 
 
@@ -204,13 +204,13 @@ def test_packing_that_changes_no_element_is_not_needed() -> None:
 def test_names_show_the_attention_of_mindformers_but_not_its_copies(mla: str) -> None:
     config, shapes = TINY["deepseek_v3"]
     stated = rules_named(f"deepseek_v3,gate_up=halves,mla={mla}")
-    made = {name: view.view.shape for name, view in apply_rules(stated, shapes, config).views.items()}
+    made = {name: view.view.shape for name, view in made_by(apply_rules(stated, shapes, config)).items()}
 
     with pytest.raises(UsageError, match=r"mtp must be stated(.|\n)*mtp=copies or mtp=shared or mtp=dropped"):
         apply_rules(rules_named("deepseek_v3,gate_up=halves"), made, config)
     back = apply_rules(rules_named("deepseek_v3,gate_up=halves,mtp=copies"), made, config)
 
-    assert {name: view.view.shape for name, view in back.views.items()} == shapes
+    assert {name: view.view.shape for name, view in made_by(back).items()} == shapes
     # Of the packing, this alone changes names.
     with pytest.raises(UsageError, match="mla must be stated"):
         apply_rules(rules_named("deepseek_v3,vocab_multiple=1"), shapes, config, contents=False)
@@ -221,7 +221,7 @@ def test_the_multi_token_prediction_layer_can_be_dropped() -> None:
 
     applied = apply_rules(rules_named(table_of("deepseek_v3", ["mtp=dropped"])), shapes, config)
 
-    assert not any(name.startswith("mtp.") for name in applied.views)
+    assert not any(name.startswith("mtp.") for name in made_by(applied))
     assert {name for name in shapes if name.startswith("model.layers.3.")} == set(applied.dropped)
 
 
@@ -232,10 +232,10 @@ def test_the_multi_token_prediction_layer_may_be_absent() -> None:
 
     table = rules_named(table_of("deepseek_v3"))
     applied = apply_rules(table, less, config)
-    back = apply_rules(table, {name: made.view.shape for name, made in applied.views.items()}, config)
+    back = apply_rules(table, {name: made.view.shape for name, made in made_by(applied).items()}, config)
 
-    assert not any(name.startswith("mtp.") for name in applied.views)
-    assert {name: view.view.shape for name, view in back.views.items()} == less
+    assert not any(name.startswith("mtp.") for name in made_by(applied))
+    assert {name: view.view.shape for name, view in made_by(back).items()} == less
 
 
 def test_the_multi_token_prediction_layer_must_be_complete() -> None:
@@ -260,9 +260,9 @@ def test_padding_is_printed() -> None:
     table = rules_named("llama,vocab_multiple=8")
 
     applied = apply_rules(table, shapes, config)
-    back = apply_rules(table, {name: view.view.shape for name, view in applied.views.items()}, config)
+    back = apply_rules(table, {name: view.view.shape for name, view in made_by(applied).items()}, config)
 
-    assert applied.views["lm_head.weight"].view.shape == (16, 6)
+    assert made_by(applied)["lm_head.weight"].view.shape == (16, 6)
     assert "padded with zeros along dimension 0 from 11 to 16" in " ".join(applied.notes)
     assert "removed" in " ".join(back.notes)
 

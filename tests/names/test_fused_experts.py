@@ -16,6 +16,7 @@ from reshard.names import apply_rules, rules_named
 from reshard.text.names import is_near_experts
 from tests.model_weights import MODELS, mindformers, weights, write_huggingface
 from tests.names.models import TINY
+from tests.names.naive import made_by
 from tests.running import Argument, done, fails
 from tests.trees import Value, read_checkpoint, read_tree, same_checkpoints
 
@@ -169,7 +170,7 @@ def test_numbered_experts_are_fused_only_if_all_are_there() -> None:
     config, shapes = TINY["qwen3_moe"]
     table, config = rules_named("fused_experts"), {**config, "model_type": "qwen3_moe"}
     lacking = {name: shape for name, shape in shapes.items() if ".experts.2." not in name}
-    assert "model.layers.0.mlp.experts.gate_up_proj" in apply_rules(table, shapes, config).views
+    assert "model.layers.0.mlp.experts.gate_up_proj" in made_by(apply_rules(table, shapes, config))
     with pytest.raises(NamesError, match=r"experts\.2"):
         apply_rules(table, lacking, config)
 

@@ -23,7 +23,7 @@ from tests.corpus_dcp import held_in
 from tests.corpus_mcore import McoreCase, digest, mcore_cases
 from tests.layouts import examples
 from tests.names.models import deepseek, dense, fused, mixture
-from tests.names.naive import Array, Shapes, arrays_of, assert_equal, numbered, redone
+from tests.names.naive import Array, Shapes, arrays_of, assert_equal, made_by, numbered, redone
 from tests.running import done
 from tests.trees import read_checkpoint
 
@@ -396,8 +396,8 @@ def test_another_family_is_refused_or_has_the_same_names(model: Model, other: st
         made = apply_rules(table_for(model, family=other), expected, model.config)
     except NamesError:
         return
-    assert {name: view.view for name, view in made.views.items()} == {
-        name: view.view for name, view in own.views.items()
+    assert {name: view.view for name, view in made_by(made).items()} == {
+        name: view.view for name, view in made_by(own).items()
     }
 
 
@@ -523,11 +523,13 @@ def test_a_lm_head_of_a_tied_model_must_equal_the_embedding() -> None:
     forward = apply_rules(table_for(model), shapes, model.config)
 
     assert forward.tied == (("model.embed_tokens.weight", "lm_head.weight"),)
-    assert "output_layer.weight" not in forward.views
+    assert "output_layer.weight" not in made_by(forward)
     back = apply_rules(
-        table_for(model, "head=copied"), {name: each.view.shape for name, each in forward.views.items()}, model.config
+        table_for(model, "head=copied"),
+        {name: each.view.shape for name, each in made_by(forward).items()},
+        model.config,
     )
-    assert {name: each.view.shape for name, each in back.views.items()} == shapes
+    assert {name: each.view.shape for name, each in made_by(back).items()} == shapes
 
 
 @pytest.mark.parametrize("held", [["lm_head"], ["model.embed_tokens"], ["lm_head", "model.embed_tokens"]])
@@ -538,7 +540,7 @@ def test_state_of_tied_weights_may_be_saved_once(held: Sequence[str]) -> None:
 
     forward = apply_rules(table_for(model), {**shapes, **state}, model.config, optimizer=True)
 
-    assert forward.views["adam_m.embedding.word_embeddings.weight"].sources == (f"adam_m.{sorted(held)[-1]}.weight",)
+    assert made_by(forward)["adam_m.embedding.word_embeddings.weight"].sources == (f"adam_m.{sorted(held)[-1]}.weight",)
     tied = {("model.embed_tokens.weight", "lm_head.weight")}
     assert {*forward.tied} == tied | (
         {("adam_m.model.embed_tokens.weight", "adam_m.lm_head.weight")} if held[1:] else set()
@@ -595,10 +597,10 @@ def test_what_a_model_does_not_need_is_skipped() -> None:
     forward = apply_rules(table_for(model, "mtp=dropped,layer_keys=numbered"), {**model.shapes, **old}, model.config)
 
     last = {name for name in model.shapes if name.startswith("model.layers.2.")}
-    assert {*forward.dropped} == last | old.keys() and not any(name.startswith("mtp.") for name in forward.views)
+    assert {*forward.dropped} == last | old.keys() and not any(name.startswith("mtp.") for name in made_by(forward))
     expected = shapes_of(megatron_of(with_copies(numbered(model.shapes)), model.config, model.layout))
     back = apply_rules(table_for(model, "mtp=dropped"), expected, model.config)
-    assert {name: each.view.shape for name, each in back.views.items()} == {
+    assert {name: each.view.shape for name, each in made_by(back).items()} == {
         name: shape for name, shape in model.shapes.items() if name not in last
     }
 
@@ -620,7 +622,7 @@ def test_one_layer_that_predicts_a_token_gets_copies_as_in_releases(layers: int,
 
     back = apply_rules(table_for(model), shapes_of(expected), model.config)
 
-    assert {name: each.view.shape for name, each in back.views.items()} == model.shapes
+    assert {name: each.view.shape for name, each in made_by(back).items()} == model.shapes
 
 
 def mutants() -> list[Mutant]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reshard.errors import NamesError, ReshardError, UsageError
 from reshard.names import Configuration, NameRules, apply_rules, parse_renames, parse_rules, rules_named
 from tests.names.models import TINY, table_of
-from tests.names.naive import arrays_of, assert_equal, numbered
+from tests.names.naive import arrays_of, assert_equal, made_by, numbered
 
 QWEN3, SHAPES = TINY["qwen3"]
 PACKING = table_of("qwen3")[len("qwen3") :]
@@ -92,7 +92,7 @@ def test_a_star_matches_the_same_names_for_every_number(left_out: set[str]) -> N
     } - shapes.keys()
     unfit = {parts for parts, expected in texts.items() if not expected} - {("extra",)}
     if not missing and not unfit:
-        assert apply_rules(table, shapes, {"num_hidden_layers": 3}).views
+        assert made_by(apply_rules(table, shapes, {"num_hidden_layers": 3}))
         return
     with pytest.raises(NamesError) as caught:
         apply_rules(table, shapes, {"num_hidden_layers": 3})
@@ -111,7 +111,7 @@ def test_names_missing_for_a_star_are_listed() -> None:
 
 def test_a_rename_may_match_some_layers_only() -> None:
     shapes = {"m.0.a.w": (2,), "m.0.b.w": (2,), "m.1.a.w": (2,)}
-    assert set(apply_rules(parse_renames(["m.{layer}.*=n.{layer}.*"]), shapes).views) == {
+    assert set(made_by(apply_rules(parse_renames(["m.{layer}.*=n.{layer}.*"]), shapes))) == {
         "n.0.a.w",
         "n.0.b.w",
         "n.1.a.w",
@@ -160,7 +160,7 @@ def test_experts_that_are_missing_or_too_many_are_an_error() -> None:
     table = rules_named(table_of("qwen3_moe"))
     refused(table, EXPERTS, {**MIXTURE, "num_experts": 4}, ["missing: 'model.layers.0.mlp.experts.3.gate_proj.weight'"])
     refused(table, EXPERTS, {**MIXTURE, "num_experts": 2}, ["expert must be less than 2, by config.json"])
-    created = {name: each.view.shape for name, each in apply_rules(table, EXPERTS, MIXTURE).views.items()}
+    created = {name: each.view.shape for name, each in made_by(apply_rules(table, EXPERTS, MIXTURE)).items()}
     refused(table, created, {**MIXTURE, "num_experts": 4}, ["is not [experts*hidden, columns] with experts 4"])
     refused(table, created, {**MIXTURE, "num_experts": 2}, ["is not [experts*hidden, columns] with experts 2"])
 
@@ -176,7 +176,7 @@ def test_a_layer_with_dense_weights_and_experts_is_an_error() -> None:
 def test_names_of_both_sides_or_neither_leave_the_direction_open() -> None:
     turned = parse_rules('[[rule]]\nfrom = "*.w"\nto = "*.w"\ndo = "transpose"', "t.toml")
     refused(turned, {"a.w": (2, 3)}, None, ["match the checkpoint as left as well as right", "--reverse"])
-    assert apply_rules(turned, {"a.w": (2, 3)}, reverse=True).views["a.w"].view.shape == (3, 2)
+    assert made_by(apply_rules(turned, {"a.w": (2, 3)}, reverse=True))["a.w"].view.shape == (3, 2)
     refused(rules_named("qwen3"), {"something": (2, 2)}, QWEN3, ["match none of the checkpoint's 1 weights"])
 
 
@@ -211,7 +211,7 @@ def test_a_star_of_a_rename_does_not_match_counters() -> None:
 
     applied = apply_rules(parse_renames(["*=model.*"]), shapes, values=values)
 
-    created = {name: each.sources for name, each in applied.views.items()}
+    created = {name: each.sources for name, each in made_by(applied).items()}
     # A weight without a layout is not left under its old name in silence: the conversion refuses it.
     assert created == {
         "model.a.w": ("a.w",),
@@ -220,7 +220,7 @@ def test_a_star_of_a_rename_does_not_match_counters() -> None:
     }
     assert [note for note in applied.notes if "global_step" in note]
     named = apply_rules(parse_renames(["global_step=step"]), shapes, values=values)
-    assert named.views["step"].sources == ("global_step",)
+    assert made_by(named)["step"].sources == ("global_step",)
 
 
 def test_renames_keep_other_names_and_states_follow_their_weights() -> None:
@@ -228,7 +228,7 @@ def test_renames_keep_other_names_and_states_follow_their_weights() -> None:
 
     applied = apply_rules(parse_renames(["model.*=net.*", "head=out"]), shapes)
 
-    created = {name: each.sources for name, each in applied.views.items()}
+    created = {name: each.sources for name, each in made_by(applied).items()}
     assert created == {
         "net.a.w": ("model.a.w",),
         "adam_m.net.a.w": ("adam_m.model.a.w",),
@@ -294,6 +294,6 @@ def test_an_unknown_table_is_an_error(typed: str, texts: str) -> None:
 
 def test_heads_that_fit_only_the_packed_tensor_are_an_error_in_reverse() -> None:
     table = rules_named(table_of("qwen3"))
-    created = {name: each.view.shape for name, each in apply_rules(table, SHAPES, QWEN3).views.items()}
+    created = {name: each.view.shape for name, each in made_by(apply_rules(table, SHAPES, QWEN3)).items()}
     wrong = {**QWEN3, "num_attention_heads": 2, "num_key_value_heads": 3}
     refused(table, created, wrong, ["shape [6, 12] is not [hidden, heads*head_dim] with heads 2, head_dim 3"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reshard.errors import NamesError
 from reshard.names import apply_rules, parse_rules
 from tests.layouts import examples
-from tests.names.naive import Array, arrays_of, assert_equal, numbered, redone
+from tests.names.naive import Array, arrays_of, assert_equal, made_by, numbered, redone
 
 
 @dataclass
@@ -255,10 +255,10 @@ def test_a_name_of_several_cases_follows_the_other_names_and_its_state_follows_i
     applied = apply_rules(rules, _with_state(left), config, optimizer=True)
 
     right = {"b.0.mlp.norm", "b.0.mlp.up", "b.1.norm", "b.1.each.0", "b.1.each.1"}
-    assert applied.views.keys() == right | {f"adam_m.{name}" for name in right}
-    made = {name: each.view.shape for name, each in applied.views.items()}
+    assert made_by(applied).keys() == right | {f"adam_m.{name}" for name in right}
+    made = {name: each.view.shape for name, each in made_by(applied).items()}
     back = apply_rules(rules, made, config, optimizer=True)
-    assert {name: each.view.shape for name, each in back.views.items()} == _with_state(left)
+    assert {name: each.view.shape for name, each in made_by(back).items()} == _with_state(left)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,18 @@ import pytest
 
 from reshard.errors import CheckpointError
 from reshard.quantised import Quantisation
-from reshard.quantised.schemes import TypedShape, describe, looks_quantised, recognise
+from reshard.quantised import recognise as recognise_by
+from reshard.quantised.schemes import Recognised, TypedShape, describe, looks_quantised
 
 E4M3 = "Float8E4M3FN"
 BLOCKS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 WHOLE = {"quantization_config": {"quant_method": "fp8"}}
+
+
+def recognise(
+    stored: dict[str, TypedShape], config: dict[str, Any] | None, description: dict[str, Any] | None = None
+) -> Recognised:
+    return recognise_by(stored, Quantisation("BFloat16", config, description))
 
 
 def groups(*weights: dict[str, Any]) -> dict[str, Any]:

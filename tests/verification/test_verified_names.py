@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from reshard.checkpoints.formats.elements import Words
 from reshard.execute import casts
 from reshard.layout.views import ZEROS, View
-from reshard.names import viewed
+from reshard.names import results
 from reshard.verification import operations, reading
 from tests.convert.test_edits import values
 from tests.execute.test_memory import peaks
@@ -208,9 +208,9 @@ def test_wrong_views_are_found(
     models: Models, monkeypatch: pytest.MonkeyPatch, mistake: Callable[[View], View], names: set[str]
 ) -> None:
     def wrong(*arguments: Any) -> Any:
-        return [mistake(view) for view in viewed(*arguments)]
+        return [(needed, mistake(view)) for needed, view in results(*arguments)]
 
-    monkeypatch.setattr("reshard.names.viewed", wrong)
+    monkeypatch.setattr("reshard.names.results", wrong)
     result = fails(4, "convert", models.src, models.dst, *models.strategies, *models.names, "--verify", "--json")
     assert found(result) == {("content", name) for name in names}
 

@@ -22,7 +22,7 @@ LEAVE_OUT = "or leave it out: without --optimizer keep, or with --exclude 'optim
 
 
 def proofs(checkpoint: ChunkedCheckpoint, names: Collection[str], others: bool = False) -> list[TiedTensors]:
-    """What shows that state is that of the weights: masters, cast to the types of weights, equal them.
+    """Pairs of a master, cast to its weight's type, and the weight: if they are equal, state belongs to the weights.
 
     Args:
         names: masters whose state is used only if they do.
@@ -39,8 +39,8 @@ def proofs(checkpoint: ChunkedCheckpoint, names: Collection[str], others: bool =
             cast = master._replace(dtype=weight.dtype, item_size=weight.item_size, stored=(master,))
             reason = f"state of the optimizer in {checkpoint.place} is not that of its weights"
             hint = f"{CURE if needed else ONE_SAVE}, {LEAVE_OUT}"
-            relying = tuple(of_weight[weight.name]) if needed else ()
-            found.append(TiedTensors(cast, (weight,), reason, hint, relying, not needed))
+            only_if_equal = tuple(of_weight[weight.name]) if needed else ()
+            found.append(TiedTensors(cast, (weight,), reason, hint, only_if_equal, not needed))
     return found
 
 

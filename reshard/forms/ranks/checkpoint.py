@@ -82,7 +82,6 @@ class RankCheckpoint:
     extra_files: Sequence[str] = ()
     objects: Mapping[str, StoredObject] = {}
     nested: Mapping[str, tuple[Any, ...]] = {}
-    packing: tuple[str, ...] = ()
     tensors: Mapping[str, GlobalTensor] = {}
     laid_out: frozenset[str] = frozenset()
     unseen: frozenset[str] = frozenset()
