@@ -85,7 +85,7 @@ class Conversion(asked.Conversion):
 
         report = logged(in_python)
         with reading_sources(self.effort, Progress(), report) as (means, crcs):
-            differences = verify_with_source(self, means, report, crcs)
+            differences = verify_with_source(self, means, crcs)
         _refuse(differences, self.target.path)
 
 

@@ -140,7 +140,7 @@ def verify(
         if src is not None:
             try:
                 asked = Conversion(replace(source, path=src), target, edits, effort, ranks)
-                differences += verify_with_source(asked, means, report, crcs)
+                differences += verify_with_source(asked, means, crcs)
             except InputError as error:
                 if recorded is not None:
                     error.add_hint("to check sizes and headers: --headers-only")
@@ -255,7 +255,7 @@ def fingerprint(source: Source, edits: Edits, effort: Effort) -> None:
     asked = Conversion(source, Target(os.curdir), edits, effort)
     request = reading_request(asked, report, option="--strategy ")
     with reading_sources(effort, progress_of(), report) as (means, crcs):
-        result = source_fingerprints(request, means, report, crcs)
+        result = source_fingerprints(request, means, crcs)
     for name in result.differing:
         report.warn(f"{quoted(name)} differs between files; its fingerprint is that of the lowest")
     if is_json():

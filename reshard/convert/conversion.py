@@ -17,7 +17,7 @@ from reshard.execute.budget import writing_budget
 from reshard.execute.destination import Space, check_apart, check_bucket, check_disjoint, check_space, space_for
 from reshard.forms.ranks.naming import check_prefix
 from reshard.forms.registry import counted_as
-from reshard.plan.edits import Request
+from reshard.forms.request import Means, Request
 from reshard.plan.pieces import TargetFile, share_of
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
@@ -137,7 +137,7 @@ def _plan(request: Request, checks: SourceChecks, damage: DamagedSourcesError | 
         ReshardError: the conversion is impossible.
     """
     try:
-        plan = make_plan(request._replace(damaged={**request.damaged, **checks.damaged}), checks.handles, report)
+        plan = make_plan(request._replace(damaged={**request.damaged, **checks.damaged}), Means(checks.handles, report))
     except InputError as error:
         if damage is not None:
             error.hint = "; ".join(filter(None, [error.hint, "to skip CRC checks: --crc never"]))

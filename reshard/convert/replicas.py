@@ -13,7 +13,7 @@ from reshard.execute import Budget, Progress
 from reshard.forms.ranks.checkpoint import read_some_ranks
 from reshard.forms.ranks.selection import check_ranks
 from reshard.forms.ranks.tree import StepFiles, find_checkpoints
-from reshard.plan.edits import Request
+from reshard.forms.request import Means, Request
 from reshard.plan.planner import read_source
 from reshard.source_replicas import damaged_files
 from reshard.source_replicas.compare import compare_replicas, entries_as_tensors
@@ -47,8 +47,8 @@ def verify_replicas(
 
     def read(damaged: Mapping[str, str]) -> tuple[Checkpoint, Mapping[str, InputError]]:
         if not by_rank:
-            reading = request._replace(damaged=damaged)
-            return read_source(reading, handles, report, required=lambda name: False), {}
+            reading = request._replace(damaged=damaged, partial=True)
+            return read_source(reading, Means(handles, report)), {}
         damaged_ranks = {rank: damaged[path] for rank, path in files.items() if path in damaged}
         step_files = StepFiles(None, dict(files), damaged=damaged_ranks)
         return read_some_ranks(step_files, strategy, handles, Report(), filters.admit)

@@ -22,9 +22,10 @@ from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import counted_as, form_named, form_of
+from reshard.forms.request import Request
 from reshard.numbers.fingerprint import Fingerprints, fingerprints
 from reshard.plan.editing import edited as make_edits
-from reshard.plan.edits import Request, edit_rules
+from reshard.plan.edits import edit_rules
 from reshard.plan.planner import read_source
 from reshard.plan.trainers import names_in_model
 from reshard.records import Manifest, Record, read_manifest
@@ -43,20 +44,22 @@ from reshard.verification.end_to_end import (
     verify_conversion,
 )
 from reshard.verification.files import RecordedCrcs, read_sound
-from reshard.verification.reading import Difference, Means
+from reshard.verification.reading import Difference, Reading
 from reshard.verification.stored import Source, stored_source
 
 
 @contextlib.contextmanager
-def reading_sources(effort: Effort, progress: Progress, report: Report) -> Iterator[tuple[Means, RecordedCrcs | None]]:
+def reading_sources(
+    effort: Effort, progress: Progress, report: Report
+) -> Iterator[tuple[Reading, RecordedCrcs | None]]:
     """Means to read source files within an effort, and the CRCs that the files record; None with ``crc="never"``.
 
     Raises:
         RetryableError: at the end, if a file has changed.
     """
     with FileHandles() as handles:
-        means = Means(handles, effort.cpus, effort.max_memory, progress)
-        yield means, RecordedCrcs(means, report) if effort.crc == "auto" else None
+        means = Reading(handles, report, effort.cpus, effort.max_memory, progress)
+        yield means, RecordedCrcs(means) if effort.crc == "auto" else None
         means.check_unchanged()
 
 
@@ -86,25 +89,23 @@ def verify_written(
     step = recorded_step(request.src, request.form.name, summary.step)
     request = _at(request, step, tuple(files) if by_rank else None)._replace(edits=between_forms(request))
     with reading_sources(request.asked.effort, progress, report) as (means, crcs):
-        reader = partial(read_source, handles=means.handles, report=report)
-        conversion = Verified(request, files, reader, True, adapter, kept=summary.kept)
-        return verify_conversion(conversion, means, report, crcs)
+        conversion = Verified(request, files, partial(read_source, means=means), True, adapter, kept=summary.kept)
+        return verify_conversion(conversion, means, crcs)
 
 
-def verify_with_source(asked: Conversion, means: Means, report: Report, crcs: RecordedCrcs | None) -> list[Difference]:
+def verify_with_source(asked: Conversion, means: Reading, crcs: RecordedCrcs | None) -> list[Difference]:
     """Compare a converted checkpoint with its source, and with its manifest if it has one.
 
     Args:
         asked: the conversion; strategies, step, names and types that it does not name are those in the records of its
             target.
-        means: files, threads and memory.
-        report: gets warnings and notes.
+        means: files, report, threads and memory.
         crcs: the CRCs that source files record; None if they are not checked.
 
     Raises:
         ReshardError: options contradict each other or the records, or something cannot be read.
     """
-    out, src, ranks = asked.target.path, asked.source.path, asked.files
+    out, src, ranks, report = asked.target.path, asked.source.path, asked.files, means.report
     if not exists(out):
         raise CheckpointError(f"{out}: does not exist", file=out)
     manifest = _manifest(out)
@@ -146,7 +147,7 @@ def verify_with_source(asked: Conversion, means: Means, report: Report, crcs: Re
             request = request._replace(edits=between_forms(request))
 
         def read(each: Request) -> Checkpoint:
-            checkpoint = read_source(each, means.handles, report)
+            checkpoint = read_source(each, means)
             if record is not None and not rules_are_asked:
                 check_rules(checkpoint, edits, out, record)
             return checkpoint
@@ -154,7 +155,7 @@ def verify_with_source(asked: Conversion, means: Means, report: Report, crcs: Re
         conversion = Verified(request, files, read, recorded=record is not None)
         with hint_of_swap(request._replace(edits=edits), means.handles):
             try:
-                differing = verify_conversion(conversion, means, report, crcs)
+                differing = verify_conversion(conversion, means, crcs)
             except (NamesError, UsageError) as error:
                 # Records list only the last of several conversions, and SRC may be the source of the first.
                 fingerprints = f"reshard fingerprint {shlex.quote(src)}, and of {shlex.quote(out)}"
@@ -166,7 +167,7 @@ def verify_with_source(asked: Conversion, means: Means, report: Report, crcs: Re
     return [*differences, *differing]
 
 
-def source_fingerprints(request: Request, means: Means, report: Report, crcs: RecordedCrcs | None) -> Fingerprints:
+def source_fingerprints(request: Request, means: Reading, crcs: RecordedCrcs | None) -> Fingerprints:
     """The fingerprints of the selected tensors and values of a source, with the names and types of its edits.
 
     Raises:
@@ -176,17 +177,17 @@ def source_fingerprints(request: Request, means: Means, report: Report, crcs: Re
     filters, rules, edited = request.filters, request.edits, request.asked.edits.changes
 
     def read(damaged: Mapping[str, str]) -> Source:
-        checkpoint = read_source(request._replace(damaged=damaged), means.handles, report)
+        checkpoint = read_source(request._replace(damaged=damaged), means)
         return stored_source(checkpoint, request.source)
 
-    stored = read_sound(read, crcs, report)
+    stored = read_sound(read, crcs, means.report)
     if not request.form.options.by_rank:
         _check_equal(stored.checkpoint, [name for name in stored.tensors if filters.admit(name)], means)
-    target = stored if rules.is_empty else edited_source(stored, rules, report)
+    target = stored if rules.is_empty else edited_source(stored, rules, means.report)
     if not rules.is_empty:
         converted = make_edits(stored.checkpoint, rules, Report())
         _check_equal(converted, [name for name in target.names if filters.admit(name)], means)
-    warn_of_unmatched(filters, (target.names, () if edited else request.source.parameters), report)
+    warn_of_unmatched(filters, (target.names, () if edited else request.source.parameters), means.report)
     if target.names and not any(map(filters.admit, target.names)):
         raise CheckpointError(
             "no parameter or value of the checkpoint is selected", hint="check --include and --exclude"
@@ -198,7 +199,7 @@ def source_fingerprints(request: Request, means: Means, report: Report, crcs: Re
     return fingerprints(target, means, filters.admit, model_names)
 
 
-def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> None:
+def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Reading) -> None:
     """Compare tied tensors."""
     equals = equal_of(checkpoint, names)
     if equals:
@@ -235,7 +236,7 @@ def _check_finished(out: str) -> None:
         )
 
 
-def against_manifest(out: str, manifest: Manifest, ranks: tuple[int, ...] | None, means: Means) -> list[Difference]:
+def against_manifest(out: str, manifest: Manifest, ranks: tuple[int, ...] | None, means: Reading) -> list[Difference]:
     """The differences of some ranks, or all, from the manifest."""
     differences = compare_with_manifest(out, manifest, means)
     return [difference for difference in differences if ranks is None or set(difference.ranks) & set(ranks)]

@@ -20,9 +20,9 @@ from reshard.execute.casts import Overflowed
 from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader, in_order
 from reshard.forms.objects import shown_object
+from reshard.forms.request import Means, Request
 from reshard.layout import Box, shape_of, whole_box
 from reshard.opened.tensor import LazyTensor
-from reshard.plan.edits import Request
 from reshard.plan.pieces import Kind, Piece, StoredSlice, TargetTensor, TargetTensors
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
@@ -230,7 +230,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                 raise ValueError("the checkpoint is closed")
             if self._contents is None:
                 with self._errors():
-                    plan = make_plan(self._request, self._handles, self._report)
+                    plan = make_plan(self._request, Means(self._handles, self._report))
                 self._contents = OpenedContents(plan, plan.requested[0])
             return self._contents
 

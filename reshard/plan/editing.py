@@ -13,9 +13,9 @@ from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, GlobalT
 from reshard.checkpoints.formats.dtypes import INT4, TEXT
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import EditedStep, Side
+from reshard.forms.request import AppliedTable, EditRules
 from reshard.layout.views import View
 from reshard.plan.casts import cast
-from reshard.plan.edits import AppliedTable, EditRules
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import Report, as_pattern, listing, plural, quoted
 from reshard.text.names import is_training_value

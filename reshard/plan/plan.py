@@ -16,9 +16,9 @@ from reshard.checkpoints import CheckpointIndex, OutputLayout, lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, EditedCheckpoint
 from reshard.errors import IncompleteSourceError
 from reshard.forms.registry import counted_as
+from reshard.forms.request import Request
 from reshard.forms.target import Cut, Cuts, Section, TargetForm
 from reshard.layout import Box, shape_of, volume_of
-from reshard.plan.edits import Request
 from reshard.plan.pieces import (
     ALL_LINKED,
     FileOrder,

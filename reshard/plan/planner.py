@@ -6,17 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reshard.checkpoints import FileHandles, can_hold
+from reshard.checkpoints import can_hold
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import TEXT
 from reshard.errors import UsageError
 from reshard.forms import DEFAULT_FORM
-from reshard.forms.form import Names, ReadRequest, WriteRequest
+from reshard.forms.form import Names
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as, form_named
+from reshard.forms.request import Means, Request
 from reshard.forms.target import Cuts, TargetForm, laid_out_names
 from reshard.plan.checks import check, problems_of_form
-from reshard.plan.edits import Request
 from reshard.plan.plan import Plan, Sorted, requested_files, sections_of
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.values import CopiedValues
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from reshard.plan.recovery import Recovery
 
 
-def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
+def make_plan(request: Request, means: Means) -> Plan:
     """Plan a conversion from headers alone.
 
     Raises:
         ReshardError: the request cannot be met; nothing has been written.
     """
+    handles, report = means.handles, means.report
     source, admit = request.form, request.filters.admit
-    checkpoint = base = read_source(request, handles, report)
+    checkpoint = base = read_source(request, means)
     shards = shards_of(request.target.path)
     if request.target.is_placeholder and shards is None:
         request = request._replace(target=source.strategy_of(base))
@@ -76,7 +77,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         form: TargetForm = RecoveredFiles(request, ranks, recovery)
     else:
         to = form_named(DEFAULT_FORM) if request.task.in_memory else request.to
-        form = to.target(checkpoint, _write_request(request, handles, report))
+        form = to.target(checkpoint, request, means)
         if request.to.options.names is not Names.TRAINER and not request.task.in_memory:
             _note_skipped_objects(checkpoint, admit, report)
     checkpoint = checkpoint if form.checkpoint is None else form.checkpoint
@@ -106,52 +107,18 @@ def _note_skipped_objects(checkpoint: Checkpoint, admit: Callable[[str], bool], 
         )
 
 
-def read_source(
-    request: Request, handles: FileHandles, report: Report, required: Callable[[str], bool] | None = None
-) -> Checkpoint:
+def read_source(request: Request, means: Means) -> Checkpoint:
     """One step of the source of a request.
 
     Raises:
         ReshardError: the source is incomplete or damaged, or cannot be read.
     """
-    shards = shards_of(request.target.path) is not None
-    edit = None
     if not request.edits.is_empty:
         # Loaded only here: most conversions edit nothing.
         from reshard.plan.editing import step_editor
 
-        edit = step_editor(request.edits, request.target)
-    return request.form.read(
-        ReadRequest(
-            request.asked.source,
-            handles,
-            report,
-            request.damaged,
-            required or _is_required(request),
-            source=request.source,
-            # Rows of everything are cut, whatever the source holds.
-            target=Strategy.none() if shards else request.target,
-            ranks=None if shards else request.target_ranks,
-            filters=request.filters,
-            edit=edit,
-        )
-    )
-
-
-def _write_request(request: Request, handles: FileHandles, report: Report) -> WriteRequest:
-    edits = request.edits
-    return WriteRequest(
-        request.asked.target,
-        request.source,
-        request.target,
-        handles,
-        report,
-        request.filters.admit,
-        request.task.in_memory,
-        edits.config_path,
-        bool(edits.casts),
-        edits.quantisation is not None,
-    )
+        request = request._replace(edit=step_editor(request.edits, request.target))
+    return request.form.read(request, means)
 
 
 def _check_numbers(request: Request, form: TargetForm) -> None:
@@ -164,18 +131,6 @@ def _check_numbers(request: Request, form: TargetForm) -> None:
             f"0 to {form.count - 1}",
             rank=beyond[0] if form.by_rank else None,
         )
-
-
-def _is_required(request: Request) -> Callable[[str], bool]:
-    """Whether a tensor is written at all."""
-    edits, admit = request.edits, request.filters.admit
-    if not edits.is_empty:
-        # A tensor is required if any of its possible names is written.
-        return lambda name: any(new is None or admit(new) for new in edits.possible_names(name))
-    target_names = set(request.target.parameters)
-    everything = request.target.is_none or request.target.is_placeholder
-
-    return lambda name: admit(name) and (everything or name in target_names)
 
 
 def sort(request: Request, checkpoint: Checkpoint, form: TargetForm, values: CopiedValues) -> Sorted:

@@ -17,9 +17,9 @@ from reshard.checkpoints import FileHandles, files_alike
 from reshard.errors import IncompleteSourceError, InputError
 from reshard.forms.ranks.checkpoint import RankCheckpoint
 from reshard.forms.ranks.form import RankFiles, rank_names, target_format
+from reshard.forms.request import Request
 from reshard.forms.target import TargetForm
 from reshard.layout.candidates import cuts_of, possible_holders
-from reshard.plan.edits import Request
 from reshard.plan.values import CopiedValue, CopiedValues, same_value
 from reshard.strategies import Stage
 from reshard.text.messages import Report, listing, rank_ranges

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from reshard.errors import NamesError, UsageError
 from reshard.forms.form import Side
+from reshard.forms.request import EditRules, recorded_name
 from reshard.names import (
     HUB_SIDE,
     Applied,
@@ -18,7 +19,6 @@ from reshard.names import (
     is_reversed,
     path,
 )
-from reshard.plan.edits import EditRules, recorded_name
 from reshard.storage import absolute
 from reshard.text.globs import Globs
 from reshard.text.messages import Report, quoted

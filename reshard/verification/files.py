@@ -13,8 +13,8 @@ from reshard import asked
 from reshard.checkpoints import CheckpointIndex, FileHandles, unchecked
 from reshard.checkpoints.formats.crc import check_crcs
 from reshard.errors import InputError, RetryableError
-from reshard.forms.form import ReadRequest
 from reshard.forms.registry import form_named
+from reshard.forms.request import Means, Request
 from reshard.storage import (
     UnfitError,
     opened_regular,
@@ -23,7 +23,7 @@ from reshard.storage import (
 )
 from reshard.strategies import Strategy
 from reshard.text.messages import Report, one_line, plural, quoted, some_names
-from reshard.verification.reading import Difference, Means
+from reshard.verification.reading import Difference, Reading
 from reshard.verification.stored import Source, files_read, stored_source
 
 # Bytes of the header length at the beginning of a file.
@@ -114,9 +114,8 @@ _MIN_BLOCK, _MAX_BLOCK = 4 << 10, 8 << 20
 class RecordedCrcs:
     """Compares files with the CRCs that they record; reads each file once."""
 
-    def __init__(self, means: Means, report: Report) -> None:
+    def __init__(self, means: Reading) -> None:
         self._means = means
-        self._report = report
         self._checked: set[object] = set()
 
     def damaged(self, indexes: Iterable[CheckpointIndex]) -> dict[str, str]:
@@ -130,7 +129,7 @@ class RecordedCrcs:
         with means.counting(sum(index.check_bytes for index in new), "checking CRCs"):
             checks = check_crcs(means.handles, new, threads, block, means.progress.wrote)
         for note in checks.notes():
-            self._report.note(note)
+            self._means.report.note(note)
         return {path: error.message for path, error in checks.damaged.items()}
 
 
@@ -182,7 +181,9 @@ def read_written(
         RetryableError: reading failed.
     """
     try:
-        checkpoint = form_named(form).read(ReadRequest(asked.Source(directory), handles, Report()))
+        checkpoint = form_named(form).read(
+            Request.of_source(asked.Source(directory), form_named(form)), Means(handles, Report())
+        )
         source = stored_source(checkpoint, Strategy.none())
         problems = form_named(form).check_written(directory, checkpoint)
         differences = [Difference("file", None, (), text, (name,)) for name, text in problems]

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from reshard.checkpoints import CheckpointIndex, FileHandles
+from reshard.checkpoints import CheckpointIndex
+from reshard.forms.request import Means
 from reshard.processes import MIN_BYTES_PER_PROCESS, Crew, Notify, may_fork, private_bytes, process_count
 from reshard.storage import FileStatus, storage_of
 from reshard.storage.store import busy_cpus
@@ -81,18 +82,16 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True)
-class Means:
-    """Files, threads and memory for reading.
+class Reading(Means):
+    """Files, report, threads and memory for reading contents.
 
     Attributes:
-        handles: open files.
         jobs: CPUs to keep busy.
         max_memory: bytes for all buffers together.
         progress: counts the bytes read.
         read: files whose contents were read so far.
     """
 
-    handles: FileHandles
     jobs: int
     max_memory: int
     progress: Progress
@@ -157,7 +156,7 @@ class Mismatches(NamedTuple):
     stages: set[str]
 
 
-def compare(comparisons: Iterable[Comparison], means: Means, counted: bool = True) -> Mismatches:
+def compare(comparisons: Iterable[Comparison], means: Reading, counted: bool = True) -> Mismatches:
     """Compare copies with their tensors, byte by byte.
 
     Args:
@@ -196,7 +195,7 @@ def _compare_block(
     one: Comparison,
     block: Box,
     meeting: Sequence[tuple[Box, Box, tuple[int, ...]]],
-    means: Means,
+    means: Reading,
     buffers: Buffers,
 ) -> list[_Wrong]:
     content, name, handles = one.content, one.content.name, means.handles
@@ -235,7 +234,7 @@ class Pair(NamedTuple):
     detail: str
 
 
-def unequal(pairs: Sequence[Pair], means: Means) -> list[Difference]:
+def unequal(pairs: Sequence[Pair], means: Reading) -> list[Difference]:
     """The differences of tensors that have to be equal; all NaN of cast ones are."""
 
     def differ(number: int, block: Box) -> int | None:
@@ -287,7 +286,7 @@ class Task(NamedTuple):
 
 
 def run_tasks(
-    tasks: Iterator[Task], means: Means, add: Callable[[Any], None], least: int = 1, counted: bool = True
+    tasks: Iterator[Task], means: Reading, add: Callable[[Any], None], least: int = 1, counted: bool = True
 ) -> None:
     """Run tasks in threads, or in forked worker processes, each with its own copy of the iterator of tasks.
 
@@ -343,7 +342,7 @@ _RunTasks = Callable[[int, Sequence[Task]], list[Any]]
 
 def _run_in_threads(
     tasks: Iterator[Task],
-    means: Means,
+    means: Reading,
     threads: int,
     new_runner: Callable[[], AbstractContextManager[_RunTasks]],
     add: Callable[[Any], None],
@@ -375,7 +374,7 @@ def _run_in_threads(
             raise
 
 
-def _threads(means: Means) -> int:
+def _threads(means: Reading) -> int:
     """Number of threads that may read at a time."""
     storage = storage_of(next(iter(means.read), "."))
     cpus = busy_cpus(means.jobs, storage)
@@ -392,7 +391,7 @@ def _next_tasks(tasks: Iterator[Task]) -> Iterator[Task]:
             return
 
 
-def blocks(content: Content, box: Box, means: Means) -> Iterator[Box]:
+def blocks(content: Content, box: Box, means: Reading) -> Iterator[Box]:
     """The blocks of a box, small enough for the memory of a thread."""
     copies, largest = (
         (_COPIES_DERIVED, _MAX_BLOCK_DERIVED) if isinstance(content, DerivedTensor) else (_COPIES, _MAX_BLOCK)

@@ -16,7 +16,8 @@ import pytest
 
 from reshard.checkpoints import FileHandles
 from reshard.strategies import read_strategy
-from reshard.verification.reading import Means
+from reshard.text.messages import Report
+from reshard.verification.reading import Reading
 from tests.checkpoint_writing import write_ckpt
 from tests.corpus import ROOT
 from tests.reference import Strategy
@@ -558,7 +559,7 @@ def test_some_ranks_are_compared_by_reading_only_their_bytes(tmp_path: Path) -> 
     converted(world, columns, full)
     progress = Quiet()
     with FileHandles() as handles:
-        means = Means(handles, 1, 64 << 20, progress)
+        means = Reading(handles, Report(), 1, 64 << 20, progress)
         old, new = read_strategy(str(world.old)), read_strategy(str(world.new))
         assert compare_trees(files_of(world.src), old, files_of(world.dst), new, means, ranks=[2]) == []
     both = 2 * sum(tensor.array.nbytes for tensor in cut_ranks(columns, full, COPIED)[2].values())

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError
-from reshard.forms.form import Description, Form, FormOptions, Layouts, ReadRequest, SavedCut, SavedStep, WriteRequest
+from reshard.forms.form import Description, Form, FormOptions, Layouts, SavedCut, SavedStep
+from reshard.forms.request import Means, Request
 from reshard.forms.tracker import TRACKER, Iteration, IterationNames, read_tracker, saved_steps
 from reshard.storage import (
     UnfitError,
@@ -40,10 +41,10 @@ class Checkpoint2Form(Form):
     def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
         return recognise(src, names)
 
-    def read(self, request: ReadRequest) -> Checkpoint2:
+    def read(self, request: Request, means: Means) -> Checkpoint2:
         from reshard.forms.checkpoint2.checkpoint import read_checkpoint2
 
-        return read_checkpoint2(request)
+        return read_checkpoint2(request, means)
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
         from reshard.forms.checkpoint2.checkpoint import strategy_of
@@ -55,10 +56,10 @@ class Checkpoint2Form(Form):
         saved = cast("Checkpoint2", checkpoint)
         return saved.placements.get(name) if saved.metadata_names is None or name in saved.metadata_names else None
 
-    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
+    def target(self, checkpoint: Checkpoint, request: Request, means: Means) -> TargetForm:
         from reshard.forms.checkpoint2.written_files import target_files
 
-        return target_files(checkpoint, request)
+        return target_files(checkpoint, request, means)
 
     def marks(self, files: Sequence[str]) -> list[str]:
         iteration = files[0].rpartition("/")[0]
