@@ -136,8 +136,15 @@ def _plan(request: Request, checks: SourceChecks, damage: DamagedSourcesError | 
     Raises:
         ReshardError: the conversion is impossible.
     """
+    request, means = request._replace(damaged={**request.damaged, **checks.damaged}), Means(checks.handles, report)
     try:
-        plan = make_plan(request._replace(damaged={**request.damaged, **checks.damaged}), Means(checks.handles, report))
+        if request.task.recover:
+            # Loaded only here: most runs recover nothing.
+            from reshard.plan.recovery import plan_recovery
+
+            plan = plan_recovery(request, means)
+        else:
+            plan = make_plan(request, means)
     except InputError as error:
         if damage is not None:
             error.hint = "; ".join(filter(None, [error.hint, "to skip CRC checks: --crc never"]))

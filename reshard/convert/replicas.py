@@ -17,7 +17,7 @@ from reshard.forms.request import Means, Request
 from reshard.plan.planner import read_source
 from reshard.source_replicas import damaged_files
 from reshard.source_replicas.compare import compare_replicas, entries_as_tensors
-from reshard.storage import is_directory, storage_of
+from reshard.storage import costs_of, is_directory
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters, warn_of_unmatched
 from reshard.text.messages import Message, Report, joined, listing, plural, rank_ranges
@@ -42,7 +42,7 @@ def verify_replicas(
     """
     path, filters, strategy, effort = request.src, request.filters, request.source, request.asked.effort
     by_rank = request.form.options.by_rank
-    budget = Budget.of(effort.cpus, effort.max_memory, storage_of(path))
+    budget = Budget.of(effort.cpus, effort.max_memory, costs_of(path))
     files = _files_of_step(request, handles, report) if by_rank else {}
 
     def read(damaged: Mapping[str, str]) -> tuple[Checkpoint, Mapping[str, InputError]]:

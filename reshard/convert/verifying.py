@@ -32,7 +32,7 @@ from reshard.records import Manifest, Record, read_manifest
 from reshard.records.ledger import ledger_in
 from reshard.records.status import status_of
 from reshard.source_replicas import hint_of_swap
-from reshard.storage import exists, is_regular_file, real, storage_of
+from reshard.storage import costs_of, exists, is_regular_file, real
 from reshard.text.globs import warn_of_unmatched
 from reshard.text.messages import Report, are, number_ranges, rank_ranges, some_names
 from reshard.verification.edited import edited_source
@@ -203,8 +203,8 @@ def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Reading) -
     """Compare tied tensors."""
     equals = equal_of(checkpoint, names)
     if equals:
-        storage = storage_of(next(iter(checkpoint.files.values())))
-        budget = Budget.of(means.jobs, means.max_memory, storage)
+        costs = costs_of(next(iter(checkpoint.files.values())))
+        budget = Budget.of(means.jobs, means.max_memory, costs)
         with contextlib.closing(BoxReader(means.handles, budget)) as reader:
             check_equal(checkpoint, equals, reader)
 

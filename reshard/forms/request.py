@@ -275,7 +275,7 @@ class Request(NamedTuple):
     def required(self) -> Callable[[str], bool]:
         """Whether a tensor of the source has to be complete."""
         edits, admit = self.edits, self.filters.admit
-        if self.partial:
+        if self.partial or not self.complete:
             return lambda name: False
         if not edits.is_empty:
             # A tensor is required if any of its possible names is written.

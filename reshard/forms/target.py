@@ -76,8 +76,7 @@ class TargetForm(Protocol):
         metadata: of every safetensors file, instead of the usual.
         boxed: files record the boxes of their tensors, so slices of equal shape get different headers.
         limits_layouts: some layouts cannot be recorded; `check_layout` decides.
-        checkpoint: the source with the tensors that its files hold, where these are others than a conversion names;
-            None where they are the same.
+        checkpoint: the source cut into the tensors that files hold; None: files hold the converted tensors.
     """
 
     name: str

@@ -79,7 +79,6 @@ class Plan:
         form: TargetForm,
         values: Callable[[int], list[CopiedValue]],
         treatment: Sorted,
-        cuts: Cuts,
         choice: ReplicaChoice | None,
     ) -> None:
         self.request = request
@@ -89,7 +88,7 @@ class Plan:
         self.requested = requested_files(request, form)
         self.sections = sections_of(form, self.requested)
         self._values = values
-        self._cuts = cuts
+        self._cuts = Cuts()
         self._choice = choice
         self._kinds: dict[int, Sequence[Kind]] = {}
         self._needs: dict[int, tuple[int, ...]] = {}

@@ -17,9 +17,9 @@ from reshard.forms.registry import form_named
 from reshard.forms.request import Means, Request
 from reshard.storage import (
     UnfitError,
+    costs_of,
     opened_regular,
     read_range,
-    storage_of,
 )
 from reshard.strategies import Strategy
 from reshard.text.messages import Report, one_line, plural, quoted, some_names
@@ -124,7 +124,7 @@ class RecordedCrcs:
         if not new:
             return {}
         means = self._means
-        threads = means.jobs * storage_of(new[0].path).in_flight
+        threads = means.jobs * costs_of(new[0].path).in_flight
         block = max(_MIN_BLOCK, min(_MAX_BLOCK, means.max_memory // threads))
         with means.counting(sum(index.check_bytes for index in new), "checking CRCs"):
             checks = check_crcs(means.handles, new, threads, block, means.progress.wrote)

@@ -17,7 +17,7 @@ import numpy as np
 from reshard.checkpoints import CheckpointIndex
 from reshard.forms.request import Means
 from reshard.processes import MIN_BYTES_PER_PROCESS, Crew, Notify, may_fork, private_bytes, process_count
-from reshard.storage import FileStatus, storage_of
+from reshard.storage import FileStatus, costs_of
 from reshard.storage.store import busy_cpus
 from reshard.text.messages import one_line, quoted, rank_ranges, some_names
 from reshard.verification.boxes import Box, shape_of, volume_of, whole_box, within
@@ -301,12 +301,12 @@ def run_tasks(
     if not first:
         return
     threads = max(1, min(_threads(means), means.max_memory // least, len(first)))
-    storage = storage_of(next(iter(means.read), "."))
-    if not storage.remote and nbytes < len(first) * _TINY:
+    costs = costs_of(next(iter(means.read), "."))
+    if not costs.remote and nbytes < len(first) * _TINY:
         threads = 1
     tasks = itertools.chain(first, tasks)
     processes = 1
-    if threads > 1 and storage.mappable and may_fork():
+    if threads > 1 and costs.mappable and may_fork():
         processes = min(threads, process_count(means.jobs, nbytes, means.max_memory, private_bytes()))
     if processes < 2:
         in_process = contextlib.nullcontext(lambda number, batch: [task.run() for task in batch])
@@ -376,9 +376,9 @@ def _run_in_threads(
 
 def _threads(means: Reading) -> int:
     """Number of threads that may read at a time."""
-    storage = storage_of(next(iter(means.read), "."))
-    cpus = busy_cpus(means.jobs, storage)
-    return max(1, min(cpus * storage.in_flight, means.max_memory // (_MIN_BLOCK * _COPIES)))
+    costs = costs_of(next(iter(means.read), "."))
+    cpus = busy_cpus(means.jobs, costs)
+    return max(1, min(cpus * costs.in_flight, means.max_memory // (_MIN_BLOCK * _COPIES)))
 
 
 def _next_tasks(tasks: Iterator[Task]) -> Iterator[Task]:

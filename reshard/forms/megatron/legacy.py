@@ -43,13 +43,12 @@ def read_legacy(form: str, iteration: Iteration, request: Request, means: Means)
     checkpoint = tree.checkpoint(form)
     checkpoint.step = iteration.step
     checkpoint.label = iteration.label
-    if request.complete:
-        if tree.lacking is not None and (tree.lost_stages or any(map(request.required, checkpoint.faults))):
-            raise tree.lacking
-        checkpoint.check(request.required)
-    elif tree.lacking is not None and checkpoint.faults:
-        checkpoint.faults = {str(tree.lacking.file): tree.lacking, **checkpoint.faults}
+    if tree.lacking is not None and any(map(request.required, checkpoint.faults)):
+        raise tree.lacking
+    checkpoint.check(request.required)
     if tree.lacking is not None:
+        if checkpoint.faults and not request.complete:
+            checkpoint.faults = {str(tree.lacking.file): tree.lacking, **checkpoint.faults}
         means.report.warn(f"{tree.lacking.message}; replicas in other files are read")
     return checkpoint
 

@@ -61,8 +61,7 @@ def read_torch_dist(form: str, iteration: Iteration, request: Request, means: Me
         to_prove |= {f"{before}{EMBEDDING}" for before in MASTERS} & metadata.tensors.keys()
     checkpoint.tied = proofs(checkpoint, to_prove, not any(map(args.get, _OTHER_MASTERS)))
     refuse_unproved(checkpoint, to_prove)
-    if request.complete:
-        checkpoint.check(request.required)
+    checkpoint.check(request.required)
     return checkpoint
 
 
@@ -75,8 +74,7 @@ def read_plain(form: str, iteration: Iteration, request: Request, means: Means) 
     if metadata.flattened or common_object(directory, metadata.objects) is not None:
         raise _incomplete(directory, BACKEND)
     checkpoint = checkpoint_of(form, iteration, metadata, request, means)
-    if request.complete:
-        checkpoint.check(request.required)
+    checkpoint.check(request.required)
     return checkpoint
 
 

@@ -381,8 +381,7 @@ def read_distributed(form: str, request: Request, means: Means) -> ChunkedCheckp
             "write it as Megatron's of today with --to megatron, leave all of it out with --exclude 'optimizer.*'",
         )
     checkpoint = checkpoint_of(form, iteration, metadata, request, means)
-    if request.complete:
-        checkpoint.check(request.required)
+    checkpoint.check(request.required)
     return checkpoint
 
 

@@ -163,8 +163,7 @@ def read_shards(form: str, request: Request, means: Means) -> ChunkedCheckpoint:
     shards.check_files(tensors, faults, means.report)
     checkpoint = chunked_checkpoint(form, directory, shards.indexes, tensors.values(), faults, shards.hint)
     checkpoint.extra_files = extra_files_in(directory, present, files)
-    if request.complete:
-        checkpoint.check(request.required)
+    checkpoint.check(request.required)
     return checkpoint
 
 

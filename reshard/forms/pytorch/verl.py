@@ -224,10 +224,9 @@ def read_ranks(form: str, request: Request, means: Means) -> ChunkedCheckpoint:
     if OF_VERL in names and is_directory(beside):
         extra_files = extra_files_in(beside, names_in(beside), ())
         checkpoint.extra_files = tuple(os.path.join(OF_VERL, name) for name in extra_files)
-    if request.complete:
-        if lacking is not None and any(map(request.required, checkpoint.faults)):
-            raise lacking
-        checkpoint.check(request.required)
+    if lacking is not None and any(map(request.required, checkpoint.faults)):
+        raise lacking
+    checkpoint.check(request.required)
     if lacking is not None:
         means.report.warn(f"{lacking.message}; replicas in other files are read")
     return checkpoint
