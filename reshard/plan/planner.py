@@ -34,6 +34,7 @@ def make_plan(request: Request, means: Means) -> Plan:
     if files.checkpoint is not None:
         checkpoint = files.checkpoint
     values = CopiedValues(request, checkpoint, files, means)
+    values.warn_of_differing(means.report)
     treatment = sort(request, checkpoint, files, values)
     by_rank = request.form.options.by_rank and files.by_rank
     choice = ReplicaChoice(request.source, request.target) if by_rank and request.edits.is_empty else None

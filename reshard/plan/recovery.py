@@ -16,7 +16,7 @@ from functools import partial
 
 from reshard.checkpoints import FileHandles, files_alike
 from reshard.errors import IncompleteSourceError, InputError
-from reshard.forms.ranks.checkpoint import RankCheckpoint
+from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of
 from reshard.forms.ranks.form import RankFiles, rank_names, target_format
 from reshard.forms.request import Means, Request
 from reshard.forms.target import TargetForm
@@ -37,12 +37,13 @@ def plan_recovery(request: Request, means: Means) -> Plan:
     Raises:
         ReshardError: the request cannot be met; nothing has been written.
     """
-    checkpoint = read_source(request, means)
-    assert isinstance(checkpoint, RankCheckpoint)
+    checkpoint = rank_checkpoint_of(read_source(request, means))
+    assert checkpoint is not None
     recovery = Recovery(request, checkpoint, means.handles)
     files = RecoveredFiles(request, checkpoint, recovery)
     check_numbers(request, files)
     values = CopiedValues(request, checkpoint, files, means)
+    values.warn_of_differing(means.report)
     treatment = sort(request, checkpoint, files, values)
     choice = ReplicaChoice(request.source, request.target)
     plan = Plan(request, checkpoint, files, partial(recovery.values_of, values=values), treatment, choice)

@@ -103,28 +103,28 @@ BOTH_WAYS: dict[str, tuple[str, str, str]] = {
     "dcp": (
         "pytorch.dcp_written",
         "pytorch.dcp",
-        "form pytorch.dcp pytorch.form recorded tracker",
+        "form pytorch.dcp pytorch.form recorded request tracker",
     ),
     "hf-sharded": (
         "pytorch.shards",
         "pytorch.shards",
         "form full.contents full.form pytorch.form pytorch.shards ranks.form ranks.naming ranks.tree "
-        "recorded target tracker writing",
+        "recorded request target tracker writing",
     ),
     "huggingface": (
         "full.written_files",
         "full.contents",
-        "form full.form ranks.naming ranks.tree target",
+        "form full.form ranks.naming ranks.tree request target",
     ),
     "checkpoint2": (
         "checkpoint2.written_files",
         "checkpoint2.checkpoint",
-        "checkpoint2.form form tracker",
+        "checkpoint2.form form request tracker",
     ),
     "torch_dist": (
         "megatron.written",
         "megatron.torch_dist",
-        "form megatron.common megatron.keys megatron.problems pytorch.dcp pytorch.form recorded tracker",
+        "form megatron.common megatron.keys megatron.problems pytorch.dcp pytorch.form recorded request tracker",
     ),
 }
 
