@@ -43,23 +43,21 @@ from reshard.verification.end_to_end import (
     has_the_asked_rules,
     verify_conversion,
 )
-from reshard.verification.files import RecordedCrcs, read_sound
+from reshard.verification.files import read_sound
 from reshard.verification.reading import Difference, Reading
 from reshard.verification.stored import Source, stored_source
 
 
 @contextlib.contextmanager
-def reading_sources(
-    effort: Effort, progress: Progress, report: Report
-) -> Iterator[tuple[Reading, RecordedCrcs | None]]:
-    """Means to read source files within an effort, and the CRCs that the files record; None with ``crc="never"``.
+def reading_sources(effort: Effort, progress: Progress, report: Report) -> Iterator[Reading]:
+    """Means to read source files within an effort.
 
     Raises:
         RetryableError: at the end, if a file has changed.
     """
     with FileHandles() as handles:
-        means = Reading(handles, report, effort.cpus, effort.max_memory, progress)
-        yield means, RecordedCrcs(means) if effort.crc == "auto" else None
+        means = Reading(handles, report, effort.cpus, effort.max_memory, progress, effort.crc == "auto")
+        yield means
         means.check_unchanged()
 
 
@@ -88,19 +86,18 @@ def verify_written(
         files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
     step = recorded_step(request.src, request.form.name, summary.step)
     request = _at(request, step, tuple(files) if by_rank else None)._replace(edits=between_forms(request))
-    with reading_sources(request.asked.effort, progress, report) as (means, crcs):
+    with reading_sources(request.asked.effort, progress, report) as means:
         conversion = Verified(request, files, partial(read_source, means=means), True, adapter, kept=summary.kept)
-        return verify_conversion(conversion, means, crcs)
+        return verify_conversion(conversion, means)
 
 
-def verify_with_source(asked: Conversion, means: Reading, crcs: RecordedCrcs | None) -> list[Difference]:
+def verify_with_source(asked: Conversion, means: Reading) -> list[Difference]:
     """Compare a converted checkpoint with its source, and with its manifest if it has one.
 
     Args:
         asked: the conversion; strategies, step, names and types that it does not name are those in the records of its
             target.
         means: files, report, threads and memory.
-        crcs: the CRCs that source files record; None if they are not checked.
 
     Raises:
         ReshardError: options contradict each other or the records, or something cannot be read.
@@ -155,7 +152,7 @@ def verify_with_source(asked: Conversion, means: Reading, crcs: RecordedCrcs | N
         conversion = Verified(request, files, read, recorded=record is not None)
         with hint_of_swap(request._replace(edits=edits), means.handles):
             try:
-                differing = verify_conversion(conversion, means, crcs)
+                differing = verify_conversion(conversion, means)
             except (NamesError, UsageError) as error:
                 # Records list only the last of several conversions, and SRC may be the source of the first.
                 fingerprints = f"reshard fingerprint {shlex.quote(src)}, and of {shlex.quote(out)}"
@@ -167,7 +164,7 @@ def verify_with_source(asked: Conversion, means: Reading, crcs: RecordedCrcs | N
     return [*differences, *differing]
 
 
-def source_fingerprints(request: Request, means: Reading, crcs: RecordedCrcs | None) -> Fingerprints:
+def source_fingerprints(request: Request, means: Reading) -> Fingerprints:
     """The fingerprints of the selected tensors and values of a source, with the names and types of its edits.
 
     Raises:
@@ -180,7 +177,7 @@ def source_fingerprints(request: Request, means: Reading, crcs: RecordedCrcs | N
         checkpoint = read_source(request._replace(damaged=damaged), means)
         return stored_source(checkpoint, request.source)
 
-    stored = read_sound(read, crcs, means.report)
+    stored = read_sound(read, means)
     if not request.form.options.by_rank:
         _check_equal(stored.checkpoint, [name for name in stored.tensors if filters.admit(name)], means)
     target = stored if rules.is_empty else edited_source(stored, rules, means.report)

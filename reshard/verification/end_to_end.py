@@ -29,7 +29,7 @@ from reshard.verification.converted import (
     record_differences,
 )
 from reshard.verification.edited import edited_source, renamed, same_layouts, steps_listed, stored_parts
-from reshard.verification.files import RecordedCrcs, read_sound, read_written
+from reshard.verification.files import read_sound, read_written
 from reshard.verification.operations import DerivedTensor
 from reshard.verification.ranks import compare_ranks
 from reshard.verification.reading import Difference, Pair, Reading, unequal
@@ -79,7 +79,7 @@ class Verified(NamedTuple):
     kept: Collection[str] = ()
 
 
-def verify_conversion(conversion: Verified, means: Reading, crcs: RecordedCrcs | None) -> list[Difference]:
+def verify_conversion(conversion: Verified, means: Reading) -> list[Difference]:
     """Compare a converted checkpoint with its source.
 
     Raises:
@@ -101,11 +101,11 @@ def verify_conversion(conversion: Verified, means: Reading, crcs: RecordedCrcs |
         source = read(damaged)
         different = _differences(source, conversion, means)
         # The conversion read a replica instead of a file with a wrong CRC.
-        more = crcs.damaged(files_read(source)) if different and crcs is not None else {}
+        more = means.damaged(files_read(source)) if different and means.crc else {}
         if not more:
             return different
         damaged.update(more)
-    return _differences(read_sound(read, crcs, means.report, damaged), conversion, means)
+    return _differences(read_sound(read, means, damaged), conversion, means)
 
 
 def _differences(stored: Source, conversion: Verified, means: Reading) -> list[Difference]:
@@ -223,7 +223,7 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Rea
     written, differences = read_written(directory, request.to.name, means.handles, [*files.values()] or None)
     if written is None:
         return differences
-    damage = RecordedCrcs(means).damaged(written.indexes.values())
+    damage = means.damaged(written.indexes.values())
     if damage:
         # Reading a damaged archive would end the comparison with an error.
         paths = {path: os.path.relpath(path, directory) for path in sorted(damage)}

@@ -6,18 +6,16 @@ import contextlib
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 
 from reshard import asked
-from reshard.checkpoints import CheckpointIndex, FileHandles, unchecked
-from reshard.checkpoints.formats.crc import check_crcs
+from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.errors import InputError, RetryableError
 from reshard.forms.registry import form_named
 from reshard.forms.request import Means, Request
 from reshard.storage import (
     UnfitError,
-    costs_of,
     opened_regular,
     read_range,
 )
@@ -108,35 +106,9 @@ def _on_disk(path: str) -> Iterator[str]:
         yield name
 
 
-_MIN_BLOCK, _MAX_BLOCK = 4 << 10, 8 << 20
-
-
-class RecordedCrcs:
-    """Compares files with the CRCs that they record; reads each file once."""
-
-    def __init__(self, means: Reading) -> None:
-        self._means = means
-        self._checked: set[object] = set()
-
-    def damaged(self, indexes: Iterable[CheckpointIndex]) -> dict[str, str]:
-        """The damage of files, by path, for damaged files that were not checked before."""
-        new = unchecked(indexes, self._checked)
-        if not new:
-            return {}
-        means = self._means
-        threads = means.jobs * costs_of(new[0].path).in_flight
-        block = max(_MIN_BLOCK, min(_MAX_BLOCK, means.max_memory // threads))
-        with means.counting(sum(index.check_bytes for index in new), "checking CRCs"):
-            checks = check_crcs(means.handles, new, threads, block, means.progress.wrote)
-        for note in checks.notes():
-            self._means.report.note(note)
-        return {path: error.message for path, error in checks.damaged.items()}
-
-
 def read_sound(
     read: Callable[[Mapping[str, str]], Source],
-    crcs: RecordedCrcs | None,
-    report: Report,
+    means: Reading,
     damage: Mapping[str, str] = MappingProxyType({}),
 ) -> Source:
     """Read a step without the files that do not match their recorded CRC.
@@ -146,8 +118,7 @@ def read_sound(
 
     Args:
         read: reads a step; its argument is the damage of files, by path.
-        crcs: checks CRCs; None for no check.
-        report: gets warnings about damaged files.
+        means: files, report, threads and memory.
         damage: damage that is already known, by path.
 
     Raises:
@@ -159,8 +130,8 @@ def read_sound(
         checkpoint = source.checkpoint
         for rank, path in checkpoint.files.items() if form_named(checkpoint.form).options.by_rank else ():
             if path in damaged:
-                report.warn(f"{damaged[path]}; rank {rank} counts as absent at {checkpoint.label}")
-        new_damage = {} if crcs is None else crcs.damaged(files_read(source))
+                means.report.warn(f"{damaged[path]}; rank {rank} counts as absent at {checkpoint.label}")
+        new_damage = means.damaged(files_read(source)) if means.crc else {}
         if not new_damage:
             return source
         damaged.update(new_damage)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from reshard.checkpoints import CheckpointIndex
+from reshard.checkpoints import CheckpointIndex, unchecked
+from reshard.checkpoints.formats.crc import check_crcs
 from reshard.forms.request import Means
 from reshard.processes import MIN_BYTES_PER_PROCESS, Crew, Notify, may_fork, private_bytes, process_count
 from reshard.storage import FileStatus, costs_of
@@ -33,6 +34,7 @@ _COPIES, _COPIES_DERIVED = 4, 12
 _MAX_TASKS, _MAX_TASK_BYTES = 64, 1 << 20
 # If the first blocks are this small, one thread is faster than several, except on a network.
 _PEEKED, _TINY = 64, 8 << 10
+_MIN_CRC_BLOCK, _MAX_CRC_BLOCK = 4 << 10, 8 << 20
 
 
 class Difference(NamedTuple):
@@ -89,13 +91,16 @@ class Reading(Means):
         jobs: CPUs to keep busy.
         max_memory: bytes for all buffers together.
         progress: counts the bytes read.
+        crc: whether source files are compared with the CRCs that they record.
         read: files whose contents were read so far.
     """
 
     jobs: int
     max_memory: int
     progress: Progress
+    crc: bool = True
     read: set[str] = field(default_factory=set)
+    _checked: set[object] = field(default_factory=set, init=False)
 
     @contextlib.contextmanager
     def counting(self, total: int, doing: str) -> Iterator[None]:
@@ -105,6 +110,19 @@ class Reading(Means):
             yield
         finally:
             self.progress.end()
+
+    def damaged(self, indexes: Iterable[CheckpointIndex]) -> dict[str, str]:
+        """The damage of files by their recorded CRCs, by path, for damaged files that were not checked before."""
+        new = unchecked(indexes, self._checked)
+        if not new:
+            return {}
+        threads = self.jobs * costs_of(new[0].path).in_flight
+        block = max(_MIN_CRC_BLOCK, min(_MAX_CRC_BLOCK, self.max_memory // threads))
+        with self.counting(sum(index.check_bytes for index in new), "checking CRCs"):
+            checks = check_crcs(self.handles, new, threads, block, self.progress.wrote)
+        for note in checks.notes():
+            self.report.note(note)
+        return {path: error.message for path, error in checks.damaged.items()}
 
     def check_unchanged(self) -> None:
         """Raise if a file changed after its contents were read: only one version of each may be compared.
