@@ -84,8 +84,8 @@ class Conversion(asked.Conversion):
         from reshard.convert.verifying import reading_sources, verify_with_source
 
         report = logged(in_python)
-        with reading_sources(self.effort, Progress(), report) as (means, crcs):
-            differences = verify_with_source(self, means, report, crcs)
+        with reading_sources(self.effort, Progress(), report) as means:
+            differences = verify_with_source(self, means)
         _refuse(differences, self.target.path)
 
 

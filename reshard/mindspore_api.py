@@ -13,7 +13,8 @@ from reshard.errors import CheckpointError, UsageError
 from reshard.forms import DEFAULT_FORM
 from reshard.forms.ranks.naming import RANK, as_prefix
 from reshard.forms.registry import form_named
-from reshard.plan.edits import Request, edit_rules
+from reshard.forms.request import Request
+from reshard.plan.edits import edit_rules
 from reshard.plan.replicas import ReplicaChoice
 from reshard.storage import is_directory, names_in, real
 from reshard.strategies import NONE, read_group_info, read_strategy

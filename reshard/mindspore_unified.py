@@ -12,8 +12,9 @@ from reshard.errors import UsageError
 from reshard.forms import DEFAULT_FORM
 from reshard.forms.full.form import UNIFIED
 from reshard.forms.registry import form_named, form_of
+from reshard.forms.request import Request
 from reshard.mindspore_api import LOG, checked_format, strategy_of
-from reshard.plan.edits import Request, edit_rules
+from reshard.plan.edits import edit_rules
 from reshard.storage import real
 from reshard.strategies import Strategy, read_strategy
 from reshard.text.globs import pattern_of

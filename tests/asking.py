@@ -8,8 +8,8 @@ import reshard
 from reshard.api import Conversion
 from reshard.asked import Edits, Effort, Group, Source, Target, fields_of
 from reshard.convert.ends import request_of
+from reshard.forms.request import Request
 from reshard.opened import OpenedCheckpoint
-from reshard.plan.edits import Request
 from reshard.text.messages import Report
 from tests.small import World
 

@@ -32,7 +32,7 @@ from reshard.checkpoints.formats.safetensors_index import read_safetensors_index
 from reshard.checkpoints.formats.tensors import Tensor
 from reshard.errors import DamagedCheckpointError
 from reshard.layout import Box, boxes_of_range
-from reshard.storage import FileStatus, ReadableFile, fill, storage_of
+from reshard.storage import FileStatus, ReadableFile, costs_of, fill
 from reshard.text.messages import quoted
 from reshard.threads import ThreadLock
 
@@ -481,7 +481,7 @@ def _box(file: ReadableFile, elements: Elements, box: Box, item: int) -> npt.NDA
     limit = max(_SPAN_BYTES, _SPAN_FACTOR * math.prod(shape) * item)
     if _span(shape, strides, far, item) > _SPAN_FACTOR * math.prod(shape) * item:
         # Requests cost less than most of what lies between these elements.
-        worth_skipping = storage_of(file.path).worth_skipping
+        worth_skipping = costs_of(file.path).worth_skipping
         far = [dimension for dimension, stride in enumerate(strides) if stride * item > worth_skipping]
     span = _span(shape, strides, far, item)
     counts = [shape[dimension] for dimension in far]

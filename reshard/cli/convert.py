@@ -19,7 +19,7 @@ from reshard.convert.ends import request_of
 from reshard.convert.recorded import with_absolute_paths
 from reshard.errors import UsageError
 from reshard.forms.registry import form_named, form_of
-from reshard.plan.edits import Request
+from reshard.forms.request import Request
 from reshard.strategies import typed_strategy
 from reshard.text.messages import Report, byte_size, counted_ranks, listing, plural, rank_ranges, step_words
 from reshard.text.names import KINDS, kind_of

@@ -10,9 +10,9 @@ from reshard.asked import Conversion, Edits, Effort, Source, Target
 from reshard.checkpoints import FileHandles
 from reshard.errors import one_error
 from reshard.execute import Progress
+from reshard.forms.request import EditRules
 from reshard.numbers.sweep import Location
 from reshard.opened import OpenedCheckpoint, reading_request
-from reshard.plan.edits import EditRules
 from reshard.text.messages import Report
 
 

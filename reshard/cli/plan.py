@@ -220,24 +220,24 @@ def _room(space: Space, several: bool) -> str:
 
 
 def _requests_json(budget: Budget) -> dict[str, Any] | None:
-    storage = budget.storage
-    if not storage.remote:
+    costs = budget.costs
+    if not costs.remote:
         return None
     return {
         "at_a_time": budget.threads,
         "most_bytes": budget.block_bytes,
-        "round_trip": storage.round_trip,
+        "round_trip": costs.round_trip,
     }
 
 
 def _requests(budget: Budget) -> list[str]:
     """A line about requests to a store with round trips; none for local files."""
-    storage = budget.storage
-    if not storage.remote:
+    costs = budget.costs
+    if not costs.remote:
         return []
     line = f"  requests {budget.threads} at a time, of up to {byte_size(budget.block_bytes)}"
-    if storage.round_trip is not None:
-        line += f", of which one took {1000 * storage.round_trip:.1f} ms so far"
+    if costs.round_trip is not None:
+        line += f", of which one took {1000 * costs.round_trip:.1f} ms so far"
     return [line]
 
 

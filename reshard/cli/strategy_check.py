@@ -13,7 +13,7 @@ from reshard.cli.progress import progress_of
 from reshard.cli.strategy_show import strategy_words
 from reshard.execute import Budget
 from reshard.source_replicas.contradictions import StrategyCheck, check_strategy
-from reshard.storage import storage_of
+from reshard.storage import costs_of
 from reshard.strategies import Strategy, typed_strategy
 from reshard.text.messages import Report, number_ranges, one_line, plural, quoted, rank_ranges, step_words
 from reshard.text.names import is_weight, pattern_lines
@@ -46,7 +46,7 @@ def strategy_check(strategy: str, source: Source, edits: Edits, effort: Effort) 
     opened = typed_strategy(strategy, report)
     path = source.path
     with FileHandles() as handles:
-        budget = Budget.of(effort.cpus, effort.max_memory, storage_of(path))
+        budget = Budget.of(effort.cpus, effort.max_memory, costs_of(path))
         progress = progress_of()
         result = check_strategy(opened, source, edits.filters, handles, budget, progress, report)
     comparison = result.comparison

@@ -373,10 +373,11 @@ def _target(sizes: AxisSizes, typed: Mapping[str, Any]) -> TargetRun:
 def _read_shapes(path: str, strategy: Strategy | None) -> ModelTensors:
     from reshard.checkpoints import FileHandles
     from reshard.forms.model_shapes import read_shapes
+    from reshard.forms.request import Means
     from reshard.text.messages import Report
 
     with FileHandles() as handles:
-        return read_shapes(path, strategy, handles, Report())
+        return read_shapes(path, strategy, Means(handles, Report()))
 
 
 def _under_names(tensors: ModelTensors, table: str | None, config: str | None) -> ModelTensors:

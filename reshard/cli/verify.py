@@ -130,7 +130,7 @@ def verify(
         src, manifest = recorded, None
         report.note(f"the manifest lacks checksums; contents are compared with the recorded source: --src {src}")
     progress = progress_of()
-    with reading_sources(effort, progress, report) as (means, crcs):
+    with reading_sources(effort, progress, report) as means:
         if replicas:
             # The other options of strategies, names and types are those of SRC.
             read, selection = replace(source, path=out, strategy=strategy), Edits(edits.include, edits.exclude)
@@ -140,7 +140,7 @@ def verify(
         if src is not None:
             try:
                 asked = Conversion(replace(source, path=src), target, edits, effort, ranks)
-                differences += verify_with_source(asked, means, report, crcs)
+                differences += verify_with_source(asked, means)
             except InputError as error:
                 if recorded is not None:
                     error.add_hint("to check sizes and headers: --headers-only")
@@ -254,8 +254,8 @@ def fingerprint(source: Source, edits: Edits, effort: Effort) -> None:
     report = Report(listener())
     asked = Conversion(source, Target(os.curdir), edits, effort)
     request = reading_request(asked, report, option="--strategy ")
-    with reading_sources(effort, progress_of(), report) as (means, crcs):
-        result = source_fingerprints(request, means, report, crcs)
+    with reading_sources(effort, progress_of(), report) as means:
+        result = source_fingerprints(request, means)
     for name in result.differing:
         report.warn(f"{quoted(name)} differs between files; its fingerprint is that of the lowest")
     if is_json():

@@ -17,7 +17,7 @@ from reshard.execute.budget import writing_budget
 from reshard.execute.destination import Space, check_apart, check_bucket, check_disjoint, check_space, space_for
 from reshard.forms.ranks.naming import check_prefix
 from reshard.forms.registry import counted_as
-from reshard.plan.edits import Request
+from reshard.forms.request import Means, Request
 from reshard.plan.pieces import TargetFile, share_of
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
@@ -136,8 +136,15 @@ def _plan(request: Request, checks: SourceChecks, damage: DamagedSourcesError | 
     Raises:
         ReshardError: the conversion is impossible.
     """
+    request, means = request._replace(damaged={**request.damaged, **checks.damaged}), Means(checks.handles, report)
     try:
-        plan = make_plan(request._replace(damaged={**request.damaged, **checks.damaged}), checks.handles, report)
+        if request.task.recover:
+            # Loaded only here: most runs recover nothing.
+            from reshard.plan.recovery import plan_recovery
+
+            plan = plan_recovery(request, means)
+        else:
+            plan = make_plan(request, means)
     except InputError as error:
         if damage is not None:
             error.hint = "; ".join(filter(None, [error.hint, "to skip CRC checks: --crc never"]))

@@ -19,7 +19,8 @@ from reshard.forms.registry import (
     form_named,
     form_of,
 )
-from reshard.plan.edits import NO_TABLE, Request, edit_rules
+from reshard.forms.request import Request
+from reshard.plan.edits import NO_TABLE, edit_rules
 from reshard.records.ledger import ledger_in
 from reshard.storage import exists, is_directory
 from reshard.strategies import NONE, SAME, Strategy, required_strategies, shards_of, target_named, typed_strategy

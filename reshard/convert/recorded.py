@@ -11,9 +11,10 @@ from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint
 from reshard.errors import UsageError
 from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.registry import form_of
+from reshard.forms.request import EditRules, Request
 from reshard.forms.target import TargetForm
 from reshard.plan.editing import edited
-from reshard.plan.edits import NO_TABLE, EditRules, Request
+from reshard.plan.edits import NO_TABLE
 from reshard.plan.plan import Plan
 from reshard.records import Record, strategy_digest
 from reshard.records.ledger import packing_of

@@ -13,11 +13,11 @@ from reshard.execute import Budget, Progress
 from reshard.forms.ranks.checkpoint import read_some_ranks
 from reshard.forms.ranks.selection import check_ranks
 from reshard.forms.ranks.tree import StepFiles, find_checkpoints
-from reshard.plan.edits import Request
+from reshard.forms.request import Means, Request
 from reshard.plan.planner import read_source
 from reshard.source_replicas import damaged_files
 from reshard.source_replicas.compare import compare_replicas, entries_as_tensors
-from reshard.storage import is_directory, storage_of
+from reshard.storage import costs_of, is_directory
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters, warn_of_unmatched
 from reshard.text.messages import Message, Report, joined, listing, plural, rank_ranges
@@ -42,13 +42,13 @@ def verify_replicas(
     """
     path, filters, strategy, effort = request.src, request.filters, request.source, request.asked.effort
     by_rank = request.form.options.by_rank
-    budget = Budget.of(effort.cpus, effort.max_memory, storage_of(path))
+    budget = Budget.of(effort.cpus, effort.max_memory, costs_of(path))
     files = _files_of_step(request, handles, report) if by_rank else {}
 
     def read(damaged: Mapping[str, str]) -> tuple[Checkpoint, Mapping[str, InputError]]:
         if not by_rank:
-            reading = request._replace(damaged=damaged)
-            return read_source(reading, handles, report, required=lambda name: False), {}
+            reading = request._replace(damaged=damaged, partial=True)
+            return read_source(reading, Means(handles, report)), {}
         damaged_ranks = {rank: damaged[path] for rank, path in files.items() if path in damaged}
         step_files = StepFiles(None, dict(files), damaged=damaged_ranks)
         return read_some_ranks(step_files, strategy, handles, Report(), filters.admit)

@@ -147,7 +147,7 @@ def _covered(piece: Piece, tensor: TargetTensor, budget: Budget) -> _Covered:
         return _Covered(needed, 1 if needed else 0)
     span = span_of(counts, strides, item_size)
     gap = (span - needed) // (number - 1)
-    if gap <= (_PAGE if budget.mapped else budget.storage.worth_skipping):
+    if gap <= (_PAGE if budget.mapped else budget.costs.worth_skipping):
         return _Covered(span, 1)
     if not budget.mapped:
         return _Covered(needed, number)

@@ -20,13 +20,13 @@ from reshard.records import DoneRecord, FinishingRecord, Manifest
 from reshard.storage import is_directory, names_in, read_range, reading, status_at
 from reshard.threads import thread_pool
 from reshard.verification.files import library_differences, read_written
-from reshard.verification.reading import Difference, Means
+from reshard.verification.reading import Difference, Reading
 
 _BLOCK = 4 << 20
 _PROGRESS = threading.Lock()
 
 
-def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> list[Difference]:
+def compare_with_manifest(directory: str, manifest: Manifest, means: Reading) -> list[Difference]:
     """Compare a directory with its manifest.
 
     Compares every file's size and headers, and its contents if the manifest has their checksum. For forms other than
@@ -81,7 +81,7 @@ def _archives(checkpoint: Checkpoint, handles: FileHandles) -> Iterator[Differen
             yield Difference("file", None, (), error.message, (os.path.relpath(path, checkpoint.place),))
 
 
-def _differences(path: str, file: DoneRecord, means: Means, block: int) -> Iterator[str]:
+def _differences(path: str, file: DoneRecord, means: Reading, block: int) -> Iterator[str]:
     wrong = _size_differences(path, file.size)
     if wrong:
         yield from wrong

@@ -22,16 +22,17 @@ from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import counted_as, form_named, form_of
+from reshard.forms.request import Request
 from reshard.numbers.fingerprint import Fingerprints, fingerprints
 from reshard.plan.editing import edited as make_edits
-from reshard.plan.edits import Request, edit_rules
+from reshard.plan.edits import edit_rules
 from reshard.plan.planner import read_source
 from reshard.plan.trainers import names_in_model
 from reshard.records import Manifest, Record, read_manifest
 from reshard.records.ledger import ledger_in
 from reshard.records.status import status_of
 from reshard.source_replicas import hint_of_swap
-from reshard.storage import exists, is_regular_file, real, storage_of
+from reshard.storage import costs_of, exists, is_regular_file, real
 from reshard.text.globs import warn_of_unmatched
 from reshard.text.messages import Report, are, number_ranges, rank_ranges, some_names
 from reshard.verification.edited import edited_source
@@ -42,21 +43,21 @@ from reshard.verification.end_to_end import (
     has_the_asked_rules,
     verify_conversion,
 )
-from reshard.verification.files import RecordedCrcs, read_sound
-from reshard.verification.reading import Difference, Means
+from reshard.verification.files import read_sound
+from reshard.verification.reading import Difference, Reading
 from reshard.verification.stored import Source, stored_source
 
 
 @contextlib.contextmanager
-def reading_sources(effort: Effort, progress: Progress, report: Report) -> Iterator[tuple[Means, RecordedCrcs | None]]:
-    """Means to read source files within an effort, and the CRCs that the files record; None with ``crc="never"``.
+def reading_sources(effort: Effort, progress: Progress, report: Report) -> Iterator[Reading]:
+    """Means to read source files within an effort.
 
     Raises:
         RetryableError: at the end, if a file has changed.
     """
     with FileHandles() as handles:
-        means = Means(handles, effort.cpus, effort.max_memory, progress)
-        yield means, RecordedCrcs(means, report) if effort.crc == "auto" else None
+        means = Reading(handles, report, effort.cpus, effort.max_memory, progress, effort.crc == "auto")
+        yield means
         means.check_unchanged()
 
 
@@ -85,26 +86,23 @@ def verify_written(
         files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
     step = recorded_step(request.src, request.form.name, summary.step)
     request = _at(request, step, tuple(files) if by_rank else None)._replace(edits=between_forms(request))
-    with reading_sources(request.asked.effort, progress, report) as (means, crcs):
-        reader = partial(read_source, handles=means.handles, report=report)
-        conversion = Verified(request, files, reader, True, adapter, kept=summary.kept)
-        return verify_conversion(conversion, means, report, crcs)
+    with reading_sources(request.asked.effort, progress, report) as means:
+        conversion = Verified(request, files, partial(read_source, means=means), True, adapter, kept=summary.kept)
+        return verify_conversion(conversion, means)
 
 
-def verify_with_source(asked: Conversion, means: Means, report: Report, crcs: RecordedCrcs | None) -> list[Difference]:
+def verify_with_source(asked: Conversion, means: Reading) -> list[Difference]:
     """Compare a converted checkpoint with its source, and with its manifest if it has one.
 
     Args:
         asked: the conversion; strategies, step, names and types that it does not name are those in the records of its
             target.
-        means: files, threads and memory.
-        report: gets warnings and notes.
-        crcs: the CRCs that source files record; None if they are not checked.
+        means: files, report, threads and memory.
 
     Raises:
         ReshardError: options contradict each other or the records, or something cannot be read.
     """
-    out, src, ranks = asked.target.path, asked.source.path, asked.files
+    out, src, ranks, report = asked.target.path, asked.source.path, asked.files, means.report
     if not exists(out):
         raise CheckpointError(f"{out}: does not exist", file=out)
     manifest = _manifest(out)
@@ -146,7 +144,7 @@ def verify_with_source(asked: Conversion, means: Means, report: Report, crcs: Re
             request = request._replace(edits=between_forms(request))
 
         def read(each: Request) -> Checkpoint:
-            checkpoint = read_source(each, means.handles, report)
+            checkpoint = read_source(each, means)
             if record is not None and not rules_are_asked:
                 check_rules(checkpoint, edits, out, record)
             return checkpoint
@@ -154,7 +152,7 @@ def verify_with_source(asked: Conversion, means: Means, report: Report, crcs: Re
         conversion = Verified(request, files, read, recorded=record is not None)
         with hint_of_swap(request._replace(edits=edits), means.handles):
             try:
-                differing = verify_conversion(conversion, means, report, crcs)
+                differing = verify_conversion(conversion, means)
             except (NamesError, UsageError) as error:
                 # Records list only the last of several conversions, and SRC may be the source of the first.
                 fingerprints = f"reshard fingerprint {shlex.quote(src)}, and of {shlex.quote(out)}"
@@ -166,7 +164,7 @@ def verify_with_source(asked: Conversion, means: Means, report: Report, crcs: Re
     return [*differences, *differing]
 
 
-def source_fingerprints(request: Request, means: Means, report: Report, crcs: RecordedCrcs | None) -> Fingerprints:
+def source_fingerprints(request: Request, means: Reading) -> Fingerprints:
     """The fingerprints of the selected tensors and values of a source, with the names and types of its edits.
 
     Raises:
@@ -176,17 +174,17 @@ def source_fingerprints(request: Request, means: Means, report: Report, crcs: Re
     filters, rules, edited = request.filters, request.edits, request.asked.edits.changes
 
     def read(damaged: Mapping[str, str]) -> Source:
-        checkpoint = read_source(request._replace(damaged=damaged), means.handles, report)
+        checkpoint = read_source(request._replace(damaged=damaged), means)
         return stored_source(checkpoint, request.source)
 
-    stored = read_sound(read, crcs, report)
+    stored = read_sound(read, means)
     if not request.form.options.by_rank:
         _check_equal(stored.checkpoint, [name for name in stored.tensors if filters.admit(name)], means)
-    target = stored if rules.is_empty else edited_source(stored, rules, report)
+    target = stored if rules.is_empty else edited_source(stored, rules, means.report)
     if not rules.is_empty:
         converted = make_edits(stored.checkpoint, rules, Report())
         _check_equal(converted, [name for name in target.names if filters.admit(name)], means)
-    warn_of_unmatched(filters, (target.names, () if edited else request.source.parameters), report)
+    warn_of_unmatched(filters, (target.names, () if edited else request.source.parameters), means.report)
     if target.names and not any(map(filters.admit, target.names)):
         raise CheckpointError(
             "no parameter or value of the checkpoint is selected", hint="check --include and --exclude"
@@ -198,12 +196,12 @@ def source_fingerprints(request: Request, means: Means, report: Report, crcs: Re
     return fingerprints(target, means, filters.admit, model_names)
 
 
-def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> None:
+def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Reading) -> None:
     """Compare tied tensors."""
     equals = equal_of(checkpoint, names)
     if equals:
-        storage = storage_of(next(iter(checkpoint.files.values())))
-        budget = Budget.of(means.jobs, means.max_memory, storage)
+        costs = costs_of(next(iter(checkpoint.files.values())))
+        budget = Budget.of(means.jobs, means.max_memory, costs)
         with contextlib.closing(BoxReader(means.handles, budget)) as reader:
             check_equal(checkpoint, equals, reader)
 
@@ -235,7 +233,7 @@ def _check_finished(out: str) -> None:
         )
 
 
-def against_manifest(out: str, manifest: Manifest, ranks: tuple[int, ...] | None, means: Means) -> list[Difference]:
+def against_manifest(out: str, manifest: Manifest, ranks: tuple[int, ...] | None, means: Reading) -> list[Difference]:
     """The differences of some ranks, or all, from the manifest."""
     differences = compare_with_manifest(out, manifest, means)
     return [difference for difference in differences if ranks is None or set(difference.ranks) & set(ranks)]

@@ -1,4 +1,4 @@
-"""Threads, processes and buffers of a run, from its memory and storage; and the progress that a run reports."""
+"""Threads, processes and buffers of a run, from memory and costs of requests; and the progress that a run reports."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from reshard.errors import UsageError
 from reshard.execute.runs import largest_transposed
 from reshard.plan.pieces import MAX_GROUP, ONE_FILE, GroupLimits
 from reshard.processes import BASE_OF_PROCESSES, MIN_MEMORY_PER_CPU, may_fork, private_bytes, process_count
-from reshard.storage import storage_of, store_of
-from reshard.storage.store import LOCAL, Storage, busy_cpus
+from reshard.storage import costs_of, store_of
+from reshard.storage.store import LOCAL, Costs, busy_cpus
 
 if TYPE_CHECKING:
     from reshard.plan.plan import Plan
@@ -68,7 +68,7 @@ class Budget(NamedTuple):
         part_bytes: bytes of a file that the target's store buffers for one request; 0 for none.
         buffer_bytes: of all buffers together, at most ``max_memory`` unless that is too little for any work.
         max_memory: as requested.
-        storage: storage of the source files.
+        costs: of requests to the source files.
         remote: whether requests to source or target take a round trip.
         io: the way in which sources are read, and why; see `choose_io`.
         through_maps: whether target files are written through maps: many processes write to each.
@@ -86,7 +86,7 @@ class Budget(NamedTuple):
     part_bytes: int
     buffer_bytes: int
     max_memory: int
-    storage: Storage
+    costs: Costs
     remote: bool
     io: tuple[str, str]
     through_maps: bool
@@ -102,10 +102,10 @@ class Budget(NamedTuple):
         cls,
         jobs: int,
         max_memory: int = MAX_MEMORY,
-        storage: Storage = LOCAL,
+        costs: Costs = LOCAL,
         *,
         io: str = "auto",
-        target: Storage = LOCAL,
+        target: Costs = LOCAL,
         part_bytes: int = 0,
         limits: GroupLimits = ONE_FILE,
         decoded: bool = False,
@@ -115,15 +115,16 @@ class Budget(NamedTuple):
         """The budget of some CPUs and bytes of memory.
 
         Args:
-            target: storage of the target files.
+            costs: of requests to the source files.
+            target: of requests to the target files.
             transposed: bytes of the largest matrix that is transposed; 0 for none.
             work: number of target files and their bytes together, where worker processes may write them.
         """
-        cpus = busy_cpus(jobs, storage, target)
+        cpus = busy_cpus(jobs, costs, target)
         cpus = min(cpus, max(1, max_memory // max(MIN_MEMORY_PER_CPU, transposed // _MAX_SHARES_OF_MATRIX)))
         processes, beyond = 1, 0
         # Threads suffice for object stores: they wait for requests, and do not keep CPUs busy.
-        if work is not None and storage.mappable and target.mappable and not part_bytes:
+        if work is not None and costs.mappable and target.mappable and not part_bytes:
             files, nbytes = work
             private = private_bytes()
             count = process_count(cpus, nbytes, max_memory, private)
@@ -132,11 +133,11 @@ class Budget(NamedTuple):
                 processes = cpus = count
                 beyond = max(0, count * private - BASE_OF_PROCESSES)
         memory = max_memory - beyond
-        in_flight = [_in_flight(each, cpus) for each in (storage, target)]
+        in_flight = [_in_flight(each, cpus) for each in (costs, target)]
         threads = max(cpus if processes > 1 else min(cpus, _MAX_THREADS), in_flight[0])
         # Two threads may meet in the middle of a part, so there may be two parts of each file.
         parts_held = limits.most * 2 * part_bytes
-        held = storage.held + parts_held
+        held = costs.held + parts_held
         if part_bytes:
             # Other threads send the parts, within the rest of the memory. A few more threads than CPUs fill parts,
             # because they compete with many that send.
@@ -146,14 +147,14 @@ class Budget(NamedTuple):
             uploads = max(1, min(in_flight[1], (memory - threads * fair_share) // part_bytes))
         else:
             threads, uploads = max(threads, in_flight[1]), 0
-        least = least_memory(storage, part_bytes, limits.most)
+        least = least_memory(costs, part_bytes, limits.most)
         share = max(least, memory - uploads * part_bytes) // threads
         own = max(0, share - parts_held)
         # Network disks need more of it for windows.
-        windows = max(own // 8, min(_WINDOW_BYTES, own // 4)) if storage.remote and storage.mappable else own // 8
+        windows = max(own // 8, min(_WINDOW_BYTES, own // 4)) if costs.remote and costs.mappable else own // 8
         decoding = max(MIN_DECODING_BYTES, min(_MAX_DECODING_BYTES, own // 8)) if decoded else 0
         rest = share - windows - decoding - held
-        per_place = _bytes_per_place(storage)
+        per_place = _bytes_per_place(costs)
         block = max(MIN_BLOCK_BYTES, min(MAX_BLOCK_BYTES, rest * MIN_PIECE // (2 * MIN_PIECE + per_place)))
         places = block // MIN_PIECE * per_place
         scratch = max(block, min(_MAX_SCRATCH_BYTES, rest - block - places))
@@ -169,31 +170,31 @@ class Budget(NamedTuple):
             part_bytes,
             threads * (block + scratch + places + windows + decoding + held) + uploads * part_bytes,
             max_memory,
-            storage,
-            storage.remote or target.remote,
-            choose_io(io, storage),
+            costs,
+            costs.remote or target.remote,
+            choose_io(io, costs),
             # No more threads than CPUs write at a time.
             processes > 1 and work is not None and min(threads, usable_cpus()) >= MIN_WRITERS_FOR_MAPS * work[0],
             limits,
         )
 
 
-def least_memory(storage: Storage, part_bytes: int = 0, together: int = 1) -> int:
+def least_memory(costs: Costs, part_bytes: int = 0, together: int = 1) -> int:
     """Minimum bytes of the buffers of a thread that writes some files together."""
-    places = MIN_BLOCK_BYTES // MIN_PIECE * _bytes_per_place(storage)
-    return 2 * MIN_BLOCK_BYTES + places + storage.held + (2 * together + 1) * part_bytes
+    places = MIN_BLOCK_BYTES // MIN_PIECE * _bytes_per_place(costs)
+    return 2 * MIN_BLOCK_BYTES + places + costs.held + (2 * together + 1) * part_bytes
 
 
-def _bytes_per_place(storage: Storage) -> int:
-    return 0 if storage.remote else _BYTES_PER_PLACE
+def _bytes_per_place(costs: Costs) -> int:
+    return 0 if costs.remote else _BYTES_PER_PLACE
 
 
-def _in_flight(storage: Storage, cpus: int) -> int:
+def _in_flight(costs: Costs, cpus: int) -> int:
     """The number of requests to have in flight; 0 where they take no round trip."""
-    return min(_MAX_IN_FLIGHT, cpus * storage.in_flight) if storage.remote else 0
+    return min(_MAX_IN_FLIGHT, cpus * costs.in_flight) if costs.remote else 0
 
 
-def choose_io(requested: str, storage: Storage) -> tuple[str, str]:
+def choose_io(requested: str, costs: Costs) -> tuple[str, str]:
     """The way in which to read sources, ``pread`` or ``mmap``, and the reason, as the end of a sentence.
 
     On local disks maps take 0.8 to 1.1 of the time of explicit reads (`benchmarks/io.py`). Runs differ as much, so
@@ -201,11 +202,11 @@ def choose_io(requested: str, storage: Storage) -> tuple[str, str]:
     """
     if requested == "pread":
         return "pread", "as requested"
-    if not storage.mappable:
+    if not costs.mappable:
         return "pread", "as nothing can be mapped in an object store"
     if requested == "mmap":
         return "mmap", "as requested"
-    if storage.remote:
+    if costs.remote:
         return "pread", "as mmap would take a round trip for each page"
     return "pread", "as mmap is hardly quicker on a local disk"
 
@@ -213,7 +214,7 @@ def choose_io(requested: str, storage: Storage) -> tuple[str, str]:
 def reading_budget(plan: Plan) -> Budget:
     """The budget for reading a plan's sources alone."""
     effort = plan.request.asked.effort
-    return Budget.of(effort.cpus, effort.max_memory, source_storage(plan))
+    return Budget.of(effort.cpus, effort.max_memory, source_costs(plan))
 
 
 def writing_budget(plan: Plan, sizes: Mapping[int, int], max_open: int) -> Budget:
@@ -227,7 +228,7 @@ def writing_budget(plan: Plan, sizes: Mapping[int, int], max_open: int) -> Budge
     Raises:
         UsageError: the parts of an object store need more memory.
     """
-    store, storage = store_of(plan.request.dst), source_storage(plan)
+    store, costs = store_of(plan.request.dst), source_costs(plan)
     target, nbytes = store.costs(plan.request.dst), sum(sizes.values())
     effort, transposed = plan.request.asked.effort, largest_transposed(plan.checkpoint)
     part_bytes = max(map(store.part_bytes, sizes.values()), default=0)
@@ -236,7 +237,7 @@ def writing_budget(plan: Plan, sizes: Mapping[int, int], max_open: int) -> Budge
         return Budget.of(
             effort.cpus,
             effort.max_memory,
-            storage,
+            costs,
             io=effort.io,
             target=target,
             part_bytes=part_bytes,
@@ -254,9 +255,9 @@ def writing_budget(plan: Plan, sizes: Mapping[int, int], max_open: int) -> Budge
         together = MAX_GROUP if len(sizes) <= max_open // 4 else max_open // 4 // alone.threads
     writers = alone.threads if nbytes < _SMALL_FILE * len(sizes) else alone.cpus
     beside = max(_MIN_FILES, writers, int(_MAX_PART_OF_FILES * len(sizes)))
-    limits = GroupLimits(max(1, min(MAX_GROUP, together)), beside, storage.remote and not target.remote)
+    limits = GroupLimits(max(1, min(MAX_GROUP, together)), beside, costs.remote and not target.remote)
     most = max(map(len, plan.reading_groups([*sizes], limits)), default=1)
-    needed = least_memory(storage, part_bytes, most)
+    needed = least_memory(costs, part_bytes, most)
     if part_bytes and effort.max_memory < needed:
         raise UsageError(
             f"--max-memory {effort.max_memory:,} bytes: too small for an object store's parts of {part_bytes:,} bytes, "
@@ -266,10 +267,10 @@ def writing_budget(plan: Plan, sizes: Mapping[int, int], max_open: int) -> Budge
     return budget_of(limits._replace(most=most), (len(sizes), nbytes) if may_fork() else None)
 
 
-def source_storage(plan: Plan) -> Storage:
-    """The storage of a plan's sources; local without files."""
+def source_costs(plan: Plan) -> Costs:
+    """The costs of requests to a plan's sources; local without files."""
     example = next(iter(plan.checkpoint.files.values()), None)
-    return LOCAL if example is None else storage_of(example)
+    return LOCAL if example is None else costs_of(example)
 
 
 class Progress:

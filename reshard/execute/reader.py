@@ -94,19 +94,19 @@ class FileReader:
         self.copied_bytes = budget.block_bytes if budget.remote else min(budget.block_bytes, _CACHED_BYTES)
         # Places of the last runs in the block.
         self._places: tuple[list[tuple[int, int, int, int]], memoryview, list[list[memoryview]]] = ([], self.block, [])
-        storage, window_bytes = budget.storage, budget.window_bytes
-        self.worth_skipping = storage.worth_skipping
-        self._min_piece = NEVER if storage.remote or budget.mapped else MIN_PIECE
+        costs, window_bytes = budget.costs, budget.window_bytes
+        self.worth_skipping = costs.worth_skipping
+        self._min_piece = NEVER if costs.remote or budget.mapped else MIN_PIECE
         self._handles = handles
-        self._window_size = min(storage.window, max(_MIN_WINDOW, window_bytes))
-        self._small = min(storage.small, self._window_size)
-        self._smallest = _MIN_REMOTE_WINDOW if storage.remote else self._window_size
+        self._window_size = min(costs.window, max(_MIN_WINDOW, window_bytes))
+        self._small = min(costs.small, self._window_size)
+        self._smallest = _MIN_REMOTE_WINDOW if costs.remote else self._window_size
         self._window_bytes = window_bytes
         # By file, size of windows, and number of the window in the file.
         self._windows: OrderedDict[tuple[str, int, int], bytes] = OrderedDict()
         self._cached_bytes = 0
         # Files of the last small reads: a window of each should be cached.
-        self._max_windows = _MAX_REMOTE_WINDOWS if storage.remote else _MAX_WINDOWS
+        self._max_windows = _MAX_REMOTE_WINDOWS if costs.remote else _MAX_WINDOWS
         self._files: deque[str] = deque(maxlen=self._max_windows)
         # Least recently used first; each has a descriptor.
         self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()

@@ -8,18 +8,16 @@ A form's own module recognises sources by names; its methods import the reader a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.asked import Source, Target
-from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError, InputError, UsageError
+from reshard.forms.request import Means, Request
 from reshard.layout import Box, Layout
 from reshard.strategies import Strategy
-from reshard.text.globs import Filters
-from reshard.text.messages import Report
 
 if TYPE_CHECKING:
     from reshard.forms.target import TargetForm
@@ -108,80 +106,6 @@ class EditedStep(NamedTuple):
     tensors: Mapping[str, GlobalTensor]
     target: Strategy
     unseen: Mapping[str, str | None]
-
-
-def _all(name: str) -> bool:
-    return True
-
-
-class ReadRequest(NamedTuple):
-    """A request to read a checkpoint. Forms ignore attributes that do not concern them.
-
-    Attributes:
-        asked: the source.
-        handles: open files.
-        report: gets notes on skipped parts.
-        damaged: per path of a file that counts as absent, the reason.
-        required: whether a tensor has to be complete.
-        complete: refuse an incomplete step.
-        source: the strategy of the source, where the form needs one.
-        target: the strategy of the target.
-        ranks: the requested target ranks; None for all, and for forms without rank files: the tensors of such a file
-            depend on all tensors of the step.
-        filters: the selection of names.
-        edit: edits a checkpoint, complete or not; raises an InputError if the edits do not fit. None without
-            edits.
-    """
-
-    asked: Source
-    handles: FileHandles
-    report: Report
-    damaged: Mapping[str, str] = {}
-    required: Callable[[str], bool] = _all
-    complete: bool = True
-    source: Strategy = Strategy.none()
-    target: Strategy = Strategy.none()
-    ranks: Sequence[int] | None = None
-    filters: Filters = Filters()
-    edit: Callable[[Checkpoint], EditedStep] | None = None
-
-    @property
-    def path(self) -> str:
-        """The path of the source."""
-        return self.asked.path
-
-
-class WriteRequest(NamedTuple):
-    """A request to write a checkpoint. Forms ignore attributes that do not concern them.
-
-    Attributes:
-        asked: the target.
-        source: the strategy of the source.
-        target: the strategy of the target; `none` where tensors are whole.
-        handles: open source files.
-        report: gets warnings and notes.
-        admit: whether a name is written.
-        in_memory: nothing is written.
-        config: the model's configuration, or its directory; None if none was read.
-        cast: casts were requested.
-        dequantised: quantised weights are written as numbers.
-    """
-
-    asked: Target
-    source: Strategy
-    target: Strategy
-    handles: FileHandles
-    report: Report
-    admit: Callable[[str], bool]
-    in_memory: bool = False
-    config: str | None = None
-    cast: bool = False
-    dequantised: bool = False
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether a directory is written, not one exact file or none."""
-        return not (self.asked.is_file or self.in_memory)
 
 
 class SavedStep(NamedTuple):
@@ -305,8 +229,8 @@ class Form(Protocol):
             names: names in the directory, all or some; none of other sources.
         """
 
-    def read(self, request: ReadRequest) -> Checkpoint:
-        """Read a source from metadata and headers alone.
+    def read(self, request: Request, means: Means) -> Checkpoint:
+        """Read the source of a request from metadata and headers alone.
 
         Raises:
             UsageError: the text is not a step of this form.
@@ -333,8 +257,8 @@ class Form(Protocol):
         """The facet of forms that record layouts, for a checkpoint of this form, without edits."""
         return None
 
-    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
-        """The target files for a checkpoint of any form; a ReshardError if the form cannot hold it."""
+    def target(self, checkpoint: Checkpoint, request: Request, means: Means) -> TargetForm:
+        """The target files of a request for a checkpoint of any form; a ReshardError if the form cannot hold it."""
 
     def marks(self, files: Sequence[str]) -> list[str]:
         """Small files that mark a complete directory of these files of tensors, in the order of writing."""
@@ -353,10 +277,10 @@ class Form(Protocol):
         return []
 
 
-def check_latest(form: Form, request: ReadRequest) -> None:
+def check_latest(form: Form, request: Request) -> None:
     """Refuse a step of a form without steps."""
-    if request.asked.step != "latest":
-        raise UsageError(f"{request.path}: is of the form {form.name}, which has no steps", hint="leave out --step")
+    if request.asked.source.step != "latest":
+        raise UsageError(f"{request.src}: is of the form {form.name}, which has no steps", hint="leave out --step")
 
 
 def strategy_of(form: Form, checkpoint: Checkpoint) -> Strategy:

@@ -12,14 +12,15 @@ from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, read_index
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS
 from reshard.errors import CheckpointError, LayoutError, StrategyError
-from reshard.forms.form import Form, ReadRequest
+from reshard.forms.form import Form
 from reshard.forms.ranks.naming import RANK
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import form_of
+from reshard.forms.request import Means, Request
 from reshard.storage import is_directory
 from reshard.strategies import Stage, Strategy, read_strategy
 from reshard.strategies.rules import FullTensor, ModelTensors, model_tensors
-from reshard.text.messages import Report, quoted, rank_ranges
+from reshard.text.messages import quoted, rank_ranges
 from reshard.text.names import ACCUMULATED_GRADIENTS
 
 _HINT = (
@@ -28,19 +29,18 @@ _HINT = (
 )
 
 
-def read_shapes(path: str, strategy: Strategy | None, handles: FileHandles, report: Report) -> ModelTensors:
+def read_shapes(path: str, strategy: Strategy | None, means: Means) -> ModelTensors:
     """The tensors of a model.
 
     Args:
         path: an unsharded checkpoint; a checkpoint of another form than rank directories, or the index of one; a JSON
             strategy; or rank directories.
         strategy: the strategy that rank directories were saved with.
-        handles: open files.
-        report: gets notes on skipped parts.
+        means: open files and the report.
     """
     form = form_of(path)
     if not form.options.needs_strategy:
-        checkpoint = form.read(ReadRequest(Source(path), handles, report, required=lambda name: False))
+        checkpoint = form.read(Request.of_source(Source(path), form)._replace(partial=True), means)
         names = _names_in_model(checkpoint, form)
         tensors: Iterable[FullTensor] = (
             FullTensor(new, tensor.shape, tensor.dtype)
@@ -50,9 +50,9 @@ def read_shapes(path: str, strategy: Strategy | None, handles: FileHandles, repo
     elif path.endswith(".json"):
         tensors = _of_strategy(read_strategy(path))
     elif RANK in path or is_directory(path):
-        tensors = _of_ranks(path, strategy, handles)
+        tensors = _of_ranks(path, strategy, means.handles)
     else:
-        tensors = _of_index(read_index(handles, path))
+        tensors = _of_index(read_index(means.handles, path))
     full_tensors = list(tensors)
     if not full_tensors:
         raise CheckpointError(f"{path}: holds no tensors", file=path, hint=_HINT)

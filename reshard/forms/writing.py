@@ -13,7 +13,6 @@ from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TensorsInOr
 from reshard.checkpoints.formats.dtypes import INTEGERS, NO_ARRAYS, NUMPY_NAMES
 from reshard.checkpoints.formats.output import OutputLayout
 from reshard.errors import CheckpointError, InputError
-from reshard.forms.form import WriteRequest
 from reshard.forms.ranks.form import stage_sections
 from reshard.forms.ranks.naming import FileNames
 from reshard.forms.target import Section, TargetForm, layout_in
@@ -38,9 +37,9 @@ class Selected(NamedTuple):
     names: Sequence[str]
 
 
-def selected(checkpoint: Checkpoint, request: WriteRequest) -> Selected:
-    names = [name for name in checkpoint.order() if request.admit(name)]
-    values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if request.admit(name)])
+def selected(checkpoint: Checkpoint, admit: Callable[[str], bool]) -> Selected:
+    names = [name for name in checkpoint.order() if admit(name)]
+    values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if admit(name)])
     return Selected(TensorsInOrder(checkpoint.tensors, layers_in_order(names)), values, names)
 
 

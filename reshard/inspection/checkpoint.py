@@ -13,10 +13,11 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.errors import InputError
-from reshard.forms.form import Description, Form, ReadRequest, SavedStep
+from reshard.forms.form import Description, Form, SavedStep
 from reshard.forms.objects import shown_object
 from reshard.forms.ranks.selection import LostParameter
 from reshard.forms.registry import check_options, form_of
+from reshard.forms.request import Means, Request
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings
 from reshard.storage import exists, is_directory, names_in, status_of_each
 from reshard.strategies import Strategy
@@ -268,7 +269,7 @@ def _of_form(read: Source, form: Form) -> Inspected:
     report = Report()
     with FileHandles() as handles:
         try:
-            checkpoint = form.read(ReadRequest(read, handles, report, complete=False))
+            checkpoint = form.read(Request.of_source(read, form)._replace(complete=False), Means(handles, report))
         except InputError as error:
             inspected.shown.files, inspected.shown.complete = _files_in(path), False
             if not inspected.shown.files and not inspected.iterations:

@@ -16,11 +16,12 @@ from reshard.asked import Source
 from reshard.checkpoints import FileHandles
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, InputError, ReshardError, UsageError
-from reshard.forms.form import Form, ReadRequest
+from reshard.forms.form import Form
 from reshard.forms.ranks.checkpoint import RankCheckpoint
 from reshard.forms.ranks.naming import Step, saved_at_fault
 from reshard.forms.ranks.selection import Incomplete, StepSelector, check_ranks
 from reshard.forms.ranks.tree import SourceTree, find_checkpoints, find_rank, skipped_directories
+from reshard.forms.request import Means, Request
 from reshard.inspection.checkpoint import Inspected, InspectedFile, InspectedStep
 from reshard.inspection.contents import Finding, contents_of, conversion_findings
 from reshard.records.ledger import ledger_in
@@ -200,7 +201,9 @@ class _Inspection:
     def _judge(self, requested: Step | None, handles: FileHandles) -> InspectedStep | None:
         """Check steps as a conversion does, newest first; the step that it would read."""
         assert self._strategy is not None
-        selector = StepSelector(ReadRequest(Source(self._tree.root), handles, Report(), source=self._strategy))
+        selector = StepSelector(
+            Request.of_source(Source(self._tree.root), self._inspected.form, self._strategy), Means(handles, Report())
+        )
         source: RankCheckpoint | None = None
         number: Step | None = None
         try:

@@ -48,7 +48,7 @@ from reshard.text.messages import number_ranges, quoted
 from reshard.text.names import belongs_to_rank
 from reshard.verification.boxes import Box, volume_of, whole_box
 from reshard.verification.operations import same_nans
-from reshard.verification.reading import Means, Task, blocks, run_tasks
+from reshard.verification.reading import Reading, Task, blocks, run_tasks
 from reshard.verification.stored import Content, Source, StoredTensor, value_content
 
 VERSION = "reshard-1"
@@ -281,7 +281,7 @@ MAX_SLICES = 1 << 14
 """Slices in memory at a time: some MB."""
 
 
-def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means) -> Iterator[tuple[_K, int]]:
+def sums(parts: Iterable[tuple[_K, Content, Box]], means: Reading) -> Iterator[tuple[_K, int]]:
     """Sum boxes of tensors, several at a time.
 
     Args:
@@ -357,7 +357,7 @@ class Fingerprints(NamedTuple):
 
 def fingerprints(
     source: Source,
-    means: Means,
+    means: Reading,
     admit: Callable[[str], bool] = lambda name: True,
     model_names: Mapping[str, str] | None = None,
 ) -> Fingerprints:

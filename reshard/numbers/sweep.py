@@ -167,7 +167,7 @@ def sweep(
 def _processes(checkpoints: Sequence[OpenedCheckpoint], nbytes: int, max_memory: int) -> int:
     """The number of worker processes that read; less than 2 if this process reads."""
     budgets = [checkpoint.reader.budget for checkpoint in checkpoints]
-    if not may_fork() or not all(each.storage.mappable for each in budgets):
+    if not may_fork() or not all(each.costs.mappable for each in budgets):
         return 1
     return process_count(min(each.cpus for each in budgets), nbytes, max_memory, private_bytes())
 

@@ -15,19 +15,19 @@ import numpy.typing as npt
 from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.errors import CheckpointError
-from reshard.execute.budget import Budget, source_storage
+from reshard.execute.budget import Budget, source_costs
 from reshard.execute.casts import Overflowed
 from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader, in_order
 from reshard.forms.objects import shown_object
+from reshard.forms.request import Means, Request
 from reshard.layout import Box, shape_of, whole_box
 from reshard.opened.tensor import LazyTensor
-from reshard.plan.edits import Request
 from reshard.plan.pieces import Kind, Piece, StoredSlice, TargetTensor, TargetTensors
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
 from reshard.plan.values import CopiedValue
-from reshard.storage.store import Storage
+from reshard.storage.store import Costs
 from reshard.text.messages import Report, quoted
 from reshard.text.names import did_you_mean
 from reshard.threads import ThreadLock
@@ -230,7 +230,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                 raise ValueError("the checkpoint is closed")
             if self._contents is None:
                 with self._errors():
-                    plan = make_plan(self._request, self._handles, self._report)
+                    plan = make_plan(self._request, Means(self._handles, self._report))
                 self._contents = OpenedContents(plan, plan.requested[0])
             return self._contents
 
@@ -245,7 +245,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                 budget = Budget.of(
                     effort.cpus,
                     effort.max_memory // 2,
-                    _for_single_elements(source_storage(plan)),
+                    _for_single_elements(source_costs(plan)),
                     io=effort.io,
                     decoded=self._request.edits.quantisation is not None,
                 )
@@ -441,7 +441,7 @@ def _batches(tensors: Iterable[LazyTensor], most: int) -> Iterator[_Batch]:
         yield _Batch(few)
 
 
-def _for_single_elements(storage: Storage) -> Storage:
-    """Storage for reads of single elements: requests read few additional bytes."""
-    window = min(storage.window, storage.worth_skipping)
-    return storage._replace(window=window, small=min(storage.small, window // 4))
+def _for_single_elements(costs: Costs) -> Costs:
+    """The costs for reads of single elements: requests read few additional bytes."""
+    window = min(costs.window, costs.worth_skipping)
+    return costs._replace(window=window, small=min(costs.small, window // 4))

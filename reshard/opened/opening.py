@@ -10,11 +10,12 @@ from reshard.asked import Conversion, Edits, Effort, Path, Source, Target, Task
 from reshard.checkpoints import FileHandles
 from reshard.errors import UsageError
 from reshard.forms import DEFAULT_FORM
-from reshard.forms.form import Form, Layouts, Names, ReadRequest, strategy_of
+from reshard.forms.form import Form, Layouts, Names, strategy_of
 from reshard.forms.registry import check_exists, check_holds_ranks, check_options, form_named, form_of
+from reshard.forms.request import EditRules, Means, Request
 from reshard.in_python import errors_in_python, in_python
 from reshard.opened.checkpoint import OpenedCheckpoint
-from reshard.plan.edits import NO_TABLE, EditRules, Request, edit_rules
+from reshard.plan.edits import NO_TABLE, edit_rules
 from reshard.records.ledger import recorded_strategy
 from reshard.records.record import strategy_digest
 from reshard.strategies import SAME, Strategy, shards_of, target_named, target_words, typed_strategy
@@ -158,8 +159,8 @@ def _target(asked: Conversion, form: Form, source: Strategy, rank: int | None, r
         target = typed_strategy(strategy, report)
     elif form.options.layouts is Layouts.RECORDED:
         with FileHandles() as handles:
-            reading = ReadRequest(asked.source, handles, Report(), required=lambda name: False)
-            target = strategy_of(form, form.read(reading))
+            reading = Request.of_source(asked.source, form)._replace(partial=True)
+            target = strategy_of(form, form.read(reading, Means(handles, Report())))
     elif form.options.needs_strategy:
         # Cut like the source, under any names.
         target = replace(source, path=SAME)

@@ -160,7 +160,7 @@ class LazyTensor:
 
 def _read(reader: BoxReader, tensor: TargetTensor, selection: Selection, out: Array) -> None:
     """Read a selection into an array of its shape and the tensor's element size, with any strides."""
-    most, skip = reader.budget.block_bytes, reader.budget.storage.worth_skipping
+    most, skip = reader.budget.block_bytes, reader.budget.costs.worth_skipping
     for box, chosen, part in readings(selection, tensor.shape, tensor.item_size, out, most, skip):
         if chosen is None:
             reader.read(tensor, box, part.reshape(-1).view(np.uint8).data)

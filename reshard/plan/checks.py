@@ -25,8 +25,8 @@ _MIN_PREFIX = 3
 _MAX_PATTERNS = 8
 
 
-def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], report: Report) -> None:
-    """Find all problems before anything is written.
+def check(plan: Plan, values: CopiedValues, report: Report, others: Sequence[InputError] = ()) -> None:
+    """Find all problems before anything is written; `others` are those that are known already.
 
     Raises:
         InputError: all problems in one.
@@ -57,7 +57,8 @@ def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], repor
         if tensor.dtype == MAP_TENSOR or (tensor.dtype != TEXT and not can_hold(format, tensor.dtype)):
             problems.append(_cannot_hold(name, tensor.dtype, plan))
     problems += values.problems()
-    problems += earlier
+    problems += _problems_of_form(plan)
+    problems += others
     problems += _renamed(plan) or missing_problems(plan, report)
     if problems:
         headline = f"the conversion cannot be made, for {len(problems)} reasons"
@@ -145,7 +146,7 @@ def _lacks_shard(plan: Plan, name: str, section: Section) -> bool:
     )
 
 
-def problems_of_form(plan: Plan) -> list[InputError]:
+def _problems_of_form(plan: Plan) -> list[InputError]:
     if not plan.form.limits_layouts:
         return []
     problems: list[InputError] = []

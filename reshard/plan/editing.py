@@ -16,9 +16,9 @@ from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, GlobalT
 from reshard.checkpoints.formats.dtypes import INT4, TEXT
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import EditedStep, Side
+from reshard.forms.request import EditRules
 from reshard.layout.views import View
 from reshard.plan.casts import cast
-from reshard.plan.edits import EditRules
 from reshard.plan.masters import as_weights, with_masters
 from reshard.plan.trainers import keys_for_trainer, laid_out, names_for_trainer, names_from_trainer, names_in_model
 from reshard.strategies import SAME, Strategy
@@ -376,7 +376,7 @@ STEPS: tuple[tuple[str | None, Callable[[Editing], None]], ...] = (
 
 
 def step_editor(edits: EditRules, target: Strategy) -> Callable[[Checkpoint], EditedStep]:
-    """A function that edits a checkpoint, complete or not; see `forms.form.ReadRequest`.
+    """A function that edits a checkpoint, complete or not; see `forms.request.Request`.
 
     Args:
         edits: the edits.

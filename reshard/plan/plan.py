@@ -16,9 +16,9 @@ from reshard.checkpoints import CheckpointIndex, OutputLayout, lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, EditedCheckpoint
 from reshard.errors import IncompleteSourceError
 from reshard.forms.registry import counted_as
+from reshard.forms.request import Request
 from reshard.forms.target import Cut, Cuts, Section, TargetForm
 from reshard.layout import Box, shape_of, volume_of
-from reshard.plan.edits import Request
 from reshard.plan.pieces import (
     ALL_LINKED,
     FileOrder,
@@ -79,7 +79,6 @@ class Plan:
         form: TargetForm,
         values: Callable[[int], list[CopiedValue]],
         treatment: Sorted,
-        cuts: Cuts,
         choice: ReplicaChoice | None,
     ) -> None:
         self.request = request
@@ -89,7 +88,7 @@ class Plan:
         self.requested = requested_files(request, form)
         self.sections = sections_of(form, self.requested)
         self._values = values
-        self._cuts = cuts
+        self._cuts = Cuts()
         self._choice = choice
         self._kinds: dict[int, Sequence[Kind]] = {}
         self._needs: dict[int, tuple[int, ...]] = {}

@@ -12,18 +12,44 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from reshard.checkpoints import FileHandles, files_alike
 from reshard.errors import IncompleteSourceError, InputError
-from reshard.forms.ranks.checkpoint import RankCheckpoint
+from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of
 from reshard.forms.ranks.form import RankFiles, rank_names, target_format
+from reshard.forms.request import Means, Request
 from reshard.forms.target import TargetForm
 from reshard.layout.candidates import cuts_of, possible_holders
-from reshard.plan.edits import Request
+from reshard.plan.checks import check
+from reshard.plan.plan import Plan
+from reshard.plan.planner import check_numbers, read_source, sort
+from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.values import CopiedValue, CopiedValues, same_value
 from reshard.strategies import Stage
 from reshard.text.messages import Report, listing, rank_ranges
 from reshard.text.names import belongs_to_rank
+
+
+def plan_recovery(request: Request, means: Means) -> Plan:
+    """Plan a recovery from headers, and from the contents of copies that may be replicas.
+
+    Raises:
+        ReshardError: the request cannot be met; nothing has been written.
+    """
+    checkpoint = rank_checkpoint_of(read_source(request, means))
+    assert checkpoint is not None
+    recovery = Recovery(request, checkpoint, means.handles)
+    files = RecoveredFiles(request, checkpoint, recovery)
+    check_numbers(request, files)
+    values = CopiedValues(request, checkpoint, files, means)
+    values.warn_of_differing(means.report)
+    treatment = sort(request, checkpoint, files, values)
+    choice = ReplicaChoice(request.source, request.target)
+    plan = Plan(request, checkpoint, files, partial(recovery.values_of, values=values), treatment, choice)
+    check(plan, values, means.report, recovery.problems(plan.requested))
+    recovery.note(plan.requested, files, values, means.report)
+    return plan
 
 
 class Recovery:
@@ -89,14 +115,14 @@ class Recovery:
             )
         ]
 
-    def note(self, ranks: Sequence[int], form: TargetForm, values: CopiedValues, report: Report) -> None:
+    def note(self, ranks: Sequence[int], files: TargetForm, values: CopiedValues, report: Report) -> None:
         """Note the new names of lost files; warn of contents that only lost ranks had."""
         lost = [rank for rank in ranks if not self.intact(rank)]
         unnamed = [rank for rank in lost if rank not in self._checkpoint.step_files.files]
-        if form.names.own and unnamed:
+        if files.names.own and unnamed:
             report.note(
                 f"file names differ in their prefixes; {rank_ranges(unnamed)} gets the most frequent one: "
-                f"{form.names.of(unnamed[0])}.{form.format}"
+                f"{files.names.of(unnamed[0])}.{files.format}"
             )
         belonging = [name for name in values.names if belongs_to_rank(name)]
         if belonging and lost:

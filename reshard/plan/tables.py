@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from reshard.checkpoints.checkpoint import Packing
 from reshard.errors import NamesError, UsageError
 from reshard.forms.form import Side
+from reshard.forms.request import EditRules, recorded_name
 from reshard.names import (
     HUB_SIDE,
     Applied,
@@ -19,7 +20,6 @@ from reshard.names import (
     settle,
     side_of,
 )
-from reshard.plan.edits import EditRules, recorded_name
 from reshard.storage import absolute
 from reshard.text.globs import Globs
 from reshard.text.messages import Report, quoted

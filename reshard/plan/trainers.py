@@ -10,7 +10,7 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import Names, Side
 from reshard.forms.registry import form_named
-from reshard.plan.edits import PLAIN_KNOWN, PLAIN_WEIGHTS, EditRules
+from reshard.forms.request import PLAIN_KNOWN, PLAIN_WEIGHTS, EditRules
 from reshard.strategies import Strategy
 from reshard.text.messages import Report, as_glob, listing, plural, quoted
 from reshard.text.names import TRAINING_STEP

@@ -16,9 +16,9 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError
 from reshard.forms import DEFAULT_FORM
 from reshard.forms.registry import counted_as
+from reshard.forms.request import Means, Request
 from reshard.forms.target import TargetForm
 from reshard.storage import read_range, reading
-from reshard.text.globs import Filters
 from reshard.text.messages import Report, as_pattern, listing, plural, quoted, rank_ranges
 from reshard.text.names import OTHER, belongs_to_rank, kind_of, trained
 
@@ -36,40 +36,30 @@ class CopiedValue(NamedTuple):
 class CopiedValues:
     """The copied values of a conversion.
 
-    Args:
-        sliced: whether tensors without a layout may be slices.
-        as_cut: every file gets exactly the entries of the source file with its number.
-
     Attributes:
         names: all copied names, sorted.
         differing: names whose copies differ though they do not belong to a rank, with the files that differ from
             the lowest.
     """
 
-    def __init__(
-        self,
-        source: Checkpoint,
-        form: TargetForm,
-        filters: Filters,
-        sliced: bool,
-        handles: FileHandles,
-        as_cut: bool = False,
-    ) -> None:
-        self._as_cut = as_cut
+    def __init__(self, request: Request, source: Checkpoint, files: TargetForm, means: Means) -> None:
+        # Every file gets exactly the entries of the source file with its number.
+        self._as_cut = request.source.is_as_cut
         self._source = source
-        self._form = form
-        self._sliced = sliced
-        self._handles = handles
+        self._files = files
+        # Then tensors without a layout may be slices.
+        self._sliced = request.source.device_count > 1
+        self._handles = means.handles
         laid_out_by_none = (
-            name for name in source.without_layout() if not any(name in section.layouts for section in form.sections)
+            name for name in source.without_layout() if not any(name in section.layouts for section in files.sections)
         )
-        self.names = sorted(name for name in (*source.values(), *laid_out_by_none) if filters.admit(name))
+        self.names = sorted(name for name in (*source.values(), *laid_out_by_none) if request.filters.admit(name))
         # Where the target's strategy lists a value, only sections that list it get it.
         self._sections = {
-            name: frozenset(section.number for section in form.sections if name in section.layouts)
+            name: frozenset(section.number for section in files.sections if name in section.layouts)
             for name in self.names
         }
-        self.differing = {name: files for name in self.names for files in [self._differing(name)] if files}
+        self.differing = {name: others for name in self.names for others in [self._differing(name)] if others}
         # Of rank files these are slices, most likely; text is none, and one element only if it is trained.
         all_names = source.names() if self.differing else frozenset()
         weights = trained(all_names)
@@ -89,15 +79,15 @@ class CopiedValues:
         if self._as_cut:
             tensors = self._source.indexes[file].tensors
             return [CopiedValue(name, file, tensors[name]) for name in self.names if name in tensors]
-        section = self._form.section_of(file).number
+        section = self._files.section_of(file).number
         values = []
         for name in self.names:
             if self._sections[name] and section not in self._sections[name]:
                 continue
-            if not self._form.takes_value(name, file):
+            if not self._files.takes_value(name, file):
                 continue
             holders = self._source.holders(name)
-            from_own_rank = self._form.by_rank and belongs_to_rank(name) and file in holders
+            from_own_rank = self._files.by_rank and belongs_to_rank(name) and file in holders
             holder = file if from_own_rank else holders[0]
             values.append(CopiedValue(name, holder, self._source.indexes[holder].tensors[name]))
         return values
@@ -117,7 +107,7 @@ class CopiedValues:
         for name in self.names:
             holder = self._source.holders(name)[0]
             tensor = self._source.indexes[holder].tensors[name]
-            for section in self._form.sections:
+            for section in self._files.sections:
                 layout = section.layouts.get(name)
                 if layout is None:
                     continue
@@ -154,7 +144,7 @@ class CopiedValues:
             alike.setdefault((self._source.holders(name)[0], ranks), []).append(name)
         for (lowest, ranks), names in alike.items():
             differ = "differs" if len(names) == 1 else "differ"
-            source, target = counted_as(self._source.form), counted_as(self._form.name)
+            source, target = counted_as(self._source.form), counted_as(self._files.name)
             report.warn(
                 listing(names)
                 + f" on {rank_ranges(ranks, source)} {differ} from {source} {lowest}'s, which every target {target} "

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor
-from reshard.storage import read_each, reading, storage_of
+from reshard.storage import costs_of, read_each, reading
 from reshard.text.names import belongs_to_rank, is_value
 from reshard.threads import thread_pool
 
@@ -171,10 +171,10 @@ class SourceSampler:
         for index in indexes.values():
             if id(index.tensors) not in self._structures:
                 self._structures[id(index.tensors)] = _HeaderStructure.of(index.tensors)
-        storage = storage_of(indexes[ranks[0]].path) if ranks else None
-        if storage is None or not storage.remote:
+        costs = costs_of(indexes[ranks[0]].path) if ranks else None
+        if costs is None or not costs.remote:
             return [self._file(rank, indexes[rank]) for rank in ranks]
-        with thread_pool(4 * storage.in_flight) as pool:
+        with thread_pool(4 * costs.in_flight) as pool:
             return list(pool.map(lambda rank: self._file(rank, indexes[rank]), ranks))
 
     def _file(self, rank: int, index: CheckpointIndex) -> SourceFile:

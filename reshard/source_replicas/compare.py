@@ -251,10 +251,10 @@ class ReplicaFiles:
         seconds: float = 60.0,
     ) -> None:
         self._source = source
-        self._remote = budget.storage.remote
+        self._remote = budget.costs.remote
         # No read-ahead: samples are small.
         # Without windows: samples lie far apart.
-        alone = budget._replace(io=("pread", ""), storage=budget.storage._replace(small=0))
+        alone = budget._replace(io=("pread", ""), costs=budget.costs._replace(small=0))
         self._reader = BoxReader(handles, alone, threads=max(budget.threads, _IN_FLIGHT))
         self._deadline = time.monotonic() + seconds
         self.requests = 0
@@ -336,7 +336,7 @@ def compare_replicas(
         parameters: the parameters, as read from the files.
         source: the files.
         handles: open files.
-        budget: storage, threads and memory.
+        budget: costs of requests, threads and memory.
         progress: counts bytes of full comparisons.
         effort: ``auto``, some KiB of some parameters; ``more``, samples of every parameter; ``all``, everything.
         ranks: with ``all``, compare only slices that one of these ranks should hold; None for all.

@@ -29,8 +29,8 @@ from reshard.forms.ranks.checkpoint import (
 )
 from reshard.forms.ranks.selection import lost_slices
 from reshard.forms.ranks.tree import SourceTree, StepFiles, find_checkpoints
+from reshard.forms.request import Request
 from reshard.layout import shape_of, volume_of
-from reshard.plan.edits import Request
 from reshard.source_replicas.choice import Holder, HolderGroup, Replicated, group_parameters, is_gradient, number_of
 from reshard.source_replicas.compare import (
     MOST_PLACES,

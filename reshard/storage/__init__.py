@@ -39,11 +39,11 @@ from reshard.storage.registry import (
     STORES,
     absolute,
     common_directory,
+    costs_of,
     for_each,
     is_absolute,
     real,
     same_store,
-    storage_of,
     store_of,
     use_endpoint,
 )

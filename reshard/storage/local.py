@@ -15,17 +15,17 @@ from contextlib import AbstractContextManager
 from reshard.storage import temporary
 from reshard.storage.registry import absolute
 from reshard.storage.store import (
+    Costs,
     DirectoryEntry,
     FileStatus,
     NewFile,
     Notify,
     OpenFile,
     Sending,
-    Storage,
     Store,
+    costs_on,
     file_system_of,
     status_or_none,
-    storage_on,
 )
 
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
@@ -155,7 +155,7 @@ class LocalStore(Store):
     special_files = True
 
     def __init__(self) -> None:
-        self._storages: dict[int, Storage] = {}
+        self._costs: dict[int, Costs] = {}
 
     def status(self, path: str, through_links: bool = True) -> FileStatus:
         return FileStatus.of(os.stat(path) if through_links else os.lstat(path))
@@ -168,14 +168,14 @@ class LocalStore(Store):
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         return LocalFile(os.open(path, flags | (0 if through_links else os.O_NOFOLLOW)), path)
 
-    def costs(self, path: str) -> Storage:
+    def costs(self, path: str) -> Costs:
         try:
             device = os.stat(path).st_dev
         except OSError:
-            return storage_on(path)
-        if device not in self._storages:
-            self._storages[device] = storage_on(path)
-        return self._storages[device]
+            return costs_on(path)
+        if device not in self._costs:
+            self._costs[device] = costs_on(path)
+        return self._costs[device]
 
     def new_file(self, path: str, size: int, sending: Sending | None = None) -> NewLocalFile:
         return NewLocalFile(path)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from reshard.errors import UsageError
-from reshard.storage.store import Storage, Store
+from reshard.storage.store import Costs, Store
 from reshard.threads import thread_pool
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -103,7 +103,7 @@ def same_store(first: str, second: str) -> bool:
     return scheme_of(first) == scheme_of(second)
 
 
-def storage_of(path: str) -> Storage:
+def costs_of(path: str) -> Costs:
     """Costs of requests to a path."""
     return store_of(path).costs(path)
 

@@ -29,8 +29,8 @@ _LOCAL_FILE_SYSTEMS = frozenset(
 )
 
 
-class Storage(NamedTuple):
-    """Storage, by the cost of requests to it.
+class Costs(NamedTuple):
+    """The costs of requests to a store.
 
     Attributes:
         remote: whether a request takes a round trip.
@@ -53,23 +53,23 @@ class Storage(NamedTuple):
     mappable: bool = True
 
 
-LOCAL = Storage(remote=False, in_flight=1, worth_skipping=16 << 10, window=64 << 10, small=16 << 10)
-REMOTE = Storage(remote=True, in_flight=4, worth_skipping=256 << 10, window=256 << 10, small=64 << 10)
+LOCAL = Costs(remote=False, in_flight=1, worth_skipping=16 << 10, window=64 << 10, small=16 << 10)
+REMOTE = Costs(remote=True, in_flight=4, worth_skipping=256 << 10, window=256 << 10, small=64 << 10)
 """A network file system."""
-OBJECTS = Storage(remote=True, in_flight=4, worth_skipping=64 << 10, window=256 << 10, small=64 << 10, mappable=False)
+OBJECTS = Costs(remote=True, in_flight=4, worth_skipping=64 << 10, window=256 << 10, small=64 << 10, mappable=False)
 """An object store: minimum values, for short round trips."""
 
 
-def busy_cpus(jobs: int, *storages: Storage) -> int:
+def busy_cpus(jobs: int, *ends: Costs) -> int:
     """How many of ``jobs`` CPUs to keep busy: between local files at most this machine's, as more would take turns.
 
-    Requests to other storage wait for it, and more of them can be in flight.
+    Requests to other stores wait for them, and more of them can be in flight.
     """
-    return jobs if any(storage.remote for storage in storages) else min(jobs, usable_cpus())
+    return jobs if any(each.remote for each in ends) else min(jobs, usable_cpus())
 
 
-def storage_on(path: str) -> Storage:
-    """The storage of a local path; an unknown file system counts as remote."""
+def costs_on(path: str) -> Costs:
+    """The costs of requests to a local path; an unknown file system counts as remote."""
     return LOCAL if file_system_of(path) in _LOCAL_FILE_SYSTEMS else REMOTE
 
 
@@ -320,7 +320,7 @@ class Store(Protocol):
         """Open a file for reading without waiting for a writer; the path may be of any kind."""
 
     @abstractmethod
-    def costs(self, path: str) -> Storage:
+    def costs(self, path: str) -> Costs:
         """Costs of requests to a path."""
 
     def place(self, path: str) -> Hashable:

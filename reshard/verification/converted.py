@@ -28,7 +28,7 @@ from reshard.strategies import Stage, Strategy
 from reshard.text.messages import quoted, rank_ranges
 from reshard.text.names import is_training_value
 from reshard.verification.boxes import Box, LayoutValues, device_boxes, target_boxes, volume_of, whole_box
-from reshard.verification.reading import Comparison, Difference, Means, compare
+from reshard.verification.reading import Comparison, Difference, Reading, compare
 from reshard.verification.stored import (
     Content,
     SliceSet,
@@ -46,7 +46,7 @@ def compare_form(
     target_files: Source,
     strategy: Strategy,
     directory: str,
-    means: Means,
+    means: Reading,
     admit: Callable[[str], bool] = lambda name: True,
 ) -> list[Difference]:
     """Compare a checkpoint of any other form with its source, which has the names and types of the target.
@@ -95,7 +95,7 @@ class TargetComparison:
         source: Source,
         indexes: Mapping[int, CheckpointIndex],
         strategy: Strategy,
-        means: Means,
+        means: Reading,
         admit: Callable[[str], bool],
     ) -> None:
         self._source, self._indexes, self._new, self._means = source, indexes, strategy, means
@@ -218,7 +218,7 @@ class _Files(TargetComparison):
         target_files: Source,
         strategy: Strategy,
         directory: str,
-        means: Means,
+        means: Reading,
         admit: Callable[[str], bool],
     ) -> None:
         super().__init__(source, target_files.indexes, strategy, means, admit)

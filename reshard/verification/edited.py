@@ -27,8 +27,8 @@ from reshard.verification.operations import DerivedTensor, lists_of, needed_sour
 from reshard.verification.stored import Content, Source, StoredTensor, Words, number_in, value_content
 
 if TYPE_CHECKING:
+    from reshard.forms.request import EditRules
     from reshard.names import Applied, Edge, NameRules, SizedOperation
-    from reshard.plan.edits import EditRules
 
 
 _MOMENT, _STEP = re.compile(r"(.*\boptim(?:izer)?\..+)\.exp_avg_sq"), re.compile(r".*\boptim(izer)?\..+\.step")

@@ -29,16 +29,16 @@ from reshard.verification.converted import (
     record_differences,
 )
 from reshard.verification.edited import edited_source, renamed, same_layouts, steps_listed, stored_parts
-from reshard.verification.files import RecordedCrcs, read_sound, read_written
+from reshard.verification.files import read_sound, read_written
 from reshard.verification.operations import DerivedTensor
 from reshard.verification.ranks import compare_ranks
-from reshard.verification.reading import Difference, Means, Pair, unequal
+from reshard.verification.reading import Difference, Pair, Reading, unequal
 from reshard.verification.stored import Content, Source, StoredTensor, files_read, stored_source
 
 if TYPE_CHECKING:
+    from reshard.forms.request import EditRules, Request
     from reshard.lora import Scale
     from reshard.names import NameRules
-    from reshard.plan.edits import EditRules, Request
 
 _MAX_SHOWN = 3
 _MAX_CONFIG = 1 << 22
@@ -79,9 +79,7 @@ class Verified(NamedTuple):
     kept: Collection[str] = ()
 
 
-def verify_conversion(
-    conversion: Verified, means: Means, report: Report, crcs: RecordedCrcs | None
-) -> list[Difference]:
+def verify_conversion(conversion: Verified, means: Reading) -> list[Difference]:
     """Compare a converted checkpoint with its source.
 
     Raises:
@@ -101,16 +99,16 @@ def verify_conversion(
     damaged = dict(request.damaged)
     if conversion.checked:
         source = read(damaged)
-        different = _differences(source, conversion, means, report)
+        different = _differences(source, conversion, means)
         # The conversion read a replica instead of a file with a wrong CRC.
-        more = crcs.damaged(files_read(source)) if different and crcs is not None else {}
+        more = means.damaged(files_read(source)) if different and means.crc else {}
         if not more:
             return different
         damaged.update(more)
-    return _differences(read_sound(read, crcs, report, damaged), conversion, means, report)
+    return _differences(read_sound(read, means, damaged), conversion, means)
 
 
-def _differences(stored: Source, conversion: Verified, means: Means, report: Report) -> list[Difference]:
+def _differences(stored: Source, conversion: Verified, means: Reading) -> list[Difference]:
     request = conversion.request
     target, source = request.target, stored
     if target.is_placeholder:
@@ -120,7 +118,7 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
     listed = [*request.source.parameters]
     if not request.edits.is_empty or conversion.adapter is not None:
         listed = [*stored.names] if request.edits.exclude else []
-        source = edited_source(stored, request.edits, report)
+        source = edited_source(stored, request.edits, means.report)
         if request.target.path == SAME:
             target = same_layouts(source, target)
         elif not (target.is_none or source.tensors.keys() <= set(target.parameters)):
@@ -133,8 +131,8 @@ def _differences(stored: Source, conversion: Verified, means: Means, report: Rep
     used = {name for each in compared for name in _stored_names(each)}
     differences = unequal([*_pairs(stored, source, used, request.asked.in_part)], means)
     target = steps_listed(_for_trainer(request, target, source.tensors), source.tensors)
-    warn_of_unmatched(request.filters, (listed, target.parameters, source.names), report)
-    return [*differences, *_compared(source, target, conversion, means, report)]
+    warn_of_unmatched(request.filters, (listed, target.parameters, source.names), means.report)
+    return [*differences, *_compared(source, target, conversion, means)]
 
 
 def _is_tree(source: Source) -> bool:
@@ -211,7 +209,7 @@ def _for_trainer(request: Request, strategy: Strategy, names: Collection[str]) -
     return renamed(strategy, {name: new for name, new in new_names.items() if name not in listed})
 
 
-def _compared(source: Source, target: Strategy, conversion: Verified, means: Means, report: Report) -> list[Difference]:
+def _compared(source: Source, target: Strategy, conversion: Verified, means: Reading) -> list[Difference]:
     request, files = conversion.request, conversion.files
     form, admit, directory = request.to, request.filters.admit, request.dst
     if form.options.by_rank:
@@ -220,12 +218,12 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         )
         _check_options(conversion, names, differences)
         if request.asked.files is None:
-            _note_left_out(source, names, request, differences, report)
+            _note_left_out(source, names, request, differences, means.report)
         return differences
     written, differences = read_written(directory, request.to.name, means.handles, [*files.values()] or None)
     if written is None:
         return differences
-    damage = RecordedCrcs(means, report).damaged(written.indexes.values())
+    damage = means.damaged(written.indexes.values())
     if damage:
         # Reading a damaged archive would end the comparison with an error.
         paths = {path: os.path.relpath(path, directory) for path in sorted(damage)}
@@ -272,10 +270,10 @@ def _compared(source: Source, target: Strategy, conversion: Verified, means: Mea
         differences += iteration_differences(origin, written.checkpoint, prefix, means.handles)
     differences += compare_form(source, written, target, directory, means, admit)
     _check_options(conversion, written.names, differences)
-    _note_left_out(source, written.names, request, differences, report)
+    _note_left_out(source, written.names, request, differences, means.report)
     if form.options.side is Side.HUGGINGFACE and not form.options.cut:
         copied = conversion.checked and CONFIG not in conversion.kept
-        differences += beside_differences(source.checkpoint, written.checkpoint, request.asked, copied, report)
+        differences += beside_differences(source.checkpoint, written.checkpoint, request.asked, copied, means.report)
     return differences
 
 

@@ -6,24 +6,22 @@ import contextlib
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 
 from reshard import asked
-from reshard.checkpoints import CheckpointIndex, FileHandles, unchecked
-from reshard.checkpoints.formats.crc import check_crcs
+from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.errors import InputError, RetryableError
-from reshard.forms.form import ReadRequest
 from reshard.forms.registry import form_named
+from reshard.forms.request import Means, Request
 from reshard.storage import (
     UnfitError,
     opened_regular,
     read_range,
-    storage_of,
 )
 from reshard.strategies import Strategy
 from reshard.text.messages import Report, one_line, plural, quoted, some_names
-from reshard.verification.reading import Difference, Means
+from reshard.verification.reading import Difference, Reading
 from reshard.verification.stored import Source, files_read, stored_source
 
 # Bytes of the header length at the beginning of a file.
@@ -108,36 +106,9 @@ def _on_disk(path: str) -> Iterator[str]:
         yield name
 
 
-_MIN_BLOCK, _MAX_BLOCK = 4 << 10, 8 << 20
-
-
-class RecordedCrcs:
-    """Compares files with the CRCs that they record; reads each file once."""
-
-    def __init__(self, means: Means, report: Report) -> None:
-        self._means = means
-        self._report = report
-        self._checked: set[object] = set()
-
-    def damaged(self, indexes: Iterable[CheckpointIndex]) -> dict[str, str]:
-        """The damage of files, by path, for damaged files that were not checked before."""
-        new = unchecked(indexes, self._checked)
-        if not new:
-            return {}
-        means = self._means
-        threads = means.jobs * storage_of(new[0].path).in_flight
-        block = max(_MIN_BLOCK, min(_MAX_BLOCK, means.max_memory // threads))
-        with means.counting(sum(index.check_bytes for index in new), "checking CRCs"):
-            checks = check_crcs(means.handles, new, threads, block, means.progress.wrote)
-        for note in checks.notes():
-            self._report.note(note)
-        return {path: error.message for path, error in checks.damaged.items()}
-
-
 def read_sound(
     read: Callable[[Mapping[str, str]], Source],
-    crcs: RecordedCrcs | None,
-    report: Report,
+    means: Reading,
     damage: Mapping[str, str] = MappingProxyType({}),
 ) -> Source:
     """Read a step without the files that do not match their recorded CRC.
@@ -147,8 +118,7 @@ def read_sound(
 
     Args:
         read: reads a step; its argument is the damage of files, by path.
-        crcs: checks CRCs; None for no check.
-        report: gets warnings about damaged files.
+        means: files, report, threads and memory.
         damage: damage that is already known, by path.
 
     Raises:
@@ -160,8 +130,8 @@ def read_sound(
         checkpoint = source.checkpoint
         for rank, path in checkpoint.files.items() if form_named(checkpoint.form).options.by_rank else ():
             if path in damaged:
-                report.warn(f"{damaged[path]}; rank {rank} counts as absent at {checkpoint.label}")
-        new_damage = {} if crcs is None else crcs.damaged(files_read(source))
+                means.report.warn(f"{damaged[path]}; rank {rank} counts as absent at {checkpoint.label}")
+        new_damage = means.damaged(files_read(source)) if means.crc else {}
         if not new_damage:
             return source
         damaged.update(new_damage)
@@ -182,7 +152,9 @@ def read_written(
         RetryableError: reading failed.
     """
     try:
-        checkpoint = form_named(form).read(ReadRequest(asked.Source(directory), handles, Report()))
+        checkpoint = form_named(form).read(
+            Request.of_source(asked.Source(directory), form_named(form)), Means(handles, Report())
+        )
         source = stored_source(checkpoint, Strategy.none())
         problems = form_named(form).check_written(directory, checkpoint)
         differences = [Difference("file", None, (), text, (name,)) for name, text in problems]

@@ -18,7 +18,7 @@ from reshard.text.names import belongs_to_rank
 from reshard.verification.boxes import shape_of, target_boxes, volume_of
 from reshard.verification.converted import TargetComparison, layout_in, strange_metadata
 from reshard.verification.files import library_differences
-from reshard.verification.reading import Comparison, Difference, Means
+from reshard.verification.reading import Comparison, Difference, Reading
 from reshard.verification.stored import Content, SliceSet, Source, by_box
 
 
@@ -26,7 +26,7 @@ def compare_ranks(
     source: Source,
     files: Mapping[int, str],
     target: Strategy,
-    means: Means,
+    means: Reading,
     *,
     ranks: Iterable[int] | None = None,
     admit: Callable[[str], bool] = lambda name: True,
@@ -64,7 +64,7 @@ class _RankFiles(TargetComparison):
         source: Source,
         indexes: Mapping[int, CheckpointIndex],
         strategy: Strategy,
-        means: Means,
+        means: Reading,
         admit: Callable[[str], bool],
         recovered: bool,
     ) -> None:

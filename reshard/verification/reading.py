@@ -14,9 +14,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from reshard.checkpoints import CheckpointIndex, FileHandles
+from reshard.checkpoints import CheckpointIndex, unchecked
+from reshard.checkpoints.formats.crc import check_crcs
+from reshard.forms.request import Means
 from reshard.processes import MIN_BYTES_PER_PROCESS, Crew, Notify, may_fork, private_bytes, process_count
-from reshard.storage import FileStatus, storage_of
+from reshard.storage import FileStatus, costs_of
 from reshard.storage.store import busy_cpus
 from reshard.text.messages import one_line, quoted, rank_ranges, some_names
 from reshard.verification.boxes import Box, shape_of, volume_of, whole_box, within
@@ -32,6 +34,7 @@ _COPIES, _COPIES_DERIVED = 4, 12
 _MAX_TASKS, _MAX_TASK_BYTES = 64, 1 << 20
 # If the first blocks are this small, one thread is faster than several, except on a network.
 _PEEKED, _TINY = 64, 8 << 10
+_MIN_CRC_BLOCK, _MAX_CRC_BLOCK = 4 << 10, 8 << 20
 
 
 class Difference(NamedTuple):
@@ -81,22 +84,23 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True)
-class Means:
-    """Files, threads and memory for reading.
+class Reading(Means):
+    """Files, report, threads and memory for reading contents.
 
     Attributes:
-        handles: open files.
         jobs: CPUs to keep busy.
         max_memory: bytes for all buffers together.
         progress: counts the bytes read.
+        crc: whether source files are compared with the CRCs that they record.
         read: files whose contents were read so far.
     """
 
-    handles: FileHandles
     jobs: int
     max_memory: int
     progress: Progress
+    crc: bool = True
     read: set[str] = field(default_factory=set)
+    _checked: set[object] = field(default_factory=set, init=False)
 
     @contextlib.contextmanager
     def counting(self, total: int, doing: str) -> Iterator[None]:
@@ -106,6 +110,19 @@ class Means:
             yield
         finally:
             self.progress.end()
+
+    def damaged(self, indexes: Iterable[CheckpointIndex]) -> dict[str, str]:
+        """The damage of files by their recorded CRCs, by path, for damaged files that were not checked before."""
+        new = unchecked(indexes, self._checked)
+        if not new:
+            return {}
+        threads = self.jobs * costs_of(new[0].path).in_flight
+        block = max(_MIN_CRC_BLOCK, min(_MAX_CRC_BLOCK, self.max_memory // threads))
+        with self.counting(sum(index.check_bytes for index in new), "checking CRCs"):
+            checks = check_crcs(self.handles, new, threads, block, self.progress.wrote)
+        for note in checks.notes():
+            self.report.note(note)
+        return {path: error.message for path, error in checks.damaged.items()}
 
     def check_unchanged(self) -> None:
         """Raise if a file changed after its contents were read: only one version of each may be compared.
@@ -157,7 +174,7 @@ class Mismatches(NamedTuple):
     stages: set[str]
 
 
-def compare(comparisons: Iterable[Comparison], means: Means, counted: bool = True) -> Mismatches:
+def compare(comparisons: Iterable[Comparison], means: Reading, counted: bool = True) -> Mismatches:
     """Compare copies with their tensors, byte by byte.
 
     Args:
@@ -196,7 +213,7 @@ def _compare_block(
     one: Comparison,
     block: Box,
     meeting: Sequence[tuple[Box, Box, tuple[int, ...]]],
-    means: Means,
+    means: Reading,
     buffers: Buffers,
 ) -> list[_Wrong]:
     content, name, handles = one.content, one.content.name, means.handles
@@ -235,7 +252,7 @@ class Pair(NamedTuple):
     detail: str
 
 
-def unequal(pairs: Sequence[Pair], means: Means) -> list[Difference]:
+def unequal(pairs: Sequence[Pair], means: Reading) -> list[Difference]:
     """The differences of tensors that have to be equal; all NaN of cast ones are."""
 
     def differ(number: int, block: Box) -> int | None:
@@ -287,7 +304,7 @@ class Task(NamedTuple):
 
 
 def run_tasks(
-    tasks: Iterator[Task], means: Means, add: Callable[[Any], None], least: int = 1, counted: bool = True
+    tasks: Iterator[Task], means: Reading, add: Callable[[Any], None], least: int = 1, counted: bool = True
 ) -> None:
     """Run tasks in threads, or in forked worker processes, each with its own copy of the iterator of tasks.
 
@@ -302,12 +319,12 @@ def run_tasks(
     if not first:
         return
     threads = max(1, min(_threads(means), means.max_memory // least, len(first)))
-    storage = storage_of(next(iter(means.read), "."))
-    if not storage.remote and nbytes < len(first) * _TINY:
+    costs = costs_of(next(iter(means.read), "."))
+    if not costs.remote and nbytes < len(first) * _TINY:
         threads = 1
     tasks = itertools.chain(first, tasks)
     processes = 1
-    if threads > 1 and storage.mappable and may_fork():
+    if threads > 1 and costs.mappable and may_fork():
         processes = min(threads, process_count(means.jobs, nbytes, means.max_memory, private_bytes()))
     if processes < 2:
         in_process = contextlib.nullcontext(lambda number, batch: [task.run() for task in batch])
@@ -343,7 +360,7 @@ _RunTasks = Callable[[int, Sequence[Task]], list[Any]]
 
 def _run_in_threads(
     tasks: Iterator[Task],
-    means: Means,
+    means: Reading,
     threads: int,
     new_runner: Callable[[], AbstractContextManager[_RunTasks]],
     add: Callable[[Any], None],
@@ -375,11 +392,11 @@ def _run_in_threads(
             raise
 
 
-def _threads(means: Means) -> int:
+def _threads(means: Reading) -> int:
     """Number of threads that may read at a time."""
-    storage = storage_of(next(iter(means.read), "."))
-    cpus = busy_cpus(means.jobs, storage)
-    return max(1, min(cpus * storage.in_flight, means.max_memory // (_MIN_BLOCK * _COPIES)))
+    costs = costs_of(next(iter(means.read), "."))
+    cpus = busy_cpus(means.jobs, costs)
+    return max(1, min(cpus * costs.in_flight, means.max_memory // (_MIN_BLOCK * _COPIES)))
 
 
 def _next_tasks(tasks: Iterator[Task]) -> Iterator[Task]:
@@ -392,7 +409,7 @@ def _next_tasks(tasks: Iterator[Task]) -> Iterator[Task]:
             return
 
 
-def blocks(content: Content, box: Box, means: Means) -> Iterator[Box]:
+def blocks(content: Content, box: Box, means: Reading) -> Iterator[Box]:
     """The blocks of a box, small enough for the memory of a thread."""
     copies, largest = (
         (_COPIES_DERIVED, _MAX_BLOCK_DERIVED) if isinstance(content, DerivedTensor) else (_COPIES, _MAX_BLOCK)

@@ -28,7 +28,7 @@ from reshard.checkpoints.checkpoint import (
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.forms.registry import form_named
-from reshard.storage import ReadableFile, fill, reading, storage_of
+from reshard.storage import ReadableFile, costs_of, fill, reading
 from reshard.strategies import Stage, Strategy
 from reshard.text.messages import listing, quoted
 from reshard.text.names import ACCUMULATED_GRADIENTS
@@ -269,7 +269,7 @@ class _Runs:
         (count, stride), outer = self._steps[0], self._steps[1:]
         # The number of runs to read at a time, with the gaps between them.
         batch = 1
-        near = _NEAR_REMOTE * self._run if storage_of(self._file.path).remote else max(_NEAR, 4 * self._run)
+        near = _NEAR_REMOTE * self._run if costs_of(self._file.path).remote else max(_NEAR, 4 * self._run)
         if self._run < _SHORT_RUN and stride <= near:
             batch = max(1, min(count, _MAX_SPAN // stride))
         filled = 0

@@ -9,7 +9,7 @@ from typing import Any
 from reshard.checkpoints import FileHandles
 from reshard.convert.transfers import Transfers, transfers_of
 from reshard.execute.budget import reading_budget
-from reshard.plan.edits import Request
+from reshard.forms.request import Means, Request
 from reshard.plan.planner import make_plan
 from reshard.text.messages import Report
 from reshard.view.page import Table, repeats
@@ -31,7 +31,7 @@ def moves_data(request: Request, report: Report) -> dict[str, Any]:
         ReshardError: the conversion is refused.
     """
     with FileHandles() as handles:
-        plan = make_plan(request, handles, report)
+        plan = make_plan(request, Means(handles, report))
         moved = transfers_of(plan, plan.requested, reading_budget(plan))
         sizes = plan.file_bytes(plan.requested)
     by_rank = request.form.options.by_rank

@@ -12,6 +12,7 @@ import pytest
 from reshard.checkpoints import FileHandles
 from reshard.errors import ReshardError
 from reshard.execute import Budget, Progress, parts, run, write_files
+from reshard.forms.request import Means
 from reshard.plan.planner import make_plan
 from reshard.text.messages import Report
 from tests.asking import request_between
@@ -170,7 +171,7 @@ def test_a_dead_thread_is_an_error(world: World, jobs: int, monkeypatch: pytest.
 
     monkeypatch.setattr(parts, "PartBuffer", NoMemory)
     with FileHandles() as handles, pytest.raises(MemoryError):
-        plan = make_plan(request_between(world), handles, Report())
+        plan = make_plan(request_between(world), Means(handles, Report()))
         targets = plan.groups(plan.requested)
         write_files(targets, handles, Budget.of(jobs), Progress())
     assert not list(world.dst.glob("rank_*/*"))
@@ -180,7 +181,7 @@ def test_a_skipped_part_of_a_file_is_an_error(world: World, monkeypatch: pytest.
     world.save(FULL)
     monkeypatch.setattr(run.Execution, "_part_done", lambda self, group: False)
     with FileHandles() as handles, pytest.raises(ReshardError, match="not finished"):
-        plan = make_plan(request_between(world), handles, Report())
+        plan = make_plan(request_between(world), Means(handles, Report()))
         targets = plan.groups(plan.requested)
         write_files(targets, handles, Budget.of(1), Progress())
     assert not [path for path in world.dst.rglob("*") if path.is_file()]

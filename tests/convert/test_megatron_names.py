@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 
+from reshard.forms.request import EditRules
 from reshard.names import Edge, tables
 from reshard.plan import tables as plan_tables
-from reshard.plan.edits import EditRules
 from reshard.verification import edited
 from tests.corpus import FIXTURES
 from tests.corpus_dcp import held_in

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
 from reshard.execute import budget as execution
+from reshard.forms.request import Means
 from reshard.plan.pieces import GroupLimits
 from reshard.plan.planner import make_plan
 from reshard.storage import store as storage_module
@@ -387,7 +388,7 @@ def test_a_targets_source_files_do_not_depend_on_other_targets(data: st.DataObje
     with world_of(source, target) as world, FileHandles() as handles:
         world.save(full, copied=COPIED)
         request = request_between(world)
-        whole, part = make_plan(request, handles, Report()), make_plan(request, handles, Report())
+        whole, part = make_plan(request, Means(handles, Report())), make_plan(request, Means(handles, Report()))
         limits = GroupLimits(data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)))
         expected = {created.rank: [*created.tensors] for group in whole.groups(whole.requested) for created in group}
         actual = {

@@ -20,7 +20,7 @@ from tests.layouts import examples
 FILES = 12
 SIZE = 1 << 20
 SMALL = 16 << 10
-BUDGET = Budget.of(1, storage=REMOTE._replace(window=1 << 20))
+BUDGET = Budget.of(1, costs=REMOTE._replace(window=1 << 20))
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,10 @@ from reshard.execute.runs import Run, runs_of_box
 from reshard.layout import Box, boxes_of_range, intersection
 from reshard.layout.views import ZEROS, View
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
-from reshard.storage.store import LOCAL, REMOTE, Storage, file_system_of
+from reshard.storage.store import LOCAL, REMOTE, Costs, file_system_of
 from tests.layouts import examples
 
-READERS = pytest.mark.parametrize(("storage", "mapped"), list(itertools.product([LOCAL, REMOTE], [False, True])))
+READERS = pytest.mark.parametrize(("costs", "mapped"), list(itertools.product([LOCAL, REMOTE], [False, True])))
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
 
@@ -140,15 +140,13 @@ def test_only_runs_of_equal_bytes_are_copied() -> None:
         assert runs_of_box(changed, ((1, 3), (0, 8))) is None
 
 
-def reader(storage: Storage, mapped: bool, handles: FileHandles) -> FileReader:
-    return FileReader(handles, Budget.of(1, storage=storage, io="mmap" if mapped else "pread"))
+def reader(costs: Costs, mapped: bool, handles: FileHandles) -> FileReader:
+    return FileReader(handles, Budget.of(1, costs=costs, io="mmap" if mapped else "pread"))
 
 
 @pytest.mark.deep
 @READERS
-def test_a_tensor_is_the_same_through_any_reader_and_buffer_size(
-    storage: Storage, mapped: bool, tmp_path: Path
-) -> None:
+def test_a_tensor_is_the_same_through_any_reader_and_buffer_size(costs: Costs, mapped: bool, tmp_path: Path) -> None:
     @examples(150)
     @given(st.data())
     def check(data: st.DataObject) -> None:
@@ -157,7 +155,7 @@ def test_a_tensor_is_the_same_through_any_reader_and_buffer_size(
         most = max(1, data.draw(st.sampled_from([1, 16, 64, 1 << 20])) // tensor.item_size)
         out = b""
         with FileHandles() as handles:
-            filler = BlockFiller(reader(storage, mapped, handles), scratch)
+            filler = BlockFiller(reader(costs, mapped, handles), scratch)
             for block in boxes_of_range(tensor.shape, 0, math.prod(tensor.shape), most):
                 room = bytearray(math.prod(high - low for low, high in block) * tensor.item_size)
                 filler.fill(tensor, block, memoryview(room))
@@ -258,7 +256,7 @@ class Views:
 
 @pytest.mark.deep
 @READERS
-def test_views_are_the_same_through_any_reader_and_buffer_size(storage: Storage, mapped: bool, tmp_path: Path) -> None:
+def test_views_are_the_same_through_any_reader_and_buffer_size(costs: Costs, mapped: bool, tmp_path: Path) -> None:
     """One filler fills blocks of several tensors in turns, so what it keeps of one must not show in another."""
 
     @examples(90)
@@ -271,7 +269,7 @@ def test_views_are_the_same_through_any_reader_and_buffer_size(storage: Storage,
         scratch = memoryview(bytearray(data.draw(st.sampled_from([64, 4096, 50_000, 1 << 20, 9 << 20]), "scratch")))
         most = data.draw(st.sampled_from([64, 10_000, 1 << 20, 8 << 20]), "most")
         with FileHandles() as handles:
-            filler = BlockFiller(reader(storage, mapped, handles), scratch)
+            filler = BlockFiller(reader(costs, mapped, handles), scratch)
             actual: list[list[bytes]] = [[], []]
             blocks = [
                 [
@@ -304,13 +302,13 @@ def test_views_are_the_same_through_any_reader_and_buffer_size(storage: Storage,
 
 
 @READERS
-def test_a_file_that_shrinks_is_an_error_that_names_it(storage: Storage, mapped: bool, tmp_path: Path) -> None:
+def test_a_file_that_shrinks_is_an_error_that_names_it(costs: Costs, mapped: bool, tmp_path: Path) -> None:
     path = tmp_path / "net-1_10.ckpt"
     path.write_bytes(bytes(64))
     source = StoredSlice(str(path), 3, ((0, 128),), ((0, 16), (0, 8)))
     tensor = TargetTensor("w", 1, ((0, 16), (0, 4)), (Piece(source, ((0, 16), (0, 4))),))
     with FileHandles() as handles, pytest.raises(RetryableError, match=r"net-1_10\.ckpt") as caught:
-        BlockFiller(reader(storage, mapped, handles), memoryview(bytearray(4096))).fill(
+        BlockFiller(reader(costs, mapped, handles), memoryview(bytearray(4096))).fill(
             tensor, ((0, 16), (0, 4)), memoryview(bytearray(64))
         )
     assert caught.value.rank == 3

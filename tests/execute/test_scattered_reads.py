@@ -134,7 +134,7 @@ def test_a_tensor_is_the_same_through_scattered_and_short_reads(
     """One worker fills equal rooms of its block, so places of one box must not be used for another."""
     reads = Reads(monkeypatch)
     monkeypatch.setattr(reader, "MIN_PIECE", 1)
-    options = Budget.of(jobs=1, storage=LOCAL._replace(small=window))
+    options = Budget.of(jobs=1, costs=LOCAL._replace(small=window))
 
     @examples(150)
     @given(st.data())

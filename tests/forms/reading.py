@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.asked import Source
+from reshard.asked import Conversion, Edits, Source, Target
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.forms.checkpoint2.checkpoint import Checkpoint2, read_checkpoint2
-from reshard.forms.form import ReadRequest
+from reshard.forms.checkpoint2.form import Checkpoint2Form
+from reshard.forms.request import Means, Request
+from reshard.strategies import Strategy
 from reshard.text.messages import Report
 
 
-def read(path: Path, step: str = "latest", report: Report | None = None, **options: Any) -> Checkpoint2:
+def read(
+    path: Path,
+    step: str = "latest",
+    report: Report | None = None,
+    edits: Edits = Edits(),
+    partial: bool = False,
+    damaged: Mapping[str, str] = MappingProxyType({}),
+) -> Checkpoint2:
     """Read a checkpoint as a command would."""
+    form, whole = Checkpoint2Form(), Strategy.none()
+    conversion = Conversion(Source(str(path), step=step), Target("unwritten"), edits)
+    request = Request(conversion, form, whole, form, whole, damaged=damaged, partial=partial)
     with FileHandles() as handles:
-        return read_checkpoint2(ReadRequest(Source(str(path), step=step), handles, report or Report(), **options))
+        return read_checkpoint2(request, Means(handles, report or Report()))
 
 
 def full_bytes(checkpoint: Checkpoint, name: str) -> bytes:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 import reshard
-from reshard.plan import masters, steps
+from reshard.plan import editing, steps
 from tests.corpus_mcore import mcore_case
 from tests.forms.test_hf_sharded import Chunk, rows, write_shards
 from tests.running import Argument, done, fails
@@ -158,7 +158,7 @@ def test_a_wrong_step_and_a_rounded_weight_are_found(tmp_path: Path, monkeypatch
         patch.setattr(steps, "step_of", lambda checkpoint, handles: 100)
         done("convert", source, tmp_path / "step", *words)
     with monkeypatch.context() as patch:
-        patch.setattr(masters, "as_weights", lambda base, recipes, *others: recipes)
+        patch.setattr(editing, "as_weights", lambda base, recipes, *others: recipes)
         done("convert", source, tmp_path / "rounded", *words)
     for place, name in (("step", "lm_head.weight.step"), ("rounded", "model.lm_head.weight")):
         verified = run("verify", tmp_path / place, "--src", source)

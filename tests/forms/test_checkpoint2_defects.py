@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reshard.asked import Edits
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError, ReshardError
 from reshard.forms.checkpoint2.checkpoint import Checkpoint2
 from reshard.text.messages import Report
@@ -80,8 +81,8 @@ def test_all_lost_parameters_are_listed_at_once(tmp_path: Path) -> None:
     ):
         assert word in metadata
     with pytest.raises(IncompleteSourceError):
-        read(iteration, required=lambda name: name == "first.weight")
-    checkpoint = read(iteration, required=lambda name: name == "second.weight")
+        read(iteration, edits=Edits(include=("first.weight",)))
+    checkpoint = read(iteration, edits=Edits(include=("second.weight",)))
     assert checkpoint.lost.keys() >= {"first.weight"} and checkpoint.lost["first.weight"].files == (missing[0],)
 
 
@@ -197,7 +198,7 @@ def test_a_contradiction_names_file_and_parameter_and_affects_only_them(
     assert caught.value.status == 3
     assert "'first.weight'" in str(caught.value) and str(iteration) in str(caught.value)
     assert len(str(caught.value)) < 2000
-    same(read(iteration, required=lambda name: name != FIRST), saved, FIRST)
+    same(read(iteration, edits=Edits(exclude=(FIRST,))), saved, FIRST)
 
 
 def test_a_file_of_another_save_is_detected(tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_states_in_files_of_another_stage_replace_missing_listed_files(tmp_path:
         if "opt-0000004" not in file.name and "opt-0000006" not in file.name:
             (tmp_path / file.name).symlink_to(file)
     report = Report()
-    contents = read(tmp_path, report=report, required=lambda name: "layers.0" in name)
+    contents = read(tmp_path, report=report, edits=Edits(include=("*layers.0*",)))
     for name in ("exp_avg.embedding.weight", "exp_avg_sq.layers.0.linear_fc1.weight"):
         assert full_bytes(contents, name) == full_bytes(checkpoint, name)
     assert any("files of another pipeline stage" in warning for warning in report.warnings)
@@ -286,7 +287,7 @@ def test_unlisted_parameters_of_absent_ranks_do_not_count_as_whole(tmp_path: Pat
     iteration = saved.write(tmp_path / ITERATION)
     for rank in (1, 3, 5, 7):
         (iteration / saved.file("model", rank)).unlink()
-    checkpoint = read(iteration, required=lambda name: False)
+    checkpoint = read(iteration, partial=True)
     assert checkpoint.unplaced == {"table": "it is missing in files that would decide it"}
 
 
@@ -295,7 +296,7 @@ def test_a_name_in_two_files_of_one_rank_is_an_error(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "opt-0000000-0000001.safetensors", {"w": numbered((2,))})
     with pytest.raises(CheckpointError, match=r"'w' is in .*, too, and it is unknown"):
         read(tmp_path)
-    assert [*read(tmp_path, required=lambda name: name == "v").tensors] == ["v"]
+    assert [*read(tmp_path, edits=Edits(include=("v",))).tensors] == ["v"]
 
 
 def test_an_iteration_that_lacks_its_metadata_is_an_error(tmp_path: Path) -> None:

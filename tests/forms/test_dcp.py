@@ -29,9 +29,9 @@ from reshard.checkpoints.placed import PlacedFile, Placement, Run, Stored
 from reshard.convert import run
 from reshard.convert.ends import request_of
 from reshard.errors import CheckpointError
-from reshard.forms.form import ReadRequest
 from reshard.forms.recorded import ChunkedCheckpoint
 from reshard.forms.registry import form_of
+from reshard.forms.request import Means, Request
 from reshard.storage import FileStatus, ReadableFile
 from reshard.text.messages import Report
 from tests.checkpoint_writing import parts, record, write_safetensors
@@ -55,7 +55,8 @@ def named(case: Case) -> str:
 
 
 def read(path: Path, handles: FileHandles) -> ChunkedCheckpoint:
-    checkpoint = form_of(str(path)).read(ReadRequest(Source(str(path)), handles, Report()))
+    form = form_of(str(path))
+    checkpoint = form.read(Request.of_source(Source(str(path)), form), Means(handles, Report()))
     assert isinstance(checkpoint, ChunkedCheckpoint)
     return checkpoint
 

@@ -17,9 +17,10 @@ from reshard.asked import Source
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, ReshardError
-from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import FullWeights, read_huggingface, read_unified
 from reshard.forms.full.form import full_weights_form
+from reshard.forms.registry import form_named
+from reshard.forms.request import Means, Request
 from reshard.storage import names_in
 from reshard.text.messages import Report
 from tests.asking import open_checkpoint
@@ -37,7 +38,8 @@ def read(path: Path, report: Report | None = None) -> FullWeights:
     form = full_weights_form(str(path), names_in(str(path)))
     assert form is not None
     with FileHandles() as handles:
-        return readers[form](ReadRequest(Source(str(path)), handles, report or Report()))
+        request = Request.of_source(Source(str(path)), form_named(form))
+        return readers[form](request, Means(handles, report or Report()))
 
 
 def refused(path: Path, *texts: str) -> ReshardError:
@@ -185,7 +187,8 @@ def test_a_file_known_to_be_damaged_is_not_used(tmp_path: Path) -> None:
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}})
     with FileHandles() as handles, pytest.raises(CheckpointError, match="its CRC differs"):
         damaged = {str(directory / TWO): f"{TWO}: its CRC differs"}
-        read_huggingface(ReadRequest(Source(str(directory)), handles, Report(), damaged=damaged))
+        request = Request.of_source(Source(str(directory)), form_named("huggingface"))
+        read_huggingface(request._replace(damaged=damaged), Means(handles, Report()))
 
 
 def test_a_git_lfs_pointer_is_named_as_such(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.forms.form import Form, FormOptions, ReadRequest, WriteRequest
+from reshard.forms.form import Form, FormOptions
 from reshard.forms.full.contents import Contents, FullWeights
 from reshard.forms.ranks.naming import FileNames
+from reshard.forms.request import Means, Request
 from reshard.forms.target import FinishingFile, Section, TargetForm, WholeLayouts
 from reshard.forms.writing import selected
 
@@ -30,14 +31,14 @@ class ToyForm(Form):
         """By the list."""
         return LIST in names
 
-    def read(self, request: ReadRequest) -> Checkpoint:
+    def read(self, request: Request, means: Means) -> Checkpoint:
         """What the list names."""
-        files = json.loads(Path(request.path, LIST).read_text())
-        contents = Contents.read(request.path, files, request.handles, request.damaged)
+        files = json.loads(Path(request.src, LIST).read_text())
+        contents = Contents.read(request.src, files, means.handles, request.damaged)
         tensors, values = contents.tensors(len(files))
-        return FullWeights(self.name, request.path, contents.paths, contents.indexes, tensors, values)
+        return FullWeights(self.name, request.src, contents.paths, contents.indexes, tensors, values)
 
-    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
+    def target(self, checkpoint: Checkpoint, request: Request, means: Means) -> TargetForm:
         """A file for every tensor and every value."""
         return _ToyFiles(checkpoint, request)
 
@@ -53,8 +54,8 @@ class _ToyFiles(TargetForm):
     format = "safetensors"
     metadata = None
 
-    def __init__(self, checkpoint: Checkpoint, request: WriteRequest) -> None:
-        tensors, values, _ = selected(checkpoint, request)
+    def __init__(self, checkpoint: Checkpoint, request: Request) -> None:
+        tensors, values, _ = selected(checkpoint, request.filters.admit)
         self._held = [*tensors, *values]
         names = [f"tensor-{number}" for number in range(len(self._held))]
         self.names = FileNames("file{rank}", dict(enumerate(names)))

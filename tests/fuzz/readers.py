@@ -19,11 +19,11 @@ import numpy as np
 from reshard.asked import Source
 from reshard.checkpoints import CheckpointIndex, FileHandles, read_index
 from reshard.decryption import decrypt
-from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import read_huggingface, read_unified
 from reshard.forms.full.form import HUGGINGFACE_INDEX, UNIFIED_MAP
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import form_named
+from reshard.forms.request import Means, Request
 from reshard.storage import read_range
 from reshard.strategies import read_group_info, read_strategy
 from reshard.strategies.replicas import replicas_of_group_infos, replicas_of_strategy
@@ -223,7 +223,8 @@ def read_rank_pickle(path: Path) -> None:
 
 def read_chunks(form: str, directory: Path) -> None:
     with FileHandles() as handles:
-        checkpoint = form_named(form).read(ReadRequest(Source(str(directory)), handles, Report()))
+        request = Request.of_source(Source(str(directory)), form_named(form))
+        checkpoint = request.form.read(request, Means(handles, Report()))
         for index in checkpoint.indexes.values():
             for tensor in index.tensors.values():
                 for start, size in tensor.extents:
@@ -236,9 +237,9 @@ def read_map(path: Path) -> None:
     for file, tensors in _WEIGHTS.items():
         if not (path.parent / file).exists():
             write_safetensors(path.parent / file, tensors)
-    read = read_unified if path.name == UNIFIED_MAP else read_huggingface
+    form, read = ("unified", read_unified) if path.name == UNIFIED_MAP else ("huggingface", read_huggingface)
     with FileHandles() as handles:
-        checkpoint = read(ReadRequest(Source(str(path)), handles, Report()))
+        checkpoint = read(Request.of_source(Source(str(path)), form_named(form)), Means(handles, Report()))
     assert checkpoint.tensors.keys() <= {name for tensors in _WEIGHTS.values() for name in tensors}
     for name, tensor in checkpoint.tensors.items():
         (number,) = checkpoint.holders(name)

@@ -19,14 +19,14 @@ from reshard import execute
 from reshard.checkpoints import FileHandles
 from reshard.execute import Progress
 from reshard.forms.registry import form_named
+from reshard.forms.request import Request
 from reshard.lora import scale_of
 from reshard.lora.adapter import LowRank, MatrixCache
-from reshard.plan.edits import Request
 from reshard.plan.planner import read_source
 from reshard.strategies import Strategy
 from reshard.text.messages import Report
 from reshard.verification.end_to_end import MergedAdapter, Verified, verify_conversion
-from reshard.verification.reading import Means
+from reshard.verification.reading import Reading
 from tests.asking import conversion_of
 from tests.running import Argument, done, fails, warns
 from tests.trees import Value, cut_ranks, layout, read_tree, single, write_strategy, write_tree
@@ -435,9 +435,8 @@ def compared(src: Path, adapter: Path, out: Path, alpha: float = 16) -> list[tup
         matrices = Request(files, ranks, none, ranks, none)
         request = Request(conversion_of(src, out), huggingface, none, huggingface, none)
         merged = MergedAdapter(matrices, scale_of(str(adapter), alpha, Report()))
-        read = partial(read_source, handles=handles, report=Report())
-        means = Means(handles, 2, 1 << 20, execute.Progress())
-        result = verify_conversion(Verified(request, {}, read, adapter=merged), means, Report(), None)
+        means = Reading(handles, Report(), 2, 1 << 20, execute.Progress(), crc=False)
+        result = verify_conversion(Verified(request, {}, partial(read_source, means=means), adapter=merged), means)
     return [(difference.kind, difference.parameter) for difference in result]
 
 

@@ -12,10 +12,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard.forms.request import NO_EDITS
 from reshard.layout.views import View
 from reshard.names import Applied, apply_rules, parse_rules
 from reshard.plan.editing import Editing
-from reshard.plan.edits import NO_EDITS
 from reshard.text.messages import Report
 from reshard.verification import edited
 from reshard.verification.boxes import Box

@@ -25,7 +25,7 @@ from reshard.plan.pieces import StoredSlice
 from reshard.source_replicas import compare
 from reshard.source_replicas.choice import Holder, HolderGroup
 from reshard.source_replicas.compare import ReplicaFiles, compare_replicas, entries_as_tensors
-from reshard.storage import storage_of
+from reshard.storage import costs_of
 from reshard.text.messages import Report
 from tests.counting import count_opened
 from tests.reference import Strategy
@@ -250,7 +250,7 @@ def test_a_full_comparison_groups_ranks_by_content(tree: Tree, monkeypatch: pyte
     with FileHandles() as handles:
         step = RankCheckpoint(next(iter(find_checkpoints(str(tree.src)).candidates("latest"))), handles, Report())
         tensors, different = entries_as_tensors(["blocks.3.norm", "blocks.2.norm"], step)
-        execution = Budget.of(2, 1 << 30, storage=storage_of(str(tree.src)))
+        execution = Budget.of(2, 1 << 30, costs=costs_of(str(tree.src)))
         comparison = compare_replicas(tensors, step, handles, execution, Progress(), "all")
     (difference,) = comparison.differences
     assert not different and difference.parameter == "blocks.3.norm"

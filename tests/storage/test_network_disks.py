@@ -19,7 +19,7 @@ from reshard.execute.budget import choose_io
 from reshard.execute.reader import FileReader
 from reshard.plan.pieces import StoredSlice
 from reshard.storage.local import LocalStore
-from reshard.storage.store import LOCAL, OBJECTS, REMOTE, Storage
+from reshard.storage.store import LOCAL, OBJECTS, REMOTE, Costs
 from reshard.text.messages import Report
 from tests.asking import conversion_of
 from tests.corpus import FIXTURES, ROOT
@@ -79,7 +79,7 @@ def test_a_slow_disk_does_not_change_the_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("io", "storage", "way"),
+    ("io", "costs", "way"),
     [
         ("auto", LOCAL, "pread"),
         ("auto", REMOTE, "pread"),
@@ -90,9 +90,9 @@ def test_a_slow_disk_does_not_change_the_output(tmp_path: Path) -> None:
         ("mmap", OBJECTS, "pread"),
     ],
 )
-def test_io_mmap_uses_maps_where_possible(io: str, storage: Storage, way: str) -> None:
-    assert choose_io(io, storage)[0] == way
-    assert Budget.of(1, storage=storage, io=io).mapped == (way == "mmap")
+def test_io_mmap_uses_maps_where_possible(io: str, costs: Costs, way: str) -> None:
+    assert choose_io(io, costs)[0] == way
+    assert Budget.of(1, costs=costs, io=io).mapped == (way == "mmap")
 
 
 def test_plan_describes_io_mmap(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_small_pieces_of_many_files_are_read_in_few_requests(
 
     monkeypatch.setattr(os, "pread", counting)
     with FileHandles() as handles:
-        reader = FileReader(handles, Budget.of(1, storage=REMOTE)._replace(window_bytes=window_bytes))
+        reader = FileReader(handles, Budget.of(1, costs=REMOTE)._replace(window_bytes=window_bytes))
         for start in range(0, piece * count, piece):
             for number, content in enumerate(contents):
                 source = StoredSlice(str(tmp_path / str(number)), number, ((0, len(content)),), ((0, len(content)),))

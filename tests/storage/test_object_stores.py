@@ -231,12 +231,12 @@ def test_samples_of_replicas_are_requested_concurrently(
 @pytest.mark.parametrize(("seconds", "in_flight"), [(0.001, 4), (0.006, 4), (0.012, 8), (0.024, 16), (1.0, 32)])
 def test_longer_round_trips_increase_concurrent_requests(seconds: float, in_flight: int) -> None:
     round_trips = RoundTrips()
-    assert round_trips.storage().round_trip is None
+    assert round_trips.costs().round_trip is None
     for each in (seconds / 2, seconds, seconds, 5.0):
         round_trips.add(each)
-    storage = round_trips.storage()
-    assert (storage.round_trip, storage.in_flight) == (seconds, in_flight)
-    assert OBJECTS.small <= storage.small <= storage.window >= OBJECTS.window
+    costs = round_trips.costs()
+    assert (costs.round_trip, costs.in_flight) == (seconds, in_flight)
+    assert OBJECTS.small <= costs.small <= costs.window >= OBJECTS.window
 
 
 @pytest.mark.deep

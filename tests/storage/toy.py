@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from reshard.storage import DirectoryEntry, FileStatus, NewFile, OpenFile, Sending, Store
 from reshard.storage.s3.store import ObjectEntry
-from reshard.storage.store import LOCAL, Storage
+from reshard.storage.store import LOCAL, Costs
 
 SCHEME = "toy://"
 
@@ -67,7 +67,7 @@ class ToyStore(Store):
                 raise IsADirectoryError(errno.EISDIR, "is a directory", path) from None
             raise _missing(path) from None
 
-    def costs(self, path: str) -> Storage:
+    def costs(self, path: str) -> Costs:
         """As of a local disk."""
         return LOCAL
 

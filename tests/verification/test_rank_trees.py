@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from reshard.asked import Source as Asked
 from reshard.checkpoints import FileHandles
-from reshard.forms.form import ReadRequest
 from reshard.forms.megatron.stages import stages_of
 from reshard.forms.registry import form_named
+from reshard.forms.request import Means, Request
 from reshard.strategies import Strategy
 from reshard.text.messages import Report
 from reshard.verification.boxes import shape_of, whole_box
@@ -27,7 +27,9 @@ CASES = [case for case in mcore_cases("legacy") if case.expected["expect"] == "c
 
 def read(case: McoreCase, handles: FileHandles) -> Source:
     form = form_named("megatron")
-    return stored_source(form.read(ReadRequest(Asked(str(case.directory)), handles, Report())), Strategy.none())
+    return stored_source(
+        form.read(Request.of_source(Asked(str(case.directory)), form), Means(handles, Report())), Strategy.none()
+    )
 
 
 def elements(source: Source, handles: FileHandles) -> dict[str, tuple[object, ...]]:

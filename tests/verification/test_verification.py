@@ -19,9 +19,10 @@ from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.numbers import fingerprint as summing
 from reshard.numbers.fingerprint import fingerprints
 from reshard.strategies import read_strategy
+from reshard.text.messages import Report
 from reshard.verification import reading
 from reshard.verification.boxes import LayoutValues, device_boxes
-from reshard.verification.reading import Difference, Means
+from reshard.verification.reading import Difference, Reading
 from tests.conftest import LONG
 from tests.layouts import examples, strategies, tensors
 from tests.reference import ONE_DEVICE, Strategy, names_of
@@ -62,7 +63,7 @@ class Pair:
 
     def compare(self, **options: Any) -> list[Difference]:
         with FileHandles() as handles:
-            means = Means(handles, 2, 64 << 20, self.progress)
+            means = Reading(handles, Report(), 2, 64 << 20, self.progress)
             return compare_trees(
                 files_of(self.root / "src"), read_strategy(str(self.old_path)),
                 files_of(self.root / "dst"), read_strategy(str(self.new_path)), means, **options,
@@ -70,7 +71,7 @@ class Pair:
 
     def replicas(self, tree: str = "src") -> list[Difference]:
         with FileHandles() as handles:
-            means = Means(handles, 2, 64 << 20, self.progress)
+            means = Reading(handles, Report(), 2, 64 << 20, self.progress)
             strategy = self.old_path if tree == "src" else self.new_path
             return compare_replicas(files_of(self.root / tree), read_strategy(str(strategy)), means)
 
@@ -421,7 +422,7 @@ def test_memory_of_verify_does_not_grow_with_parameters_times_ranks(
             if kind == "fingerprints":
                 with FileHandles() as handles:
                     strategy = read_strategy(str(pair.old_path))
-                    means = Means(handles, 2, 8 << 20, Quiet())
+                    means = Reading(handles, Report(), 2, 8 << 20, Quiet())
                     fingerprints(read_source(files_of(pair.root / "src"), strategy, means), means)
             else:
                 assert getattr(pair, kind)() == []

@@ -16,7 +16,8 @@ import pytest
 
 from reshard.checkpoints import FileHandles
 from reshard.strategies import read_strategy
-from reshard.verification.reading import Means
+from reshard.text.messages import Report
+from reshard.verification.reading import Reading
 from tests.checkpoint_writing import write_ckpt
 from tests.corpus import ROOT
 from tests.reference import Strategy
@@ -102,28 +103,28 @@ BOTH_WAYS: dict[str, tuple[str, str, str]] = {
     "dcp": (
         "pytorch.dcp_written",
         "pytorch.dcp",
-        "form pytorch.dcp pytorch.form recorded tracker",
+        "form pytorch.dcp pytorch.form recorded request tracker",
     ),
     "hf-sharded": (
         "pytorch.shards",
         "pytorch.shards",
         "form full.contents full.form pytorch.form pytorch.shards ranks.form ranks.naming ranks.tree "
-        "recorded target tracker writing",
+        "recorded request target tracker writing",
     ),
     "huggingface": (
         "full.written_files",
         "full.contents",
-        "form full.form ranks.naming ranks.tree target",
+        "form full.form ranks.naming ranks.tree request target",
     ),
     "checkpoint2": (
         "checkpoint2.written_files",
         "checkpoint2.checkpoint",
-        "checkpoint2.form form tracker",
+        "checkpoint2.form form request tracker",
     ),
     "torch_dist": (
         "megatron.written",
         "megatron.torch_dist",
-        "form megatron.common megatron.keys megatron.problems pytorch.dcp pytorch.form recorded tracker",
+        "form megatron.common megatron.keys megatron.problems pytorch.dcp pytorch.form recorded request tracker",
     ),
 }
 
@@ -558,7 +559,7 @@ def test_some_ranks_are_compared_by_reading_only_their_bytes(tmp_path: Path) -> 
     converted(world, columns, full)
     progress = Quiet()
     with FileHandles() as handles:
-        means = Means(handles, 1, 64 << 20, progress)
+        means = Reading(handles, Report(), 1, 64 << 20, progress)
         old, new = read_strategy(str(world.old)), read_strategy(str(world.new))
         assert compare_trees(files_of(world.src), old, files_of(world.dst), new, means, ranks=[2]) == []
     both = 2 * sum(tensor.array.nbytes for tensor in cut_ranks(columns, full, COPIED)[2].values())

@@ -12,7 +12,7 @@ from reshard.checkpoints.formats.ckpt_index import TRAILER_SIZE
 from reshard.checkpoints.formats.dtypes import INTEGERS, MAP_TENSOR
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import DamagedCheckpointError
-from reshard.storage import ReadableFile, fill, opened_regular, read_range, reading, storage_of
+from reshard.storage import ReadableFile, costs_of, fill, opened_regular, read_range, reading
 from reshard.text.messages import plural, quoted
 from reshard.threads import thread_pool
 
@@ -56,7 +56,7 @@ def check_crc(
             assert isinstance(file, PlacedFile)
             # Half for a block, and half for what is read ahead.
             block_bytes = max(1, block_bytes // 2)
-            remote = storage_of(index.path).remote
+            remote = costs_of(index.path).remote
             file.check(index.tensors.values(), block_bytes if remote else min(block_bytes, _IN_CACHE), on_block)
             return None
         stream = _Stream(file, block_bytes, on_block)

@@ -21,7 +21,7 @@ from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE, read_
 from reshard.checkpoints.formats.dtypes import ARCHIVES, PT
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
-from reshard.storage import FileStatus, ReadableFile, exists, read_each, read_range, reading, storage_of
+from reshard.storage import FileStatus, ReadableFile, costs_of, exists, read_each, read_range, reading
 from reshard.storage.files import HEAD, kind_by_head, kind_of
 from reshard.threads import ThreadLock, thread_pool
 
@@ -60,12 +60,12 @@ def read_headers(handles: FileHandles, files: Mapping[int, str], holder: str = "
         yield number, read(number)
     if len(numbers) < 2:
         return
-    storage = storage_of(files[numbers[0]])
-    if not storage.remote:
+    costs = costs_of(files[numbers[0]])
+    if not costs.remote:
         for number in numbers[1:]:
             yield number, read(number)
         return
-    with thread_pool(max(_IN_FLIGHT, storage.in_flight)) as pool:
+    with thread_pool(max(_IN_FLIGHT, costs.in_flight)) as pool:
         pending = [(number, pool.submit(read, number)) for number in numbers[1:]]
         try:
             for number, future in pending:
@@ -203,7 +203,7 @@ class _Structure:
                     status = file.status()
                     if (status.inode, status.modified) != (self._status.inode, self._status.modified):
                         raise OSError(errno.ESTALE, "changed since it was parsed")
-                    gaps = list(_gaps(self.example, max(_NEAR, storage_of(self.example.path).worth_skipping)))
+                    gaps = list(_gaps(self.example, max(_NEAR, costs_of(self.example.path).worth_skipping)))
                     contents = read_each(file, [(offset, length) for offset, length, _, _ in gaps])
                     for (offset, length, starts, sizes), data in zip(gaps, contents):
                         reads.append(_Read(offset, length, starts, sizes, _digest(data, starts, sizes)))

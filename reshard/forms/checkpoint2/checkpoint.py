@@ -12,8 +12,9 @@ from reshard.forms.checkpoint2.contents import LaidOutContents, LostTensor, whol
 from reshard.forms.checkpoint2.form import ADAPTER, choose, read_common
 from reshard.forms.checkpoint2.metadata import read_metadata
 from reshard.forms.checkpoint2.placing import IterationFiles, RankList, TensorPlacement, disjoint
-from reshard.forms.form import Description, ReadRequest
+from reshard.forms.form import Description
 from reshard.forms.recorded import RecordedCheckpoint
+from reshard.forms.request import Means, Request
 from reshard.forms.tracker import Iteration
 from reshard.layout import Box, Grid, Layout
 from reshard.storage import exists
@@ -177,30 +178,30 @@ def _stages(placements: Iterable[TensorPlacement]) -> list[RankList]:
     return sorted([*stages, *disjoint(ranks for ranks in unsharded if covered.isdisjoint(ranks))], key=min)
 
 
-def read_checkpoint2(request: ReadRequest) -> Checkpoint2:
+def read_checkpoint2(request: Request, means: Means) -> Checkpoint2:
     """Read the requested iteration, by default the last finished one."""
-    candidates = choose(request.path, request.asked.step, request.report)
+    candidates = choose(request.src, request.asked.source.step, means.report)
     if not request.complete:
-        return _read_iteration(candidates[0], request)
+        return _read_iteration(candidates[0], request, means)
     refused: InputError | None = None
     for iteration in candidates:
         try:
-            checkpoint = _read_iteration(iteration, request)
+            checkpoint = _read_iteration(iteration, request, means)
             checkpoint.check(request.required)
         except InputError as error:
             if len(candidates) == 1:
                 raise
             refused = refused or error
-            request.report.warn(f"{iteration.label} is not complete and is skipped: {error.message}")
+            means.report.warn(f"{iteration.label} is not complete and is skipped: {error.message}")
             continue
         return checkpoint
     assert refused is not None
     raise refused
 
 
-def _read_iteration(iteration: Iteration, request: ReadRequest) -> Checkpoint2:
+def _read_iteration(iteration: Iteration, request: Request, means: Means) -> Checkpoint2:
     """Read an iteration, complete or not; the errors as in `read_checkpoint2`."""
-    handles, report = request.handles, request.report
+    handles, report = means.handles, means.report
     metadata = read_metadata(iteration.path)
     metadata_files = None if metadata is None else metadata.files
     files = IterationFiles(iteration.path, metadata_files, handles, report, request.damaged)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError
-from reshard.forms.form import Cut, Form, FormOptions, Layouts, ReadRequest, SavedStep, WriteRequest
+from reshard.forms.form import Cut, Form, FormOptions, Layouts, SavedStep
+from reshard.forms.request import Means, Request
 from reshard.forms.tracker import TRACKER, Iteration, IterationNames, read_tracker, saved_steps
 from reshard.storage import (
     UnfitError,
@@ -39,18 +40,18 @@ class Checkpoint2Form(Form):
     def recognise(self, src: str, names: Sequence[str]) -> bool:
         return TRACKER in names or _is_iteration(src, names) or bool(_iterations_in(src, names))
 
-    def read(self, request: ReadRequest) -> Checkpoint2:
+    def read(self, request: Request, means: Means) -> Checkpoint2:
         from reshard.forms.checkpoint2.checkpoint import read_checkpoint2
 
-        return read_checkpoint2(request)
+        return read_checkpoint2(request, means)
 
     def cut(self, checkpoint: Checkpoint) -> Cut:
         return cast("Checkpoint2", checkpoint)
 
-    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
+    def target(self, checkpoint: Checkpoint, request: Request, means: Means) -> TargetForm:
         from reshard.forms.checkpoint2.written_files import target_files
 
-        return target_files(checkpoint, request)
+        return target_files(checkpoint, request, means)
 
     def marks(self, files: Sequence[str]) -> list[str]:
         iteration = files[0].rpartition("/")[0]

@@ -25,9 +25,9 @@ from reshard.checkpoints.formats.output import MINDSPORE_METADATA
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, LayoutError
 from reshard.forms.checkpoint2.form import COMMON, ITERATIONS, METADATA, MODEL, OPTIMIZER
-from reshard.forms.form import WriteRequest
 from reshard.forms.ranks.form import stage_sections
 from reshard.forms.ranks.naming import FileNames
+from reshard.forms.request import Means, Request
 from reshard.forms.target import FinishingFile
 from reshard.forms.tracker import TRACKER
 from reshard.forms.writing import SharedFiles, selected
@@ -256,11 +256,11 @@ def plain_layout(layout: Layout) -> Layout:
     return plain
 
 
-def target_files(checkpoint: Checkpoint, request: WriteRequest) -> Checkpoint2Files:
+def target_files(checkpoint: Checkpoint, request: Request, means: Means) -> Checkpoint2Files:
     """The files of one iteration."""
-    report = request.report
-    tensors, values, _ = selected(checkpoint, request)
-    training = _training_state(checkpoint, request.handles)
+    report = means.report
+    tensors, values, _ = selected(checkpoint, request.filters.admit)
+    training = _training_state(checkpoint, means.handles)
     if training.get("global_batch_size") is None:
         report.warn(
             f"{COMMON} has no global_batch_size, because the source does not record it: add it before training resumes"
@@ -271,7 +271,7 @@ def target_files(checkpoint: Checkpoint, request: WriteRequest) -> Checkpoint2Fi
         report.warn(
             "not in metadata.json, so loaders do not find them, because their layouts are unknown: " + listing(unlisted)
         )
-    prefix = request.asked.prefix
+    prefix = request.asked.target.prefix
     prefix = "" if prefix in (None, DEFAULT_PREFIX) else str(prefix).rstrip("-") + "-"
     iteration = int((training.get("global_step") if checkpoint.form != Checkpoint2Files.name else checkpoint.step) or 0)
     if iteration < 0:

@@ -11,8 +11,8 @@ from typing import Any
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError
-from reshard.forms.form import WriteRequest
 from reshard.forms.full.form import CONFIG, OF_VERL, extra_files_in
+from reshard.forms.request import EditRules, Means, Request
 from reshard.forms.target import FinishingFile
 from reshard.storage import (
     for_each,
@@ -39,15 +39,15 @@ _PART = 1 << 20
 
 
 def files_beside(
-    checkpoint: Checkpoint, tensors: Mapping[str, GlobalTensor], request: WriteRequest
+    checkpoint: Checkpoint, tensors: Mapping[str, GlobalTensor], request: Request, means: Means
 ) -> list[FinishingFile]:
     """Further files of a Hugging Face directory: copies from the source, and in their place those of --config.
 
     The files become sources: changes are detected from now on.
     """
-    handles, report = request.handles, request.report
+    handles, report = means.handles, means.report
     paths = {_name_beside(name): os.path.join(checkpoint.place, name) for name in checkpoint.extra_files}
-    config = request.config
+    config = request.edits.config_path
     if config is not None:
         given = {CONFIG: config}
         if is_directory(config):
@@ -58,7 +58,7 @@ def files_beside(
     copied = for_each(lambda path: _copied(path, handles), [*paths.values()])
     files = {name: file._replace(name=name) for name, file in zip(paths, copied)}
     if CONFIG in paths:
-        content = _of_other_types(paths[CONFIG], tensors, request, report)
+        content = _of_other_types(paths[CONFIG], tensors, request.edits, report)
         if content is not None:
             files[CONFIG] = files[CONFIG]._replace(make=lambda: [content], size=len(content))
     return [*files.values()]
@@ -86,9 +86,7 @@ def _copied(path: str, handles: FileHandles) -> FinishingFile:
     return FinishingFile(os.path.basename(path), parts, status.size, path)
 
 
-def _of_other_types(
-    path: str, tensors: Mapping[str, GlobalTensor], request: WriteRequest, report: Report
-) -> bytes | None:
+def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], edits: EditRules, report: Report) -> bytes | None:
     """A configuration for weights that were cast or dequantised; None to copy it byte for byte."""
     try:
         config = read_json(path, _LARGEST_CONFIG) or {}
@@ -98,7 +96,7 @@ def _of_other_types(
     types = _types_of_weights(tensors)
     recorded = [(key, level[key]) for level in _levels(config) for key in TYPE_KEYS if key in level]
     key, value = next(((key, value) for key, value in recorded if types != [value]), ("", None))
-    if not request.cast and not request.dequantised:
+    if not edits.casts and edits.quantisation is None:
         if types and key and value not in types:
             report.note(
                 f"{path} has {key} {quoted(str(value))}, and the weights are {' and '.join(types)}: loaders cast them; "
@@ -107,12 +105,12 @@ def _of_other_types(
         return None
     if key and len(types) == 1:
         report.note(f"{CONFIG}: {key} changed from {quoted(str(value))} to {types[0]}, the type of the weights")
-    elif key and types and (request.cast or value not in types):
+    elif key and types and (edits.casts or value not in types):
         report.warn(
             f"{CONFIG} keeps {key} {quoted(str(value))}, because the weights have several types "
             f"({', '.join(types)}): check that it is the type to load them in"
         )
-    dropped = QUANTISATION if request.dequantised else frozenset()
+    dropped = frozenset() if edits.quantisation is None else QUANTISATION
     rewritten = _rewritten(config, dropped, types[0] if len(types) == 1 else None)
     return None if rewritten == config else (json.dumps(rewritten, indent=2) + "\n").encode()
 

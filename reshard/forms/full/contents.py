@@ -12,7 +12,6 @@ from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
-from reshard.forms.form import ReadRequest
 from reshard.forms.full.form import (
     HUGGINGFACE,
     HYPER_PARAMETERS,
@@ -32,6 +31,7 @@ from reshard.forms.full.form import (
 )
 from reshard.forms.pytorch.form import INFO
 from reshard.forms.recorded import RecordedCheckpoint, sizes_of_files
+from reshard.forms.request import Means, Request
 from reshard.layout import Grid
 from reshard.storage import is_directory, names_in
 from reshard.text.messages import Report, listing, one_line, plural, quoted, some_names
@@ -208,9 +208,9 @@ class FullWeights(RecordedCheckpoint):
         return [self.plain[name]] if name in self.plain else []
 
 
-def read_unified(request: ReadRequest) -> FullWeights:
+def read_unified(request: Request, means: Means) -> FullWeights:
     """Read MindSpore's unified weights from headers; the path is the directory, or the map in it."""
-    path, report = request.path, request.report
+    path, report = request.src, means.report
     directory = path if is_directory(path) else os.path.dirname(path) or os.curdir
     names = names_in(directory)
     map_path = os.path.join(directory, UNIFIED_MAP)
@@ -224,7 +224,7 @@ def read_unified(request: ReadRequest) -> FullWeights:
     weight_map = read_weight_map(map_path)
     files = natural_order(set(weight_map.values()))
     hyper_parameters = [HYPER_PARAMETERS] if HYPER_PARAMETERS in names and HYPER_PARAMETERS not in files else []
-    contents = Contents.read(directory, [*files, *hyper_parameters], request.handles, request.damaged)
+    contents = Contents.read(directory, [*files, *hyper_parameters], means.handles, request.damaged)
     scalars = {name: len(files) for _ in hyper_parameters for name in _scalars(contents.indexes[len(files)], report)}
     report_unread(directory, names, files, PART, map_path, report)
     contents.check(map_path, weight_map, len(files), scalars, report)
@@ -232,9 +232,9 @@ def read_unified(request: ReadRequest) -> FullWeights:
     return FullWeights(UNIFIED, directory, contents.paths, contents.indexes, tensors, {**values, **scalars})
 
 
-def read_huggingface(request: ReadRequest) -> FullWeights:
+def read_huggingface(request: Request, means: Means) -> FullWeights:
     """Read Hugging Face's weights from headers; the path is the directory, one of its indexes, or its one file."""
-    path, report = request.path, request.report
+    path, report = request.src, means.report
     directory = path if is_directory(path) else os.path.dirname(path) or os.curdir
     names = names_in(directory)
     single = os.path.basename(path) == SINGLE and directory != path
@@ -253,7 +253,7 @@ def read_huggingface(request: ReadRequest) -> FullWeights:
                 file=directory,
                 hint=f"give {index_path} or {os.path.join(directory, SINGLE)} as SRC",
             )
-    contents = Contents.read(directory, files, request.handles, request.damaged)
+    contents = Contents.read(directory, files, means.handles, request.damaged)
     _check_whole(contents)
     if not single:
         report_unread(directory, names, files, NUMBERED, index_path, report)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.forms.form import Form, FormOptions, ReadRequest, Side, WriteRequest, check_latest
+from reshard.forms.form import Form, FormOptions, Side, check_latest
 from reshard.forms.ranks.naming import VLLM_FILE, check_inside
 from reshard.forms.ranks.tree import find_rank
+from reshard.forms.request import Means, Request
 from reshard.forms.target import UNFINISHED
 from reshard.storage import (
     UnfitError,
@@ -267,11 +268,11 @@ class _FullForm(Form):
     def recognise(self, src: str, names: Sequence[str]) -> bool:
         return full_weights_form(src, names) == self.name
 
-    def read(self, request: ReadRequest) -> Checkpoint:
+    def read(self, request: Request, means: Means) -> Checkpoint:
         from reshard.forms.full.contents import read_huggingface, read_unified
 
         check_latest(self, request)
-        return read_unified(request) if self.name == UNIFIED else read_huggingface(request)
+        return read_unified(request, means) if self.name == UNIFIED else read_huggingface(request, means)
 
     def marks(self, files: Sequence[str]) -> list[str]:
         return [MAP_FILES[self.name]]
@@ -301,12 +302,12 @@ class UnifiedForm(_FullForm):
     name = "unified"
     options = FormOptions(shard_size=True)
 
-    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
+    def target(self, checkpoint: Checkpoint, request: Request, means: Means) -> TargetForm:
         from reshard.forms.full.written_files import FullDirectory
         from reshard.forms.writing import note_uncopied_files, selected
 
-        chosen = selected(checkpoint, request)
-        note_uncopied_files(checkpoint, request.report)
+        chosen = selected(checkpoint, request.filters.admit)
+        note_uncopied_files(checkpoint, means.report)
         # Readers skip weights among the values, which may be slices. Loaders cut every tensor of a part, and
         # cannot cut shape []: such weights stay values.
         weights = [
@@ -317,7 +318,7 @@ class UnifiedForm(_FullForm):
             and checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name].shape
         ]
         return FullDirectory(
-            self.name, chosen.tensors, chosen.values, request.asked.max_shard_size, (), chosen.names, weights
+            self.name, chosen.tensors, chosen.values, request.asked.target.max_shard_size, (), chosen.names, weights
         )
 
 
@@ -331,18 +332,18 @@ class HuggingFaceForm(_FullForm):
     name = "huggingface"
     options = FormOptions(shard_size=True, mindspore=False, side=Side.HUGGINGFACE)
 
-    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
+    def target(self, checkpoint: Checkpoint, request: Request, means: Means) -> TargetForm:
         from reshard.forms.full.beside import files_beside
         from reshard.forms.full.written_files import FullDirectory
         from reshard.forms.registry import form_named
         from reshard.forms.writing import selected
 
-        chosen = selected(checkpoint, request)
-        _warn_of_training(chosen, checkpoint, request.report)
-        extra_files = files_beside(checkpoint, chosen.tensors, request)
-        _check_names(chosen, form_named(checkpoint.form), extra_files, request.report)
+        chosen = selected(checkpoint, request.filters.admit)
+        _warn_of_training(chosen, checkpoint, means.report)
+        extra_files = files_beside(checkpoint, chosen.tensors, request, means)
+        _check_names(chosen, form_named(checkpoint.form), extra_files, means.report)
         return FullDirectory(
-            self.name, chosen.tensors, chosen.values, request.asked.max_shard_size, extra_files, chosen.names
+            self.name, chosen.tensors, chosen.values, request.asked.target.max_shard_size, extra_files, chosen.names
         )
 
 

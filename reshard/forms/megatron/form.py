@@ -13,17 +13,7 @@ from typing import TYPE_CHECKING
 
 from reshard.asked import Source
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.forms.form import (
-    Form,
-    FormOptions,
-    Layouts,
-    Names,
-    ReadRequest,
-    SavedStep,
-    Side,
-    Training,
-    WriteRequest,
-)
+from reshard.forms.form import Form, FormOptions, Layouts, Names, SavedStep, Side, Training
 from reshard.forms.megatron.iterations import choose, is_iteration, iterations, kind_of_iteration
 from reshard.forms.megatron.keys import LEGACY, MEGATRON, PLAIN, RANK_DIRECTORY
 from reshard.forms.pytorch.form import (
@@ -36,6 +26,7 @@ from reshard.forms.pytorch.form import (
     ChunkedForm,
     DcpForm,
 )
+from reshard.forms.request import Means, Request
 from reshard.forms.tracker import TRACKER, saved_steps
 from reshard.storage import names_in
 from reshard.text.messages import Report
@@ -61,16 +52,16 @@ class MegatronForm(ChunkedForm):
     def recognise(self, src: str, names: Sequence[str]) -> bool:
         return is_iteration(src, names) or bool(iterations(src, names))
 
-    def read(self, request: ReadRequest) -> Checkpoint:
-        iteration = choose(request.path, request.asked.step, request.report)
+    def read(self, request: Request, means: Means) -> Checkpoint:
+        iteration = choose(request.src, request.asked.source.step, means.report)
         kind = kind_of_iteration(iteration.path, names_in(iteration.path))
         if kind == LEGACY:
             from reshard.forms.megatron.legacy import read_legacy
 
-            return read_legacy(self.name, iteration, request)
+            return read_legacy(self.name, iteration, request, means)
         from reshard.forms.megatron.torch_dist import read_plain, read_torch_dist
 
-        return (read_plain if kind == PLAIN else read_torch_dist)(self.name, iteration, request)
+        return (read_plain if kind == PLAIN else read_torch_dist)(self.name, iteration, request, means)
 
     def for_target(self, source: Source, to: Form, renamed: bool) -> Form:
         """Metadata of the same kind is rewritten as it is: Megatron loads it as before."""
@@ -86,14 +77,14 @@ class MegatronForm(ChunkedForm):
 
         return MegatronTraining()
 
-    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
-        if request.asked.format == LEGACY:
+    def target(self, checkpoint: Checkpoint, request: Request, means: Means) -> TargetForm:
+        if request.asked.target.format == LEGACY:
             from reshard.forms.megatron.legacy_written import legacy_files
 
-            return legacy_files(checkpoint, request)
+            return legacy_files(checkpoint, request, means)
         from reshard.forms.megatron.written import torch_dist_files
 
-        return torch_dist_files(checkpoint, request)
+        return torch_dist_files(checkpoint, request, means)
 
     def marks(self, files: Sequence[str]) -> list[str]:
         directory = os.path.dirname(files[0])

@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from reshard.checkpoints import FileHandles
 from reshard.errors import CheckpointError, InputError, one_error
-from reshard.forms.form import ReadRequest
 from reshard.forms.megatron.gathered import Gathered
 from reshard.forms.megatron.keys import EMBEDDING, MODEL_FILE, OUTPUT, RANK_DIRECTORY, STATE, rank_directory
 from reshard.forms.megatron.legacy_state import KINDS, Owner, states_of_buffers, states_of_groups
@@ -22,6 +22,7 @@ from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.megatron.rank_files import HINT, RankFile, read_file
 from reshard.forms.megatron.stages import Stages, stages_of
 from reshard.forms.recorded import ChunkedCheckpoint
+from reshard.forms.request import Means, Request
 from reshard.forms.tracker import Iteration
 from reshard.storage import for_each, names_in
 from reshard.text.messages import plural, some_names
@@ -31,25 +32,24 @@ _FINAL_NORMS = ("decoder.final_layernorm.weight", "final_layernorm.weight")
 _CURE = "save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
 
 
-def read_legacy(form: str, iteration: Iteration, request: ReadRequest) -> ChunkedCheckpoint:
+def read_legacy(form: str, iteration: Iteration, request: Request, means: Means) -> ChunkedCheckpoint:
     """A legacy tree from its pickles alone.
 
     Raises:
         InputError: it is incomplete, damaged, of an unknown layout, or contradicts itself.
     """
-    tree = _Tree(iteration.path, request)
+    tree = _Tree(iteration.path, request, means.handles)
     tree.files[0].common.check_directory(iteration)
     checkpoint = tree.checkpoint(form)
     checkpoint.step = iteration.step
     checkpoint.label = iteration.label
-    if request.complete:
-        if tree.lacking is not None and (tree.lost_stages or any(map(request.required, checkpoint.faults))):
-            raise tree.lacking
-        checkpoint.check(request.required)
-    elif tree.lacking is not None and checkpoint.faults:
-        checkpoint.faults = {str(tree.lacking.file): tree.lacking, **checkpoint.faults}
+    if tree.lacking is not None and any(map(request.required, checkpoint.faults)):
+        raise tree.lacking
+    checkpoint.check(request.required)
     if tree.lacking is not None:
-        request.report.warn(f"{tree.lacking.message}; replicas in other files are read")
+        if checkpoint.faults and not request.complete:
+            checkpoint.faults = {str(tree.lacking.file): tree.lacking, **checkpoint.faults}
+        means.report.warn(f"{tree.lacking.message}; replicas in other files are read")
     return checkpoint
 
 
@@ -61,12 +61,12 @@ class _Tree:
         lost_stages: ranks of the pipeline without any file.
     """
 
-    def __init__(self, directory: str, request: ReadRequest) -> None:
+    def __init__(self, directory: str, request: Request, handles: FileHandles) -> None:
         self._directory = directory
-        self._request = request
+        self._handles = handles
         names = sorted(filter(RANK_DIRECTORY.fullmatch, names_in(directory)))
         paths = [os.path.join(directory, name, MODEL_FILE) for name in names]
-        results = dict(zip(names, for_each(lambda path: read_file(path, request), paths)))
+        results = dict(zip(names, for_each(lambda path: read_file(path, request.damaged, handles), paths)))
         read = {name: each for name, each in results.items() if isinstance(each, RankFile)}
         problems = [each for each in results.values() if not isinstance(each, RankFile)]
         if not read:
@@ -260,7 +260,7 @@ class _Tree:
         if self.lacking is not None:
             for stage in self.lost_stages:
                 gathered.faults[f"the layers of stage {stage}"] = self.lacking
-        return gathered.checkpoint(form, self._request.handles, self._is_tied())
+        return gathered.checkpoint(form, self._handles, self._is_tied())
 
     def _is_tied(self) -> bool:
         return self.args.get("untie_embeddings_and_output_weights") is False

@@ -20,7 +20,6 @@ from reshard.checkpoints.formats.dtypes import PT
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor
 from reshard.checkpoints.formats.pickles import PickledInstance, pickled
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.form import WriteRequest
 from reshard.forms.megatron.keys import DECODER, EMBEDDING, MEGATRON, MODEL_FILE, OUTPUT, STATE, rank_directory
 from reshard.forms.megatron.legacy_state import HALF, MASTER
 from reshard.forms.megatron.live import is_parameter, parse
@@ -51,6 +50,7 @@ from reshard.forms.megatron.written import directory_of, prepared
 from reshard.forms.pytorch.form import ITERATIONS
 from reshard.forms.ranks.naming import FileNames
 from reshard.forms.recorded import tensor_fault
+from reshard.forms.request import Means, Request
 from reshard.forms.target import FinishingFile, Section, TargetForm
 from reshard.forms.tracker import TRACKER
 from reshard.layout import Box, Layout, shape_of
@@ -88,9 +88,9 @@ class LiveTensor(NamedTuple):
     parameter: Parameter
 
 
-def legacy_files(checkpoint: Checkpoint, request: WriteRequest) -> LegacyFiles:
+def legacy_files(checkpoint: Checkpoint, request: Request, means: Means) -> LegacyFiles:
     """The files of a legacy tree; raises as `prepared`."""
-    _, model, training = prepared(checkpoint, request)
+    _, model, training = prepared(checkpoint, request, means)
     return LegacyFiles(checkpoint, model.tensors, training, request)
 
 
@@ -108,9 +108,9 @@ class LegacyFiles(TargetForm):
         checkpoint: Checkpoint,
         tensors: Mapping[str, GlobalTensor],
         training: Training,
-        request: WriteRequest,
+        request: Request,
     ) -> None:
-        sizes = dict(request.asked.sizes or ())
+        sizes = dict(request.asked.target.sizes or ())
         self.tp, self.pp, self.ep = (sizes.get(kind, 1) for kind in ("tp", "pp", "ep"))
         self._groups = training.optimizers or ()
         self._args = _arguments(training.args, self.tp, self.pp, self.ep)
@@ -125,7 +125,7 @@ class LegacyFiles(TargetForm):
         if self._groups:
             self._check_state(tensors)
         for name in self.live:
-            if not request.admit(name):
+            if not request.filters.admit(name):
                 raise UsageError(f"--include or --exclude leaves out {quoted(name)}, which Megatron's files need")
         base = checkpoint.base if isinstance(checkpoint, EditedCheckpoint) else checkpoint
         self.checkpoint: Checkpoint | None = EditedCheckpoint(

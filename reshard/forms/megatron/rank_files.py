@@ -8,9 +8,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archives import Archive, Elements, is_tensor, plain_tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
-from reshard.forms.form import ReadRequest
 from reshard.forms.megatron.common import Common, common_in, is_named
 from reshard.forms.megatron.legacy_state import JoinedBuffer, Plain, flat_buffers, plain_groups
 from reshard.forms.megatron.placing import Rank
@@ -66,12 +66,12 @@ class RankFile(NamedTuple):
     rank: Rank = Rank(0)
 
 
-def read_file(path: str, request: ReadRequest) -> RankFile | InputError:
+def read_file(path: str, damaged: Mapping[str, str], handles: FileHandles) -> RankFile | InputError:
     """The contents of a file; an error if it is missing or damaged."""
-    problem = _unreadable(path, request)
+    problem = _unreadable(path, damaged)
     if problem is not None:
         return problem
-    with reading(path), contextlib.closing(request.handles.open_file(path)) as file:
+    with reading(path), contextlib.closing(handles.open_file(path)) as file:
         size = file.size()
         try:
             archive = Archive(file, 0, size)
@@ -88,14 +88,14 @@ def read_file(path: str, request: ReadRequest) -> RankFile | InputError:
     # There are as many files as ranks: the rest of their states is not kept.
     common = common._replace(state={key: common.state.get(key) for key in _KEPT}, optimizers=())
     if optimizer.saved and not optimizer.groups and optimizer.refusal is None:
-        optimizer = _distributed_optimizer(os.path.join(os.path.dirname(path), OPTIMIZER_FILE), request)
+        optimizer = _distributed_optimizer(os.path.join(os.path.dirname(path), OPTIMIZER_FILE), damaged, handles)
     return RankFile(path, size, models, others, common, optimizer)
 
 
-def _unreadable(path: str, request: ReadRequest) -> InputError | None:
+def _unreadable(path: str, damaged: Mapping[str, str]) -> InputError | None:
     """The error of a file that is missing, or was found damaged before."""
-    if path in request.damaged:
-        return DamagedCheckpointError(request.damaged[path], file=path, hint=HINT)
+    if path in damaged:
+        return DamagedCheckpointError(damaged[path], file=path, hint=HINT)
     return CheckpointError(f"{path}: does not exist", file=path, hint=HINT) if status_at(path) is None else None
 
 
@@ -108,12 +108,12 @@ def _plain_optimizer(path: str, size: int, archive: Archive, optimizers: Sequenc
     return OptimizerFile(path, size, groups if any(groups) else (), saved=bool(optimizers))
 
 
-def _distributed_optimizer(path: str, request: ReadRequest) -> OptimizerFile:
+def _distributed_optimizer(path: str, damaged: Mapping[str, str], handles: FileHandles) -> OptimizerFile:
     """The state of distributed optimizers, from a file of its own."""
-    problem = _unreadable(path, request)
+    problem = _unreadable(path, damaged)
     if problem is not None:
         return OptimizerFile(path, saved=True, problem=problem)
-    with reading(path), contextlib.closing(request.handles.open_file(path)) as file:
+    with reading(path), contextlib.closing(handles.open_file(path)) as file:
         size = file.size()
         try:
             archive = Archive(file, 0, size)

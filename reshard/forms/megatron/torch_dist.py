@@ -14,8 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reshard.checkpoints import FileHandles
 from reshard.errors import CheckpointError
-from reshard.forms.form import ReadRequest
 from reshard.forms.megatron.blocks import unblock
 from reshard.forms.megatron.bucket_state import name_state
 from reshard.forms.megatron.common import Common, common_object, read_common, steps_of, stored_file, stored_in
@@ -24,6 +24,7 @@ from reshard.forms.megatron.proofs import CURE, MASTERS, proofs, refuse_unproved
 from reshard.forms.pytorch.dcp import ReadMetadata, StoredValue, checkpoint_of, incomplete, read_metadata
 from reshard.forms.pytorch.form import BACKEND, COMMON, METADATA
 from reshard.forms.recorded import ChunkedCheckpoint
+from reshard.forms.request import Means, Request
 from reshard.forms.tracker import Iteration
 from reshard.storage import names_in, read_small, reading
 from reshard.text.messages import quoted
@@ -38,34 +39,33 @@ _MOST_BACKEND = 1 << 20
 _OTHER_MASTERS = ("fp8_param_gather", "fp4_param_gather", "use_precision_aware_optimizer")
 
 
-def read_torch_dist(form: str, iteration: Iteration, request: ReadRequest) -> ChunkedCheckpoint:
+def read_torch_dist(form: str, iteration: Iteration, request: Request, means: Means) -> ChunkedCheckpoint:
     """Read a directory, from metadata and its common state alone."""
     directory = iteration.path
     names = names_in(directory)
     if not is_complete(directory, names):
-        return read_plain(form, iteration, request)
+        return read_plain(form, iteration, request, means)
     metadata = read_metadata([os.path.join(directory, METADATA)])
-    common = _common_of(directory, names, metadata, request)
+    common = _common_of(directory, names, metadata, means.handles)
     if common is not None:
         common.check_directory(iteration)
     _name_plainly(directory, metadata)
     args: Mapping[str, Any] = {} if common is None else common.args
     # The values of masters prove the places of blocks, too; those of transposed ones have to be there.
     blocks = {name for name in metadata.flattened if name.startswith(MASTERS)}
-    to_prove = blocks | unblock(directory, metadata) | name_state(directory, metadata, args, request.handles)
+    to_prove = blocks | unblock(directory, metadata) | name_state(directory, metadata, args, means.handles)
     _check_shapes(directory, metadata)
-    checkpoint = checkpoint_of(form, iteration, metadata, request, _step(metadata, common))
+    checkpoint = checkpoint_of(form, iteration, metadata, request, means, _step(metadata, common))
     if OUTPUT not in metadata.tensors or any(name.startswith(_MTP) for name in metadata.tensors):
         # Stages share the embedding, whose state Megatron 0.16.1 writes wrong at some sizes.
         to_prove |= {f"{before}{EMBEDDING}" for before in MASTERS} & metadata.tensors.keys()
     checkpoint.tied = proofs(checkpoint, to_prove, not any(map(args.get, _OTHER_MASTERS)))
     refuse_unproved(checkpoint, to_prove)
-    if request.complete:
-        checkpoint.check(request.required)
+    checkpoint.check(request.required)
     return checkpoint
 
 
-def read_plain(form: str, iteration: Iteration, request: ReadRequest) -> ChunkedCheckpoint:
+def read_plain(form: str, iteration: Iteration, request: Request, means: Means) -> ChunkedCheckpoint:
     """Read a directory of torch alone, in a root of Megatron: ``fsdp_dtensor`` and ``torch_dcp``."""
     directory = iteration.path
     if METADATA not in names_in(directory):
@@ -73,9 +73,8 @@ def read_plain(form: str, iteration: Iteration, request: ReadRequest) -> Chunked
     metadata = read_metadata([os.path.join(directory, METADATA)])
     if metadata.flattened or common_object(directory, metadata.objects) is not None:
         raise _incomplete(directory, BACKEND)
-    checkpoint = checkpoint_of(form, iteration, metadata, request)
-    if request.complete:
-        checkpoint.check(request.required)
+    checkpoint = checkpoint_of(form, iteration, metadata, request, means)
+    checkpoint.check(request.required)
     return checkpoint
 
 
@@ -112,17 +111,17 @@ def is_complete(directory: str, names: Sequence[str]) -> bool:
     return True
 
 
-def _common_of(directory: str, names: Sequence[str], metadata: ReadMetadata, request: ReadRequest) -> Common | None:
+def _common_of(directory: str, names: Sequence[str], metadata: ReadMetadata, handles: FileHandles) -> Common | None:
     """The common state, with the steps that objects of a distributed optimizer record."""
     stored = stored_file(os.path.join(directory, COMMON)) if COMMON in names else None
     stored = stored or common_object(directory, metadata.objects)
     if stored is None:
         return None
-    common = read_common(stored, request.handles)
+    common = read_common(stored, handles)
     found: set[int] = set()
     for name, record in metadata.objects.items():
         if _OF_OPTIMIZER.match(name) and record.length >= 0:
-            found |= steps_of(stored_in(directory, record), request.handles)
+            found |= steps_of(stored_in(directory, record), handles)
     return common.with_steps(frozenset(found))
 
 

@@ -13,11 +13,11 @@ from reshard.checkpoints.checkpoint import Checkpoint, stored_checkpoint
 from reshard.checkpoints.formats.dtypes import FROM_TORCH
 from reshard.checkpoints.formats.pickles import NAMESPACE, Global, PickledInstance, inert
 from reshard.errors import CheckpointError
-from reshard.forms.form import WriteRequest
 from reshard.forms.megatron.arguments import arguments_of
 from reshard.forms.megatron.keys import LEGACY
 from reshard.forms.megatron.model import Model
 from reshard.forms.megatron.origin import OPTIMIZER, origin_of
+from reshard.forms.request import Means, Request
 from reshard.forms.writing import without_step
 from reshard.text.messages import listing, some_names
 
@@ -84,26 +84,28 @@ class Training(NamedTuple):
         return state
 
 
-def training_of(checkpoint: Checkpoint, model: Model, step: int | None, request: WriteRequest) -> Training:
+def training_of(checkpoint: Checkpoint, model: Model, step: int | None, request: Request, means: Means) -> Training:
     """What is to be written of a training.
 
     Args:
         checkpoint: the source, with the edits of the conversion.
         model: the tensors to write.
         step: the optimizer's step; None if the source has none.
-        request: the target; its report gets notes.
+        request: the conversion.
 
     Raises:
         CheckpointError: something is not known, or contradicts the tensors.
     """
-    return _Made(checkpoint, model, step, request).training()
+    return _Made(checkpoint, model, step, request, means).training()
 
 
 class _Made:
-    def __init__(self, checkpoint: Checkpoint, model: Model, step: int | None, request: WriteRequest) -> None:
-        self._model, self._request = model, request
-        self._place, self._report = checkpoint.place, request.report
-        self._origin = origin_of(stored_checkpoint(checkpoint), request.asked.args, request.config, request.handles)
+    def __init__(self, checkpoint: Checkpoint, model: Model, step: int | None, request: Request, means: Means) -> None:
+        self._model, self._asked = model, request.asked.target
+        self._place, self._report = checkpoint.place, means.report
+        self._origin = origin_of(
+            stored_checkpoint(checkpoint), self._asked.args, request.edits.config_path, means.handles
+        )
         self._own = self._origin.own
         self._step = step
         self._recorded = checkpoint.training
@@ -112,7 +114,7 @@ class _Made:
         self._missing: list[str] = []
 
     def training(self) -> Training:
-        args, asked = self._arguments(), self._request.asked
+        args, asked = self._arguments(), self._asked
         if asked.args is not None and asked.format == LEGACY:
             # Megatron loads no legacy tree with other padding than its own. Another run may have fewer tokens.
             of_size = self._own.args if self._own is not None and self._origin.named is not None else args
@@ -197,7 +199,7 @@ class _Made:
     def _optimizers(self, args: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
         """The parameter groups of each optimizer: with expert parallelism, experts have one of their own."""
         groups = _by_identifier(self._origin.groups or self._new_groups(args))
-        asked = self._request.asked
+        asked = self._asked
         parallel = dict(asked.sizes or ()).get("ep", 1) if asked.format == LEGACY else args.get(_PARALLEL)
         if self._model.has_experts and type(parallel) is not int:
             self._missing.append(_PARALLEL)
@@ -278,7 +280,7 @@ class _Made:
     def _refuse_missing(self) -> None:
         missing = [*dict.fromkeys(self._missing)]
         if missing:
-            place = self._request.asked.args or self._place
+            place = self._asked.args or self._place
             example = ", ".join(f'"{name}": ...' for name in missing)
             raise CheckpointError(
                 f"{place}: does not record {some_names(missing, len(missing))}, which Megatron needs with optimizer "

@@ -13,59 +13,58 @@ from typing import Any
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.archives import archive_of_pickle
 from reshard.checkpoints.formats.pickles import pickled
-from reshard.forms.form import WriteRequest
 from reshard.forms.megatron.keys import MEGATRON
 from reshard.forms.megatron.model import EXTRA, Model
 from reshard.forms.megatron.training import Training, training_of
 from reshard.forms.pytorch.dcp_written import BACKEND_CONTENT, DcpFiles
 from reshard.forms.pytorch.form import BACKEND, COMMON, ITERATIONS, METADATA, OBJECTS
+from reshard.forms.request import Means, Request
 from reshard.forms.target import FinishingFile
 from reshard.forms.tracker import TRACKER
 from reshard.forms.writing import Selected, selected, step_of
-from reshard.text.messages import listing
+from reshard.text.messages import Report, listing
 from reshard.text.names import TRAINING_STEP, is_training_value
 from reshard.threads import cached_property
 
 _EMPTY = archive_of_pickle(pickled([None]))
 
 
-def torch_dist_files(checkpoint: Checkpoint, request: WriteRequest) -> MegatronFiles:
+def torch_dist_files(checkpoint: Checkpoint, request: Request, means: Means) -> MegatronFiles:
     """The files of a ``torch_dist`` checkpoint; raises as `prepared`."""
-    return MegatronFiles(checkpoint, *prepared(checkpoint, request), request)
+    return MegatronFiles(checkpoint, *prepared(checkpoint, request, means), request, means)
 
 
-def prepared(checkpoint: Checkpoint, request: WriteRequest) -> tuple[Selected, Model, Training]:
+def prepared(checkpoint: Checkpoint, request: Request, means: Means) -> tuple[Selected, Model, Training]:
     """The tensors to write, without values of the training, and what is written beside them.
 
     Raises:
         CheckpointError: the tensors are not Megatron's, or what Megatron needs beside them is not known.
     """
-    chosen = selected(checkpoint, request)
+    chosen = selected(checkpoint, request.filters.admit)
     model = Model(chosen.tensors, checkpoint.place)
     if checkpoint.form != MEGATRON:
         model.check_names()
     model.check_optimizer()
-    training = training_of(checkpoint, model, step_of(checkpoint, request.handles), request)
+    training = training_of(checkpoint, model, step_of(checkpoint, means.handles), request, means)
     values = {name: size for name, size in chosen.values.items() if not is_training_value(name)}
-    _note_left_out(checkpoint, chosen, model, training, request)
+    _note_left_out(checkpoint, chosen, model, training, request, means.report)
     return chosen._replace(values=values), model, training
 
 
 def _note_left_out(
-    checkpoint: Checkpoint, chosen: Selected, model: Model, training: Training, request: WriteRequest
+    checkpoint: Checkpoint, chosen: Selected, model: Model, training: Training, request: Request, report: Report
 ) -> None:
-    report = request.report
     values = [name for name in sorted(chosen.values) if is_training_value(name) and name != TRAINING_STEP]
     if values:
         report.note("values that Megatron does not have are left out: " + listing(values))
     if training.optimizers is None and training.iteration is not None:
         report.note("without optimizer state: Megatron loads it with --no-load-optim, or --finetune")
     carried = ("common_state", "optimizer.", "chained_")
-    objects = filter(request.admit, checkpoint.objects if checkpoint.form == MEGATRON else ())
+    objects = filter(request.filters.admit, checkpoint.objects if checkpoint.form == MEGATRON else ())
     others = [name for name in objects if name != COMMON and f".{EXTRA}/" not in name and not name.startswith(carried)]
     if others:
         report.note("objects of the source's layout, such as random states, are left out: " + listing(others))
-    rounded = [name for name in model.weights if name.endswith(".expert_bias") and request.cast]
+    rounded = [name for name in model.weights if name.endswith(".expert_bias") and request.edits.casts]
     rounded = [name for name in rounded if model.tensors[name].dtype != "Float32"]
     if rounded:
         report.warn(
@@ -84,11 +83,11 @@ class MegatronFiles(DcpFiles):
     name = MEGATRON
 
     def __init__(
-        self, checkpoint: Checkpoint, chosen: Selected, model: Model, training: Training, request: WriteRequest
+        self, checkpoint: Checkpoint, chosen: Selected, model: Model, training: Training, request: Request, means: Means
     ) -> None:
         self.directory = directory_of(training.iteration)
         self.objects_file = OBJECTS
-        super().__init__(checkpoint, chosen, request)
+        super().__init__(checkpoint, chosen, request, means)
         self._state = archive_of_pickle(pickled(training.state()))
         # Objects of modules whose keys stay.
         kept = self._objects if checkpoint.form == MEGATRON else {}

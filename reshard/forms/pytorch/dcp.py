@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import StoredObject
 from reshard.checkpoints.formats.dtypes import ARCHIVES, FROM_TORCH, dtype_named
 from reshard.checkpoints.formats.pickles import (
@@ -29,7 +30,6 @@ from reshard.checkpoints.formats.pickles import (
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.checkpoints.placed import Placement, Run, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
-from reshard.forms.form import ReadRequest
 from reshard.forms.pytorch.form import (
     COMMON,
     ENDING,
@@ -48,6 +48,7 @@ from reshard.forms.recorded import (
     sizes_of_files,
     tensor_fault,
 )
+from reshard.forms.request import Means, Request
 from reshard.forms.tracker import Iteration, target_above
 from reshard.storage import names_in, read_small, reading, status_at
 from reshard.text.messages import Report, quoted, some_names
@@ -368,8 +369,8 @@ def choose(src: str, step: str, report: Report) -> Iteration:
     return ITERATIONS.find(src, lambda _, names: kind_of_directory(names) is not None, step, report)
 
 
-def read_distributed(form: str, request: ReadRequest) -> ChunkedCheckpoint:
-    iteration = choose(request.path, request.asked.step, request.report)
+def read_distributed(form: str, request: Request, means: Means) -> ChunkedCheckpoint:
+    iteration = choose(request.src, request.asked.source.step, means.report)
     directory = iteration.path
     metadata = read_metadata(_metadata_of(form, directory, names_in(directory)))
     for name in metadata.flattened:
@@ -379,18 +380,22 @@ def read_distributed(form: str, request: ReadRequest) -> ChunkedCheckpoint:
             "is optimizer state that Megatron flattened in blocks, which are no slices of it",
             "write it as Megatron's of today with --to megatron, leave all of it out with --exclude 'optimizer.*'",
         )
-    checkpoint = checkpoint_of(form, iteration, metadata, request)
-    if request.complete:
-        checkpoint.check(request.required)
+    checkpoint = checkpoint_of(form, iteration, metadata, request, means)
+    checkpoint.check(request.required)
     return checkpoint
 
 
 def checkpoint_of(
-    form: str, iteration: Iteration, metadata: ReadMetadata, request: ReadRequest, values: Sequence[StoredValue] = ()
+    form: str,
+    iteration: Iteration,
+    metadata: ReadMetadata,
+    request: Request,
+    means: Means,
+    values: Sequence[StoredValue] = (),
 ) -> ChunkedCheckpoint:
     """The checkpoint that metadata describes, complete or not, with values that files hold in pickles."""
     directory = iteration.path
-    files = _Files(directory, metadata, request, values)
+    files = _Files(directory, metadata, request.damaged, means.handles, values)
     checkpoint = chunked_checkpoint(
         form, directory, files.indexes, files.tensors(), {**metadata.faults, **files.faults}, _HINT
     )
@@ -447,7 +452,12 @@ class _Files:
     """
 
     def __init__(
-        self, directory: str, described: ReadMetadata, request: ReadRequest, values: Sequence[StoredValue]
+        self,
+        directory: str,
+        described: ReadMetadata,
+        damaged: Mapping[str, str],
+        handles: FileHandles,
+        values: Sequence[StoredValue],
     ) -> None:
         self.faults: dict[str, InputError] = {}
         self._described = described
@@ -470,7 +480,7 @@ class _Files:
         parts = {run[:3] for each in joined_of_file.values() for stored, _ in each for run in stored.runs}
         alone = {record.file for record in described.objects.values()}
         alone = {*alone, *(os.path.relpath(path, directory) for path, _, _ in parts)}.difference(self._names)
-        self._sizes, problems = sizes_of_files(directory, [*self._names, *sorted(alone)], request.damaged, _HINT)
+        self._sizes, problems = sizes_of_files(directory, [*self._names, *sorted(alone)], damaged, _HINT)
         if problems:
             raise one_error(problems, f"{directory} is not complete")
         paths = [os.path.join(directory, name) for name in self._names]
@@ -479,7 +489,7 @@ class _Files:
         self.indexes = [CheckpointIndex(path, ARCHIVES, self._sizes[path], {}, archived=True) for path in paths]
         self._tensors: dict[tuple[str, tuple[int, ...], str], Tensor] = {}
         for name, path in zip(self._names, paths):
-            problem = self._place(path, chunks_of_file.get(name, []), joined_of_file.get(name, []), request)
+            problem = self._place(path, chunks_of_file.get(name, []), joined_of_file.get(name, []), handles)
             if problem is not None:
                 problems.append(problem)
         others = [*described.objects.values()]
@@ -498,7 +508,7 @@ class _Files:
         path: str,
         chunks: Sequence[tuple[Record, Stored, tuple[int, ...]]],
         joined: Sequence[tuple[Stored, tuple[int, ...]]],
-        request: ReadRequest,
+        handles: FileHandles,
     ) -> InputError | None:
         """Give the tensors of a file their places; an error where the file is too short."""
         chunks = sorted(chunks, key=lambda each: (each[0].offset, each[0].length, each[0].key))
@@ -512,7 +522,7 @@ class _Files:
         placement = Placement(path, [stored for stored, _ in entries])
         for (stored, offsets), tensor in zip(entries, placement.tensors()):
             self._tensors[stored.name, offsets, path] = tensor
-        request.handles.place(path, placement)
+        handles.place(path, placement)
         return None
 
     def _short(self, path: str, record: Record) -> InputError:

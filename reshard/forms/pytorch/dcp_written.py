@@ -17,11 +17,12 @@ from reshard.checkpoints.formats.dtypes import ARCHIVES, TORCH_NAMES
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, WrittenRecord, lay_out_safetensors
 from reshard.checkpoints.formats.pickles import PickledInstance, Repeated, inert, inert_class, pickled
 from reshard.errors import CheckpointError
-from reshard.forms.form import Names, WriteRequest
+from reshard.forms.form import Names
 from reshard.forms.pytorch.dcp import HYPER, TORCH
 from reshard.forms.pytorch.form import BACKEND, COMMON, DCP, HYPER_PARALLEL, METADATA, OBJECTS
 from reshard.forms.recorded import tensor_fault
 from reshard.forms.registry import form_named
+from reshard.forms.request import Means, Request
 from reshard.forms.target import FinishingFile
 from reshard.forms.writing import ChunkFiles, Selected
 from reshard.layout import Box, Layout, shape_of, volume_of, whole, whole_box
@@ -63,14 +64,14 @@ class _DistributedFiles(ChunkFiles):
     room: str
     versions: Mapping[str, Any]
 
-    def __init__(self, checkpoint: Checkpoint, chosen: Selected, request: WriteRequest, name_of: Any) -> None:
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, request: Request, means: Means, name_of: Any) -> None:
         super().__init__(request.target, chosen, name_of)
         self._nested = checkpoint.nested
         # Names of a trainer's state without recorded keys get none: the metadata must not record that the state has no
         # key "model".
         self._named = bool(self._nested) or form_named(checkpoint.form).options.names is Names.MODEL
-        self._objects = {name: stored for name, stored in checkpoint.objects.items() if request.admit(name)}
-        self._handles = request.handles
+        self._objects = {name: stored for name, stored in checkpoint.objects.items() if request.filters.admit(name)}
+        self._handles = means.handles
 
     @cached_property
     def _contents(self) -> Mapping[str, bytes]:
@@ -193,8 +194,8 @@ class DcpFiles(_DistributedFiles):
     directory = ""
     """The directory of all files, relative to the target's."""
 
-    def __init__(self, checkpoint: Checkpoint, chosen: Selected, request: WriteRequest) -> None:
-        super().__init__(checkpoint, chosen, request, lambda rank: os.path.join(self.directory, f"__{rank}_0"))
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, request: Request, means: Means) -> None:
+        super().__init__(checkpoint, chosen, request, means, lambda rank: os.path.join(self.directory, f"__{rank}_0"))
         # Megatron looks for these by their names.
         self._common = self._objects.pop(COMMON, None)
         self._beside: StoredObject | None = None
@@ -243,8 +244,8 @@ class HyperParallelFiles(_DistributedFiles):
     room = HYPER
     versions = MappingProxyType({"version": "1.0"})
 
-    def __init__(self, checkpoint: Checkpoint, chosen: Selected, request: WriteRequest) -> None:
-        super().__init__(checkpoint, chosen, request, lambda rank: f"_rank{rank}_")
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, request: Request, means: Means) -> None:
+        super().__init__(checkpoint, chosen, request, means, lambda rank: f"_rank{rank}_")
 
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
         layout = lay_out_safetensors(tensors, {"format": "pt"})

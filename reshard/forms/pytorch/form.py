@@ -9,18 +9,8 @@ from typing import TYPE_CHECKING, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import ARCHIVES
-from reshard.forms.form import (
-    Cut,
-    Form,
-    FormOptions,
-    Layouts,
-    Names,
-    ReadRequest,
-    SavedStep,
-    Side,
-    WriteRequest,
-    check_latest,
-)
+from reshard.forms.form import Cut, Form, FormOptions, Layouts, Names, SavedStep, Side, check_latest
+from reshard.forms.request import Means, Request
 from reshard.forms.tracker import Iteration, IterationNames, saved_steps
 from reshard.storage import is_directory, names_in
 from reshard.text.messages import Report
@@ -79,10 +69,10 @@ class ChunkedForm(Form):
 class _DistributedForm(ChunkedForm):
     """The common part of torch DCP and hyper-parallel's form."""
 
-    def read(self, request: ReadRequest) -> Checkpoint:
+    def read(self, request: Request, means: Means) -> Checkpoint:
         from reshard.forms.pytorch.dcp import read_distributed
 
-        return read_distributed(self.name, request)
+        return read_distributed(self.name, request, means)
 
     def marks(self, files: Sequence[str]) -> list[str]:
         return [METADATA]
@@ -117,11 +107,11 @@ class DcpForm(_DistributedForm):
     def marks(self, files: Sequence[str]) -> list[str]:
         return [OBJECTS, METADATA]
 
-    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
+    def target(self, checkpoint: Checkpoint, request: Request, means: Means) -> TargetForm:
         from reshard.forms.pytorch.dcp_written import DcpFiles
         from reshard.forms.writing import selected
 
-        return DcpFiles(checkpoint, selected(checkpoint, request), request)
+        return DcpFiles(checkpoint, selected(checkpoint, request.filters.admit), request, means)
 
 
 class HyperParallelForm(_DistributedForm):
@@ -133,11 +123,11 @@ class HyperParallelForm(_DistributedForm):
     def recognise(self, src: str, names: Sequence[str]) -> bool:
         return kind_of_directory(names) == HYPER_PARALLEL
 
-    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
+    def target(self, checkpoint: Checkpoint, request: Request, means: Means) -> TargetForm:
         from reshard.forms.pytorch.dcp_written import HyperParallelFiles
         from reshard.forms.writing import selected
 
-        return HyperParallelFiles(checkpoint, selected(checkpoint, request), request)
+        return HyperParallelFiles(checkpoint, selected(checkpoint, request.filters.admit), request, means)
 
 
 INFO = "DCP_SHARDING_INFO"
@@ -181,19 +171,19 @@ class HfShardedForm(ChunkedForm):
         directory = shards_in(src, names)
         return directory == src or (directory is not None and not consolidated)
 
-    def read(self, request: ReadRequest) -> Checkpoint:
+    def read(self, request: Request, means: Means) -> Checkpoint:
         from reshard.forms.pytorch.shards import read_shards
 
         check_latest(self, request)
-        return read_shards(self.name, request)
+        return read_shards(self.name, request, means)
 
-    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
+    def target(self, checkpoint: Checkpoint, request: Request, means: Means) -> TargetForm:
         from reshard.forms.full.beside import files_beside
         from reshard.forms.pytorch.shards import ShardFiles
         from reshard.forms.writing import selected
 
-        chosen = selected(checkpoint, request)
-        return ShardFiles(request.target, chosen, files_beside(checkpoint, chosen.tensors, request))
+        chosen = selected(checkpoint, request.filters.admit)
+        return ShardFiles(request.target, chosen, files_beside(checkpoint, chosen.tensors, request, means))
 
 
 VERL_FILE = re.compile(r"model_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt")
@@ -208,9 +198,9 @@ class VerlForm(ChunkedForm):
     def recognise(self, src: str, names: Sequence[str]) -> bool:
         return any(map(VERL_FILE.fullmatch, names or [os.path.basename(src)]))
 
-    def read(self, request: ReadRequest) -> Checkpoint:
+    def read(self, request: Request, means: Means) -> Checkpoint:
         """From the pickle of every file; replicas stand in for a file that is missing or damaged."""
         from reshard.forms.pytorch.verl import read_ranks
 
         check_latest(self, request)
-        return read_ranks(self.name, request)
+        return read_ranks(self.name, request, means)

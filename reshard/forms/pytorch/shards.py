@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_safetensors
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
-from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import Contents
 from reshard.forms.full.form import extra_files_in, report_unread
 from reshard.forms.pytorch.form import INFO, SHARD, VERSION_KEY, shards_in
 from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, tensor_fault
+from reshard.forms.request import Means, Request
 from reshard.forms.target import FinishingFile
 from reshard.forms.writing import ChunkFiles, Selected
 from reshard.layout import Box
@@ -145,26 +145,25 @@ class ShardFiles(ChunkFiles):
         return self._others
 
 
-def read_shards(form: str, request: ReadRequest) -> ChunkedCheckpoint:
-    names = names_in(request.path) if is_directory(request.path) else []
-    directory = shards_in(request.path, names)
+def read_shards(form: str, request: Request, means: Means) -> ChunkedCheckpoint:
+    names = names_in(request.src) if is_directory(request.src) else []
+    directory = shards_in(request.src, names)
     if directory is None:
         raise CheckpointError(
-            f"{request.path}: is one file of a sharded checkpoint",
-            file=request.path,
-            hint=f"give the directory as SRC: {os.path.dirname(request.path) or os.curdir}",
+            f"{request.src}: is one file of a sharded checkpoint",
+            file=request.src,
+            hint=f"give the directory as SRC: {os.path.dirname(request.src) or os.curdir}",
         )
-    present = names if directory == request.path else names_in(directory)
+    present = names if directory == request.src else names_in(directory)
     files = natural_order(filter(SHARD.fullmatch, present))
-    report_unread(directory, present, files, SHARD, None, request.report)
-    contents = Contents.read(directory, files, request.handles, request.damaged)
+    report_unread(directory, present, files, SHARD, None, means.report)
+    contents = Contents.read(directory, files, means.handles, request.damaged)
     shards = _Shards(directory, files, [contents.indexes[number] for number in range(len(files))])
     tensors, faults = shards.tensors()
-    shards.check_files(tensors, faults, request.report)
+    shards.check_files(tensors, faults, means.report)
     checkpoint = chunked_checkpoint(form, directory, shards.indexes, tensors.values(), faults, shards.hint)
     checkpoint.extra_files = extra_files_in(directory, present, files)
-    if request.complete:
-        checkpoint.check(request.required)
+    checkpoint.check(request.required)
     return checkpoint
 
 

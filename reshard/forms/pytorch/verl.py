@@ -20,10 +20,10 @@ from reshard.checkpoints.formats.pickles import PickledInstance, among, named, s
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
-from reshard.forms.form import ReadRequest
 from reshard.forms.full.form import OF_VERL, extra_files_in, file_names
 from reshard.forms.pytorch.form import VERL_FILE
 from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, tensor_fault
+from reshard.forms.request import Means, Request
 from reshard.storage import for_each, is_directory, names_in, reading
 from reshard.text.messages import Report, listing, number_ranges, plural
 from reshard.text.names import layers_in_order
@@ -197,8 +197,8 @@ _HINT = "copy the files of one save again"
 _FSDP1 = "torch.distributed._shard.sharded_tensor."
 
 
-def read_ranks(form: str, request: ReadRequest) -> ChunkedCheckpoint:
-    directory = request.path
+def read_ranks(form: str, request: Request, means: Means) -> ChunkedCheckpoint:
+    directory = request.src
     if not is_directory(directory):
         raise CheckpointError(
             f"{directory}: is one rank's file of several",
@@ -209,27 +209,26 @@ def read_ranks(form: str, request: ReadRequest) -> ChunkedCheckpoint:
     world, paths, problems = _files_of_ranks(directory, names, request.damaged)
     unread = [name for name in names if _OTHER_STATE.fullmatch(name)]
     if unread:
-        request.report.note(f"{directory}: optimizer and other state is not read: {file_names(unread)}")
-    results = for_each(lambda path: _read_rank(path, request.handles), paths)
+        means.report.note(f"{directory}: optimizer and other state is not read: {file_names(unread)}")
+    results = for_each(lambda path: _read_rank(path, means.handles), paths)
     files = [result for result in results if isinstance(result, _RankFile)]
     problems += [result for result in results if not isinstance(result, _RankFile)]
     lacking = one_error(problems, f"{directory} is not complete") if problems else None
     if not files and lacking is not None:
         raise lacking
     for file in files:
-        request.handles.place(file.header.path, file.placement)
-    tensors, faults = _tensors(files, world, request.report)
+        means.handles.place(file.header.path, file.placement)
+    tensors, faults = _tensors(files, world, means.report)
     checkpoint = chunked_checkpoint(form, directory, [file.header for file in files], tensors, faults, _HINT)
     beside = os.path.join(directory, OF_VERL)
     if OF_VERL in names and is_directory(beside):
         extra_files = extra_files_in(beside, names_in(beside), ())
         checkpoint.extra_files = tuple(os.path.join(OF_VERL, name) for name in extra_files)
-    if request.complete:
-        if lacking is not None and any(map(request.required, checkpoint.faults)):
-            raise lacking
-        checkpoint.check(request.required)
+    if lacking is not None and any(map(request.required, checkpoint.faults)):
+        raise lacking
+    checkpoint.check(request.required)
     if lacking is not None:
-        request.report.warn(f"{lacking.message}; replicas in other files are read")
+        means.report.warn(f"{lacking.message}; replicas in other files are read")
     return checkpoint
 
 

@@ -14,9 +14,10 @@ from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.checkpoints.formats.output import DEDUPLICATED
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, IncompleteSourceError
-from reshard.forms.form import Form, FormOptions, Layouts, ReadRequest, WriteRequest
+from reshard.forms.form import Form, FormOptions, Layouts
 from reshard.forms.ranks.naming import RANK, FileNames, Step, parse_stem
 from reshard.forms.ranks.tree import StepFiles, find_checkpoints, named_for_rank
+from reshard.forms.request import Means, Request
 from reshard.forms.target import FinishingFile, Section, TargetForm, WholeLayouts
 from reshard.storage import exists
 from reshard.strategies import SAME, Strategy
@@ -39,34 +40,32 @@ class RanksForm(Form):
         """
         return RANK in src or (bool(names) and all(map(named_for_rank, names)))
 
-    def read(self, request: ReadRequest) -> Checkpoint:
+    def read(self, request: Request, means: Means) -> Checkpoint:
         # Imported late: `rank-list` in a loop reads only strategies.
         from reshard.forms.ranks.selection import StepSelector
 
-        request.source.without(request.asked.without_ranks)
-        candidates, steps, ranks = _candidates(request)
+        request.source.without(request.asked.source.without_ranks)
+        candidates, steps, ranks = _candidates(request, means)
         try:
-            return StepSelector(request).select(_with_damage(candidates, request), steps)
+            return StepSelector(request, means).select(_with_damage(candidates, request), steps)
         except IncompleteSourceError as error:
             if ranks == tuple(range(len(ranks))) and 0 < len(ranks) < request.source.device_count:
                 run = f"if the run had {plural(len(ranks), 'rank')}"
                 error.add_hint(f"{run}, {request.source.path} is not its strategy")
             raise
 
-    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
+    def target(self, checkpoint: Checkpoint, request: Request, means: Means) -> TargetForm:
         with_strategy = request.target.path == SAME and request.target.stages != request.source.stages
         if with_strategy and not all(stage.layouts for stage in request.target.stages):
-            request.report.warn("no strategy file is written: a pipeline stage has no selected parameter")
+            means.report.warn("no strategy file is written: a pipeline stage has no selected parameter")
             with_strategy = False
         if with_strategy and request.on_disk:
-            request.report.note(
-                f"the strategy of these ranks is written to {os.path.join(request.asked.path, STRATEGY_FILE)}"
-            )
+            means.report.note(f"the strategy of these ranks is written to {os.path.join(request.dst, STRATEGY_FILE)}")
         files = RankFiles(
             request.target,
             checkpoint.tensors,
-            target_format(MEMORY if request.in_memory else request.asked.format, checkpoint),
-            rank_names(request.asked.prefix, checkpoint),
+            target_format(MEMORY if request.task.in_memory else request.asked.target.format, checkpoint),
+            rank_names(request.asked.target.prefix, checkpoint),
             with_strategy,
         )
         whole = request.source.is_none and request.target.is_none
@@ -82,11 +81,11 @@ class RanksForm(Form):
         return [STRATEGY_FILE, *(file.name for file in resume_files(files))]
 
 
-def _candidates(request: ReadRequest) -> tuple[Iterable[StepFiles], Sequence[Step | None], tuple[int, ...]]:
+def _candidates(request: Request, means: Means) -> tuple[Iterable[StepFiles], Sequence[Step | None], tuple[int, ...]]:
     """The candidate steps, newest first, the list of all steps for ``latest``, and the ranks of the tree."""
     from reshard.forms.ranks.selection import check_ranks
 
-    asked = request.asked
+    asked = request.asked.source
     if asked.files is not None:
         beyond = [rank for rank in asked.files if not 0 <= rank < request.source.device_count]
         if beyond:
@@ -99,17 +98,17 @@ def _candidates(request: ReadRequest) -> tuple[Iterable[StepFiles], Sequence[Ste
                 raise CheckpointError(f"{path}: does not exist (rank {rank})", file=path, rank=rank)
         return [StepFiles(None, dict(asked.files))], (), ()
     tree = find_checkpoints(asked)
-    check_ranks(tree, request.source, request.handles)
+    check_ranks(tree, request.source, means.handles)
     candidates = tree.candidates(asked.step)
     if asked.step != "latest":
         return candidates, (), tree.ranks
     return candidates if asked.fallback else itertools.islice(candidates, 1), tree.steps, tree.ranks
 
 
-def _with_damage(candidates: Iterable[StepFiles], request: ReadRequest) -> Iterator[StepFiles]:
+def _with_damage(candidates: Iterable[StepFiles], request: Request) -> Iterator[StepFiles]:
     """Candidates, with the files marked that count as absent."""
     for candidate in candidates:
-        left_out = candidate.files.keys() & set(request.asked.without_ranks)
+        left_out = candidate.files.keys() & set(request.asked.source.without_ranks)
         reasons = {rank: f"rank {rank} counts as lost (--without-ranks)" for rank in sorted(left_out)}
         damaged = request.damaged
         reasons.update((rank, damaged[path]) for rank, path in candidate.files.items() if path in damaged)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from reshard.checkpoints import FileHandles, read_index
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
-from reshard.forms.form import EditedStep, ReadRequest
+from reshard.forms.form import EditedStep
 from reshard.forms.ranks.checkpoint import (
     RankCheckpoint,
     listed_by_source,
@@ -35,6 +35,7 @@ from reshard.forms.ranks.checkpoint import (
 from reshard.forms.ranks.form import stage_sections
 from reshard.forms.ranks.naming import Step
 from reshard.forms.ranks.tree import SourceTree, StepFiles
+from reshard.forms.request import Means, Request
 from reshard.forms.target import Cuts, Section
 from reshard.layout import Grid, Overlap
 from reshard.strategies import Stage, Strategy
@@ -194,16 +195,18 @@ class _Choice(NamedTuple):
 class StepSelector:
     """Finds the step that a request reads."""
 
-    def __init__(self, request: ReadRequest) -> None:
+    def __init__(self, request: Request, means: Means) -> None:
         self._edit = request.edit
+        # Rows of everything are cut over shards, whatever the source holds.
+        everything = request.target.is_placeholder
         # The error of edits on an incomplete step.
         self._unfit: InputError | None = None
         self._source = request.source
-        self._target = request.target
-        self._ranks = request.ranks
+        self._target = Strategy.none() if everything else request.target
+        self._ranks = None if everything else request.target_ranks
         self._filters = request.filters
-        self._handles = request.handles
-        self._report = request.report
+        self._handles = means.handles
+        self._report = means.report
         self._scopes = [Scope.EVERYTHING]
         if not self._target.is_none:
             self._scopes.append(Scope.TARGET)

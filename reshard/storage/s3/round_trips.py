@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from reshard.storage.store import OBJECTS, Storage
+from reshard.storage.store import OBJECTS, Costs
 from reshard.threads import ThreadLock
 
 # Assumed before a round trip is measured.
@@ -19,8 +19,8 @@ _SECONDS_PER_REQUEST = 1.5e-3
 _REMEMBERED = 64
 
 
-def storage_with(round_trip: float, buffered: int = 0) -> Storage:
-    """Storage with a round trip of seconds until the first byte; see `Storage.held` for ``buffered``."""
+def costs_with(round_trip: float, buffered: int = 0) -> Costs:
+    """The costs with a round trip of seconds until the first byte; see `Costs.held` for ``buffered``."""
     passed = int(_SHARE * round_trip)
     return OBJECTS._replace(
         in_flight=_within(OBJECTS.in_flight, round(round_trip / _SECONDS_PER_REQUEST), 32),
@@ -47,10 +47,10 @@ class RoundTrips:
         with self._lock:
             self._seconds.append(seconds)
 
-    def storage(self, buffered: int = 0) -> Storage:
-        """The storage with their median."""
+    def costs(self, buffered: int = 0) -> Costs:
+        """The costs with their median."""
         with self._lock:
             ordered = sorted(self._seconds)
         if not ordered:
-            return storage_with(_USUAL_ROUND_TRIP, buffered)._replace(round_trip=None)
-        return storage_with(ordered[(len(ordered) - 1) // 2], buffered)
+            return costs_with(_USUAL_ROUND_TRIP, buffered)._replace(round_trip=None)
+        return costs_with(ordered[(len(ordered) - 1) // 2], buffered)

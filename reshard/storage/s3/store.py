@@ -15,7 +15,7 @@ from reshard.errors import InputError
 from reshard.storage.s3.listings import Listings
 from reshard.storage.s3.objects import HELD, NewObject, ObjectFile, ObjectReader, Version, metadata_of, part_bytes
 from reshard.storage.s3.service import Address, Service, number_of, service
-from reshard.storage.store import DirectoryEntry, FileStatus, Notify, Sending, Storage, Store
+from reshard.storage.store import Costs, DirectoryEntry, FileStatus, Notify, Sending, Store
 
 
 class ObjectEntry(NamedTuple):
@@ -109,8 +109,8 @@ class S3Store(Store):
                 raise IsADirectoryError(errno.EISDIR, "is a directory", path) from None
             raise
 
-    def costs(self, path: str) -> Storage:
-        return self._reader.round_trips.storage(HELD)
+    def costs(self, path: str) -> Costs:
+        return self._reader.round_trips.costs(HELD)
 
     def new_file(self, path: str, size: int, sending: Sending | None = None) -> NewObject:
         Address.parse(path)
