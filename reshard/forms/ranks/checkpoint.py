@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, tensors_named
+from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, files_alike, tensors_named
 from reshard.checkpoints.checkpoint import (
     AS_RECORDED,
     Checkpoint,
@@ -72,10 +72,8 @@ class RankCheckpoint:
         self.files: Mapping[int, str] = step_files.files
         self.indexes: dict[int, CheckpointIndex] = {}
         self.damaged: dict[int, str] = dict(step_files.damaged)
-        self._sets: dict[frozenset[str], int] = {}
-        self._set_of_rank: dict[int, int] = {}
-        self._presence: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}
-        set_of_tensors: dict[int, int] = {}
+        # Equal sets of ranks are one object: the plan groups thousands of tensors by them.
+        self._presence: dict[tuple[int, tuple[frozenset[str], ...]], frozenset[int]] = {}
         sound = {rank: path for rank, path in sorted(self.files.items()) if rank not in self.damaged}
         for rank, index in read_headers(handles, sound):
             if isinstance(index, DamagedCheckpointError):
@@ -83,12 +81,10 @@ class RankCheckpoint:
                 report.warn(f"{index.message}; rank {rank} counts as absent at {self.label}")
                 continue
             self.indexes[rank] = index
-            # Files of equal structure share their tensors: compare by identity first.
-            number = set_of_tensors.get(id(index.tensors))
-            if number is None:
-                number = self._sets.setdefault(frozenset(index.tensors), len(self._sets))
-                set_of_tensors[id(index.tensors)] = number
-            self._set_of_rank[rank] = number
+        # The names in files, each set with the ranks of its files.
+        self._ranks_of: dict[frozenset[str], list[int]] = {}
+        for ranks in files_alike(self.indexes):
+            self._ranks_of.setdefault(frozenset(self.indexes[ranks[0]].tensors), []).extend(ranks)
         self._marked = any(index.metadata.get(DEDUPLICATED) == "True" for index in self.indexes.values())
 
     @property
@@ -119,13 +115,17 @@ class RankCheckpoint:
 
     def ranks_with(self, name: str, stage: Stage) -> frozenset[int]:
         """Ranks of a stage whose file holds a tensor of this name."""
-        sets = tuple(number for names, number in self._sets.items() if name in names)
+        sets = tuple(names for names in self._ranks_of if name in names)
         key = (stage.number, sets)
-        ranks = self._presence.get(key)
-        if ranks is None:
-            ranks = frozenset(rank for rank in self.loaded(stage) if self._set_of_rank[rank] in sets)
-            self._presence[key] = ranks
-        return ranks
+        if key not in self._presence:
+            self._presence[key] = frozenset(rank for names in sets for rank in self._ranks_of[names]).intersection(
+                stage.ranks
+            )
+        return self._presence[key]
+
+    def sets_of(self, stage: Stage) -> list[frozenset[str]]:
+        """The distinct sets of names in the files of a stage."""
+        return [names for names, ranks in self._ranks_of.items() if any(rank in stage.ranks for rank in ranks)]
 
     def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
         return tuple(self.ranks_with(tensor.name, sharding.stage) for sharding in stage_shardings(tensor))
@@ -138,20 +138,17 @@ class RankCheckpoint:
         """
         if self._marked:
             return True
-        loaded = self.loaded(stage)
-        numbers = {self._set_of_rank[rank] for rank in loaded}
-        sets = [names for names, number in self._sets.items() if number in numbers]
+        sets = self.sets_of(stage)
         return any(
-            len({name in names for names in sets}) > 1 and self._lacks_elements(name, stage, loaded)
-            for name in stage.layouts
+            len({name in names for names in sets}) > 1 and self._lacks_elements(name, stage) for name in stage.layouts
         )
 
-    def _lacks_elements(self, name: str, stage: Stage, loaded: Sequence[int]) -> bool:
+    def _lacks_elements(self, name: str, stage: Stage) -> bool:
         """Whether a file of a stage lacks a slice with elements; .ckpt files mostly skip empty slices."""
         holders = self.ranks_with(name, stage)
         if not any(self.indexes[rank].tensors[name].nbytes for rank in holders):
             return False
-        lacking = (rank - stage.first_rank for rank in loaded if rank not in holders)
+        lacking = (rank - stage.first_rank for rank in self.loaded(stage) if rank not in holders)
         return not all(map(stage.layouts[name].is_empty_by_hand, lacking))
 
     def order(self) -> list[str]:
@@ -161,7 +158,7 @@ class RankCheckpoint:
         return ()
 
     def names(self) -> set[str]:
-        return set().union(*self._sets)
+        return set().union(*self._ranks_of)
 
     def values(self) -> list[str]:
         """Names that files hold and that the strategy does not list."""
@@ -172,19 +169,16 @@ class RankCheckpoint:
         return []
 
     def holders(self, name: str) -> list[int]:
-        sets = {number for names, number in self._sets.items() if name in names}
-        return sorted(rank for rank, number in self._set_of_rank.items() if number in sets)
+        return sorted(rank for names, ranks in self._ranks_of.items() if name in names for rank in ranks)
 
     def warn_of_unlisted(self, source: Strategy, report: Report) -> None:
         """Warn of parameters that a stage's ranks hold although only another stage's strategy lists them."""
         listed = frozenset(source.parameters)
-        unlisted: dict[int, set[str]] = {}
+        unlisted: dict[int, frozenset[str]] = {}
         for stage in source.stages if len(source.stages) > 1 else ():
-            stored: set[str] = set()
-            for names in {frozenset(self.indexes[rank].tensors) for rank in self.loaded(stage)}:
-                stored |= names
-            if stored & listed - stage.layouts.keys():
-                unlisted[stage.number] = stored & listed - stage.layouts.keys()
+            elsewhere = listed.intersection(set().union(*self.sets_of(stage))) - stage.layouts.keys()
+            if elsewhere:
+                unlisted[stage.number] = elsewhere
         if unlisted:
             every = sorted(set().union(*unlisted.values()))
             stages = f"stage{'s' if len(unlisted) > 1 else ''} {number_ranges(unlisted)}"

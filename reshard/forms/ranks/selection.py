@@ -341,7 +341,7 @@ class StepSelector:
         """The reason why a stage's parameters are unknown, if they are."""
         where = f"pipeline stage {stage.number} ({rank_ranges(stage.ranks)})"
         loaded = step.loaded(stage)
-        stored = {name for rank in loaded for name in step.indexes[rank].tensors}
+        stored = set().union(*step.sets_of(stage))
         if not loaded:
             names = "; its parameters: " + listing(stage.layouts, _MOST_PATTERNS) if stage.layouts else ""
             yield f"no rank of {where} has a readable file" + names
