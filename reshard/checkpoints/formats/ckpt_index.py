@@ -183,11 +183,12 @@ def _read_map_tensor(walk: _Walk, end: int) -> tuple[str, tuple[int, ...], tuple
 
 def _add_joined(tensors: TensorTable, records: Sequence[_Record], path: str) -> None:
     """Add the tensor of consecutive records of one name, after checking its size."""
-    first, extents = records[0], records[0].extents
+    first = at = records[0]
+    extents = first.extents
     if len(records) > 1:
         extents = tuple(extent for record in records for extent in record.extents)
+        at = next((record for record in records if (record.dtype, record.dims) != (first.dtype, first.dims)), first)
     nbytes = sum(length for _, length in extents)
-    at = next((record for record in records if (record.dtype, record.dims) != (first.dtype, first.dims)), first)
     if at is not first:
         problem: str | None = "occurs twice, with different types or dimensions"
     elif first.name in tensors:
