@@ -165,21 +165,19 @@ class _Structure:
     def __init__(self, example: CheckpointIndex, status: FileStatus) -> None:
         self.example = example
         self._status = status
-        self._lock = ThreadLock()
         self._gaps: list[tuple[int, int, array[int], array[int]]] = []
         self._digests: list[bytes] | None = None
 
     def digests(self, handles: FileHandles) -> list[bytes]:
         """Digests of all bytes but tensor contents, a read each."""
-        with self._lock:
-            if self._digests is None:
-                with handles.borrow(self.example.path) as file:
-                    status = file.status()
-                    if (status.inode, status.modified) != (self._status.inode, self._status.modified):
-                        raise OSError(errno.ESTALE, "changed since it was parsed")
-                    self._gaps = list(_gaps(self.example, max(_NEAR, storage_of(self.example.path).worth_skipping)))
-                    self._digests = list(self.digests_of(file))
-            return self._digests
+        if self._digests is None:
+            with handles.borrow(self.example.path) as file:
+                status = file.status()
+                if (status.inode, status.modified) != (self._status.inode, self._status.modified):
+                    raise OSError(errno.ESTALE, "changed since it was parsed")
+                self._gaps = list(_gaps(self.example, max(_NEAR, storage_of(self.example.path).worth_skipping)))
+                self._digests = list(self.digests_of(file))
+        return self._digests
 
     def digests_of(self, file: ReadableFile) -> Iterator[bytes]:
         """Those of the same bytes of another file of this size, after `digests`."""
@@ -203,7 +201,9 @@ class KnownStructures:
             structures = tuple(self._known.get((format, size), ()))
         for structure in structures:
             try:
-                expected = structure.digests(self._handles)
+                # Only the first thread reads the example; all others need the result.
+                with self._lock:
+                    expected = structure.digests(self._handles)
             except (OSError, RetryableError):
                 # The example vanished: parse this file instead. The example's reader reports that error.
                 continue
