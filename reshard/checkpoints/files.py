@@ -45,12 +45,10 @@ class FileHandles:
 
     Attributes:
         limit: maximum of open files.
-        opened: number of opens so far.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = default_limit() if limit is None else max(1, limit)
-        self.opened = 0
         self._lock = ThreadLock()
         self._handles: OrderedDict[str, _Handle] = OrderedDict()
         self._placements: dict[str, Placement] = {}
@@ -122,7 +120,6 @@ class FileHandles:
             with self._lock:
                 if self._first_seen.setdefault(path, status) != status:
                     raise OSError(errno.ESTALE, CHANGED, path)
-                self.opened += 1
                 if file.pinned:
                     self._pinned.add(path)
         except OSError:

@@ -17,7 +17,7 @@ from reshard.cli.output import is_quiet, say, show_notes
 from reshard.errors import StrategyError, UsageError
 from reshard.storage import is_directory
 from reshard.strategies import Strategy
-from reshard.text.globs import Globs
+from reshard.text.globs import matcher
 from reshard.text.messages import plural, rank_ranges
 
 if TYPE_CHECKING:
@@ -320,13 +320,13 @@ def _source(path: str, sizes: AxisSizes) -> SourceRun:
 def _merged(user_rules: LayoutRules, derived: LayoutRules) -> LayoutRules:
     """Rules of --rules, which replace derived rules per weight, and the derived ones."""
     pipeline, shown = user_rules.pipeline, derived.pipeline
-    stated = Globs((*pipeline.first, *pipeline.last))
+    stated = matcher((*pipeline.first, *pipeline.last))
     return replace(
         derived,
         rules=(*user_rules.rules, *derived.rules),
         pipeline=pipeline._replace(
-            first=(*pipeline.first, *(name for name in shown.first if not stated.match(name))),
-            last=(*pipeline.last, *(name for name in shown.last if not stated.match(name))),
+            first=(*pipeline.first, *(name for name in shown.first if not stated(name))),
+            last=(*pipeline.last, *(name for name in shown.last if not stated(name))),
         ),
         optimizer_states=user_rules.optimizer_states,
         text=user_rules.text,

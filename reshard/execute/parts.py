@@ -104,7 +104,9 @@ def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[list[TensorS
     any_part = False
     for segments, nbytes in _tensors_of(group):
         count = max(1, round(nbytes / part_bytes))
-        find_shared = functools.cache(functools.partial(_shared_rows, group, segments))
+        find_shared: Callable[[], SharedRows | None] = functools.partial(_shared_rows, group, segments)
+        if count > 1:
+            find_shared = functools.cache(find_shared)
         for number in range(count):
             part.append(TensorShare(group, segments, find_shared, number, count))
             size += nbytes // count
@@ -145,23 +147,21 @@ def _alike(group: Sequence[TargetFile]) -> bool:
 
 def _by_tensor(target: TargetFile) -> Iterator[list[Segment]]:
     """The segments of a file, each tensor's data with the literal bytes before it; then bytes at the end."""
-    pending: list[Segment] = []
-    last = -1
+    tensor = -1
+    segments: list[Segment] = []
+    literals: list[Segment] = []
     for segment in target.layout.segments():
-        if isinstance(segment, Data) and segment.tensor != last and last >= 0:
-            # Literal bytes since the last tensor's data belong to this one.
-            data = max(n for n, s in enumerate(pending) if isinstance(s, Data)) + 1
-            yield pending[:data]
-            pending = pending[data:]
-        pending.append(segment)
-        if isinstance(segment, Data):
-            last = segment.tensor
+        if isinstance(segment, Literal):
+            literals.append(segment)
+            continue
+        if segment.tensor != tensor and segments:
+            yield segments
+            segments = []
+        tensor = segment.tensor
+        segments += [*literals, segment]
+        literals = []
     # Headers of empty tensors at the end of the file follow the last data and must stay behind it.
-    data = max((n + 1 for n, s in enumerate(pending) if isinstance(s, Data)), default=0)
-    if pending[:data]:
-        yield pending[:data]
-    if pending[data:]:
-        yield pending[data:]
+    yield from filter(None, (segments, literals))
 
 
 def _unit_of(target: TargetFile, segments: Sequence[Segment], shares: int) -> int:
@@ -310,6 +310,9 @@ def _write_alone(
 def _most_at_a_time(tensor: TargetTensor, first: int, last: int, reader: FileReader) -> int:
     """Maximum bytes of elements to read before they are written: runs are still in the cache then."""
     most = reader.copied_bytes
+    if (last - first) * tensor.item_size <= most:
+        # Small tensors are read at once: their runs are computed only then.
+        return most
     for box in boxes_of_range(tensor.shape, first, last, last - first):
         runs = reader.runs(tensor, box)
         if runs is None:

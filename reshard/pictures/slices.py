@@ -77,7 +77,7 @@ class Arrangement:
     def slice(self, number: int) -> Slice:
         index = self.layout.slice_index(number)
         box = tuple((edges[at], edges[at + 1]) for edges, at in zip(self._edges, index))
-        return Slice(box, index, tuple(self.holding.ranks(number)))
+        return Slice(box, index, tuple(self.holding.holders(number)))
 
     def at(self, index: Sequence[int]) -> Slice:
         number = 0

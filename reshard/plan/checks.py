@@ -15,7 +15,7 @@ from reshard.forms.target import Section, laid_out_names
 from reshard.plan.plan import Plan
 from reshard.plan.values import CopiedValues
 from reshard.strategies import Strategy
-from reshard.text.globs import Globs, warn_of_unmatched
+from reshard.text.globs import matcher, warn_of_unmatched
 from reshard.text.messages import Report, as_glob, as_pattern, listing, plural, quoted
 from reshard.text.names import is_training_value, is_weight, state_prefix
 
@@ -218,8 +218,8 @@ def missing_problems(plan: Plan, report: Report) -> Iterator[CheckpointError]:
 
         held += map(naming_of(request.to.options.side.value).remove, [*held])
     names = plan.known_names()
-    accepted = Globs(request.asked.edits.allow_missing)
-    missing = [name for name in needed(missing, held, request.target, names) if not accepted.match(name)]
+    accepted = matcher(request.asked.edits.allow_missing)
+    missing = [name for name in needed(missing, held, request.target, names) if not accepted(name)]
     weights = [name for name in missing if is_weight(name, names)]
     state = [name for name in missing if not is_weight(name, names)]
     patterns = [*_patterns(weights), *_patterns(state)]

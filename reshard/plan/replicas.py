@@ -129,7 +129,7 @@ class ReplicaChoice:
                     for holding, number in zip(kind.holdings, cell.slices)
                 )
                 if key not in needs:
-                    ranks = [rank for holding, n in zip(kind.holdings, cell.slices) for rank in holding.ranks(n)]
+                    ranks = [rank for holding, n in zip(kind.holdings, cell.slices) for rank in holding.holders(n)]
                     needs[key] = Need(kind.parameter, tuple(sorted(ranks)))
         distinct: dict[tuple[int, ...], Need] = {}
         for need in (*needs.values(), *self._deciding[stage.number].values()):

@@ -21,7 +21,7 @@ from reshard.names import (
     side_of,
 )
 from reshard.storage import absolute
-from reshard.text.globs import Globs
+from reshard.text.globs import matcher
 from reshard.text.messages import Report, quoted
 from reshard.text.names import fused_expert
 
@@ -66,7 +66,7 @@ def apply_table(edits: EditRules, edge: Edge, shapes: Mapping[str, tuple[int, ..
         edits.optimizer,
         recorded=edits.recorded_options(edge.rules),
         to_huggingface=edits.side is Side.HUGGINGFACE and edits.table_of_side is None,
-        left_out=Globs(edits.exclude).match if of_side and edge.reverse else None,
+        left_out=matcher(edits.exclude) if of_side and edge.reverse else None,
     )
 
 

@@ -18,8 +18,8 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, FileSharding, GlobalTensor
-from reshard.forms.ranks.checkpoint import StageSharding
 from reshard.layout import Box, Grid, Overlap, volume_of
+from reshard.strategies import Holding
 from reshard.text.names import ACCUMULATED_GRADIENTS, belongs_to_rank, is_weight
 from reshard.threads import cached_property
 
@@ -197,7 +197,7 @@ def group_parameters(parameters: Collection[GlobalTensor], source: Checkpoint) -
         files = [sharding.present for sharding in parameter.shardings if isinstance(sharding, FileSharding)]
         present = tuple(files) or source.present(parameter)
         shardings = tuple(
-            (sharding.stage.number, sharding.layout) if isinstance(sharding, StageSharding) else sharding
+            (sharding.stage.number, sharding.layout) if isinstance(sharding, Holding) else sharding
             for sharding in parameter.shardings
         )
         key = (parameter.shape, parameter.item_size, shardings, present, is_gradient(parameter.name))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import LayoutError, UsageError
-from reshard.layout import Layout
+from reshard.layout import Box, Grid, Layout
 from reshard.text.messages import are, plural, rank_ranges, some_numbers
 from reshard.threads import cached_property
 
@@ -265,15 +265,23 @@ class Stage(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """One stage that holds a parameter, and its layout there."""
+    """One stage that holds a parameter, and its layout there; in checkpoints a `checkpoint.Sharding`.
+
+    Attributes:
+        grid: the parameter's slices; without dimensions where its shape is unknown.
+    """
 
     stage: Stage
     layout: Layout
+    grid: Grid = Grid(())
 
-    def ranks(self, slice_number: int) -> list[int]:
+    def holders(self, slice_number: int) -> list[int]:
         """Global ranks that hold a slice, ascending."""
         first = self.stage.first_rank
         return [first + rank for rank in self.layout.holders(slice_number)]
+
+    def stored_box(self, slice_number: int) -> Box:
+        return self.grid.slice_box(slice_number)
 
     def slice_of(self, rank: int) -> int:
         """The slice that a global rank of this stage holds."""

@@ -25,7 +25,7 @@ from reshard.errors import LayoutError, ReshardError, StrategyError, UsageError
 from reshard.layout import Layout
 from reshard.storage import is_directory, names_in, real
 from reshard.strategies.files import ENDINGS, RECORD, OtherFile, parse, read_content, read_strategy_file
-from reshard.strategies.model import NONE, RecordedLayout, Stage, Strategy, StrategyFile, StrategyItem
+from reshard.strategies.model import NONE, RecordedLayout, Stage, Strategy, StrategyFile
 from reshard.text.messages import Report, joined, listing, plural, quoted, some_names
 from reshard.text.names import natural_order
 
@@ -39,7 +39,6 @@ class StageRecord(NamedTuple):
     Attributes:
         number: the stage; None for a file without strategy items.
         file: the file; ``paths`` also names its identical copies.
-        items: the stage's operators.
         recorded: layouts as in the file, by name without stage prefix.
         layouts: the same in normal form.
     """
@@ -47,7 +46,6 @@ class StageRecord(NamedTuple):
     number: int | None
     file: StrategyFile
     paths: tuple[str, ...]
-    items: tuple[StrategyItem, ...]
     recorded: Mapping[str, RecordedLayout]
     layouts: Mapping[str, Layout]
 
@@ -263,7 +261,7 @@ def stage_records(file: StrategyFile, paths: Sequence[str] = ()) -> Iterator[Sta
                 parameter=unprefixed[0],
                 hint="merge the stages' own files again with reshard merge-pipeline",
             )
-        yield _stage_record(of_items[0] if of_items else None, file, paths, file.items, file.layouts)
+        yield _stage_record(of_items[0] if of_items else None, file, paths, file.layouts)
         return
     of_stage: dict[int, dict[str, RecordedLayout]] = {}
     for name, recorded in file.layouts.items():
@@ -271,7 +269,7 @@ def stage_records(file: StrategyFile, paths: Sequence[str] = ()) -> Iterator[Sta
         of_stage.setdefault(int(number), {})[parameter] = recorded
     _check_prefixes(file, of_items, sorted(of_stage))
     for stage, layouts in sorted(of_stage.items()):
-        yield _stage_record(stage, file, paths, tuple(item for item in file.items if item.stage == stage), layouts)
+        yield _stage_record(stage, file, paths, layouts)
 
 
 def _check_prefixes(file: StrategyFile, of_items: list[int], of_names: list[int]) -> None:
@@ -287,11 +285,7 @@ def _check_prefixes(file: StrategyFile, of_items: list[int], of_names: list[int]
 
 
 def _stage_record(
-    number: int | None,
-    file: StrategyFile,
-    paths: tuple[str, ...],
-    items: tuple[StrategyItem, ...],
-    recorded: Mapping[str, RecordedLayout],
+    number: int | None, file: StrategyFile, paths: tuple[str, ...], recorded: Mapping[str, RecordedLayout]
 ) -> StageRecord:
     where = file.path if number is None else f"{file.path}: stage {number}"
     layouts: dict[str, Layout] = {}
@@ -310,7 +304,7 @@ def _stage_record(
             file=file.path,
             parameter=min(counts.values(), key=len)[0],
         )
-    return StageRecord(number, file, paths, items, recorded, layouts)
+    return StageRecord(number, file, paths, recorded, layouts)
 
 
 @lru_cache(maxsize=4096)

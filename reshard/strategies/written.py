@@ -66,7 +66,7 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
     layouts: dict[str, RecordedLayout] = {}
     for number in sorted(records):
         record = preferred(records[number], form)
-        items.extend(record.items)
+        items += (item for item in record.file.items if item.stage == number)
         for name, recorded in record.recorded.items():
             layouts[f"{number}-{name}"] = _expressed(recorded, form, record, name)
     file = StrategyFile(target_file, form, tuple(items), layouts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import translate
 
 from reshard.errors import UsageError
@@ -50,23 +50,16 @@ class Glob:
         return None if match is None else [match.span(group + 1) for group in range(match.re.groups)]
 
 
-class Globs:
-    """Several patterns, of which a text may match any.
-
-    Args:
-        patterns: the patterns.
+def matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """A function that returns whether a text matches any of some patterns.
 
     Raises:
         UsageError: as `Glob`.
     """
-
-    def __init__(self, patterns: Iterable[str]) -> None:
-        every = set(patterns)
-        self._literals = {pattern for pattern in every if not re.search(r"[*?[]", pattern)}
-        self._match = _compiled(sorted(every - self._literals)).match
-
-    def match(self, text: str) -> bool:
-        return text in self._literals or self._match(text) is not None
+    every = set(patterns)
+    literals = {pattern for pattern in every if not re.search(r"[*?[]", pattern)}
+    match = _compiled(sorted(every - literals)).match
+    return lambda text: text in literals or match(text) is not None
 
 
 class Filters:
@@ -83,13 +76,13 @@ class Filters:
     def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
         self.include = include
         self.exclude = exclude
-        self._included = Globs(include)
-        self._excluded = Globs(exclude)
+        self._included = matcher(include)
+        self._excluded = matcher(exclude)
 
     def admit(self, name: str) -> bool:
-        if self.exclude and self._excluded.match(name):
+        if self.exclude and self._excluded(name):
             return False
-        return not self.include or self._included.match(name)
+        return not self.include or self._included(name)
 
 
 def _compiled(patterns: Sequence[str], number: str = "") -> re.Pattern[str]:

@@ -19,7 +19,7 @@ from reshard.errors import CheckpointError
 from reshard.forms.form import Names, Side
 from reshard.forms.registry import form_named
 from reshard.strategies import Strategy
-from reshard.text.globs import Glob, Globs
+from reshard.text.globs import Glob, matcher
 from reshard.text.messages import Report, listing, quoted
 from reshard.text.names import TRAINING_STEP, did_you_mean, fused_expert, is_weight
 from reshard.verification.boxes import Box, Shape
@@ -84,7 +84,7 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
             edge.reverse,
             edits.optimizer,
             recorded=edits.recorded_options(edge.rules),
-            left_out=Globs(edits.exclude).match if edge.reverse and edge.rules is edits.table_of_side else None,
+            left_out=matcher(edits.exclude) if edge.reverse and edge.rules is edits.table_of_side else None,
         )
         tied += [
             (_tied_content(one, recipes[one], originals), _tied_content(two, recipes[two], originals))

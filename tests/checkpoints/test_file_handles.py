@@ -13,6 +13,7 @@ import pytest
 from reshard.checkpoints import FileHandles
 from reshard.errors import CheckpointError, RetryableError
 from reshard.storage import ReadableFile, reading_error
+from tests.counting import count_opened
 
 
 @pytest.fixture
@@ -35,24 +36,26 @@ def descriptor(file: ReadableFile) -> int:
     return file.descriptor
 
 
-def test_a_file_is_opened_once(paths: list[str]) -> None:
+def test_a_file_is_opened_once(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = count_opened(monkeypatch)
     with FileHandles(limit=6) as handles:
         for _ in range(3):
             for path in paths:
                 with handles.borrow(path) as file:
                     assert file.read(0, 1) == os.path.basename(path).encode()
-        assert handles.opened == 6
+    assert opened == dict.fromkeys(paths, 1)
 
 
-def test_the_least_recently_used_file_is_closed_first(paths: list[str]) -> None:
+def test_the_least_recently_used_file_is_closed_first(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = count_opened(monkeypatch)
     with FileHandles(limit=2) as handles:
         for path in (paths[0], paths[1], paths[0], paths[2], paths[0]):
             with handles.borrow(path):
                 pass
-        assert handles.opened == 3
+        assert opened == dict.fromkeys(paths[:3], 1)
         with handles.borrow(paths[1]):
             pass
-        assert handles.opened == 4
+        assert opened == {**dict.fromkeys(paths[:3], 1), paths[1]: 2}
 
 
 @pytest.mark.parametrize("same_size", [True, False])
@@ -107,7 +110,7 @@ def test_a_failed_open_leaves_no_descriptor(paths: list[str], tmp_path: Path) ->
         (tmp_path / "none").write_bytes(b"now")
         with handles.borrow(str(tmp_path / "none")) as file:
             assert file.read(0, 3) == b"now"
-        assert handles.opened == 1
+        assert handles.seen == 1
 
 
 def test_handles_are_closed_when_the_process_has_no_free_descriptor(

@@ -17,7 +17,7 @@ import pytest
 
 from reshard.execute import writing
 from reshard.source_replicas.compare import ReplicaFiles
-from reshard.storage import temporary
+from reshard.storage import local
 from reshard.verification import stored
 from tests.running import LAUNCHER, Argument, Result, done, fails, reshard, warns
 from tests.small import World, tensors
@@ -411,7 +411,7 @@ def test_a_tensor_modified_during_get_gives_no_file(
     other = path.read_bytes()
     world.save(NEW)
     words: list[Argument] = ["get", world.src, "w", "--strategy", world.old, "-o", world.root / "made" / "w.npy"]
-    create = temporary.create
+    create = local.create_temporary
 
     def created(directory: str) -> tuple[int, str]:
         """By now the first block was read."""
@@ -419,7 +419,7 @@ def test_a_tensor_modified_during_get_gives_no_file(
         return create(directory)
 
     with monkeypatch.context() as patch:
-        patch.setattr(temporary, "create", created)
+        patch.setattr(local, "create_temporary", created)
         fails(1, *words, texts=[path])
     assert not (world.root / "made").exists()
     path.write_bytes(other)

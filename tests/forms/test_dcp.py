@@ -206,7 +206,7 @@ def test_planning_opens_no_file_of_tensors(tmp_path: Path) -> None:
     for case in CASES:
         with FileHandles() as handles:
             read(case.path, handles)
-            assert handles.opened == 0
+            assert handles.seen == 0
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from reshard.storage import temporary
+from reshard.storage import local
 from tests.running import fails, warns
 from tests.small import World, tensors
 from tests.trees import same_ranks
@@ -42,8 +42,8 @@ def started(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     """A world with one converted rank and a short lock timeout."""
     world.save(FULL)
     world.by_rank(0)
-    monkeypatch.setattr(temporary, "MESSAGE_AFTER", 0.05)
-    monkeypatch.setattr(temporary, "GIVEN_UP_AFTER", 0.4)
+    monkeypatch.setattr(local, "MESSAGE_AFTER", 0.05)
+    monkeypatch.setattr(local, "GIVEN_UP_AFTER", 0.4)
     return world
 
 
@@ -66,7 +66,7 @@ def test_a_lock_that_is_never_released_is_an_error_that_names_it(started: World,
 @pytest.mark.parametrize("kind", [fcntl.LOCK_SH, fcntl.LOCK_EX])
 def test_a_lock_is_acquired_after_its_release(started: World, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     path = lock_of(started)
-    monkeypatch.setattr(temporary, "GIVEN_UP_AFTER", 30)
+    monkeypatch.setattr(local, "GIVEN_UP_AFTER", 30)
     # Long enough for a busy machine to come to the lock.
     with held(path, kind, seconds=1):
         warns(started.convert(), f"waiting for {path}")
@@ -97,8 +97,8 @@ def test_a_new_file_locked_by_a_backup_is_not_waited_for(tmp_path: Path, monkeyp
         lock(fd, kind)
 
     monkeypatch.setattr(fcntl, "flock", lock_with_a_reader)
-    fd, path = temporary.create(str(tmp_path))
+    fd, path = local.create_temporary(str(tmp_path))
     assert len(others) == 2 and os.listdir(tmp_path) == [os.path.basename(path)]
     for number in (fd, *others):
         os.close(number)
-    temporary.remove(path)
+    local.remove_temporary(path)

@@ -179,10 +179,10 @@ def test_only_temporary_files_of_dead_runs_are_removed(world: World) -> None:
     world.save(FULL)
     code = (
         "import sys, time\n"
-        "from reshard.storage import temporary\n"
+        "from reshard.storage import local\n"
         "import os\n"
         "os.makedirs(sys.argv[1], exist_ok=True)\n"
-        "print(temporary.create(sys.argv[1])[1], flush=True)\n"
+        "print(local.create_temporary(sys.argv[1])[1], flush=True)\n"
         "time.sleep(600)\n"
     )
     started = [
@@ -212,7 +212,7 @@ def test_a_run_that_writes_nothing_removes_files_of_killed_runs(command: str, pl
     """As of a run that was killed while it wrote what another one wrote first."""
     world.save(FULL)
     world.convert()
-    code = "import os, sys\nfrom reshard.storage import temporary\ntemporary.create(sys.argv[1])\nos._exit(9)"
+    code = "import os, sys\nfrom reshard.storage import local\nlocal.create_temporary(sys.argv[1])\nos._exit(9)"
     assert subprocess.run([sys.executable, "-c", code, str(world.dst / place)]).returncode == 9
     assert len(list(world.dst.rglob(".reshard-tmp-*"))) == 1
     if command == "resume":

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from reshard.storage import temporary
+from reshard.storage import local
 from tests.corpus import ROOT
 from tests.running import Argument, done
 from tests.small import World, tensors
@@ -20,8 +20,8 @@ from tests.small import World, tensors
 NOBODY = 1 << 23
 LEFT = """
 import os, signal, sys
-from reshard.storage import temporary
-print(temporary.create(sys.argv[1])[1], flush=True)
+from reshard.storage import local
+print(local.create_temporary(sys.argv[1])[1], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -65,12 +65,12 @@ def test_a_directory_is_flushed_after_each_rename(form: str, world: World, monke
 _FORKS = """
 import os, sys
 from reshard import signals
-from reshard.storage import temporary
+from reshard.storage import local
 
-_, path = temporary.create(sys.argv[1])
+_, path = local.create_temporary(sys.argv[1])
 child = os.fork()
 if not child:
-    temporary.create(sys.argv[1])
+    local.create_temporary(sys.argv[1])
     signals.leave(0)
 os.waitpid(child, 0)
 assert os.listdir(sys.argv[1]) == [os.path.basename(path)]
@@ -84,7 +84,7 @@ def test_a_file_in_the_place_of_a_directory_may_be_gone_before_the_error(monkeyp
 
     monkeypatch.setattr(os, "makedirs", taken)
     with pytest.raises(NotADirectoryError):
-        temporary.make_directory("gone/meanwhile")
+        local.make_directory("gone/meanwhile")
 
 
 def test_the_end_of_a_forked_child_leaves_its_parents_files_alone(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from reshard.storage import temporary
+from reshard.storage import local
 from tests.running import Argument, fails
 from tests.small import SOURCE, World, tensors
 from tests.trees import write_strategy
@@ -34,7 +34,7 @@ def test_the_exit_status_distinguishes_retryable_write_errors(
     def create(directory: str, directory_fd: object = None) -> tuple[int, str]:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(temporary, "create", create)
+    monkeypatch.setattr(local, "create_temporary", create)
     fails(3 if number in LASTING else 1, *commands[command], texts=[shown, os.strerror(number)])
 
 
@@ -47,7 +47,7 @@ def test_a_full_disk_is_reported_by_file_where_files_are_no_ranks(
     def create(directory: str, directory_fd: object = None) -> tuple[int, str]:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(temporary, "create", create)
+    monkeypatch.setattr(local, "create_temporary", create)
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", form, "--shards", 2]
     error = fails(1, *words, texts=["no space left", world.dst, "df -i"]).err
     assert "(rank" not in error

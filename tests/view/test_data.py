@@ -18,11 +18,10 @@ from reshard.checkpoints import CheckpointIndex
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.tensors import Tensor
 from reshard.convert.transfers import Transfers
-from reshard.forms.ranks.checkpoint import StageSharding
 from reshard.forms.registry import form_named
 from reshard.inspection.checkpoint import Inspected, InspectedFile, InspectedStep
 from reshard.layout import Layout
-from reshard.strategies import Stage
+from reshard.strategies import Holding, Stage
 from reshard.view.moves import pairs_data
 from reshard.view.page import page, page_data, repeats, strides
 from tests.running import done, fails
@@ -334,7 +333,7 @@ def wide(parameters: int, ranks: int) -> Inspected:
     ]
     shapes = [(163840, 4096), (327680, 128), (163840, 1024)]
     shared = {
-        (layout, shape): (StageSharding(stage, layout, layout.grid(shape)),) for layout in set(cuts) for shape in shapes
+        (layout, shape): (Holding(stage, layout, layout.grid(shape)),) for layout in set(cuts) for shape in shapes
     }
     tensors, entries, end = {}, {}, 0
     for number in range(parameters):

@@ -14,8 +14,10 @@ lengths are checked against the file's size; a damaged or hostile file costs bou
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, MAP_TENSOR, TEXT
@@ -63,30 +65,7 @@ def read_ckpt_index(file: ReadableFile, size: int) -> CheckpointIndex:
         DamagedCheckpointError: the file is truncated, or its structure is broken.
         CheckpointError: the file is a strategy file.
     """
-    path = file.path
     walk = _Walk(file, size)
-    _refuse_encrypted(walk)
-    parameters = _Parameters(path)
-    crc = None
-    while walk.position < size:
-        if size - walk.position == TRAILER_SIZE and walk.peek(len(CRC_MARK)) == CRC_MARK:
-            crc = int.from_bytes(walk.take(TRAILER_SIZE)[len(CRC_MARK) :], "big")
-            break
-        key = walk.key()
-        if key == _FIELD_1:
-            parameters.add(_read_value(walk, walk.enter(size)))
-        elif key == _FIELD_1_NUMBER:
-            raise CheckpointError(
-                f"{path}: is a strategy file, not a checkpoint",
-                file=path,
-                hint="name strategy files with --src-strategy and --dst-strategy",
-            )
-        else:
-            walk.skip(key, size)
-    return CheckpointIndex(path, "ckpt", size, parameters.finish(), crc)
-
-
-def _refuse_encrypted(walk: _Walk) -> None:
     cipher = cipher_of(walk.peek(MARK_SIZE))
     if cipher is not None:
         raise EncryptedCheckpointError(
@@ -94,6 +73,13 @@ def _refuse_encrypted(walk: _Walk) -> None:
             file=walk.path,
             hint="reshard decrypt SRC PLAIN --key-file KEY, then this command with PLAIN",
         )
+    tensors = TensorTable()
+    for _, records in itertools.groupby(_records(walk), key=lambda record: record.name):
+        _add_joined(tensors, [*records], walk.path)
+    crc = None
+    if walk.position < size:
+        crc = int.from_bytes(walk.take(TRAILER_SIZE)[len(CRC_MARK) :], "big")
+    return CheckpointIndex(walk.path, "ckpt", size, tensors, crc)
 
 
 class _Record(NamedTuple):
@@ -104,6 +90,25 @@ class _Record(NamedTuple):
     dtype: str
     dims: tuple[int, ...]
     extents: tuple[tuple[int, int], ...]
+
+
+def _records(walk: _Walk) -> Iterator[_Record]:
+    """The values of a file. Afterwards the position is the end of the file, or the beginning of its CRC."""
+    size = walk.size
+    while walk.position < size:
+        if size - walk.position == TRAILER_SIZE and walk.peek(len(CRC_MARK)) == CRC_MARK:
+            return
+        key = walk.key()
+        if key == _FIELD_1:
+            yield _read_value(walk, walk.enter(size))
+        elif key == _FIELD_1_NUMBER:
+            raise CheckpointError(
+                f"{walk.path}: is a strategy file, not a checkpoint",
+                file=walk.path,
+                hint="name strategy files with --src-strategy and --dst-strategy",
+            )
+        else:
+            walk.skip(key, size)
 
 
 def _read_value(walk: _Walk, end: int) -> _Record:
@@ -176,71 +181,51 @@ def _read_map_tensor(walk: _Walk, end: int) -> tuple[str, tuple[int, ...], tuple
     return MAP_TENSOR, (), tuple(extents)
 
 
-class _Parameters:
-    """Joins consecutive records of one parameter and checks their sizes."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._tensors = TensorTable()
-        self._pieces: list[_Record] = []
-
-    def add(self, record: _Record) -> None:
-        pieces = self._pieces
-        if pieces and pieces[0].name == record.name:
-            if pieces[0].dtype != record.dtype or pieces[0].dims != record.dims:
-                raise self._damaged(record, "occurs twice, with different types or dimensions")
-        else:
-            self._join()
-            pieces.clear()
-            if record.name in self._tensors:
-                raise self._damaged(record, "occurs twice")
-        pieces.append(record)
-
-    def finish(self) -> TensorTable:
-        self._join()
-        return self._tensors
-
-    def _join(self) -> None:
-        if not self._pieces:
-            return
-        first = self._pieces[0]
-        extents = first.extents
-        if len(self._pieces) > 1:
-            extents = tuple(extent for piece in self._pieces for extent in piece.extents)
-        nbytes = sum(length for _, length in extents)
-        self._check_size(first, nbytes)
-        shape = logical_shape(first.dtype, first.dims, nbytes)
-        self._tensors.add(first.name, first.dtype, shape, first.dims, extents)
-
-    def _check_size(self, first: _Record, nbytes: int) -> None:
-        if first.dtype == MAP_TENSOR:
-            return
-        expected = content_size(first.dtype, first.dims, nbytes)
-        if expected is None:
-            # Text, or an unknown type: only whole elements are required.
-            elements = math.prod(logical_shape(first.dtype, first.dims, nbytes))
-            if first.dtype == TEXT:
-                fits = nbytes % 4 == 0
-            elif elements:
-                fits = nbytes > 0 and nbytes % elements == 0
-            else:
-                fits = nbytes == 0
-            if not fits:
-                raise self._damaged(first, f"has {nbytes} bytes of {first.dtype} for dimensions {list(first.dims)}")
-        elif nbytes != expected:
-            twice = " (or it occurs twice)" if len(self._pieces) > 1 and nbytes > expected else ""
-            raise self._damaged(
-                first,
-                f"has {nbytes} bytes, but {first.dtype} of dimensions {list(first.dims)} "
-                f"takes {ITEM_SIZES[first.dtype]} bytes per element, {expected} in all{twice}",
-            )
-
-    def _damaged(self, record: _Record, problem: str) -> DamagedCheckpointError:
-        return DamagedCheckpointError(
-            f"{self._path}: is damaged: {quoted(record.name)} at byte {record.start} {problem}",
-            file=self._path,
-            parameter=record.name,
+def _add_joined(tensors: TensorTable, records: Sequence[_Record], path: str) -> None:
+    """Add the tensor of consecutive records of one name, after checking its size."""
+    first = at = records[0]
+    extents = first.extents
+    if len(records) > 1:
+        extents = tuple(extent for record in records for extent in record.extents)
+        at = next((record for record in records if (record.dtype, record.dims) != (first.dtype, first.dims)), first)
+    nbytes = sum(length for _, length in extents)
+    if at is not first:
+        problem: str | None = "occurs twice, with different types or dimensions"
+    elif first.name in tensors:
+        problem = "occurs twice"
+    else:
+        problem = _problem_of_size(first, nbytes, len(records) > 1)
+    if problem is not None:
+        raise DamagedCheckpointError(
+            f"{path}: is damaged: {quoted(first.name)} at byte {at.start} {problem}",
+            file=path,
+            parameter=first.name,
         )
+    shape = logical_shape(first.dtype, first.dims, nbytes)
+    tensors.add(first.name, first.dtype, shape, first.dims, extents)
+
+
+def _problem_of_size(first: _Record, nbytes: int, several: bool) -> str | None:
+    if first.dtype == MAP_TENSOR:
+        return None
+    expected = content_size(first.dtype, first.dims, nbytes)
+    if expected is None:
+        # Text, or an unknown type: only whole elements are required.
+        elements = math.prod(logical_shape(first.dtype, first.dims, nbytes))
+        if first.dtype == TEXT:
+            fits = nbytes % 4 == 0
+        elif elements:
+            fits = nbytes > 0 and nbytes % elements == 0
+        else:
+            fits = nbytes == 0
+        return None if fits else f"has {nbytes} bytes of {first.dtype} for dimensions {list(first.dims)}"
+    if nbytes == expected:
+        return None
+    twice = " (or it occurs twice)" if several and nbytes > expected else ""
+    return (
+        f"has {nbytes} bytes, but {first.dtype} of dimensions {list(first.dims)} "
+        f"takes {ITEM_SIZES[first.dtype]} bytes per element, {expected} in all{twice}"
+    )
 
 
 class _Walk:
@@ -248,6 +233,7 @@ class _Walk:
 
     Attributes:
         path: of the file.
+        size: of the file, in bytes.
         position: offset of the next byte; set it to skip content.
     """
 
@@ -255,7 +241,7 @@ class _Walk:
         self.path = file.path
         self.position = 0
         self._file = file
-        self._size = size
+        self.size = size
         self._window = b""
         self._start = 0
         self._length = _LEAST_WINDOW
@@ -264,7 +250,7 @@ class _Walk:
         """The next ``count`` bytes, fewer at the end of the file; the position stays."""
         offset = self.position - self._start
         if offset + count > len(self._window):
-            self._move_window(min(count, self._size - self.position))
+            self._move_window(min(count, self.size - self.position))
             offset = 0
         return self._window[offset : offset + count]
 
@@ -309,9 +295,9 @@ class _Walk:
         length = self.varint()
         stop = self.position + length
         if stop > end:
-            if stop > self._size:
+            if stop > self.size:
                 raise self.damaged(
-                    f"a field ends at byte {stop}, but the file has {self._size} bytes: it is truncated",
+                    f"a field ends at byte {stop}, but the file has {self.size} bytes: it is truncated",
                     start,
                 )
             raise self.damaged(f"a field ends at byte {stop}, beyond its message's end at {end}", start)
@@ -359,7 +345,7 @@ class _Walk:
         """Move the window to the position; it then contains at least ``count`` bytes."""
         passed = self.position - (self._start + len(self._window))
         self._length = min(2 * self._length, _MOST_WINDOW) if passed < _NEAR else _LEAST_WINDOW
-        if self._size - self.position < count:
+        if self.size - self.position < count:
             raise self.damaged("the file ends here, inside a record: it is truncated")
         self._window = read_range(self._file, self.position, count, self._length)
         self._start = self.position

@@ -10,11 +10,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
+import operator
 import os
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE, read_ckpt_index
@@ -153,37 +152,11 @@ def _read(file: ReadableFile, format: str, size: int) -> CheckpointIndex:
         raise DamagedCheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_HINT) from error
 
 
-# Limit of cached structures; in a de-duplicated save every file has its own.
+# Maximum structures to compare a file with; in a de-duplicated save every file has its own.
 _MOST_STRUCTURES = 16
 # Gaps up to this size are cheaper to read than to skip; and the limit of one read.
 _NEAR = 32 << 10
 _MOST_AT_ONCE = 1 << 20
-
-
-class _Read(NamedTuple):
-    """Bytes to read at once, and their expected parts.
-
-    Attributes:
-        offset: of the first byte in the file.
-        length: bytes.
-        starts: offset of each compared part in these bytes; columns, because every tensor has a part.
-        sizes: bytes of each part.
-        digest: of all parts.
-    """
-
-    offset: int
-    length: int
-    starts: array[int]
-    sizes: array[int]
-    digest: bytes
-
-    def matches(self, data: bytes) -> bool:
-        return _digest(data, self.starts, self.sizes) == self.digest
-
-
-def _digest(data: bytes, starts: Iterable[int], sizes: Iterable[int]) -> bytes:
-    parts = b"".join(data[start : start + size] for start, size in zip(starts, sizes))
-    return hashlib.blake2b(parts, digest_size=32).digest()
 
 
 class _Structure:
@@ -192,23 +165,26 @@ class _Structure:
     def __init__(self, example: CheckpointIndex, status: FileStatus) -> None:
         self.example = example
         self._status = status
-        self._lock = ThreadLock()
-        self._reads: list[_Read] | None = None
+        self._gaps: list[tuple[int, int, array[int], array[int]]] = []
+        self._digests: list[bytes] | None = None
 
-    def reads(self, handles: FileHandles) -> list[_Read]:
-        with self._lock:
-            if self._reads is None:
-                reads = []
-                with handles.borrow(self.example.path) as file:
-                    status = file.status()
-                    if (status.inode, status.modified) != (self._status.inode, self._status.modified):
-                        raise OSError(errno.ESTALE, "changed since it was parsed")
-                    gaps = list(_gaps(self.example, max(_NEAR, costs_of(self.example.path).worth_skipping)))
-                    contents = read_each(file, [(offset, length) for offset, length, _, _ in gaps])
-                    for (offset, length, starts, sizes), data in zip(gaps, contents):
-                        reads.append(_Read(offset, length, starts, sizes, _digest(data, starts, sizes)))
-                self._reads = reads
-            return self._reads
+    def digests(self, handles: FileHandles) -> list[bytes]:
+        """Digests of all bytes but tensor contents, a read each."""
+        if self._digests is None:
+            with handles.borrow(self.example.path) as file:
+                status = file.status()
+                if (status.inode, status.modified) != (self._status.inode, self._status.modified):
+                    raise OSError(errno.ESTALE, "changed since it was parsed")
+                self._gaps = list(_gaps(self.example, max(_NEAR, costs_of(self.example.path).worth_skipping)))
+                self._digests = list(self.digests_of(file))
+        return self._digests
+
+    def digests_of(self, file: ReadableFile) -> Iterator[bytes]:
+        """Those of the same bytes of another file of this size, after `digests`."""
+        contents = read_each(file, [(offset, length) for offset, length, _, _ in self._gaps])
+        for data, (_, _, starts, sizes) in zip(contents, self._gaps):
+            parts = b"".join(data[start : start + size] for start, size in zip(starts, sizes))
+            yield hashlib.blake2b(parts, digest_size=32).digest()
 
 
 class KnownStructures:
@@ -217,7 +193,7 @@ class KnownStructures:
     def __init__(self, handles: FileHandles) -> None:
         self._handles = handles
         self._lock = ThreadLock()
-        self._known: OrderedDict[tuple[str, int], list[_Structure]] = OrderedDict()
+        self._known: dict[tuple[str, int], list[_Structure]] = {}
 
     def find(self, file: ReadableFile, format: str, size: int) -> CheckpointIndex | None:
         """The index of a file with a known structure, or None."""
@@ -225,31 +201,30 @@ class KnownStructures:
             structures = tuple(self._known.get((format, size), ()))
         for structure in structures:
             try:
-                reads = structure.reads(self._handles)
+                # Only the first thread reads the example; all others need the result.
+                with self._lock:
+                    expected = structure.digests(self._handles)
             except (OSError, RetryableError):
                 # The example vanished: parse this file instead. The example's reader reports that error.
                 continue
-            contents = read_each(file, [(expected.offset, expected.length) for expected in reads])
-            if all(expected.matches(data) for expected, data in zip(reads, contents)):
-                crc = structure.example.crc
-                if crc is not None and format == "ckpt":
-                    trailer = read_range(file, size - TRAILER_SIZE, TRAILER_SIZE)
-                    if not trailer.startswith(CRC_MARK):
-                        continue
-                    crc = int.from_bytes(trailer[len(CRC_MARK) :], "big")
-                example = structure.example
-                return CheckpointIndex(file.path, format, size, example.tensors, crc, example.metadata)
+            if not all(map(operator.eq, structure.digests_of(file), expected)):
+                continue
+            example = structure.example
+            crc = example.crc
+            if crc is not None and format == "ckpt":
+                trailer = read_range(file, size - TRAILER_SIZE, TRAILER_SIZE)
+                if not trailer.startswith(CRC_MARK):
+                    continue
+                crc = int.from_bytes(trailer[len(CRC_MARK) :], "big")
+            return CheckpointIndex(file.path, format, size, example.tensors, crc, example.metadata)
         return None
 
     def add(self, file: ReadableFile, index: CheckpointIndex) -> None:
-        status = file.status()
+        structure = _Structure(index, file.status())
         with self._lock:
             structures = self._known.setdefault((index.format, index.size), [])
-            self._known.move_to_end((index.format, index.size))
-            structures.insert(0, _Structure(index, status))
+            structures.insert(0, structure)
             del structures[_MOST_STRUCTURES:]
-            if len(self._known) > _MOST_STRUCTURES:
-                self._known.popitem(last=False)
 
 
 def _gaps(index: CheckpointIndex, near: int) -> Iterator[tuple[int, int, array[int], array[int]]]:

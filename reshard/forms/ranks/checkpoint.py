@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, tensors_named
+from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, files_alike, tensors_named
 from reshard.checkpoints.checkpoint import (
     AS_RECORDED,
     Checkpoint,
@@ -29,36 +29,16 @@ from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.output import DEDUPLICATED
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.ranks.tree import StepFiles
-from reshard.layout import Box, Grid, Layout, shape_of, whole
+from reshard.layout import Layout, shape_of, whole
 from reshard.storage import absolute, common_directory
 from reshard.strategies import Holding, Stage, Strategy
 from reshard.text.messages import Report, as_pattern, listing, number_ranges, plural, quoted, rank_ranges, step_words
 from reshard.text.names import ACCUMULATED_GRADIENTS, trained
 
 
-class StageSharding(NamedTuple):
-    """One stage that holds a tensor of a known shape, with its real layout there; see `checkpoint.Sharding`."""
-
-    stage: Stage
-    layout: Layout
-    grid: Grid
-
-    @property
-    def holding(self) -> Holding:
-        return Holding(self.stage, self.layout)
-
-    def holders(self, slice_number: int) -> list[int]:
-        return self.holding.ranks(slice_number)
-
-    def stored_box(self, slice_number: int) -> Box:
-        return self.grid.slice_box(slice_number)
-
-    def slice_of(self, rank: int) -> int:
-        return self.holding.slice_of(rank)
-
-
-def stage_shardings(tensor: GlobalTensor) -> tuple[StageSharding, ...]:
-    return cast("tuple[StageSharding, ...]", tensor.shardings)
+def stage_shardings(tensor: GlobalTensor) -> tuple[Holding, ...]:
+    """The stages that hold a tensor of rank files, with its real layout in each."""
+    return cast("tuple[Holding, ...]", tensor.shardings)
 
 
 class RankCheckpoint:
@@ -91,10 +71,8 @@ class RankCheckpoint:
         self.files: Mapping[int, str] = step_files.files
         self.indexes: dict[int, CheckpointIndex] = {}
         self.damaged: dict[int, str] = dict(step_files.damaged)
-        self._sets: dict[frozenset[str], int] = {}
-        self._set_of_rank: dict[int, int] = {}
-        self._presence: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}
-        set_of_tensors: dict[int, int] = {}
+        # Equal sets of ranks are one object: the plan groups thousands of tensors by them.
+        self._presence: dict[tuple[int, tuple[frozenset[str], ...]], frozenset[int]] = {}
         sound = {rank: path for rank, path in sorted(self.files.items()) if rank not in self.damaged}
         for rank, index in read_headers(handles, sound):
             if isinstance(index, DamagedCheckpointError):
@@ -102,12 +80,10 @@ class RankCheckpoint:
                 report.warn(f"{index.message}; rank {rank} counts as absent at {self.label}")
                 continue
             self.indexes[rank] = index
-            # Files of equal structure share their tensors: compare by identity first.
-            number = set_of_tensors.get(id(index.tensors))
-            if number is None:
-                number = self._sets.setdefault(frozenset(index.tensors), len(self._sets))
-                set_of_tensors[id(index.tensors)] = number
-            self._set_of_rank[rank] = number
+        # The names in files, each set with the ranks of its files.
+        self._ranks_of: dict[frozenset[str], list[int]] = {}
+        for ranks in files_alike(self.indexes):
+            self._ranks_of.setdefault(frozenset(self.indexes[ranks[0]].tensors), []).extend(ranks)
         self._marked = any(index.metadata.get(DEDUPLICATED) == "True" for index in self.indexes.values())
 
     @property
@@ -138,13 +114,17 @@ class RankCheckpoint:
 
     def ranks_with(self, name: str, stage: Stage) -> frozenset[int]:
         """Ranks of a stage whose file holds a tensor of this name."""
-        sets = tuple(number for names, number in self._sets.items() if name in names)
+        sets = tuple(names for names in self._ranks_of if name in names)
         key = (stage.number, sets)
-        ranks = self._presence.get(key)
-        if ranks is None:
-            ranks = frozenset(rank for rank in self.loaded(stage) if self._set_of_rank[rank] in sets)
-            self._presence[key] = ranks
-        return ranks
+        if key not in self._presence:
+            self._presence[key] = frozenset(rank for names in sets for rank in self._ranks_of[names]).intersection(
+                stage.ranks
+            )
+        return self._presence[key]
+
+    def sets_of(self, stage: Stage) -> list[frozenset[str]]:
+        """The distinct sets of names in the files of a stage."""
+        return [names for names, ranks in self._ranks_of.items() if any(rank in stage.ranks for rank in ranks)]
 
     def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
         return tuple(self.ranks_with(tensor.name, sharding.stage) for sharding in stage_shardings(tensor))
@@ -157,20 +137,17 @@ class RankCheckpoint:
         """
         if self._marked:
             return True
-        loaded = self.loaded(stage)
-        numbers = {self._set_of_rank[rank] for rank in loaded}
-        sets = [names for names, number in self._sets.items() if number in numbers]
+        sets = self.sets_of(stage)
         return any(
-            len({name in names for names in sets}) > 1 and self._lacks_elements(name, stage, loaded)
-            for name in stage.layouts
+            len({name in names for names in sets}) > 1 and self._lacks_elements(name, stage) for name in stage.layouts
         )
 
-    def _lacks_elements(self, name: str, stage: Stage, loaded: Sequence[int]) -> bool:
+    def _lacks_elements(self, name: str, stage: Stage) -> bool:
         """Whether a file of a stage lacks a slice with elements; .ckpt files mostly skip empty slices."""
         holders = self.ranks_with(name, stage)
         if not any(self.indexes[rank].tensors[name].nbytes for rank in holders):
             return False
-        lacking = (rank - stage.first_rank for rank in loaded if rank not in holders)
+        lacking = (rank - stage.first_rank for rank in self.loaded(stage) if rank not in holders)
         return not all(map(stage.layouts[name].is_empty_by_hand, lacking))
 
     def order(self) -> list[str]:
@@ -180,7 +157,7 @@ class RankCheckpoint:
         return ()
 
     def names(self) -> set[str]:
-        return set().union(*self._sets)
+        return set().union(*self._ranks_of)
 
     def values(self) -> list[str]:
         """Names that files hold and that the strategy does not list."""
@@ -191,19 +168,16 @@ class RankCheckpoint:
         return []
 
     def holders(self, name: str) -> list[int]:
-        sets = {number for names, number in self._sets.items() if name in names}
-        return sorted(rank for rank, number in self._set_of_rank.items() if number in sets)
+        return sorted(rank for names, ranks in self._ranks_of.items() if name in names for rank in ranks)
 
     def warn_of_unlisted(self, source: Strategy, report: Report) -> None:
         """Warn of parameters that a stage's ranks hold although only another stage's strategy lists them."""
         listed = frozenset(source.parameters)
-        unlisted: dict[int, set[str]] = {}
+        unlisted: dict[int, frozenset[str]] = {}
         for stage in source.stages if len(source.stages) > 1 else ():
-            stored: set[str] = set()
-            for names in {frozenset(self.indexes[rank].tensors) for rank in self.loaded(stage)}:
-                stored |= names
-            if stored & listed - stage.layouts.keys():
-                unlisted[stage.number] = stored & listed - stage.layouts.keys()
+            elsewhere = listed.intersection(set().union(*self.sets_of(stage))) - stage.layouts.keys()
+            if elsewhere:
+                unlisted[stage.number] = elsewhere
         if unlisted:
             every = sorted(set().union(*unlisted.values()))
             stages = f"stage{'s' if len(unlisted) > 1 else ''} {number_ranges(unlisted)}"
@@ -249,12 +223,13 @@ def read_parameters(
         required: parameters whose contradictions are errors, all in one; others are skipped.
     """
     tensors: dict[str, GlobalTensor] = {}
-    shared = _Shared()
+    # Thousands of parameters share tens of layouts and shapes.
+    shardings: dict[object, tuple[Holding, ...]] = {}
     problems: list[InputError] = []
     # Accumulated gradients come last: their parameters' shapes decide between readings.
     for name in sorted(laid_out, key=lambda name: (name.startswith(ACCUMULATED_GRADIENTS), name)):
         try:
-            parameter = _read_parameter(name, source, step, tensors, shared)
+            parameter = _read_parameter(name, source, step, tensors, shardings)
         except InputError as error:
             if name in required:
                 problems.append(error)
@@ -278,32 +253,12 @@ class _Stored(NamedTuple):
     layout: Layout
 
 
-class _Shared:
-    """Equal objects of thousands of parameters, kept once."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self.shardings: dict[object, tuple[StageSharding, ...]] = {}
-        self.shards = {AS_RECORDED: AS_RECORDED}
-
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return self.shapes.setdefault(shape, shape)
-
-    def sharding(
-        self, stored: Sequence[_Stored], layouts: Sequence[Layout], shape: tuple[int, ...]
-    ) -> tuple[StageSharding, ...]:
-        key = (shape, *((on_stage.stage.number, layout) for on_stage, layout in zip(stored, layouts)))
-        shardings = self.shardings.get(key)
-        if shardings is None:
-            shardings = tuple(
-                StageSharding(on_stage.stage, layout, layout.grid(shape)) for on_stage, layout in zip(stored, layouts)
-            )
-            self.shardings[key] = shardings
-        return shardings
-
-
 def _read_parameter(
-    name: str, source: Strategy, step: RankCheckpoint, owners: dict[str, GlobalTensor], shared: _Shared
+    name: str,
+    source: Strategy,
+    step: RankCheckpoint,
+    owners: Mapping[str, GlobalTensor],
+    shardings: dict[object, tuple[Holding, ...]],
 ) -> GlobalTensor | None:
     stored = []
     for stage in source.stages:
@@ -321,46 +276,41 @@ def _read_parameter(
     accumulated = name.startswith(ACCUMULATED_GRADIENTS)
     # By the recorded layout, not this run's files: all runs of one conversion decide alike.
     sharded = [stage for stage in source.stages if name in stage.layouts and stage.layouts[name].shards > 1]
-    by_shape: dict[tuple[int, ...], _Reading] = {}
-    for plain in (False, True) if accumulated and sharded else (False,):
-        for reading in _fitting_readings(stored, plain):
-            # Both give one shape only for a tensor without rows, where they are the same.
-            by_shape.setdefault(reading.shape, reading)
-    readings = list(by_shape.values())
+    as_recorded = readings = _fitting_readings(stored)
+    if accumulated and sharded:
+        plain = _fitting_readings([s._replace(layout=s.layout.without_shards()) for s in stored])
+        # Both give one shape only for a tensor without rows, where they are the same.
+        readings = {**plain, **as_recorded}
     if not readings:
         raise _contradiction(name, stored, step)
-    deciding = any(on_stage.stage is stage for on_stage in stored for stage in sharded)
-    undecided: tuple[int, ...] = ()
-    if accumulated and sharded and not deciding:
-        undecided = tuple(rank for stage in sharded for rank in stage.ranks)
-    reading = readings[0] if len(readings) == 1 else _decide(name, readings, owners, step, stored)
-    shape = shared.shape(reading.shape)
-    shardings = shared.sharding(stored, reading.layouts, shape)
-    shards = ShardReading(reading.plain, accumulated and not sharded, undecided)
-    shards = shared.shards.setdefault(shards, shards)
-    return GlobalTensor(name, first.dtype, first.item_size, shape, shardings, shards)
+    shape = next(iter(readings)) if len(readings) == 1 else _decide(name, [*readings], owners, step, stored)
+    layouts = readings[shape]
+    shards = AS_RECORDED
+    if accumulated:
+        undecided: tuple[int, ...] = ()
+        if not any(on_stage.stage is stage for on_stage in stored for stage in sharded):
+            undecided = tuple(rank for stage in sharded for rank in stage.ranks)
+        shards = ShardReading(shape not in as_recorded, not sharded, undecided)
+    key = (shape, *((on_stage.stage.number, layout) for on_stage, layout in zip(stored, layouts)))
+    if key not in shardings:
+        shardings[key] = tuple(Holding(s.stage, layout, layout.grid(shape)) for s, layout in zip(stored, layouts))
+    holdings = shardings[key]
+    # One shape object for all parameters with it.
+    return GlobalTensor(name, first.dtype, first.item_size, holdings[0].grid.shape, holdings, shards)
 
 
-class _Reading(NamedTuple):
-    """One reading of the stages' slices: full shape, layouts per stage; plain: without the recorded shards."""
-
-    shape: tuple[int, ...]
-    layouts: list[Layout]
-    plain: bool
-
-
-def _fitting_readings(stored: Sequence[_Stored], plain: bool) -> list[_Reading]:
+def _fitting_readings(stored: Sequence[_Stored]) -> dict[tuple[int, ...], list[Layout]]:
+    """The readings that fit the slices of all stages: by the full shape, a layout per stage."""
     by_shape: dict[tuple[int, ...], list[Layout]] = {}
     for number, on_stage in enumerate(stored):
-        recorded = on_stage.layout.without_shards() if plain else on_stage.layout
-        for layout in recorded.regroupings():
+        for layout in on_stage.layout.regroupings():
             shape = _full_shape(layout, on_stage)
             if shape is None:
                 continue
             layouts = by_shape.setdefault(shape, [])
             if len(layouts) == number:
                 layouts.append(layout)
-    return [_Reading(shape, layouts, plain) for shape, layouts in by_shape.items() if len(layouts) == len(stored)]
+    return {shape: layouts for shape, layouts in by_shape.items() if len(layouts) == len(stored)}
 
 
 def _full_shape(layout: Layout, on_stage: _Stored) -> tuple[int, ...] | None:
@@ -382,17 +332,16 @@ def _full_shape(layout: Layout, on_stage: _Stored) -> tuple[int, ...] | None:
 
 def _decide(
     name: str,
-    readings: Sequence[_Reading],
-    owners: dict[str, GlobalTensor],
+    possible: Sequence[tuple[int, ...]],
+    owners: Mapping[str, GlobalTensor],
     step: RankCheckpoint,
     stored: Sequence[_Stored],
-) -> _Reading:
-    """Choose between readings of accumulated gradients by the shape of their parameter."""
+) -> tuple[int, ...]:
+    """Choose between shapes of accumulated gradients by the shape of their parameter."""
     owner = owners.get(name[len(ACCUMULATED_GRADIENTS) :]) if name.startswith(ACCUMULATED_GRADIENTS) else None
-    matching = [reading for reading in readings if owner is not None and reading.shape == owner.shape]
-    if len(matching) == 1:
-        return matching[0]
-    shapes = " or ".join(str(list(reading.shape)) for reading in readings)
+    if owner is not None and owner.shape in possible:
+        return owner.shape
+    shapes = " or ".join(str(list(shape)) for shape in possible)
     path = step.files[stored[0].ranks[0]]
     where = f"{path}: {quoted(name)} on rank {stored[0].ranks[0]}"
     if owner is not None:

@@ -179,19 +179,6 @@ class Incomplete(NamedTuple):
         return [*self.causes, *explain(self.lost, most)]
 
 
-class _EditsDoNotFit(Exception):
-    """Edits do not fit a part of a checkpoint."""
-
-
-class _Choice(NamedTuple):
-    """A complete candidate: the number of newer candidates, its scope, and its gaps in the widest scope."""
-
-    newer: int
-    checkpoint: RankCheckpoint
-    scope: Scope
-    gaps: Incomplete | None
-
-
 class StepSelector:
     """Finds the step that a request reads."""
 
@@ -220,7 +207,8 @@ class StepSelector:
             IncompleteSourceError: no candidate is complete.
             InputError: files contradict the strategy, or each other.
         """
-        choices: dict[Scope, _Choice] = {}
+        # By scope the newest complete candidate, and the number of newer ones.
+        choices: dict[Scope, tuple[RankCheckpoint, int]] = {}
         gaps: list[dict[Scope, Incomplete]] = []
         refused: InputError | None = None
         remaining = iter(candidates)
@@ -237,13 +225,13 @@ class StepSelector:
             gaps.append(self._gaps(checkpoint))
             for scope in self._scopes:
                 if scope not in gaps[-1]:
-                    widest = gaps[-1].get(Scope.EVERYTHING)
-                    choices.setdefault(scope, _Choice(len(gaps) - 1, checkpoint, scope, widest))
+                    choices.setdefault(scope, (checkpoint, len(gaps) - 1))
         for scope in self._scopes:
             if scope in choices:
-                choice = choices[scope]
-                self._report_choice(choice, [newer[scope] for newer in gaps[: choice.newer]], steps)
-                return choice.checkpoint
+                checkpoint, newer = choices[scope]
+                skipped = [candidate_gaps[scope] for candidate_gaps in gaps[:newer]]
+                self._report_choice(checkpoint, scope, gaps[newer].get(Scope.EVERYTHING), skipped, steps)
+                return checkpoint
         if refused is not None:
             raise refused
         raise self._nothing_complete([candidate_gaps[self._scopes[-1]] for candidate_gaps in gaps], steps)
@@ -274,30 +262,31 @@ class StepSelector:
         return self._gaps_in(self._read(step), Scope.EVERYTHING)
 
     def _gaps(self, checkpoint: RankCheckpoint) -> dict[Scope, Incomplete]:
-        gaps: dict[Scope, Incomplete] = {}
-        for scope in self._scopes:
-            try:
-                missing = self._gaps_in(checkpoint, scope)
-            except _EditsDoNotFit:
-                missing = gaps[Scope.EVERYTHING]
+        everything = self._gaps_in(checkpoint, Scope.EVERYTHING)
+        if everything is None:
+            # Then narrower scopes are complete as well.
+            return {}
+        gaps = {Scope.EVERYTHING: everything}
+        try:
+            edited = self._edited(checkpoint)
+        except InputError as error:
+            self._unfit = error
+            return dict.fromkeys(self._scopes, everything)
+        for scope in self._scopes[1:]:
+            missing = self._gaps_in(checkpoint, scope, edited)
             if missing is None:
-                # Then narrower scopes are complete as well.
                 break
             gaps[scope] = missing
         return gaps
 
     def _edited(self, checkpoint: RankCheckpoint) -> EditedStep:
-        if self._edit is None:
-            unseen = checkpoint.laid_out - checkpoint.tensors.keys()
-            return EditedStep(checkpoint.tensors, self._target, {name: name for name in unseen})
-        try:
+        if self._edit is not None:
             return self._edit(checkpoint)
-        except InputError as error:
-            self._unfit = error
-            raise _EditsDoNotFit from error
+        unseen = checkpoint.laid_out - checkpoint.tensors.keys()
+        return EditedStep(checkpoint.tensors, self._target, {name: name for name in unseen})
 
-    def _gaps_in(self, step: RankCheckpoint, scope: Scope) -> Incomplete | None:
-        edited = None if scope is Scope.EVERYTHING else self._edited(step)
+    def _gaps_in(self, step: RankCheckpoint, scope: Scope, edited: EditedStep | None = None) -> Incomplete | None:
+        """The missing parts of a step in a scope, None if there are none; narrower scopes are of the edited step."""
         needed = None if edited is None else self._needed_names(scope, edited)
         if edited is not None and scope is Scope.REQUESTED:
             lost = list(self._lost_to_requested(step, edited))
@@ -355,7 +344,7 @@ class StepSelector:
         """The reason why a stage's parameters are unknown, if they are."""
         where = f"pipeline stage {stage.number} ({rank_ranges(stage.ranks)})"
         loaded = step.loaded(stage)
-        stored = {name for rank in loaded for name in step.indexes[rank].tensors}
+        stored = set().union(*step.sets_of(stage))
         if not loaded:
             names = "; its parameters: " + listing(stage.layouts, _MOST_PATTERNS) if stage.layouts else ""
             yield f"no rank of {where} has a readable file" + names
@@ -432,19 +421,26 @@ class StepSelector:
                 if not any(ranks & present_on for present_on in present[number]):
                     yield source.name, frozenset(ranks)
 
-    def _report_choice(self, choice: _Choice, skipped: Sequence[Incomplete], steps: Sequence[Step | None]) -> None:
+    def _report_choice(
+        self,
+        step: RankCheckpoint,
+        scope: Scope,
+        gaps: Incomplete | None,
+        skipped: Sequence[Incomplete],
+        steps: Sequence[Step | None],
+    ) -> None:
+        """Report a choice: the scope in which the step is complete, its gaps among everything, and skipped steps."""
         for newer in skipped:
             self._report.warn(f"{newer.label} is not complete and is skipped: " + joined("; ", newer.lines(3)))
-        step = choice.checkpoint
         for note in step.step_files.notes:
             self._report.warn(note)
         absent = sorted(set(range(self._source.device_count)) - step.readable)
-        if choice.scope is Scope.TARGET and choice.gaps is not None:
+        if scope is Scope.TARGET and gaps is not None:
             self._report.warn(
                 f"{step.label} is not complete, but the target strategy does not need the rest: "
-                + joined("; ", choice.gaps.lines(3))
+                + joined("; ", gaps.lines(3))
             )
-        elif choice.scope is Scope.REQUESTED:
+        elif scope is Scope.REQUESTED:
             self._report.note(
                 f"{step.label} has no file of {rank_ranges(absent)} here; the requested target ranks need none of it, "
                 "and values outside the strategies come from the existing files"
@@ -461,7 +457,7 @@ class StepSelector:
                 f"{step.place} holds {plural(len(steps), 'step')}, and {step.label} is used; give every rank "
                 f"--step {step.step}, so that all of them use the same step, even if newer ones are saved"
             )
-        if choice.scope is Scope.EVERYTHING:
+        if scope is Scope.EVERYTHING:
             self._report_unsaved(step)
 
     def _report_unsaved(self, step: RankCheckpoint) -> None:

@@ -38,7 +38,7 @@ from reshard.strategies.rules.optimizer_shards import (
 )
 from reshard.strategies.rules.rules import LAYER, LayoutRule, LayoutRules, Pipeline
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors, patterns_for
-from reshard.text.globs import Glob, Globs
+from reshard.text.globs import Glob, matcher
 from reshard.text.messages import block, listing, plural, quoted, rank_ranges
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.products import ExpressionError
@@ -406,14 +406,14 @@ def stages_of(
         )
     if stages == 1:
         return dict.fromkeys(names, 0)
-    first, last = Globs(pipeline.first), Globs(pipeline.last)
+    of_first, of_last = matcher(pipeline.first), matcher(pipeline.last)
     of_layers = layer_numbers(names, pipeline, path, where)
     layers = sorted(set(of_layers.values()))
     stage_of_layer = _stage_of_layer(layers, stages, chunks)
     stage_by_name: dict[str, int] = {}
     unsettled: list[str] = []
     for name in names:
-        on_first, on_last = first.match(name), last.match(name)
+        on_first, on_last = of_first(name), of_last(name)
         if on_first and on_last:
             raise StrategyError(
                 f"{path}: [pipeline]: {quoted(name)} is on the first stage and on the last", file=path, parameter=name
@@ -445,8 +445,8 @@ def is_numbered(name: str) -> bool:
 
 def layer_numbers(names: Iterable[str], pipeline: Pipeline, path: str, where: str) -> dict[str, int]:
     """The layer of every parameter of a layer."""
-    first, last = Globs(pipeline.first), Globs(pipeline.last)
-    inside = [name for name in names if not first.match(name) and not last.match(name)]
+    of_first, of_last = matcher(pipeline.first), matcher(pipeline.last)
+    inside = [name for name in names if not of_first(name) and not of_last(name)]
     if pipeline.layers:
         globs = [Glob(pattern, LAYER) for pattern in pipeline.layers]
         numbers = {}

@@ -8,7 +8,7 @@ tensor map.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from reshard.errors import StrategyError, UsageError
 from reshard.storage.toml_tables import BuiltinFiles, Schema, TomlFile
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.candidates import DEFAULT_MATRIX, WHOLE, AxisCut, Candidate, Matrix
-from reshard.text.globs import Globs
+from reshard.text.globs import matcher
 from reshard.text.messages import quoted
 from reshard.text.products import ExpressionError, product
 from reshard.threads import cached_property
@@ -65,11 +65,9 @@ class LayoutRule:
     switches: tuple[str, ...] = ()
 
     @cached_property
-    def _globs(self) -> Globs:
-        return Globs(self.patterns)
-
-    def matches(self, name: str) -> bool:
-        return self._globs.match(name)
+    def matches(self) -> Callable[[str], bool]:
+        """Whether a name matches one of the patterns."""
+        return matcher(self.patterns)
 
     @property
     def has_cuts(self) -> bool:
@@ -256,7 +254,7 @@ class _RulesFile(TomlFile):
 
     def check_patterns(self, patterns: Sequence[str], where: str) -> None:
         try:
-            Globs(patterns)
+            matcher(patterns)
         except UsageError as error:
             raise self.wrong(where, str(error)) from error
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from reshard.text.globs import Globs, pattern_of
+from reshard.text.globs import matcher, pattern_of
 from reshard.text.names import ACCUMULATED_GRADIENTS, natural_order, state_prefix
 
 # A number in a name, as of layers and experts.
@@ -115,8 +115,8 @@ def patterns_for(names: Sequence[str], all_names: Iterable[str]) -> list[str]:
         else:
             patterns += map(pattern_of, fitting)
     # A star matches more than numbers. If the patterns match other names, names are listed one by one.
-    globs = Globs(patterns)
-    fits_only = all(name in chosen for name in all_names if globs.match(name))
+    matches = matcher(patterns)
+    fits_only = all(name in chosen for name in all_names if matches(name))
     return natural_order(patterns if fits_only else map(pattern_of, names))
 
 
