@@ -107,8 +107,8 @@ def _tensor_totals(plan: Plan, files: Collection[int]) -> Iterator[tuple[str, in
                     if names is None or tensor.name in names:
                         yield tensor.name, elements, nbytes
     for file in resharded:
-        for value in plan.values_of(file):
-            yield value.name, value.tensor.elements, value.tensor.nbytes
+        for _, value in plan.values_of(file):
+            yield value.name, value.elements, value.nbytes
     # Files that are taken over are copied as they are, many of them built alike.
     tensors = {id(index.tensors): index.tensors for index in copies}
     counts = Counter(id(index.tensors) for index in copies)

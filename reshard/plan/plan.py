@@ -189,7 +189,7 @@ class Plan:
 
     def values_of(self, file: int) -> list[CopiedValue]:
         """The copied values of a target file, except types that its format lacks."""
-        return [value for value in self._values(file) if value.name not in self._unholdable]
+        return [value for value in self._values(file) if value[1].name not in self._unholdable]
 
     def data_bytes(self, files: Iterable[int]) -> dict[int, int]:
         """Bytes of tensor contents in each of some target files; for one copied whole, its size."""
@@ -199,7 +199,7 @@ class Plan:
             taken_over = self.form.copied_file(file)
             if taken_over is None:
                 assembled.append(file)
-                total[file] = sum(value.tensor.nbytes for value in self.values_of(file))
+                total[file] = sum(value.nbytes for _, value in self.values_of(file))
             else:
                 total[file] = self.checkpoint.indexes[taken_over].size
         for section in self.sections:
@@ -232,7 +232,7 @@ class Plan:
                 continue
             section = self.form.section_of(file)
             position = section.position(file)
-            values = (value.tensor for value in self.values_of(file))
+            values = (value for _, value in self.values_of(file))
             names = self.form.names_in(file)
             key = (
                 section.number,
@@ -267,13 +267,13 @@ class Plan:
         examples = [self._example(file, leader, kind, base) for kind in kinds]
         values = self.values_of(file) if names is None else []
         tensors = []
-        for _, holder, stored in values:
+        for holder, stored in values:
             box = ((0, stored.nbytes),)
             piece = Piece(StoredSlice(self.checkpoint.files[holder], holder, stored.extents, box), box)
             tensors.append(TargetTensor(stored.name, 1, box, (piece,) if stored.nbytes else ()))
         order = self._order_of(file, kinds, values, inside)
         holders = {piece.source.rank for example in examples for piece in example.pieces}
-        holders.update(value.holder for value in values)
+        holders.update(holder for holder, _ in values)
         return TargetFile(
             file,
             self.path(file),
@@ -295,7 +295,7 @@ class Plan:
         """The order of a file of these tensors; files of the same ones share it."""
         section = self.form.section_of(file)
         boxes = [kind.box_of(section.position(file)) for kind in kinds]
-        tensors = [value.tensor for value in values]
+        tensors = [value for _, value in values]
         key = (
             section.number,
             tuple(boxes if self.form.boxed else map(shape_of, boxes)),
