@@ -104,18 +104,6 @@ def header_digest(layout: OutputLayout) -> str | None:
     return None if first is None else digest_of(itertools.chain([first], literals))
 
 
-class SourceChanges(NamedTuple):
-    """Source ranks whose files differ from the records of earlier runs.
-
-    Attributes:
-        content: size, headers or contents differ.
-        values: not read before, and values such as ``global_step`` differ from those of other ranks.
-    """
-
-    content: list[int]
-    values: list[int]
-
-
 class Ledger:
     """The records of one conversion.
 
@@ -217,20 +205,26 @@ class Ledger:
         elif only is not None or not self.done():
             self._add("", [f"{_ONLY}{rank}" for rank in ranks])
 
-    def compare_sources(self, sources: Iterable[SourceFile]) -> SourceChanges:
-        """Compare source files with the records of earlier runs."""
+    def changed_sources(self, sources: Iterable[SourceFile]) -> tuple[list[int], list[int]]:
+        """Source ranks whose files differ from the records of earlier runs.
+
+        Returns:
+            Ranks whose size, headers or contents differ; and ranks that were not read before, and whose values such as
+            ``global_step`` differ from those of other ranks.
+        """
         before = self._sources()
         values: dict[str, set[str]] = {}
         for file in itertools.chain.from_iterable(before.values()):
             values.setdefault(file.value_names, set()).add(file.values)
-        changes = SourceChanges([], [])
+        contents: list[int] = []
+        other_values: list[int] = []
         for source in sources:
             recorded = before.get(source.rank, [])
             if any(one.content != source.content for one in recorded):
-                changes.content.append(source.rank)
+                contents.append(source.rank)
             elif not recorded and source.values not in values.get(source.value_names, {source.values}):
-                changes.values.append(source.rank)
-        return changes
+                other_values.append(source.rank)
+        return contents, other_values
 
     def add_sources(self, sources: Collection[SourceFile]) -> None:
         """Record source files, replacing records of the same ranks with other content."""
