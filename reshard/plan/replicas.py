@@ -22,7 +22,6 @@ from reshard.strategies import Holding, Stage, Strategy
 from reshard.text.messages import block, quoted, rank_ranges
 from reshard.text.names import ACCUMULATED_GRADIENTS
 
-
 Needs = dict[tuple[int, ...], str]
 """What a target rank needs: per part of a tensor the source ranks that hold it, ascending, and a parameter of which it
 is a part, for messages."""
@@ -215,8 +214,7 @@ class ReplicaChoice:
 
 def _unavailable(target_rank: int, lost: Needs) -> IncompleteSourceError:
     lines = [
-        f"a slice of {quoted(name)} that only source {rank_ranges(ranks)} held"
-        for ranks, name in sorted(lost.items())
+        f"a slice of {quoted(name)} that only source {rank_ranges(ranks)} held" for ranks, name in sorted(lost.items())
     ]
     return IncompleteSourceError(
         block(f"target rank {target_rank} needs slices that no available rank has:", lines),

@@ -48,11 +48,8 @@ class HolderGroup(NamedTuple):
         return list(chosen)[:most]
 
 
-class Holder(NamedTuple):
-    """A rank, and the box that it stores."""
-
-    rank: int
-    box: Box
+Holder = tuple[int, Box]
+"""A rank, and the box that it stores."""
 
 
 class Replicated(NamedTuple):
@@ -66,11 +63,11 @@ class Replicated(NamedTuple):
 
     @property
     def holders(self) -> list[Holder]:
-        return [Holder(rank, group.box) for group in self.groups for rank in group.available]
+        return [(rank, group.box) for group in self.groups for rank in group.available]
 
     def probe(self) -> list[Holder]:
         """The ranks to compare: they reveal a wrong device matrix."""
-        return [Holder(rank, group.box) for group in self.groups for rank in group.probed()]
+        return [(rank, group.box) for group in self.groups for rank in group.probed()]
 
     def pair(self, number: int) -> list[Holder]:
         """Two of the ranks, different ones for every number."""
@@ -83,7 +80,7 @@ class Replicated(NamedTuple):
         """One of `holders`; there may be thousands."""
         for group in self.groups:
             if number < len(group.available):
-                return Holder(group.available[number], group.box)
+                return group.available[number], group.box
             number -= len(group.available)
         raise IndexError(number)
 
