@@ -69,8 +69,7 @@ def resume(
             tidy(dst, {os.path.dirname(record.file_of(rank)) for rank in status.wanted})
             Ledger(dst, record).remove_dead_temporaries()
         if is_json():
-            summary = Summary(record.step)
-            summary.done_before, summary.manifest = list(status.done), status.manifest
+            summary = Summary(record.step, done_before=status.done, manifest=status.manifest)
             echo_json({**summary_json(summary), **({} if task.recover else {"differences": None})})
         if not is_quiet():
             say(_done_words(status, dst), to_standard_error=True)

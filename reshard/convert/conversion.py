@@ -6,10 +6,12 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from reshard.checkpoints import FileHandles
-from reshard.convert.summary import Summary, totals_of
+from reshard.convert.summary import PHASES, Summary, totals_of
 from reshard.convert.target_directory import TargetDirectory
 from reshard.errors import IncompleteSourceError, InputError, UsageError
 from reshard.execute import Budget, Progress, write_files
@@ -103,11 +105,14 @@ def run(
                 handles.check_unchanged(_paths_read(plan))
                 manifest = None if directory is None else directory.complete()
         times.append(time.monotonic())
-        summary = _summary(plan, requested, written, report)
-        summary.manifest, summary.replicas, summary.seconds = manifest, replicas, times[-1] - times[0]
-        summary.kept = set() if directory is None else directory.kept
-        pairs = zip(summary.phases, times, times[1:])
-        summary.phases = {phase: end - start for phase, start, end in pairs}
+        summary = replace(
+            _summary(plan, requested, written, report),
+            manifest=manifest,
+            kept=() if directory is None else directory.kept,
+            replicas=replicas,
+            phases=dict(zip(PHASES, (end - start for start, end in pairwise(times)))),
+            seconds=times[-1] - times[0],
+        )
         return Run(plan, sizes, budget, space, summary)
 
 
@@ -257,23 +262,24 @@ def _paths_read(plan: Plan) -> Iterator[str]:
 
 def _summary(plan: Plan, requested: Sequence[int], written: Mapping[int, int], report: Report) -> Summary:
     lost = range(plan.form.count) if plan.request.task.recover else ()
-    summary = Summary(plan.checkpoint.step)
-    summary.ranks = [*written]
-    summary.files = [plan.path(file) for file in written]
-    summary.target_files = {file: plan.path(file) for file in requested}
-    summary.done_before = sorted(set(requested).difference(written))
-    summary.bytes_written = sum(written.values())
-    summary.source_ranks = sorted(plan.checkpoint.indexes)
-    summary.recovered = [file for file in lost if plan.form.copied_file(file) is None]
-    summary.parameters = len(plan.sorted.resharded)
-    summary.kinds = totals_of(plan, requested)
-    summary.copied = plan.sorted.copied
-    summary.excluded = plan.sorted.excluded
-    summary.all_names = plan.known_names()
-    summary.left_out = plan.sorted.left_out
-    summary.missing = plan.sorted.missing
-    summary.unholdable = plan.sorted.unholdable
-    summary.warnings = report.warnings
-    summary.notes = report.notes
-    summary.dry_run = plan.request.task.dry_run
-    return summary
+    return Summary(
+        plan.checkpoint.step,
+        ranks=[*written],
+        files=[plan.path(file) for file in written],
+        target_files={file: plan.path(file) for file in requested},
+        done_before=sorted(set(requested).difference(written)),
+        bytes_written=sum(written.values()),
+        source_ranks=sorted(plan.checkpoint.indexes),
+        recovered=[file for file in lost if plan.form.copied_file(file) is None],
+        parameters=len(plan.sorted.resharded),
+        kinds=totals_of(plan, requested),
+        copied=plan.sorted.copied,
+        excluded=plan.sorted.excluded,
+        all_names=plan.known_names(),
+        left_out=plan.sorted.left_out,
+        missing=plan.sorted.missing,
+        unholdable=plan.sorted.unholdable,
+        warnings=report.warnings,
+        notes=report.notes,
+        dry_run=plan.request.task.dry_run,
+    )

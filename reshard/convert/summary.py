@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from reshard.plan.plan import Plan
 from reshard.source_replicas import ReplicaCheck
 from reshard.text.names import KINDS, Total, kind_of
 
-_NOT_SHOWN = frozenset(
-    ["files", "target_files", "kept", "copied", "excluded", "all_names", "left_out", "missing", "unholdable"]
-)
+PHASES = ("planning", "checking", "writing")
 
 
+@dataclass(frozen=True)
 class Summary:
     """The result of a conversion, in the order of its JSON.
 
@@ -47,37 +47,30 @@ class Summary:
         dry_run: nothing was written.
     """
 
-    def __init__(self, step: str | None) -> None:
-        """Args: step: see above; the rest is set afterwards."""
-        self.step = step
-        self.ranks: list[int] = []
-        self.files: list[str] = []
-        self.target_files: dict[int, str] = {}
-        self.done_before: list[int] = []
-        self.manifest: str | None = None
-        self.kept: Collection[str] = ()
-        self.bytes_written = 0
-        self.source_ranks: list[int] = []
-        self.recovered: list[int] = []
-        self.parameters = 0
-        self.kinds: dict[str, Total] = {}
-        self.copied: list[str] = []
-        self.excluded: list[str] = []
-        self.all_names: Collection[str] = ()
-        self.left_out: list[str] = []
-        self.missing: list[str] = []
-        self.unholdable: list[str] = []
-        self.replicas: ReplicaCheck | None = None
-        self.warnings: list[str] = []
-        self.notes: list[str] = []
-        self.phases = dict.fromkeys(("planning", "checking", "writing"), 0.0)
-        self.seconds = 0.0
-        self.dry_run = False
-
-    def __repr__(self) -> str:
-        """The attributes without lists of names."""
-        shown = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name not in _NOT_SHOWN)
-        return f"Summary({shown})"
+    step: str | None
+    ranks: Sequence[int] = ()
+    files: Sequence[str] = field(default=(), repr=False)
+    target_files: Mapping[int, str] = field(default_factory=dict, repr=False)
+    done_before: Sequence[int] = ()
+    manifest: str | None = None
+    kept: Collection[str] = field(default=(), repr=False)
+    bytes_written: int = 0
+    source_ranks: Sequence[int] = ()
+    recovered: Sequence[int] = ()
+    parameters: int = 0
+    kinds: Mapping[str, Total] = field(default_factory=dict)
+    copied: Sequence[str] = field(default=(), repr=False)
+    excluded: Sequence[str] = field(default=(), repr=False)
+    all_names: Collection[str] = field(default=(), repr=False)
+    left_out: Sequence[str] = field(default=(), repr=False)
+    missing: Sequence[str] = field(default=(), repr=False)
+    unholdable: Sequence[str] = field(default=(), repr=False)
+    replicas: ReplicaCheck | None = None
+    warnings: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    phases: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    seconds: float = 0.0
+    dry_run: bool = False
 
 
 def totals_of(plan: Plan, files: Collection[int]) -> dict[str, Total]:
