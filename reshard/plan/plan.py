@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
-from weakref import WeakValueDictionary
 
 from reshard.checkpoints import CheckpointIndex, OutputLayout, lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, EditedCheckpoint
@@ -21,9 +20,9 @@ from reshard.layout import Box, shape_of, volume_of
 from reshard.plan.edits import Request
 from reshard.plan.pieces import (
     ALL_LINKED,
-    FileOrder,
     GroupLimits,
     Kind,
+    Order,
     Piece,
     StoredSlice,
     TargetFile,
@@ -93,7 +92,7 @@ class Plan:
         self._choice = choice
         self._kinds: dict[int, Sequence[Kind]] = {}
         self._needs: dict[int, tuple[int, ...]] = {}
-        self._orders: WeakValueDictionary[object, FileOrder] = WeakValueDictionary()
+        self._last_order: tuple[object, Order] | None = None
         self._resharded = frozenset(treatment.resharded)
         self._unholdable = frozenset(treatment.unholdable)
         self._edited = isinstance(checkpoint, EditedCheckpoint)
@@ -222,29 +221,12 @@ class Plan:
         return sizes
 
     def file_bytes(self, files: Iterable[int]) -> dict[int, int]:
-        """Size of each of some target files; files of tensors of the same sizes are laid out once."""
-        size_of_key: dict[object, int] = {}
-        sizes = {}
-        for file in files:
-            taken_over = self.form.copied_file(file)
-            if taken_over is not None:
-                sizes[file] = self.checkpoint.indexes[taken_over].size
-                continue
-            section = self.form.section_of(file)
-            position = section.position(file)
-            values = (value for _, value in self.values_of(file))
-            names = self.form.names_in(file)
-            key = (
-                section.number,
-                tuple((tensor.name, tensor.dtype, tensor.dims, tensor.nbytes) for tensor in values),
-                tuple(shape_of(kind.box_of(position)) for kind in self.kinds_of(section)),
-                file if self.form.boxed else None,
-                names,
-            )
-            if key not in size_of_key:
-                size_of_key[key] = self.layout_of(file).size
-            sizes[file] = size_of_key[key]
-        return sizes
+        """Size of each of some target files."""
+        copied = {file: self.form.copied_file(file) for file in files}
+        return {
+            file: self.layout_of(file).size if holder is None else self.checkpoint.indexes[holder].size
+            for file, holder in copied.items()
+        }
 
     def target_file(self, file: int, names: Collection[str] | None = None) -> TargetFile:
         """The parts of one target file.
@@ -271,15 +253,15 @@ class Plan:
             box = ((0, stored.nbytes),)
             piece = Piece(StoredSlice(self.checkpoint.files[holder], holder, stored.extents, box), box)
             tensors.append(TargetTensor(stored.name, 1, box, (piece,) if stored.nbytes else ()))
-        order = self._order_of(file, kinds, values, inside)
+        names_in_file, numbers, layout = self._order_of(file, kinds, values, inside)
         holders = {piece.source.rank for example in examples for piece in example.pieces}
         holders.update(holder for holder, _ in values)
         return TargetFile(
             file,
             self.path(file),
-            order.layout,
-            TargetTensors(order, examples, tensors, self._stored, self._added),
-            self._paths_of_added(order.names).union(self.checkpoint.files[holder] for holder in holders),
+            layout,
+            TargetTensors(names_in_file, numbers, examples, tensors, self._stored, self._added),
+            self._paths_of_added(names_in_file).union(self.checkpoint.files[holder] for holder in holders),
         )
 
     def layout_of(self, file: int) -> OutputLayout:
@@ -287,12 +269,12 @@ class Plan:
         inside = self.form.names_in(file)
         kinds = self.kinds_of(self.form.section_of(file))
         kinds = [kind for kind in kinds if inside is None or kind.count(inside)]
-        return self._order_of(file, kinds, self.values_of(file), inside).layout
+        return self._order_of(file, kinds, self.values_of(file), inside)[2]
 
     def _order_of(
         self, file: int, kinds: Sequence[Kind], values: Sequence[CopiedValue], inside: Collection[str] | None
-    ) -> FileOrder:
-        """The order of a file of these tensors; files of the same ones share it."""
+    ) -> Order:
+        """The order of a file of these tensors; the next file of the same ones shares it."""
         section = self.form.section_of(file)
         boxes = [kind.box_of(section.position(file)) for kind in kinds]
         tensors = [value for _, value in values]
@@ -302,12 +284,11 @@ class Plan:
             tuple((tensor.name, tensor.dtype, tensor.dims, tensor.nbytes) for tensor in tensors),
             None if inside is None else frozenset(inside),
         )
-        order = self._orders.get(key)
-        if order is None:
-            order = self._orders[key] = order_of(self.form, kinds, boxes, tensors, inside)
-        # The cache holds only weak references: this one keeps the last order alive between two files.
-        self._last_order = order
-        return order
+        # Several threads plan files: another may replace the attribute at any moment.
+        last = self._last_order
+        if last is None or last[0] != key:
+            last = self._last_order = key, order_of(self.form, kinds, boxes, tensors, inside)
+        return last[1]
 
     def _paths_of_added(self, names: Iterable[str]) -> frozenset[str]:
         if self.request.edits.additions is None:
