@@ -184,8 +184,8 @@ def _requested(plan: Plan, checks: SourceChecks) -> tuple[int, ...]:
 
 
 def _directory(plan: Plan, requested: Sequence[int], checks: SourceChecks, report: Report) -> TargetDirectory | None:
-    """The records of targets; None for a single file, which has none."""
-    if plan.request.asked.target.is_file:
+    """The records of targets; None for a single file, which has none, and where no rank is lost."""
+    if plan.request.asked.target.is_file or (plan.request.task.lost_only and not requested):
         return None
     directory = TargetDirectory(plan, requested, checks, report)
     checks.check_crcs(plan, [plan.checkpoint.indexes[holder] for holder in directory.suspects()], known=True)

@@ -75,7 +75,6 @@ class TargetDirectory:
         request = plan.request
         asked, task = request.asked, request.task
         self._overwrite = asked.target.overwrite
-        self._lost_only = task.lost_only
         # Whether this run writes every file of the target directory.
         self._whole = asked.files is None if task.lost_only else len(requested) == plan.form.count
         # The manifest gets a checksum of every file, as if any other run had requested it.
@@ -228,8 +227,7 @@ class TargetDirectory:
             self._add_records()
 
     def _add_records(self) -> None:
-        """Record the requested ranks and sources of this run."""
-        self._ledger.request(self._requested if self._lost_only else None)
+        """Record the sources of this run."""
         self._ledger.add_sources(self._sources)
         self._ledger.add_damaged(self._damaged)
 
@@ -289,7 +287,7 @@ class TargetDirectory:
     @property
     def is_complete(self) -> bool:
         """Whether the directory is complete, once all requested ranks are written."""
-        if self._lost_only:
+        if self._record.lost:
             return True
         records = self._all_done() if self._manifest is not None else None
         if records is None or (self._checksum and self._lacking(records)):

@@ -303,17 +303,17 @@ def written_ranks(out: str, report: Report) -> tuple[int, ...] | None:
         status = status_of(out)
     except TargetError:
         return None
-    if status.lost_only:
-        report.note(f"compared: {rank_ranges(status.wanted)}, since only lost ranks were to be recovered")
-        return status.wanted
-    requested = status.record.asked.files
+    wanted, requested = status.record.wanted, status.record.asked.files
     if status.record.task.recover and requested is not None:
         # The plan records the ranks of the first run; later ones recovered others.
         requested = tuple(sorted({*requested, *status.written}))
-        others = set(status.wanted).difference(requested)
+        others = set(wanted).difference(requested)
         if others:
             report.note(f"compared: {rank_ranges(requested)}; not requested: {rank_ranges(others)}")
             return requested
+    if status.record.lost:
+        report.note(f"compared: {rank_ranges(wanted)}, since only lost ranks were to be recovered")
+        return tuple(wanted)
     if status.done and status.missing:
         report.note(
             f"not written yet: {rank_ranges(status.missing)}; to compare only {rank_ranges(status.done)}, add "

@@ -2,8 +2,8 @@
 
 ``DST/.reshard/`` holds ``plan.json``, the `Record` of the conversion, and empty files whose *names* are the records:
 one per finished target in ``done/``, one per source file that a run has read in ``sources/``, and one per damaged
-source file in ``damaged/``, including files of newer steps; ``only.<rank>`` if only these ranks were requested. Every
-file system creates an empty file atomically: a record is complete or missing, and one listing reads all.
+source file in ``damaged/``, including files of newer steps. Every file system creates an empty file atomically: a
+record is complete or missing, and one listing reads all.
 
 A directory holds one conversion. Its plan is created only if it is absent, so of several conversions that begin at
 once, one goes on. Runs of the same conversion join it. A run looks at the plan again before it gives a target its
@@ -59,7 +59,6 @@ _SECOND = 10**9
 _NONE = "none"
 _DIGEST = "[0-9a-f]{16}"
 _DONE = rf"(\d{{1,9}})\.(\d{{1,20}})\.(-?\d{{1,20}})\.(?:{_NONE}|({_DIGEST}))\.(?:{_NONE}|([0-9a-f]{{8}}))\.{_DIGEST}"
-_ONLY = "only."
 # The plan contains the patterns of --include and --exclude, whose size the command line limits.
 _MAX_PLAN_BYTES = 16 << 20
 
@@ -191,20 +190,6 @@ class Ledger:
             if self._made_destination:
                 store_of(self._root).remove_directory(self._destination)
 
-    def only(self) -> set[int] | None:
-        """The only requested ranks; None if all were requested."""
-        numbers = [name[len(_ONLY) :] for name in self._names() if name.startswith(_ONLY)]
-        ranks = {int(number) for number in numbers if number.isascii() and number.isdecimal()}
-        return ranks or None
-
-    def request(self, ranks: Collection[int] | None) -> None:
-        """Record that only these ranks, or all, were requested; once all were, no others can be."""
-        only = self.only()
-        if ranks is None:
-            self._discard("", [f"{_ONLY}{rank}" for rank in only or ()])
-        elif only is not None or not self.done():
-            self._add("", [f"{_ONLY}{rank}" for rank in ranks])
-
     def changed_sources(self, sources: Iterable[SourceFile]) -> tuple[list[int], list[int]]:
         """Source ranks whose files differ from the records of earlier runs.
 
@@ -302,7 +287,6 @@ class Ledger:
         """Remove the records, the plan last."""
         for kind, parsed in _KINDS.items():
             self._discard(kind, filter(parsed, self._names(kind)))
-        self._discard("", (name for name in self._names() if name.startswith(_ONLY)))
         self._discard("", [_PLAN])
         # With a plan, later runs expect the directories.
         for kind in _KINDS:
@@ -313,8 +297,8 @@ class Ledger:
         """Remove files of killed runs among the records, if possible."""
         store_of(self._root).remove_dead(self._root)
 
-    def _names(self, kind: str = "") -> list[str]:
-        return names_in(os.path.join(self._root, kind) if kind else self._root)
+    def _names(self, kind: str) -> list[str]:
+        return names_in(os.path.join(self._root, kind))
 
     def _add(self, kind: str, names: Iterable[str]) -> None:
         def add(path: str) -> None:
@@ -359,7 +343,7 @@ class RecordedStrategy(NamedTuple):
 
     Attributes:
         strategy: the strategy.
-        complete: whether all requested ranks have files; also for a part of the tree.
+        complete: whether all wanted ranks have files; also for a part of the tree.
     """
 
     strategy: Strategy
@@ -388,8 +372,7 @@ def recorded_strategy(src: str) -> RecordedStrategy | None:
         if path == SAME or record.task.recover:
             made = os.path.join(directory, STRATEGY_FILE)
             path = made if exists(made) else record.asked.source.strategy
-        requested = ledger.only() or range(record.file_count)
-        complete = directory != src.rstrip("/") or {file.rank for file in tree.files}.issuperset(requested)
+        complete = directory != src.rstrip("/") or {file.rank for file in tree.files}.issuperset(record.wanted)
         if path == NONE and record.file_count == 1:
             return RecordedStrategy(Strategy.none(), complete)
         if path is not None and names_files(path) and exists(path):

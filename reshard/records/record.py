@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.asked import TEXTS, VALUE, Conversion, Option, Task, fields_of
@@ -57,6 +57,7 @@ class Record(NamedTuple):
             were given, with the rules and sizes behind them, and of the division of tensors into files, if the
             strategy does not determine it; the last two may be empty.
         packing: the table of names, its options and sizes, as ``KEY=VALUE``; of the source, if no table was requested.
+        lost: the lost target ranks, ascending, if only these are recovered.
     """
 
     asked: Conversion
@@ -67,6 +68,7 @@ class Record(NamedTuple):
     task: Task
     digests: Mapping[str, str]
     packing: tuple[str, ...] = ()
+    lost: tuple[int, ...] = ()
 
     @property
     def form(self) -> str:
@@ -88,6 +90,11 @@ class Record(NamedTuple):
         """A text, equal for runs that may fill one directory together."""
         asked = self.asked.to_json(identity=True)
         return json.dumps({**self.to_json(), "asked": asked, "task": self.task.recover, "packing": ()}, sort_keys=True)
+
+    @property
+    def wanted(self) -> Sequence[int]:
+        """The target ranks of the complete conversion, ascending."""
+        return self.lost or range(self.file_count)
 
     @property
     def is_repeatable(self) -> bool:
@@ -148,6 +155,7 @@ class Record(NamedTuple):
             Task(**dict.fromkeys(task, True)),
             {name: digests.text(name) for name in _CONTENTS},
             packing,
+            fields.integers("lost", 0, MAX_DEVICES),
         )
         if asked.target.form is None:
             raise JsonError("it records no form")
@@ -206,6 +214,7 @@ def differences(mine: Record, theirs: Record) -> list[str]:
     words += _both("the step", theirs.step, mine.step)
     words += _both("the format", theirs.format, mine.format)
     words += _both("the task", theirs.command, mine.command)
+    words += _both("the lost ranks of --lost-only", theirs.lost, mine.lost)
     words = words or [_CONTENTS[name] for name in contents]
     return words or _both("the names of the files", theirs.pattern, mine.pattern) or ["the number of files"]
 
