@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import Argument, done, fails, reshard
+from tests.running import done, fails, reshard
 from tests.small import World, tensors
 
 FULL = tensors()
