@@ -149,7 +149,7 @@ class TargetTensors(Sequence[TargetTensor]):
         names: their names, in the order of the file.
         numbers: of each the place in ``kinds``, or behind them in ``single``.
         kinds: an example of each kind of tensor, without name and extents.
-        stored: returns the slice for a tensor's name and a piece of its kind.
+        stored: returns the slice of a tensor's source in a file: its name, number of the source, file, box.
         added: returns the addition to a tensor, by name; None without any.
     """
 
@@ -159,7 +159,7 @@ class TargetTensors(Sequence[TargetTensor]):
         numbers: Sequence[int],
         kinds: Sequence[TargetTensor],
         single: Sequence[TargetTensor],
-        stored: Callable[[str, Piece], StoredSlice],
+        stored: Callable[[str, int, int, Box], StoredSlice],
         added: Callable[[str], Addition | None] | None = None,
     ) -> None:
         self.names = names
@@ -197,8 +197,11 @@ class TargetTensors(Sequence[TargetTensor]):
         if number >= len(self._kinds):
             return self._single[number - len(self._kinds)]
         name, kind = self.names[place], self._kinds[number]
-        pieces = tuple(piece._replace(source=self._stored(name, piece)) for piece in kind.pieces)
-        return kind._replace(name=name, pieces=pieces, added=None if self._added is None else self._added(name))
+        pieces = []
+        for piece in kind.pieces:
+            stored = self._stored(name, piece.source_number, piece.source.rank, piece.source.box)
+            pieces.append(piece._replace(source=stored))
+        return kind._replace(name=name, pieces=tuple(pieces), added=None if self._added is None else self._added(name))
 
 
 class Kind(NamedTuple):

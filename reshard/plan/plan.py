@@ -260,7 +260,7 @@ class Plan:
             file,
             self.path(file),
             layout,
-            TargetTensors(names_in_file, numbers, examples, tensors, self._stored, self._added),
+            TargetTensors(names_in_file, numbers, examples, tensors, self.stored, self._added),
             self._paths_of_added(names_in_file).union(self.checkpoint.files[holder] for holder in holders),
         )
 
@@ -414,9 +414,6 @@ class Plan:
     def _added(self) -> Callable[[str], Addition | None] | None:
         """The addition to a tensor by name; None without one."""
         return (lambda name: self.checkpoint.tensors[name].added) if self._edited else None
-
-    def _stored(self, name: str, piece: Piece) -> StoredSlice:
-        return self.stored(name, piece.source_number, piece.source.rank, piece.source.box)
 
     def stored(self, name: str, source: int, holder: int, box: Box) -> StoredSlice:
         """The slice of a tensor's source in a file."""

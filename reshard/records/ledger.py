@@ -23,7 +23,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from reshard.checkpoints import Literal, OutputLayout
@@ -120,8 +119,9 @@ class Ledger:
         self._root = os.path.join(destination, OWN)
         self._made_destination = False
         self._plan_seen: tuple[int, int] | None = None
-        # The plan that was read last, if it is this conversion's.
-        self._plan: bytes | None = None
+        # The plan: as this run would record it, or as it was read last.
+        content = {"version": VERSION, "conversion": record.to_json()}
+        self._plan = (json.dumps(content, sort_keys=True) + "\n").encode()
         # At the end of the names of its targets' records.
         self._ending = f".{short_digest(self._identity.encode())}"
 
@@ -129,7 +129,8 @@ class Ledger:
         """Whether both are of one conversion."""
         return self._identity == other._identity
 
-    def locked(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
         """Keep other runs on this file system from beginning or completing while this block runs.
 
         Raises:
@@ -144,7 +145,12 @@ class Ledger:
             )
         with writing(self._root):
             self._made_destination = store_of(self._root).make_directory(self._destination) or self._made_destination
-        return _locked(self._root, self._notify)
+        lock = os.path.join(self._root, "lock")
+        with contextlib.ExitStack() as stack:
+            with writing(lock):
+                stack.enter_context(store_of(self._root).lock(lock, self._notify))
+            with writing(self._root):
+                yield
 
     def claim(self) -> bool:
         """Record that the directory is of this conversion; whether the record is new since the last call.
@@ -161,11 +167,9 @@ class Ledger:
             with writing(path):
                 for directory in (self._root, *(os.path.join(self._root, kind) for kind in _KINDS)):
                     store_of(path).make_directory(directory)
-                content = json.dumps({"version": VERSION, "conversion": self.record.to_json()}, sort_keys=True) + "\n"
-                created = store_of(path).create(path, content.encode())
+                created = store_of(path).create(path, self._plan)
             # Some object stores ignore the condition: read it back.
             plan = _plan_in(self._destination)
-        # It is read again for every target, and seldom another one.
         current = self if plan is None or plan == self._plan else _ledger_of(self._destination, plan)
         if plan is None or not self.joins(current):
             raise TargetError(
@@ -313,16 +317,6 @@ class Ledger:
                 remove_file(path)
 
         for_each(discard, [os.path.join(self._root, kind, name) for name in names])
-
-
-@contextlib.contextmanager
-def _locked(root: str, notify: Notify) -> Iterator[None]:
-    lock = os.path.join(root, "lock")
-    with contextlib.ExitStack() as stack:
-        with writing(lock):
-            stack.enter_context(store_of(root).lock(lock, notify))
-        with writing(root):
-            yield
 
 
 def packing_of(src: str) -> tuple[str, ...]:
