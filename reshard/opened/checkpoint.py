@@ -23,7 +23,7 @@ from reshard.forms.objects import shown_object
 from reshard.layout import Box, shape_of, whole_box
 from reshard.opened.tensor import LazyTensor
 from reshard.plan.edits import Request
-from reshard.plan.pieces import Kind, Piece, StoredSlice, TargetTensor, TargetTensors
+from reshard.plan.pieces import Piece, StoredSlice, TargetTensor, TargetTensors, TensorKind
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
 from reshard.plan.values import CopiedValue
@@ -62,7 +62,7 @@ class OpenedContents:
         self._places: Mapping[str, int] = {}
         self._tensors: TargetTensors
         self._values = {tensor.name: (holder, tensor) for holder, tensor in plan.values_of(file)}
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: dict[str, TensorKind] = {}
         self._copies: dict[int, list[list[tuple[int, Box]]]] = {}
         entries = [_entry_of(tensor) for _, tensor in self._values.values()]
         section = plan.form.section_of(file)

@@ -204,7 +204,7 @@ class TargetTensors(Sequence[TargetTensor]):
         return kind._replace(name=name, pieces=tuple(pieces), added=None if self._added is None else self._added(name))
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """Tensors that are cut alike and held by the same source files.
 
     Attributes:
@@ -238,7 +238,7 @@ class Kind(NamedTuple):
 
 def order_of(
     form: TargetForm,
-    kinds: Sequence[Kind],
+    kinds: Sequence[TensorKind],
     boxes: Sequence[Box],
     values: Sequence[Tensor],
     names: Collection[str] | None,

@@ -21,13 +21,13 @@ from reshard.plan.edits import Request
 from reshard.plan.pieces import (
     ALL_LINKED,
     GroupLimits,
-    Kind,
     Order,
     Piece,
     StoredSlice,
     TargetFile,
     TargetTensor,
     TargetTensors,
+    TensorKind,
     linked_files,
     order_of,
     splits_rows,
@@ -90,7 +90,7 @@ class Plan:
         self._values = values
         self._cuts = cuts
         self._choice = choice
-        self._kinds: dict[int, Sequence[Kind]] = {}
+        self._kinds: dict[int, Sequence[TensorKind]] = {}
         self._needs: dict[int, tuple[int, ...]] = {}
         self._last_order: tuple[object, Order] | None = None
         self._resharded = frozenset(treatment.resharded)
@@ -160,9 +160,9 @@ class Plan:
     def cut_of(self, name: str, section: Section) -> Cut:
         return self._cuts.of(self.checkpoint.tensors[name], section)
 
-    def kinds_of(self, section: Section) -> Sequence[Kind]:
+    def kinds_of(self, section: Section) -> Sequence[TensorKind]:
         if section.number not in self._kinds:
-            kinds: dict[tuple[object, ...], Kind] = {}
+            kinds: dict[tuple[object, ...], TensorKind] = {}
             for name in self.names_of(section):
                 tensor = self.checkpoint.tensors[name]
                 cut = self._cuts.of(tensor, section)
@@ -170,12 +170,12 @@ class Plan:
                 types = tuple(source.dtype for source in tensor.stored)
                 key = (cut.number, tensor.dtype, tensor.item_size, present, types)
                 if key not in kinds:
-                    kinds[key] = Kind(cut, present, tensor.item_size, [])
+                    kinds[key] = TensorKind(cut, present, tensor.item_size, [])
                 kinds[key].tensors.append(tensor)
             self._kinds[section.number] = tuple(kinds.values())
         return self._kinds[section.number]
 
-    def copies(self, kind: Kind, file: int) -> list[list[tuple[int, Box]]]:
+    def copies(self, kind: TensorKind, file: int) -> list[list[tuple[int, Box]]]:
         """Per piece of a target file's slice of a kind, every source file that holds it, with its stored box."""
         cut, copies = kind.cut, []
         position = self.form.section_of(file).position(file)
@@ -208,7 +208,7 @@ class Plan:
                     total[file] += nbytes * kind.count(self.form.names_in(file))
         return total
 
-    def slice_bytes(self, kind: Kind, section: Section, files: Iterable[int]) -> dict[int, int]:
+    def slice_bytes(self, kind: TensorKind, section: Section, files: Iterable[int]) -> dict[int, int]:
         """Bytes of a kind's slice of one tensor, for each of some files of a section."""
         # Many files have the same slice.
         bytes_of_slice: dict[int, int] = {}
@@ -272,7 +272,7 @@ class Plan:
         return self._order_of(file, kinds, self.values_of(file), inside)[2]
 
     def _order_of(
-        self, file: int, kinds: Sequence[Kind], values: Sequence[CopiedValue], inside: Collection[str] | None
+        self, file: int, kinds: Sequence[TensorKind], values: Sequence[CopiedValue], inside: Collection[str] | None
     ) -> Order:
         """The order of a file of these tensors; the next file of the same ones shares it."""
         section = self.form.section_of(file)
@@ -375,7 +375,7 @@ class Plan:
             return self._choice.turn(file)
         return self.form.section_of(file).position(file)
 
-    def _example(self, file: int, leader: int, kind: Kind, base: Sequence[Sequence[int]]) -> TargetTensor:
+    def _example(self, file: int, leader: int, kind: TensorKind, base: Sequence[Sequence[int]]) -> TargetTensor:
         """The target slice of a kind of tensor, without name and extents."""
         cut, example = kind.cut, kind.tensors[0]
         position = self.form.section_of(file).position(file)

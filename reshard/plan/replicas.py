@@ -58,7 +58,7 @@ def common_dimensions(sources: Sequence[Layout], target: Layout | None) -> tuple
     raise LayoutError(f"tensor maps {maps} cannot lay out one tensor")
 
 
-class _Kind(NamedTuple):
+class _CutAlike(NamedTuple):
     """Parameters of one target stage that are cut alike in the source and alike in the target."""
 
     parameter: str
@@ -73,7 +73,7 @@ class ReplicaChoice:
     def __init__(self, source: Strategy, target: Strategy) -> None:
         self.source = source
         self.target = target
-        self._kinds: dict[int, list[_Kind]] = {}
+        self._kinds: dict[int, list[_CutAlike]] = {}
         self._deciding: dict[int, Needs] = {}
         self._turns: dict[int, list[int]] = {}
 
@@ -163,13 +163,13 @@ class ReplicaChoice:
             seen[code] += 1
         return turns
 
-    def _kinds_of(self, stage: Stage) -> list[_Kind]:
+    def _kinds_of(self, stage: Stage) -> list[_CutAlike]:
         if stage.number not in self._kinds:
             self._kinds[stage.number] = list(self._find_kinds(stage).values())
         return self._kinds[stage.number]
 
-    def _find_kinds(self, stage: Stage) -> dict[tuple[object, ...], _Kind]:
-        kinds: dict[tuple[object, ...], _Kind] = {}
+    def _find_kinds(self, stage: Stage) -> dict[tuple[object, ...], _CutAlike]:
+        kinds: dict[tuple[object, ...], _CutAlike] = {}
         if self.source.is_none:
             return kinds
         names = self.source.parameters if self.target.is_none else stage.layouts
@@ -204,12 +204,14 @@ class ReplicaChoice:
                 ) from problem
         return kinds
 
-    def _kind(self, name: str, holdings: Sequence[Holding], sources: Sequence[Layout], target: Layout | None) -> _Kind:
+    def _kind(
+        self, name: str, holdings: Sequence[Holding], sources: Sequence[Layout], target: Layout | None
+    ) -> _CutAlike:
         grouped, cut = common_dimensions(sources, target)
         shape = stand_in_shape(grouped, cut)
         overlap = Overlap([layout.grid(shape) for layout in grouped], cut.grid(shape))
         regrouped = tuple(Holding(holding.stage, layout) for holding, layout in zip(holdings, grouped))
-        return _Kind(name, regrouped, overlap, cut)
+        return _CutAlike(name, regrouped, overlap, cut)
 
 
 def _unavailable(target_rank: int, lost: Needs) -> IncompleteSourceError:

@@ -62,6 +62,11 @@ class Replicated(NamedTuple):
     groups: tuple[HolderGroup, ...]
 
     @property
+    def slices(self) -> list[Box]:
+        """The box of each group, around this one."""
+        return [group.box for group in self.groups]
+
+    @property
     def holders(self) -> list[Holder]:
         return [(rank, group.box) for group in self.groups for rank in group.available]
 
@@ -84,45 +89,52 @@ class Replicated(NamedTuple):
             number -= len(group.available)
         raise IndexError(number)
 
-    def run(self, most: int, number: int) -> Box:
-        """A box of at most ``most`` elements, contiguous in every holder's slice, at a place that ``number`` gives."""
-        axis, count = self._run_shape(most)
-        box = []
-        for dimension, (start, stop) in enumerate(self.box):
-            if dimension > axis:
-                box.append((start, stop))
-                continue
-            length = count if dimension == axis else 1
-            number, place = divmod(number, stop - start - length + 1)
-            box.append((start + place, start + place + length))
-        return tuple(box)
 
-    def runs(self, most: int) -> Iterator[Box]:
-        """All of the box, in boxes of at most ``most`` elements that are contiguous in every holder's slice."""
-        if not self.box:
-            yield ()
-            return
-        axis, count = self._run_shape(most)
-        start, stop = self.box[axis]
-        for outer in itertools.product(*(range(low, high) for low, high in self.box[:axis])):
-            fixed = tuple((place, place + 1) for place in outer)
-            for first in range(start, stop, count):
-                yield (*fixed, (first, min(first + count, stop)), *self.box[axis + 1 :])
+def run_in(box: Box, slices: Sequence[Box], most: int, number: int) -> Box:
+    """A box of at most ``most`` elements in a box, contiguous in all slices, at a place that ``number`` gives.
 
-    def _run_shape(self, most: int) -> tuple[int, int]:
-        """The outermost dimension with several elements of a contiguous run, and their number."""
-        axis = len(self.box) - 1
-        inner = 1
-        while axis > 0 and all(group.box[axis] == self.box[axis] for group in self.groups):
-            start, stop = self.box[axis]
-            if inner * (stop - start) > most:
-                break
-            inner *= stop - start
-            axis -= 1
-        if axis < 0:
-            return axis, 1
-        start, stop = self.box[axis]
-        return axis, max(1, min(stop - start, most // inner))
+    Args:
+        slices: boxes around ``box``, as holders store them.
+    """
+    axis, count = _run_shape(box, slices, most)
+    run = []
+    for dimension, (start, stop) in enumerate(box):
+        if dimension > axis:
+            run.append((start, stop))
+            continue
+        length = count if dimension == axis else 1
+        number, place = divmod(number, stop - start - length + 1)
+        run.append((start + place, start + place + length))
+    return tuple(run)
+
+
+def runs_in(box: Box, slices: Sequence[Box], most: int) -> Iterator[Box]:
+    """All of a box, in boxes of at most ``most`` elements that are contiguous in all slices; see `run_in`."""
+    if not box:
+        yield ()
+        return
+    axis, count = _run_shape(box, slices, most)
+    start, stop = box[axis]
+    for outer in itertools.product(*(range(low, high) for low, high in box[:axis])):
+        fixed = tuple((place, place + 1) for place in outer)
+        for first in range(start, stop, count):
+            yield (*fixed, (first, min(first + count, stop)), *box[axis + 1 :])
+
+
+def _run_shape(box: Box, slices: Sequence[Box], most: int) -> tuple[int, int]:
+    """The outermost dimension with several elements of a contiguous run, and their number."""
+    axis = len(box) - 1
+    inner = 1
+    while axis > 0 and all(each[axis] == box[axis] for each in slices):
+        start, stop = box[axis]
+        if inner * (stop - start) > most:
+            break
+        inner *= stop - start
+        axis -= 1
+    if axis < 0:
+        return axis, 1
+    start, stop = box[axis]
+    return axis, max(1, min(stop - start, most // inner))
 
 
 class ParameterGroup:

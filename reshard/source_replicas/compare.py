@@ -34,6 +34,8 @@ from reshard.source_replicas.choice import (
     group_parameters,
     is_gradient,
     number_of,
+    run_in,
+    runs_in,
 )
 from reshard.text.messages import Message, joined, listing, plural, quoted
 from reshard.text.names import is_weight
@@ -306,9 +308,9 @@ class ReplicaFiles:
         self._reader.close()
 
 
-def sample_box(replicated: Replicated, parameter: GlobalTensor, number: int) -> Box:
-    """A box to sample in a replicated box of a parameter, at a different place for every number."""
-    return replicated.run(max(1, _SAMPLE_BYTES // parameter.item_size), number)
+def sample_box(parameter: GlobalTensor, box: Box, slices: Sequence[Box], number: int) -> Box:
+    """A box to sample in a box that holders' slices of a parameter contain, at a different place for every number."""
+    return run_in(box, slices, max(1, _SAMPLE_BYTES // parameter.item_size), number)
 
 
 def is_constant(data: bytes | bytearray, item_size: int) -> bool:
@@ -405,7 +407,8 @@ class _Chosen(NamedTuple):
     is_probe: bool
 
     def at(self, place: int) -> Sample:
-        box = sample_box(self.replicated, self.parameter, number_of(self.number, place))
+        replicated, number = self.replicated, number_of(self.number, place)
+        box = sample_box(self.parameter, replicated.box, replicated.slices, number)
         return self.parameter, [(holder, box) for holder in self.holders]
 
 
@@ -498,7 +501,8 @@ def _compare_everything(
         parameter, (first, *others) = part.parameter, part.holders
         hashes: dict[int, hashlib.blake2b] = defaultdict(hashlib.blake2b)
         varied = False
-        for number, box in enumerate(part.piece.runs(max(1, budget.block_bytes // parameter.item_size))):
+        most = max(1, budget.block_bytes // parameter.item_size)
+        for number, box in enumerate(runs_in(part.piece.box, part.piece.slices, most)):
             if stop.is_set():
                 break
             first_bytes = bytearray(volume_of(box) * parameter.item_size)

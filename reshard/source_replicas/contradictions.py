@@ -31,7 +31,7 @@ from reshard.forms.ranks.selection import lost_slices
 from reshard.forms.ranks.tree import SourceTree, StepFiles, find_checkpoints
 from reshard.layout import shape_of, volume_of
 from reshard.plan.edits import Request
-from reshard.source_replicas.choice import Holder, HolderGroup, Replicated, group_parameters, is_gradient, number_of
+from reshard.source_replicas.choice import Holder, group_parameters, is_gradient, number_of
 from reshard.source_replicas.compare import (
     MOST_PLACES,
     Contents,
@@ -138,8 +138,7 @@ def _is_varied(data: bytes, item_size: int) -> bool:
 def _own_sample(parameter: GlobalTensor, holders: Sequence[Holder], place: int) -> Sample:
     """A sample of each holder's slice; at the same place in slices of the same shape."""
     number = number_of(parameter.name, place)
-    slices = (Replicated(box, (HolderGroup((rank,), (rank,), box),)) for rank, box in holders)
-    return parameter, [(one, sample_box(each, parameter, number)) for one, each in zip(holders, slices)]
+    return parameter, [((rank, box), sample_box(parameter, box, [box], number)) for rank, box in holders]
 
 
 def _holders(parameter: GlobalTensor, step: RankCheckpoint) -> list[Holder]:

@@ -11,7 +11,7 @@ from reshard.plan.pieces import TargetTensor, TargetTensors
 
 def test_a_thread_gets_its_tensor_if_another_takes_one_at_any_moment() -> None:
     single = [TargetTensor(name, 1, (), ()) for name in ("a", "b")]
-    tensors = TargetTensors(["a", "b"], [0, 1], [], single, lambda *_: None)  # type: ignore[arg-type,return-value]
+    tensors = TargetTensors(["a", "b"], [0, 1], [], single, lambda *_: None)  # type: ignore[arg-type]
     moments = 0
 
     def interrupt(frame: FrameType, event: str, argument: Any) -> Any:
