@@ -13,10 +13,10 @@ from typing import NamedTuple
 from reshard.checkpoints import FileHandles
 from reshard.convert.summary import PHASES, Summary, totals_of
 from reshard.convert.target_directory import TargetDirectory
-from reshard.errors import IncompleteSourceError, InputError, UsageError
+from reshard.errors import IncompleteSourceError, InputError, UnwritableError, UsageError
 from reshard.execute import Budget, Progress, write_files
 from reshard.execute.budget import writing_budget
-from reshard.execute.destination import Space, check_apart, check_bucket, check_disjoint, check_space, space_for
+from reshard.execute.destination import Space, check_apart, check_bucket, check_disjoint, space_for
 from reshard.forms.ranks.naming import check_prefix
 from reshard.forms.registry import counted_as
 from reshard.plan.edits import Request
@@ -195,15 +195,19 @@ def _directory(plan: Plan, requested: Sequence[int], checks: SourceChecks, repor
 def _check_space(
     plan: Plan, sizes: Mapping[int, int], directory: TargetDirectory | None, report: Report
 ) -> list[Space]:
-    """Needed and free bytes on every file system; too little is an error, or a warning of a dry run."""
+    """Needed and free bytes on every file system; a dry run warns of too little.
+
+    Raises:
+        UnwritableError: some file system has less free space than is needed on it.
+    """
     needed = [(os.path.dirname(plan.path(file)), size) for file, size in sizes.items()]
     if needed and directory is not None:
         needed += [(plan.request.dst, file.size or 0) for file in plan.form.finishing()]
     spaces = space_for(needed)
-    if not plan.request.task.dry_run:
-        check_space(spaces)
     for space in spaces:
         if space.problem is not None:
+            if not plan.request.task.dry_run:
+                raise UnwritableError(space.problem, file=space.place, hint="free some space or choose another DST")
             report.warn(f"{space.problem}: the conversion would be refused")
     return spaces
 

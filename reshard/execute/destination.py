@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import NamedTuple
 
-from reshard.errors import TargetError, UnwritableError, UsageError
+from reshard.errors import TargetError, UsageError
 from reshard.forms.target import UNFINISHED
 from reshard.storage import (
     exists,
@@ -227,17 +227,6 @@ def space_for(needed: Iterable[tuple[str, int]]) -> list[Space]:
             places.setdefault(device, (place, free))
             totals[device] += count
     return [Space(place, totals[device], free) for device, (place, free) in places.items()]
-
-
-def check_space(spaces: Iterable[Space]) -> None:
-    """Refuse a conversion that cannot be finished.
-
-    Raises:
-        UnwritableError: some file system has less free space than is needed on it.
-    """
-    for space in spaces:
-        if space.problem is not None:
-            raise UnwritableError(space.problem, file=space.place, hint="free some space or choose another DST")
 
 
 def _contains(directory: str, path: str) -> bool:

@@ -210,15 +210,7 @@ class Plan:
 
     def slice_bytes(self, kind: TensorKind, section: Section, files: Iterable[int]) -> dict[int, int]:
         """Bytes of a kind's slice of one tensor, for each of some files of a section."""
-        # Many files have the same slice.
-        bytes_of_slice: dict[int, int] = {}
-        sizes = {}
-        for file in files:
-            number = kind.cut.slice_of(section.position(file))
-            if number not in bytes_of_slice:
-                bytes_of_slice[number] = volume_of(kind.box_of(section.position(file))) * kind.item_size
-            sizes[file] = bytes_of_slice[number]
-        return sizes
+        return {file: volume_of(kind.box_of(section.position(file))) * kind.item_size for file in files}
 
     def file_bytes(self, files: Iterable[int]) -> dict[int, int]:
         """Size of each of some target files."""

@@ -157,7 +157,6 @@ class ParameterGroup:
         self.structure = tuple(
             (sharding.grid.cuts, tuple(holders)) for sharding, holders in zip(self._shardings, self._holders)
         )
-        self._replicated: dict[int, Replicated] = {}
 
     def __len__(self) -> int:
         """Number of boxes of each parameter that several available ranks hold."""
@@ -165,18 +164,16 @@ class ParameterGroup:
 
     def replicated(self, number: int) -> Replicated:
         """One of these boxes, by number."""
-        if number not in self._replicated:
-            boxes, groups = [], []
-            for sharding, ranks_of, present, part in zip(
-                self._shardings, self._holders, self._present, self._slices[number]
-            ):
-                boxes.append(sharding.grid.slice_box(part))
-                available = tuple(rank for rank in ranks_of[part] if rank in present)
-                if available:
-                    groups.append(HolderGroup(ranks_of[part], available, sharding.stored_box(part)))
-            box = tuple((max(start for start, _ in cut), min(stop for _, stop in cut)) for cut in zip(*boxes))
-            self._replicated[number] = Replicated(box, tuple(groups))
-        return self._replicated[number]
+        boxes, groups = [], []
+        for sharding, ranks_of, present, part in zip(
+            self._shardings, self._holders, self._present, self._slices[number]
+        ):
+            boxes.append(sharding.grid.slice_box(part))
+            available = tuple(rank for rank in ranks_of[part] if rank in present)
+            if available:
+                groups.append(HolderGroup(ranks_of[part], available, sharding.stored_box(part)))
+        box = tuple((max(start for start, _ in cut), min(stop for _, stop in cut)) for cut in zip(*boxes))
+        return Replicated(box, tuple(groups))
 
     @cached_property
     def _slices(self) -> list[tuple[int, ...]]:
