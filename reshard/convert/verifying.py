@@ -12,9 +12,9 @@ from functools import partial
 from reshard.asked import Conversion, Effort, Task
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.convert.conversion import Summary
 from reshard.convert.ends import with_ends
 from reshard.convert.recorded import as_recorded, check_rules, is_copy, other_source
-from reshard.convert.summary import Summary
 from reshard.convert.unchanged import compare_with_manifest
 from reshard.errors import CheckpointError, InputError, NamesError, TargetError, UsageError
 from reshard.execute import Budget, Progress
