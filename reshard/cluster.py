@@ -89,9 +89,9 @@ def _convert(conversion: Conversion) -> tuple[dict[int, int], list[str]]:
     report = Report()
     summary = run(request_of(conversion, report), report).summary
     paths = summary.target_files
-    return {
-        file: status.size for file, status in zip(paths, status_of_each([*paths.values()])) if status
-    }, summary.warnings
+    return {file: status.size for file, status in zip(paths, status_of_each([*paths.values()])) if status}, [
+        *summary.warnings
+    ]
 
 
 @contextlib.contextmanager

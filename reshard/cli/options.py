@@ -48,8 +48,8 @@ def _parse_rank(text: str) -> int:
 RANK = Parsed("rank", _parse_rank)
 
 
-class FormType(click.Choice):  # type: ignore[type-arg, unused-ignore]
-    """A form of checkpoint; ``hf`` is Hugging Face's."""
+class FormOrFormat(click.Choice):  # type: ignore[type-arg, unused-ignore]
+    """A form of checkpoint, or a format of files; ``hf`` is Hugging Face's form."""
 
     def __init__(self, choices: Collection[str]) -> None:
         super().__init__(())
@@ -57,25 +57,19 @@ class FormType(click.Choice):  # type: ignore[type-arg, unused-ignore]
         self.choices = choices  # type: ignore[assignment, unused-ignore]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The form."""
-        if value in ("ckpt", "safetensors"):
-            self.fail(f"{value} is a format, not a form: --format {value}", param, ctx)
-        # Loaded only here: help does without.
-        from reshard.checkpoints.formats.dtypes import dtype_named
+        """The form or the format; what another option takes is an error that names the option."""
+        name = SHORT_NAMES.get(value, value)
+        if name not in self.choices:
+            # Loaded only here: help does without.
+            from reshard.checkpoints.formats.dtypes import dtype_named
 
-        if isinstance(value, str) and dtype_named(value) is not None:
-            self.fail(f"{value} is a type, not a form: --cast {value}", param, ctx)
-        return super().convert(SHORT_NAMES.get(value, value), param, ctx)
-
-
-class FormatType(click.Choice):  # type: ignore[type-arg, unused-ignore]
-    """A format of files."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The format."""
-        if SHORT_NAMES.get(value, value) in FORM_CLASSES:
-            self.fail(f"{value} is a form, not a format: --to {value}", param, ctx)
-        return super().convert(value, param, ctx)
+            if value in ("ckpt", "safetensors"):
+                self.fail(f"{value} is a format, not a form: --format {value}", param, ctx)
+            if name in FORM_CLASSES:
+                self.fail(f"{value} is a form, not a format: --to {value}", param, ctx)
+            if dtype_named(value) is not None:
+                self.fail(f"{value} is a type: --cast {value}", param, ctx)
+        return super().convert(name, param, ctx)
 
 
 def _parse_share(text: str) -> Share:
@@ -133,8 +127,7 @@ def _click(asked: Option, default: Any) -> Callable[[F], F]:
         # An option such as --no-fallback turns off what is on.
         return option(asked.section, *asked.names, asked.parameter, is_flag=True, **attributes)
     if asked.kind in (FORM, FORMAT) or asked.choices:
-        choice = {FORM: FormType, FORMAT: FormatType}.get(asked.kind, click.Choice)
-        attributes["type"] = choice(asked.choices)
+        attributes["type"] = (FormOrFormat if asked.kind in (FORM, FORMAT) else click.Choice)(asked.choices)
     elif asked.kind is NUMBER and asked.limits is not None:
         attributes["type"] = click.IntRange(*asked.limits)
     elif asked.kind is SHARE:

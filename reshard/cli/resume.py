@@ -66,11 +66,10 @@ def resume(
     if not verify and _is_done(status):
         if not dry_run:
             # Of runs that were killed while another one wrote what was left.
-            tidy(dst, {os.path.dirname(record.file_of(rank)) for rank in status.wanted})
+            tidy(dst, {os.path.dirname(record.file_of(rank)) for rank in record.wanted})
             Ledger(dst, record).remove_dead_temporaries()
         if is_json():
-            summary = Summary(record.step)
-            summary.done_before, summary.manifest = list(status.done), status.manifest
+            summary = Summary(record.step, done_before=status.done, manifest=status.manifest)
             echo_json({**summary_json(summary), **({} if task.recover else {"differences": None})})
         if not is_quiet():
             say(_done_words(status, dst), to_standard_error=True)
@@ -91,9 +90,6 @@ def resume(
             )
     listener()("note", f"resumes {words}")
     checks = record.asked.effort
-    if task.lost_only and not status.lost_only:
-        # A later run recovers all ranks.
-        task = task._replace(lost_only=False)
     asked = replace(
         record.asked,
         files=_requested(status),
@@ -115,10 +111,10 @@ def resume(
 def _is_done(status: Status) -> bool:
     """Whether no work is left."""
     ranks = _requested(status)
-    if status.complete or not status.record.is_repeatable or status.record.task.lost_only:
+    if status.complete or not status.record.is_repeatable:
         return status.complete
     # With all ranks written, only the manifest is missing.
-    return ranks is not None and set(status.done).issuperset(ranks) and len(status.done) < status.record.file_count
+    return ranks is not None and set(status.done).issuperset(ranks) and len(status.done) < len(status.record.wanted)
 
 
 def _requested(status: Status) -> tuple[int, ...] | None:
@@ -130,7 +126,7 @@ def _requested(status: Status) -> tuple[int, ...] | None:
 def _done_words(status: Status, dst: str) -> str:
     if status.complete:
         return f"nothing to do: {dst} is complete: {status.manifest or 'all lost ranks are written'}"
-    unrequested = set(range(status.record.file_count)).difference(status.done)
+    unrequested = set(status.record.wanted).difference(status.done)
     noun = counted_as(status.record.form)
     return (
         f"nothing to do: {counted_ranks(status.done, noun)} are written; "

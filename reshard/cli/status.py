@@ -35,7 +35,7 @@ def status(dst: str) -> None:
                 "complete": progress.complete,
                 "form": progress.record.form,
                 "ranks": progress.record.file_count,
-                "wanted": list(progress.wanted),
+                "wanted": list(progress.record.wanted),
                 "done": list(progress.done),
                 "changed": list(progress.changed),
                 "missing": list(progress.missing),
@@ -64,8 +64,8 @@ def _lines(dst: str, progress: Status) -> list[str]:
     by_rank = form_named(progress.record.form).options.by_rank
     if not by_rank:
         title += f" of the form {progress.record.form}"
-    if progress.lost_only:
-        title += f", only the lost {counted_ranks(progress.wanted)}"
+    if progress.record.lost:
+        title += f", only the lost {counted_ranks(progress.record.lost)}"
     lines = [f"{title} ({progress.record.format})"]
     for ranks, words in (
         (progress.done, f"done, {byte_size(progress.bytes_done)}"),

@@ -1,4 +1,3 @@
 """A conversion from end to end."""
 
-from reshard.convert.conversion import Run, WriteElsewhere, run
-from reshard.convert.summary import Summary
+from reshard.convert.conversion import Run, Summary, WriteElsewhere, run

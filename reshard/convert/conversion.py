@@ -2,33 +2,97 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from reshard.checkpoints import FileHandles
-from reshard.convert.summary import Summary, totals_of
 from reshard.convert.target_directory import TargetDirectory
-from reshard.errors import IncompleteSourceError, InputError, UsageError
+from reshard.errors import IncompleteSourceError, InputError, UnwritableError, UsageError
 from reshard.execute import Budget, Progress, write_files
 from reshard.execute.budget import writing_budget
-from reshard.execute.destination import Space, check_apart, check_bucket, check_disjoint, check_space, space_for
+from reshard.execute.destination import Space, check_apart, check_bucket, check_disjoint, space_for
 from reshard.forms.ranks.naming import check_prefix
 from reshard.forms.registry import counted_as
 from reshard.forms.request import Means, Request
 from reshard.plan.pieces import TargetFile, share_of
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
-from reshard.source_replicas import DamagedSourcesError, SourceChecks, hint_of_swap
+from reshard.source_replicas import DamagedSourcesError, ReplicaCheck, SourceChecks, hint_of_swap
 from reshard.text.messages import Report, are, listing, plural, rank_ranges
+from reshard.text.names import KINDS, Total, kind_of
 
 WriteElsewhere = Callable[[Sequence[int], Progress], None]
 """Writes and records target files in other processes, perhaps on other machines; counts their sizes."""
 
 # Network file systems cache for up to a minute that a file is missing.
 _SEEN_AFTER = 90.0
+_PHASES = ("planning", "checking", "writing")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The result of a conversion, in the order of its JSON.
+
+    Attributes:
+        step: the step that was converted, such as ``3_10``; None for file names without a step.
+        ranks: target ranks written.
+        files: their files, in the order of ``ranks``.
+        target_files: file of every requested rank, of this or an earlier run.
+        done_before: requested target ranks that an earlier run of the same conversion wrote.
+        manifest: the manifest, if every rank of the target strategy is written.
+        kept: other files than the source's that the directory held beside the weights, and keeps.
+        bytes_written: size of these files together.
+        source_ranks: source ranks whose headers were read.
+        recovered: ranks that were lost or damaged, when recovering.
+        parameters: how many parameters were resharded.
+        kinds: totals of the files of all requested ranks, by kind: weights, optimizer
+            state, accumulated gradients, other values.
+        copied: names of values copied as they are.
+        excluded: parameters of the source that --include and --exclude leave out.
+        all_names: names of the checkpoint and of the target strategy, from which kinds are derived.
+        left_out: others of the source that the target strategy does not have.
+        missing: parameters of the target strategy that no source file holds.
+        unholdable: values that the target format cannot hold.
+        replicas: the test of the source strategy; None without strategy or without work.
+        warnings: the warnings.
+        notes: the decisions.
+        phases: seconds by phase: ``planning`` reads headers, works out the plan and looks at the target directory;
+            ``checking`` checks space, the CRCs that source files record, and replicas; ``writing`` the rest.
+        seconds: time it took.
+        dry_run: nothing was written.
+    """
+
+    step: str | None
+    ranks: Sequence[int] = ()
+    files: Sequence[str] = field(default=(), repr=False)
+    target_files: Mapping[int, str] = field(default_factory=dict, repr=False)
+    done_before: Sequence[int] = ()
+    manifest: str | None = None
+    kept: Collection[str] = field(default=(), repr=False)
+    bytes_written: int = 0
+    source_ranks: Sequence[int] = ()
+    recovered: Sequence[int] = ()
+    parameters: int = 0
+    kinds: Mapping[str, Total] = field(default_factory=dict)
+    copied: Sequence[str] = field(default=(), repr=False)
+    excluded: Sequence[str] = field(default=(), repr=False)
+    all_names: Collection[str] = field(default=(), repr=False)
+    left_out: Sequence[str] = field(default=(), repr=False)
+    missing: Sequence[str] = field(default=(), repr=False)
+    unholdable: Sequence[str] = field(default=(), repr=False)
+    replicas: ReplicaCheck | None = None
+    warnings: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    phases: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(_PHASES, 0.0))
+    seconds: float = 0.0
+    dry_run: bool = False
 
 
 class Run(NamedTuple):
@@ -103,11 +167,14 @@ def run(
                 handles.check_unchanged(_paths_read(plan))
                 manifest = None if directory is None else directory.complete()
         times.append(time.monotonic())
-        summary = _summary(plan, requested, written, report)
-        summary.manifest, summary.replicas, summary.seconds = manifest, replicas, times[-1] - times[0]
-        summary.kept = set() if directory is None else directory.kept
-        pairs = zip(summary.phases, times, times[1:])
-        summary.phases = {phase: end - start for phase, start, end in pairs}
+        summary = replace(
+            _summary(plan, requested, written, report),
+            manifest=manifest,
+            kept=() if directory is None else directory.kept,
+            replicas=replicas,
+            phases=dict(zip(_PHASES, (end - start for start, end in pairwise(times)))),
+            seconds=times[-1] - times[0],
+        )
         return Run(plan, sizes, budget, space, summary)
 
 
@@ -186,8 +253,8 @@ def _requested(plan: Plan, checks: SourceChecks) -> tuple[int, ...]:
 
 
 def _directory(plan: Plan, requested: Sequence[int], checks: SourceChecks, report: Report) -> TargetDirectory | None:
-    """The records of targets; None for a single file, which has none."""
-    if plan.request.asked.target.is_file:
+    """The records of targets; None for a single file, which has none, and where no rank is lost."""
+    if plan.request.asked.target.is_file or (plan.request.task.lost_only and not requested):
         return None
     directory = TargetDirectory(plan, requested, checks, report)
     checks.check_crcs(plan, [plan.checkpoint.indexes[holder] for holder in directory.suspects()], known=True)
@@ -197,15 +264,19 @@ def _directory(plan: Plan, requested: Sequence[int], checks: SourceChecks, repor
 def _check_space(
     plan: Plan, sizes: Mapping[int, int], directory: TargetDirectory | None, report: Report
 ) -> list[Space]:
-    """Needed and free bytes on every file system; too little is an error, or a warning of a dry run."""
+    """Needed and free bytes on every file system; a dry run warns of too little.
+
+    Raises:
+        UnwritableError: some file system has less free space than is needed on it.
+    """
     needed = [(os.path.dirname(plan.path(file)), size) for file, size in sizes.items()]
     if needed and directory is not None:
         needed += [(plan.request.dst, file.size or 0) for file in plan.form.finishing()]
     spaces = space_for(needed)
-    if not plan.request.task.dry_run:
-        check_space(spaces)
     for space in spaces:
         if space.problem is not None:
+            if not plan.request.task.dry_run:
+                raise UnwritableError(space.problem, file=space.place, hint="free some space or choose another DST")
             report.warn(f"{space.problem}: the conversion would be refused")
     return spaces
 
@@ -264,23 +335,61 @@ def _paths_read(plan: Plan) -> Iterator[str]:
 
 def _summary(plan: Plan, requested: Sequence[int], written: Mapping[int, int], report: Report) -> Summary:
     lost = range(plan.form.count) if plan.request.task.recover else ()
-    summary = Summary(plan.checkpoint.step)
-    summary.ranks = [*written]
-    summary.files = [plan.path(file) for file in written]
-    summary.target_files = {file: plan.path(file) for file in requested}
-    summary.done_before = sorted(set(requested).difference(written))
-    summary.bytes_written = sum(written.values())
-    summary.source_ranks = sorted(plan.checkpoint.indexes)
-    summary.recovered = [file for file in lost if plan.form.copied_file(file) is None]
-    summary.parameters = len(plan.sorted.resharded)
-    summary.kinds = totals_of(plan, requested)
-    summary.copied = plan.sorted.copied
-    summary.excluded = plan.sorted.excluded
-    summary.all_names = plan.known_names()
-    summary.left_out = plan.sorted.left_out
-    summary.missing = plan.sorted.missing
-    summary.unholdable = plan.sorted.unholdable
-    summary.warnings = report.warnings
-    summary.notes = report.notes
-    summary.dry_run = plan.request.task.dry_run
-    return summary
+    return Summary(
+        plan.checkpoint.step,
+        ranks=[*written],
+        files=[plan.path(file) for file in written],
+        target_files={file: plan.path(file) for file in requested},
+        done_before=sorted(set(requested).difference(written)),
+        bytes_written=sum(written.values()),
+        source_ranks=sorted(plan.checkpoint.indexes),
+        recovered=[file for file in lost if plan.form.copied_file(file) is None],
+        parameters=len(plan.sorted.resharded),
+        kinds=_totals(plan, requested),
+        copied=plan.sorted.copied,
+        excluded=plan.sorted.excluded,
+        all_names=plan.known_names(),
+        left_out=plan.sorted.left_out,
+        missing=plan.sorted.missing,
+        unholdable=plan.sorted.unholdable,
+        warnings=report.warnings,
+        notes=report.notes,
+        dry_run=plan.request.task.dry_run,
+    )
+
+
+def _totals(plan: Plan, files: Collection[int]) -> dict[str, Total]:
+    """Per kind the names, each once, and the bytes of tensor contents in some target files together."""
+    all_names = plan.known_names()
+    names: dict[str, set[str]] = defaultdict(set)
+    sizes: Counter[str] = Counter()
+    for name, elements, nbytes in _tensor_totals(plan, files):
+        kind = kind_of(name, elements, all_names)
+        names[kind].add(name)
+        sizes[kind] += nbytes
+    return {kind: Total(len(names[kind]), sizes[kind]) for kind in KINDS if kind in names}
+
+
+def _tensor_totals(plan: Plan, files: Collection[int]) -> Iterator[tuple[str, int, int]]:
+    """Name, number of elements and bytes of the tensors in some files."""
+    taken_over = {file: plan.form.copied_file(file) for file in files}
+    copies = [plan.checkpoint.indexes[holder] for holder in taken_over.values() if holder is not None]
+    resharded = sorted(file for file, holder in taken_over.items() if holder is None)
+    for section in plan.sections:
+        alike = plan.by_names(section, resharded)
+        for kind in plan.kinds_of(section) if alike else ():
+            elements = math.prod(kind.tensors[0].shape)
+            for names, members in alike.items():
+                nbytes = sum(plan.slice_bytes(kind, section, members).values())
+                for tensor in kind.tensors:
+                    if names is None or tensor.name in names:
+                        yield tensor.name, elements, nbytes
+    for file in resharded:
+        for _, value in plan.values_of(file):
+            yield value.name, value.elements, value.nbytes
+    # Files that are taken over are copied as they are, many of them built alike.
+    tensors = {id(index.tensors): index.tensors for index in copies}
+    counts = Counter(id(index.tensors) for index in copies)
+    for number, count in counts.items():
+        for stored in tensors[number].values():
+            yield stored.name, stored.elements, stored.nbytes * count

@@ -60,6 +60,7 @@ def record_of(plan: Plan) -> Record:
             "division": _division(form),
         },
         packing,
+        tuple(file for file in range(form.count) if task.lost_only and form.copied_file(file) is None),
     )
 
 

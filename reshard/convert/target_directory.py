@@ -28,12 +28,12 @@ from reshard.records import (
     Ledger,
     Manifest,
     Record,
-    SourceSampler,
     header_digest,
     read_manifest,
     refusals,
+    source_files,
 )
-from reshard.records.ledger import SourceChanges, ledger_in
+from reshard.records.ledger import ledger_in
 from reshard.source_replicas import SourceChecks
 from reshard.storage import (
     FileStatus,
@@ -75,7 +75,6 @@ class TargetDirectory:
         request = plan.request
         asked, task = request.asked, request.task
         self._overwrite = asked.target.overwrite
-        self._lost_only = task.lost_only
         # Whether this run writes every file of the target directory.
         self._whole = asked.files is None if task.lost_only else len(requested) == plan.form.count
         # The manifest gets a checksum of every file, as if any other run had requested it.
@@ -86,9 +85,8 @@ class TargetDirectory:
         self._root = request.dst
         self._everything = range(plan.form.count)
         self._requested = requested
-        sampler = SourceSampler(checks.handles)
-        self._sources = sampler.look_at(plan.checkpoint.indexes)
-        self._damaged = sampler.look_at(checks.found)
+        self._sources = source_files(plan.checkpoint.indexes, checks.handles)
+        self._damaged = source_files(checks.found, checks.handles)
         self._record = record_of(plan)
         self._ledger = Ledger(self._root, self._record, report.note)
         self._unfinished = _unfinished(self._root, self._record)
@@ -148,20 +146,20 @@ class TargetDirectory:
         if not before.joins(self._ledger):
             return True
         done = before.done().keys()
-        changes = before.compare_sources(self._sources)
+        changes = before.changed_sources(self._sources)
         # Other runs may be about to finish their first targets.
         stays = not (self._overwrite and (self._whole or (done and done <= set(self._requested))))
         if stays:
-            self._refuse_changed(changes)
+            self._refuse_changed(*changes)
         # A replacement that was stopped goes on: some of its targets are missing.
         finished = recorded.keys() >= {self._name(rank) for rank in self._requested}
         return self._overwrite and (finished or any(changes))
 
-    def _refuse_changed(self, changes: SourceChanges) -> None:
-        """Refuse other source files than those of the finished targets."""
-        changed = sorted([*changes.content, *changes.values])
+    def _refuse_changed(self, contents: Sequence[int], values: Sequence[int]) -> None:
+        """Refuse other source files than those of the finished targets; see `Ledger.changed_sources`."""
+        changed = sorted([*contents, *values])
         if changed:
-            how = "sizes, headers or contents" if changes.content else "shared values such as global_step"
+            how = "sizes, headers or contents" if contents else "shared values such as global_step"
             files = refusals.source_files(changed, self._plan.request.form.options.unit)
             replace = refusals.replacing(self._record, self._whole)
             raise refusals.other_source(self._root, files, changed[0], how, replace)
@@ -225,12 +223,11 @@ class TargetDirectory:
         """
         if self._ledger.claim():
             # Another run failed before its first target and removed the records, or it replaces everything.
-            self._refuse_changed(self._ledger.compare_sources(self._sources))
+            self._refuse_changed(*self._ledger.changed_sources(self._sources))
             self._add_records()
 
     def _add_records(self) -> None:
-        """Record the requested ranks and sources of this run."""
-        self._ledger.request(self._requested if self._lost_only else None)
+        """Record the sources of this run."""
         self._ledger.add_sources(self._sources)
         self._ledger.add_damaged(self._damaged)
 
@@ -290,7 +287,7 @@ class TargetDirectory:
     @property
     def is_complete(self) -> bool:
         """Whether the directory is complete, once all requested ranks are written."""
-        if self._lost_only:
+        if self._record.lost:
             return True
         records = self._all_done() if self._manifest is not None else None
         if records is None or (self._checksum and self._lacking(records)):

@@ -73,12 +73,12 @@ def transfers_of(plan: Plan, work: Sequence[int], budget: Budget) -> Transfers:
             for group in plan.groups(files, budget.limits, alike.keys()):
                 _add_group(transfers, group, alike, budget)
     for file in resharded:
-        for value in plan.values_of(file):
-            transfers.taken[value.holder, file] += value.tensor.nbytes
-            transfers.copied[value.holder, file] += value.tensor.nbytes
-            transfers.read[value.holder] += value.tensor.nbytes
-            transfers.requests[value.holder, file] += 1
-            transfers.value_requests[value.holder, file] += 1
+        for holder, tensor in plan.values_of(file):
+            transfers.taken[holder, file] += tensor.nbytes
+            transfers.copied[holder, file] += tensor.nbytes
+            transfers.read[holder] += tensor.nbytes
+            transfers.requests[holder, file] += 1
+            transfers.value_requests[holder, file] += 1
     return transfers
 
 

@@ -12,9 +12,9 @@ from functools import partial
 from reshard.asked import Conversion, Effort, Task
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.convert.conversion import Summary
 from reshard.convert.ends import with_ends
 from reshard.convert.recorded import as_recorded, check_rules, is_copy, other_source
-from reshard.convert.summary import Summary
 from reshard.convert.unchanged import compare_with_manifest
 from reshard.errors import CheckpointError, InputError, NamesError, TargetError, UsageError
 from reshard.execute import Budget, Progress
@@ -301,17 +301,17 @@ def written_ranks(out: str, report: Report) -> tuple[int, ...] | None:
         status = status_of(out)
     except TargetError:
         return None
-    if status.lost_only:
-        report.note(f"compared: {rank_ranges(status.wanted)}, since only lost ranks were to be recovered")
-        return status.wanted
-    requested = status.record.asked.files
+    wanted, requested = status.record.wanted, status.record.asked.files
     if status.record.task.recover and requested is not None:
         # The plan records the ranks of the first run; later ones recovered others.
         requested = tuple(sorted({*requested, *status.written}))
-        others = set(status.wanted).difference(requested)
+        others = set(wanted).difference(requested)
         if others:
             report.note(f"compared: {rank_ranges(requested)}; not requested: {rank_ranges(others)}")
             return requested
+    if status.record.lost:
+        report.note(f"compared: {rank_ranges(wanted)}, since only lost ranks were to be recovered")
+        return tuple(wanted)
     if status.done and status.missing:
         report.note(
             f"not written yet: {rank_ranges(status.missing)}; to compare only {rank_ranges(status.done)}, add "

@@ -7,13 +7,14 @@ the new ones: a training job would load both as one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import NamedTuple
 
-from reshard.errors import TargetError, UnwritableError, UsageError
+from reshard.errors import TargetError, UsageError
 from reshard.forms.target import UNFINISHED
 from reshard.storage import (
     exists,
@@ -119,29 +120,29 @@ def check_disjoint(
     if isinstance(src, str) and not same_store(src, dst):
         return
     target = real(dst)
-    places = _Places()
+    place_of = functools.cache(_place_of)
     if isinstance(src, str) and is_directory(src):
         root = real(src)
-        if _contains(root, target) or _contains(target, root) or places.contains(root, target):
+        if _contains(root, target) or _contains(target, root) or _leads_to(root, target, place_of):
             raise UsageError(
                 f"SRC {src} and DST {dst} overlap", file=dst, hint="choose a DST outside the source's directories"
             )
     rank_directories = isinstance(src, str) and "{rank}" in os.path.dirname(src)
     sources_by_place: dict[Hashable, str] = {}
     for path in sources:
-        place_of_file = real(path)
-        if _contains(target, place_of_file) or places.contains(target, place_of_file):
+        resolved = real(path)
+        if _contains(target, resolved) or _leads_to(target, resolved, place_of):
             raise UsageError(f"source file {path} lies in DST {dst}", file=path, hint="choose another DST")
-        if rank_directories and _contains(os.path.dirname(place_of_file), target):
+        if rank_directories and _contains(os.path.dirname(resolved), target):
             raise UsageError(f"DST {dst} lies beside source file {path}", file=path, hint="choose another DST")
-        for name in (place_of_file, os.path.dirname(place_of_file)):
-            place = places.of(name)
+        for name in (resolved, os.path.dirname(resolved)):
+            place = place_of(name)
             if place is not None:
                 sources_by_place.setdefault(place, path)
     for path in targets:
-        place_of_file = real(path)
-        beside = sources_by_place.get(places.of(os.path.dirname(place_of_file)))
-        source = sources_by_place.get(places.of(place_of_file), beside)
+        resolved = real(path)
+        beside = sources_by_place.get(place_of(os.path.dirname(resolved)))
+        source = sources_by_place.get(place_of(resolved), beside)
         if source is not None:
             raise UsageError(
                 f"{path} is another name of a place of source file {source}", file=path, hint="choose another DST"
@@ -161,39 +162,32 @@ def check_apart(target: str, sources: Iterable[str], strategies: Iterable[str]) 
         TargetError: the target exists and is not a regular file.
         RetryableError: the status of one cannot be read.
     """
-    places = _Places()
-    place, around = places.of(target), places.of(os.path.dirname(target))
+    place, around = _place_of(target), _place_of(os.path.dirname(target))
     if place is not None:
         inputs = [*((path, "source file") for path in sources), *((path, "strategy") for path in strategies)]
         for path, kind in inputs:
-            if places.of(path) in (place, around):
+            if _place_of(path) in (place, around):
                 raise UsageError(f"{target} is {kind} {path}, or lies in it", file=target, hint="choose another name")
     existing_files(os.path.dirname(target), [os.path.basename(target)])
 
 
-class _Places:
-    """Places of files and directories: one place may have several names, through mounts."""
+def _place_of(path: str) -> Hashable | None:
+    """The place of a path, which may have several names, through mounts; None if nothing exists there."""
+    with inspecting(path):
+        return store_of(path).place(path)
 
-    def __init__(self) -> None:
-        self._known: dict[str, Hashable | None] = {}
 
-    def of(self, path: str) -> Hashable | None:
-        """The place of a path; None if nothing exists there."""
-        if path not in self._known:
-            with inspecting(path):
-                self._known[path] = store_of(path).place(path)
-        return self._known[path]
-
-    def contains(self, directory: str, path: str) -> bool:
-        place = self.of(directory)
-        while place is not None:
-            if self.of(path) == place:
-                return True
-            above = os.path.dirname(path)
-            if above == path:
-                break
-            path = above
-        return False
+def _leads_to(directory: str, path: str, place_of: Callable[[str], Hashable | None]) -> bool:
+    """Whether a path lies in a directory, by any of its names."""
+    place = place_of(directory)
+    while place is not None:
+        if place_of(path) == place:
+            return True
+        above = os.path.dirname(path)
+        if above == path:
+            break
+        path = above
+    return False
 
 
 class Space(NamedTuple):
@@ -233,17 +227,6 @@ def space_for(needed: Iterable[tuple[str, int]]) -> list[Space]:
             places.setdefault(device, (place, free))
             totals[device] += count
     return [Space(place, totals[device], free) for device, (place, free) in places.items()]
-
-
-def check_space(spaces: Iterable[Space]) -> None:
-    """Refuse a conversion that cannot be finished.
-
-    Raises:
-        UnwritableError: some file system has less free space than is needed on it.
-    """
-    for space in spaces:
-        if space.problem is not None:
-            raise UnwritableError(space.problem, file=space.place, hint="free some space or choose another DST")
 
 
 def _contains(directory: str, path: str) -> bool:

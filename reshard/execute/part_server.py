@@ -16,7 +16,7 @@ from reshard.execute.reader import BoxReader, FileReader
 from reshard.execute.writing import TargetWriter
 from reshard.layout import whole_box
 from reshard.plan.pieces import TargetFile
-from reshard.processes import Crew, Notify
+from reshard.processes import Notify
 from reshard.storage import FileStatus
 from reshard.storage.local import WrittenFile
 
@@ -26,42 +26,6 @@ TargetOf = Callable[[int], TargetFile]
 PartRequest = tuple[Sequence[tuple[int, bool, bool]], int, bool]
 """Per file its number, whether the request has a descriptor of it, and whether it is written through maps; the number
 of the part, and whether to compute checksums. A file without a descriptor is not written."""
-
-
-class PartProcesses:
-    """Worker processes that write parts, from the side of the conversion; ``crew`` has to be closed."""
-
-    def __init__(
-        self, target_of: TargetOf, handles: FileHandles, budget: Budget, sampled: Iterable[TargetFile]
-    ) -> None:
-        serve = PartServer(target_of, handles, budget)
-        serve.load_for(sampled)
-        self._handles = handles
-        self.crew = Crew(budget.processes, budget.threads // budget.processes, serve)
-
-    def write(self, writers: Sequence[TargetWriter], number: int, notify: Notify) -> None:
-        """Have a process write a part of some files.
-
-        Args:
-            notify: receives the messages of `PartServer`.
-
-        Raises:
-            LostWorkerError: the process ended.
-            UnwritableError: a file cannot be written, and no other could.
-            ReshardError: a source file cannot be read, or changed.
-        """
-        with contextlib.ExitStack() as stack:
-            descriptors = [stack.enter_context(writer.handed_out()) for writer in writers]
-            members = [
-                (writer.target.rank, descriptor is not None, writer.mapped)
-                for writer, descriptor in zip(writers, descriptors)
-            ]
-            request: PartRequest = (members, number, writers[0].checksums is not None)
-            files = [descriptor for descriptor in descriptors if descriptor is not None]
-            results, versions = self.crew.call(request, files, notify)
-        for writer, result in zip(writers, results):
-            writer.adopt(*result)
-        self._handles.see(versions)
 
 
 class _ServingThread(threading.local):

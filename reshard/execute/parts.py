@@ -317,7 +317,7 @@ def _most_at_a_time(tensor: TargetTensor, first: int, last: int, reader: FileRea
         runs = reader.runs(tensor, box)
         if runs is None:
             return len(reader.block)
-        most = max(most, _MIN_SCATTERED * sum(run.number > 1 for run in runs))
+        most = max(most, _MIN_SCATTERED * sum(places.number > 1 for _, _, places in runs))
     return most
 
 

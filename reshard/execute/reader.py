@@ -22,7 +22,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.errors import ReshardError, RetryableError, is_read_only
 from reshard.execute.budget import MIN_DECODING_BYTES, MIN_PIECE, Budget
-from reshard.execute.runs import NEVER, Run, runs_of_box
+from reshard.execute.runs import NEVER, Places, StoredRun, runs_of_box
 from reshard.layout import Box, boxes_of_range, placed, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetTensor
 from reshard.storage import between, cut_short, fill, reading_error, scatter
@@ -93,7 +93,7 @@ class FileReader:
         self._scratch, self.block = map(new_buffer, (budget.scratch_bytes, budget.block_bytes))
         self.copied_bytes = budget.block_bytes if budget.remote else min(budget.block_bytes, _CACHED_BYTES)
         # Places of the last runs in the block.
-        self._places: tuple[list[tuple[int, int, int, int]], memoryview, list[list[memoryview]]] = ([], self.block, [])
+        self._last_cut: tuple[list[Places], memoryview, list[list[memoryview]]] = ([], self.block, [])
         costs, window_bytes = budget.costs, budget.window_bytes
         self.worth_skipping = costs.worth_skipping
         self._min_piece = NEVER if costs.remote or budget.mapped else MIN_PIECE
@@ -130,10 +130,10 @@ class FileReader:
         if runs is None:
             self.filler.fill(tensor, box, out)
             return
-        for run, places in zip(runs, self._places_of(runs, out)):
-            self.scatter(run.source, run.start, places, run.number * run.length)
+        for (source, start, places), outs in zip(runs, self._cut(runs, out)):
+            self.scatter(source, start, outs, places.number * places.length)
 
-    def runs(self, tensor: TargetTensor, box: Box, kept: bool = True) -> list[Run] | None:
+    def runs(self, tensor: TargetTensor, box: Box, kept: bool = True) -> list[StoredRun] | None:
         """The runs of a box that are read directly to their places; None if it is filled in another way.
 
         Args:
@@ -143,16 +143,16 @@ class FileReader:
         factor = 1 if kept else _NEW_PLACES
         return runs_of_box(tensor, box, lambda source: factor * self._min_piece_of(source))
 
-    def _places_of(self, runs: Sequence[Run], out: memoryview) -> list[list[memoryview]]:
+    def _cut(self, runs: Sequence[StoredRun], out: memoryview) -> list[list[memoryview]]:
         """The places of runs in ``out``; a block of equal boxes is cut into places once."""
-        key = [(run.offset, run.length, run.number, run.stride) for run in runs]
-        last, memory, places = self._places
-        if memory is not out or last != key:
-            places = [run.places(out) for run in runs]
+        places = [each for _, _, each in runs]
+        last, memory, cut = self._last_cut
+        if memory is not out or last != places:
+            cut = [each.of(out) for each in places]
             # Memory of callers is not held.
             if out.obj is self.block.obj:
-                self._places = (key, out, places)
-        return places
+                self._last_cut = (places, out, cut)
+        return cut
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes of elements from ``start`` on.

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 from reshard.checkpoints import FileHandles
 from reshard.errors import ReshardError, RetryableError, TargetError, UnwritableError
 from reshard.execute.budget import Budget, Progress
-from reshard.execute.part_server import PartProcesses, TargetOf
+from reshard.execute.part_server import PartRequest, PartServer, TargetOf
 from reshard.execute.parts import FileGroup, write_part
 from reshard.execute.reader import BoxReader, FileReader
 from reshard.execute.writing import Finish, TargetWriter
 from reshard.plan.pieces import TargetFile
-from reshard.processes import LostWorkerError, may_fork
+from reshard.processes import Crew, LostWorkerError, may_fork
 from reshard.storage import Sending
 from reshard.text.messages import plural
 from reshard.threads import wait_for
@@ -70,13 +70,13 @@ def write_files(
     first = list(itertools.islice(groups, 1))
     groups = itertools.chain(first, groups)
     with contextlib.ExitStack() as stack:
-        processes = None
+        crew = None
         if target_of is not None and budget.processes > 1 and may_fork():
             others = set(samples).difference(target.rank for target in itertools.chain(*first))
-            sampled = itertools.chain(*first, map(target_of, others))
-            processes = PartProcesses(target_of, handles, budget, sampled)
-            stack.enter_context(processes.crew)
-        Execution(groups, handles, budget, progress, finish, checksum, processes).run()
+            serve = PartServer(target_of, handles, budget)
+            serve.load_for(itertools.chain(*first, map(target_of, others)))
+            crew = stack.enter_context(Crew(budget.processes, budget.threads // budget.processes, serve))
+        Execution(groups, handles, budget, progress, finish, checksum, crew).run()
 
 
 class Execution:
@@ -87,7 +87,7 @@ class Execution:
 
     Args:
         groups: groups of target files, planned one by one as they are begun.
-        processes: write the parts; None for the threads themselves.
+        crew: worker processes that write the parts; None for the threads themselves.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Execution:
         progress: Progress,
         finish: Finish | None,
         checksum: bool,
-        processes: PartProcesses | None,
+        crew: Crew | None,
     ) -> None:
         self._groups = iter(groups)
         self._handles = handles
@@ -107,7 +107,7 @@ class Execution:
         self._progress = progress
         self._finish = finish
         self._checksum = checksum
-        self._processes = processes
+        self._crew = crew
         self._sending = Sending(budget.uploads) if budget.uploads else None
         self._commits: list[Future[None]] = []
         # Held while a group is planned, which may take long.
@@ -163,7 +163,7 @@ class Execution:
         try:
             with contextlib.ExitStack() as stack:
                 write = self._write_in_worker
-                if self._processes is None:
+                if self._crew is None:
                     write = partial(self._write_here, stack.enter_context(self._reader.reader()))
                 self._write_parts(write)
         except BaseException as error:
@@ -267,20 +267,32 @@ class Execution:
             UnwritableError: a file cannot be written, and no other could.
             ReshardError: a source file cannot be read.
         """
-        assert self._processes is not None
+        assert self._crew is not None
         receivers: dict[str, Callable[..., None]] = {
             "wrote": self._wrote,
             "overflowed": self._overflowed,
             "last": partial(self._close, group),
         }
+        writers = group.writers
         try:
-            self._processes.write(group.writers, number, lambda message: receivers[message[0]](*message[1:]))
+            with contextlib.ExitStack() as stack:
+                descriptors = [stack.enter_context(writer.handed_out()) for writer in writers]
+                members = [
+                    (writer.target.rank, descriptor is not None, writer.mapped)
+                    for writer, descriptor in zip(writers, descriptors)
+                ]
+                request: PartRequest = (members, number, self._checksum)
+                files = [descriptor for descriptor in descriptors if descriptor is not None]
+                results, versions = self._crew.call(request, files, lambda message: receivers[message[0]](*message[1:]))
         except LostWorkerError as error:
             if self._stop.is_set():
                 return
             with self._planning:
                 targets = [writer.target for writer in self._uncommitted]
-            raise _lost(error, targets, group.writers[0].target) from error
+            raise _lost(error, targets, writers[0].target) from error
+        for writer, result in zip(writers, results):
+            writer.adopt(*result)
+        self._handles.see(versions)
 
     def _wrote(self, count: int) -> None:
         with self._lock:
@@ -333,9 +345,9 @@ class Execution:
             if self._error is None:
                 self._error = error
         self._stop.set()
-        if self._processes is not None:
+        if self._crew is not None:
             # Threads that wait for a worker then end at once.
-            self._processes.crew.kill()
+            self._crew.kill()
 
 
 def _lost(error: LostWorkerError, targets: Sequence[TargetFile], first: TargetFile) -> ReshardError:

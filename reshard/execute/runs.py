@@ -25,24 +25,23 @@ NEVER = 1 << 62
 """More bytes than any piece has."""
 
 
-class Run(NamedTuple):
-    """Bytes that are contiguous in a stored slice, and contiguous or in pieces in a box of a target tensor.
+class Places(NamedTuple):
+    """Pieces of a box in memory, equally far apart.
 
     Attributes:
-        offset: of its first byte in the box.
-        start: of its first byte in the slice.
+        offset: of the first byte in the box.
         length: bytes of a piece.
-        stride: bytes from one piece to the next in the box; 0 for a single piece.
+        number: of pieces.
+        stride: bytes from one piece to the next; 0 for a single piece.
     """
 
     offset: int
-    source: StoredSlice
-    start: int
     length: int
-    number: int = 1
-    stride: int = 0
+    number: int
+    stride: int
 
-    def places(self, out: memoryview) -> list[memoryview]:
+    def of(self, out: memoryview) -> list[memoryview]:
+        """The pieces, given the memory of the box."""
         length = self.length
         if self.number == 1:
             return [out[self.offset : self.offset + length]]
@@ -50,9 +49,14 @@ class Run(NamedTuple):
         return [out[first : first + length] for first in range(self.offset, last, self.stride)]
 
 
+StoredRun = tuple[StoredSlice, int, Places]
+"""Bytes that are contiguous in a stored slice, from a byte of it on, and the places in a box of a target tensor that
+they fill."""
+
+
 def runs_of_box(
     tensor: TargetTensor, block: Box, min_piece: Callable[[StoredSlice], int] = lambda source: NEVER
-) -> list[Run] | None:
+) -> list[StoredRun] | None:
     """The runs that make a box of a target tensor; None if other elements are in it.
 
     Args:
@@ -69,27 +73,18 @@ def runs_of_box(
             continue
         if piece.region is not None or piece.dtype is not None or piece.source.decoding is not None:
             return None
-        placed_pieces = _pieces_in(common, box, tensor.item_size)
-        stored = _pieces_in(common, piece.source.box, tensor.item_size)
-        if placed_pieces is None or stored is None or stored.number > 1:
+        places = _places_in(common, box, tensor.item_size)
+        stored = _places_in(common, piece.source.box, tensor.item_size)
+        if places is None or stored is None or stored.number > 1:
             return None
-        if placed_pieces.number > 1 and placed_pieces.length < min_piece(piece.source):
+        if places.number > 1 and places.length < min_piece(piece.source):
             return None
-        runs.append(Run(placed_pieces.offset, piece.source, stored.offset, *placed_pieces[1:]))
+        runs.append((piece.source, stored.offset, places))
     return runs or None
 
 
-class _Pieces(NamedTuple):
-    """Bytes in a box: offset of the first piece, bytes of each, their number, and bytes from one to the next."""
-
-    offset: int
-    length: int
-    number: int
-    stride: int
-
-
-def _pieces_in(part: Box, box: Box, item_size: int) -> _Pieces | None:
-    """The contiguous pieces of a part of a box; None if they are not equally far apart."""
+def _places_in(part: Box, box: Box, item_size: int) -> Places | None:
+    """The places of a part of a box; None if they are not equally far apart."""
     offset, length, number, stride = 0, item_size, 1, 0
     # Bytes from one element to the next along an axis.
     step = item_size
@@ -105,7 +100,7 @@ def _pieces_in(part: Box, box: Box, item_size: int) -> _Pieces | None:
             stride = stride or step
             number *= elements
         step *= last - first
-    return _Pieces(offset, length, number, stride)
+    return Places(offset, length, number, stride)
 
 
 def byte_strides(shape: Sequence[int], item_size: int) -> list[int]:

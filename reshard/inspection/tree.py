@@ -102,8 +102,8 @@ class _Inspection:
         with suppress(ReshardError):
             status = status_of(self._tree.root)
             if status.missing:
-                written = len(status.wanted) - len(status.missing)
-                text += f", and is not complete: {written} of {plural(len(status.wanted), 'rank')} written"
+                written = len(status.record.wanted) - len(status.missing)
+                text += f", and is not complete: {written} of {plural(len(status.record.wanted), 'rank')} written"
                 hint = f"`reshard resume {name}` completes it" if status.record.is_repeatable else hint
         self._note("conversion", text, hint=hint)
 

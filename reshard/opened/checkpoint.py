@@ -23,7 +23,7 @@ from reshard.forms.objects import shown_object
 from reshard.forms.request import Means, Request
 from reshard.layout import Box, shape_of, whole_box
 from reshard.opened.tensor import LazyTensor
-from reshard.plan.pieces import Kind, Piece, StoredSlice, TargetTensor, TargetTensors
+from reshard.plan.pieces import Piece, StoredSlice, TargetTensor, TargetTensors, TensorKind
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
 from reshard.plan.values import CopiedValue
@@ -61,10 +61,10 @@ class OpenedContents:
         self._lock = ThreadLock()
         self._places: Mapping[str, int] = {}
         self._tensors: TargetTensors
-        self._values = {value.name: value for value in plan.values_of(file)}
-        self._kinds: dict[str, Kind] = {}
+        self._values = {tensor.name: (holder, tensor) for holder, tensor in plan.values_of(file)}
+        self._kinds: dict[str, TensorKind] = {}
         self._copies: dict[int, list[list[tuple[int, Box]]]] = {}
-        entries = [_entry_of(value.name, value.tensor) for value in self._values.values()]
+        entries = [_entry_of(tensor) for _, tensor in self._values.values()]
         section = plan.form.section_of(file)
         position = section.position(file)
         for kind in plan.kinds_of(section):
@@ -98,10 +98,11 @@ class OpenedContents:
 
     def _holders(self, value: CopiedValue) -> list[int]:
         """The files that hold a value of the same type and shape, the one that is read first."""
-        indexes, entry = self.plan.checkpoint.indexes, _entry_of(value.name, value.tensor)
-        holders = self.plan.checkpoint.holders(value.name)
-        alike = [one for one in holders if _entry_of(value.name, indexes[one].tensors[value.name]) == entry]
-        return sorted(alike, key=lambda holder: holder != value.holder)
+        first, tensor = value
+        indexes, entry = self.plan.checkpoint.indexes, _entry_of(tensor)
+        holders = self.plan.checkpoint.holders(tensor.name)
+        alike = [one for one in holders if _entry_of(indexes[one].tensors[tensor.name]) == entry]
+        return sorted(alike, key=lambda holder: holder != first)
 
     def target(self, name: str, copy: int = 0) -> TargetTensor:
         """The stored pieces of a tensor.
@@ -122,10 +123,10 @@ class OpenedContents:
         if value is not None:
             entry = self.entries[name]
             box = whole_box(entry.shape)
-            holder = self._holders(value)[copy] if copy else value.holder
+            holder = self._holders(value)[copy] if copy else value[0]
             stored = self.plan.checkpoint.indexes[holder].tensors[name]
             piece = Piece(StoredSlice(self.plan.checkpoint.files[holder], holder, stored.extents, box), box)
-            return TargetTensor(name, entry.item_size, box, (piece,) if value.tensor.nbytes else ())
+            return TargetTensor(name, entry.item_size, box, (piece,) if stored.nbytes else ())
         with self._lock:
             if not self._places:
                 tensors = self.plan.target_file(self._file).tensors
@@ -135,9 +136,9 @@ class OpenedContents:
             return self._tensors[self._places[name]]
 
 
-def _entry_of(name: str, tensor: Tensor) -> TensorEntry:
+def _entry_of(tensor: Tensor) -> TensorEntry:
     # A text is one element.
-    return TensorEntry(name, tensor.dtype, tensor.item_size, tensor.shape)
+    return TensorEntry(tensor.name, tensor.dtype, tensor.item_size, tensor.shape)
 
 
 class ReadingOrder(NamedTuple):

@@ -138,34 +138,32 @@ class TargetFile(NamedTuple):
     source_paths: frozenset[str]
 
 
-class FileOrder:
-    """The names, numbers and layout of files with the same tensors, in the order of the file."""
-
-    def __init__(self, names: list[str], numbers: array[int], layout: OutputLayout) -> None:
-        self.names = names
-        self.numbers = numbers
-        self.layout = layout
+Order = tuple[Sequence[str], Sequence[int], OutputLayout]
+"""The names of a file's tensors in the order of the file, a number of each, and the file's layout."""
 
 
 class TargetTensors(Sequence[TargetTensor]):
     """The tensors of one file.
 
     Args:
-        order: the order; its numbers count ``kinds``, then ``single``.
+        names: their names, in the order of the file.
+        numbers: of each the place in ``kinds``, or behind them in ``single``.
         kinds: an example of each kind of tensor, without name and extents.
-        stored: returns the slice for a tensor's name and a piece of its kind.
+        stored: returns the slice of a tensor's source in a file: its name, number of the source, file, box.
         added: returns the addition to a tensor, by name; None without any.
     """
 
     def __init__(
         self,
-        order: FileOrder,
+        names: Sequence[str],
+        numbers: Sequence[int],
         kinds: Sequence[TargetTensor],
         single: Sequence[TargetTensor],
-        stored: Callable[[str, Piece], StoredSlice],
+        stored: Callable[[str, int, int, Box], StoredSlice],
         added: Callable[[str], Addition | None] | None = None,
     ) -> None:
-        self._order = order
+        self.names = names
+        self._numbers = numbers
         self._kinds = kinds
         self._single = single
         self._stored = stored
@@ -173,13 +171,8 @@ class TargetTensors(Sequence[TargetTensor]):
         # A writer needs each tensor a few times.
         self._last: tuple[int, TargetTensor] | None = None
 
-    @property
-    def names(self) -> Sequence[str]:
-        """Their names, in the order of the file, without making a tensor."""
-        return self._order.names
-
     def __len__(self) -> int:
-        return len(self._order.names)
+        return len(self.names)
 
     @overload
     def __getitem__(self, place: int) -> TargetTensor: ...
@@ -200,15 +193,18 @@ class TargetTensors(Sequence[TargetTensor]):
         return map(self._tensor, range(len(self)))
 
     def _tensor(self, place: int) -> TargetTensor:
-        number = self._order.numbers[place]
+        number = self._numbers[place]
         if number >= len(self._kinds):
             return self._single[number - len(self._kinds)]
-        name, kind = self._order.names[place], self._kinds[number]
-        pieces = tuple(piece._replace(source=self._stored(name, piece)) for piece in kind.pieces)
-        return kind._replace(name=name, pieces=pieces, added=None if self._added is None else self._added(name))
+        name, kind = self.names[place], self._kinds[number]
+        pieces = []
+        for piece in kind.pieces:
+            stored = self._stored(name, piece.source_number, piece.source.rank, piece.source.box)
+            pieces.append(piece._replace(source=stored))
+        return kind._replace(name=name, pieces=tuple(pieces), added=None if self._added is None else self._added(name))
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """Tensors that are cut alike and held by the same source files.
 
     Attributes:
@@ -242,11 +238,11 @@ class Kind(NamedTuple):
 
 def order_of(
     form: TargetForm,
-    kinds: Sequence[Kind],
+    kinds: Sequence[TensorKind],
     boxes: Sequence[Box],
     values: Sequence[Tensor],
     names: Collection[str] | None,
-) -> FileOrder:
+) -> Order:
     """The order and layout of a file.
 
     Args:
@@ -278,7 +274,7 @@ def order_of(
     outputs = [OutputTensor(name, *described[number]) for name, number in entries]
     parts = [*boxes, *(whole_box(stored.shape) for stored in values)]
     layout = form.lay_out(outputs, [parts[number] for _, number in entries])
-    return FileOrder([name for name, _ in entries], array("I", (number for _, number in entries)), layout)
+    return [name for name, _ in entries], array("I", (number for _, number in entries)), layout
 
 
 # Every file of a group is open and has a share of the buffers.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
-from weakref import WeakValueDictionary
 
 from reshard.checkpoints import CheckpointIndex, OutputLayout, lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, EditedCheckpoint
@@ -21,14 +20,14 @@ from reshard.forms.target import Cut, Cuts, Section, TargetForm
 from reshard.layout import Box, shape_of, volume_of
 from reshard.plan.pieces import (
     ALL_LINKED,
-    FileOrder,
     GroupLimits,
-    Kind,
+    Order,
     Piece,
     StoredSlice,
     TargetFile,
     TargetTensor,
     TargetTensors,
+    TensorKind,
     linked_files,
     order_of,
     splits_rows,
@@ -90,9 +89,9 @@ class Plan:
         self._values = values
         self._cuts = Cuts()
         self._choice = choice
-        self._kinds: dict[int, Sequence[Kind]] = {}
+        self._kinds: dict[int, Sequence[TensorKind]] = {}
         self._needs: dict[int, tuple[int, ...]] = {}
-        self._orders: WeakValueDictionary[object, FileOrder] = WeakValueDictionary()
+        self._last_order: tuple[object, Order] | None = None
         self._resharded = frozenset(treatment.resharded)
         self._unholdable = frozenset(treatment.unholdable)
         self._edited = isinstance(checkpoint, EditedCheckpoint)
@@ -160,9 +159,9 @@ class Plan:
     def cut_of(self, name: str, section: Section) -> Cut:
         return self._cuts.of(self.checkpoint.tensors[name], section)
 
-    def kinds_of(self, section: Section) -> Sequence[Kind]:
+    def kinds_of(self, section: Section) -> Sequence[TensorKind]:
         if section.number not in self._kinds:
-            kinds: dict[tuple[object, ...], Kind] = {}
+            kinds: dict[tuple[object, ...], TensorKind] = {}
             for name in self.names_of(section):
                 tensor = self.checkpoint.tensors[name]
                 cut = self._cuts.of(tensor, section)
@@ -170,12 +169,12 @@ class Plan:
                 types = tuple(source.dtype for source in tensor.stored)
                 key = (cut.number, tensor.dtype, tensor.item_size, present, types)
                 if key not in kinds:
-                    kinds[key] = Kind(cut, present, tensor.item_size, [])
+                    kinds[key] = TensorKind(cut, present, tensor.item_size, [])
                 kinds[key].tensors.append(tensor)
             self._kinds[section.number] = tuple(kinds.values())
         return self._kinds[section.number]
 
-    def copies(self, kind: Kind, file: int) -> list[list[tuple[int, Box]]]:
+    def copies(self, kind: TensorKind, file: int) -> list[list[tuple[int, Box]]]:
         """Per piece of a target file's slice of a kind, every source file that holds it, with its stored box."""
         cut, copies = kind.cut, []
         position = self.form.section_of(file).position(file)
@@ -188,7 +187,7 @@ class Plan:
 
     def values_of(self, file: int) -> list[CopiedValue]:
         """The copied values of a target file, except types that its format lacks."""
-        return [value for value in self._values(file) if value.name not in self._unholdable]
+        return [value for value in self._values(file) if value[1].name not in self._unholdable]
 
     def data_bytes(self, files: Iterable[int]) -> dict[int, int]:
         """Bytes of tensor contents in each of some target files; for one copied whole, its size."""
@@ -198,7 +197,7 @@ class Plan:
             taken_over = self.form.copied_file(file)
             if taken_over is None:
                 assembled.append(file)
-                total[file] = sum(value.tensor.nbytes for value in self.values_of(file))
+                total[file] = sum(value.nbytes for _, value in self.values_of(file))
             else:
                 total[file] = self.checkpoint.indexes[taken_over].size
         for section in self.sections:
@@ -208,42 +207,17 @@ class Plan:
                     total[file] += nbytes * kind.count(self.form.names_in(file))
         return total
 
-    def slice_bytes(self, kind: Kind, section: Section, files: Iterable[int]) -> dict[int, int]:
+    def slice_bytes(self, kind: TensorKind, section: Section, files: Iterable[int]) -> dict[int, int]:
         """Bytes of a kind's slice of one tensor, for each of some files of a section."""
-        # Many files have the same slice.
-        bytes_of_slice: dict[int, int] = {}
-        sizes = {}
-        for file in files:
-            number = kind.cut.slice_of(section.position(file))
-            if number not in bytes_of_slice:
-                bytes_of_slice[number] = volume_of(kind.box_of(section.position(file))) * kind.item_size
-            sizes[file] = bytes_of_slice[number]
-        return sizes
+        return {file: volume_of(kind.box_of(section.position(file))) * kind.item_size for file in files}
 
     def file_bytes(self, files: Iterable[int]) -> dict[int, int]:
-        """Size of each of some target files; files of tensors of the same sizes are laid out once."""
-        size_of_key: dict[object, int] = {}
-        sizes = {}
-        for file in files:
-            taken_over = self.form.copied_file(file)
-            if taken_over is not None:
-                sizes[file] = self.checkpoint.indexes[taken_over].size
-                continue
-            section = self.form.section_of(file)
-            position = section.position(file)
-            values = (value.tensor for value in self.values_of(file))
-            names = self.form.names_in(file)
-            key = (
-                section.number,
-                tuple((tensor.name, tensor.dtype, tensor.dims, tensor.nbytes) for tensor in values),
-                tuple(shape_of(kind.box_of(position)) for kind in self.kinds_of(section)),
-                file if self.form.boxed else None,
-                names,
-            )
-            if key not in size_of_key:
-                size_of_key[key] = self.layout_of(file).size
-            sizes[file] = size_of_key[key]
-        return sizes
+        """Size of each of some target files."""
+        copied = {file: self.form.copied_file(file) for file in files}
+        return {
+            file: self.layout_of(file).size if holder is None else self.checkpoint.indexes[holder].size
+            for file, holder in copied.items()
+        }
 
     def target_file(self, file: int, names: Collection[str] | None = None) -> TargetFile:
         """The parts of one target file.
@@ -266,19 +240,19 @@ class Plan:
         examples = [self._example(file, leader, kind, base) for kind in kinds]
         values = self.values_of(file) if names is None else []
         tensors = []
-        for _, holder, stored in values:
+        for holder, stored in values:
             box = ((0, stored.nbytes),)
             piece = Piece(StoredSlice(self.checkpoint.files[holder], holder, stored.extents, box), box)
             tensors.append(TargetTensor(stored.name, 1, box, (piece,) if stored.nbytes else ()))
-        order = self._order_of(file, kinds, values, inside)
+        names_in_file, numbers, layout = self._order_of(file, kinds, values, inside)
         holders = {piece.source.rank for example in examples for piece in example.pieces}
-        holders.update(value.holder for value in values)
+        holders.update(holder for holder, _ in values)
         return TargetFile(
             file,
             self.path(file),
-            order.layout,
-            TargetTensors(order, examples, tensors, self._stored, self._added),
-            self._paths_of_added(order.names).union(self.checkpoint.files[holder] for holder in holders),
+            layout,
+            TargetTensors(names_in_file, numbers, examples, tensors, self.stored, self._added),
+            self._paths_of_added(names_in_file).union(self.checkpoint.files[holder] for holder in holders),
         )
 
     def layout_of(self, file: int) -> OutputLayout:
@@ -286,27 +260,26 @@ class Plan:
         inside = self.form.names_in(file)
         kinds = self.kinds_of(self.form.section_of(file))
         kinds = [kind for kind in kinds if inside is None or kind.count(inside)]
-        return self._order_of(file, kinds, self.values_of(file), inside).layout
+        return self._order_of(file, kinds, self.values_of(file), inside)[2]
 
     def _order_of(
-        self, file: int, kinds: Sequence[Kind], values: Sequence[CopiedValue], inside: Collection[str] | None
-    ) -> FileOrder:
-        """The order of a file of these tensors; files of the same ones share it."""
+        self, file: int, kinds: Sequence[TensorKind], values: Sequence[CopiedValue], inside: Collection[str] | None
+    ) -> Order:
+        """The order of a file of these tensors; the next file of the same ones shares it."""
         section = self.form.section_of(file)
         boxes = [kind.box_of(section.position(file)) for kind in kinds]
-        tensors = [value.tensor for value in values]
+        tensors = [value for _, value in values]
         key = (
             section.number,
             tuple(boxes if self.form.boxed else map(shape_of, boxes)),
             tuple((tensor.name, tensor.dtype, tensor.dims, tensor.nbytes) for tensor in tensors),
             None if inside is None else frozenset(inside),
         )
-        order = self._orders.get(key)
-        if order is None:
-            order = self._orders[key] = order_of(self.form, kinds, boxes, tensors, inside)
-        # The cache holds only weak references: this one keeps the last order alive between two files.
-        self._last_order = order
-        return order
+        # Several threads plan files: another may replace the attribute at any moment.
+        last = self._last_order
+        if last is None or last[0] != key:
+            last = self._last_order = key, order_of(self.form, kinds, boxes, tensors, inside)
+        return last[1]
 
     def _paths_of_added(self, names: Iterable[str]) -> frozenset[str]:
         if self.request.edits.additions is None:
@@ -393,7 +366,7 @@ class Plan:
             return self._choice.turn(file)
         return self.form.section_of(file).position(file)
 
-    def _example(self, file: int, leader: int, kind: Kind, base: Sequence[Sequence[int]]) -> TargetTensor:
+    def _example(self, file: int, leader: int, kind: TensorKind, base: Sequence[Sequence[int]]) -> TargetTensor:
         """The target slice of a kind of tensor, without name and extents."""
         cut, example = kind.cut, kind.tensors[0]
         position = self.form.section_of(file).position(file)
@@ -432,9 +405,6 @@ class Plan:
     def _added(self) -> Callable[[str], Addition | None] | None:
         """The addition to a tensor by name; None without one."""
         return (lambda name: self.checkpoint.tensors[name].added) if self._edited else None
-
-    def _stored(self, name: str, piece: Piece) -> StoredSlice:
-        return self.stored(name, piece.source_number, piece.source.rank, piece.source.box)
 
     def stored(self, name: str, source: int, holder: int, box: Box) -> StoredSlice:
         """The slice of a tensor's source in a file."""

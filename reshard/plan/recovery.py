@@ -153,11 +153,11 @@ class Recovery:
         if index is not None:
             # Its own file survives, but lacks other parameters.
             of_rank = [
-                CopiedValue(value.name, rank, index.tensors[value.name]) if value.name in index.tensors else value
-                for value in of_rank
+                (rank, index.tensors[tensor.name]) if tensor.name in index.tensors else (holder, tensor)
+                for holder, tensor in of_rank
             ]
         unlisted = [
-            CopiedValue(name, holder, self._checkpoint.indexes[holder].tensors[name])
+            (holder, self._checkpoint.indexes[holder].tensors[name])
             for name, holder in self._unlisted(rank).items()
             if holder is not None
         ]

@@ -19,20 +19,12 @@ from typing import NamedTuple
 from reshard.errors import IncompleteSourceError, LayoutError, StrategyError
 from reshard.layout import Layout, Overlap, stand_in_shape, whole
 from reshard.strategies import Holding, Stage, Strategy
-from reshard.text.messages import block, listing, quoted, rank_ranges
+from reshard.text.messages import block, quoted, rank_ranges
 from reshard.text.names import ACCUMULATED_GRADIENTS
 
-
-class Need(NamedTuple):
-    """A part of a tensor that a target rank needs, and the ranks that hold it.
-
-    Attributes:
-        parameter: one parameter that has this need, for messages.
-        ranks: source ranks that hold it, ascending.
-    """
-
-    parameter: str
-    ranks: tuple[int, ...]
+Needs = dict[tuple[int, ...], str]
+"""What a target rank needs: per part of a tensor the source ranks that hold it, ascending, and a parameter of which it
+is a part, for messages."""
 
 
 def common_dimensions(sources: Sequence[Layout], target: Layout | None) -> tuple[list[Layout], Layout]:
@@ -66,7 +58,7 @@ def common_dimensions(sources: Sequence[Layout], target: Layout | None) -> tuple
     raise LayoutError(f"tensor maps {maps} cannot lay out one tensor")
 
 
-class _Kind(NamedTuple):
+class _CutAlike(NamedTuple):
     """Parameters of one target stage that are cut alike in the source and alike in the target."""
 
     parameter: str
@@ -81,8 +73,8 @@ class ReplicaChoice:
     def __init__(self, source: Strategy, target: Strategy) -> None:
         self.source = source
         self.target = target
-        self._kinds: dict[int, list[_Kind]] = {}
-        self._deciding: dict[int, dict[tuple[int, ...], Need]] = {}
+        self._kinds: dict[int, list[_CutAlike]] = {}
+        self._deciding: dict[int, Needs] = {}
         self._turns: dict[int, list[int]] = {}
 
     def ranks(self, target_rank: int, available: Collection[int] | None = None) -> tuple[int, ...]:
@@ -97,13 +89,14 @@ class ReplicaChoice:
         """
         needs = self.needs(target_rank)
         self._check_common()
+        holders: Sequence[Sequence[int]] = [*needs]
         if available is not None:
             usable = set(available)
-            lost = [need for need in needs if usable.isdisjoint(need.ranks)]
+            lost = {ranks: name for ranks, name in needs.items() if usable.isdisjoint(ranks)}
             if lost:
                 raise _unavailable(target_rank, lost)
-            needs = [Need(need.parameter, tuple(r for r in need.ranks if r in usable)) for need in needs]
-        return choose([need.ranks for need in needs], self.turn(target_rank))
+            holders = [[rank for rank in ranks if rank in usable] for ranks in needs]
+        return choose(holders, self.turn(target_rank))
 
     def _check_common(self) -> None:
         if self.source.is_none or self.target.is_none or any(self._kinds.values()):
@@ -115,26 +108,27 @@ class ReplicaChoice:
                 hint="pass strategies of the same model",
             )
 
-    def needs(self, target_rank: int) -> list[Need]:
+    def needs(self, target_rank: int) -> Needs:
         """The needs of a target rank; equal needs of several parameters appear once."""
         if self.source.is_none:
-            return [Need("every parameter", (0,))]
+            return {(0,): "every parameter"}
         stage = self.target.stage_of(target_rank)
         local = target_rank - stage.first_rank
-        needs: dict[tuple[tuple[int, int, int], ...], Need] = {}
+        needs: Needs = {}
+        seen: set[object] = set()
         for kind in self._kinds_of(stage):
             for cell in kind.overlap.cells(kind.target.slice_of_rank[local]):
                 key = tuple(
                     (holding.stage.number, id(holding.layout), number)
                     for holding, number in zip(kind.holdings, cell.slices)
                 )
-                if key not in needs:
+                if key not in seen:
+                    seen.add(key)
                     ranks = [rank for holding, n in zip(kind.holdings, cell.slices) for rank in holding.holders(n)]
-                    needs[key] = Need(kind.parameter, tuple(sorted(ranks)))
-        distinct: dict[tuple[int, ...], Need] = {}
-        for need in (*needs.values(), *self._deciding[stage.number].values()):
-            distinct.setdefault(need.ranks, need)
-        return list(distinct.values())
+                    needs.setdefault(tuple(sorted(ranks)), kind.parameter)
+        for deciding, parameter in self._deciding[stage.number].items():
+            needs.setdefault(deciding, parameter)
+        return needs
 
     def turn(self, target_rank: int) -> int:
         """This rank's place among the ranks of its stage that have the same needs."""
@@ -169,13 +163,13 @@ class ReplicaChoice:
             seen[code] += 1
         return turns
 
-    def _kinds_of(self, stage: Stage) -> list[_Kind]:
+    def _kinds_of(self, stage: Stage) -> list[_CutAlike]:
         if stage.number not in self._kinds:
             self._kinds[stage.number] = list(self._find_kinds(stage).values())
         return self._kinds[stage.number]
 
-    def _find_kinds(self, stage: Stage) -> dict[tuple[object, ...], _Kind]:
-        kinds: dict[tuple[object, ...], _Kind] = {}
+    def _find_kinds(self, stage: Stage) -> dict[tuple[object, ...], _CutAlike]:
+        kinds: dict[tuple[object, ...], _CutAlike] = {}
         if self.source.is_none:
             return kinds
         names = self.source.parameters if self.target.is_none else stage.layouts
@@ -188,7 +182,7 @@ class ReplicaChoice:
             target = None if self.target.is_none else stage.layouts[name]
             ranks = _deciding_ranks(name, holdings, target)
             if ranks:
-                deciding.setdefault(ranks, Need(name, ranks))
+                deciding.setdefault(ranks, name)
             layouts = [holding.layout for holding in holdings]
             problem: LayoutError | None = None
             fits = False
@@ -210,26 +204,24 @@ class ReplicaChoice:
                 ) from problem
         return kinds
 
-    def _kind(self, name: str, holdings: Sequence[Holding], sources: Sequence[Layout], target: Layout | None) -> _Kind:
+    def _kind(
+        self, name: str, holdings: Sequence[Holding], sources: Sequence[Layout], target: Layout | None
+    ) -> _CutAlike:
         grouped, cut = common_dimensions(sources, target)
         shape = stand_in_shape(grouped, cut)
         overlap = Overlap([layout.grid(shape) for layout in grouped], cut.grid(shape))
         regrouped = tuple(Holding(holding.stage, layout) for holding, layout in zip(holdings, grouped))
-        return _Kind(name, regrouped, overlap, cut)
+        return _CutAlike(name, regrouped, overlap, cut)
 
 
-def _unavailable(target_rank: int, lost: Sequence[Need]) -> IncompleteSourceError:
-    by_ranks: dict[tuple[int, ...], list[str]] = {}
-    for need in lost:
-        by_ranks.setdefault(need.ranks, []).append(need.parameter)
+def _unavailable(target_rank: int, lost: Needs) -> IncompleteSourceError:
     lines = [
-        "a slice of " + listing(names, 3) + f" that only source {rank_ranges(ranks)} held"
-        for ranks, names in sorted(by_ranks.items())
+        f"a slice of {quoted(name)} that only source {rank_ranges(ranks)} held" for ranks, name in sorted(lost.items())
     ]
     return IncompleteSourceError(
         block(f"target rank {target_rank} needs slices that no available rank has:", lines),
         rank=target_rank,
-        parameter=lost[0].parameter,
+        parameter=next(iter(lost.values())),
         hint="bring back one rank of each line",
     )
 

@@ -9,7 +9,6 @@ number, if that exists. Where only the format changes, all entries belong to the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -25,12 +24,8 @@ from reshard.text.names import OTHER, belongs_to_rank, kind_of, trained
 _BLOCK = 1 << 20
 
 
-class CopiedValue(NamedTuple):
-    """A value for one target file, and the source file it comes from."""
-
-    name: str
-    holder: int
-    tensor: Tensor
+CopiedValue = tuple[int, Tensor]
+"""The source file that a value comes from, and the value."""
 
 
 class CopiedValues:
@@ -78,7 +73,7 @@ class CopiedValues:
     def of(self, file: int) -> list[CopiedValue]:
         if self._as_cut:
             tensors = self._source.indexes[file].tensors
-            return [CopiedValue(name, file, tensors[name]) for name in self.names if name in tensors]
+            return [(file, tensors[name]) for name in self.names if name in tensors]
         section = self._files.section_of(file).number
         values = []
         for name in self.names:
@@ -89,7 +84,7 @@ class CopiedValues:
             holders = self._source.holders(name)
             from_own_rank = self._files.by_rank and belongs_to_rank(name) and file in holders
             holder = file if from_own_rank else holders[0]
-            values.append(CopiedValue(name, holder, self._source.indexes[holder].tensors[name]))
+            values.append((holder, self._source.indexes[holder].tensors[name]))
         return values
 
     def problems(self) -> Iterator[InputError]:

@@ -2,8 +2,8 @@
 
 ``DST/.reshard/`` holds ``plan.json``, the `Record` of the conversion, and empty files whose *names* are the records:
 one per finished target in ``done/``, one per source file that a run has read in ``sources/``, and one per damaged
-source file in ``damaged/``, including files of newer steps; ``only.<rank>`` if only these ranks were requested. Every
-file system creates an empty file atomically: a record is complete or missing, and one listing reads all.
+source file in ``damaged/``, including files of newer steps. Every file system creates an empty file atomically: a
+record is complete or missing, and one listing reads all.
 
 A directory holds one conversion. Its plan is created only if it is absent, so of several conversions that begin at
 once, one goes on. Runs of the same conversion join it. A run looks at the plan again before it gives a target its
@@ -23,7 +23,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from reshard.checkpoints import Literal, OutputLayout
@@ -60,7 +59,6 @@ _SECOND = 10**9
 _NONE = "none"
 _DIGEST = "[0-9a-f]{16}"
 _DONE = rf"(\d{{1,9}})\.(\d{{1,20}})\.(-?\d{{1,20}})\.(?:{_NONE}|({_DIGEST}))\.(?:{_NONE}|([0-9a-f]{{8}}))\.{_DIGEST}"
-_ONLY = "only."
 # The plan contains the patterns of --include and --exclude, whose size the command line limits.
 _MAX_PLAN_BYTES = 16 << 20
 
@@ -105,18 +103,6 @@ def header_digest(layout: OutputLayout) -> str | None:
     return None if first is None else digest_of(itertools.chain([first], literals))
 
 
-class SourceChanges(NamedTuple):
-    """Source ranks whose files differ from the records of earlier runs.
-
-    Attributes:
-        content: size, headers or contents differ.
-        values: not read before, and values such as ``global_step`` differ from those of other ranks.
-    """
-
-    content: list[int]
-    values: list[int]
-
-
 class Ledger:
     """The records of one conversion.
 
@@ -134,8 +120,9 @@ class Ledger:
         self._root = os.path.join(destination, OWN)
         self._made_destination = False
         self._plan_seen: tuple[int, int] | None = None
-        # The plan that was read last, if it is this conversion's.
-        self._plan: bytes | None = None
+        # The plan: as this run would record it, or as it was read last.
+        content = {"version": VERSION, "conversion": record.to_json()}
+        self._plan = (json.dumps(content, sort_keys=True) + "\n").encode()
         # At the end of the names of its targets' records.
         self._ending = f".{short_digest(self._identity.encode())}"
 
@@ -143,7 +130,8 @@ class Ledger:
         """Whether both are of one conversion."""
         return self._identity == other._identity
 
-    def locked(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
         """Keep other runs on this file system from beginning or completing while this block runs.
 
         Raises:
@@ -158,7 +146,12 @@ class Ledger:
             )
         with writing(self._root):
             self._made_destination = store_of(self._root).make_directory(self._destination) or self._made_destination
-        return _locked(self._root, self._notify)
+        lock = os.path.join(self._root, "lock")
+        with contextlib.ExitStack() as stack:
+            with writing(lock):
+                stack.enter_context(store_of(self._root).lock(lock, self._notify))
+            with writing(self._root):
+                yield
 
     def claim(self) -> bool:
         """Record that the directory is of this conversion; whether the record is new since the last call.
@@ -175,11 +168,9 @@ class Ledger:
             with writing(path):
                 for directory in (self._root, *(os.path.join(self._root, kind) for kind in _KINDS)):
                     store_of(path).make_directory(directory)
-                content = json.dumps({"version": VERSION, "conversion": self.record.to_json()}, sort_keys=True) + "\n"
-                created = store_of(path).create(path, content.encode())
+                created = store_of(path).create(path, self._plan)
             # Some object stores ignore the condition: read it back.
             plan = _plan_in(self._destination)
-        # It is read again for every target, and seldom another one.
         current = self if plan is None or plan == self._plan else _ledger_of(self._destination, plan)
         if plan is None or not self.joins(current):
             raise TargetError(
@@ -204,34 +195,26 @@ class Ledger:
             if self._made_destination:
                 store_of(self._root).remove_directory(self._destination)
 
-    def only(self) -> set[int] | None:
-        """The only requested ranks; None if all were requested."""
-        numbers = [name[len(_ONLY) :] for name in self._names() if name.startswith(_ONLY)]
-        ranks = {int(number) for number in numbers if number.isascii() and number.isdecimal()}
-        return ranks or None
+    def changed_sources(self, sources: Iterable[SourceFile]) -> tuple[list[int], list[int]]:
+        """Source ranks whose files differ from the records of earlier runs.
 
-    def request(self, ranks: Collection[int] | None) -> None:
-        """Record that only these ranks, or all, were requested; once all were, no others can be."""
-        only = self.only()
-        if ranks is None:
-            self._discard("", [f"{_ONLY}{rank}" for rank in only or ()])
-        elif only is not None or not self.done():
-            self._add("", [f"{_ONLY}{rank}" for rank in ranks])
-
-    def compare_sources(self, sources: Iterable[SourceFile]) -> SourceChanges:
-        """Compare source files with the records of earlier runs."""
+        Returns:
+            Ranks whose size, headers or contents differ; and ranks that were not read before, and whose values such as
+            ``global_step`` differ from those of other ranks.
+        """
         before = self._sources()
         values: dict[str, set[str]] = {}
         for file in itertools.chain.from_iterable(before.values()):
             values.setdefault(file.value_names, set()).add(file.values)
-        changes = SourceChanges([], [])
+        contents: list[int] = []
+        other_values: list[int] = []
         for source in sources:
             recorded = before.get(source.rank, [])
             if any(one.content != source.content for one in recorded):
-                changes.content.append(source.rank)
+                contents.append(source.rank)
             elif not recorded and source.values not in values.get(source.value_names, {source.values}):
-                changes.values.append(source.rank)
-        return changes
+                other_values.append(source.rank)
+        return contents, other_values
 
     def add_sources(self, sources: Collection[SourceFile]) -> None:
         """Record source files, replacing records of the same ranks with other content."""
@@ -309,7 +292,6 @@ class Ledger:
         """Remove the records, the plan last."""
         for kind, parsed in _KINDS.items():
             self._discard(kind, filter(parsed, self._names(kind)))
-        self._discard("", (name for name in self._names() if name.startswith(_ONLY)))
         self._discard("", [_PLAN])
         # With a plan, later runs expect the directories.
         for kind in _KINDS:
@@ -320,8 +302,8 @@ class Ledger:
         """Remove files of killed runs among the records, if possible."""
         store_of(self._root).remove_dead(self._root)
 
-    def _names(self, kind: str = "") -> list[str]:
-        return names_in(os.path.join(self._root, kind) if kind else self._root)
+    def _names(self, kind: str) -> list[str]:
+        return names_in(os.path.join(self._root, kind))
 
     def _add(self, kind: str, names: Iterable[str]) -> None:
         def add(path: str) -> None:
@@ -336,16 +318,6 @@ class Ledger:
                 remove_file(path)
 
         for_each(discard, [os.path.join(self._root, kind, name) for name in names])
-
-
-@contextlib.contextmanager
-def _locked(root: str, notify: Notify) -> Iterator[None]:
-    lock = os.path.join(root, "lock")
-    with contextlib.ExitStack() as stack:
-        with writing(lock):
-            stack.enter_context(store_of(root).lock(lock, notify))
-        with writing(root):
-            yield
 
 
 def packing_of(src: str) -> Packing | None:
@@ -366,7 +338,7 @@ class RecordedStrategy(NamedTuple):
 
     Attributes:
         strategy: the strategy.
-        complete: whether all requested ranks have files; also for a part of the tree.
+        complete: whether all wanted ranks have files; also for a part of the tree.
     """
 
     strategy: Strategy
@@ -395,8 +367,7 @@ def recorded_strategy(src: str) -> RecordedStrategy | None:
         if path == SAME or record.task.recover:
             made = os.path.join(directory, STRATEGY_FILE)
             path = made if exists(made) else record.asked.source.strategy
-        requested = ledger.only() or range(record.file_count)
-        complete = directory != src.rstrip("/") or {file.rank for file in tree.files}.issuperset(requested)
+        complete = directory != src.rstrip("/") or {file.rank for file in tree.files}.issuperset(record.wanted)
         if path == NONE and record.file_count == 1:
             return RecordedStrategy(Strategy.none(), complete)
         if path is not None and names_files(path) and exists(path):

@@ -128,7 +128,7 @@ def _missing(directory: str, path: str) -> CheckpointError:
         hint = f"it is written last; to complete the conversion: reshard resume {shlex.quote(directory)}"
         if ledger.record.asked.files is not None:
             hint += "; for ranks that were not requested, run the whole command without --ranks"
-    if ledger.only():
+    if ledger.record.lost:
         hint = (
             "recover --lost-only writes none; copy the lost ranks back to the others, and verify all together with "
             "--replicas --strategy S"

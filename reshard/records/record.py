@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.asked import TEXTS, VALUE, Conversion, Option, Task, fields_of
@@ -28,7 +28,7 @@ from reshard.storage.json_text import Fields, JsonError
 from reshard.strategies import Strategy, names_files
 from reshard.text.messages import quoted
 
-VERSION = 4
+VERSION = 3
 """Of plan.json and of the manifest."""
 
 # The recorded attributes of a task; the others are of one run.
@@ -58,6 +58,7 @@ class Record(NamedTuple):
             were given, with the rules and sizes behind them, and of the division of tensors into files, if the
             strategy does not determine it; the last two may be empty.
         packing: of the target; that of the source, if no table was requested.
+        lost: the lost target ranks, ascending, if only these are recovered.
     """
 
     asked: Conversion
@@ -68,6 +69,7 @@ class Record(NamedTuple):
     task: Task
     digests: Mapping[str, str]
     packing: Packing | None = None
+    lost: tuple[int, ...] = ()
 
     @property
     def form(self) -> str:
@@ -90,6 +92,11 @@ class Record(NamedTuple):
         asked = self.asked.to_json(identity=True)
         content = {**self.to_json(), "asked": asked, "task": self.task.recover, "packing": None}
         return json.dumps(content, sort_keys=True)
+
+    @property
+    def wanted(self) -> Sequence[int]:
+        """The target ranks of the complete conversion, ascending."""
+        return self.lost or range(self.file_count)
 
     @property
     def is_repeatable(self) -> bool:
@@ -151,6 +158,7 @@ class Record(NamedTuple):
             Task(**dict.fromkeys(task, True)),
             {name: digests.text(name) for name in _CONTENTS},
             None if fields.is_null("packing") else _packing(fields.fields("packing")),
+            fields.integers("lost", 0, MAX_DEVICES),
         )
         if asked.target.form is None:
             raise JsonError("it records no form")
@@ -217,6 +225,7 @@ def differences(mine: Record, theirs: Record) -> list[str]:
     words += _both("the step", theirs.step, mine.step)
     words += _both("the format", theirs.format, mine.format)
     words += _both("the task", theirs.command, mine.command)
+    words += _both("the lost ranks of --lost-only", theirs.lost, mine.lost)
     words = words or [_CONTENTS[name] for name in contents]
     return words or _both("the names of the files", theirs.pattern, mine.pattern) or ["the number of files"]
 

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor
+from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, files_alike
 from reshard.storage import costs_of, read_each, reading
 from reshard.text.names import belongs_to_rank, is_value
 from reshard.threads import thread_pool
@@ -150,45 +150,38 @@ def _is_value(tensor: Tensor) -> bool:
     return is_value(tensor.name, tensor.nbytes // tensor.item_size)
 
 
-class SourceSampler:
-    """Samples source files; the structure of equal files is computed once.
+def source_files(indexes: Mapping[int, CheckpointIndex], handles: FileHandles) -> list[SourceFile]:
+    """The source files of some ranks as they are now, ascending.
 
-    Args:
-        handles: open source files.
+    Raises:
+        ReshardError: a file can no longer be opened or read.
     """
+    ranks = sorted(indexes)
+    structures: dict[int, _HeaderStructure] = {}
+    for alike in files_alike(indexes):
+        structures.update(dict.fromkeys(alike, _HeaderStructure.of(indexes[alike[0]].tensors)))
 
-    def __init__(self, handles: FileHandles) -> None:
-        self._handles = handles
-        self._structures: dict[int, _HeaderStructure] = {}
+    def sampled(rank: int) -> SourceFile:
+        return _sampled(rank, indexes[rank], structures[rank], handles)
 
-    def look_at(self, indexes: Mapping[int, CheckpointIndex]) -> list[SourceFile]:
-        """The source files of these ranks, ascending.
+    costs = costs_of(indexes[ranks[0]].path) if ranks else None
+    if costs is None or not costs.remote:
+        return list(map(sampled, ranks))
+    with thread_pool(4 * costs.in_flight) as pool:
+        return list(pool.map(sampled, ranks))
 
-        Raises:
-            ReshardError: a file can no longer be opened or read.
-        """
-        ranks = sorted(indexes)
-        for index in indexes.values():
-            if id(index.tensors) not in self._structures:
-                self._structures[id(index.tensors)] = _HeaderStructure.of(index.tensors)
-        costs = costs_of(indexes[ranks[0]].path) if ranks else None
-        if costs is None or not costs.remote:
-            return [self._file(rank, indexes[rank]) for rank in ranks]
-        with thread_pool(4 * costs.in_flight) as pool:
-            return list(pool.map(lambda rank: self._file(rank, indexes[rank]), ranks))
 
-    def _file(self, rank: int, index: CheckpointIndex) -> SourceFile:
-        structure = self._structures[id(index.tensors)]
-        headers = repr((index.format, structure.digest, index.crc, sorted(index.metadata.items())))
-        with reading(index.path), self._handles.borrow(index.path) as file:
-            runs = structure.values()
-            sampled = list(read_each(file, [*runs, *structure.samples(rank)]))
-            values, samples = sampled[: len(runs)], sampled[len(runs) :]
-        return SourceFile(
-            rank,
-            index.size,
-            short_digest(headers.encode()),
-            short_digest(*values, *samples),
-            structure.value_names,
-            short_digest(*values),
-        )
+def _sampled(rank: int, index: CheckpointIndex, structure: _HeaderStructure, handles: FileHandles) -> SourceFile:
+    headers = repr((index.format, structure.digest, index.crc, sorted(index.metadata.items())))
+    runs = structure.values()
+    with reading(index.path), handles.borrow(index.path) as file:
+        contents = list(read_each(file, [*runs, *structure.samples(rank)]))
+    values, samples = contents[: len(runs)], contents[len(runs) :]
+    return SourceFile(
+        rank,
+        index.size,
+        short_digest(headers.encode()),
+        short_digest(*values, *samples),
+        structure.value_names,
+        short_digest(*values),
+    )

@@ -22,18 +22,16 @@ class Status:
 
     Attributes:
         record: what was asked, and found out.
-        wanted: target ranks of the complete conversion, ascending: all, or only the lost ones to recover.
         written: target ranks that any run recorded as finished, ascending, whatever became of their files.
         done: target ranks with unchanged files, ascending.
         changed: target ranks whose files were modified after they were written.
-        missing: ranks of ``wanted`` that are not written yet, or whose files were removed.
+        missing: wanted ranks of the record that are not written yet, or whose files were removed.
         bytes_done: size of the files of ``done``.
         manifest: the manifest's path, if it and all small files that it lists exist.
         unfinished: missing small files: the manifest, or files that it lists.
     """
 
     record: Record
-    wanted: tuple[int, ...]
     written: tuple[int, ...]
     done: tuple[int, ...]
     changed: tuple[int, ...]
@@ -44,14 +42,9 @@ class Status:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank of ``wanted`` is done, and the manifest exists if these are all ranks."""
-        recorded = self.manifest is not None or self.lost_only
+        """Whether every wanted rank is done, and the manifest exists unless only lost ranks are recovered."""
+        recorded = self.manifest is not None or bool(self.record.lost)
         return recorded and not self.missing and not self.changed
-
-    @property
-    def lost_only(self) -> bool:
-        """Whether only lost ranks are recovered."""
-        return len(self.wanted) < self.record.file_count
 
 
 def status_of(directory: str) -> Status:
@@ -86,7 +79,6 @@ def status_of(directory: str) -> Status:
         (rank, one.size) for rank, records in recorded.items() for one in records if one.matches(statuses.get(rank))
     ]
     sizes = dict(matching)
-    only = ledger.only()
     unfinished: tuple[str, ...] = (MANIFEST_NAME,)
     if exists(path):
         unfinished = ()
@@ -94,25 +86,23 @@ def status_of(directory: str) -> Status:
         with contextlib.suppress(CheckpointError):
             unfinished = _unfinished(directory, read_manifest(directory))
     changed = [rank for rank in recorded if rank not in sizes and statuses.get(rank) is not None]
-    wanted = ranks if only is None else sorted(only)
-    return _status(directory, ledger.record, wanted, recorded, sizes, changed, unfinished)
+    return _status(directory, ledger.record, recorded, sizes, changed, unfinished)
 
 
 def _status(
     directory: str,
     record: Record,
-    ranks: Iterable[int],
     written: Iterable[int],
     sizes: Mapping[int, int],
     changed: Iterable[int],
     unfinished: tuple[str, ...],
 ) -> Status:
     existing = {*sizes, *changed}
-    missing = tuple(rank for rank in ranks if rank not in existing)
+    missing = tuple(rank for rank in record.wanted if rank not in existing)
     manifest = None if unfinished else os.path.join(directory, MANIFEST_NAME)
     done, modified, size = tuple(sorted(sizes)), tuple(sorted(changed)), sum(sizes.values())
     ever = tuple(sorted(written))
-    return Status(record, tuple(ranks), ever, done, modified, missing, size, manifest, unfinished)
+    return Status(record, ever, done, modified, missing, size, manifest, unfinished)
 
 
 def _unfinished(directory: str, manifest: Manifest) -> tuple[str, ...]:
@@ -128,5 +118,5 @@ def _by_manifest(directory: str) -> Status:
     existing = [(file, status) for file, status in zip(manifest.files, statuses) if status is not None]
     sizes = {file.rank: file.size for file, status in existing if status.size == file.size}
     changed = [file.rank for file, _ in existing if file.rank not in sizes]
-    ranks, written = range(manifest.record.file_count), [file.rank for file in manifest.files]
-    return _status(directory, manifest.record, ranks, written, sizes, changed, _unfinished(directory, manifest))
+    written = [file.rank for file in manifest.files]
+    return _status(directory, manifest.record, written, sizes, changed, _unfinished(directory, manifest))

@@ -48,11 +48,8 @@ class HolderGroup(NamedTuple):
         return list(chosen)[:most]
 
 
-class Holder(NamedTuple):
-    """A rank, and the box that it stores."""
-
-    rank: int
-    box: Box
+Holder = tuple[int, Box]
+"""A rank, and the box that it stores."""
 
 
 class Replicated(NamedTuple):
@@ -65,12 +62,17 @@ class Replicated(NamedTuple):
     groups: tuple[HolderGroup, ...]
 
     @property
+    def slices(self) -> list[Box]:
+        """The box of each group, around this one."""
+        return [group.box for group in self.groups]
+
+    @property
     def holders(self) -> list[Holder]:
-        return [Holder(rank, group.box) for group in self.groups for rank in group.available]
+        return [(rank, group.box) for group in self.groups for rank in group.available]
 
     def probe(self) -> list[Holder]:
         """The ranks to compare: they reveal a wrong device matrix."""
-        return [Holder(rank, group.box) for group in self.groups for rank in group.probed()]
+        return [(rank, group.box) for group in self.groups for rank in group.probed()]
 
     def pair(self, number: int) -> list[Holder]:
         """Two of the ranks, different ones for every number."""
@@ -83,49 +85,56 @@ class Replicated(NamedTuple):
         """One of `holders`; there may be thousands."""
         for group in self.groups:
             if number < len(group.available):
-                return Holder(group.available[number], group.box)
+                return group.available[number], group.box
             number -= len(group.available)
         raise IndexError(number)
 
-    def run(self, most: int, number: int) -> Box:
-        """A box of at most ``most`` elements, contiguous in every holder's slice, at a place that ``number`` gives."""
-        axis, count = self._run_shape(most)
-        box = []
-        for dimension, (start, stop) in enumerate(self.box):
-            if dimension > axis:
-                box.append((start, stop))
-                continue
-            length = count if dimension == axis else 1
-            number, place = divmod(number, stop - start - length + 1)
-            box.append((start + place, start + place + length))
-        return tuple(box)
 
-    def runs(self, most: int) -> Iterator[Box]:
-        """All of the box, in boxes of at most ``most`` elements that are contiguous in every holder's slice."""
-        if not self.box:
-            yield ()
-            return
-        axis, count = self._run_shape(most)
-        start, stop = self.box[axis]
-        for outer in itertools.product(*(range(low, high) for low, high in self.box[:axis])):
-            fixed = tuple((place, place + 1) for place in outer)
-            for first in range(start, stop, count):
-                yield (*fixed, (first, min(first + count, stop)), *self.box[axis + 1 :])
+def run_in(box: Box, slices: Sequence[Box], most: int, number: int) -> Box:
+    """A box of at most ``most`` elements in a box, contiguous in all slices, at a place that ``number`` gives.
 
-    def _run_shape(self, most: int) -> tuple[int, int]:
-        """The outermost dimension with several elements of a contiguous run, and their number."""
-        axis = len(self.box) - 1
-        inner = 1
-        while axis > 0 and all(group.box[axis] == self.box[axis] for group in self.groups):
-            start, stop = self.box[axis]
-            if inner * (stop - start) > most:
-                break
-            inner *= stop - start
-            axis -= 1
-        if axis < 0:
-            return axis, 1
-        start, stop = self.box[axis]
-        return axis, max(1, min(stop - start, most // inner))
+    Args:
+        slices: boxes around ``box``, as holders store them.
+    """
+    axis, count = _run_shape(box, slices, most)
+    run = []
+    for dimension, (start, stop) in enumerate(box):
+        if dimension > axis:
+            run.append((start, stop))
+            continue
+        length = count if dimension == axis else 1
+        number, place = divmod(number, stop - start - length + 1)
+        run.append((start + place, start + place + length))
+    return tuple(run)
+
+
+def runs_in(box: Box, slices: Sequence[Box], most: int) -> Iterator[Box]:
+    """All of a box, in boxes of at most ``most`` elements that are contiguous in all slices; see `run_in`."""
+    if not box:
+        yield ()
+        return
+    axis, count = _run_shape(box, slices, most)
+    start, stop = box[axis]
+    for outer in itertools.product(*(range(low, high) for low, high in box[:axis])):
+        fixed = tuple((place, place + 1) for place in outer)
+        for first in range(start, stop, count):
+            yield (*fixed, (first, min(first + count, stop)), *box[axis + 1 :])
+
+
+def _run_shape(box: Box, slices: Sequence[Box], most: int) -> tuple[int, int]:
+    """The outermost dimension with several elements of a contiguous run, and their number."""
+    axis = len(box) - 1
+    inner = 1
+    while axis > 0 and all(each[axis] == box[axis] for each in slices):
+        start, stop = box[axis]
+        if inner * (stop - start) > most:
+            break
+        inner *= stop - start
+        axis -= 1
+    if axis < 0:
+        return axis, 1
+    start, stop = box[axis]
+    return axis, max(1, min(stop - start, most // inner))
 
 
 class ParameterGroup:
@@ -148,7 +157,6 @@ class ParameterGroup:
         self.structure = tuple(
             (sharding.grid.cuts, tuple(holders)) for sharding, holders in zip(self._shardings, self._holders)
         )
-        self._replicated: dict[int, Replicated] = {}
 
     def __len__(self) -> int:
         """Number of boxes of each parameter that several available ranks hold."""
@@ -156,18 +164,16 @@ class ParameterGroup:
 
     def replicated(self, number: int) -> Replicated:
         """One of these boxes, by number."""
-        if number not in self._replicated:
-            boxes, groups = [], []
-            for sharding, ranks_of, present, part in zip(
-                self._shardings, self._holders, self._present, self._slices[number]
-            ):
-                boxes.append(sharding.grid.slice_box(part))
-                available = tuple(rank for rank in ranks_of[part] if rank in present)
-                if available:
-                    groups.append(HolderGroup(ranks_of[part], available, sharding.stored_box(part)))
-            box = tuple((max(start for start, _ in cut), min(stop for _, stop in cut)) for cut in zip(*boxes))
-            self._replicated[number] = Replicated(box, tuple(groups))
-        return self._replicated[number]
+        boxes, groups = [], []
+        for sharding, ranks_of, present, part in zip(
+            self._shardings, self._holders, self._present, self._slices[number]
+        ):
+            boxes.append(sharding.grid.slice_box(part))
+            available = tuple(rank for rank in ranks_of[part] if rank in present)
+            if available:
+                groups.append(HolderGroup(ranks_of[part], available, sharding.stored_box(part)))
+        box = tuple((max(start for start, _ in cut), min(stop for _, stop in cut)) for cut in zip(*boxes))
+        return Replicated(box, tuple(groups))
 
     @cached_property
     def _slices(self) -> list[tuple[int, ...]]:

@@ -34,6 +34,8 @@ from reshard.source_replicas.choice import (
     group_parameters,
     is_gradient,
     number_of,
+    run_in,
+    runs_in,
 )
 from reshard.text.messages import Message, joined, listing, plural, quoted
 from reshard.text.names import is_weight
@@ -232,12 +234,8 @@ class ReplicaComparison:
 # Reading samples.
 
 
-class Sample(NamedTuple):
-    """A parameter, and a box in the slice of each of some ranks."""
-
-    parameter: GlobalTensor
-    holders: Sequence[Holder]
-    boxes: Sequence[Box]
+Sample = tuple[GlobalTensor, Sequence[tuple[Holder, Box]]]
+"""A parameter, and a box in the slice of each of some ranks."""
 
 
 class ReplicaFiles:
@@ -270,10 +268,11 @@ class ReplicaFiles:
         Raises:
             RetryableError: the file cannot be read.
         """
-        index = self._source.indexes[holder.rank]
-        source = StoredSlice(index.path, holder.rank, index.tensors[parameter.name].extents, holder.box)
-        tensor = TargetTensor(parameter.name, parameter.item_size, holder.box, (Piece(source, holder.box),))
-        inside = tuple((low - start, high - start) for (low, high), (start, _) in zip(box, holder.box))
+        rank, stored = holder
+        index = self._source.indexes[rank]
+        source = StoredSlice(index.path, rank, index.tensors[parameter.name].extents, stored)
+        tensor = TargetTensor(parameter.name, parameter.item_size, stored, (Piece(source, stored),))
+        inside = tuple((low - start, high - start) for (low, high), (start, _) in zip(box, stored))
         self._reader.read_alone(tensor, inside, out)
 
     def contents(self, samples: Iterable[Sample]) -> Iterator[Contents]:
@@ -282,20 +281,18 @@ class ReplicaFiles:
         Ranks are left out whose file cannot be read, or not in time: the conversion reports it, if it needs the file.
         """
         samples = list(samples)
-        calls = (
-            [partial(self._sample, one.parameter, *each) for each in zip(one.holders, one.boxes)] for one in samples
-        )
+        calls = ([partial(self._sample, parameter, *each) for each in boxes] for parameter, boxes in samples)
         results: Iterator[Iterable[bytes | None]]
         if self._remote:
             results = (data for _, data in in_order(self._reader.pool, calls, list, 2 * _IN_FLIGHT, size=len))
         else:
             results = ((call() for call in some) for some in calls)
-        for one, read in zip(samples, results):
+        for (_, boxes), read in zip(samples, results):
             by_content: Contents = {}
-            for holder, data in zip(one.holders, read):
+            for ((rank, _), _), data in zip(boxes, read):
                 if data is not None:
-                    by_content.setdefault(data, []).append(holder.rank)
-            self.requests += len(one.holders)
+                    by_content.setdefault(data, []).append(rank)
+            self.requests += len(boxes)
             yield by_content
 
     def _sample(self, parameter: GlobalTensor, holder: Holder, box: Box) -> bytes | None:
@@ -311,9 +308,9 @@ class ReplicaFiles:
         self._reader.close()
 
 
-def sample_box(replicated: Replicated, parameter: GlobalTensor, number: int) -> Box:
-    """A box to sample in a replicated box of a parameter, at a different place for every number."""
-    return replicated.run(max(1, _SAMPLE_BYTES // parameter.item_size), number)
+def sample_box(parameter: GlobalTensor, box: Box, slices: Sequence[Box], number: int) -> Box:
+    """A box to sample in a box that holders' slices of a parameter contain, at a different place for every number."""
+    return run_in(box, slices, max(1, _SAMPLE_BYTES // parameter.item_size), number)
 
 
 def is_constant(data: bytes | bytearray, item_size: int) -> bool:
@@ -348,12 +345,12 @@ def compare_replicas(
     everything = effort == "all"
     groups = group_parameters([one for one in parameters if everything or not is_gradient(one.name)], source)
     comparison = ReplicaComparison(groups, source, "everything" if everything else "samples")
-    limits = _EFFORTS["more" if everything else effort]
-    with contextlib.closing(ReplicaFiles(source, handles, budget, limits.seconds)) as files:
+    turns, most_reads, seconds = _LIMITS["more" if everything else effort]
+    with contextlib.closing(ReplicaFiles(source, handles, budget, seconds)) as files:
         if everything:
             _compare_everything(groups, ranks, files, budget, progress, comparison)
         else:
-            _compare_samples(groups, files, limits, comparison)
+            _compare_samples(groups, files, turns, most_reads, comparison)
     if comparison.differing:
         # With the right strategy, too, files differ while another process overwrites them.
         handles.check_unchanged(index.path for index in source.indexes.values())
@@ -395,15 +392,8 @@ def check_copies(
 # Samples of replicas.
 
 
-class _Effort(NamedTuple):
-    """Limits of sampling: samples of a parameter, requests (twice as many for probes), and seconds."""
-
-    turns: int
-    most_reads: int
-    seconds: float
-
-
-_EFFORTS = {"auto": _Effort(1, 256, 1.0), "more": _Effort(4, 1 << 15, 60.0)}
+# Per effort: samples of a parameter, requests (twice as many for probes), and seconds.
+_LIMITS = {"auto": (1, 256, 1.0), "more": (4, 1 << 15, 60.0)}
 
 
 class _Chosen(NamedTuple):
@@ -417,12 +407,17 @@ class _Chosen(NamedTuple):
     is_probe: bool
 
     def at(self, place: int) -> Sample:
-        box = sample_box(self.replicated, self.parameter, number_of(self.number, place))
-        return Sample(self.parameter, self.holders, [box] * len(self.holders))
+        replicated, number = self.replicated, number_of(self.number, place)
+        box = sample_box(self.parameter, replicated.box, replicated.slices, number)
+        return self.parameter, [(holder, box) for holder in self.holders]
 
 
 def _compare_samples(
-    groups: Sequence[ParameterGroup], files: ReplicaFiles, effort: _Effort, comparison: ReplicaComparison
+    groups: Sequence[ParameterGroup],
+    files: ReplicaFiles,
+    turns: int,
+    most_reads: int,
+    comparison: ReplicaComparison,
 ) -> None:
     """Compare samples until a limit is reached.
 
@@ -432,7 +427,7 @@ def _compare_samples(
     groups = [group for group in groups if len(group)]
     probed: set[object] = set()
     for turn in itertools.count():
-        pending = [] if files.is_late else list(_chosen(groups, turn, probed, effort, files.requests))
+        pending = [] if files.is_late else list(_chosen(groups, turn, turns, probed, most_reads, files.requests))
         if not pending:
             return
         for place in range(MOST_PLACES):
@@ -451,16 +446,16 @@ def _compare_samples(
 
 
 def _chosen(
-    groups: Sequence[ParameterGroup], turn: int, probed: set[object], effort: _Effort, reads: int
+    groups: Sequence[ParameterGroup], turn: int, turns: int, probed: set[object], most_reads: int, reads: int
 ) -> Iterator[_Chosen]:
     """One sample of every group, until a limit is reached."""
     chosen: set[object] = set()
     for group in groups:
         # At least once for each box, because two exchanged ranks differ in a few boxes only.
-        if turn >= max(len(group.parameters) * effort.turns, len(group)):
+        if turn >= max(len(group.parameters) * turns, len(group)):
             continue
         is_probe = group.structure not in probed | chosen
-        if reads >= effort.most_reads * (1 + is_probe):
+        if reads >= most_reads * (1 + is_probe):
             continue
         parameter = group.parameters[turn % len(group.parameters)]
         number = number_of(parameter.name, turn)
@@ -506,7 +501,8 @@ def _compare_everything(
         parameter, (first, *others) = part.parameter, part.holders
         hashes: dict[int, hashlib.blake2b] = defaultdict(hashlib.blake2b)
         varied = False
-        for number, box in enumerate(part.piece.runs(max(1, budget.block_bytes // parameter.item_size))):
+        most = max(1, budget.block_bytes // parameter.item_size)
+        for number, box in enumerate(runs_in(part.piece.box, part.piece.slices, most)):
             if stop.is_set():
                 break
             first_bytes = bytearray(volume_of(box) * parameter.item_size)
@@ -515,7 +511,7 @@ def _compare_everything(
             for holder in others:
                 files.read(parameter, holder, box, memoryview(other_bytes))
                 if first_bytes != other_bytes:
-                    hashes[holder.rank].update(b"%d:" % number + other_bytes)
+                    hashes[holder[0]].update(b"%d:" % number + other_bytes)
             varied = varied or not is_constant(first_bytes, parameter.item_size)
             with lock:
                 progress.wrote(len(first_bytes) * len(part.holders))
@@ -539,8 +535,8 @@ def _compare_everything(
                         others[part.parameter.name][rank].append((part.piece.box, hashed))
                 for name, hashes_of in others.items():
                     by_content: dict[object, list[int]] = defaultdict(list)
-                    for holder in box.holders:
-                        by_content[tuple(hashes_of.get(holder.rank, ()))].append(holder.rank)
+                    for rank, _ in box.holders:
+                        by_content[tuple(hashes_of.get(rank, ()))].append(rank)
                     comparison.add_difference(name, box.box, list(by_content.values()))
     finally:
         progress.end()

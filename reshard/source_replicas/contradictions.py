@@ -31,7 +31,7 @@ from reshard.forms.ranks.selection import lost_slices
 from reshard.forms.ranks.tree import SourceTree, StepFiles, find_checkpoints
 from reshard.forms.request import Request
 from reshard.layout import shape_of, volume_of
-from reshard.source_replicas.choice import Holder, HolderGroup, Replicated, group_parameters, is_gradient, number_of
+from reshard.source_replicas.choice import Holder, group_parameters, is_gradient, number_of
 from reshard.source_replicas.compare import (
     MOST_PLACES,
     Contents,
@@ -138,8 +138,7 @@ def _is_varied(data: bytes, item_size: int) -> bool:
 def _own_sample(parameter: GlobalTensor, holders: Sequence[Holder], place: int) -> Sample:
     """A sample of each holder's slice; at the same place in slices of the same shape."""
     number = number_of(parameter.name, place)
-    slices = (Replicated(one.box, (HolderGroup((one.rank,), (one.rank,), one.box),)) for one in holders)
-    return Sample(parameter, holders, [sample_box(one, parameter, number) for one in slices])
+    return parameter, [((rank, box), sample_box(parameter, box, [box], number)) for rank, box in holders]
 
 
 def _holders(parameter: GlobalTensor, step: RankCheckpoint) -> list[Holder]:
@@ -150,8 +149,8 @@ def _holders(parameter: GlobalTensor, step: RankCheckpoint) -> list[Holder]:
         rank_of.setdefault(sharding.slice_of(rank), rank)
     count = sharding.grid.slice_count
     chosen = [number for number in sorted(rank_of) if count <= _FEW_SLICES or number == 0 or count % number == 0]
-    holders = [Holder(rank_of[number], sharding.grid.slice_box(number)) for number in chosen]
-    return [holder for holder in holders if volume_of(holder.box) and shape_of(holder.box) == shape_of(holders[0].box)]
+    holders = [(rank_of[number], sharding.grid.slice_box(number)) for number in chosen]
+    return [(rank, box) for rank, box in holders if volume_of(box) and shape_of(box) == shape_of(holders[0][1])]
 
 
 def ranks_by_content(
@@ -160,7 +159,7 @@ def ranks_by_content(
     """Ranks of a parameter's first stage, or the first of many, in groups with equal samples."""
     sharding = stage_shardings(parameter)[0]
     ranks = sorted(step.ranks_with(parameter.name, sharding.stage))[:_MOST_GROUPED]
-    holders = [Holder(rank, sharding.grid.slice_box(sharding.slice_of(rank))) for rank in ranks]
+    holders = [(rank, sharding.grid.slice_box(sharding.slice_of(rank))) for rank in ranks]
     by_content: Contents = {}
     with contextlib.closing(ReplicaFiles(step, handles, budget)) as files:
         for place in range(MOST_PLACES):

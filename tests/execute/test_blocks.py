@@ -21,7 +21,7 @@ from reshard.execute import Budget
 from reshard.execute.casts import put
 from reshard.execute.filling import BlockFiller
 from reshard.execute.reader import FileReader
-from reshard.execute.runs import Run, runs_of_box
+from reshard.execute.runs import Places, runs_of_box
 from reshard.layout import Box, boxes_of_range, intersection
 from reshard.layout.views import ZEROS, View
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
@@ -132,7 +132,7 @@ def test_only_runs_of_equal_bytes_are_copied() -> None:
     box = ((0, 4), (0, 8))
     stored = StoredSlice("a", 0, ((100, 64),), box)
     plain = TargetTensor("w", 2, box, (Piece(stored, box),))
-    assert runs_of_box(plain, ((1, 3), (0, 8))) == [Run(0, stored, 16, 32)]
+    assert runs_of_box(plain, ((1, 3), (0, 8))) == [(stored, 16, Places(0, 32, 1, 0))]
     assert runs_of_box(plain, ((1, 3), (0, 4))) is None
     for piece in (Piece(stored, box, dtype="Float32"), Piece(stored._replace(decoding=anything), box)):
         assert runs_of_box(plain._replace(pieces=(piece,)), ((1, 3), (0, 8))) is None

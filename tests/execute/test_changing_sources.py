@@ -154,7 +154,7 @@ def test_commands_that_print_results_refuse_a_source_modified_meanwhile(
     def read(self: Any, *words: Any) -> None:
         original(self, *words)
         # A replica's reader gets the rank.
-        is_it = words[1].rank == 0 if reader is ReplicaFiles else str(path) in self._file.path
+        is_it = words[1][0] == 0 if reader is ReplicaFiles else str(path) in self._file.path
         if is_it and not read_before:
             read_before.append(str(path))
             in_place(path, path.read_bytes()[:1])

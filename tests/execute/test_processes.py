@@ -21,7 +21,7 @@ import pytest
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
 from reshard import processes
 from reshard.errors import CheckpointError, RetryableError
-from reshard.execute import budget, part_server, parts
+from reshard.execute import budget, parts, run
 from reshard.numbers import sweep
 from reshard.processes import OWN_THREAD, Crew, LostWorkerError, Notify, may_fork
 from reshard.storage import store as costs
@@ -94,7 +94,7 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     for module in (budget, costs):
         monkeypatch.setattr(module, "usable_cpus", lambda: 64)
-    for module in (part_server, reading, sweep):
+    for module in (run, reading, sweep):
         monkeypatch.setattr(module, "Crew", Counted)
     for module in (budget, reading, sweep):
         monkeypatch.setattr(module, "private_bytes", lambda: 1 << 20)

@@ -120,11 +120,11 @@ def test_pieces_of_a_box_are_its_elements(data: st.DataObject) -> None:
         # More than one step between pieces.
         assert len(set(np.diff(expected)) - {1}) > 1
         return
-    (run,) = runs
-    starts = [run.offset + number * run.stride for number in range(run.number)]
-    assert [byte for start in starts for byte in range(start, start + run.length)] == expected
-    assert runs_of_box(tensor, tuple((0, high - low) for low, high in whole), lambda source: run.length) == runs
-    assert run.number == 1 or runs_of_box(tensor, tuple((0, high - low) for low, high in whole)) is None
+    ((_, _, places),) = runs
+    starts = [places.offset + number * places.stride for number in range(places.number)]
+    assert [byte for start in starts for byte in range(start, start + places.length)] == expected
+    assert runs_of_box(tensor, tuple((0, high - low) for low, high in whole), lambda source: places.length) == runs
+    assert places.number == 1 or runs_of_box(tensor, tuple((0, high - low) for low, high in whole)) is None
 
 
 @pytest.mark.parametrize("window", [16 << 10, 1])

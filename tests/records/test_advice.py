@@ -38,7 +38,7 @@ def test_a_directory_of_another_version_is_refused_by_name(world: World) -> None
     plan, manifest = world.dst / ".reshard" / "plan.json", world.dst / "reshard-manifest.json"
     compare: list[Argument] = ["verify", world.dst, "--src", world.src]
     for path in (plan, manifest):
-        path.write_text(path.read_text().replace('"version": 4', '"version": 2'))
+        path.write_text(path.read_text().replace('"version": 3', '"version": 2'))
     for words in (world.words(), world.words("--overwrite"), ["resume", world.dst], ["status", world.dst]):
         fails(3, *words, texts=["version 2", str(plan), f"reshard verify {world.dst} --src SRC"])
     fails(3, "verify", world.dst, texts=["version 2", str(manifest), f"reshard verify {world.dst} --src SRC"])

@@ -6,20 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import Argument, done, fails, reshard
+from tests.running import done, fails, reshard
 from tests.small import World, tensors
 
 FULL = tensors()
-
-
-def test_resume_of_a_full_recovery_after_one_of_lost_ranks_recovers_all(plain: World) -> None:
-    plain.save(FULL, ranks=[0, 1, 2])
-    recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
-    done(*recover, "--lost-only")
-    done(*recover)
-    (plain.dst / "rank_0" / "net-1_10.ckpt").unlink()
-    done("resume", plain.dst)
-    assert (plain.dst / "rank_0" / "net-1_10.ckpt").exists()
 
 
 def test_patterns_in_another_order_are_the_same_conversion(world: World) -> None:

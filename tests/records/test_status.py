@@ -82,7 +82,8 @@ def test_a_recovery_of_lost_ranks_is_complete_without_the_others(plain: World) -
     recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
     done(*recover, "--lost-only", "--ranks", "2")
     report = status(plain)
-    assert (report["wanted"], report["done"], report["missing"], report["complete"]) == ([2], [2], [], True)
+    assert (report["wanted"], report["done"], report["missing"], report["complete"]) == ([2, 3], [2], [3], False)
+    assert "not complete: rank 3 not requested yet" in done("status", plain.dst).out
     done(*recover, "--lost-only")
     report = status(plain)
     assert (report["wanted"], report["done"], report["complete"], report["manifest"]) == ([2, 3], [2, 3], True, None)
@@ -97,15 +98,12 @@ def test_a_recovery_of_lost_ranks_is_complete_without_the_others(plain: World) -
     lost.write_bytes(data + b"more")
     assert (status(plain)["changed"], status(plain)["complete"]) == ([3], False)
     lost.unlink()
-    done(*recover, "--lost-only")
-    # After a request for all ranks, the lost ones alone are incomplete.
-    done(*recover, "--ranks", "0")
+    done("resume", plain.dst)
+    assert status(plain)["complete"]
+    fails(3, *recover, "--ranks", "0", texts=["another conversion", "the lost ranks of --lost-only (2 3 there"])
+    done(*recover, "--overwrite")
     report = status(plain)
-    assert (report["wanted"], report["missing"], report["complete"]) == ([0, 1, 2, 3], [1], False)
-    done(*recover, "--lost-only")
-    assert status(plain)["missing"] == [1]
-    done(*recover)
-    assert status(plain)["complete"] and status(plain)["manifest"]
+    assert report["wanted"] == [0, 1, 2, 3] and report["complete"] and report["manifest"]
 
 
 def test_a_recovery_stays_complete_after_its_ranks_are_copied_back(plain: World) -> None:
@@ -124,8 +122,9 @@ def test_a_recovery_stays_complete_after_its_ranks_are_copied_back(plain: World)
     done(*recover)
     (plain.src / "rank_2" / "net-1_10.ckpt").unlink()
     (plain.src / "rank_3" / "net-1_10.ckpt").write_bytes((plain.dst / "rank_3" / "net-1_10.ckpt").read_bytes())
+    fails(3, *recover, texts=["another conversion", "(3 there, 2 here)"])
     done(*recover, "--overwrite")
-    assert (status(plain)["done"], status(plain)["complete"]) == ([2, 3], True)
+    assert (status(plain)["done"], status(plain)["complete"]) == ([2], True)
 
 
 def test_a_model_without_its_configuration_is_not_complete(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     read = ReplicaFiles.read
 
     def counting(self: ReplicaFiles, parameter: GlobalTensor, holder: Holder, box: Box, out: memoryview) -> None:
-        counted.sampled.append((self._source.indexes[holder.rank].path, len(out)))
+        counted.sampled.append((self._source.indexes[holder[0]].path, len(out)))
         read(self, parameter, holder, box, out)
 
     monkeypatch.setattr(ReplicaFiles, "read", counting)
@@ -458,7 +458,7 @@ def test_an_unreadable_sample_does_not_end_a_conversion(tree: Tree, monkeypatch:
     read = ReplicaFiles.read
 
     def failing(self: ReplicaFiles, parameter: GlobalTensor, holder: Holder, box: Box, out: memoryview) -> None:
-        if holder.rank == 5:
+        if holder[0] == 5:
             source = StoredSlice(self._source.indexes[5].path, 5, (), box)
             raise reader.unreadable(source, OSError(5, "Input/output error"))
         read(self, parameter, holder, box, out)
