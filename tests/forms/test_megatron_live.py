@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from reshard.checkpoints.formats.pickles import read_pickle
 from reshard.forms.megatron.arguments import configuration_of
 from reshard.forms.megatron.common import is_named
-from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.megatron.stages import stages_of
+from reshard.forms.recorded import ProblemError
 from tests.forms.legacy_trees import Array, OnNpu, Strided, values, write_rank
 from tests.forms.test_megatron_legacy import converted
 from tests.running import fails

@@ -114,7 +114,7 @@ def test_rules_learned_from_a_made_strategy_make_it_again(
                 if each.matches(name)
                 for cuts in itertools.product(*(entry or () for entry in each.entries or ()))
             ]
-            actual = learned.candidates[name]
+            actual = learned.rules.rule_for(name).candidates
             assert true.slices(tensors[name].shape, other) in [
                 candidate.slices(tensors[name].shape, other) for candidate in actual
             ], (name, other.text)

@@ -123,7 +123,7 @@ BOTH_WAYS: dict[str, tuple[str, str, str]] = {
     "torch_dist": (
         "megatron.written",
         "megatron.torch_dist",
-        "form megatron.common megatron.keys megatron.problems pytorch.dcp pytorch.form recorded tracker",
+        "form megatron.common megatron.keys pytorch.dcp pytorch.form recorded tracker",
     ),
 }
 

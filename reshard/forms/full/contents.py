@@ -273,7 +273,7 @@ def _check_whole(contents: Contents) -> None:
         if text not in are_whole:
             from reshard.forms.pytorch.shards import entries_of
 
-            are_whole[text] = all(entry.whole for entry, _ in entries_of(index))
+            are_whole[text] = all(entry.whole for entry in entries_of(index))
         if not are_whole[text]:
             raise CheckpointError(
                 f"{index.path}: holds parts of tensors, by {INFO} in its header",

@@ -23,10 +23,9 @@ from reshard.forms.megatron.keys import STATE, weight_of
 from reshard.forms.megatron.legacy_state import MASTER, JoinedBuffer, flat_buffers
 from reshard.forms.megatron.parameters import BUFFERS, Holding, Stored, Weights
 from reshard.forms.megatron.placing import Experts, Parallel, Rank, Style
-from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.megatron.proofs import CURE, LEAVE_OUT
 from reshard.forms.pytorch.dcp import DescribedTensor, ReadMetadata, Record, joined_chunk, run_of
-from reshard.forms.recorded import tensor_fault
+from reshard.forms.recorded import ProblemError, tensor_fault
 from reshard.text.messages import quoted
 from reshard.text.names import UNNAMED_STATE
 

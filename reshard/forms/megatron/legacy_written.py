@@ -44,13 +44,12 @@ from reshard.forms.megatron.placing import (
     modules_of,
     order_of,
 )
-from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.megatron.stages import Stages, chunks_stated, stages_of
 from reshard.forms.megatron.training import Training
 from reshard.forms.megatron.written import directory_of, prepared
 from reshard.forms.pytorch.form import ITERATIONS
 from reshard.forms.ranks.naming import FileNames
-from reshard.forms.recorded import tensor_fault
+from reshard.forms.recorded import ProblemError, tensor_fault
 from reshard.forms.target import FinishingFile, Section, TargetForm
 from reshard.forms.tracker import TRACKER
 from reshard.layout import Box, Layout, shape_of

@@ -29,8 +29,8 @@ from reshard.forms.megatron.placing import (
     modules_of,
     order_of,
 )
-from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.pytorch.dcp import DescribedTensor
+from reshard.forms.recorded import ProblemError
 from reshard.text.messages import quoted
 
 BUFFERS = ("mlp.router.expert_bias",)

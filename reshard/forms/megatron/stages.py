@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.checkpoints.formats.pickles import PickledInstance
-from reshard.forms.megatron.problems import ProblemError
+from reshard.forms.recorded import ProblemError
 
 _LAYOUT = "pipeline_model_parallel_layout"
 _REPEATED = (re.compile(r"\(([^()]*)\)\*([0-9]{1,6})"), re.compile(r"(.)\*([0-9]{1,6})"))

@@ -42,21 +42,21 @@ class HeaderEntry(NamedTuple):
         name: the tensor.
         offsets: where the chunk begins.
         shape: of the full tensor; None where that is not recorded.
-        sizes: of the chunk.
+        stored: the entry.
     """
 
     name: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...] | None
-    sizes: tuple[int, ...]
+    stored: Tensor
 
     @property
     def whole(self) -> bool:
         """Whether the chunk seems to be all of the tensor."""
-        return not any(self.offsets) and self.shape in (None, self.sizes)
+        return not any(self.offsets) and self.shape in (None, self.stored.shape)
 
 
-def entries_of(index: CheckpointIndex) -> Iterator[tuple[HeaderEntry, Tensor]]:
+def entries_of(index: CheckpointIndex) -> Iterator[HeaderEntry]:
     """Every entry of a file, and its place in a tensor; an error if its header has none, or an impossible one."""
     info = sharding_info(index)
     if info is None:
@@ -83,7 +83,7 @@ def entries_of(index: CheckpointIndex) -> Iterator[tuple[HeaderEntry, Tensor]]:
         if any(not isinstance(name, str) or not name for name in names) or len(names) > 1:
             raise _wrong(index.path, key, f"has no one name in {INFO}")
         name = next(iter(names), key)
-        yield HeaderEntry(name, tuple(offsets), None if shape is None else tuple(shape), stored.shape), stored
+        yield HeaderEntry(name, tuple(offsets), None if shape is None else tuple(shape), stored)
 
 
 def sharding_info(index: CheckpointIndex) -> dict[str, Any] | None:
@@ -189,7 +189,7 @@ class _Shards:
         chunks: dict[str, list[Chunk]] = defaultdict(list)
         kinds: dict[str, set[str]] = defaultdict(set)
         shapes: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-        entries_of_header: dict[tuple[int, int], list[tuple[HeaderEntry, Tensor]]] = {}
+        entries_of_header: dict[tuple[int, int], list[HeaderEntry]] = {}
         referenced: list[object] = []
         for number, index in enumerate(self.indexes):
             # Files that are built alike share both.
@@ -198,10 +198,11 @@ class _Shards:
                 entries_of_header[key] = list(entries_of(index))
                 referenced.append((index.tensors, index.metadata))
             entries = entries_of_header[key]
-            has_own_names = any(entry.name != stored.name for entry, stored in entries)
+            has_own_names = any(entry.name != entry.stored.name for entry in entries)
             if has_own_names:
                 self.indexes[number] = CheckpointIndex(index.path, index.format, index.size, {}, index.crc)
-            for entry, stored in entries:
+            for entry in entries:
+                stored = entry.stored
                 chunks[entry.name].append(Chunk(entry.offsets, stored.shape, number, stored if has_own_names else None))
                 kinds[entry.name].add(stored.dtype)
                 if entry.shape is not None:

@@ -214,12 +214,10 @@ class Learned(NamedTuple):
     """The candidates that agree with the sources.
 
     Attributes:
-        candidates: per weight.
         rules: a rule per weight with its candidates; none for weights without.
         unexplained: weights with cuts that no size explains.
     """
 
-    candidates: Mapping[str, tuple[Candidate, ...]]
     rules: LayoutRules
     unexplained: tuple[str, ...]
 
@@ -252,7 +250,7 @@ def learn(sources: Sequence[SourceRun], model: ModelTensors, target: AxisSizes |
         rules.append(LayoutRule((name,), where, candidates=of_weight, recorded=recorded, optimizer_shard=shards[name]))
     path = sources[0].strategy.path
     shown = LayoutRules(path, tuple(rules), _pipeline(sources, model), shown=_shown(sources))
-    return Learned(candidates, shown, tuple(unexplained))
+    return Learned(shown, tuple(unexplained))
 
 
 def _same(first: AxisSizes, second: AxisSizes) -> bool:
