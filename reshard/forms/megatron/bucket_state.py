@@ -21,7 +21,7 @@ from reshard.forms.megatron.buckets import places_by_edges, places_by_size
 from reshard.forms.megatron.common import opened, stored_in
 from reshard.forms.megatron.keys import STATE, weight_of
 from reshard.forms.megatron.legacy_state import MASTER, JoinedBuffer, flat_buffers
-from reshard.forms.megatron.parameters import BUFFERS, Holding, Stored, Weights
+from reshard.forms.megatron.parameters import BUFFERS, Holding, RankParameter, Weights
 from reshard.forms.megatron.placing import Experts, Parallel, Rank, Style
 from reshard.forms.megatron.proofs import CURE, LEAVE_OUT
 from reshard.forms.pytorch.dcp import DescribedTensor, ReadMetadata, Record, joined_chunk, run_of
@@ -76,7 +76,7 @@ class Buffer(NamedTuple):
     joined: bool
 
     def places(
-        self, parameters: Sequence[Stored], bucket_sizes: Sequence[int | None]
+        self, parameters: Sequence[RankParameter], bucket_sizes: Sequence[int | None]
     ) -> list[tuple[Mapping[str, Flat], int]] | None:
         """The bucket of each parameter and its first element there; None where they do not fit."""
         lengths = [parameter.elements for parameter in parameters]
@@ -213,35 +213,18 @@ def name_state(directory: str, metadata: ReadMetadata, args: Mapping[str, Any], 
             raise damaged[0]
         optimizers = read_buckets(directory, buckets) or read_gathered(directory, metadata.objects, handles)
         weights = {name: each for name, each in metadata.tensors.items() if not _OF_OPTIMIZER.match(name)}
-        state = named_state(directory, weights, optimizers, args)
+        state = BucketMap(directory, weights, optimizers, args).tensors()
         twice = sorted(state.keys() & metadata.tensors.keys())
         if twice:
             raise fault(directory, f"is stored twice: {quoted(twice[0])} is a tensor, too")
     except InputError as error:
         metadata.faults[UNNAMED_STATE] = error
         return set()
+    except ProblemError as error:
+        metadata.faults[UNNAMED_STATE] = fault(directory, str(error))
+        return set()
     metadata.tensors.update(state)
     return {*state}
-
-
-def named_state(
-    directory: str, weights: Mapping[str, DescribedTensor], optimizers: Mapping[int, Groups], args: Mapping[str, Any]
-) -> dict[str, DescribedTensor]:
-    """State without names as tensors in the shapes of their weights, by name.
-
-    Args:
-        directory: of the files.
-        weights: the tensors of the model, with the chunks that they were saved in.
-        optimizers: by the number of the optimizer, its groups.
-        args: arguments of the run, which decide what lengths do not.
-
-    Raises:
-        CheckpointError: the lengths of the parameters are not those in the buckets.
-    """
-    try:
-        return _Map(directory, weights, optimizers, args).tensors()
-    except ProblemError as error:
-        raise fault(directory, str(error)) from error
 
 
 class _Chunk(NamedTuple):
@@ -254,10 +237,22 @@ class _Chunk(NamedTuple):
     last: bool
 
 
-_Placed = tuple[Stored, Mapping[str, Flat], int]
+_Placed = tuple[RankParameter, Mapping[str, Flat], int]
 
 
-class _Map:
+class BucketMap:
+    """State without names as tensors in the shapes of their weights.
+
+    Args:
+        directory: of the files.
+        weights: the tensors of the model, with the chunks that they were saved in.
+        optimizers: by the number of the optimizer, its groups.
+        args: arguments of the run, which decide what lengths do not.
+
+    Raises:
+        ProblemError: the lengths of the parameters are not those in the buckets.
+    """
+
     def __init__(
         self,
         directory: str,
@@ -380,7 +375,7 @@ class _Map:
 
     def _parameters(
         self, chunk: _Chunk, rank: Rank, over: int, holding: Holding, style: Style, stages: int
-    ) -> list[Stored]:
+    ) -> list[RankParameter]:
         """The parameters of a chunk on an expert rank, in the order of buckets."""
         parallel = Parallel(self._model.tp, over, self._model.etp)
         parameters = self._model.parameters(
@@ -388,7 +383,7 @@ class _Map:
         )
         return parameters[::-1]
 
-    def _fit(self, buffers: Sequence[Buffer], parameters: Sequence[Stored]) -> list[_Placed] | None:
+    def _fit(self, buffers: Sequence[Buffer], parameters: Sequence[RankParameter]) -> list[_Placed] | None:
         """The places of parameters in the buffers of their types; None where they do not fit."""
         dtypes = {parameter.dtype for parameter in parameters}
         if dtypes != {buffer.dtype for buffer in buffers}:

@@ -80,16 +80,12 @@ class JoinedBuffer(NamedTuple):
     tensors: Mapping[str, Elements]
 
 
-def plain_groups(archive: Archive, optimizers: Sequence[Mapping[str, Any]]) -> list[list[Plain]]:
-    """The groups of each optimizer; empty for optimizers whose state is in a file of its own.
+def groups_of(archive: Archive, optimizer: Mapping[str, Any]) -> list[Plain]:
+    """The groups of a plain optimizer; empty for one whose state is in a file of its own.
 
     Raises:
         ProblemError: the state is none that is read.
     """
-    return [_groups_of(archive, optimizer) for optimizer in optimizers]
-
-
-def _groups_of(archive: Archive, optimizer: Mapping[str, Any]) -> list[Plain]:
     inner = optimizer.get("optimizer", optimizer)
     groups, states = (inner.get(key) for key in ("param_groups", "state")) if isinstance(inner, dict) else (None, None)
     if not isinstance(groups, list) or not isinstance(states, dict) or not states:

@@ -75,6 +75,7 @@ class LiveTensor(NamedTuple):
     Attributes:
         name: unique in the checkpoint.
         local: its name in a file.
+        stage: the rank of the pipeline that has it.
         chunk: the number of its model chunk.
         kind: of the optimizer's state; empty for the parameter itself.
         parameter: how it is made of a tensor.
@@ -82,6 +83,7 @@ class LiveTensor(NamedTuple):
 
     name: str
     local: str
+    stage: int
     chunk: int
     kind: str
     parameter: Parameter
@@ -117,7 +119,6 @@ class LegacyFiles(TargetForm):
         self._place = checkpoint.place
         self._parallel = Parallel(self.tp, self.ep, self.tp, bool(self._args.get("moe_tp_extend_ep")))
         self._recipes: dict[str, Recipe] = {}
-        self.stage_of: dict[str, int] = {}
         self.live: dict[str, LiveTensor] = {}
         self._stages = self._divided(tensors)
         self._add(tensors)
@@ -247,8 +248,7 @@ class LegacyFiles(TargetForm):
                 raise tensor_fault(self._place, keys[1], "has no such state as the one before it")
             for kind in kinds[keys[0]]:
                 name = f"{STATE}{kind}.{prefix}{short}" if kind else prefix + short
-                self.live[name] = LiveTensor(name, self._local_name(local + short), chunk, kind, parameter)
-                self.stage_of[name] = stage
+                self.live[name] = LiveTensor(name, self._local_name(local + short), stage, chunk, kind, parameter)
                 self._recipes[name] = _recipe([(kinds[each.key][kind], each) for _, each in made], parameter, name)
 
     def _style(self, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> Style:
@@ -322,8 +322,8 @@ class LegacyFiles(TargetForm):
         assert self.checkpoint is not None
         over = self.tp * self.ep
         names: list[list[str]] = [[] for _ in range(self.pp)]
-        for name, stage in self.stage_of.items():
-            names[stage].append(name)
+        for name, live in self.live.items():
+            names[live.stage].append(name)
         layouts: dict[tuple[tuple[int, ...], ...], Layout] = {}
         for stage, of_stage in enumerate(names):
             laid_out = {}
@@ -361,7 +361,7 @@ class LegacyFiles(TargetForm):
         shapes = [each.parameter.shape_in_file(shape_of(box)) for each, box in zip(live, boxes)]
 
         def describe(described: Sequence[PickledInstance], add: Added) -> Any:
-            if len(live) < self._counts[self.stage_of[live[0].name] if live else 0]:
+            if len(live) < self._counts[live[0].stage if live else 0]:
                 # A part of a file, to count its bytes.
                 return [*described]
             return self._state([*zip(live, shapes, described)], add)

@@ -202,18 +202,10 @@ class Model:
                 hint="leave out those of another checkpoint, with --exclude",
             )
         if OUTPUT in self.weights and args.get("untie_embeddings_and_output_weights") is False:
-            raise CheckpointError(
-                f"{path}: untie_embeddings_and_output_weights is False, but there is {OUTPUT!r}",
-                file=path,
-                parameter=OUTPUT,
-                hint="name the arguments of this model, with --args or --config",
-            )
+            problem = f"untie_embeddings_and_output_weights is False, but there is {OUTPUT!r}"
+            raise _of_other_model(path, problem, OUTPUT)
         if args.get("num_experts") and not self.has_experts:
-            raise CheckpointError(
-                f"{path}: num_experts is {args['num_experts']}, but no weight is of experts",
-                file=path,
-                hint="name the arguments of this model, with --args or --config",
-            )
+            raise _of_other_model(path, f"num_experts is {args['num_experts']}, but no weight is of experts")
         if numbers_layers(args) and stacked:
             raise CheckpointError(
                 f"{path}: with these arguments Megatron reads decoder.layers.N.*, a key for each layer, and the layers "
@@ -224,12 +216,7 @@ class Model:
 
     def _compare(self, path: str, words: str, stated: object, found: int, name: str) -> None:
         if type(stated) is int and stated != found:
-            raise CheckpointError(
-                f"{path}: {words} gives {stated:,}, but {quoted(name)} has {found:,}",
-                file=path,
-                parameter=name,
-                hint="name the arguments of this model, with --args or --config",
-            )
+            raise _of_other_model(path, f"{words} gives {stated:,}, but {quoted(name)} has {found:,}", name)
 
     def _layers(self) -> tuple[str, int] | None:
         """A name that shows the number of layers, and the number."""
@@ -281,6 +268,11 @@ class Model:
             for each in modules:
                 names.update((f"{each}.{shard}", None) for shard in _shards(shape[:axes]))
         return [*names]
+
+
+def _of_other_model(path: str, problem: str, parameter: str | None = None) -> CheckpointError:
+    hint = "name the arguments of this model, with --args or --config"
+    return CheckpointError(f"{path}: {problem}", file=path, parameter=parameter, hint=hint)
 
 
 def _shards(counts: tuple[int, ...]) -> Iterator[str]:

@@ -47,7 +47,7 @@ class Holding(Enum):
     ALL = "all"
 
 
-class Stored(NamedTuple):
+class RankParameter(NamedTuple):
     """A parameter of a rank.
 
     Attributes:
@@ -63,7 +63,7 @@ class Stored(NamedTuple):
     shared: bool = False
 
 
-_Ordered = list[tuple[tuple[object, ...], Stored]]
+_Ordered = list[tuple[tuple[object, ...], RankParameter]]
 
 
 class Weights:
@@ -129,7 +129,7 @@ class Weights:
         holding: Holding,
         style: Style,
         stages: int,
-    ) -> list[Stored]:
+    ) -> list[RankParameter]:
         """The parameters of a chunk of the model on a rank, in the order of ``named_parameters()``.
 
         Args:
@@ -186,7 +186,7 @@ class Weights:
         self._known[known] = found
         return found
 
-    def _stored(self, parameter: Parameter, held: Held, rank: Rank, parallel: Parallel) -> Stored:
+    def _stored(self, parameter: Parameter, held: Held, rank: Rank, parallel: Parallel) -> RankParameter:
         """What a rank has of a tensor, or of an index of it."""
         parts = [part._replace(key=held.key) for part in parameter.parts("", parallel, rank)]
         if held.layer is not None:
@@ -205,4 +205,4 @@ class Weights:
         elements = sum(math.prod(part.sizes) for part in parts)
         # Every tensor rank has a copy of what is not cut.
         is_copy = rank.tensor and not any(TP in axes for axes in parameter.cut)
-        return Stored(self._weights[held.key].dtype, elements, () if is_copy else tuple(parts))
+        return RankParameter(self._weights[held.key].dtype, elements, () if is_copy else tuple(parts))

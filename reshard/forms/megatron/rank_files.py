@@ -12,7 +12,7 @@ from reshard.checkpoints.formats.archives import Archive, Elements, is_tensor, p
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
 from reshard.forms.form import ReadRequest
 from reshard.forms.megatron.common import Common, common_in, is_named
-from reshard.forms.megatron.legacy_state import JoinedBuffer, Plain, flat_buffers, plain_groups
+from reshard.forms.megatron.legacy_state import JoinedBuffer, Plain, flat_buffers, groups_of
 from reshard.forms.megatron.placing import Rank
 from reshard.forms.recorded import ProblemError
 from reshard.storage import ReadableFile, reading, status_at
@@ -108,7 +108,7 @@ def _read(path: str, request: ReadRequest, content: Callable[[Archive, ReadableF
 def _plain_optimizer(path: str, size: int, archive: Archive, optimizers: Sequence[Mapping[str, Any]]) -> OptimizerFile:
     """The state of optimizers that are not distributed."""
     try:
-        groups = plain_groups(archive, optimizers)
+        groups = [groups_of(archive, each) for each in optimizers]
     except ProblemError as error:
         return OptimizerFile(path, size, saved=True, refusal=str(error))
     return OptimizerFile(path, size, groups if any(groups) else (), saved=bool(optimizers))

@@ -21,6 +21,7 @@ from reshard.forms.form import (
     WriteRequest,
     check_latest,
 )
+from reshard.forms.pytorch.chunk_headers import INFO, VERSION_KEY
 from reshard.forms.tracker import Iteration, IterationNames, saved_steps
 from reshard.storage import is_directory, names_in
 from reshard.strategies import Strategy
@@ -150,10 +151,6 @@ class HyperParallelForm(_DistributedForm):
 
         return HyperParallelFiles(checkpoint, selected(checkpoint, request), request)
 
-
-INFO = "DCP_SHARDING_INFO"
-"""The key of a header's metadata for the places of the file's tensors."""
-VERSION_KEY = "DCP_VERSION"
 
 SHARDED = "sharded"
 """The directory of shards beside consolidated files."""
