@@ -21,7 +21,7 @@ from reshard.forms.megatron.buckets import places_by_edges, places_by_size
 from reshard.forms.megatron.common import opened, stored_in
 from reshard.forms.megatron.keys import STATE, weight_of
 from reshard.forms.megatron.legacy_state import MASTER, JoinedBuffer, flat_buffers
-from reshard.forms.megatron.parameters import BUFFERS, Holding, RankParameter, Weights
+from reshard.forms.megatron.parameters import BUFFERS, Holding, ModelChunk, RankParameter, Weights
 from reshard.forms.megatron.placing import Experts, Parallel, Rank, Style
 from reshard.forms.megatron.proofs import CURE, LEAVE_OUT
 from reshard.forms.pytorch.dcp import DescribedTensor, ReadMetadata, Record, joined_chunk, run_of
@@ -227,16 +227,6 @@ def name_state(directory: str, metadata: ReadMetadata, args: Mapping[str, Any], 
     return {*state}
 
 
-class _Chunk(NamedTuple):
-    """A chunk of the model: its rank in the pipeline, its number there, its layers."""
-
-    stage: int
-    number: int
-    layers: range
-    first: bool
-    last: bool
-
-
 _Placed = tuple[RankParameter, Mapping[str, Flat], int]
 
 
@@ -307,19 +297,19 @@ class BucketMap:
             placed = None if of_experts is None else [*(placed or ()), *of_experts]
         return placed
 
-    def _chunks(self, groups: Groups, stages: int, holding: Holding, style: Style) -> list[_Chunk] | None:
+    def _chunks(self, groups: Groups, stages: int, holding: Holding, style: Style) -> list[ModelChunk] | None:
         """The layers of every chunk: as many as fit. All first chunks have layers before those of any second one."""
         numbers = {len(_by_chunk(groups[group])) for group in groups}
         if len(numbers) > 1:
             raise ProblemError("has other numbers of buffers on some ranks than on others")
-        chunks: list[_Chunk] = []
+        chunks: list[ModelChunk] = []
         begin, total = 0, self._model.layer_count
         for number in range(numbers.pop()):
             for stage in range(stages):
                 first, last = not chunks, len(chunks) + 1 == stages * len(_by_chunk(groups[0]))
                 buffers = _by_chunk(groups[stage * self._model.tp])[number]
                 for end in (total,) if last else range(begin, total + 1):
-                    chunk = _Chunk(stage, number, range(begin, end), first, last)
+                    chunk = ModelChunk(stage, number, range(begin, end), first, last)
                     parameters = self._parameters(chunk, Rank(0), 1, holding, style, stages)
                     if self._fit(buffers, parameters) is not None:
                         break
@@ -334,7 +324,7 @@ class BucketMap:
         return chunks
 
     def _on_ranks(
-        self, groups: Groups, stages: int, chunks: Sequence[_Chunk], holding: Holding, style: Style
+        self, groups: Groups, stages: int, chunks: Sequence[ModelChunk], holding: Holding, style: Style
     ) -> list[_Placed] | None:
         size = self._model.tp
         if holding is Holding.EXPERTS:
@@ -374,14 +364,11 @@ class BucketMap:
         return placed
 
     def _parameters(
-        self, chunk: _Chunk, rank: Rank, over: int, holding: Holding, style: Style, stages: int
+        self, chunk: ModelChunk, rank: Rank, over: int, holding: Holding, style: Style, stages: int
     ) -> list[RankParameter]:
         """The parameters of a chunk on an expert rank, in the order of buckets."""
         parallel = Parallel(self._model.tp, over, self._model.etp)
-        parameters = self._model.parameters(
-            rank, parallel, chunk.layers, chunk.first, chunk.last, holding, style, stages
-        )
-        return parameters[::-1]
+        return self._model.parameters(rank, parallel, chunk, holding, style, stages)[::-1]
 
     def _fit(self, buffers: Sequence[Buffer], parameters: Sequence[RankParameter]) -> list[_Placed] | None:
         """The places of parameters in the buffers of their types; None where they do not fit."""

@@ -63,6 +63,24 @@ class RankParameter(NamedTuple):
     shared: bool = False
 
 
+class ModelChunk(NamedTuple):
+    """A chunk of the model.
+
+    Attributes:
+        stage: its rank in the pipeline.
+        number: its number there.
+        layers: its layers.
+        first: it begins with the embedding.
+        last: it ends with the output layer.
+    """
+
+    stage: int
+    number: int
+    layers: range
+    first: bool
+    last: bool
+
+
 _Ordered = list[tuple[tuple[object, ...], RankParameter]]
 
 
@@ -123,9 +141,7 @@ class Weights:
         self,
         rank: Rank,
         parallel: Parallel,
-        layers: range,
-        first: bool,
-        last: bool,
+        chunk: ModelChunk,
         holding: Holding,
         style: Style,
         stages: int,
@@ -135,16 +151,14 @@ class Weights:
         Args:
             rank: the rank.
             parallel: sizes of the groups.
-            layers: the chunk's.
-            first: the chunk begins with the embedding.
-            last: it ends with the output layer.
+            chunk: the chunk.
             holding: which parameters.
             style: how they are put together.
             stages: pipeline parallel size.
         """
         of_rank = (rank, parallel, holding, style)
         around: _Ordered = []
-        ends = ends_of(self._outside, first, last, self._has_mtp) if holding is not Holding.EXPERTS else {}
+        ends = ends_of(self._outside, chunk.first, chunk.last, self._has_mtp) if holding is not Holding.EXPERTS else {}
         module = Module({name: self._outside[key].shape for name, key in ends.items()}, parallel, style)
         for name, key in ends.items():
             (parameter,) = module.parameters(name)
@@ -152,13 +166,13 @@ class Weights:
             if key == EMBEDDING:
                 # An output layer is one of its own where a stage of multi-token prediction has the embedding, too.
                 shared = not self._has_mtp if name == OUTPUT else self._tied or self._has_mtp
-                stored = stored._replace(shared=shared and stages > 1, parts=stored.parts if first else ())
+                stored = stored._replace(shared=shared and stages > 1, parts=stored.parts if chunk.first else ())
             around.append((order_of(name), stored))
-        for prefix, number in self._modules if last else ():
+        for prefix, number in self._modules if chunk.last else ():
             if number is None:
                 around += self._module(prefix, number, *of_rank)
         around.sort(key=lambda each: each[0])
-        inner = [each for number in layers for _, each in self._module(DECODER, number, *of_rank)]
+        inner = [each for number in chunk.layers for _, each in self._module(DECODER, number, *of_rank)]
         before = [each for order, each in around if order < (1,)]
         return [*before, *inner, *(each for order, each in around if order > (1,))]
 
