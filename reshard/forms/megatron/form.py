@@ -92,12 +92,12 @@ class MegatronForm(ChunkedForm):
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         if request.asked.format == LEGACY:
-            from reshard.forms.megatron.legacy_written import legacy_files
+            from reshard.forms.megatron.legacy_written import LegacyFiles
 
-            return legacy_files(checkpoint, request)
-        from reshard.forms.megatron.written import torch_dist_files
+            return LegacyFiles(checkpoint, request)
+        from reshard.forms.megatron.written import MegatronFiles
 
-        return torch_dist_files(checkpoint, request)
+        return MegatronFiles(checkpoint, request)
 
     def table_options(self, asked: Target, config: Mapping[str, object] | None) -> Mapping[str, str]:
         """Whether keys have the numbers of layers, and the rows of the vocabulary."""

@@ -45,7 +45,6 @@ from reshard.forms.megatron.placing import (
     order_of,
 )
 from reshard.forms.megatron.stages import Stages, chunks_stated, stages_of
-from reshard.forms.megatron.training import Training
 from reshard.forms.megatron.written import directory_of, prepared
 from reshard.forms.pytorch.form import ITERATIONS
 from reshard.forms.ranks.naming import FileNames
@@ -89,14 +88,8 @@ class LiveTensor(NamedTuple):
     parameter: Parameter
 
 
-def legacy_files(checkpoint: Checkpoint, request: WriteRequest) -> LegacyFiles:
-    """The files of a legacy tree; raises as `prepared`."""
-    _, model, training = prepared(checkpoint, request)
-    return LegacyFiles(checkpoint, model.tensors, training, request)
-
-
 class LegacyFiles(TargetForm):
-    """The files of one iteration; see `TargetForm`."""
+    """The files of one iteration; see `TargetForm`. Raises as `prepared`."""
 
     name = MEGATRON
     by_rank = False
@@ -104,13 +97,9 @@ class LegacyFiles(TargetForm):
     format = PT
     metadata: Mapping[str, str] | None = None
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        tensors: Mapping[str, GlobalTensor],
-        training: Training,
-        request: WriteRequest,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, request: WriteRequest) -> None:
+        _, model, training = prepared(checkpoint, request)
+        tensors = model.tensors
         sizes = dict(request.asked.sizes or ())
         self.tp, self.pp, self.ep = (sizes.get(kind, 1) for kind in ("tp", "pp", "ep"))
         self._groups = training.optimizers or ()
