@@ -42,7 +42,7 @@ def read_legacy(form: str, iteration: Iteration, request: ReadRequest) -> Chunke
     checkpoint.step = iteration.step
     checkpoint.label = iteration.label
     if request.complete:
-        if tree.lacking is not None and (tree.lost_stages or any(map(request.required, checkpoint.faults))):
+        if tree.lacking is not None and any(map(request.required, checkpoint.faults)):
             raise tree.lacking
         checkpoint.check(request.required)
     elif tree.lacking is not None and checkpoint.faults:
@@ -204,9 +204,7 @@ class _Tree:
         for file in self.files:
             for number, model in enumerate(file.models):
                 layers = {parsed.layer for parsed in map(parse, model) if parsed.layer is not None}
-                expected = {
-                    local for local, layer in enumerate(stages.chunks[file.rank.stage][number]) if layer is not None
-                }
+                expected = {local for local, layer in enumerate(stages[file.rank.stage][number]) if layer is not None}
                 if layers != expected:
                     raise self._refused(
                         f"holds the layers {_ranges(layers)} of its stage, and {_ranges(expected)} by its args",
@@ -332,7 +330,7 @@ class _Tree:
                 parsed = parse(name)
                 prefix = parsed.prefix
                 if parsed.layer is not None:
-                    prefix += f"{self.stages.layer(file.rank.stage, number, parsed.layer)}."
+                    prefix += f"{self.stages[file.rank.stage][number][parsed.layer]}."
                 places[name] = prefix, parsed.tail
                 shapes.setdefault(prefix, {}).setdefault(parsed.tail, {})[file.rank] = elements.shape
         modules = {prefix: LiveModule(prefix, each, self.parallel, self.args) for prefix, each in shapes.items()}

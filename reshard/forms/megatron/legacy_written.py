@@ -152,8 +152,9 @@ class LegacyFiles(TargetForm):
             raise self._refused(
                 f"{error} (--sizes pp={self.pp})", "choose another pp, or state it in --args"
             ) from error
-        if layers != {*range(stages.layer_count)}:
-            raise self._refused(f"has {len(layers)} layers, and {stages.layer_count} by its args")
+        stated = {layer for chunks in stages for numbers in chunks for layer in numbers if layer is not None}
+        if layers != stated:
+            raise self._refused(f"has {len(layers)} layers, and {len(stated)} by its args")
         return stages
 
     def _add(self, tensors: Mapping[str, GlobalTensor]) -> None:
@@ -172,12 +173,12 @@ class LegacyFiles(TargetForm):
         outside = modules.pop(("", None), {})
         places_of_layers = {
             layer: (rank, chunk, local)
-            for rank, chunks in enumerate(self._stages.chunks)
+            for rank, chunks in enumerate(self._stages)
             for chunk, layers in enumerate(chunks)
             for local, layer in enumerate(layers)
             if layer is not None
         }
-        chunks = len(self._stages.chunks[0])
+        chunks = len(self._stages[0])
         last = (0 if self._args.get("schedules_method") == "dualpipev" else self.pp - 1, chunks - 1)
         for (prefix, number), held in modules.items():
             if prefix == DECODER and number is not None:
@@ -361,7 +362,7 @@ class LegacyFiles(TargetForm):
         self, tensors: Sequence[tuple[LiveTensor, tuple[int, ...], PickledInstance]], add: Added
     ) -> dict[str, Any]:
         """What a file holds."""
-        chunks = len(self._stages.chunks[0])
+        chunks = len(self._stages[0])
         ordered = sorted(tensors, key=lambda each: (each[0].chunk, order_of(each[0].local), each[0].local))
         parameters = [each for each in ordered if not each[0].kind]
         states = {(each.chunk, each.local, each.kind): tensor for each, _, tensor in ordered if each.kind}

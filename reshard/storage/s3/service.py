@@ -115,11 +115,6 @@ def service(path: str) -> Service:
         ) from None
 
 
-@functools.cache
-def _service(url: str | None) -> Service:
-    return Service(url)
-
-
 class Service:
     """A service and its client; for any number of threads.
 
@@ -260,6 +255,9 @@ class Service:
             for secret in (credentials.access_key, credentials.secret_key, credentials.token):
                 text = text.replace(secret, "...") if secret else text
         return _one_line(text)
+
+
+_service = functools.cache(Service)
 
 
 def unexpected(path: str, problem: str) -> OSError:
