@@ -260,7 +260,7 @@ def strategy_derive(
     """
     from reshard.forms.model_shapes import strategy_shapes
     from reshard.strategies.rules import make_strategy, read_rules
-    from reshard.strategies.rules.derive import check_explained, learn, model_of, uneven_source
+    from reshard.strategies.rules.derive import learn, model_of, uneven_source
     from reshard.strategies.rules.make import layer_numbers
 
     if len(also) != len(also_sizes):
@@ -289,9 +289,9 @@ def strategy_derive(
             )
         tensors = known
     model = model_of(sources[0], _under_names(tensors, names, config))
-    learned = learn(sources, model, dst_sizes)
-    check_explained(learned, user_rules.rules if user_rules is not None else (), sources)
-    rules = learned.rules if user_rules is None else _merged(user_rules, learned.rules)
+    rules = learn(sources, model, dst_sizes, () if user_rules is None else user_rules.rules)
+    if user_rules is not None:
+        rules = _merged(user_rules, rules)
     target = _target(dst_sizes, typed)
     where = stated if stated is not None else "a file for --rules"
     if target.sizes.stages > 1 and target.layers_per_stage is None:

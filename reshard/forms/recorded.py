@@ -29,6 +29,10 @@ from reshard.text.messages import as_pattern, listing, one_line, plural, quoted,
 from reshard.text.names import is_value
 
 
+class ProblemError(ValueError):
+    """A problem; the text is the end of a sentence about the file, tensor or checkpoint that the caller names."""
+
+
 def tensor_fault(path: str, name: str, problem: str, cure: str = "") -> CheckpointError:
     """The error of one tensor, which can be left out."""
     leave_out = f"leave it out with --exclude {as_pattern(name)}"

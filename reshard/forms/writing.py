@@ -48,16 +48,26 @@ def step_of(checkpoint: Checkpoint, handles: FileHandles) -> int | None:
     if TRAINING_STEP not in checkpoint.values():
         recorded = checkpoint.training.get(TRAINING_STEP)
         return recorded if type(recorded) is int and recorded >= 0 else None
-    index = checkpoint.indexes[checkpoint.holders(TRAINING_STEP)[0]]
-    tensor = index.tensors[TRAINING_STEP]
+    step = integer_value(checkpoint, TRAINING_STEP, handles)
+    if step is None or step < 0:
+        path = checkpoint.indexes[checkpoint.holders(TRAINING_STEP)[0]].path
+        problem = "is no number" if step is None else f"is {step}"
+        raise CheckpointError(f"{path}: {TRAINING_STEP} {problem}", file=path, parameter=TRAINING_STEP)
+    return step
+
+
+def integer_value(checkpoint: Checkpoint, name: str, handles: FileHandles) -> int | None:
+    """A value of one integer in the files of a checkpoint; None if there is none, or another value."""
+    holders = checkpoint.holders(name)
+    if not holders:
+        return None
+    index = checkpoint.indexes[holders[0]]
+    tensor = index.tensors[name]
     if tensor.dtype not in INTEGERS or len(tensor.extents) != 1 or tensor.nbytes != tensor.item_size:
-        raise CheckpointError(f"{index.path}: {TRAINING_STEP} is no number", file=index.path, parameter=TRAINING_STEP)
+        return None
     with reading(index.path), handles.borrow(index.path) as file:
         data = read_range(file, tensor.extents[0][0], tensor.nbytes)
-    step = int.from_bytes(data, "little", signed="u" not in NUMPY_NAMES[tensor.dtype])
-    if step < 0:
-        raise CheckpointError(f"{index.path}: {TRAINING_STEP} is {step}", file=index.path, parameter=TRAINING_STEP)
-    return step
+    return int.from_bytes(data, "little", signed="u" not in NUMPY_NAMES[tensor.dtype])
 
 
 def without_step(place: str) -> CheckpointError:

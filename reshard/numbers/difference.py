@@ -100,7 +100,7 @@ def differences(a: OpenedCheckpoint, b: OpenedCheckpoint, max_memory: int, progr
     paths = in_file_order(b.contents, alike).paths
     names = [name for name in order.names if name not in opaque]
     items = [SweepItem((a[name], b[name])) for name in names]
-    parts = sweep(items, [a, b], lambda: _DifferenceComputer(items), max_memory, progress)
+    parts = sweep(items, [a, b], _compared, max_memory, progress)
     pairs = [_together(item, some) for item, some in zip(items, parts)]
     for name in opaque:
         equal = (
@@ -145,73 +145,66 @@ def _together(item: SweepItem, parts: Sequence[_PartialDifference]) -> TensorPai
     )
 
 
-class _DifferenceComputer:
-    """Compares parts of pairs; for one thread."""
+def _compared(item: SweepItem, blocks: Iterator[SweepBlock]) -> _PartialDifference:
+    a, b = item.tensors
+    same_type = a.dtype_name == b.dtype_name
+    partial = _PartialDifference()
+    with np.errstate(all="ignore"):
+        for first, (a_block, b_block) in blocks:
+            count = len(a_block) // a.itemsize
+            for start in range(0, count, _AT_ONCE):
+                a_bytes = a_block[start * a.itemsize : (start + _AT_ONCE) * a.itemsize]
+                b_bytes = b_block[start * b.itemsize : (start + _AT_ONCE) * b.itemsize]
+                if same_type and _same(a_bytes, b_bytes):
+                    continue
+                partial.identical = False
+                _compare(partial, first + start, (a_bytes, a.dtype_name), (b_bytes, b.dtype_name))
+    return partial
 
-    def __init__(self, items: Sequence[SweepItem]) -> None:
-        self._items = items
 
-    def compute(self, number: int, blocks: Iterator[SweepBlock]) -> _PartialDifference:
-        a, b = self._items[number].tensors
-        same_type = a.dtype_name == b.dtype_name
-        partial = _PartialDifference()
-        with np.errstate(all="ignore"):
-            for first, (a_block, b_block) in blocks:
-                count = len(a_block) // a.itemsize
-                for start in range(0, count, _AT_ONCE):
-                    a_bytes = a_block[start * a.itemsize : (start + _AT_ONCE) * a.itemsize]
-                    b_bytes = b_block[start * b.itemsize : (start + _AT_ONCE) * b.itemsize]
-                    if same_type and _same(a_bytes, b_bytes):
-                        continue
-                    partial.identical = False
-                    self._compare(partial, first + start, (a_bytes, a.dtype_name), (b_bytes, b.dtype_name))
-        return partial
-
-    def _compare(
-        self, partial: _PartialDifference, first: int, a_raw: tuple[Bytes, str], b_raw: tuple[Bytes, str]
-    ) -> None:
-        a, b = doubles(*a_raw), doubles(*b_raw)
-        if a_raw[1] == b_raw[1] and a_raw[1] in _LONG:
-            distance = _exact_distances(a_raw[0], b_raw[0], a_raw[1]).astype(np.float64)
-        else:
-            distance = np.abs(a - b)
+def _compare(partial: _PartialDifference, first: int, a_raw: tuple[Bytes, str], b_raw: tuple[Bytes, str]) -> None:
+    a, b = doubles(*a_raw), doubles(*b_raw)
+    if a_raw[1] == b_raw[1] and a_raw[1] in _LONG:
+        distance = _exact_distances(a_raw[0], b_raw[0], a_raw[1]).astype(np.float64)
+    else:
+        distance = np.abs(a - b)
+    most = distance.max()
+    nan = None
+    if not np.isfinite(most):
+        nan = np.isnan(a) != np.isnan(b)
+        # Equal infinities, and NaN on both sides, are equal.
+        distance[(a == b) | (np.isnan(a) & np.isnan(b)) | nan] = 0
+        # Finite numbers do not differ infinitely, even where their difference is too large for Float64.
+        distance[np.isinf(distance) & np.isfinite(a) & np.isfinite(b)] = np.finfo(np.float64).max
         most = distance.max()
-        nan = None
-        if not np.isfinite(most):
-            nan = np.isnan(a) != np.isnan(b)
-            # Equal infinities, and NaN on both sides, are equal.
-            distance[(a == b) | (np.isnan(a) & np.isnan(b)) | nan] = 0
-            # Finite numbers do not differ infinitely, even where their difference is too large for Float64.
-            distance[np.isinf(distance) & np.isfinite(a) & np.isfinite(b)] = np.finfo(np.float64).max
-            most = distance.max()
-        # Int4 has two numbers in a byte.
-        packed = 2 if a_raw[1] == INT4 else 1
-        differing = int(np.count_nonzero(distance != 0))
-        if nan is not None and nan.any():
-            only_a = int(np.count_nonzero(nan & np.isnan(a)))
-            only = int(np.count_nonzero(nan))
-            partial.nan_a += only_a
-            partial.nan_b += only - only_a
-            partial.differing += only
-            if partial.at is None:
-                partial.at = first + int(nan.argmax()) // packed
-        if nan is not None and partial.first_nonfinite is None:
-            bad = nan | np.isinf(distance)
-            if bad.any():
-                partial.first_nonfinite = first + int(bad.argmax()) // packed
-        if not differing:
-            return
-        partial.differing += differing
-        relative = distance / np.maximum(np.abs(a), np.abs(b))
-        if nan is not None:
-            # Elements that are infinite on one side.
-            relative[np.isnan(relative) & (distance > 0)] = np.inf
-        largest = float(relative.max())
-        # 0 / 0 is NaN and does not count.
-        partial.max_rel = max(partial.max_rel, float(np.fmax.reduce(relative)) if np.isnan(largest) else largest)
-        if most > partial.max_abs:
-            partial.max_abs = float(most)
-            partial.at = first + int(distance.argmax()) // packed
+    # Int4 has two numbers in a byte.
+    packed = 2 if a_raw[1] == INT4 else 1
+    differing = int(np.count_nonzero(distance != 0))
+    if nan is not None and nan.any():
+        only_a = int(np.count_nonzero(nan & np.isnan(a)))
+        only = int(np.count_nonzero(nan))
+        partial.nan_a += only_a
+        partial.nan_b += only - only_a
+        partial.differing += only
+        if partial.at is None:
+            partial.at = first + int(nan.argmax()) // packed
+    if nan is not None and partial.first_nonfinite is None:
+        bad = nan | np.isinf(distance)
+        if bad.any():
+            partial.first_nonfinite = first + int(bad.argmax()) // packed
+    if not differing:
+        return
+    partial.differing += differing
+    relative = distance / np.maximum(np.abs(a), np.abs(b))
+    if nan is not None:
+        # Elements that are infinite on one side.
+        relative[np.isnan(relative) & (distance > 0)] = np.inf
+    largest = float(relative.max())
+    # 0 / 0 is NaN and does not count.
+    partial.max_rel = max(partial.max_rel, float(np.fmax.reduce(relative)) if np.isnan(largest) else largest)
+    if most > partial.max_abs:
+        partial.max_abs = float(most)
+        partial.at = first + int(distance.argmax()) // packed
 
 
 def _same(a: Bytes, b: Bytes) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -137,8 +138,8 @@ def statistics_of(
         for name, tensor in tensors.items()
         if copy < numbers[name]
     ]
-    dtypes = [item.tensors[0].dtype_name for item in items]
-    parts = sweep(items, [checkpoint], lambda: _StatisticsComputer(dtypes, magnitudes), max_memory, progress)
+    compute = partial(_computed, magnitudes=magnitudes)
+    parts = sweep(items, [checkpoint], compute, max_memory, progress)
     checkpoint.check_unchanged(None if copies else order.paths)
     worst: dict[str, TensorStatistics] = {}
     for item, some in zip(items, parts):
@@ -177,88 +178,85 @@ def _together(
     )
 
 
-class _StatisticsComputer:
-    """Computes partial statistics of items of these types; for one thread."""
+def _computed(item: SweepItem, blocks: Iterator[SweepBlock], magnitudes: bool) -> _PartialStatistics:
+    """The statistics of some elements of a tensor."""
+    dtype = item.tensors[0].dtype_name
+    if dtype in BYTES:
+        counts = np.zeros(256, np.int64)
+        bad: npt.NDArray[np.bool_] = np.logical_not(np.isfinite(table(dtype)).all(axis=1))
+        first_nonfinite: int | None = None
+        for block in blocks:
+            for place, raw in _slices(block, 1):
+                block_counts = np.bincount(raw, minlength=256)
+                counts += block_counts
+                if first_nonfinite is None and block_counts[bad].any():
+                    first_nonfinite = place + int(bad[raw].argmax())
+        sums = _of_counts(counts, dtype, magnitudes)
+        sums.first_nonfinite = first_nonfinite
+        return sums
+    sums = _PartialStatistics(magnitudes)
+    width = ITEM_SIZES[dtype]
+    with np.errstate(all="ignore"):
+        for block in blocks:
+            for place, raw in _slices(block, width):
+                if dtype in FLOATS:
+                    _add_floats(sums, floats(raw, dtype), place)
+                elif dtype in INTEGERS:
+                    _add(sums, raw.view(INTEGERS[dtype]))
+                else:
+                    _add_complex(sums, raw.view(COMPLEX[dtype]), place)
+    return sums.finished()
 
-    def __init__(self, dtypes: Sequence[str], magnitudes: bool) -> None:
-        self._dtypes = dtypes
-        self._magnitudes = magnitudes
 
-    def compute(self, number: int, blocks: Iterator[SweepBlock]) -> _PartialStatistics:
-        dtype = self._dtypes[number]
-        if dtype in BYTES:
-            counts = np.zeros(256, np.int64)
-            bad: npt.NDArray[np.bool_] = np.logical_not(np.isfinite(table(dtype)).all(axis=1))
-            first_nonfinite: int | None = None
-            for block in blocks:
-                for place, raw in _slices(block, 1):
-                    block_counts = np.bincount(raw, minlength=256)
-                    counts += block_counts
-                    if first_nonfinite is None and block_counts[bad].any():
-                        first_nonfinite = place + int(bad[raw].argmax())
-            sums = self._of_counts(counts, dtype)
-            sums.first_nonfinite = first_nonfinite
-            return sums
-        sums = _PartialStatistics(self._magnitudes)
-        width = ITEM_SIZES[dtype]
-        with np.errstate(all="ignore"):
-            for block in blocks:
-                for place, raw in _slices(block, width):
-                    if dtype in FLOATS:
-                        self._add_floats(sums, floats(raw, dtype), place)
-                    elif dtype in INTEGERS:
-                        self._add(sums, raw.view(INTEGERS[dtype]))
-                    else:
-                        _add_complex(sums, raw.view(COMPLEX[dtype]), place)
-        return sums.finished()
+def _of_counts(counts: Counts, dtype: str, magnitudes: bool) -> _PartialStatistics:
+    """The statistics of elements, from the number of each byte."""
+    sums = _PartialStatistics(magnitudes)
+    for values in table(dtype).T:
+        finite = np.isfinite(values)
+        present = finite & (counts > 0)
+        sums.nan += int(counts[np.isnan(values)].sum())
+        sums.inf += int(counts[np.isinf(values)].sum())
+        sums.zeros += int(counts[values == 0].sum())
+        sums.finite += int(counts[finite].sum())
+        if present.any():
+            sums.widen(values[present].min(), values[present].max(), integers=not dtype.startswith("Float"))
+        weighted = values[present] * counts[present]
+        sums.totals += weighted.tolist()
+        sums.squares += (weighted * values[present]).tolist()
+        if sums.exponents is not None:
+            nonzero = present & (values != 0)
+            np.add.at(sums.exponents, exponents(values[nonzero]), counts[nonzero])
+    return sums.finished()
 
-    def _of_counts(self, counts: Counts, dtype: str) -> _PartialStatistics:
-        """The statistics of elements, from the number of each byte."""
-        sums = _PartialStatistics(self._magnitudes)
-        for values in table(dtype).T:
-            finite = np.isfinite(values)
-            present = finite & (counts > 0)
-            sums.nan += int(counts[np.isnan(values)].sum())
-            sums.inf += int(counts[np.isinf(values)].sum())
-            sums.zeros += int(counts[values == 0].sum())
-            sums.finite += int(counts[finite].sum())
-            if present.any():
-                sums.widen(values[present].min(), values[present].max(), integers=not dtype.startswith("Float"))
-            weighted = values[present] * counts[present]
-            sums.totals += weighted.tolist()
-            sums.squares += (weighted * values[present]).tolist()
-            if sums.exponents is not None:
-                nonzero = present & (values != 0)
-                np.add.at(sums.exponents, exponents(values[nonzero]), counts[nonzero])
-        return sums.finished()
 
-    def _add_floats(self, sums: _PartialStatistics, numbers: Array, place: int) -> None:
-        # NaN propagates into both, so they reveal every element that is not finite.
-        low, high = numbers.min(), numbers.max()
-        if np.isfinite(low) and np.isfinite(high):
-            self._add(sums, numbers, low, high)
-            return
-        finite = np.isfinite(numbers)
-        sums.bad(place + int(finite.argmin()))
-        nan = int(np.count_nonzero(np.isnan(numbers)))
-        sums.nan += nan
-        sums.inf += len(numbers) - int(np.count_nonzero(finite)) - nan
-        finite_numbers = numbers[finite]
-        if len(finite_numbers):
-            self._add(sums, finite_numbers)
+def _add_floats(sums: _PartialStatistics, numbers: Array, place: int) -> None:
+    # NaN propagates into both, so they reveal every element that is not finite.
+    low, high = numbers.min(), numbers.max()
+    if np.isfinite(low) and np.isfinite(high):
+        _add(sums, numbers, low, high)
+        return
+    finite = np.isfinite(numbers)
+    sums.bad(place + int(finite.argmin()))
+    nan = int(np.count_nonzero(np.isnan(numbers)))
+    sums.nan += nan
+    sums.inf += len(numbers) - int(np.count_nonzero(finite)) - nan
+    finite_numbers = numbers[finite]
+    if len(finite_numbers):
+        _add(sums, finite_numbers)
 
-    def _add(self, sums: _PartialStatistics, numbers: Array, low: Any = None, high: Any = None) -> None:
-        """Add finite numbers, whose range may be known."""
-        count = len(numbers)
-        integers = numbers.dtype.kind in "iu"
-        sums.widen(numbers.min() if low is None else low, numbers.max() if high is None else high, integers)
-        doubles = numbers.astype(np.float64, copy=False)
-        sums.zeros += int(np.count_nonzero(numbers == 0))
-        sums.count_exponents(doubles)
-        sums.finite += count
-        wide = numbers.astype(np.longdouble) if numbers.dtype == np.float64 else doubles
-        sums.totals.append(_integer_sum(numbers) if integers else wide.sum())
-        sums.squares.append(_squares(wide))
+
+def _add(sums: _PartialStatistics, numbers: Array, low: Any = None, high: Any = None) -> None:
+    """Add finite numbers, whose range may be known."""
+    count = len(numbers)
+    integers = numbers.dtype.kind in "iu"
+    sums.widen(numbers.min() if low is None else low, numbers.max() if high is None else high, integers)
+    doubles = numbers.astype(np.float64, copy=False)
+    sums.zeros += int(np.count_nonzero(numbers == 0))
+    sums.count_exponents(doubles)
+    sums.finite += count
+    wide = numbers.astype(np.longdouble) if numbers.dtype == np.float64 else doubles
+    sums.totals.append(_integer_sum(numbers) if integers else wide.sum())
+    sums.squares.append(_squares(wide))
 
 
 def _integer_sum(numbers: Array) -> int:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from reshard.threads import thread_pool
 
 Bytes = npt.NDArray[np.uint8]
 
-_P = TypeVar("_P", covariant=True)
+_P = TypeVar("_P")
 
 CHUNK_ELEMENTS = 1 << 23
 """Elements per thread and task; each chunk has its own result."""
@@ -63,13 +63,6 @@ class Location:
     index: tuple[int, ...]
     rank: int | None = None
     file: str | None = None
-
-
-class Computer(Protocol[_P]):
-    """Computes a result from blocks, in one thread."""
-
-    def compute(self, number: int, blocks: Iterator[SweepBlock]) -> _P:
-        """The result of some consecutive blocks of the item with this number; it may stop early."""
 
 
 class SweepItem(NamedTuple):
@@ -113,7 +106,7 @@ def location_of(tensor: TargetTensor, number: int) -> Location:
 def sweep(
     items: Sequence[SweepItem],
     checkpoints: Sequence[OpenedCheckpoint],
-    make: Callable[[], Computer[_P]],
+    compute: Callable[[SweepItem, Iterator[SweepBlock]], _P],
     max_memory: int,
     progress: Progress,
 ) -> list[list[_P]]:
@@ -122,7 +115,7 @@ def sweep(
     Args:
         items: the items.
         checkpoints: the checkpoints.
-        make: makes a computer for a thread.
+        compute: the result of some consecutive blocks of an item.
         max_memory: maximum bytes of buffers, in addition to those of the checkpoints.
         progress: counts bytes.
 
@@ -140,13 +133,11 @@ def sweep(
             progress.wrote(count)
 
     def work(chunk: _Chunk, count_read: Callable[[int], None] = count_read) -> _P:
-        if not hasattr(thread, "computer"):
-            thread.computer = make()
+        if not hasattr(thread, "rooms"):
             thread.rooms = [np.empty(_BLOCK_BYTES, np.uint8) for _ in checkpoints]
         blocks_of_chunk = _blocks(items[chunk.item], checkpoints, chunk, thread.rooms, stop, count_read)
         with contextlib.closing(blocks_of_chunk) as blocks:
-            computer: Computer[_P] = thread.computer
-            return computer.compute(chunk.item, blocks)
+            return compute(items[chunk.item], blocks)
 
     results: list[list[_P]] = [[] for _ in items]
     with contextlib.ExitStack() as stack:

@@ -158,16 +158,6 @@ class LazyTensor:
         return self.dtype_name
 
 
-def _read(reader: BoxReader, tensor: TargetTensor, selection: Selection, out: Array) -> None:
-    """Read a selection into an array of its shape and the tensor's element size, with any strides."""
-    most, skip = reader.budget.block_bytes, reader.budget.costs.worth_skipping
-    for box, chosen, part in readings(selection, tensor.shape, tensor.item_size, out, most, skip):
-        if chosen is None:
-            reader.read(tensor, box, part.reshape(-1).view(np.uint8).data)
-        else:
-            reader.gather(tensor, box, chosen, part)
-
-
 def array_dtype(name: str, item_size: int) -> np.dtype[Any]:
     """The dtype of arrays of a MindSpore type; of one that is unknown here, unsigned integers or bytes of its size.
 
@@ -230,17 +220,6 @@ class Selection(NamedTuple):
         return Selection(tuple(axes), self.turned)
 
 
-class BoxReading(NamedTuple):
-    """A box of the tensor to read, an index into its array, and the array to fill.
-
-    Without an index, all elements go to the array in order.
-    """
-
-    box: Box
-    chosen: tuple[slice, ...] | None
-    out: Array
-
-
 def select(index: Any, shape: Sequence[int]) -> Selection:
     """The elements that an index of a tensor of this shape selects.
 
@@ -289,23 +268,16 @@ def _one(part: Any, size: int, number: int) -> tuple[ChosenAxis, Any]:
     return ChosenAxis(position % size, 1, 1), 0
 
 
-def readings(
-    selection: Selection, shape: Sequence[int], item_size: int, out: Array, most: int, skip: int
-) -> Iterator[BoxReading]:
-    """The boxes to read for a selection of a tensor, none without elements.
+def _read(reader: BoxReader, tensor: TargetTensor, selection: Selection, out: Array) -> None:
+    """Read a selection into an array of its shape and the tensor's element size, with any strides.
 
-    Small gaps between positions are read with them; gaps of more than ``skip`` bytes are skipped.
-
-    Args:
-        selection: the elements.
-        shape: the tensor's shape.
-        item_size: bytes of an element.
-        out: an array of the selection's shape.
-        most: maximum bytes of a box whose elements do not go to ``out`` in order.
-        skip: see above.
+    Small gaps between positions are read with them; larger ones are skipped. A box whose elements do not go to the
+    array in order has at most the bytes of a block.
     """
     if math.prod(selection.shape) == 0:
         return
+    shape, item_size = tensor.shape, tensor.item_size
+    most, skip = reader.budget.block_bytes, reader.budget.costs.worth_skipping
     rows = [math.prod(shape[axis + 1 :]) * item_size for axis in range(len(shape))]
     pending = [(selection.axes, out)]
     while pending:
@@ -315,10 +287,10 @@ def readings(
         if apart is None:
             steps = [axis.step if axis.length > 1 else 1 for axis in axes]
             if max(steps, default=1) == 1 and place.flags.c_contiguous:
-                yield BoxReading(box, None, place)
+                reader.read(tensor, box, place.reshape(-1).view(np.uint8).data)
                 continue
             if volume_of(box) * item_size <= most or volume_of(box) == 1:
-                yield BoxReading(box, tuple(slice(None, None, step) for step in steps), place)
+                reader.gather(tensor, box, tuple(slice(None, None, step) for step in steps), place)
                 continue
             apart = next(a for a, axis in enumerate(axes) if axis.length > 1)
         # In halves, the first on top of the stack: files are read sequentially.

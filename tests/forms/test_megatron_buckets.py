@@ -19,7 +19,7 @@ from reshard.checkpoints.formats.archives import archived_tensor
 from reshard.checkpoints.formats.pickles import pickled, read_pickle
 from reshard.checkpoints.placed import Run
 from reshard.errors import CheckpointError
-from reshard.forms.megatron.bucket_state import Buffer, Flat, Groups, named_state, read_buckets
+from reshard.forms.megatron.bucket_state import BucketMap, Buffer, Flat, Groups, read_buckets
 from reshard.forms.megatron.buckets import places_by_edges
 from reshard.forms.pytorch.dcp import DescribedChunk, DescribedTensor, Record, read_metadata
 from tests.asking import open_checkpoint
@@ -344,7 +344,7 @@ def read_back(tensors: dict[str, DescribedTensor], contents: dict[str, Numbers])
 def test_every_parameter_is_found_in_buckets_with_edges(of: Sizes) -> None:
     written = Written(of)
     buckets, contents = described_buckets(written)
-    state = named_state("d", written.described(), read_buckets("d", buckets), written.args)
+    state = BucketMap("d", written.described(), read_buckets("d", buckets), written.args).tensors()
     found = read_back(state, contents)
     assert found.keys() == {f"optimizer.state.param.{key}" for key in written.weights}
     for key, values in written.weights.items():
@@ -368,7 +368,7 @@ def test_every_parameter_is_found_in_joined_buckets(of: Sizes) -> None:
                 by_group.setdefault(group, []).append(Buffer("BFloat16", [{"param": flat}], True))
         optimizers[number] = by_group
     args = {**written.args, "ddp_bucket_size": of.bucket}
-    state = named_state("d", written.described(), optimizers, args)
+    state = BucketMap("d", written.described(), optimizers, args).tensors()
     found = read_back(state, contents)
     for key, values in written.weights.items():
         assert (found[f"optimizer.state.param.{key}"] == values).all(), key

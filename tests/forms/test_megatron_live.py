@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from reshard.checkpoints.formats.pickles import read_pickle
 from reshard.forms.megatron.arguments import configuration_of
 from reshard.forms.megatron.common import is_named
-from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.megatron.stages import stages_of
+from reshard.forms.recorded import ProblemError
 from tests.forms.legacy_trees import Array, OnNpu, Strided, values, write_rank
 from tests.forms.test_megatron_legacy import converted
 from tests.running import fails
@@ -250,7 +250,7 @@ def test_layers_of_virtual_stages_are_those_that_megatron_deals(args: dict[str, 
         with pytest.raises(ProblemError):
             stages_of(args, 2, 2)
         return
-    assert stages_of(args, 2, 2).chunks == tuple(tuple(map(tuple, each)) for each in expected)
+    assert stages_of(args, 2, 2) == tuple(tuple(map(tuple, each)) for each in expected)
 
 
 @pytest.mark.parametrize(
@@ -280,8 +280,8 @@ def test_uneven_stages_have_the_layers_that_args_state(args: dict[str, Any], exp
             stages_of(args, 3)
         return
     stages = stages_of(args, 3)
-    assert [len(chunk) for (chunk,) in stages.chunks] == expected
-    assert [layer for (chunk,) in stages.chunks for layer in chunk] == [*range(stages.layer_count)]
+    assert [len(chunk) for (chunk,) in stages] == expected
+    assert [layer for (chunk,) in stages for layer in chunk] == [*range(sum(expected))]
 
 
 @given(
@@ -299,10 +299,10 @@ def test_every_layer_is_in_one_place(ranks: int, chunks: int, per_chunk: int, em
     if dual:
         args["schedules_method"] = "dualpipev"
     stages = stages_of(args, ranks, chunks)
-    layers = [layer for of_rank in stages.chunks for chunk in of_rank for layer in chunk]
+    layers = [layer for of_rank in stages for chunk in of_rank for layer in chunk]
     assert sorted(layer for layer in layers if layer is not None) == [*range(count - len(empty))]
     assert layers.count(None) == len(empty)
-    assert all(len(of_rank) == chunks for of_rank in stages.chunks)
+    assert all(len(of_rank) == chunks for of_rank in stages)
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -320,5 +320,5 @@ def test_dictionaries_with_a_factory_are_plain_ones(protocol: int) -> None:
 def test_layers_that_do_nothing_have_no_numbers(empty: Any, protocol: int) -> None:
     """MindSpeed-LLM's args have them as a set, its converter's as text."""
     args = read_pickle(pickle.dumps({"num_layers": 4, "noop_layers": empty}, protocol), is_named)
-    assert stages_of(args, 2).chunks == (((0, None),), ((1, None),))
+    assert stages_of(args, 2) == (((0, None),), ((1, None),))
     assert configuration_of(args, "model_optim_rng.pt")["num_hidden_layers"] == 2

@@ -79,7 +79,7 @@ def test_a_checkpoint_of_megatron_is_written_as_one_that_it_loads_at_any_sizes(n
     assert common.iteration == source.iteration == int(tracked)
     if case.optimizer:
         assert common.steps == {case.expected["optimizer"]["step"]}
-        assert common.content["distrib_optim_sharding_type"] == "fully_reshardable"
+        assert common.state["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
         of_experts = [group["is_expert_parallel"] for group in common.groups]
         assert any(of_experts) == (case.expected["model"]["ep"] > 1)
         assert len(common.optimizers) == 1 + any(of_experts)

@@ -46,7 +46,7 @@ MODULES = (
         f"reshard.forms.megatron.{name}"
         for name in ("arguments", "legacy_written", "model", "origin", "training", "written")
     ),
-    *(f"reshard.forms.pytorch.{name}" for name in ("dcp_written", "shards")),
+    *(f"reshard.forms.pytorch.{name}" for name in ("chunk_headers", "dcp_written", "shards")),
     *(f"reshard.forms.{name}" for name in ("checkpoint2.written_files", "full.beside", "full.written_files")),
     *(f"reshard.forms.{name}" for name in ("target", "writing")),
     *(f"reshard.checkpoints.formats.{name}" for name in ("archives", "output", "pickles")),

@@ -100,7 +100,7 @@ def test_rules_learned_from_a_made_strategy_make_it_again(
         assert "cuts no parameter with certainty" in error.message
         reject()
 
-    [stage] = make_strategy(learned.rules, model, target, "rules")
+    [stage] = make_strategy(learned, model, target, "rules")
     assert slices_of(stage) == slices_of(strategy[0])
 
     # At sizes of which the strategy shows something, the rule's slices are among those of the candidates.
@@ -114,7 +114,7 @@ def test_rules_learned_from_a_made_strategy_make_it_again(
                 if each.matches(name)
                 for cuts in itertools.product(*(entry or () for entry in each.entries or ()))
             ]
-            actual = learned.candidates[name]
+            actual = learned.rule_for(name).candidates
             assert true.slices(tensors[name].shape, other) in [
                 candidate.slices(tensors[name].shape, other) for candidate in actual
             ], (name, other.text)

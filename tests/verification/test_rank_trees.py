@@ -110,7 +110,7 @@ def test_layers_have_the_numbers_that_the_reader_gives_them(
         args.update({f"decoder_{kind}_pipeline_num_layers": 2 * chunks, "num_layers": count + (2 - per_chunk) * chunks})
     elif kind == "loss":
         args.update(account_for_loss_in_pipeline_split=True, num_layers=count - 1)
-    expected = stages_of(args, ranks, chunks).chunks
+    expected = stages_of(args, ranks, chunks)
     numbers = layers_of(args, ranks, chunks, args["num_layers"])
     assert {place: tuple(each) for place, each in numbers.items()} == {
         (rank, chunk): layers for rank, of_rank in enumerate(expected) for chunk, layers in enumerate(of_rank)

@@ -103,13 +103,13 @@ BOTH_WAYS: dict[str, tuple[str, str, str]] = {
     "dcp": (
         "pytorch.dcp_written",
         "pytorch.dcp",
-        "form pytorch.dcp pytorch.form recorded request tracker",
+        "form pytorch.chunk_headers pytorch.dcp pytorch.form recorded request tracker",
     ),
     "hf-sharded": (
         "pytorch.shards",
         "pytorch.shards",
-        "form full.contents full.form pytorch.form pytorch.shards ranks.form ranks.naming ranks.tree "
-        "recorded request target tracker writing",
+        "form full.contents full.form pytorch.chunk_headers pytorch.form pytorch.shards ranks.form ranks.naming "
+        "ranks.tree recorded request target tracker writing",
     ),
     "huggingface": (
         "full.written_files",
@@ -124,7 +124,7 @@ BOTH_WAYS: dict[str, tuple[str, str, str]] = {
     "torch_dist": (
         "megatron.written",
         "megatron.torch_dist",
-        "form megatron.common megatron.keys megatron.problems pytorch.dcp pytorch.form recorded request tracker",
+        "form megatron.common megatron.keys pytorch.chunk_headers pytorch.dcp pytorch.form recorded request tracker",
     ),
 }
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, TiedTensors
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.forms.checkpoint2.contents import LaidOutContents, LostTensor, whole_contents
 from reshard.forms.checkpoint2.form import ADAPTER, choose, read_common
@@ -16,10 +15,10 @@ from reshard.forms.form import Description
 from reshard.forms.recorded import RecordedCheckpoint
 from reshard.forms.request import Means, Request
 from reshard.forms.tracker import Iteration
-from reshard.layout import Box, Grid, Layout
+from reshard.layout import Box, Layout
 from reshard.storage import exists
 from reshard.strategies import SAME, Stage, Strategy
-from reshard.text.messages import Message, as_pattern, block, listing, plural, rank_ranges, some_names
+from reshard.text.messages import Message, block, listing, plural, rank_ranges, some_names
 
 # Of names, in a line of an error.
 _MOST_PATTERNS = 6
@@ -40,7 +39,6 @@ class Checkpoint2(RecordedCheckpoint):
         unplaced: by name of a tensor without a recorded layout, the reason why it is not read.
         placements: the placement of every tensor, by name.
         metadata_names: names of the tensors in metadata.json; None without it.
-        unlisted: by name of a tensor that metadata.json does not list and that counts as whole, its files.
     """
 
     absent: Mapping[str, str] = field(default_factory=dict)
@@ -48,25 +46,6 @@ class Checkpoint2(RecordedCheckpoint):
     unplaced: Mapping[str, str] = field(default_factory=dict)
     placements: Mapping[str, TensorPlacement] = field(default_factory=dict)
     metadata_names: frozenset[str] | None = None
-    unlisted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def tied_tensors(self) -> Sequence[TiedTensors]:
-        """Unlisted tensors that count as whole: each file's copy by itself."""
-        return [
-            TiedTensors(
-                *self._copies(name, files),
-                reason="metadata.json does not list it: its layout is unknown",
-                hint=f"leave it out: --exclude {as_pattern(name)}",
-            )
-            for name, files in self.unlisted.items()
-            if len(files) > 1
-        ]
-
-    def _copies(self, name: str, files: Sequence[int]) -> tuple[GlobalTensor, tuple[GlobalTensor, ...]]:
-        tensor = self.tensors[name]
-        grid = Grid.whole(tensor.shape)
-        first, *copies = (tensor._replace(shardings=(FileSharding(grid, ((file,),)),)) for file in files)
-        return first, tuple(copies)
 
     def layouts(self) -> dict[RankList, dict[str, Layout]]:
         """The layouts of tensors over the ranks of the save.

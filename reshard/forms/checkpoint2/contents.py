@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
-from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, TiedTensors
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.tensors import Tensor
 from reshard.errors import CheckpointError, InputError
@@ -37,8 +37,9 @@ from reshard.forms.checkpoint2.placing import (
     ranks_of_files,
 )
 from reshard.forms.recorded import tensor_fault
+from reshard.layout import Grid
 from reshard.storage import read_range, reading
-from reshard.text.messages import Report, listing, plural, some_names
+from reshard.text.messages import Report, as_pattern, listing, plural, some_names
 from reshard.text.names import ACCUMULATED_GRADIENTS, is_value, is_weight, state_prefix
 from reshard.threads import cached_property
 
@@ -77,7 +78,7 @@ class IterationContents:
     faults: dict[str, InputError] = field(default_factory=dict)
     unplaced: dict[str, str] = field(default_factory=dict)
     placements: dict[str, TensorPlacement] = field(default_factory=dict)
-    unlisted: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    tied: list[TiedTensors] = field(default_factory=list)
 
     def add(self, name: str, tensor: Tensor, placement: TensorPlacement) -> None:
         grid = placement.grid
@@ -226,8 +227,16 @@ class LaidOutContents:
             self._remark(Remark.WHOLE, name)
         self._placer.tensor(name, holders, placement.grid)
         self._contents.add(name, tensor, placement)
-        if is_whole:
-            self._contents.unlisted[name] = tuple(holders)
+        if is_whole and len(holders) > 1:
+            self._contents.tied.append(self._whole_copies(name, holders))
+
+    def _whole_copies(self, name: str, holders: Sequence[int]) -> TiedTensors:
+        """The copies of an unlisted tensor that counts as whole, each file's by itself."""
+        tensor = self._contents.tensors[name]
+        grid = Grid.whole(tensor.shape)
+        first, *copies = (tensor._replace(shardings=(FileSharding(grid, ((file,),)),)) for file in holders)
+        reason = "metadata.json does not list it: its layout is unknown"
+        return TiedTensors(first, tuple(copies), reason, f"leave it out: --exclude {as_pattern(name)}")
 
     @cached_property
     def _stages(self) -> list[RankList]:

@@ -11,11 +11,9 @@ slice lists all ranks that hold it.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import string
-import struct
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,14 +28,11 @@ from reshard.forms.ranks.naming import FileNames
 from reshard.forms.request import Means, Request
 from reshard.forms.target import FinishingFile
 from reshard.forms.tracker import TRACKER
-from reshard.forms.writing import SharedFiles, selected
+from reshard.forms.writing import SharedFiles, integer_value, selected
 from reshard.layout import Layout, shape_of
-from reshard.storage import read_range, reading
 from reshard.strategies import Strategy
 from reshard.text.messages import as_pattern, listing, quoted
 from reshard.text.names import is_weight, state_prefix
-
-_INTEGERS = {"Int32": "<i", "Int64": "<q", "UInt32": "<I", "UInt64": "<Q"}
 
 
 class Checkpoint2Files(SharedFiles):
@@ -174,7 +169,7 @@ def _described(tensor: Described) -> dict[str, Any]:
             "device_matrix": list(plain.device_matrix),
             "tensor_map": [_entry(axes) for axes in plain.tensor_map],
             "interleaved_parallel": False,
-            "alias_name": list(itertools.islice(_aliases(), len(plain.device_matrix))),
+            "alias_name": list(string.ascii_lowercase[: len(plain.device_matrix)]),
             "rank_list": list(tensor.ranks),
         },
         "chunk": [
@@ -196,12 +191,6 @@ def _stored(tensor: Described) -> Iterator[tuple[str, Any]]:
 
 def _entry(axes: tuple[int, ...]) -> Any:
     return -1 if not axes else axes[0] if len(axes) == 1 else list(axes)
-
-
-def _aliases() -> Iterator[str]:
-    """a, b ... z, aa, ab ..."""
-    for length in itertools.count(1):
-        yield from map("".join, itertools.product(string.ascii_lowercase, repeat=length))
 
 
 _MEMBERS = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
@@ -289,7 +278,7 @@ def _training_state(checkpoint: Checkpoint, handles: FileHandles) -> Mapping[str
     if checkpoint.training:
         return checkpoint.training
     state: dict[str, int | None] = {
-        name: _integer(checkpoint, name, handles) for name in ("global_step", "epoch_num", "step_num")
+        name: integer_value(checkpoint, name, handles) for name in ("global_step", "epoch_num", "step_num")
     }
     epoch, _, step = (checkpoint.step or "").partition("_")
     if epoch.isdigit() and step.isdigit():
@@ -300,15 +289,3 @@ def _training_state(checkpoint: Checkpoint, handles: FileHandles) -> Mapping[str
     if state["step_num"] is None:
         state["step_num"] = state["global_step"]
     return {**state, "loss_scale": None}
-
-
-def _integer(checkpoint: Checkpoint, name: str, handles: FileHandles) -> int | None:
-    for holder in checkpoint.holders(name)[:1]:
-        tensor = checkpoint.indexes[holder].tensors[name]
-        form = _INTEGERS.get(tensor.dtype)
-        if form is None or tensor.nbytes != struct.calcsize(form) or len(tensor.extents) != 1:
-            return None
-        path = checkpoint.files[holder]
-        with reading(path), handles.borrow(path) as file:
-            return int(struct.unpack(form, read_range(file, *tensor.extents[0]))[0])
-    return None

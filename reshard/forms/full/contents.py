@@ -29,7 +29,7 @@ from reshard.forms.full.form import (
     read_weight_map,
     report_unread,
 )
-from reshard.forms.pytorch.form import INFO
+from reshard.forms.pytorch.chunk_headers import INFO, entries_of
 from reshard.forms.recorded import RecordedCheckpoint, sizes_of_files
 from reshard.forms.request import Means, Request
 from reshard.layout import Grid
@@ -271,9 +271,7 @@ def _check_whole(contents: Contents) -> None:
         if text is None:
             continue
         if text not in are_whole:
-            from reshard.forms.pytorch.shards import entries_of
-
-            are_whole[text] = all(entry.whole for entry, _ in entries_of(index))
+            are_whole[text] = all(entry.whole for entry in entries_of(index))
         if not are_whole[text]:
             raise CheckpointError(
                 f"{index.path}: holds parts of tensors, by {INFO} in its header",

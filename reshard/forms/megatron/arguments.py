@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from reshard.errors import CheckpointError
-from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.megatron.stages import numbers_in
+from reshard.forms.recorded import ProblemError
 from reshard.text.messages import quoted
 
 MLA, MOE, GROUPS = "multi_latent_attention", "num_experts", "group_query_attention"

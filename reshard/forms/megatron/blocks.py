@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 
 from reshard.checkpoints.formats.archives import c_strides
 from reshard.forms.megatron.keys import weight_of
-from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.megatron.proofs import CURE
 from reshard.forms.pytorch.dcp import DescribedChunk, DescribedTensor, ReadMetadata, joined_chunk, run_of
+from reshard.forms.recorded import ProblemError
 
 _EXPERTS = ".experts."
 

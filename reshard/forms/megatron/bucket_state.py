@@ -21,12 +21,11 @@ from reshard.forms.megatron.buckets import places_by_edges, places_by_size
 from reshard.forms.megatron.common import opened, stored_in
 from reshard.forms.megatron.keys import STATE, weight_of
 from reshard.forms.megatron.legacy_state import MASTER, JoinedBuffer, flat_buffers
-from reshard.forms.megatron.parameters import BUFFERS, Holding, Stored, Weights
+from reshard.forms.megatron.parameters import BUFFERS, Holding, ModelChunk, RankParameter, Weights
 from reshard.forms.megatron.placing import Experts, Parallel, Rank, Style
-from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.megatron.proofs import CURE, LEAVE_OUT
 from reshard.forms.pytorch.dcp import DescribedTensor, ReadMetadata, Record, joined_chunk, run_of
-from reshard.forms.recorded import tensor_fault
+from reshard.forms.recorded import ProblemError, tensor_fault
 from reshard.text.messages import quoted
 from reshard.text.names import UNNAMED_STATE
 
@@ -77,7 +76,7 @@ class Buffer(NamedTuple):
     joined: bool
 
     def places(
-        self, parameters: Sequence[Stored], bucket_sizes: Sequence[int | None]
+        self, parameters: Sequence[RankParameter], bucket_sizes: Sequence[int | None]
     ) -> list[tuple[Mapping[str, Flat], int]] | None:
         """The bucket of each parameter and its first element there; None where they do not fit."""
         lengths = [parameter.elements for parameter in parameters]
@@ -214,21 +213,25 @@ def name_state(directory: str, metadata: ReadMetadata, args: Mapping[str, Any], 
             raise damaged[0]
         optimizers = read_buckets(directory, buckets) or read_gathered(directory, metadata.objects, handles)
         weights = {name: each for name, each in metadata.tensors.items() if not _OF_OPTIMIZER.match(name)}
-        state = named_state(directory, weights, optimizers, args)
+        state = BucketMap(directory, weights, optimizers, args).tensors()
         twice = sorted(state.keys() & metadata.tensors.keys())
         if twice:
             raise fault(directory, f"is stored twice: {quoted(twice[0])} is a tensor, too")
     except InputError as error:
         metadata.faults[UNNAMED_STATE] = error
         return set()
+    except ProblemError as error:
+        metadata.faults[UNNAMED_STATE] = fault(directory, str(error))
+        return set()
     metadata.tensors.update(state)
     return {*state}
 
 
-def named_state(
-    directory: str, weights: Mapping[str, DescribedTensor], optimizers: Mapping[int, Groups], args: Mapping[str, Any]
-) -> dict[str, DescribedTensor]:
-    """State without names as tensors in the shapes of their weights, by name.
+_Placed = tuple[RankParameter, Mapping[str, Flat], int]
+
+
+class BucketMap:
+    """State without names as tensors in the shapes of their weights.
 
     Args:
         directory: of the files.
@@ -237,28 +240,9 @@ def named_state(
         args: arguments of the run, which decide what lengths do not.
 
     Raises:
-        CheckpointError: the lengths of the parameters are not those in the buckets.
+        ProblemError: the lengths of the parameters are not those in the buckets.
     """
-    try:
-        return _Map(directory, weights, optimizers, args).tensors()
-    except ProblemError as error:
-        raise fault(directory, str(error)) from error
 
-
-class _Chunk(NamedTuple):
-    """A chunk of the model: its rank in the pipeline, its number there, its layers."""
-
-    stage: int
-    number: int
-    layers: range
-    first: bool
-    last: bool
-
-
-_Placed = tuple[Stored, Mapping[str, Flat], int]
-
-
-class _Map:
     def __init__(
         self,
         directory: str,
@@ -313,19 +297,19 @@ class _Map:
             placed = None if of_experts is None else [*(placed or ()), *of_experts]
         return placed
 
-    def _chunks(self, groups: Groups, stages: int, holding: Holding, style: Style) -> list[_Chunk] | None:
+    def _chunks(self, groups: Groups, stages: int, holding: Holding, style: Style) -> list[ModelChunk] | None:
         """The layers of every chunk: as many as fit. All first chunks have layers before those of any second one."""
         numbers = {len(_by_chunk(groups[group])) for group in groups}
         if len(numbers) > 1:
             raise ProblemError("has other numbers of buffers on some ranks than on others")
-        chunks: list[_Chunk] = []
+        chunks: list[ModelChunk] = []
         begin, total = 0, self._model.layer_count
         for number in range(numbers.pop()):
             for stage in range(stages):
                 first, last = not chunks, len(chunks) + 1 == stages * len(_by_chunk(groups[0]))
                 buffers = _by_chunk(groups[stage * self._model.tp])[number]
                 for end in (total,) if last else range(begin, total + 1):
-                    chunk = _Chunk(stage, number, range(begin, end), first, last)
+                    chunk = ModelChunk(stage, number, range(begin, end), first, last)
                     parameters = self._parameters(chunk, Rank(0), 1, holding, style, stages)
                     if self._fit(buffers, parameters) is not None:
                         break
@@ -340,7 +324,7 @@ class _Map:
         return chunks
 
     def _on_ranks(
-        self, groups: Groups, stages: int, chunks: Sequence[_Chunk], holding: Holding, style: Style
+        self, groups: Groups, stages: int, chunks: Sequence[ModelChunk], holding: Holding, style: Style
     ) -> list[_Placed] | None:
         size = self._model.tp
         if holding is Holding.EXPERTS:
@@ -380,16 +364,13 @@ class _Map:
         return placed
 
     def _parameters(
-        self, chunk: _Chunk, rank: Rank, over: int, holding: Holding, style: Style, stages: int
-    ) -> list[Stored]:
+        self, chunk: ModelChunk, rank: Rank, over: int, holding: Holding, style: Style, stages: int
+    ) -> list[RankParameter]:
         """The parameters of a chunk on an expert rank, in the order of buckets."""
         parallel = Parallel(self._model.tp, over, self._model.etp)
-        parameters = self._model.parameters(
-            rank, parallel, chunk.layers, chunk.first, chunk.last, holding, style, stages
-        )
-        return parameters[::-1]
+        return self._model.parameters(rank, parallel, chunk, holding, style, stages)[::-1]
 
-    def _fit(self, buffers: Sequence[Buffer], parameters: Sequence[Stored]) -> list[_Placed] | None:
+    def _fit(self, buffers: Sequence[Buffer], parameters: Sequence[RankParameter]) -> list[_Placed] | None:
         """The places of parameters in the buffers of their types; None where they do not fit."""
         dtypes = {parameter.dtype for parameter in parameters}
         if dtypes != {buffer.dtype for buffer in buffers}:

@@ -66,7 +66,6 @@ class Common(NamedTuple):
         path: the file that holds it.
         state: all of it, as it was read.
         args: the arguments of the training by name; empty if there are none.
-        content: what it says of the other contents, such as ``distrib_optim_sharding_type``; empty before core 0.13.
         optimizers: the state of each optimizer that is no tensor, with ``param_groups``.
         steps: the steps of all optimizers, which should be one.
     """
@@ -74,7 +73,6 @@ class Common(NamedTuple):
     path: str
     state: Mapping[str, Any]
     args: Mapping[str, Any]
-    content: Mapping[str, Any]
     optimizers: Sequence[Mapping[str, Any]]
     steps: frozenset[int]
 
@@ -126,10 +124,15 @@ class Common(NamedTuple):
         return Stored(TRAINING_STEP, "Int32", (1,), data=np.array([*self.steps], "<i4").tobytes())
 
 
-def common_of(directory: str, handles: FileHandles) -> Common | None:
+def common_of(directory: str, handles: FileHandles, objects: Mapping[str, Record] | None = None) -> Common | None:
     """The common state of the directory of one checkpoint, of any kind; None if it has none.
 
     In a legacy tree it is that in the file of the first rank.
+
+    Args:
+        directory: of the checkpoint.
+        handles: open files.
+        objects: those of the metadata, if it was read.
     """
     names = names_in(directory)
     ranks = sorted(filter(RANK_DIRECTORY.fullmatch, names))
@@ -139,9 +142,10 @@ def common_of(directory: str, handles: FileHandles) -> Common | None:
     elif COMMON in names:
         stored = stored_file(os.path.join(directory, COMMON))
     elif METADATA in names:
-        from reshard.forms.pytorch.dcp import read_metadata
+        if objects is None:
+            from reshard.forms.pytorch.dcp import read_metadata
 
-        objects = read_metadata([os.path.join(directory, METADATA)]).objects
+            objects = read_metadata([os.path.join(directory, METADATA)]).objects
         stored = common_object(directory, objects)
         if stored is None and ARGS in objects:
             stored = stored_in(directory, objects[ARGS])
@@ -200,13 +204,11 @@ def common_in(state: Any, archive: Archive, file: ReadableFile) -> Common:
     if not isinstance(state, dict):
         raise CheckpointError(f"{file.path}: holds no common state of Megatron", file=file.path)
     args = state.get(ARGS)
-    content = state.get("content_metadata")
     optimizers = _each_optimizer(state.get("optimizer"))
     return Common(
         file.path,
         state,
         args.fields if isinstance(args, PickledInstance) and args.name == NAMESPACE else {},
-        content if isinstance(content, dict) else {},
         optimizers,
         steps_in(optimizers, archive, file),
     )

@@ -79,12 +79,12 @@ class MegatronForm(ChunkedForm):
 
     def target(self, checkpoint: Checkpoint, request: Request, means: Means) -> TargetForm:
         if request.asked.target.format == LEGACY:
-            from reshard.forms.megatron.legacy_written import legacy_files
+            from reshard.forms.megatron.legacy_written import LegacyFiles
 
-            return legacy_files(checkpoint, request, means)
-        from reshard.forms.megatron.written import torch_dist_files
+            return LegacyFiles(checkpoint, request, means)
+        from reshard.forms.megatron.written import MegatronFiles
 
-        return torch_dist_files(checkpoint, request, means)
+        return MegatronFiles(checkpoint, request, means)
 
     def marks(self, files: Sequence[str]) -> list[str]:
         directory = os.path.dirname(files[0])

@@ -18,10 +18,9 @@ from reshard.forms.megatron.keys import EMBEDDING, MODEL_FILE, OUTPUT, RANK_DIRE
 from reshard.forms.megatron.legacy_state import KINDS, Owner, states_of_buffers, states_of_groups
 from reshard.forms.megatron.live import LiveModule, is_parameter, parse
 from reshard.forms.megatron.placing import Parallel, Rank, TensorPart
-from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.megatron.rank_files import HINT, RankFile, read_file
 from reshard.forms.megatron.stages import Stages, stages_of
-from reshard.forms.recorded import ChunkedCheckpoint
+from reshard.forms.recorded import ChunkedCheckpoint, ProblemError
 from reshard.forms.request import Means, Request
 from reshard.forms.tracker import Iteration
 from reshard.storage import for_each, names_in
@@ -205,9 +204,7 @@ class _Tree:
         for file in self.files:
             for number, model in enumerate(file.models):
                 layers = {parsed.layer for parsed in map(parse, model) if parsed.layer is not None}
-                expected = {
-                    local for local, layer in enumerate(stages.chunks[file.rank.stage][number]) if layer is not None
-                }
+                expected = {local for local, layer in enumerate(stages[file.rank.stage][number]) if layer is not None}
                 if layers != expected:
                     raise self._refused(
                         f"holds the layers {_ranges(layers)} of its stage, and {_ranges(expected)} by its args",
@@ -266,33 +263,35 @@ class _Tree:
         return self.args.get("untie_embeddings_and_output_weights") is False
 
     def _add_stage(self, files: Sequence[RankFile], gathered: Gathered) -> None:
-        parts: list[dict[tuple[int, str], list[TensorPart]]] = [{} for _ in files]
+        tied = self._is_tied()
+        several = {EMBEDDING: tied or bool(self.args.get("mtp_num_layers")), OUTPUT: tied}
+        owners: list[list[Owner]] = [[] for _ in files]
         for number in range(len(files[0].models) if files else 0):
             modules = self._modules(files, number)
-            for file, of_file in zip(files, parts):
+            for file, of_file in zip(files, owners):
                 for name, elements in file.models[number].items():
                     key, module, within = modules[name]
-                    of_parameter = of_file[number, name] = []
+                    parts: list[TensorPart] = []
                     try:
-                        of_parameter += module.parts(within, file.rank)
+                        parts = module.parts(within, file.rank)
                     except ProblemError as error:
                         gathered.fault(file.path, key, str(error))
-                    for part in of_parameter:
+                    for part in parts:
                         gathered.add((file.path, file.size), (file.rank.stage, number), part.key, part, elements)
-        for file, of_file in zip(files, parts):
+                    if is_parameter(name):
+                        shared = self.stages_count > 1 and several.get(name, False)
+                        of_file.append(Owner(number, name, elements, parts, shared))
+        for file, of_file in zip(files, owners):
             for name, why in file.others.items():
                 gathered.fault(file.path, name, why)
             if file.optimizer.saved:
                 self._add_state(file, of_file, gathered)
 
-    def _add_state(
-        self, file: RankFile, parts: Mapping[tuple[int, str], Sequence[TensorPart]], gathered: Gathered
-    ) -> None:
+    def _add_state(self, file: RankFile, owners: Sequence[Owner], gathered: Gathered) -> None:
         """Add the state of a rank's optimizer, in the boxes of its parameters."""
         optimizer, stage = file.optimizer, file.rank.stage
-        owners = self._owners(file)
         for owner in owners:
-            for part in parts[owner.chunk, owner.name]:
+            for part in owner.parts:
                 gathered.expect(part.key, owner.elements.dtype)
         problem = optimizer.refusal
         try:
@@ -303,7 +302,7 @@ class _Tree:
                 else states_of_buffers(optimizer.flats, owners, sizes)
             )
             for state in () if problem else states:
-                for part in parts[state.owner.chunk, state.owner.name]:
+                for part in state.owner.parts:
                     key = f"{STATE}{state.kind}.{part.key}"
                     gathered.add(
                         (optimizer.path, optimizer.size), (stage, state.owner.chunk), key, part, state.elements
@@ -312,20 +311,9 @@ class _Tree:
             problem = str(error)
         if problem is not None:
             for owner in owners:
-                for part in parts[owner.chunk, owner.name]:
+                for part in owner.parts:
                     for kind in dict.fromkeys(KINDS.values()):
                         gathered.fault(optimizer.path, f"{STATE}{kind}.{part.key}", problem, _CURE)
-
-    def _owners(self, file: RankFile) -> list[Owner]:
-        """The parameters of a rank, in order."""
-        tied = self._is_tied()
-        several = {EMBEDDING: tied or bool(self.args.get("mtp_num_layers")), OUTPUT: tied}
-        return [
-            Owner(number, name, elements, self.stages_count > 1 and several.get(name, False))
-            for number, model in enumerate(file.models)
-            for name, elements in model.items()
-            if is_parameter(name)
-        ]
 
     def _bucket_sizes(self, stage: int) -> list[int | None]:
         """Sizes of buckets to try first: those that Megatron makes with the arguments of the run."""
@@ -342,7 +330,7 @@ class _Tree:
                 parsed = parse(name)
                 prefix = parsed.prefix
                 if parsed.layer is not None:
-                    prefix += f"{self.stages.layer(file.rank.stage, number, parsed.layer)}."
+                    prefix += f"{self.stages[file.rank.stage][number][parsed.layer]}."
                 places[name] = prefix, parsed.tail
                 shapes.setdefault(prefix, {}).setdefault(parsed.tail, {})[file.rank] = elements.shape
         modules = {prefix: LiveModule(prefix, each, self.parallel, self.args) for prefix, each in shapes.items()}

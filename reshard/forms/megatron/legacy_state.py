@@ -16,8 +16,8 @@ from reshard.checkpoints.formats.dtypes import FROM_TORCH, ITEM_SIZES
 from reshard.checkpoints.formats.pickles import Global
 from reshard.forms.megatron.buckets import places_by_size
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT
-from reshard.forms.megatron.placing import is_decayed, is_of_expert
-from reshard.forms.megatron.problems import ProblemError
+from reshard.forms.megatron.placing import TensorPart, is_decayed, is_of_expert
+from reshard.forms.recorded import ProblemError
 
 MASTER = "param"
 KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "param": MASTER, "master_param": MASTER}
@@ -29,19 +29,21 @@ HALF = frozenset({"Float16", "BFloat16"})
 
 
 class Owner(NamedTuple):
-    """A parameter of a rank that the optimizer has state of.
+    """A parameter of a rank, which the optimizer has state of.
 
     Attributes:
         chunk: the number of its model chunk.
         name: its live name.
         elements: where it is stored.
+        parts: the boxes that it is.
         shared: stages of the pipeline share it.
     """
 
     chunk: int
     name: str
     elements: Elements
-    shared: bool = False
+    parts: Sequence[TensorPart]
+    shared: bool
 
 
 class State(NamedTuple):
@@ -78,16 +80,12 @@ class JoinedBuffer(NamedTuple):
     tensors: Mapping[str, Elements]
 
 
-def plain_groups(archive: Archive, optimizers: Sequence[Mapping[str, Any]]) -> list[list[Plain]]:
-    """The groups of each optimizer; empty for optimizers whose state is in a file of its own.
+def groups_of(archive: Archive, optimizer: Mapping[str, Any]) -> list[Plain]:
+    """The groups of a plain optimizer; empty for one whose state is in a file of its own.
 
     Raises:
         ProblemError: the state is none that is read.
     """
-    return [_groups_of(archive, optimizer) for optimizer in optimizers]
-
-
-def _groups_of(archive: Archive, optimizer: Mapping[str, Any]) -> list[Plain]:
     inner = optimizer.get("optimizer", optimizer)
     groups, states = (inner.get(key) for key in ("param_groups", "state")) if isinstance(inner, dict) else (None, None)
     if not isinstance(groups, list) or not isinstance(states, dict) or not states:

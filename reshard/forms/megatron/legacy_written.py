@@ -43,13 +43,11 @@ from reshard.forms.megatron.placing import (
     modules_of,
     order_of,
 )
-from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.megatron.stages import Stages, chunks_stated, stages_of
-from reshard.forms.megatron.training import Training
 from reshard.forms.megatron.written import directory_of, prepared
 from reshard.forms.pytorch.form import ITERATIONS
 from reshard.forms.ranks.naming import FileNames
-from reshard.forms.recorded import tensor_fault
+from reshard.forms.recorded import ProblemError, tensor_fault
 from reshard.forms.request import Means, Request
 from reshard.forms.target import FinishingFile, Section, TargetForm
 from reshard.forms.tracker import TRACKER
@@ -76,6 +74,7 @@ class LiveTensor(NamedTuple):
     Attributes:
         name: unique in the checkpoint.
         local: its name in a file.
+        stage: the rank of the pipeline that has it.
         chunk: the number of its model chunk.
         kind: of the optimizer's state; empty for the parameter itself.
         parameter: how it is made of a tensor.
@@ -83,19 +82,14 @@ class LiveTensor(NamedTuple):
 
     name: str
     local: str
+    stage: int
     chunk: int
     kind: str
     parameter: Parameter
 
 
-def legacy_files(checkpoint: Checkpoint, request: Request, means: Means) -> LegacyFiles:
-    """The files of a legacy tree; raises as `prepared`."""
-    _, model, training = prepared(checkpoint, request, means)
-    return LegacyFiles(checkpoint, model.tensors, training, request)
-
-
 class LegacyFiles(TargetForm):
-    """The files of one iteration; see `TargetForm`."""
+    """The files of one iteration; see `TargetForm`. Raises as `prepared`."""
 
     name = MEGATRON
     by_rank = False
@@ -103,13 +97,9 @@ class LegacyFiles(TargetForm):
     format = PT
     metadata: Mapping[str, str] | None = None
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        tensors: Mapping[str, GlobalTensor],
-        training: Training,
-        request: Request,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, request: Request, means: Means) -> None:
+        _, model, training = prepared(checkpoint, request, means)
+        tensors = model.tensors
         sizes = dict(request.asked.target.sizes or ())
         self.tp, self.pp, self.ep = (sizes.get(kind, 1) for kind in ("tp", "pp", "ep"))
         self._groups = training.optimizers or ()
@@ -118,7 +108,6 @@ class LegacyFiles(TargetForm):
         self._place = checkpoint.place
         self._parallel = Parallel(self.tp, self.ep, self.tp, bool(self._args.get("moe_tp_extend_ep")))
         self._recipes: dict[str, Recipe] = {}
-        self.stage_of: dict[str, int] = {}
         self.live: dict[str, LiveTensor] = {}
         self._stages = self._divided(tensors)
         self._add(tensors)
@@ -163,8 +152,9 @@ class LegacyFiles(TargetForm):
             raise self._refused(
                 f"{error} (--sizes pp={self.pp})", "choose another pp, or state it in --args"
             ) from error
-        if layers != {*range(stages.layer_count)}:
-            raise self._refused(f"has {len(layers)} layers, and {stages.layer_count} by its args")
+        stated = {layer for chunks in stages for numbers in chunks for layer in numbers if layer is not None}
+        if layers != stated:
+            raise self._refused(f"has {len(layers)} layers, and {len(stated)} by its args")
         return stages
 
     def _add(self, tensors: Mapping[str, GlobalTensor]) -> None:
@@ -183,12 +173,12 @@ class LegacyFiles(TargetForm):
         outside = modules.pop(("", None), {})
         places_of_layers = {
             layer: (rank, chunk, local)
-            for rank, chunks in enumerate(self._stages.chunks)
+            for rank, chunks in enumerate(self._stages)
             for chunk, layers in enumerate(chunks)
             for local, layer in enumerate(layers)
             if layer is not None
         }
-        chunks = len(self._stages.chunks[0])
+        chunks = len(self._stages[0])
         last = (0 if self._args.get("schedules_method") == "dualpipev" else self.pp - 1, chunks - 1)
         for (prefix, number), held in modules.items():
             if prefix == DECODER and number is not None:
@@ -248,8 +238,7 @@ class LegacyFiles(TargetForm):
                 raise tensor_fault(self._place, keys[1], "has no such state as the one before it")
             for kind in kinds[keys[0]]:
                 name = f"{STATE}{kind}.{prefix}{short}" if kind else prefix + short
-                self.live[name] = LiveTensor(name, self._local_name(local + short), chunk, kind, parameter)
-                self.stage_of[name] = stage
+                self.live[name] = LiveTensor(name, self._local_name(local + short), stage, chunk, kind, parameter)
                 self._recipes[name] = _recipe([(kinds[each.key][kind], each) for _, each in made], parameter, name)
 
     def _style(self, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> Style:
@@ -323,8 +312,8 @@ class LegacyFiles(TargetForm):
         assert self.checkpoint is not None
         over = self.tp * self.ep
         names: list[list[str]] = [[] for _ in range(self.pp)]
-        for name, stage in self.stage_of.items():
-            names[stage].append(name)
+        for name, live in self.live.items():
+            names[live.stage].append(name)
         layouts: dict[tuple[tuple[int, ...], ...], Layout] = {}
         for stage, of_stage in enumerate(names):
             laid_out = {}
@@ -362,7 +351,7 @@ class LegacyFiles(TargetForm):
         shapes = [each.parameter.shape_in_file(shape_of(box)) for each, box in zip(live, boxes)]
 
         def describe(described: Sequence[PickledInstance], add: Added) -> Any:
-            if len(live) < self._counts[self.stage_of[live[0].name] if live else 0]:
+            if len(live) < self._counts[live[0].stage if live else 0]:
                 # A part of a file, to count its bytes.
                 return [*described]
             return self._state([*zip(live, shapes, described)], add)
@@ -373,7 +362,7 @@ class LegacyFiles(TargetForm):
         self, tensors: Sequence[tuple[LiveTensor, tuple[int, ...], PickledInstance]], add: Added
     ) -> dict[str, Any]:
         """What a file holds."""
-        chunks = len(self._stages.chunks[0])
+        chunks = len(self._stages[0])
         ordered = sorted(tensors, key=lambda each: (each[0].chunk, order_of(each[0].local), each[0].local))
         parameters = [each for each in ordered if not each[0].kind]
         states = {(each.chunk, each.local, each.kind): tensor for each, _, tensor in ordered if each.kind}

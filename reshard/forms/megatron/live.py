@@ -35,7 +35,7 @@ from reshard.forms.megatron.placing import (
     cut_of,
     interleaving,
 )
-from reshard.forms.megatron.problems import ProblemError
+from reshard.forms.recorded import ProblemError
 
 _QUERY_NORM, _KV_NORM = "self_attention.q_layernorm.weight", "self_attention.kv_layernorm.weight"
 # Per layer of a part of each head its projection.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.dtypes import TORCH_NAMES
@@ -35,16 +35,6 @@ _WITHOUT_OBJECT = re.compile(r"(?:^|\.)(?:embedding\..*|output_layer|router|posi
 # Buffers have no optimizer state.
 _BUFFERS = (".expert_bias", ".local_tokens_per_expert")
 
-Number = Callable[[Mapping[str, Any]], int | None]
-
-
-def _argument(name: str) -> Number:
-    def number(args: Mapping[str, Any]) -> int | None:
-        value = args.get(name)
-        return value if type(value) is int else None
-
-    return number
-
 
 def _queries(args: Mapping[str, Any]) -> int | None:
     """Columns of the projection after attention."""
@@ -63,38 +53,19 @@ def _rows_of_qkv(args: Mapping[str, Any]) -> int | None:
     return (heads + 2 * groups) * size if known else None  # type: ignore[operator]
 
 
-class _Size(NamedTuple):
-    """A dimension of weights that arguments determine.
-
-    Attributes:
-        ending: of their names.
-        dimension: counted from the last.
-        words: the arguments.
-        number: the size by arguments; None if they do not determine it.
-    """
-
-    ending: str
-    dimension: int
-    words: str
-    number: Number
-
-
-_SIZES = (
-    _Size(EMBEDDING, -2, "padded_vocab_size", _argument("padded_vocab_size")),
-    _Size(EMBEDDING, -1, "hidden_size", _argument("hidden_size")),
-    _Size(OUTPUT, -2, "padded_vocab_size", _argument("padded_vocab_size")),
-    _Size(".mlp.linear_fc2.weight", -1, "ffn_hidden_size", _argument("ffn_hidden_size")),
-    _Size(".mlp.router.weight", -2, "num_experts", _argument("num_experts")),
-    _Size(".mlp.experts.experts.linear_fc2.weight", -3, "num_experts", _argument("num_experts")),
-    _Size(".mlp.experts.experts.linear_fc2.weight", -1, "moe_ffn_hidden_size", _argument("moe_ffn_hidden_size")),
-    _Size(
-        ".mlp.shared_experts.linear_fc2.weight",
-        -1,
-        "moe_shared_expert_intermediate_size",
-        _argument("moe_shared_expert_intermediate_size"),
-    ),
-    _Size(".self_attention.linear_proj.weight", -1, "num_attention_heads and the size of a head", _queries),
-    _Size(
+# Dimensions of weights that arguments determine: the end of their names, the dimension, counted from the last, the
+# arguments, and their number; None where it is the one argument.
+_SIZES: tuple[tuple[str, int, str, Callable[[Mapping[str, Any]], int | None] | None], ...] = (
+    (EMBEDDING, -2, "padded_vocab_size", None),
+    (EMBEDDING, -1, "hidden_size", None),
+    (OUTPUT, -2, "padded_vocab_size", None),
+    (".mlp.linear_fc2.weight", -1, "ffn_hidden_size", None),
+    (".mlp.router.weight", -2, "num_experts", None),
+    (".mlp.experts.experts.linear_fc2.weight", -3, "num_experts", None),
+    (".mlp.experts.experts.linear_fc2.weight", -1, "moe_ffn_hidden_size", None),
+    (".mlp.shared_experts.linear_fc2.weight", -1, "moe_shared_expert_intermediate_size", None),
+    (".self_attention.linear_proj.weight", -1, "num_attention_heads and the size of a head", _queries),
+    (
         ".self_attention.linear_qkv.weight",
         -2,
         "num_attention_heads, num_query_groups (of group_query_attention) and kv_channels",
@@ -121,7 +92,8 @@ class Model:
     @property
     def layers(self) -> int | None:
         """How many layers there are."""
-        return next((count for _, count in self._layers()), None)
+        layers = self._layers()
+        return None if layers is None else layers[1]
 
     @property
     def has_numbered_layers(self) -> bool:
@@ -210,16 +182,17 @@ class Model:
         uniform = not (args.get("heterogeneous_layers_config_path") or any(map(_OTHER_MODEL.match, self.weights)))
         for name in filter(_SIZED.match, self.weights) if uniform else ():
             shape = self.tensors[name].shape
-            for size in _SIZES:
-                if name.endswith(size.ending) and -size.dimension <= len(shape):
-                    self._compare(path, size.words, size.number(args), shape[size.dimension], name)
-        layers = [*self._layers()]
-        if layers and uniform:
-            name, count = layers[0]
-            self._compare(path, "num_layers", _argument("num_layers")(args), count, name)
+            for ending, dimension, words, number in _SIZES:
+                if name.endswith(ending) and -dimension <= len(shape):
+                    stated = args.get(words) if number is None else number(args)
+                    self._compare(path, words, stated, shape[dimension], name)
+        layers = self._layers()
+        if layers is not None and uniform:
+            name, count = layers
+            self._compare(path, "num_layers", args.get("num_layers"), count, name)
         mtp = 1 + max((-1 if place.mtp is None else place.mtp for place in map(place_of, self.weights)), default=-1)
         if mtp:
-            self._compare(path, "mtp_num_layers", _argument("mtp_num_layers")(args), mtp, "mtp.layers.*")
+            self._compare(path, "mtp_num_layers", args.get("mtp_num_layers"), mtp, "mtp.layers.*")
         stacked = [name for name in self.weights if place_of(name).is_stacked]
         if stacked and self.has_numbered_layers:
             raise CheckpointError(
@@ -229,18 +202,10 @@ class Model:
                 hint="leave out those of another checkpoint, with --exclude",
             )
         if OUTPUT in self.weights and args.get("untie_embeddings_and_output_weights") is False:
-            raise CheckpointError(
-                f"{path}: untie_embeddings_and_output_weights is False, but there is {OUTPUT!r}",
-                file=path,
-                parameter=OUTPUT,
-                hint="name the arguments of this model, with --args or --config",
-            )
+            problem = f"untie_embeddings_and_output_weights is False, but there is {OUTPUT!r}"
+            raise _of_other_model(path, problem, OUTPUT)
         if args.get("num_experts") and not self.has_experts:
-            raise CheckpointError(
-                f"{path}: num_experts is {args['num_experts']}, but no weight is of experts",
-                file=path,
-                hint="name the arguments of this model, with --args or --config",
-            )
+            raise _of_other_model(path, f"num_experts is {args['num_experts']}, but no weight is of experts")
         if numbers_layers(args) and stacked:
             raise CheckpointError(
                 f"{path}: with these arguments Megatron reads decoder.layers.N.*, a key for each layer, and the layers "
@@ -249,25 +214,19 @@ class Model:
                 hint="write them by number: --names TABLE,layer_keys=numbered",
             )
 
-    def _compare(self, path: str, words: str, stated: int | None, found: int, name: str) -> None:
-        if stated is not None and stated != found:
-            raise CheckpointError(
-                f"{path}: {words} gives {stated:,}, but {quoted(name)} has {found:,}",
-                file=path,
-                parameter=name,
-                hint="name the arguments of this model, with --args or --config",
-            )
+    def _compare(self, path: str, words: str, stated: object, found: int, name: str) -> None:
+        if type(stated) is int and stated != found:
+            raise _of_other_model(path, f"{words} gives {stated:,}, but {quoted(name)} has {found:,}", name)
 
-    def _layers(self) -> Iterator[tuple[str, int]]:
-        """The number of layers, and a name that shows it."""
+    def _layers(self) -> tuple[str, int] | None:
+        """A name that shows the number of layers, and the number."""
         numbers: dict[int, str] = {}
         for name, place in zip(self.weights, map(place_of, self.weights)):
             if place.is_stacked:
-                yield name, self.tensors[name].shape[0]
-            elif place.layer is not None:
+                return name, self.tensors[name].shape[0]
+            if place.layer is not None:
                 numbers[place.layer] = name
-        if numbers:
-            yield numbers[max(numbers)], max(numbers) + 1
+        return (numbers[max(numbers)], max(numbers) + 1) if numbers else None
 
     def arguments(self) -> dict[str, Any]:
         """Arguments that the tensors show, for those that nothing records."""
@@ -309,6 +268,11 @@ class Model:
             for each in modules:
                 names.update((f"{each}.{shard}", None) for shard in _shards(shape[:axes]))
         return [*names]
+
+
+def _of_other_model(path: str, problem: str, parameter: str | None = None) -> CheckpointError:
+    hint = "name the arguments of this model, with --args or --config"
+    return CheckpointError(f"{path}: {problem}", file=path, parameter=parameter, hint=hint)
 
 
 def _shards(counts: tuple[int, ...]) -> Iterator[str]:

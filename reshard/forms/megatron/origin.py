@@ -1,20 +1,20 @@
-"""Where the arguments, groups and schedule of a checkpoint to be written are from: --args, the source, config.json."""
+"""What --args states of a run: its arguments, and the parameter groups of its optimizer."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from reshard.asked import Target
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
+from reshard.checkpoints.checkpoint import StoredObject
 from reshard.errors import CheckpointError
 from reshard.forms.megatron.arguments import ARGUMENTS, arguments_of, configuration_of
 from reshard.forms.megatron.common import Common, common_of, read_common, stored_in
 from reshard.forms.megatron.iterations import choose
-from reshard.forms.megatron.keys import LEGACY, MEGATRON
+from reshard.forms.megatron.keys import LEGACY
 from reshard.forms.pytorch.dcp import read_metadata
 from reshard.forms.pytorch.form import METADATA
 from reshard.names.sizes import Configuration
@@ -26,66 +26,8 @@ from reshard.text.names import TRAINING_STEP
 OPTIMIZER = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
 """Arguments of the optimizer, without which no groups can be made."""
 
-# Groups of a distributed optimizer, where the common state does not have them.
 _GROUPS = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/")
 _MAX_JSON = 16 << 20
-
-
-class Origin(NamedTuple):
-    """Where what is written beside tensors is from.
-
-    Attributes:
-        own: the common state of a source of Megatron.
-        named: that of the checkpoint that --args names.
-        args: arguments that one of them records, with those of a JSON file in their place.
-        groups: parameter groups; none where settings of the optimizer are stated in a JSON file.
-        schedule: the state of the learning rate's schedule, likewise.
-        config: the model's config.json, where nothing of Megatron has its sizes.
-    """
-
-    own: Common | None
-    named: Common | None
-    args: Mapping[str, Any]
-    groups: Sequence[Mapping[str, Any]]
-    schedule: Mapping[str, Any] | None
-    config: Mapping[str, object] | None
-
-
-def origin_of(source: Checkpoint, args: str | None, config: str | None, handles: FileHandles) -> Origin:
-    """Where what is written beside tensors is from.
-
-    Args:
-        source: the source, without edits.
-        args: the file or directory of --args.
-        config: the model's configuration, or its directory.
-        handles: open files.
-
-    Raises:
-        InputError: a file is damaged, or holds no arguments.
-    """
-    own = common_of(source.place, handles) if source.form == MEGATRON else None
-    stated = Stated({}) if args is None else stated_arguments(args, handles)
-    values, named = stated.args, stated.common
-    recorded = named or own
-    keys = None
-    if recorded is None and config is not None:
-        from reshard.names import read_config
-
-        keys = read_config(config)
-    groups: list[Mapping[str, Any]] = []
-    schedule = None
-    # Settings that are stated replace those of the source.
-    if recorded is not None and values.keys().isdisjoint(OPTIMIZER):
-        groups = recorded.groups or _groups_among(source.objects if named is None else stated.objects, handles)
-        schedule = recorded.state.get("opt_param_scheduler")
-    return Origin(
-        own,
-        named,
-        {**({} if recorded is None else recorded.args), **values},
-        groups,
-        schedule if isinstance(schedule, dict) else None,
-        keys,
-    )
 
 
 def numbers_layers(args: Mapping[str, Any]) -> bool:
@@ -131,7 +73,8 @@ def stated_arguments(path: str, handles: FileHandles) -> Stated:
     return Stated({}, common, objects)
 
 
-def _groups_among(objects: Mapping[str, StoredObject], handles: FileHandles) -> list[Mapping[str, Any]]:
+def groups_among(objects: Mapping[str, StoredObject], handles: FileHandles) -> list[Mapping[str, Any]]:
+    """The parameter groups of a distributed optimizer, where the common state does not have them."""
     groups: list[Mapping[str, Any]] = []
     for name, stored in objects.items():
         if _GROUPS.match(name):

@@ -29,8 +29,8 @@ from reshard.forms.megatron.placing import (
     modules_of,
     order_of,
 )
-from reshard.forms.megatron.problems import ProblemError
 from reshard.forms.pytorch.dcp import DescribedTensor
+from reshard.forms.recorded import ProblemError
 from reshard.text.messages import quoted
 
 BUFFERS = ("mlp.router.expert_bias",)
@@ -47,7 +47,7 @@ class Holding(Enum):
     ALL = "all"
 
 
-class Stored(NamedTuple):
+class RankParameter(NamedTuple):
     """A parameter of a rank.
 
     Attributes:
@@ -63,7 +63,25 @@ class Stored(NamedTuple):
     shared: bool = False
 
 
-_Ordered = list[tuple[tuple[object, ...], Stored]]
+class ModelChunk(NamedTuple):
+    """A chunk of the model.
+
+    Attributes:
+        stage: its rank in the pipeline.
+        number: its number there.
+        layers: its layers.
+        first: it begins with the embedding.
+        last: it ends with the output layer.
+    """
+
+    stage: int
+    number: int
+    layers: range
+    first: bool
+    last: bool
+
+
+_Ordered = list[tuple[tuple[object, ...], RankParameter]]
 
 
 class Weights:
@@ -123,28 +141,24 @@ class Weights:
         self,
         rank: Rank,
         parallel: Parallel,
-        layers: range,
-        first: bool,
-        last: bool,
+        chunk: ModelChunk,
         holding: Holding,
         style: Style,
         stages: int,
-    ) -> list[Stored]:
+    ) -> list[RankParameter]:
         """The parameters of a chunk of the model on a rank, in the order of ``named_parameters()``.
 
         Args:
             rank: the rank.
             parallel: sizes of the groups.
-            layers: the chunk's.
-            first: the chunk begins with the embedding.
-            last: it ends with the output layer.
+            chunk: the chunk.
             holding: which parameters.
             style: how they are put together.
             stages: pipeline parallel size.
         """
         of_rank = (rank, parallel, holding, style)
         around: _Ordered = []
-        ends = ends_of(self._outside, first, last, self._has_mtp) if holding is not Holding.EXPERTS else {}
+        ends = ends_of(self._outside, chunk.first, chunk.last, self._has_mtp) if holding is not Holding.EXPERTS else {}
         module = Module({name: self._outside[key].shape for name, key in ends.items()}, parallel, style)
         for name, key in ends.items():
             (parameter,) = module.parameters(name)
@@ -152,13 +166,13 @@ class Weights:
             if key == EMBEDDING:
                 # An output layer is one of its own where a stage of multi-token prediction has the embedding, too.
                 shared = not self._has_mtp if name == OUTPUT else self._tied or self._has_mtp
-                stored = stored._replace(shared=shared and stages > 1, parts=stored.parts if first else ())
+                stored = stored._replace(shared=shared and stages > 1, parts=stored.parts if chunk.first else ())
             around.append((order_of(name), stored))
-        for prefix, number in self._modules if last else ():
+        for prefix, number in self._modules if chunk.last else ():
             if number is None:
                 around += self._module(prefix, number, *of_rank)
         around.sort(key=lambda each: each[0])
-        inner = [each for number in layers for _, each in self._module(DECODER, number, *of_rank)]
+        inner = [each for number in chunk.layers for _, each in self._module(DECODER, number, *of_rank)]
         before = [each for order, each in around if order < (1,)]
         return [*before, *inner, *(each for order, each in around if order > (1,))]
 
@@ -186,7 +200,7 @@ class Weights:
         self._known[known] = found
         return found
 
-    def _stored(self, parameter: Parameter, held: Held, rank: Rank, parallel: Parallel) -> Stored:
+    def _stored(self, parameter: Parameter, held: Held, rank: Rank, parallel: Parallel) -> RankParameter:
         """What a rank has of a tensor, or of an index of it."""
         parts = [part._replace(key=held.key) for part in parameter.parts("", parallel, rank)]
         if held.layer is not None:
@@ -205,4 +219,4 @@ class Weights:
         elements = sum(math.prod(part.sizes) for part in parts)
         # Every tensor rank has a copy of what is not cut.
         is_copy = rank.tensor and not any(TP in axes for axes in parameter.cut)
-        return Stored(self._weights[held.key].dtype, elements, () if is_copy else tuple(parts))
+        return RankParameter(self._weights[held.key].dtype, elements, () if is_copy else tuple(parts))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoints.formats.archives import c_strides
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, Place, place_of
-from reshard.forms.megatron.problems import ProblemError
+from reshard.forms.recorded import ProblemError
 from reshard.layout.views import View
 from reshard.text.messages import quoted
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archives import Archive, Elements, is_tensor, plain_tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
 from reshard.forms.megatron.common import Common, common_in, is_named
-from reshard.forms.megatron.legacy_state import JoinedBuffer, Plain, flat_buffers, plain_groups
+from reshard.forms.megatron.legacy_state import JoinedBuffer, Plain, flat_buffers, groups_of
 from reshard.forms.megatron.placing import Rank
-from reshard.forms.megatron.problems import ProblemError
-from reshard.storage import reading, status_at
+from reshard.forms.recorded import ProblemError
+from reshard.storage import ReadableFile, reading, status_at
 
 HINT = "copy the checkpoint again, or take another step"
 OPTIMIZER_FILE = "distrib_optim.pt"
+_T = TypeVar("_T")
 _KEPT = ("checkpoint_version", "iteration", "args")
 
 
@@ -68,41 +69,48 @@ class RankFile(NamedTuple):
 
 def read_file(path: str, damaged: Mapping[str, str], handles: FileHandles) -> RankFile | InputError:
     """The contents of a file; an error if it is missing or damaged."""
-    problem = _unreadable(path, damaged)
-    if problem is not None:
-        return problem
-    with reading(path), contextlib.closing(handles.open_file(path)) as file:
-        size = file.size()
-        try:
-            archive = Archive(file, 0, size)
-            state = archive.pickled(is_named)
-            if not isinstance(state, dict):
-                return DamagedCheckpointError(f"{path}: holds no dictionary", file=path, hint=HINT)
-            models, others = _models(archive, state)
-            common = common_in(state, archive, file)
-            optimizer = _plain_optimizer(path, size, archive, common.optimizers)
-        except DamagedCheckpointError as error:
-            return DamagedCheckpointError(error.message, file=path, hint=HINT)
-    if not models:
-        return DamagedCheckpointError(f"{path}: holds no model", file=path, hint=HINT)
-    # There are as many files as ranks: the rest of their states is not kept.
-    common = common._replace(state={key: common.state.get(key) for key in _KEPT}, optimizers=())
+
+    def content(archive: Archive, file: ReadableFile) -> RankFile:
+        state = archive.pickled(is_named)
+        if not isinstance(state, dict):
+            raise DamagedCheckpointError(f"{path}: holds no dictionary", file=path)
+        models, others = _models(archive, state)
+        if not models:
+            raise DamagedCheckpointError(f"{path}: holds no model", file=path)
+        common, size = common_in(state, archive, file), file.size()
+        optimizer = _plain_optimizer(path, size, archive, common.optimizers)
+        # There are as many files as ranks: the rest of their states is not kept.
+        common = common._replace(state={key: common.state.get(key) for key in _KEPT}, optimizers=())
+        return RankFile(path, size, models, others, common, optimizer)
+
+    read = _read(path, damaged, handles, content)
+    if isinstance(read, InputError):
+        return read
+    optimizer = read.optimizer
     if optimizer.saved and not optimizer.groups and optimizer.refusal is None:
         optimizer = _distributed_optimizer(os.path.join(os.path.dirname(path), OPTIMIZER_FILE), damaged, handles)
-    return RankFile(path, size, models, others, common, optimizer)
+    return read._replace(optimizer=optimizer)
 
 
-def _unreadable(path: str, damaged: Mapping[str, str]) -> InputError | None:
-    """The error of a file that is missing, or was found damaged before."""
+def _read(
+    path: str, damaged: Mapping[str, str], handles: FileHandles, content: Callable[[Archive, ReadableFile], _T]
+) -> _T | InputError:
+    """The content of a file; an error if it is missing or damaged."""
     if path in damaged:
         return DamagedCheckpointError(damaged[path], file=path, hint=HINT)
-    return CheckpointError(f"{path}: does not exist", file=path, hint=HINT) if status_at(path) is None else None
+    if status_at(path) is None:
+        return CheckpointError(f"{path}: does not exist", file=path, hint=HINT)
+    with reading(path), contextlib.closing(handles.open_file(path)) as file:
+        try:
+            return content(Archive(file, 0, file.size()), file)
+        except DamagedCheckpointError as error:
+            return DamagedCheckpointError(error.message, file=path, hint=HINT)
 
 
 def _plain_optimizer(path: str, size: int, archive: Archive, optimizers: Sequence[Mapping[str, Any]]) -> OptimizerFile:
     """The state of optimizers that are not distributed."""
     try:
-        groups = plain_groups(archive, optimizers)
+        groups = [groups_of(archive, each) for each in optimizers]
     except ProblemError as error:
         return OptimizerFile(path, size, saved=True, refusal=str(error))
     return OptimizerFile(path, size, groups if any(groups) else (), saved=bool(optimizers))
@@ -110,20 +118,16 @@ def _plain_optimizer(path: str, size: int, archive: Archive, optimizers: Sequenc
 
 def _distributed_optimizer(path: str, damaged: Mapping[str, str], handles: FileHandles) -> OptimizerFile:
     """The state of distributed optimizers, from a file of its own."""
-    problem = _unreadable(path, damaged)
-    if problem is not None:
-        return OptimizerFile(path, saved=True, problem=problem)
-    with reading(path), contextlib.closing(handles.open_file(path)) as file:
-        size = file.size()
+
+    def content(archive: Archive, file: ReadableFile) -> OptimizerFile:
         try:
-            archive = Archive(file, 0, size)
             flats = flat_buffers(archive, archive.pickled(is_named))
-        except DamagedCheckpointError as error:
-            problem = DamagedCheckpointError(error.message, file=path, hint=HINT)
-            return OptimizerFile(path, size, saved=True, problem=problem)
         except ProblemError as error:
-            return OptimizerFile(path, size, saved=True, refusal=str(error))
-    return OptimizerFile(path, size, flats=flats, saved=True)
+            return OptimizerFile(path, file.size(), saved=True, refusal=str(error))
+        return OptimizerFile(path, file.size(), flats=flats, saved=True)
+
+    read = _read(path, damaged, handles, content)
+    return OptimizerFile(path, saved=True, problem=read) if isinstance(read, InputError) else read
 
 
 def _models(archive: Archive, state: Mapping[Any, Any]) -> tuple[list[dict[str, Elements]], dict[str, str]]:

@@ -8,32 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.checkpoints.formats.pickles import PickledInstance
-from reshard.forms.megatron.problems import ProblemError
+from reshard.forms.recorded import ProblemError
 
 _LAYOUT = "pipeline_model_parallel_layout"
 _REPEATED = (re.compile(r"\(([^()]*)\)\*([0-9]{1,6})"), re.compile(r"(.)\*([0-9]{1,6})"))
 _MAX_LAYOUT = 1 << 16
 
 
-class Stages(NamedTuple):
-    """Layers by rank of the pipeline and by chunk.
-
-    Attributes:
-        chunks: per rank of the pipeline its chunks, and per local number of a layer there its number in the model; None
-            where MindSpeed's models have a layer that does nothing.
-        layer_count: layers of the model.
-    """
-
-    chunks: tuple[tuple[tuple[int | None, ...], ...], ...]
-    layer_count: int
-
-    def layer(self, rank: int, chunk: int, local: int) -> int | None:
-        """The number of a layer in the model; None where there is none."""
-        layers = self.chunks[rank][chunk]
-        return layers[local] if local < len(layers) else None
+Stages = tuple[tuple[tuple[int | None, ...], ...], ...]
+"""Per rank of the pipeline its chunks, and per local number of a layer there its number in the model; None where
+MindSpeed's models have a layer that does nothing."""
 
 
 def stages_of(args: Mapping[str, Any], ranks: int, chunks: int = 1) -> Stages:
@@ -57,8 +44,7 @@ def stages_of(args: Mapping[str, Any], ranks: int, chunks: int = 1) -> Stages:
         raise ProblemError(f"has {positions} layers, and noop_layers {[*empty]} by its args")
     real = iter(range(positions - len(empty)))
     number = {position: None if position in empty else next(real) for position in range(positions)}
-    result = tuple(tuple(tuple(map(number.__getitem__, layers)) for layers in of_rank) for of_rank in dealt)
-    return Stages(result, positions - len(empty))
+    return tuple(tuple(tuple(map(number.__getitem__, layers)) for layers in of_rank) for of_rank in dealt)
 
 
 def chunks_stated(args: Mapping[str, Any], ranks: int) -> int | None:

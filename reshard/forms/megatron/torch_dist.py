@@ -18,7 +18,7 @@ from reshard.checkpoints import FileHandles
 from reshard.errors import CheckpointError
 from reshard.forms.megatron.blocks import unblock
 from reshard.forms.megatron.bucket_state import name_state
-from reshard.forms.megatron.common import Common, common_object, read_common, steps_of, stored_file, stored_in
+from reshard.forms.megatron.common import Common, common_object, common_of, steps_of, stored_in
 from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE, TORCH_DIST, weight_of
 from reshard.forms.megatron.proofs import CURE, MASTERS, proofs, refuse_unproved
 from reshard.forms.pytorch.dcp import ReadMetadata, StoredValue, checkpoint_of, incomplete, read_metadata
@@ -46,7 +46,7 @@ def read_torch_dist(form: str, iteration: Iteration, request: Request, means: Me
     if not is_complete(directory, names):
         return read_plain(form, iteration, request, means)
     metadata = read_metadata([os.path.join(directory, METADATA)])
-    common = _common_of(directory, names, metadata, means.handles)
+    common = _common_of(directory, metadata, means.handles)
     if common is not None:
         common.check_directory(iteration)
     _name_plainly(directory, metadata)
@@ -111,13 +111,11 @@ def is_complete(directory: str, names: Sequence[str]) -> bool:
     return True
 
 
-def _common_of(directory: str, names: Sequence[str], metadata: ReadMetadata, handles: FileHandles) -> Common | None:
+def _common_of(directory: str, metadata: ReadMetadata, handles: FileHandles) -> Common | None:
     """The common state, with the steps that objects of a distributed optimizer record."""
-    stored = stored_file(os.path.join(directory, COMMON)) if COMMON in names else None
-    stored = stored or common_object(directory, metadata.objects)
-    if stored is None:
+    common = common_of(directory, handles, metadata.objects)
+    if common is None:
         return None
-    common = read_common(stored, handles)
     found: set[int] = set()
     for name, record in metadata.objects.items():
         if _OF_OPTIMIZER.match(name) and record.length >= 0:

@@ -14,9 +14,10 @@ from reshard.checkpoints.formats.dtypes import FROM_TORCH
 from reshard.checkpoints.formats.pickles import NAMESPACE, Global, PickledInstance, inert
 from reshard.errors import CheckpointError
 from reshard.forms.megatron.arguments import arguments_of
-from reshard.forms.megatron.keys import LEGACY
+from reshard.forms.megatron.common import common_of
+from reshard.forms.megatron.keys import LEGACY, MEGATRON
 from reshard.forms.megatron.model import Model
-from reshard.forms.megatron.origin import OPTIMIZER, origin_of
+from reshard.forms.megatron.origin import OPTIMIZER, Stated, groups_among, stated_arguments
 from reshard.forms.request import Means, Request
 from reshard.forms.writing import without_step
 from reshard.text.messages import listing, some_names
@@ -103,10 +104,25 @@ class _Made:
     def __init__(self, checkpoint: Checkpoint, model: Model, step: int | None, request: Request, means: Means) -> None:
         self._model, self._asked = model, request.asked.target
         self._place, self._report = checkpoint.place, means.report
-        self._origin = origin_of(
-            stored_checkpoint(checkpoint), self._asked.args, request.edits.config_path, means.handles
-        )
-        self._own = self._origin.own
+        source, handles, path = stored_checkpoint(checkpoint), means.handles, self._asked.args
+        # The common state of a source of Megatron, and that of the checkpoint that --args names.
+        self._own = common_of(source.place, handles) if source.form == MEGATRON else None
+        stated = Stated({}) if path is None else stated_arguments(path, handles)
+        self._named = stated.common
+        recorded = self._named or self._own
+        self._recorded_args = {**({} if recorded is None else recorded.args), **stated.args}
+        self._config: Mapping[str, object] | None = None
+        if recorded is None and request.edits.config_path is not None:
+            from reshard.names import read_config
+
+            self._config = read_config(request.edits.config_path)
+        self._groups: Sequence[Mapping[str, Any]] = []
+        self._recorded_schedule: Any = None
+        # Settings that are stated replace those of the source.
+        if recorded is not None and stated.args.keys().isdisjoint(OPTIMIZER):
+            objects = source.objects if self._named is None else stated.objects
+            self._groups = recorded.groups or groups_among(objects, handles)
+            self._recorded_schedule = recorded.state.get("opt_param_scheduler")
         self._step = step
         self._recorded = checkpoint.training
         if step is None and self._own is not None and len(self._own.steps) == 1:
@@ -117,7 +133,7 @@ class _Made:
         args, asked = self._arguments(), self._asked
         if asked.args is not None and asked.format == LEGACY:
             # Megatron loads no legacy tree with other padding than its own. Another run may have fewer tokens.
-            of_size = self._own.args if self._own is not None and self._origin.named is not None else args
+            of_size = self._own.args if self._own is not None and self._named is not None else args
             self._model.pad(args.get("padded_vocab_size"), of_size.get("vocab_size"), asked.args)
         self._model.check(args, asked.args or self._place)
         iteration = self._step if self._own is None else self._own.iteration
@@ -149,12 +165,12 @@ class _Made:
 
     def _arguments(self) -> dict[str, Any]:
         """The arguments, those of the model included where only its configuration is known."""
-        args = dict(self._origin.args)
-        if self._origin.named is not None:
+        args = dict(self._recorded_args)
+        if self._named is not None:
             # Of another run: the position in its data is not that of the tensors.
             args = {name: value for name, value in args.items() if name not in _POSITIONS}
-        if self._origin.config is not None:
-            made = arguments_of(self._origin.config)
+        if self._config is not None:
+            made = arguments_of(self._config)
             if not self._model.has_numbered_layers and "moe_layer_freq" in made:
                 # A list of equal layers is also 1, with which Megatron stacks them.
                 made["moe_layer_freq"] = 1
@@ -189,7 +205,7 @@ class _Made:
 
     def _batch_of_other(self) -> int | None:
         """The samples of each iteration of the checkpoint that --args names, where all had as many."""
-        named = self._origin.named
+        named = self._named
         iteration = None if named is None else named.iteration
         samples = None if named is None else named.args.get(_CONSUMED)
         if type(samples) is int and iteration and samples % iteration == 0:
@@ -198,7 +214,7 @@ class _Made:
 
     def _optimizers(self, args: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
         """The parameter groups of each optimizer: with expert parallelism, experts have one of their own."""
-        groups = _by_identifier(self._origin.groups or self._new_groups(args))
+        groups = _by_identifier(self._groups or self._new_groups(args))
         asked = self._asked
         parallel = dict(asked.sizes or ()).get("ep", 1) if asked.format == LEGACY else args.get(_PARALLEL)
         if self._model.has_experts and type(parallel) is not int:
@@ -246,9 +262,9 @@ class _Made:
 
     def _schedule(self, args: Mapping[str, Any]) -> dict[str, Any] | None:
         """The state of the schedule: that of the source, or as Megatron makes one from its arguments."""
-        recorded = self._origin.schedule
-        if recorded is not None:
-            return {**recorded, **({} if self._origin.named is None else {"num_steps": args[_CONSUMED]})}
+        recorded = self._recorded_schedule
+        if isinstance(recorded, dict):
+            return {**recorded, **({} if self._named is None else {"num_steps": args[_CONSUMED]})}
         batch = args.get(_BATCH)
         by_samples = type(args.get("train_samples")) is int
         unit, length = (1, args["train_samples"]) if by_samples else (batch, args.get("train_iters"))

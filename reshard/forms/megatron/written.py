@@ -29,11 +29,6 @@ from reshard.threads import cached_property
 _EMPTY = archive_of_pickle(pickled([None]))
 
 
-def torch_dist_files(checkpoint: Checkpoint, request: Request, means: Means) -> MegatronFiles:
-    """The files of a ``torch_dist`` checkpoint; raises as `prepared`."""
-    return MegatronFiles(checkpoint, *prepared(checkpoint, request, means), request, means)
-
-
 def prepared(checkpoint: Checkpoint, request: Request, means: Means) -> tuple[Selected, Model, Training]:
     """The tensors to write, without values of the training, and what is written beside them.
 
@@ -78,13 +73,12 @@ def directory_of(iteration: int | None) -> str:
 
 
 class MegatronFiles(DcpFiles):
-    """Files of a root of Megatron, as its ``--load`` reads them; see `ChunkFiles`."""
+    """Files of a root of Megatron, as its ``--load`` reads them; see `ChunkFiles`. Raises as `prepared`."""
 
     name = MEGATRON
 
-    def __init__(
-        self, checkpoint: Checkpoint, chosen: Selected, model: Model, training: Training, request: Request, means: Means
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, request: Request, means: Means) -> None:
+        chosen, model, training = prepared(checkpoint, request, means)
         self.directory = directory_of(training.iteration)
         self.objects_file = OBJECTS
         super().__init__(checkpoint, chosen, request, means)

@@ -443,6 +443,11 @@ def _metadata_of(form: str, directory: str, names: Sequence[str]) -> list[str]:
     return [os.path.join(directory, numbered[rank]) for rank in sorted(numbered)]
 
 
+def _is_record(stored: Stored) -> bool:
+    """Whether a file holds a tensor as one record, or under a name in its header."""
+    return stored.data is None and not stored.runs
+
+
 class _Files:
     """The files that metadata names.
 
@@ -461,23 +466,19 @@ class _Files:
     ) -> None:
         self.faults: dict[str, InputError] = {}
         self._described = described
-        chunks_of_file: dict[str, list[tuple[Record, Stored, tuple[int, ...]]]] = {}
-        joined_of_file: dict[str, list[tuple[Stored, tuple[int, ...]]]] = {}
+        stored_of_file: dict[str, list[tuple[Stored, tuple[int, ...]]]] = {}
         for name, tensor in described.tensors.items():
             if name in described.faults:
                 continue
             for offsets, sizes, record, runs, strides in tensor.chunks:
-                if runs:
-                    stored = Stored(name, tensor.dtype, sizes, runs=runs, strides=strides)
-                    joined_of_file.setdefault(record.file, []).append((stored, offsets))
-                else:
-                    stored = Stored(name, tensor.dtype, sizes, record.offset, record.length, record.key)
-                    chunks_of_file.setdefault(record.file, []).append((record, stored, offsets))
+                file, first, length, key = record
+                stored = Stored(name, tensor.dtype, sizes, first, length, key, runs=runs, strides=strides)
+                stored_of_file.setdefault(file, []).append((stored, offsets))
         self._values = [(os.path.relpath(path, directory), stored) for path, stored in values]
         for file, stored in self._values:
-            joined_of_file.setdefault(file, []).append((stored, (0,) * len(stored.shape)))
-        self._names = natural_order({*chunks_of_file, *joined_of_file})
-        parts = {run[:3] for each in joined_of_file.values() for stored, _ in each for run in stored.runs}
+            stored_of_file.setdefault(file, []).append((stored, (0,) * len(stored.shape)))
+        self._names = natural_order(stored_of_file)
+        parts = {run[:3] for each in stored_of_file.values() for stored, _ in each for run in stored.runs}
         alone = {record.file for record in described.objects.values()}
         alone = {*alone, *(os.path.relpath(path, directory) for path, _, _ in parts)}.difference(self._names)
         self._sizes, problems = sizes_of_files(directory, [*self._names, *sorted(alone)], damaged, _HINT)
@@ -489,7 +490,7 @@ class _Files:
         self.indexes = [CheckpointIndex(path, ARCHIVES, self._sizes[path], {}, archived=True) for path in paths]
         self._tensors: dict[tuple[str, tuple[int, ...], str], Tensor] = {}
         for name, path in zip(self._names, paths):
-            problem = self._place(path, chunks_of_file.get(name, []), joined_of_file.get(name, []), handles)
+            problem = self._place(path, stored_of_file[name], handles)
             if problem is not None:
                 problems.append(problem)
         others = [*described.objects.values()]
@@ -497,39 +498,34 @@ class _Files:
         short = {problem.file for problem in problems}
         for record in sorted(others, key=lambda each: -each.offset - max(0, each.length)):
             path = os.path.join(directory, record.file)
-            if record.offset + max(0, record.length) > self._sizes[path] and path not in short:
-                problems.append(self._short(path, record))
+            end = record.offset + max(0, record.length)
+            if end > self._sizes[path] and path not in short:
+                problems.append(self._short(path, end))
                 short.add(path)
         if problems:
             raise one_error(problems, f"{directory} is not complete")
 
     def _place(
-        self,
-        path: str,
-        chunks: Sequence[tuple[Record, Stored, tuple[int, ...]]],
-        joined: Sequence[tuple[Stored, tuple[int, ...]]],
-        handles: FileHandles,
+        self, path: str, entries: list[tuple[Stored, tuple[int, ...]]], handles: FileHandles
     ) -> InputError | None:
         """Give the tensors of a file their places; an error where the file is too short."""
-        chunks = sorted(chunks, key=lambda each: (each[0].offset, each[0].length, each[0].key))
-        records = {record.length >= 0 for record, _, _ in chunks}
-        if len(records) > 1:
+        # Numbers in pickles and joined tensors come last, as `Placement` requires.
+        entries.sort(key=lambda each: (not _is_record(each[0]), each[0].offset, each[0].length, each[0].key))
+        records = [stored for stored, _ in entries if _is_record(stored)]
+        if len({record.length >= 0 for record in records}) > 1:
             return CheckpointError(f"{path}: holds records and a header by its metadata", file=path, hint=_HINT)
-        last = max((record for record, _, _ in chunks), key=lambda record: record.offset + record.length, default=None)
-        if last is not None and last.length >= 0 and last.offset + last.length > self._sizes[path]:
-            return self._short(path, last)
-        entries = [*(each[1:] for each in chunks), *joined]
+        end = max((record.offset + record.length for record in records), default=0)
+        if records and records[0].length >= 0 and end > self._sizes[path]:
+            return self._short(path, end)
         placement = Placement(path, [stored for stored, _ in entries])
         for (stored, offsets), tensor in zip(entries, placement.tensors()):
             self._tensors[stored.name, offsets, path] = tensor
         handles.place(path, placement)
         return None
 
-    def _short(self, path: str, record: Record) -> InputError:
+    def _short(self, path: str, end: int) -> InputError:
         return DamagedCheckpointError(
-            f"{path}: has {self._sizes[path]} bytes, and {record.offset + record.length} by the metadata",
-            file=path,
-            hint=_HINT,
+            f"{path}: has {self._sizes[path]} bytes, and {end} by the metadata", file=path, hint=_HINT
         )
 
     def tensors(self) -> Iterator[ChunkedTensor]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.forms.form import Cut, Form, FormOptions, Layouts, Names, SavedStep, Side, check_latest
+from reshard.forms.pytorch.chunk_headers import INFO, VERSION_KEY
 from reshard.forms.request import Means, Request
 from reshard.forms.tracker import Iteration, IterationNames, saved_steps
 from reshard.storage import is_directory, names_in
@@ -129,10 +130,6 @@ class HyperParallelForm(_DistributedForm):
 
         return HyperParallelFiles(checkpoint, selected(checkpoint, request.filters.admit), request, means)
 
-
-INFO = "DCP_SHARDING_INFO"
-"""The key of a header's metadata for the places of the file's tensors."""
-VERSION_KEY = "DCP_VERSION"
 
 SHARDED = "sharded"
 """The directory of shards beside consolidated files."""

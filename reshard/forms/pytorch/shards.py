@@ -10,109 +10,24 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
 
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_safetensors
-from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
-from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
+from reshard.checkpoints.formats.tensors import CheckpointIndex
+from reshard.errors import CheckpointError, InputError
 from reshard.forms.full.contents import Contents
 from reshard.forms.full.form import extra_files_in, report_unread
-from reshard.forms.pytorch.form import INFO, SHARD, VERSION_KEY, shards_in
+from reshard.forms.pytorch.chunk_headers import FULL_SHAPE, INFO, OFFSETS, VERSION_KEY, HeaderEntry, entries_of
+from reshard.forms.pytorch.form import SHARD, shards_in
 from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, tensor_fault
 from reshard.forms.request import Means, Request
 from reshard.forms.target import FinishingFile
 from reshard.forms.writing import ChunkFiles, Selected
 from reshard.layout import Box
 from reshard.storage import is_directory, names_in
-from reshard.storage.json_text import JsonError, parse_json
 from reshard.strategies import Strategy
-from reshard.text.messages import Report, listing, number_ranges, plural, quoted
+from reshard.text.messages import Report, listing, number_ranges, plural
 from reshard.text.names import layers_in_order, natural_order
-
-OFFSETS, FULL_SHAPE = "saved_offsets", "global_shape"
-# Keys of newer headers for the name of the tensor, where an entry has another name.
-_NAMES = ("fqn", "logical_fqn")
-
-
-class HeaderEntry(NamedTuple):
-    """The place of an entry in a tensor.
-
-    Attributes:
-        name: the tensor.
-        offsets: where the chunk begins.
-        shape: of the full tensor; None where that is not recorded.
-        sizes: of the chunk.
-    """
-
-    name: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...] | None
-    sizes: tuple[int, ...]
-
-    @property
-    def whole(self) -> bool:
-        """Whether the chunk seems to be all of the tensor."""
-        return not any(self.offsets) and self.shape in (None, self.sizes)
-
-
-def entries_of(index: CheckpointIndex) -> Iterator[tuple[HeaderEntry, Tensor]]:
-    """Every entry of a file, and its place in a tensor; an error if its header has none, or an impossible one."""
-    info = sharding_info(index)
-    if info is None:
-        raise CheckpointError(
-            f"{index.path}: its header has no {INFO}, so nothing records which parts of tensors it holds",
-            file=index.path,
-            hint="copy the file again from where it was saved",
-        )
-    unknown = [key for key in info if key not in index.tensors]
-    if unknown:
-        raise _wrong(index.path, unknown[0], f"is in {INFO}, and the file does not hold it")
-    for key, stored in index.tensors.items():
-        place = info.get(key)
-        if not isinstance(place, dict) or OFFSETS not in place:
-            raise _wrong(index.path, key, f"has no {OFFSETS} in {INFO}")
-        strange = sorted(place.keys() - {OFFSETS, FULL_SHAPE, *_NAMES})
-        if strange:
-            raise _wrong(index.path, key, f"has {quoted(strange[0])} in {INFO}, which this version does not support")
-        offsets, shape = place[OFFSETS], place.get(FULL_SHAPE)
-        for field, numbers in ((OFFSETS, offsets), (FULL_SHAPE, shape)):
-            if numbers is not None and not _are_numbers(numbers, len(stored.shape)):
-                raise _wrong(index.path, key, f"of shape {list(stored.shape)} has {field} {str(numbers)[:80]}")
-        names = {place[word] for word in _NAMES if word in place}
-        if any(not isinstance(name, str) or not name for name in names) or len(names) > 1:
-            raise _wrong(index.path, key, f"has no one name in {INFO}")
-        name = next(iter(names), key)
-        yield HeaderEntry(name, tuple(offsets), None if shape is None else tuple(shape), stored.shape), stored
-
-
-def sharding_info(index: CheckpointIndex) -> dict[str, Any] | None:
-    text = index.metadata.get(INFO)
-    if text is None:
-        return None
-    try:
-        info = parse_json(text.encode())
-    except JsonError as error:
-        raise DamagedCheckpointError(f"{index.path}: {INFO} is damaged: {error}", file=index.path) from None
-    if not isinstance(info, dict):
-        raise DamagedCheckpointError(f"{index.path}: {INFO} is no object", file=index.path)
-    return info
-
-
-def _are_numbers(numbers: object, count: int) -> bool:
-    return (
-        isinstance(numbers, list) and len(numbers) == count and all(type(each) is int and each >= 0 for each in numbers)
-    )
-
-
-def _wrong(path: str, name: str, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: {quoted(name)} {problem}",
-        file=path,
-        parameter=name,
-        hint="take the files of one save; a newer version of reshard may read more of these headers",
-    )
-
 
 _VERSION = "1.0"
 
@@ -188,7 +103,7 @@ class _Shards:
         chunks: dict[str, list[Chunk]] = defaultdict(list)
         kinds: dict[str, set[str]] = defaultdict(set)
         shapes: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-        entries_of_header: dict[tuple[int, int], list[tuple[HeaderEntry, Tensor]]] = {}
+        entries_of_header: dict[tuple[int, int], list[HeaderEntry]] = {}
         referenced: list[object] = []
         for number, index in enumerate(self.indexes):
             # Files that are built alike share both.
@@ -197,10 +112,11 @@ class _Shards:
                 entries_of_header[key] = list(entries_of(index))
                 referenced.append((index.tensors, index.metadata))
             entries = entries_of_header[key]
-            has_own_names = any(entry.name != stored.name for entry, stored in entries)
+            has_own_names = any(entry.name != entry.stored.name for entry in entries)
             if has_own_names:
                 self.indexes[number] = CheckpointIndex(index.path, index.format, index.size, {}, index.crc)
-            for entry, stored in entries:
+            for entry in entries:
+                stored = entry.stored
                 chunks[entry.name].append(Chunk(entry.offsets, stored.shape, number, stored if has_own_names else None))
                 kinds[entry.name].add(stored.dtype)
                 if entry.shape is not None:

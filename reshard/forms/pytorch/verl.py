@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.formats.archives import TENSOR_NAMES, Archive, Elements
+from reshard.checkpoints.formats.archives import TENSOR_NAMES, Archive, Elements, plain_tensor
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.pickles import PickledInstance, among, named, sizes_of
 from reshard.checkpoints.formats.tensors import CheckpointIndex
@@ -22,14 +22,20 @@ from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.full.form import OF_VERL, extra_files_in, file_names
 from reshard.forms.pytorch.form import VERL_FILE
-from reshard.forms.recorded import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, tensor_fault
+from reshard.forms.recorded import (
+    Chunk,
+    ChunkedCheckpoint,
+    ChunkedTensor,
+    ProblemError,
+    chunked_checkpoint,
+    tensor_fault,
+)
 from reshard.forms.request import Means, Request
 from reshard.storage import for_each, is_directory, names_in, reading
 from reshard.text.messages import Report, listing, number_ranges, plural
 from reshard.text.names import layers_in_order
 
 _REBUILD_TYPE, _WRAPPER = "torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_wrapper_subclass"
-_PARAMETER = "torch._utils._rebuild_parameter"
 _TENSOR = "DTensor"
 _REPLICATE, _SHARD, _STRIDED = "Replicate", "Shard", "_StridedShard"
 _CLASSES = frozenset(
@@ -62,21 +68,16 @@ class RankPart(NamedTuple):
     elements: Elements
 
 
-class PlacementError(ValueError):
-    """A tensor whose placement is not read; its text is the end of a sentence about the tensor."""
-
-
 def part_of(archive: Archive, value: Any) -> RankPart | None:
     """The part of a tensor that a value of a state dictionary is; None for a value that is no tensor.
 
     Raises:
-        PlacementError: nothing records which part it is, or in a way that is not read.
+        ProblemError: nothing records which part it is, or in a way that is not read.
         DamagedCheckpointError: the archive is damaged.
     """
     if not isinstance(value, PickledInstance):
         return None
-    if value.name == _PARAMETER and value.args and isinstance(value.args[0], PickledInstance):
-        value = value.args[0]
+    value = plain_tensor(value)
     if value.name != _REBUILD_TYPE:
         elements = archive.tensor(value)
         return RankPart(elements.shape, (0,) * len(elements.shape), elements.shape, 1, elements)
@@ -87,7 +88,7 @@ def part_of(archive: Archive, value: Any) -> RankPart | None:
     mesh_shape, coordinates = _mesh_shape(mesh), mesh.get("_coordinate_on_dim", ())
     placements = spec.get("placements")
     if shape is None or mesh_shape is None or not isinstance(placements, tuple) or len(placements) != len(mesh_shape):
-        raise PlacementError("has a mesh or placements that are not read")
+        raise ProblemError("has a mesh or placements that are not read")
     if coordinates is None:
         return RankPart(shape, None, elements.shape, math.prod(mesh_shape), elements)
     coordinates = sizes_of(coordinates)
@@ -96,7 +97,7 @@ def part_of(archive: Archive, value: Any) -> RankPart | None:
         or len(coordinates) != len(mesh_shape)
         or not all(at < size for at, size in zip(coordinates, mesh_shape))
     ):
-        raise PlacementError("does not record the place of its rank in the mesh")
+        raise ProblemError("does not record the place of its rank in the mesh")
     offsets, sizes = [0] * len(shape), list(shape)
     order = spec.get("shard_order")
     for dimension, mesh_dimensions in _cuts(placements, mesh_shape, len(shape), order).items():
@@ -104,7 +105,7 @@ def part_of(archive: Archive, value: Any) -> RankPart | None:
         count = math.prod(mesh_shape[number] for number in mesh_dimensions)
         if strided and len(mesh_dimensions) > 2 and shape[dimension] % count:
             # Cut one after the other, and joined as placements describe it, such parts are different ones.
-            raise PlacementError(f"of shape {list(shape)} has uneven strided parts of several cuts, which are not read")
+            raise ProblemError(f"of shape {list(shape)} has uneven strided parts of several cuts, which are not read")
         for number in mesh_dimensions:
             # Parts of one size, as torch.chunk makes them: the last ones are smaller or empty.
             part = -(-sizes[dimension] // mesh_shape[number])
@@ -112,7 +113,7 @@ def part_of(archive: Archive, value: Any) -> RankPart | None:
             offsets[dimension] += start
             sizes[dimension] = min(part, sizes[dimension] - start)
     if elements.shape != tuple(sizes) and not (0 in elements.shape and 0 in sizes):
-        raise PlacementError(
+        raise ProblemError(
             f"of shape {list(shape)} has a part of shape {list(elements.shape)}, and one of {sizes} by its placement"
         )
     return RankPart(shape, tuple(offsets), tuple(sizes), math.prod(mesh_shape), elements)
@@ -123,7 +124,7 @@ def _wrapped(value: PickledInstance) -> tuple[tuple[int, ...] | None, dict[str, 
     wrapper = args[2] if len(args) > 3 and isinstance(args[2], tuple) and len(args[2]) > 2 else (None,)
     if args and getattr(args[0], "name", None) == _WRAPPER and _class(wrapper[0]) == _TENSOR:
         return sizes_of(wrapper[2]), _fields(args[3])
-    raise PlacementError("is a tensor of a class that is not read")
+    raise ProblemError("is a tensor of a class that is not read")
 
 
 def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -149,7 +150,7 @@ def _cuts(placements: Sequence[Any], mesh_shape: Sequence[int], dimensions: int,
     """Per dimension of a tensor the dimensions of the mesh that cut it, the first cut first.
 
     Raises:
-        PlacementError: it is placed otherwise.
+        ProblemError: it is placed otherwise.
     """
     cuts: dict[int, list[int]] = {}
     # From the last one on, as a strided part is cut after others to its right, in as many parts as it records.
@@ -159,17 +160,17 @@ def _cuts(placements: Sequence[Any], mesh_shape: Sequence[int], dimensions: int,
             continue
         dimension = fields.get("dim")
         if kind not in (_SHARD, _STRIDED) or type(dimension) is not int or not 0 <= dimension < dimensions:
-            raise PlacementError(f"has the placement {kind or 'of no name'}, which is not read")
+            raise ProblemError(f"has the placement {kind or 'of no name'}, which is not read")
         cut = cuts.setdefault(dimension, [])
         part_counts = [math.prod(mesh_shape[each] for each in cut[:count]) for count in range(len(cut) + 1)]
         parts = fields.get("split_factor") if kind == _STRIDED else 1
         if parts not in part_counts or (kind == _STRIDED and order):
-            raise PlacementError("has a strided placement that is not read")
+            raise ProblemError("has a strided placement that is not read")
         cut.insert(part_counts.index(parts), number)
     if order:
         recorded = _recorded_order(order)
         if {dimension: sorted(cut) for dimension, cut in recorded.items()} != cuts:
-            raise PlacementError("has an order of its cuts that contradicts its placements")
+            raise ProblemError("has an order of its cuts that contradicts its placements")
         return recorded
     return cuts
 
@@ -268,12 +269,12 @@ class _RankFile(NamedTuple):
 
     header: CheckpointIndex
     placement: Placement
-    parts: Mapping[str, RankPart | PlacementError | None]
+    parts: Mapping[str, RankPart | ProblemError | None]
 
 
 def _read_rank(path: str, handles: FileHandles) -> _RankFile | DamagedCheckpointError:
     """The tensors of a rank, or why its file is damaged."""
-    parts: dict[str, RankPart | PlacementError | None] = {}
+    parts: dict[str, RankPart | ProblemError | None] = {}
     with reading(path), contextlib.closing(handles.open_file(path)) as file:
         size = file.size()
         try:
@@ -286,7 +287,7 @@ def _read_rank(path: str, handles: FileHandles) -> _RankFile | DamagedCheckpoint
             for name, value in state.items():
                 try:
                     parts[name] = part_of(archive, value)
-                except PlacementError as error:
+                except ProblemError as error:
                     parts[name] = error
         except DamagedCheckpointError as error:
             return DamagedCheckpointError(error.message, file=path, hint=_HINT)
@@ -343,7 +344,7 @@ def _tensors(
 
 
 def _problem(
-    part: RankPart | PlacementError | None,
+    part: RankPart | ProblemError | None,
     first: RankPart | None,
     by_offsets: Mapping[tuple[int, ...] | None, RankPart],
     world: int,
@@ -358,7 +359,7 @@ def _problem(
         world: the number of ranks that saved.
         missing: the file of one of them is not read.
     """
-    if isinstance(part, PlacementError):
+    if isinstance(part, ProblemError):
         return str(part)
     if part is None:
         return "is missing or no tensor, and is a tensor in the file of another rank"

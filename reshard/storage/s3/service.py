@@ -35,6 +35,16 @@ _TRIES = 5
 _MAX_TEXT = 200
 # Credentials that the service rejects, with any status.
 _REJECTED = ("ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "TokenRefreshRequired")
+_NUMBERS = {
+    401: errno.EACCES,
+    403: errno.EACCES,
+    404: errno.ENOENT,
+    409: errno.ESTALE,
+    412: errno.ESTALE,
+    416: errno.ERANGE,
+    501: errno.ENOTSUP,
+}
+"""The error of a file for a status of HTTP."""
 
 
 class Address(NamedTuple):
@@ -103,11 +113,6 @@ def service(path: str) -> Service:
             file=path,
             hint="check --endpoint-url, or AWS_ENDPOINT_URL and the profile",
         ) from None
-
-
-@functools.cache
-def _service(url: str | None) -> Service:
-    return Service(url)
 
 
 class Service:
@@ -235,19 +240,12 @@ class Service:
                 file=path,
                 hint="check the name, --endpoint-url or AWS_ENDPOINT_URL, and the profile; or create the bucket",
             )
-        if status == 404:
-            return FileNotFoundError(errno.ENOENT, text, path)
-        if status in (401, 403) or code in _REJECTED:
-            return PermissionError(errno.EACCES, text, path)
+        number = errno.EACCES if code in _REJECTED else _NUMBERS.get(status)
+        if number is not None:
+            return OSError(number, CHANGED if number == errno.ESTALE else text, path)
         if 300 <= status < 400:
             text = f"the object store redirects to another address ({text}); check --endpoint-url and the region"
             return OSError(errno.EIO, text, path)
-        if status == 416:
-            return OSError(errno.ERANGE, text, path)
-        if status == 501:
-            return OSError(errno.ENOTSUP, text, path)
-        if status in (409, 412):
-            return OSError(errno.ESTALE, CHANGED, path)
         return unexpected(path, text or f"status {status}")
 
     def _without_secrets(self, text: str) -> str:
@@ -257,6 +255,9 @@ class Service:
             for secret in (credentials.access_key, credentials.secret_key, credentials.token):
                 text = text.replace(secret, "...") if secret else text
         return _one_line(text)
+
+
+_service = functools.cache(Service)
 
 
 def unexpected(path: str, problem: str) -> OSError:

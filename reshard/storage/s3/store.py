@@ -168,11 +168,9 @@ class S3Store(Store):
         return bool(page.get("Contents"))
 
 
+_store = functools.cache(S3Store)
+
+
 def s3_store(path: str) -> S3Store:
     Address.parse(path)
     return _store(service(path))
-
-
-@functools.cache
-def _store(service: Service) -> S3Store:
-    return S3Store(service)

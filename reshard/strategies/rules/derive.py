@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from reshard.errors import StrategyError
 from reshard.layout import Layout
@@ -210,33 +209,28 @@ class _ShardingRun:
         return None if record == NO_SHARDS else False
 
 
-class Learned(NamedTuple):
-    """The candidates that agree with the sources.
-
-    Attributes:
-        candidates: per weight.
-        rules: a rule per weight with its candidates; none for weights without.
-        unexplained: weights with cuts that no size explains.
-    """
-
-    candidates: Mapping[str, tuple[Candidate, ...]]
-    rules: LayoutRules
-    unexplained: tuple[str, ...]
-
-
-def learn(sources: Sequence[SourceRun], model: ModelTensors, target: AxisSizes | None = None) -> Learned:
-    """Read rules out of strategies.
+def learn(
+    sources: Sequence[SourceRun],
+    model: ModelTensors,
+    target: AxisSizes | None = None,
+    stated: Sequence[LayoutRule] = (),
+) -> LayoutRules:
+    """A rule per weight with the candidates that agree with the strategies.
 
     Args:
         sources: strategies with the sizes of their runs, at least one.
         model: the weights of the first, with their shapes.
         target: if equal to a source's sizes, its layouts are copied.
+        stated: rules of weights that may have cuts that no size explains.
+
+    Raises:
+        StrategyError: no size explains the cuts of a weight, or a size cuts no weight with certainty.
     """
     candidates = _candidates_of(sources, model)
     alike = next((source for source in sources if target is not None and _same(source.sizes, target)), None)
     # The cuts of a model's own axes are unknown; layouts with them can only be copied.
     own_axes = any(name not in NAMES for source in sources for name in source.sizes.named)
-    # `check_explained` reports weights without candidates.
+    # Weights without candidates are reported below.
     if not own_axes and all(candidates.values()):
         for source in sources:
             _check_sizes_cut(source, candidates)
@@ -246,13 +240,15 @@ def learn(sources: Sequence[SourceRun], model: ModelTensors, target: AxisSizes |
     for name, of_weight in candidates.items():
         recorded = _recorded(alike, model.weights[name]) if alike is not None else None
         if not of_weight and (recorded is None or not own_axes):
-            unexplained.append(name)
+            if not any(rule.matches(name) and rule.has_cuts for rule in stated):
+                unexplained.append(name)
             continue
         where = "what the strategies show"
         rules.append(LayoutRule((name,), where, candidates=of_weight, recorded=recorded, optimizer_shard=shards[name]))
+    if unexplained:
+        raise _unexplained(unexplained, sources)
     path = sources[0].strategy.path
-    shown = LayoutRules(path, tuple(rules), _pipeline(sources, model), shown=_shown(sources))
-    return Learned(candidates, shown, tuple(unexplained))
+    return LayoutRules(path, tuple(rules), _pipeline(sources, model), shown=_shown(sources))
 
 
 def _same(first: AxisSizes, second: AxisSizes) -> bool:
@@ -319,16 +315,14 @@ def uneven_source(sources: Sequence[SourceRun], layers: Mapping[str, int]) -> st
     return None
 
 
-def check_explained(learned: Learned, stated: Sequence[LayoutRule], sources: Sequence[SourceRun]) -> None:
-    """Refuse weights whose cuts no size explains, unless a stated rule gives them."""
-    missing = [name for name in learned.unexplained if not any(rule.matches(name) and rule.has_cuts for rule in stated)]
-    if missing:
-        layout = next(layout for source in sources for _, layout in source.holding(missing[0]))
-        raise StrategyError(
-            f"{sources[0].strategy.path}: no size explains device matrix {list(layout.device_matrix)}, tensor map "
-            f"{layout.map_text}: " + listing(missing),
-            file=sources[0].strategy.path,
-            parameter=missing[0],
-            hint="check the sizes. A model with a device grid of its own has names of its own for its "
-            "axes, as in x=2,y=4, and is derived for the same sizes alone",
-        )
+def _unexplained(names: Sequence[str], sources: Sequence[SourceRun]) -> StrategyError:
+    """The error of weights with cuts that no size explains."""
+    layout = next(layout for source in sources for _, layout in source.holding(names[0]))
+    return StrategyError(
+        f"{sources[0].strategy.path}: no size explains device matrix {list(layout.device_matrix)}, tensor map "
+        f"{layout.map_text}: " + listing(names),
+        file=sources[0].strategy.path,
+        parameter=names[0],
+        hint="check the sizes. A model with a device grid of its own has names of its own for its "
+        "axes, as in x=2,y=4, and is derived for the same sizes alone",
+    )
