@@ -308,10 +308,6 @@ def test_a_tree_of_plain_files_is_not_copied(world: World, key_file: Path) -> No
     refused(3, world, key_file, world.src)
 
 
-def test_a_missing_source_is_an_error(world: World, key_file: Path) -> None:
-    refused(3, world, key_file, world.src)
-
-
 @pytest.mark.parametrize("dst", ["src", "src/plain", ".", "plain.ckpt", "s3://bucket/plain"])
 def test_decrypted_files_go_to_a_directory_apart_from_the_source(world: World, dst: str, key_file: Path) -> None:
     world.save(FULL)
@@ -341,16 +337,6 @@ def test_the_key_may_come_from_standard_input(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(KEY + b"\n")))
     done("decrypt", path, tmp_path / "plain", "--key-file", "-")
     assert (tmp_path / "plain" / "net.ckpt").read_bytes() == data
-
-
-def test_the_key_may_come_through_a_pipe(key_file: Path) -> None:
-    receiver, sender = os.pipe()
-    os.write(sender, KEY)
-    os.close(sender)
-    try:
-        assert read_key(f"/proc/self/fd/{receiver}") == KEY
-    finally:
-        os.close(receiver)
 
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
