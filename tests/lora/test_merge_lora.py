@@ -181,14 +181,6 @@ def test_adapters_stored_among_the_weights_of_ranks_are_merged(tmp_path: Path, s
         assert mine.keys() == tensors.keys() and all(mine[name].same(tensor) for name, tensor in tensors.items())
 
 
-def test_full_weights_are_merged_into_ranks_of_a_target_strategy(tmp_path: Path) -> None:
-    src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices())
-    layouts = {name: layout([2], [0, -1] if len(shape) == 2 else [-1]) for name, shape in SHAPES.items()}
-    saved = write_strategy(tmp_path / "two.ckpt", single(layouts), SHAPES, "merged")
-    done("merge-lora", src, adapter, tmp_path / "out", "--dst-strategy", saved, "--verify")
-    assert sorted(read_tree(tmp_path / "out")) == [0, 1]
-
-
 def test_the_same_command_resumes_and_another_adapter_is_refused(tmp_path: Path) -> None:
     src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices())
     words: list[Argument] = ["merge-lora", src, adapter, tmp_path / "out", "--max-shard-size", "1MB"]
@@ -314,22 +306,6 @@ def test_an_alpha_without_finite_weights_is_wrong_usage(tmp_path: Path, alpha: s
     adapter = peft(tmp_path / "adapter", matrices())
     words: list[Argument] = ["merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out"]
     fails(2, *words, "--alpha", alpha, texts=["--alpha", "number"])
-
-
-def test_an_invalid_adapter_rank_is_refused_before_reading(tmp_path: Path) -> None:
-    name, rank = "base_model.model.model.layers.0.self_attn.q_proj", 1 << 24
-    shapes = {f"{name}.lora_A.weight": [rank, 1500], f"{name}.lora_B.weight": [640, rank]}
-    header, end = {}, 0
-    for tensor, shape in shapes.items():
-        header[tensor] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end := end + 4 * shape[0] * shape[1]]}
-    text = json.dumps(header).encode()
-    adapter = peft(tmp_path / "adapter", {}, r=rank)
-    with (adapter / "adapter_model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    fails(
-        3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", texts=[f"rank {rank}", "4096"]
-    )
 
 
 def test_matrices_of_two_adapters_are_not_paired(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard as package
-from reshard.execute import Budget
 from reshard.quantised import decoding, values
 from tests.asking import open_checkpoint
 from tests.checkpoint_writing import write_safetensors
@@ -60,23 +59,6 @@ def test_a_directory_is_dequantised_to_the_given_dtype(tmp_path: Path, scheme: s
     same_checkpoints(read_checkpoint(written), expected(quantised, dtype))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_little_memory_gives_the_same_elements(tmp_path: Path, scheme: str) -> None:
-    quantised = write_model(tmp_path / "src", scheme)
-
-    done("convert", tmp_path / "src", tmp_path / "out", "--dequantize", "BFloat16", "--max-memory", "16K")
-
-    (written,) = (tmp_path / "out").glob("*.safetensors")
-    same_checkpoints(read_checkpoint(written), expected(quantised))
-
-
-@given(jobs=st.integers(1, 64), memory=st.integers(1 << 20, 1 << 30))
-def test_memory_for_decoding_is_part_of_the_limit(jobs: int, memory: int) -> None:
-    options = Budget.of(jobs, memory, decoded=True)
-    assert options.decoding_bytes
-    assert options.buffer_bytes <= memory
 
 
 @pytest.mark.deep
