@@ -315,6 +315,14 @@ def test_files_of_other_endings_are_refused(tmp_path: Path) -> None:
         index_of(tmp_path / "x.pt")
 
 
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"none\.ckpt: does not exist"):
+        index_of(tmp_path / "none.ckpt")
+    (tmp_path / "dir.ckpt").mkdir()
+    with pytest.raises(CheckpointError, match=r"dir\.ckpt: is not a file"):
+        index_of(tmp_path / "dir.ckpt")
+
+
 # Cost.
 
 

@@ -308,6 +308,10 @@ def test_a_tree_of_plain_files_is_not_copied(world: World, key_file: Path) -> No
     refused(3, world, key_file, world.src)
 
 
+def test_a_missing_source_is_an_error(world: World, key_file: Path) -> None:
+    refused(3, world, key_file, world.src)
+
+
 @pytest.mark.parametrize("dst", ["src", "src/plain", ".", "plain.ckpt", "s3://bucket/plain"])
 def test_decrypted_files_go_to_a_directory_apart_from_the_source(world: World, dst: str, key_file: Path) -> None:
     world.save(FULL)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard.asked import Source
 from reshard.errors import CheckpointError
 from reshard.forms.ranks.naming import Step, name_families, parse_stem
 from reshard.forms.ranks.tree import SourceTree, find_checkpoints
@@ -57,6 +58,15 @@ def test_other_files_and_directories_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "rank_0" / "z-1_9.ckpt").mkdir()
     assert steps_of(tree) == {"1_1": ["rank_0/x-1_1.ckpt"]}
     assert tree.ranks == (0,)
+
+
+def test_an_unfinished_directory_is_refused(tmp_path: Path) -> None:
+    root = plant(tmp_path / "ttp_saved_checkpoints-step_3_tmp", ["rank_0/ttp_rank_0-1_3.ckpt"])
+    for src in (str(root), f"{root}/", f"{root}/rank_{{rank}}"):
+        with pytest.raises(CheckpointError, match="_tmp"):
+            find_checkpoints(src)
+    with pytest.raises(CheckpointError, match="no checkpoint file matches"):
+        find_checkpoints(str(tmp_path / "ttp*" / "rank_{rank}"))
 
 
 # Steps.
@@ -158,6 +168,16 @@ def test_families_of_names_are_found_for_any_ranks(prefixes: list[str], ranks: I
     assert len(set(families.values())) == len(prefixes)
 
 
+def test_a_suffix_matches_the_end_of_the_stem(tmp_path: Path) -> None:
+    names = ["rank_0/net-1_10.ckpt", "rank_0/net-1_10_breakpoint.ckpt", "rank_1/net-1_10_breakpoint.ckpt"]
+    names += ["rank_2/net-1_10.ckpt"]
+    tree = find_checkpoints(Source(str(plant(tmp_path, names)), file_suffix="_breakpoint"))
+    assert steps_of(tree) == {"1_10": names[1:3]}
+    assert tree.ranks == (0, 1, 2)
+    with pytest.raises(CheckpointError, match=r"'\.ckpt'(.|\n)*--file-suffix"):
+        find_checkpoints(Source(str(tmp_path), file_suffix=".ckpt"))
+
+
 # --file-suffix
 
 
@@ -218,6 +238,16 @@ def test_a_pattern_without_a_match_is_an_error(tmp_path: Path) -> None:
     for pattern in ("rank_{rank}/*.ckpt", "rank_{rank}", "none/{rank}/x.ckpt", "rank_{rank}/notes.txt"):
         with pytest.raises(CheckpointError, match="no checkpoint file matches"):
             find_checkpoints(str(tmp_path / pattern))
+
+
+def test_missing_and_empty_sources_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="none: does not exist"):
+        find_checkpoints(str(tmp_path / "none"))
+    with pytest.raises(CheckpointError, match="is an empty directory"):
+        find_checkpoints(str(tmp_path))
+    (tmp_path / "rank_0").mkdir()
+    with pytest.raises(CheckpointError, match=r"rank directories \(rank_0\) hold no"):
+        find_checkpoints(str(tmp_path))
 
 
 # Sources that hold nothing, or something else.

@@ -308,6 +308,22 @@ def test_an_alpha_without_finite_weights_is_wrong_usage(tmp_path: Path, alpha: s
     fails(2, *words, "--alpha", alpha, texts=["--alpha", "number"])
 
 
+def test_an_invalid_adapter_rank_is_refused_before_reading(tmp_path: Path) -> None:
+    name, rank = "base_model.model.model.layers.0.self_attn.q_proj", 1 << 24
+    shapes = {f"{name}.lora_A.weight": [rank, 1500], f"{name}.lora_B.weight": [640, rank]}
+    header, end = {}, 0
+    for tensor, shape in shapes.items():
+        header[tensor] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end := end + 4 * shape[0] * shape[1]]}
+    text = json.dumps(header).encode()
+    adapter = peft(tmp_path / "adapter", {}, r=rank)
+    with (adapter / "adapter_model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    fails(
+        3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", texts=[f"rank {rank}", "4096"]
+    )
+
+
 def test_matrices_of_two_adapters_are_not_paired(tmp_path: Path) -> None:
     src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices(), ".one")
     path = adapter / "adapter_model.safetensors"

@@ -78,6 +78,11 @@ def test_a_transfer_map_separates_and_names_pipeline_stages() -> None:
     assert not paths_of(alone, "stage") and not any(word.startswith("stage") for word in words(alone))
 
 
+def test_narrow_stages_have_no_captions() -> None:
+    picture = transfer_map({(0, 0): 1}, 1024, 1, "x", source_stages=range(0, 1024, 16))
+    assert len(line_places(picture, "stage")[0]) == 63 and not any(word.startswith("stage") for word in words(picture))
+
+
 def test_a_transfer_map_without_transfers_notes_it() -> None:
     assert "0 B from 3 source ranks to 1 target rank; 0 of 3 pairs" in " ".join(words(transfer_map({}, 3, 1, "x")))
 
