@@ -105,6 +105,11 @@ def group_files() -> list[Path]:
     return sorted((cases.case_directory("01_dp2mp4_adam") / "group_info").glob("*.pb"))
 
 
+def test_group_info_prints_the_restore_list_on_a_line_of_its_own() -> None:
+    lines = done("group-info", "inspect", group_files()[0]).out.splitlines()
+    assert "[0, 4]" in [line.strip() for line in lines]
+
+
 def test_group_info_as_json_has_its_fixed_shape() -> None:
     files = group_files()
     entries = done("group-info", "inspect", *files, "--json").json
