@@ -61,6 +61,16 @@ def test_a_directory_is_dequantised_to_the_given_dtype(tmp_path: Path, scheme: s
     assert "quantization_config" not in config
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_little_memory_gives_the_same_elements(tmp_path: Path, scheme: str) -> None:
+    quantised = write_model(tmp_path / "src", scheme)
+
+    done("convert", tmp_path / "src", tmp_path / "out", "--dequantize", "BFloat16", "--max-memory", "16K")
+
+    (written,) = (tmp_path / "out").glob("*.safetensors")
+    same_checkpoints(read_checkpoint(written), expected(quantised))
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("scheme", ["fp8 blocks", "int8 groups with zero points", "mxfp4"])
 @pytest.mark.parametrize("form", ["dcp", "hf-sharded", "hyper-parallel"])

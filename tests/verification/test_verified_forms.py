@@ -185,6 +185,17 @@ def test_parts_of_a_form_are_not_verified_alone(world: World) -> None:
     fails(2, "verify", world.dst, "--ranks", "0", "--src", world.src, "--src-strategy", world.old, texts=["--ranks"])
 
 
+def test_missing_files_beside_hugging_face_weights_are_found(world: World) -> None:
+    source = make("huggingface", world)
+    (source / "config.json").write_text("{}")
+    done("convert", source, world.dst, "--to", "huggingface", "--verify")
+    (world.dst / "config.json").write_text("{ }")
+    result = done("verify", world.dst, "--src", source)
+    warns(result, "config.json")
+    (world.dst / "config.json").unlink()
+    differs("verify", world.dst, "--src", source, texts=["config.json", "missing"])
+
+
 def test_a_checkpoint_has_one_fingerprint_in_all_forms(world: World) -> None:
     ranks = make("ranks", world)
     output = done("fingerprint", world.src, "--strategy", world.old).out

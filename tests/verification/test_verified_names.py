@@ -287,6 +287,12 @@ def test_filters_match_written_names(models: Models) -> None:
     assert found(fails(4, *models.verify(*models.names, "--json"))) == {("missing", "net.down")}
 
 
+def test_ranks_selects_the_compared_renamed_targets(models: Models) -> None:
+    models.convert(*models.names, "--ranks", "1,2", "--verify")
+    done(*models.verify(*models.names, "--ranks", "1"))
+    fails(4, *models.verify(*models.names))
+
+
 # The recorded names and types of a directory.
 
 
