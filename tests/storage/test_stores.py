@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
-from reshard.errors import RetryableError
+from reshard.errors import RetryableError, UsageError
 from reshard.storage import (
     DirectoryEntry,
     OpenFile,
@@ -99,6 +99,19 @@ def test_a_read_ends_at_the_end_of_the_file(place: Place) -> None:
     assert file.read_into(95, memoryview(out)) == 5 and out[:5] == bytes(range(95, 100))
     assert file.read_into(100, memoryview(out)) == 0
     file.close()
+
+
+def test_names_that_no_object_can_have_are_refused() -> None:
+    for path in (
+        "s3://",
+        "s3:///key",
+        "s3://bucket/a//b",
+        "s3://bucket/../b",
+        "s3://b u/x",
+        f"s3://bucket/{'x' * 2000}",
+    ):
+        with pytest.raises(UsageError):
+            status_at(path)
 
 
 @pytest.mark.deep
