@@ -343,16 +343,6 @@ def test_the_key_may_come_from_standard_input(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "plain" / "net.ckpt").read_bytes() == data
 
 
-def test_the_key_may_come_through_a_pipe(key_file: Path) -> None:
-    receiver, sender = os.pipe()
-    os.write(sender, KEY)
-    os.close(sender)
-    try:
-        assert read_key(f"/proc/self/fd/{receiver}") == KEY
-    finally:
-        os.close(receiver)
-
-
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
 @pytest.mark.parametrize("key", [KEY, KEY[:15] + b"\n", bytes(24), bytes(range(32))])
 def test_a_trailing_newline_is_not_part_of_the_key(key: bytes, end: bytes, tmp_path: Path) -> None:

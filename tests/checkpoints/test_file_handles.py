@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import threading
 from pathlib import Path
 
@@ -34,16 +33,6 @@ def is_open(fd: int) -> bool:
 def descriptor(file: ReadableFile) -> int:
     assert file.descriptor is not None
     return file.descriptor
-
-
-def test_a_file_is_opened_once(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = count_opened(monkeypatch)
-    with FileHandles(limit=6) as handles:
-        for _ in range(3):
-            for path in paths:
-                with handles.borrow(path) as file:
-                    assert file.read(0, 1) == os.path.basename(path).encode()
-    assert opened == dict.fromkeys(paths, 1)
 
 
 def test_the_least_recently_used_file_is_closed_first(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,14 +84,6 @@ def test_a_descriptor_in_use_is_never_closed(paths: list[str]) -> None:
             assert again == first
 
 
-def test_descriptors_are_read_only_and_not_inherited(paths: list[str]) -> None:
-    with FileHandles() as handles, handles.borrow(paths[0]) as file:
-        fd = descriptor(file)
-        assert not os.get_inheritable(fd)
-        with pytest.raises(OSError):
-            os.write(fd, b"x")
-
-
 def test_a_failed_open_leaves_no_descriptor(paths: list[str], tmp_path: Path) -> None:
     with FileHandles() as handles:
         with pytest.raises(FileNotFoundError), handles.borrow(str(tmp_path / "none")):
@@ -152,12 +133,6 @@ def test_threads_share_handles(paths: list[str]) -> None:
         for thread in threads:
             thread.join()
     assert not failures
-
-
-def test_the_default_limit_leaves_descriptors_for_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    for soft, most in ((1024, 512), (20, 10), (1 << 20, 1024), (-1, 1024)):
-        monkeypatch.setattr(resource, "getrlimit", lambda which, soft=soft: (soft, soft))
-        assert FileHandles().limit == most
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import pickle
-import struct
 from collections import OrderedDict
 from typing import Any
 
@@ -120,36 +118,6 @@ def test_states_and_arguments_may_be_shared(protocol: int) -> None:
     assert [each.args for each in read[3:5]] == [args] * 2 and read[5] == args
 
 
-@pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_a_state_may_contain_itself(protocol: int) -> None:
-    state: dict[str, Any] = {"first": 1}
-    outer, inner = _with_state(state), _with_state(state)
-    state.update(inner=[inner], last=2)
-    read = read_pickle(pickle.dumps(outer, protocol), _is_allowed)
-    assert read.fields["inner"][0].fields is read.fields
-    assert [*read.fields] == ["first", "inner", "last"]
-
-
-@pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_an_instance_may_be_in_its_own_state(protocol: int) -> None:
-    instance = _with_state({})
-    instance.__dict__.update(before=1, itself=[instance], nested={"state": _with_state({"a": 2})}, after=3)
-    read = read_pickle(pickle.dumps(instance, protocol), _is_allowed)
-    assert (read.fields["before"], read.fields["after"]) == (1, 3)
-    assert read.fields["itself"][0] is read
-    assert read.fields["nested"]["state"].fields == {"a": 2}
-
-
-def _with_state(state: dict[str, Any]) -> _Stateful:
-    instance = _Stateful()
-    instance.__dict__ = state
-    return instance
-
-
-def _is_allowed(name: str) -> bool:
-    return name.endswith("._Stateful") or name == "collections.OrderedDict"
-
-
 def test_sizes_of_torch_may_share_their_numbers() -> None:
     numbers = b"K\x02K\x03\x86\x94"
     size = b"ctorch\nSize\n"
@@ -176,35 +144,17 @@ ATTACKS = {
     "names glued on the stack": b"\x80\x04" + _text("torch._utils") + _text("os.system") + b"\x93.",
     "a name that is no text": b"\x80\x04K\x01K\x02\x93.",
     "INST": b"(S'touch EXECUTED'\nios\nsystem\n.",
-    "INST in protocol 2": b"\x80\x02(ios\nsystem\n.",
     "OBJ": b"\x80\x02(cos\nsystem\n" + _text("touch EXECUTED") + b"o.",
     "eval": pickle.dumps(_Runs(eval, "open('EXECUTED', 'w')")),
     "getattr": pickle.dumps(_Runs(getattr, "x", "upper")),
-    "protocol 0": pickle.dumps(_Runs(os.system, "touch EXECUTED"), 0),
     "NEWOBJ of a class that is not allowed": b"\x80\x02csubprocess\nPopen\n" + TUPLE_OF_ECHO + b"\x81.",
     "a number is called": b"\x80\x02K\x05)R.",
-    "a text is called": b"\x80\x02X\x02\x00\x00\x00os)R.",
-    "BUILD on a number": b"\x80\x02K\x05}b.",
     "BUILD on a list": b"\x80\x02]}b.",
     "EXT1": b"\x80\x02\x82\x01.",
-    "EXT4": b"\x80\x02\x84\x01\x00\x00\x00.",
     "PERSID": b"\x80\x02Pnumber\n.",
     "BINPERSID": b"\x80\x02K\x05Q.",
-    "NEXT_BUFFER": b"\x80\x05\x97.",
-    "LONG4 of a negative size": b"\x80\x02\x8b" + struct.pack("<i", -1) + b".",
-    "a reference to nothing": b"\x80\x02h\x07.",
-    "no mark": b"\x80\x02K\x01t.",
-    "nothing on the stack": b"\x80\x02.",
-    "an odd number of items": b"\x80\x02}(K\x01u.",
-    "items of a number": b"\x80\x02K\x01(K\x01K\x02u.",
-    "a list as a key": b"\x80\x02}]K\x01s.",
-    "a list in a tuple as a key": b"\x80\x02}]\x85K\x01s.",
-    "arguments by name": b"\x80\x04ctorch\nSize\n)}X\x01\x00\x00\x00aK\x01s\x92.",
-    "text that is not UTF-8": b"\x80\x02X\x02\x00\x00\x00\xff\xff.",
     "no end": b"\x80\x02K\x01",
     "nothing": b"",
-    "a name without an end": b"\x80\x02c" + b"a" * 1000,
-    "another protocol": b"\x80\x09K\x01.",
 }
 
 

@@ -10,18 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.corpus import FIXTURES
-from tests.reference import Strategy
-from tests.running import Argument, done, fails, reshard, warns
+from tests.running import Argument, fails, reshard
 from tests.small import World, tensors
 from tests.trees import (
-    layout,
     same_ranks,
-    single,
-    strategy_bytes,
     tree_bytes,
-    value,
     write_checkpoint,
-    write_strategy,
 )
 
 FULL = tensors()
@@ -85,12 +79,6 @@ def test_a_value_of_another_kind_names_what_to_type_instead(
 ) -> None:
     world.save(FULL)
     world.refuses(2, instead, options=options)
-
-
-@pytest.mark.parametrize("text", ["64B", "64K", "64KiB", "1.5gb", "2 T"])
-def test_sizes_of_memory_have_units(text: str, world: World) -> None:
-    world.save(FULL)
-    world.convert("--max-memory", text)
 
 
 def test_a_configuration_that_is_missing_names_what_the_option_takes(world: World) -> None:
@@ -158,16 +146,6 @@ def test_a_source_without_checkpoints_is_named(world: World) -> None:
     world.refuses(3, str(world.src))
 
 
-@pytest.mark.parametrize("name", ["rubbish.ckpt", "rubbish.safetensors", "empty.safetensors"])
-def test_a_file_that_is_not_a_checkpoint_is_named(world: World, name: str) -> None:
-    path = world.root / name
-    path.write_bytes(b"" if "empty" in name else b"\xff\xfe rubbish, longer than a header \x00\x01" * 9)
-    fails(
-        3, "transform-dir", path, world.dst, "--src-strategy", "none", "--dst-strategy", world.new,
-        texts=[str(path)],
-    )  # fmt: skip
-
-
 def test_without_cryptography_the_error_names_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,62 +160,7 @@ def test_without_cryptography_the_error_names_the_extra_to_install(
 # Checksums.
 
 
-def test_a_partial_read_reports_that_the_crc_was_not_checked(world: World) -> None:
-    world.save(FULL, crc=True)
-    result = done(*world.words(0, "-v", command="by-rank"))
-    warns(result, "crc", "not")
-
-
 # Strategies that are wrong.
-
-
-def strategy_error(world: World, path: Path, *texts: Argument) -> None:
-    words: list[Argument] = ["--src-strategy", path, "--dst-strategy", world.new]
-    fails(3, "rank-list", 0, *words, texts=texts)
-    world.save(FULL)
-    fails(3, "transform-dir", world.src, world.dst, *words, texts=texts)
-    assert not world.dst.exists() or not list(world.dst.iterdir())
-
-
-def test_a_strategy_that_does_not_exist_is_named(world: World) -> None:
-    strategy_error(world, world.root / "absent.ckpt", world.root / "absent.ckpt")
-
-
-@pytest.mark.parametrize("name", ["rubbish.ckpt", "rubbish.json", "list.json"])
-def test_a_file_that_is_not_a_strategy_is_named(world: World, name: str) -> None:
-    path = world.root / name
-    path.write_bytes(b"[1, 2]" if name == "list.json" else b"\xff\xff rubbish \x00")
-    strategy_error(world, path, path)
-
-
-STAGES: Strategy = [
-    {"devices": 2, "layouts": {"w": layout([2], [0, -1])}},
-    {"devices": 2, "layouts": {"v": layout([2], [0])}},
-    {"devices": 2, "layouts": {"m.w": layout([2], [0, -1])}},
-]
-ONE = single({name: layout([1], [-1] * len(FULL[name].array.shape)) for name in FULL})
-
-
-def directory(root: Path, files: dict[str, bytes]) -> Path:
-    path = root / "strategy"
-    path.mkdir()
-    for name, data in files.items():
-        (path / name).write_bytes(data)
-    return path
-
-
-def test_ranks_of_a_last_stage_whose_file_is_missing_are_an_error(tmp_path: Path) -> None:
-    world = World(tmp_path, STAGES, ONE)
-    world.save(FULL)
-    path = directory(
-        tmp_path,
-        {
-            "ckpt_strategy_rank_0.ckpt": strategy_bytes(STAGES, [0]),
-            "ckpt_strategy_rank_2.ckpt": strategy_bytes(STAGES, [1]),
-        },
-    )
-    world.old = path
-    world.refuses(3, "4", "5")
 
 
 # Targets.
@@ -286,16 +209,6 @@ def test_the_mode_of_targets_follows_the_umask(world: World) -> None:
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in world.dst.rglob("*.ckpt")} == {0o640}
-
-
-def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
-    names = [f"p{number}" for number in range(5)]
-    world = World(tmp_path, single({name: layout([2], [0]) for name in names}), ONE)
-    new = write_strategy(tmp_path / "strategies" / "all", single({name: layout([1], [-1]) for name in names}))
-    world.new = new
-    world.save({name: value(name, (4,)) for name in names}, ranks=[1])
-    world.refuses(3, "'p{0-4}' (5)", "0")
-    world.refuses(3, *(f"'{name}'" for name in names), "0", options=("-v",))
 
 
 def test_a_traceback_shows_only_with_debug(world: World) -> None:

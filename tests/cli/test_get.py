@@ -39,13 +39,6 @@ def test_get_assembles_a_sliced_tensor(saved: World, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["w.npy"]
 
 
-def test_get_writes_into_a_linked_directory(saved: World, tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    done(*words(saved, "w", "-o", tmp_path / "link" / "w.npy"))
-    assert np.load(tmp_path / "real" / "w.npy").tobytes() == expected("w").tobytes()
-
-
 @pytest.mark.parametrize("index", ["0:4,:", "-1", "...,2", "::-2,1::3", "3,4", "[1:2, 0]", ":"])
 def test_get_slice_equals_numpy_slicing(index: str, saved: World, tmp_path: Path) -> None:
     done(*words(saved, "w", f"--slice={index}", "-o", tmp_path / "w.npy"))

@@ -29,14 +29,6 @@ def test_help_fits_80_columns_and_ends_with_examples_of_the_command(
     assert f"\n  reshard {' '.join(path)} " in re.sub(r"\n +", "\n  ", f"\n{examples}")
 
 
-@pytest.mark.parametrize("group", [[], ["group-info"], ["strategy"], ["names"]], ids=" ".join)
-def test_command_lists_contain_whole_sentences(group: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    shown = done(*group, "--help").out
-    listing = shown[re.search(r"\n(Commands|Look):\n", shown).end() :]  # type: ignore[union-attr]
-    assert "..." not in listing
-
-
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_examples_in_help_use_existing_options(path: tuple[str, ...]) -> None:
     command = COMMANDS[path]

@@ -62,13 +62,6 @@ def test_a_fifo_or_device_is_refused_without_waiting(world: World, kind: str, en
         refused(3, *uses_of_a_file(world, file)[use])
 
 
-@pytest.mark.parametrize("kind", ["fifo", "socket", "endless device", "loop of links", "missing"])
-def test_a_file_named_like_a_rank_directory_is_not_a_rank(world: World, kind: str) -> None:
-    (world.root / "odd").mkdir()
-    with SPECIAL[kind](world.root / "odd" / "rank_0"):
-        refused(3, *uses_of_a_file(world, world.root / "odd" / "rank_0" / "x.ckpt")["tree"])
-
-
 @pytest.mark.parametrize("kind", ["fifo", "socket", "endless device", "directory"])
 def test_merge_pipeline_to_a_special_file_is_refused(world: World, kind: str) -> None:
     target = world.root / "merged.ckpt"

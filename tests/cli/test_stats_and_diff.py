@@ -84,6 +84,8 @@ def test_fail_on_lists_tensors_with_nan_or_inf(tmp_path: Path) -> None:
     assert reshard("stats", path, "--strategy", "none").status == 0
     assert reshard("stats", good, "--strategy", "none", "--fail-on", "nan,inf").status == 0
     fails(2, "stats", good, "--strategy", "none", "--fail-on", "zero", texts=["neither nan nor inf"])
+    no_number = write_checkpoint(tmp_path / "n.ckpt", {"w": Value("Float32", numbers[1:2])})
+    assert " - " in done("stats", no_number, "--strategy", "none").out
 
 
 def plant_nan(path: Path, name: str) -> None:

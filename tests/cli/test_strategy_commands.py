@@ -65,12 +65,6 @@ def test_verbose_and_json_list_every_parameter() -> None:
     assert "12  {,adam_m.,adam_v.}backbone.blocks.{0-1}.layernorm{1-2}.beta" in short
 
 
-def test_a_table_of_thousands_of_rows_is_not_folded(tmp_path: Path) -> None:
-    many = {f"blocks.{number}.{'w' * 200}": layout([2], [0]) for number in range(1500)}
-    shown = done("strategy", "show", write_strategy(tmp_path / "s", single(many)), "-v").out
-    assert [line.split()[0] for line in shown.splitlines()[3:] if line] == list(many)
-
-
 def test_an_unknown_parameter_is_wrong_usage_and_similar_names_are_listed(world: World) -> None:
     fails(2, "strategy", "show", world.old, "m.v", texts=["lists no parameter 'm.v'", "did you mean", "m.w"])
     fails(2, "strategy", "show", world.old, "w.m", "--json", texts=["lists no parameter 'w.m'"])

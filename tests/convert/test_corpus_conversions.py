@@ -179,28 +179,6 @@ def test_every_form_of_a_strategy_gives_the_same_files(name: str, tmp_path: Path
         convert(form, tmp_path / f"out{index}")
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("name", form_cases([name for name in MERGED if name not in FORMS]))
-@pytest.mark.parametrize("ending", ["ckpt", "json"])
-def test_the_output_of_merge_pipeline_gives_the_same_conversion(name: str, ending: str, tmp_path: Path) -> None:
-    case = cases.load(name)
-    full = case.full()
-    merged = tmp_path / "made" / f"merged.{ending}"
-    done("merge-pipeline", case.directory, merged)
-    write_tree(tmp_path / "src", ranks_of(case, full))
-    done(
-        "transform-dir",
-        tmp_path / "src",
-        tmp_path / "out",
-        "--src-strategy",
-        merged,
-        "--dst-strategy",
-        "none",
-    )
-    contents = {parameter: full[parameter] for parameter in full if parameter in listed(case)}
-    same_ranks(read_tree(tmp_path / "out"), {0: {**contents, **COPIED}})
-
-
 # Where MindSpore's own conversion is wrong or refuses.
 
 

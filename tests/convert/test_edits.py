@@ -244,19 +244,6 @@ def test_tensors_without_elements_follow_rules(tmp_path: Path, form: str) -> Non
     same_checkpoints(read_checkpoint(path), expected)
 
 
-def test_renamed_targets_are_verified_with_the_source_strategy(tmp_path: Path) -> None:
-    full = {"m.a.weight": value("a", (8, 4)), "m.b.weight": value("b", (8, 4))}
-    strategy = single({"m.a.weight": layout([2, 2], [0, -1]), "m.b.weight": layout([2, 2], [-1, 1])})
-    write_tree(tmp_path / "src", cut_ranks(strategy, full), "rank_{rank}/net.ckpt")
-    source = write_strategy(tmp_path / "src", strategy, shapes_of(full), "merged")
-    words: list[Argument] = ["--src-strategy", source, "--dst-strategy", "same", "--cast", "m.a.*=BFloat16"]
-    words += ["--rename", "m.a.*=m.b.*", "--rename", "m.b.*=m.a.*"]
-    done("convert", tmp_path / "src", tmp_path / "out", *words)
-    done("verify", tmp_path / "out", "--src", tmp_path / "src", *words)
-    done("verify", tmp_path / "out", "--src", tmp_path / "src", *words[:4])
-    fails(4, "verify", tmp_path / "out", "--src", tmp_path / "src", *words[:4], "--rename", "m.*=m.*")
-
-
 def test_one_of_several_equal_stacks_is_used(tmp_path: Path) -> None:
     stacked = value("stacked", (2, 3))
     write_checkpoint(tmp_path / "src" / "model.safetensors", {"net.a": stacked, "net.b": stacked})

@@ -77,15 +77,6 @@ def test_files_of_a_replaced_model_that_the_source_lacks_are_named(world: World,
     assert "replaced model" not in done(*words(world, model, "--overwrite")).err
 
 
-def test_files_of_a_replaced_model_are_named_whatever_the_form(world: World, model: Path) -> None:
-    done(*words(world, model))
-    again = done(
-        "convert", world.src, world.dst, "--src-strategy", world.old, "--dst-strategy", world.new, "--overwrite"
-    )
-    warns(again, "files of the replaced model remain", "config.json", "empty.txt", "vocabulary.dat")
-    assert (world.dst / "config.json").exists()
-
-
 def test_an_unreadable_file_beside_weights_is_an_error_before_writing(
     world: World, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,6 @@ from tests.trees import (
     same_checkpoints,
     same_ranks,
     scalar,
-    subset,
     text,
     value,
     write_checkpoint,
@@ -62,12 +61,6 @@ def test_without_strategies_every_rank_is_copied_as_it_is_cut(src: Path, format:
     back = src.parent / "dst"
     done(*words(back, dst="back", format="ckpt"))
     same_ranks(read_tree(src.parent / "back"), tree())
-
-
-def test_filters_choose_what_is_copied(src: Path) -> None:
-    done(*words(src, "--include", "w", "--include", "only.*", "--exclude", "only.1"))
-    expected = {rank: subset(each, ["w", "only.0", "only.2"]) for rank, each in tree().items()}
-    same_ranks(read_tree(src.parent / "dst"), expected)
 
 
 def test_text_is_copied_to_ckpt_and_left_out_of_safetensors(tmp_path: Path) -> None:

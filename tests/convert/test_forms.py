@@ -123,23 +123,6 @@ def test_options_that_do_not_apply_to_a_form_are_wrong_usage(world: World) -> No
     assert not new.exists()
 
 
-@pytest.mark.parametrize("form", FORMS[1:])
-def test_resume_completes_an_interrupted_run(form: str, world: World) -> None:
-    world.save(FULL)
-    words: list[Argument] = ["--src-strategy", world.old, *to(form, world)]
-    if form in ("unified", "huggingface"):
-        words += ["--max-shard-size", "300"]
-    whole = world.root / "whole"
-    done("convert", world.src, whole, *words)
-    done("by-rank", 1, world.src, world.dst, *words)
-    done("resume", world.dst)
-    assert {path.name: path.read_bytes() for path in world.dst.rglob("*.safetensors")} == {
-        path.name: path.read_bytes() for path in whole.rglob("*.safetensors")
-    }
-    if form in LAST:
-        assert (world.dst / LAST[form]).read_bytes() == (whole / LAST[form]).read_bytes()
-
-
 @pytest.mark.parametrize("form", FINISHED)
 def test_a_completed_directory_of_another_program_is_not_removed(form: str, world: World) -> None:
     world.save(FULL)
@@ -203,30 +186,6 @@ def test_unrecorded_files_of_another_form_are_refused(first: str, second: str, w
         words: list[Argument] = ["--src-strategy", world.old, *to(second, world), *overwrite]
         fails(3, "convert", world.src, world.dst, *words, texts=["choose another DST"])
     assert {path: path.stat().st_mtime_ns for path in world.dst.rglob("*")} == before
-
-
-def test_files_beside_weights_are_copied_without_overwriting(world: World) -> None:
-    world.save(FULL)
-    one, two = world.root / "one", world.root / "two"
-    done("convert", world.src, one, "--src-strategy", world.old, "--to", "huggingface")
-    (one / "config.json").write_text("{}")
-    (one / "tokenizer.json").write_text("[]")
-    two.mkdir()
-    (two / "config.json").write_text('{"mine": 1}')
-    result = done("convert", one, two, "--to", "huggingface")
-    assert (two / "config.json").read_text() == '{"mine": 1}' and (two / "tokenizer.json").read_text() == "[]"
-    assert f"{two / 'config.json'}: existing file kept" in result.err and "tokenizer.json" not in result.err
-
-
-def test_replacing_weights_replaces_the_files_beside_them(world: World) -> None:
-    world.save(FULL)
-    one, two = world.root / "one", world.root / "two"
-    done("convert", world.src, one, "--src-strategy", world.old, "--to", "huggingface")
-    for model in ("first", "second"):
-        (one / "config.json").write_text(model)
-        result = done("convert", one, two, "--to", "huggingface", "--overwrite")
-        assert (two / "config.json").read_text() == model and "is kept" not in result.err
-    assert "is kept" not in done("convert", one, two, "--to", "huggingface").err
 
 
 @pytest.mark.deep

@@ -89,23 +89,6 @@ def test_a_missing_directory_above_dst_is_named(saved: World) -> None:
     saved.refuses(1, "/proc/absent ")
 
 
-def test_crc_finds_a_flipped_bit_on_every_rank_that_is_read_whole(tmp_path: Path) -> None:
-    rows = single({"w": layout([2], [0, -1])})
-    ranks = cut_ranks(rows, {"w": FULL["w"]}, COPIED)
-    write_tree(tmp_path / "src", ranks, "rank_{rank}/net-1_10.ckpt", crc=True)
-    old = write_strategy(tmp_path / "old", rows)
-    for rank in (0, 1):
-        path = tmp_path / "src" / f"rank_{rank}" / "net-1_10.ckpt"
-        sound = path.read_bytes()
-        where = sound.index(ranks[rank]["w"].array.tobytes())
-        path.write_bytes(sound[:where] + bytes([sound[where] ^ 1]) + sound[where + 1 :])
-        words = ("transform-dir", tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", "none")
-        fails(3, *words, texts=[path, "CRC"])
-        assert not (tmp_path / "dst").exists()
-        path.write_bytes(sound)
-    done(*words)
-
-
 def test_a_slice_is_never_copied_as_a_full_tensor(tmp_path: Path) -> None:
     layout_record = layout([2], [0, -1])
     full = {"w": value("w", (8, 6)), "x": value("x", (4, 4))}
@@ -129,12 +112,6 @@ def test_by_rank_recognises_a_deduplicated_save(tmp_path: Path) -> None:
     words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", new]
     fails(3, "transform-dir", *words, texts=["p"])
     fails(3, "by-rank", "1", *words, texts=["p"])
-
-
-def test_parameters_possibly_on_a_lost_rank_are_listed(plain: World) -> None:
-    plain.save({"w": PLAIN_FULL["w"]}, ranks=[0, 1, 2])
-    result = plain.convert("--allow-missing", "v")
-    assert "not saved: 'v';" in result.err and "rank 3" in result.err
 
 
 def test_a_linked_rank_directory_cannot_overwrite_the_source(world: World) -> None:
@@ -249,16 +226,6 @@ def test_a_target_strategy_of_another_model_is_refused(world: World) -> None:
 def run_in_shell(text: str) -> tuple[int, str]:
     result = subprocess.run(["bash", "-c", text], capture_output=True, text=True, cwd=ROOT)
     return result.returncode, result.stderr
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-def test_closed_streams_are_not_an_error(closed: str, tmp_path: Path) -> None:
-    reshard = f"{sys.executable} -m reshard"
-    words = "--src-strategy fixtures/demo/src_strategy.ckpt --dst-strategy none"
-    source = "fixtures/demo/src_checkpoints"
-    assert run_in_shell(f"{reshard} transform-dir {source} {tmp_path}/dst {words} {closed}")[0] == 0
-    assert run_in_shell(f"{reshard} inspect {source} {closed}")[0] == 0
 
 
 @pytest.mark.deep

@@ -15,7 +15,6 @@ import pytest
 from reshard.forms.request import EditRules
 from reshard.names import Edge, tables
 from reshard.plan import tables as plan_tables
-from reshard.verification import edited
 from tests.corpus import FIXTURES
 from tests.corpus_dcp import held_in
 from tests.corpus_mcore import McoreCase, mcore_case, mcore_cases
@@ -157,15 +156,6 @@ def test_every_family_goes_from_hugging_face_over_megatron_and_mindformers_and_b
         done("convert", place, out, "--to", form, *words, name + options)
         place = out
     assert contents(place) == contents(tmp_path / "src")
-
-
-def test_without_optimizer_keep_only_weights_are_written(tmp_path: Path) -> None:
-    case = mcore_case("td_moe_fully")
-    for form in ("huggingface", "unified"):
-        out, names = tmp_path / form, family(case, options=form == "unified")
-        done("convert", case.root, out, "--to", form, "--names", names, "--config", config_of(case, tmp_path))
-        assert not any(name.startswith(tuple(STATES)) for name in contents(out))
-    check_huggingface(tmp_path / "huggingface", case, ())
 
 
 def test_mindformers_options_stay_errors_that_name_the_choices(tmp_path: Path) -> None:
@@ -375,13 +365,3 @@ def test_a_second_table_on_unmapped_tensors_gets_no_certificate(tmp_path: Path) 
     with mock.patch.object(Editing, "_made", of_whole):
         result = reshard(*words, "--names", family(case, options=True), "--config", config_of(case, tmp_path))
     assert result.status != 0
-
-
-def test_verification_decides_the_side_of_a_source_again() -> None:
-    from reshard.names import rules_named
-
-    for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"):
-        rules = rules_named(name)
-        for right in (False, True):
-            names = {each.text.replace("{layer}", "1") for rule in rules.rules for each in rule.side(right)}
-            assert edited._is_right(rules, names) == right

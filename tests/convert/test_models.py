@@ -206,17 +206,6 @@ def test_stating_a_default_size_is_the_same_conversion(tmp_path: Path) -> None:
     done("verify", tmp_path / "back", "--src", tmp_path / "out")
 
 
-def test_stating_a_size_derived_from_names_is_the_same_conversion(tmp_path: Path) -> None:
-    world = World(tmp_path, "deepseek_v3")
-    table = str(world.convert[world.convert.index("--names") + 1])
-    assert "mtp" not in table
-    done("convert", *world.convert)
-    words = [f"{table},mtp=copies" if word == table else word for word in world.convert]
-    assert done("convert", *words, "--json").json["ranks"] == []
-    assert done("convert", *world.convert, "--json").json["ranks"] == []
-    done("verify", tmp_path / "ranks", "--src", world.hf, "--dst-strategy", world.d)
-
-
 def test_values_are_copied_with_renamed_tensors(tmp_path: Path) -> None:
     hf, src = FIXTURES / "models" / "qwen3", tmp_path / "src"
     table: list[Argument] = ["--names", "qwen3,gate_up=halves,qkv=grouped"]
@@ -324,19 +313,6 @@ def bits(tensor: Value) -> Value:
     return Value(tensor.dtype, tensor.array ^ 1)
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("family", FAMILIES)
-def test_replicas_replace_ranks_that_were_lost(tmp_path: Path, family: str) -> None:
-    world = World(tmp_path, family)
-    done("convert", *world.convert)
-    # Ranks 0 and 2 hold the same, 1 and 3, 4 and 6, 5 and 7.
-    for rank in (0, 3, 6):
-        (file,) = (tmp_path / "ranks" / f"rank_{rank}").iterdir()
-        file.unlink()
-    back = world.back(tmp_path / "ranks", "--src-strategy", world.d)
-    same_checkpoints(huggingface(back), world.weights)
-
-
 def test_moments_follow_their_weights_on_request(tmp_path: Path) -> None:
     world = World(tmp_path, "qwen3")
     tensors = {f"{kind}{name}": each for kind in ("", "adam_m.", "adam_v.") for name, each in world.made.items()}
@@ -360,31 +336,6 @@ def cut_with_state(strategy: Strategy) -> Strategy:
         {**stage, "layouts": {kind + name: each for kind in kinds for name, each in stage["layouts"].items()}}
         for stage in strategy
     ]
-
-
-def test_plan_shows_a_conversion_of_a_model(tmp_path: Path) -> None:
-    world = World(tmp_path, "qwen3_moe")
-    words = [*world.convert, "--cast", "BFloat16"]
-    drawn = tmp_path / "transfers.svg"
-    planned = done("plan", *words, "--svg", drawn, "--json").json
-    dry = done("convert", *words, "--dry-run", "--json").json
-    assert not (tmp_path / "ranks").exists()
-    report = done("convert", *words, "--json").json
-
-    assert drawn.read_text().startswith("<svg")
-    for config in (planned, dry):
-        assert [Path(target["file"]).stat().st_size for target in config["targets"]] == [
-            target["bytes"] for target in config["targets"]
-        ]
-        assert {key: config[key] for key in ("bytes_written", "parameters", "notes")} == {
-            key: report[key] for key in ("bytes_written", "parameters", "notes")
-        }
-    # Of four bytes per element of the source, two are written.
-    for target in planned["targets"]:
-        tensors = cut_ranks(world.strategy, world.made)[target["rank"]]
-        assert sum(source["bytes"] for source in target["sources"]) == sum(
-            each.array.nbytes for each in tensors.values()
-        )
 
 
 def test_every_command_refuses_packing_that_nothing_determines(tmp_path: Path) -> None:
@@ -540,14 +491,6 @@ def test_records_of_another_directory_are_not_the_packing_of_a_source(tmp_path: 
     words: list[Argument] = ["--src-strategy", other.d, "--names", other.names, "--config", other.hf]
     done("convert", other.root / "made", tmp_path / "back", "--to", "huggingface", *words)
     same_checkpoints(huggingface(tmp_path / "back"), other.weights)
-
-
-def test_recorded_packing_is_not_assumed(tmp_path: Path) -> None:
-    world = World(tmp_path, "qwen3")
-    done("convert", *world.convert)
-    words: list[Argument] = ["convert", tmp_path / "ranks", tmp_path / "back", "--src-strategy", world.d, "--to"]
-    output = done(*words, "huggingface", "--names", "qwen3", "--config", world.hf, "--verify").err
-    assert "default" not in output and "no differences" in output
 
 
 def test_another_table_with_other_packing_is_a_warning(tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ DEMO = ROOT / "fixtures" / "demo"
 SRC = DEMO / "src_checkpoints"
 STRATEGIES: dict[str, Any] = {"src_strategy": DEMO / "src_strategy.ckpt", "dst_strategy": DEMO / "dst_strategy.ckpt"}
 QWEN3 = ROOT / "fixtures" / "models" / "qwen3"
-# Options for output and for shares of the work; methods; the endpoint comes from the environment here.
-ONLY_COMMAND = {"scheduler", "verify", "dry_run", "progress", "quiet", "verbose", "debug", "as_json", "endpoint_url"}
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -81,12 +79,6 @@ def test_a_conversion_with_names_packs_tensors(tmp_path: Path) -> None:
     with open_checkpoint(QWEN3) as first, open_checkpoint(tmp_path / "back") as second:
         assert set(first) == set(second)
         assert all(first[name][...].tobytes() == second[name][...].tobytes() for name in first)
-
-
-def test_an_interrupted_conversion_continues(tmp_path: Path) -> None:
-    first = conversion_of(SRC, tmp_path, **STRATEGIES, ranks=[0, 2]).convert()
-    rest = conversion_of(SRC, tmp_path, **STRATEGIES).convert()
-    assert (first.ranks, first.manifest, rest.ranks, rest.done_before) == ([0, 2], None, [1, 3], [0, 2])
 
 
 def test_verify_uses_records_and_raises_differences(tmp_path: Path) -> None:

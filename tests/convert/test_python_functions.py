@@ -118,11 +118,6 @@ def test_format_functions_refuse_what_they_would_get_wrong(tmp_path: Path) -> No
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_rank_lists_are_lists_of_numbers(plain: World) -> None:
-    ranks = reshard.rank_list_for_transform(0, str(plain.old), str(plain.new))
-    assert sorted(rank % 2 for rank in ranks) == [0, 1]
-
-
 @pytest.mark.parametrize("ending", ["ckpt", "json"])
 def test_pipeline_strategies_are_merged(tmp_path: Path, ending: str) -> None:
     case = cases.load("10_dp2mp2pp2")
@@ -140,8 +135,3 @@ def test_restore_lists_equal_those_of_group_info_files() -> None:
     for rank in (0, 5):
         path = cases.case_directory("01_dp2mp4_adam") / "group_info" / f"group_info_rank_{rank}.pb"
         assert list(reshard.restore_group_info_list(str(path))) == [rank % 4, rank % 4 + 4]
-
-
-def test_functions_raise_reshards_errors(world: World) -> None:
-    with pytest.raises(ReshardError):
-        reshard.transform_checkpoints(str(world.root / "absent"), str(world.dst), "x", str(world.old), str(world.new))

@@ -123,11 +123,6 @@ def test_contradictory_variables_are_named(environment: dict[str, str]) -> None:
         assert (name in environment) <= (name in str(raised.value))
 
 
-def test_an_incomplete_pair_of_variables_is_named() -> None:
-    with pytest.raises(ValueError, match=r"auto finds no variables .*RANK alone is not enough"):
-        launched_as({"RANK": "0"})
-
-
 def test_processes_of_torchrun_share_the_work(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -102,14 +102,6 @@ def test_accumulated_gradients_are_left_out_as_mindspore_does(tmp_path: Path) ->
     same_checkpoints(held(world.dst), {"w": full["w"], **COPIED})
 
 
-def test_file_suffix_selects_files(world: World) -> None:
-    world.save(FULL, "rank_{rank}/net-1_10.ckpt")
-    other = {name: value("other" + name, tensor.array.shape) for name, tensor in FULL.items()}
-    world.save(other, "rank_{rank}/net-2_20.ckpt")
-    reshard.unified_safetensors(str(world.src), str(world.old), str(world.dst), file_suffix="1_10")
-    same_checkpoints(held(world.dst), {**FULL, **COPIED})
-
-
 def test_several_runs_fill_one_directory(world: World) -> None:
     """The files are those of one run, and the last to end completes them."""
     world.save(FULL)

@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from reshard.execute import Budget
-from reshard.execute.budget import least_memory
-from reshard.storage.store import LOCAL
 from tests.counting import reads_into_buffers
 from tests.running import Argument, done
 from tests.trees import layout, single, write_strategy
@@ -79,12 +76,3 @@ def test_transposed_matrices_are_read_few_times_by_many_jobs(
     words: list[Argument] = ["--names", tmp_path / "rules.toml", "--to", "unified", "--jobs", 16]
     converted(source, tmp_path / "dst", *words, "--max-memory", f"{mebibytes}M")
     assert sum(reads) <= most * (source / "model.safetensors").stat().st_size
-
-
-@pytest.mark.parametrize("transposed", [0, 16 << 20, 1 << 30])
-@pytest.mark.parametrize("memory", [1 << 16, 1 << 20, 1 << 24, 1 << 26])
-def test_threads_have_memory_for_fair_blocks_or_there_is_one(memory: int, transposed: int) -> None:
-    for jobs in (1, 2, 4, 16, 64, 192):
-        options = Budget.of(jobs, memory, transposed=transposed)
-        assert options.threads == 1 or memory // options.threads >= max(2 << 20, transposed // 4)
-        assert options.buffer_bytes <= max(memory, least_memory(LOCAL))

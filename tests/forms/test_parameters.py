@@ -67,11 +67,6 @@ def test_differing_copies_give_a_warning_and_the_lowest_rank_wins(name: str, wor
     same_ranks(world.found(), world.expected(FULL, {**COPIED, name: scalar(100)}))
 
 
-def test_equal_copies_give_no_warning(world: World) -> None:
-    world.save(FULL)
-    assert "global_step" not in world.convert("--quiet").err
-
-
 def test_each_target_gets_the_cur_rank_of_its_own_number(world: World) -> None:
     save_with_own(world, "cur_rank")
     assert "cur_rank" not in world.convert("--quiet").err
@@ -123,15 +118,6 @@ def test_none_as_a_target_writes_everything_as_one_rank(world: World) -> None:
     world.save(FULL, copied=copied)
     done("transform-dir", world.src, world.dst, "--src-strategy", world.old, "--dst-strategy", "none")
     same_ranks(world.found(), {0: {**FULL, **copied}})
-
-
-def test_none_to_none_changes_only_the_format(world: World) -> None:
-    path = write_checkpoint(world.root / "full.ckpt", {**FULL, **COPIED})
-    done(
-        "transform-dir", path, world.dst, "--src-strategy", "none", "--dst-strategy", "none",
-        "--format", "safetensors",
-    )  # fmt: skip
-    same_ranks(world.found(), {0: {**FULL, **COPIED}})
 
 
 # Tied parameters: shared by stages.
@@ -206,12 +192,6 @@ def test_include_and_exclude_select_parameters(world: World) -> None:
     world.convert("--include", "*w", "--include", "v", "--exclude", "m.*")
     expected = world.expected({"w": FULL["w"], "v": FULL["v"]}, {})
     same_ranks(world.found(), expected)
-
-
-def test_exclude_overrides_include(world: World) -> None:
-    world.save(FULL)
-    world.convert("--include", "w", "--exclude", "global_step", "--include", "global_step")
-    same_ranks(world.found(), world.expected({"w": FULL["w"]}, {}))
 
 
 # Types and formats.

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.asked import Source
-from reshard.errors import CheckpointError, UsageError
+from reshard.errors import CheckpointError
 from reshard.forms.ranks.naming import Step, name_families, parse_stem
 from reshard.forms.ranks.tree import SourceTree, find_checkpoints
 from tests.running import Argument, done, warns
@@ -60,17 +60,6 @@ def test_other_files_and_directories_are_skipped(tmp_path: Path) -> None:
     assert tree.ranks == (0,)
 
 
-def test_ranks_may_be_missing_and_hold_different_steps(tmp_path: Path) -> None:
-    # An end-of-life checkpoint: ranks 0, 2, 3 and 5 saved step 9, the others have older ones.
-    names = [f"rank_{rank}/net-1_{step}.ckpt" for rank in range(8) for step in (5, 8) if rank != 6]
-    names += [f"rank_{rank}/net-1_9_breakpoint.ckpt" for rank in (0, 2, 3, 5)]
-    tree = find_checkpoints(str(plant(tmp_path, names)))
-    candidates = list(tree.candidates())
-    assert [str(one.step) for one in candidates] == ["1_9", "1_8", "1_5"]
-    assert [sorted(one.files) for one in candidates] == [[0, 2, 3, 5], [0, 1, 2, 3, 4, 5, 7], [0, 1, 2, 3, 4, 5, 7]]
-    assert tree.ranks == (0, 1, 2, 3, 4, 5, 7)
-
-
 def test_an_unfinished_directory_is_refused(tmp_path: Path) -> None:
     root = plant(tmp_path / "ttp_saved_checkpoints-step_3_tmp", ["rank_0/ttp_rank_0-1_3.ckpt"])
     for src in (str(root), f"{root}/", f"{root}/rank_{{rank}}"):
@@ -87,17 +76,6 @@ def test_steps_compare_as_numbers(tmp_path: Path) -> None:
     numbers = ["1_9", "1_10", "2_1", "10_1", "9_300", "0_5"]
     tree = find_checkpoints(str(plant(tmp_path, [f"rank_0/a-{number}.ckpt" for number in numbers])))
     assert list(steps_of(tree)) == ["10_1", "9_300", "2_1", "1_10", "1_9", "0_5"]
-
-
-def test_step_selects_files(tmp_path: Path) -> None:
-    tree = find_checkpoints(str(plant(tmp_path, [f"rank_{r}/a-1_{s}.ckpt" for r in (0, 1) for s in (1, 2)])))
-    assert steps_of(tree, "1_1") == {"1_1": ["rank_0/a-1_1.ckpt", "rank_1/a-1_1.ckpt"]}
-    assert steps_of(tree, "latest") == steps_of(tree)
-    with pytest.raises(CheckpointError, match=r"no files of step 1_3; its steps: 1_2, 1_1"):
-        list(tree.candidates("1_3"))
-    for wrong in ("newest", "3", "1-2", "1_2_3", ""):
-        with pytest.raises(UsageError, match="3_10; its steps: 1_2, 1_1"):
-            list(tree.candidates(wrong))
 
 
 @pytest.mark.parametrize(
@@ -142,26 +120,6 @@ def ambiguous(tree: SourceTree, *texts: str, step: str | None = None) -> None:
         assert text in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("rank_1/net-1_10.ckpt", "rank1/net-1_10.ckpt"),
-        ("1/net-1_10.ckpt", "rank_1/net-1_10.ckpt"),
-        ("rank_1/net-1_10.ckpt", "rank_01/net-1_10.ckpt"),
-        ("rank_1/net-1_10.ckpt", "rank_1/net-1_10.safetensors"),
-        ("rank_1/net-1_10.ckpt", "rank_1/other-1_10.ckpt"),
-        ("rank_1/net-1_10.ckpt", "rank_1/net-1_10_breakpoint.ckpt"),
-        ("rank_1/net-1_10.ckpt", "rank_1/net_1-1_10.ckpt"),
-        ("rank_1/a.ckpt", "rank_1/b.ckpt"),
-    ],
-)
-def test_two_files_of_one_rank_and_step_are_listed(one: str, other: str, tmp_path: Path) -> None:
-    tree = find_checkpoints(str(plant(tmp_path, [one, other])))
-    ambiguous(tree, str(tmp_path / one), str(tmp_path / other), "rank 1")
-    if "1_10" in one:
-        ambiguous(tree, str(tmp_path / one), str(tmp_path / other), step="1_10")
-
-
 def test_a_rank_path_selects_files(tmp_path: Path) -> None:
     names = [f"rank_{rank}/net-1_10.{ending}" for rank in range(2) for ending in ("ckpt", "safetensors")]
     tree = find_checkpoints(str(plant(tmp_path, names)))
@@ -169,15 +127,6 @@ def test_a_rank_path_selects_files(tmp_path: Path) -> None:
     tree = find_checkpoints(f"{tmp_path}/rank_{{rank}}/*.ckpt")
     newest = next(tree.candidates())
     assert list(newest.files.values()) == [f"{tmp_path}/rank_{r}/net-1_10.ckpt" for r in range(2)]
-
-
-def test_a_second_runs_steps_cannot_be_compared_with_the_firsts(tmp_path: Path) -> None:
-    names = [f"rank_{rank}/net-5_10.ckpt" for rank in range(2)] + [f"rank_{rank}/net_1-1_10.ckpt" for rank in range(2)]
-    tree = find_checkpoints(str(plant(tmp_path, names)))
-    ambiguous(tree, str(tmp_path / "rank_0/net-5_10.ckpt"), str(tmp_path / "rank_0/net_1-1_10.ckpt"))
-    assert steps_of(tree, "1_10") == {"1_10": ["rank_0/net_1-1_10.ckpt", "rank_1/net_1-1_10.ckpt"]}
-    tree = find_checkpoints(Source(str(tmp_path), file_suffix="net_1-1_10"))
-    assert steps_of(tree) == {"1_10": ["rank_0/net_1-1_10.ckpt", "rank_1/net_1-1_10.ckpt"]}
 
 
 def test_files_with_and_without_a_step_cannot_be_compared(tmp_path: Path) -> None:
@@ -200,13 +149,6 @@ def test_names_that_differ_between_ranks_are_listed(tmp_path: Path) -> None:
     assert "different formats" in next(iter(tree.candidates())).notes[0]
 
 
-def test_the_rank_number_in_a_name_does_not_distinguish_families(tmp_path: Path) -> None:
-    names = [f"rank_{r}/llama2_rank_{r}-{s}_10.ckpt" for r in range(12) for s in (1, 2)]
-    tree = find_checkpoints(str(plant(tmp_path, names)))
-    assert [len(candidate.files) for candidate in list(tree.candidates())] == [12, 12]
-    assert all(candidate.notes == () for candidate in list(tree.candidates()))
-
-
 PREFIXES = [
     ["net", "net_1", "net_2"],
     ["llama2_rank_{r}", "llama2_rank_{r}_1"],
@@ -226,9 +168,6 @@ def test_families_of_names_are_found_for_any_ranks(prefixes: list[str], ranks: I
     assert len(set(families.values())) == len(prefixes)
 
 
-# --file-suffix
-
-
 def test_a_suffix_matches_the_end_of_the_stem(tmp_path: Path) -> None:
     names = ["rank_0/net-1_10.ckpt", "rank_0/net-1_10_breakpoint.ckpt", "rank_1/net-1_10_breakpoint.ckpt"]
     names += ["rank_2/net-1_10.ckpt"]
@@ -239,17 +178,10 @@ def test_a_suffix_matches_the_end_of_the_stem(tmp_path: Path) -> None:
         find_checkpoints(Source(str(tmp_path), file_suffix=".ckpt"))
 
 
+# --file-suffix
+
+
 # One file.
-
-
-def test_one_file_is_an_unsharded_checkpoint(tmp_path: Path) -> None:
-    plant(tmp_path, ["net-3_10.ckpt", "plain.safetensors"])
-    tree = find_checkpoints(str(tmp_path / "net-3_10.ckpt"))
-    assert tree.single_file and tree.ranks == (0,)
-    (candidates,) = list(tree.candidates())
-    assert (candidates.step, candidates.files) == (Step(3, 10), {0: str(tmp_path / "net-3_10.ckpt")})
-    (candidates,) = list(find_checkpoints(str(tmp_path / "plain.safetensors")).candidates())
-    assert candidates.step is None
 
 
 def test_the_file_of_one_of_several_ranks_is_read_with_a_warning(world: World) -> None:
@@ -260,14 +192,6 @@ def test_the_file_of_one_of_several_ranks_is_read_with_a_warning(world: World) -
     for rank in (0, 2, 3):
         shutil.rmtree(world.src / f"rank_{rank}")
     assert "warning" not in done(*words, "--overwrite").err
-
-
-def test_a_missing_file_or_one_of_another_kind_is_an_error(tmp_path: Path) -> None:
-    plant(tmp_path, ["notes.txt"])
-    with pytest.raises(CheckpointError, match=r"notes.txt(.|\n)*\.ckpt or \.safetensors"):
-        find_checkpoints(str(tmp_path / "notes.txt"))
-    with pytest.raises(CheckpointError, match=r"net\.ckpt: does not exist"):
-        find_checkpoints(str(tmp_path / "net.ckpt"))
 
 
 # Paths with {rank}.
@@ -316,9 +240,6 @@ def test_a_pattern_without_a_match_is_an_error(tmp_path: Path) -> None:
             find_checkpoints(str(tmp_path / pattern))
 
 
-# Sources that hold nothing, or something else.
-
-
 def test_missing_and_empty_sources_are_errors(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="none: does not exist"):
         find_checkpoints(str(tmp_path / "none"))
@@ -327,6 +248,9 @@ def test_missing_and_empty_sources_are_errors(tmp_path: Path) -> None:
     (tmp_path / "rank_0").mkdir()
     with pytest.raises(CheckpointError, match=r"rank directories \(rank_0\) hold no"):
         find_checkpoints(str(tmp_path))
+
+
+# Sources that hold nothing, or something else.
 
 
 def test_a_flat_directory_gets_a_hint(tmp_path: Path) -> None:

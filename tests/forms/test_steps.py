@@ -15,7 +15,6 @@ from tests.trees import (
     layout,
     read_tree,
     same_ranks,
-    scalar,
     single,
     tree_bytes,
     value,
@@ -172,23 +171,6 @@ def test_without_a_complete_step_a_rank_uses_the_newest_sufficient_one(tmp_path:
     fails(3, *world.words(), texts=["no step", "1_10", "rank 0"])
 
 
-def test_one_rank_with_one_step_gives_no_warning(tmp_path: Path) -> None:
-    world = World(tmp_path, TARGET, TARGET)
-    world.save_step("1_9", OLD)
-    assert "warning" not in world.by_rank(1).err
-    world.save_step("1_10", NEW)
-    other = World(tmp_path / "other", TARGET, TARGET)
-    other.src = world.src
-    assert "warning" not in other.by_rank(1, "--step", "1_9").err
-
-
-def test_quiet_prints_a_warning_about_a_skipped_step(plain: World) -> None:
-    plain.save(OLD)
-    plain.save_step("1_12", NEW, ranks=[0])
-    warns(plain.convert("--quiet"), "warning: step 1_12 is not complete and is skipped")
-    assert_same(plain, OLD)
-
-
 @pytest.mark.parametrize("command", ["transform-dir", "plan", "by-rank", "recover"])
 def test_no_fallback_refuses_an_older_step(command: str, plain: World) -> None:
     plain.save(OLD)
@@ -319,18 +301,6 @@ def test_a_stage_of_tied_parameters_only_may_be_absent_for_a_full_target(tmp_pat
     assert read_tree(tmp_path / "dst")[0]["w"].same(NEW["w"])
 
 
-@pytest.mark.parametrize("command", ["by-rank", "--ranks"])
-def test_values_of_another_stage_are_copied_to_a_single_rank(command: str, tmp_path: Path) -> None:
-    stages = [{"devices": 2, "layouts": {name: layout([2], [0, -1])}} for name in ("a", "b")]
-    world = World(tmp_path, stages, stages)
-    ranks = cut_ranks(stages, {name: value(name, (4, 2)) for name in ("a", "b")}, COPIED)
-    ranks[3]["loss_scale"] = scalar(1024, "Float32")
-    write_tree(world.src, ranks)
-    for rank in range(4):
-        world.by_rank(rank) if command == "by-rank" else world.convert("--ranks", str(rank))
-    assert all(contents["loss_scale"].same(ranks[3]["loss_scale"]) for contents in world.found().values())
-
-
 def test_sharding_of_gradients_does_not_depend_on_the_available_files(tmp_path: Path) -> None:
     """Tied, and only one of the two stages records optimizer shards: its files show whether they exist."""
     whole, shards = layout([2], [-1, -1]), layout([2], [-1, -1], 2, 1)
@@ -452,14 +422,6 @@ def test_a_single_rank_directory_needs_no_strategy(world: World) -> None:
 def test_several_rank_directories_without_a_strategy_are_an_error(world: World) -> None:
     world.save(NEW)
     fails(3, "transform-dir", world.src, world.dst, "--src-strategy", "none", "--dst-strategy", world.new)
-
-
-def test_the_same_strategy_on_both_sides_changes_nothing(tmp_path: Path) -> None:
-    world = World(tmp_path, TARGET, TARGET)
-    world.save(NEW)
-    write_strategy(tmp_path / "strategies" / "again", TARGET)
-    world.convert()
-    assert_same(world, NEW)
 
 
 def assert_same(world: World, full: Checkpoint) -> None:

@@ -155,15 +155,6 @@ def test_the_configuration_beside_the_files_goes_along(saved: Path, tmp_path: Pa
     assert reshard("verify", tmp_path / "out", "--src", saved).status == 4
 
 
-def test_suggested_commands_write_other_forms(saved: Path) -> None:
-    commands = done("suggest", saved).out
-    assert "--to dcp" in commands and "--to huggingface" in commands and "--to verl" not in commands
-    assert "tokenizer's files" in commands
-    (saved / "huggingface").mkdir()
-    (saved / "huggingface" / "config.json").write_text("{}")
-    assert "tokenizer's files" not in done("suggest", saved).out
-
-
 def test_a_flipped_bit_is_found(saved: Path, tmp_path: Path) -> None:
     flip_storages(file_of(saved, 1))
     fails(3, "convert", saved, tmp_path / "out", *WHOLE, texts=["rank_1.pt", "CRC-32"])

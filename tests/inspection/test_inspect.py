@@ -15,7 +15,6 @@ from tests.running import Argument, done, fails, flat, warns
 from tests.small import World, tensors
 from tests.strategy_writing import numbers
 from tests.trees import (
-    Value,
     layout,
     scalar,
     single,
@@ -69,13 +68,6 @@ def test_without_a_strategy_completeness_is_unknown(plain: World) -> None:
     shown = done("inspect", plain.src).out
     for message in ("complete?", "torn or saved by one rank of each replica group", "on all ranks", "--strategy"):
         assert message in shown
-
-
-def test_a_file_count_that_fits_no_groups_is_not_an_end_of_life_save(plain: World) -> None:
-    plain.save(FULL, ranks=[0, 1, 3])
-    (plain.src / "rank_2").mkdir()
-    shown = done("inspect", plain.src).out
-    assert "not on rank 2" in shown and "replica group" not in shown
 
 
 def test_inspect_reads_headers_of_the_newest_step(plain: World) -> None:
@@ -209,14 +201,6 @@ def test_file_suffix_selects_one_series_of_files(plain: World) -> None:
     assert report["latest"] == {"found": True, "step": "1_10"} and report["findings"] == []
 
 
-def test_an_older_ambiguous_step_does_not_matter_to_a_conversion(plain: World) -> None:
-    plain.save(FULL)
-    plain.save(FULL, AMBIGUOUS["formats"])
-    plain.save(FULL, NEWER)
-    assert judged(plain)["latest"] == {"found": True, "step": "1_12"}
-    plain.convert()
-
-
 def test_two_series_of_saves_are_a_problem(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, "rank_{rank}/net_1-1_3.ckpt")
@@ -322,14 +306,6 @@ def test_steps_older_than_the_selected_one_are_not_checked(plain: World) -> None
     assert "not looked at" in done("inspect", plain.src, "--strategy", plain.old).out
 
 
-def test_step_selects_the_step_to_check(plain: World) -> None:
-    plain.save(FULL, ranks=[1, 3])
-    plain.save(FULL, NEWER)
-    report = judged(plain, "--step", "1_10")
-    assert steps(report)["1_10"]["complete"] is False and steps(report)["1_12"]["complete"] is None
-    assert report["latest"] is None
-
-
 def test_one_rank_of_each_replica_group_looks_like_an_end_of_life_save(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, NEWER, ranks=[0, 3])
@@ -376,18 +352,6 @@ def test_dtypes_that_a_format_lacks_are_reported(tmp_path: Path) -> None:
     assert "CRC " in done("inspect", path).out and isinstance(inspected(path)["crc"], int)
     eight_bit = write_checkpoint(tmp_path / "y.safetensors", {"w": value("w", (2,), "F8_E4M3")})
     assert ".ckpt cannot hold" in finding(inspected(eight_bit), "type")["text"]
-
-
-def many_layers(count: int) -> dict[str, Value]:
-    return {f"blocks.{number}.attn.weight": value("w", (2, 2)) for number in range(count)}
-
-
-def test_many_names_are_folded_unless_verbose(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path / "x.ckpt", many_layers(40))
-    shown = done("inspect", path).out
-    assert "blocks.{0-39}.attn.weight" in shown and "40" in shown and "blocks.7." not in shown
-    assert "blocks.7.attn.weight" in done("inspect", path, "-v").out
-    assert len(inspected(path)["tensors"]) == 40
 
 
 def test_inspect_of_a_large_tree_fits_a_screen(tmp_path: Path) -> None:
@@ -464,12 +428,6 @@ def test_a_rank_directory_shows_its_rank(world: World) -> None:
         ("1_10", [3], []),
     ]
     assert report["steps"][0]["contents"] is None and report["steps"][1]["contents"] is not None
-
-
-def test_a_rank_directory_may_be_the_working_directory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.save(FULL)
-    monkeypatch.chdir(world.src / "rank_1")
-    assert done("inspect", ".").out.startswith(".: rank 1, 1 step")
 
 
 def test_a_single_rank_directory_is_not_checked_against_a_strategy(world: World) -> None:

@@ -447,14 +447,3 @@ def test_json_and_text_contain_the_same_commands(demo: Path) -> None:
     text = done("suggest", demo / "ranks").out.replace(" \\\n", " ")
     commands = [shlex.split(line) for line in text.splitlines() if line and not line.startswith("#")]
     assert commands == [item["command"] for item in suggested(demo / "ranks")["suggestions"]]
-
-
-def test_a_file_in_the_current_directory_may_be_given_by_its_name(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world.save(tensors())
-    monkeypatch.chdir(world.src / "rank_0")
-    fails(3, "suggest", "net-1_10.ckpt", texts=["is the file of one rank", world.src])
-    (world.src / "rank_0" / "net-1_10.ckpt").rename(world.root / "net.ckpt")
-    monkeypatch.chdir(world.root)
-    assert suggested("net.ckpt", "--src-strategy", "none")["form"] == "ranks"

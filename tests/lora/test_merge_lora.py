@@ -181,14 +181,6 @@ def test_adapters_stored_among_the_weights_of_ranks_are_merged(tmp_path: Path, s
         assert mine.keys() == tensors.keys() and all(mine[name].same(tensor) for name, tensor in tensors.items())
 
 
-def test_full_weights_are_merged_into_ranks_of_a_target_strategy(tmp_path: Path) -> None:
-    src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices())
-    layouts = {name: layout([2], [0, -1] if len(shape) == 2 else [-1]) for name, shape in SHAPES.items()}
-    saved = write_strategy(tmp_path / "two.ckpt", single(layouts), SHAPES, "merged")
-    done("merge-lora", src, adapter, tmp_path / "out", "--dst-strategy", saved, "--verify")
-    assert sorted(read_tree(tmp_path / "out")) == [0, 1]
-
-
 def test_the_same_command_resumes_and_another_adapter_is_refused(tmp_path: Path) -> None:
     src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices())
     words: list[Argument] = ["merge-lora", src, adapter, tmp_path / "out", "--max-shard-size", "1MB"]

@@ -473,11 +473,6 @@ def outcome(table: NameRules, model: Model) -> set[str]:
     return {step.rule for step in forward.steps}
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_models_of_all_families_and_layouts_convert_both_ways(model: Model) -> None:
-    outcome(TABLE, model)
-
-
 # Per size the families that need it.
 _NEEDED = {
     "num_hidden_layers": FAMILIES,

@@ -191,16 +191,6 @@ def test_swapped_signs_change_the_sum() -> None:
     assert len(sums) == len(range(0, 4096, 97)) and box_sum(array) not in sums
 
 
-def test_random_damage_never_collides() -> None:
-    random = np.random.RandomState(7)
-    array = random.randint(0, 256, 4096).astype("u1")
-    sums = {box_sum(array)}
-    for _ in range(400):
-        array[random.randint(0, 4096, random.randint(1, 40))] ^= random.randint(1, 256, dtype=np.uint8)
-        sums.add(box_sum(array))
-    assert len(sums) > 390  # damage may undo damage, but hardly ever
-
-
 def test_the_fingerprint_depends_on_name_type_and_shape() -> None:
     created = {
         fingerprint("w", "Float32", (4, 6), 7),
@@ -299,16 +289,6 @@ def test_lost_ranks_and_deduplicated_saves_keep_fingerprints(plain: World) -> No
     assert shown(plain.root / "lost", "--strategy", plain.old) == expected
 
 
-def test_fingerprint_reads_the_newest_complete_step(world: World) -> None:
-    world.save(small_tensors("old"), "rank_{rank}/net-1_9.ckpt")
-    world.save(small_tensors("new"), "rank_{rank}/net-1_10.ckpt", ranks=[0, 1])
-    words = ("fingerprint", world.src, "--strategy", world.old)
-    older = done(*words, "--step", "1_9").out
-    result = done(*words)
-    assert result.out == older
-    warns(result, "1_10", "skipped")
-
-
 def test_stages_that_share_a_parameter_must_agree(tmp_path: Path) -> None:
     tied: Strategy = [
         {"devices": 2, "layouts": {"w": layout([2], [0, -1])}},
@@ -350,12 +330,6 @@ def test_json_contains_every_fingerprint(world: World) -> None:
         name: digest for name, digest in printed.items() if name != "checkpoint"
     }
     assert report["fingerprint"] == printed["checkpoint"]
-
-
-def test_a_checkpoint_is_read_as_a_whole(world: World) -> None:
-    world.save(small_tensors())
-    fails(2, "fingerprint", texts=["SRC"])
-    fails(2, "fingerprint", world.src, texts=["--strategy", "none"])
 
 
 def test_a_selection_of_nothing_is_an_error(saved: World) -> None:

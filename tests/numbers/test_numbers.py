@@ -314,22 +314,6 @@ def test_magnitudes_of_many_numbers_equal_numpys(dtype: str, tmp_path: Path) -> 
     assert np.array_equal(rows.magnitudes[rows.magnitudes > 0], counts)
 
 
-def test_magnitudes_count_every_power_of_two(tmp_path: Path) -> None:
-    numbers = np.array([1.0, -1.5, 2.0, 0.0, 0.125, np.nan, np.inf, 1e-45], "<f4")
-    write_checkpoint(tmp_path / "w.ckpt", {"w": Value("Float32", numbers.view("<u4"))})
-    write_checkpoint(tmp_path / "i.ckpt", {"i": Value("Int8", np.array([1, 255, 128, 0, 64], "u1"))})
-    with open_checkpoint(tmp_path / "w.ckpt", src_strategy="none") as opened:
-        (rows,) = statistics_of(opened, MEMORY, Progress(), magnitudes=True)
-    assert rows.magnitudes is not None
-    assert {int(at) - ONE: int(rows.magnitudes[at]) for at in np.flatnonzero(rows.magnitudes)} == {
-        -149: 1, -3: 1, 0: 2, 1: 1,
-    }  # fmt: skip
-    with open_checkpoint(tmp_path / "i.ckpt", src_strategy="none") as opened:
-        (rows,) = statistics_of(opened, MEMORY, Progress(), magnitudes=True)
-    assert rows.magnitudes is not None
-    assert {int(at) - ONE: int(rows.magnitudes[at]) for at in np.flatnonzero(rows.magnitudes)} == {0: 2, 6: 1, 7: 1}
-
-
 def compared(root: Path, one: dict[str, Value], other: dict[str, Value]) -> Differences:
     write_checkpoint(root / "a.safetensors", one)
     write_checkpoint(root / "b.safetensors", other)
@@ -424,22 +408,3 @@ def test_only_differing_blocks_are_subtracted(tmp_path: Path, monkeypatch: pytes
     array = one.array.copy()
     array[0, 0] += 1
     assert not compared(tmp_path, {"w": one}, {"w": Value("Float32", array)}).equal and compares == [0]
-
-
-def test_names_shapes_and_types_are_compared(tmp_path: Path) -> None:
-    def ones(*shape: int) -> Value:
-        return Value("Float32", np.full(shape, 0x3F800000, "<u4"))
-
-    half = Value("BFloat16", np.full((3,), 0x3F80, "<u2"))
-    zero, minus = (Value("Float32", np.array([bits], "<u4")) for bits in (0, 1 << 31))
-    outcome = compared(
-        tmp_path,
-        {"x": ones(2), "s": ones(2, 3), "t": ones(3), "z": zero},
-        {"y": ones(2), "s": ones(3, 2), "t": half, "z": minus},
-    )
-    assert (outcome.only_a, outcome.only_b, outcome.shapes) == (["x"], ["y"], {"s": ((2, 3), (3, 2))})
-    assert outcome.differing == [
-        TensorPair("t", ("Float32", "BFloat16"), (3,), False),
-        TensorPair("z", ("Float32", "Float32"), (1,), False),
-    ]
-    assert not outcome.equal

@@ -66,23 +66,6 @@ def test_a_transfer_map_of_many_ranks_sums_neighbours_and_notes_it() -> None:
     assert len(picture) < 50_000
 
 
-def test_a_transfer_map_has_lines_between_equal_cells() -> None:
-    picture = transfer_map(dict.fromkeys([(0, 0), (0, 1), (1, 0), (1, 1)], 5), 2, 2, "x")
-    rows, columns = line_places(picture, "line")
-    (cells,) = paths_of(picture, "heat")
-    width, height = (float(re.search(rf"{way}([\d.]+)", cells)[1]) for way in "hv")  # type: ignore[index]
-    corners = {(float(x), float(y)) for x, y in re.findall(r"M([\d.]+) ([\d.]+)h", cells)}
-    # Nothing is painted where the lines are.
-    assert len(rows) == len(columns) == 1 and len(corners) == 4
-    assert all(not y < at < y + height for _, y in corners for at in rows)
-    assert all(not x < at < x + width for x, _ in corners for at in columns)
-
-
-def test_a_transfer_map_of_many_ranks_has_lines_at_its_labels_only() -> None:
-    rows, columns = line_places(transfer_map({(0, 0): 1}, 1024, 768, "x"), "line")
-    assert 20 < len(rows) < 40 and 5 < len(columns) < 20
-
-
 def test_a_transfer_map_separates_and_names_pipeline_stages() -> None:
     picture = transfer_map({(0, 0): 1}, 16, 24, "x", source_stages=[0, 8], target_stages=[0, 12, 18])
     down, across = 640 // 16, 640 // 24

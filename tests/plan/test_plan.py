@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from tests.asking import request_between
 from tests.convert.test_costs import ALONE, FULL, KINDS, Costs, convert, costs, no_windows
 from tests.corpus import ROOT
 from tests.layouts import examples, strategies, tensors
-from tests.running import Argument, done, fails, warns
+from tests.running import Argument, done, warns
 from tests.small import World, world_of
 from tests.small import tensors as small_tensors
 from tests.trees import write_strategy
@@ -53,18 +52,6 @@ def test_planned_files_equal_written_files(world: World, options: tuple[Argument
     written = {str(path): path.stat().st_size for path in world.dst.glob("rank_*/*")}
     assert {target["file"]: target["bytes"] for target in plan["targets"]} == written
     assert plan["bytes_written"] == sum(written.values())
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_planned_source_files_suffice(world: World, rank: int) -> None:
-    world.save(SMALL)
-    (target,) = planned(world, "--ranks", rank)["targets"]
-    needed = {source["rank"] for source in target["sources"]}
-    for number in range(4):
-        if number not in needed:
-            shutil.rmtree(world.src / f"rank_{number}")
-    world.by_rank(rank)
-    assert world.found()[rank].keys() == world.expected(SMALL)[rank].keys()
 
 
 @pytest.mark.deep
@@ -202,11 +189,6 @@ def test_space_is_counted_on_the_file_system_of_a_resolved_path(tmp_path: Path) 
     assert (space.place, space.needed) == (str(tmp_path / "disk"), 10)
 
 
-def test_a_plan_fails_like_its_conversion(world: World) -> None:
-    world.save({name: SMALL[name] for name in ("w", "v")}, ranks=[0])
-    fails(3, *world.words(command="plan"), texts=["w"])
-
-
 def test_the_svg_of_a_plan_is_its_transfer_map(world: World) -> None:
     world.save(SMALL)
     drawn = world.root / "transfer.svg"
@@ -230,10 +212,3 @@ def test_transfer_maps_of_the_documentation_are_up_to_date(
     content = (tmp_path / "made.svg").read_bytes()
     assert content == (ROOT / "docs" / "pictures" / f"{picture}.svg").read_bytes()
     assert (b">stage 1</text>" in content) == (picture == "transfers-stages")
-
-
-def test_the_directory_of_an_svg_is_created(world: World) -> None:
-    world.save(SMALL)
-    drawn = world.root / "pictures" / "today" / "transfer.svg"
-    done(*world.words("--svg", drawn, command="plan"))
-    assert drawn.exists()

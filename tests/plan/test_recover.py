@@ -104,17 +104,6 @@ def test_a_file_with_a_wrong_crc_is_rewritten_from_its_replica(world: World) -> 
         assert (world.dst / f"rank_{rank}" / "net-1_10.ckpt").read_bytes() == source.read_bytes()
 
 
-def test_a_truncated_file_is_rewritten(world: World) -> None:
-    world.save(FULL)
-    path = world.src / "rank_0" / "net-1_10.ckpt"
-    path.write_bytes(path.read_bytes()[:-7])
-    fails(3, "recover", world.src, world.dst, "--strategy", world.old, texts=["m.w", "rank 0"])
-    world.save({"w": FULL["w"]})
-    path.write_bytes(path.read_bytes()[:-7])
-    recover(world, *PARTIAL)
-    assert (world.dst / "rank_0" / "net-1_10.ckpt").exists()
-
-
 def test_intact_files_are_copied_byte_for_byte(world: World) -> None:
     own = {"note": text("kept"), "cur_rank": COPIED["global_step"]}
     world.save(FULL, copied=own, crc=True)
@@ -262,15 +251,6 @@ def test_a_complete_deduplicated_save_is_recovered_unchanged(preserved: dict[int
         {rank: read_checkpoint(next((tmp_path / "dst" / f"rank_{rank}").iterdir())) for rank in range(4)},
         {rank: {name: full[name] for name in names} for rank, names in enumerate(stages)},
     )
-
-
-def test_only_lost_writes_lost_ranks_alone(world: World) -> None:
-    saved = cut(world)
-    world.save({"w": FULL["w"]}, ranks=[0, 1, 2])
-    recover(world, "--lost-only", *PARTIAL)
-    contents = read_named(world.dst, NAMED)
-    assert list(contents) == [3]
-    assert contents[3]["w"].same(saved[3]["w"])
 
 
 def test_a_dry_run_plans_and_writes_nothing(world: World) -> None:

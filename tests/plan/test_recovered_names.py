@@ -17,13 +17,10 @@ from tests.sampling import some_of
 from tests.small import COPIED, PLAIN_TARGET, World
 from tests.small import tensors as small_tensors
 from tests.trees import (
-    Value,
     cut_ranks,
     layout,
-    read_checkpoint,
     read_named,
     read_tree,
-    same_checkpoints,
     same_ranks,
     single,
     write_checkpoint,
@@ -129,14 +126,6 @@ def test_a_single_remaining_rank_determines_the_names(named: str, survivor: int,
     is_whole(both, both.src / below, pattern)
 
 
-def test_a_target_directory_without_rank_directories_may_be_a_link(plain: World) -> None:
-    plain.save(FULL, "net_{rank}.ckpt", ranks=[0, 1, 2])
-    (plain.root / "elsewhere").mkdir()
-    plain.dst.symlink_to(plain.root / "elsewhere")
-    recover(plain, plain.src / "net_{rank}.ckpt", "--lost-only")
-    assert [path.name for path in (plain.root / "elsewhere").glob("*.ckpt")] == ["net_3.ckpt"]
-
-
 def test_a_damaged_file_is_replaced_under_its_own_name(plain: World) -> None:
     pattern = "rank_{rank}/llama_rank_{rank}-1_200.ckpt"
     plain.save(FULL, pattern)
@@ -233,16 +222,3 @@ def test_names_follow_most_files_then_the_lowest_rank(tmp_path: Path) -> None:
     assert names.template == "rank_{rank}/b" and [*names.own.values()] == ["rank_0/a"]
     assert named("rank_3/b.ckpt", "rank_1/a.ckpt").template == "rank_{rank}/a"
     assert names_of([(1, "x1", ("x", None)), (10, "x010", ("x", None))]).template == "x{rank:03}"
-
-
-def test_copied_recovered_ranks_equal_the_lost_ones(plain: World) -> None:
-    """Byte by byte, where files were written by a conversion."""
-    plain.save(FULL)
-    done("transform-dir", plain.src, plain.root / "tree", "--src-strategy", plain.old, "--dst-strategy", plain.old)
-    lost = plain.root / "tree" / "rank_2" / "checkpoint_2.ckpt"
-    before: dict[str, Value] = read_checkpoint(lost)
-    data = lost.read_bytes()
-    lost.unlink()
-    done("recover", plain.root / "tree", plain.dst, "--strategy", plain.old, "--lost-only")
-    assert (plain.dst / "rank_2" / "checkpoint_2.ckpt").read_bytes() == data
-    same_checkpoints(read_checkpoint(plain.dst / "rank_2" / "checkpoint_2.ckpt"), before)

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard as package
-from reshard.execute import Budget
 from reshard.quantised import decoding, values
 from tests.asking import open_checkpoint
 from tests.checkpoint_writing import write_safetensors
@@ -70,13 +69,6 @@ def test_little_memory_gives_the_same_elements(tmp_path: Path, scheme: str) -> N
 
     (written,) = (tmp_path / "out").glob("*.safetensors")
     same_checkpoints(read_checkpoint(written), expected(quantised))
-
-
-@given(jobs=st.integers(1, 64), memory=st.integers(1 << 20, 1 << 30))
-def test_memory_for_decoding_is_part_of_the_limit(jobs: int, memory: int) -> None:
-    options = Budget.of(jobs, memory, decoded=True)
-    assert options.decoding_bytes
-    assert options.buffer_bytes <= memory
 
 
 @pytest.mark.deep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -67,9 +68,13 @@ def test_status_of_a_copy_reads_its_manifest(world: World) -> None:
 def test_status_ignores_a_damaged_manifest(world: World) -> None:
     world.save(FULL)
     world.convert()
-    (world.dst / "reshard-manifest.json").write_text("{")
+    path = world.dst / "reshard-manifest.json"
+    path.write_text("{")
     assert status(world)["complete"]
     fails(3, "verify", world.dst, texts=["is damaged: it is not valid JSON"])
+    path.unlink()
+    os.mkfifo(path)
+    fails(3, "verify", world.dst, texts=[path])
 
 
 def test_status_of_another_directory_is_an_error(tmp_path: Path) -> None:
@@ -172,8 +177,7 @@ def test_status_lists_missing_files_and_the_command_that_continues(
             return fails(130, *convert)
 
     result = interrupt_after(0)
-    words = shlex.split(result.err.strip().splitlines()[-1].partition("to run it again: ")[2])
-    assert words == ["reshard", *map(str, convert)]
+    assert result.err.strip().endswith(shlex.join(["reshard", *map(str, convert)]))
     fails(3, "status", out, texts=["a run that wrote no file leaves no DST: run its command again"])
     result = interrupt_after(1)
     assert result.err.strip().splitlines()[-1].strip() == f"to continue: reshard resume {out}"

@@ -30,7 +30,6 @@ from reshard.text.messages import Report
 from tests.counting import count_opened
 from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, warns
-from tests.small import World, tensors
 from tests.trees import (
     Value,
     cut_ranks,
@@ -270,13 +269,6 @@ def test_a_diverged_replica_is_named_and_never_continues(tree: Tree) -> None:
     warns(result, str(tree.src / "rank_1" / "net-1_10.ckpt"), str(tree.src / "rank_5" / "net-1_10.ckpt"))
     assert not tree.dst.exists()
     done(*tree.words(tree.true, "--check-replicas", "never"))
-
-
-def test_unsynchronised_norms_are_refused(tree: Tree) -> None:
-    tree.save()
-    for rank in range(8):
-        tree.change(rank, *NORMS[: rank % 3])
-    fails(3, *tree.words(tree.true, "--check-replicas", "all"), texts=["norm", "2 of 54"])
 
 
 def test_a_wholly_diverged_rank_is_named(tree: Tree) -> None:
@@ -573,19 +565,6 @@ def test_lost_ranks_leave_the_others_to_compare(ending: str, tmp_path: Path) -> 
     words: list[Argument] = ["--src-strategy", write_strategy(tmp_path / "old", model(*TRUE)), "--dst-strategy", "none"]
     report = replicas(done("transform-dir", tmp_path / "src", tmp_path / "dst", *words, "--json"))
     assert report["tested"] and report["untested"] == 0
-
-
-def test_filters_select_the_compared_parameters(tree: Tree) -> None:
-    tree.save()
-    tree.change(3, *NORMS)
-    fails(3, *tree.words(tree.true), texts=["diverged"])
-    done(*tree.words(tree.true, "--exclude", "*norm"))
-
-
-def test_the_small_world_has_replicas_of_some_parameters_only(world: World) -> None:
-    world.save(tensors())
-    report = replicas(world.convert("--json"))
-    assert (report["parameters"], report["untested"], report["tested"]) == (2, 1, True)
 
 
 def test_a_tensor_in_several_records_is_compared_as_a_whole(tree: Tree) -> None:

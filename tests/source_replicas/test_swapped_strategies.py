@@ -113,30 +113,6 @@ def test_another_parameter_of_the_layout_stands_in_for_a_constant_one(varied: st
     warns(result, "should hold different slices")
 
 
-def test_slices_of_few_different_elements_may_agree_by_chance(tmp_path: Path) -> None:
-    strategy = single({"mask": layout([4], [0]), "table": layout([4], [0, -1])})
-    world = World(tmp_path, strategy, single({"mask": layout([1], [-1]), "table": layout([1], [-1, -1])}))
-    mask = Value("Bool", np.array([0, 1, 1, 1] * 8, "u1"))
-    write_tree(
-        world.src,
-        cut_ranks(
-            strategy, {"mask": mask, "table": Value("Float32", np.tile(np.arange(6, dtype="<u4"), (8, 1)))}, COPIED
-        ),
-    )
-    world.convert()
-
-
-def test_a_few_parameters_of_equal_parts_do_not_contradict_a_strategy(tmp_path: Path) -> None:
-    """Experts that were copied from one, beside weights that were not."""
-    strategy = single({name: layout([4], [0, -1]) for name in ("experts", "w")})
-    world = World(tmp_path, strategy, single({name: layout([1], [-1, -1]) for name in ("experts", "w")}))
-    copies = np.tile(value("expert", (2, 6)).array, (4, 1))
-    full = {"experts": Value("Float32", copies), "w": value("w", (8, 6))}
-    write_tree(world.src, cut_ranks(strategy, full, COPIED))
-    world.convert()
-    same_ranks(world.found(), world.expected(full))
-
-
 @pytest.mark.parametrize(
     ("true", "wrong"),
     [
@@ -243,18 +219,6 @@ def test_a_pipeline_source_whose_ranks_contain_all_stages_is_refused(tmp_path: P
     result = done("plan", *words, "--check-replicas", "never")
     (warning,) = [line for line in result.err.splitlines() if "pipeline" in line]
     assert text in warning
-
-
-def test_stages_of_another_run_are_refused(tmp_path: Path) -> None:
-    """Two stages of four ranks were saved, and by the strategy they are four of two."""
-    names = [f"l{number}" for number in range(8)]
-    saved = [{"devices": 4, "layouts": dict.fromkeys(names[at : at + 4], layout([4], [0, -1]))} for at in (0, 4)]
-    arguments = [
-        {"devices": 2, "layouts": dict.fromkeys(names[at : at + 2], layout([2], [0, -1]))} for at in (0, 2, 4, 6)
-    ]
-    world = World(tmp_path, arguments, single({name: layout([1], [-1, -1]) for name in names}))
-    write_tree(world.src, cut_ranks(saved, {name: value(name, (8, 6)) for name in names}))
-    world.refuses(3, "ranks hold 8 parameters that it lists for other pipeline stages only")
 
 
 def test_a_pipeline_source_supported_by_replicas_gives_a_warning(tmp_path: Path) -> None:

@@ -121,11 +121,6 @@ def content(size: int) -> bytes:
     return b"".join((n * 2654435761 % 2**32).to_bytes(4, "little") for n in range(size // 4 + 1))[:size]
 
 
-def wait_until_killed(process: int) -> None:
-    """Wait until a process has ended and was not waited for."""
-    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
-
-
 @pytest.fixture
 def toy(tmp_path: Path) -> Iterator[ToyStore]:
     """The toy store, registered."""

@@ -59,16 +59,6 @@ def test_plan_json_describes_requests_to_network_disks(tmp_path: Path) -> None:
     assert document["io"]["way"] == "pread" and "round trip for each page" in document["io"]["why"]
 
 
-def test_plan_describes_requests_to_network_disks_in_words(tmp_path: Path) -> None:
-    weights = FIXTURES / "full_weights/h01_bf16_sharded/model"
-    words: list[Argument] = ["plan", weights, tmp_path / "out", "--to", "huggingface", "--jobs", 2]
-    text = slowed(12, "lustre", *words)
-    assert "requests 8 at a time, of up to" in text
-    assert "io       pread, as mmap would take a round trip" in text
-    here = slowed(12, "ext4", *words)
-    assert "requests" not in here and "io       pread, as mmap is hardly quicker on a local disk" in here
-
-
 def test_a_slow_disk_does_not_change_the_output(tmp_path: Path) -> None:
     created = []
     for name, milliseconds, file_system in (("here", 0, "ext4"), ("far", 2, "nfs4")):

@@ -21,8 +21,6 @@ import pytest
 
 from reshard.source_replicas.compare import ReplicaFiles
 from reshard.storage.files import read_small
-from reshard.storage.s3.round_trips import RoundTrips
-from reshard.storage.store import OBJECTS
 from tests.checkpoint_writing import write_safetensors
 from tests.corpus import FIXTURES, ROOT
 from tests.object_store import KEY, SECRET, Objects
@@ -133,15 +131,6 @@ def test_network_failures_do_not_change_the_output(name: str, objects: Objects, 
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("delay", some_of([0.02, 0.1], 2))
-def test_latency_does_not_change_the_output(delay: float, objects: Objects, tmp_path: Path) -> None:
-    objects.faults.delay = delay
-    assert from_store(KINDS["ranks to ranks"], objects, tmp_path / "out") == locally(
-        KINDS["ranks to ranks"], tmp_path / "local"
-    )
-
-
-@pytest.mark.deep
 def test_headers_are_requested_concurrently(objects: Objects, tmp_path: Path) -> None:
     # The first header tells what the others are to be; those are held back here until all have been asked for.
     others = threading.Barrier(7)
@@ -226,17 +215,6 @@ def test_samples_of_replicas_are_requested_concurrently(
     done("convert", objects.upload(tmp_path / "src", "ckpt"), tmp_path / "out", "--src-strategy", old,
          "--dst-strategy", "none")  # fmt: skip
     assert next(alone) == 4 and not together.broken
-
-
-@pytest.mark.parametrize(("seconds", "in_flight"), [(0.001, 4), (0.006, 4), (0.012, 8), (0.024, 16), (1.0, 32)])
-def test_longer_round_trips_increase_concurrent_requests(seconds: float, in_flight: int) -> None:
-    round_trips = RoundTrips()
-    assert round_trips.costs().round_trip is None
-    for each in (seconds / 2, seconds, seconds, 5.0):
-        round_trips.add(each)
-    costs = round_trips.costs()
-    assert (costs.round_trip, costs.in_flight) == (seconds, in_flight)
-    assert OBJECTS.small <= costs.small <= costs.window >= OBJECTS.window
 
 
 @pytest.mark.deep

@@ -127,13 +127,3 @@ def test_dst_may_be_a_link_and_so_may_a_directory_above_it(world: World) -> None
     same_ranks(world.found(), world.expected(FULL))
     same_ranks(read_tree(world.root / "disk" / "below" / "it"), world.expected(FULL))
     assert world.dst.is_symlink()
-
-
-def test_dst_may_contain_a_link_followed_by_dots(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.save(FULL)
-    (world.root / "inner").mkdir()
-    (world.root / "link").symlink_to("inner")
-    monkeypatch.chdir(world.root)
-    done(*world.words()[:2], "link/../below", *world.words()[3:])
-    same_ranks(read_tree(world.root / "below"), world.expected(FULL))
-    assert not os.listdir("inner")

@@ -16,8 +16,6 @@ from tests.corpus import ROOT
 from tests.running import Argument, done
 from tests.small import World, tensors
 
-# As large as Linux numbers no process.
-NOBODY = 1 << 23
 LEFT = """
 import os, signal, sys
 from reshard.storage import local

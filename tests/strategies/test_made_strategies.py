@@ -29,7 +29,7 @@ from reshard.strategies.rules import (
     parse_sizes,
 )
 from tests import cases, made_cases
-from tests.corpus import CORPUS, FIXTURES
+from tests.corpus import CORPUS
 from tests.faults import failing
 from tests.running import Argument, done, fails, reshard
 from tests.strategy_writing import layout, write_strategy
@@ -38,7 +38,6 @@ from tests.trees import Value, cut_ranks, tree_bytes, write_checkpoint, write_tr
 Said = tuple[Argument, ...]
 CASES = made_cases.case_names()
 PANGU = CORPUS / "pangu_alpha_2.6B" / "strategy.ckpt"
-BACKBONE = FIXTURES / "rules" / "backbone.toml"
 
 
 def write_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Path:
@@ -132,16 +131,6 @@ def pangu_shape(name: str, record: RecordedLayout) -> tuple[int, ...]:
     if name.endswith("weight"):
         return (2560, 10240) if wide else (10240, 2560) if ".output.projection." in name else (2560, 2560)
     return (10240,) if wide else (2560,)
-
-
-def test_a_strategy_of_thousands_of_devices_is_made_quickly() -> None:
-    """Records of 10,240 devices cost as much as of 8: each layout is computed once."""
-    names = [f"blocks.{layer}.w{number}" for layer in range(64) for number in range(8)]
-    model = model_tensors("shapes", [FullTensor(name, (10240, 10240), "Float32") for name in names], ITEM_SIZES)
-    rules = parse_rules('[[parameter]]\nmatch = "*"\nmap = ["mp", "None"]\n', "rules")
-    target = TargetRun(parse_sizes("dp=1280,mp=8"), ShardSetting(-1, 0), weights_only=True)
-    (strategy,) = make_strategy(rules, model, target, "rules")
-    assert strategy.layouts[names[-1]] == RecordedLayout((1280, 8), ((0, -1),), shard_step=8, shard_size=-1)
 
 
 # What does not follow.

@@ -63,12 +63,6 @@ def test_the_merged_file_equals_its_directory(tmp_path: Path, source: str, targe
     ]
 
 
-def test_a_directory_of_one_stage_is_merged(tmp_path: Path) -> None:
-    write_strategy(tmp_path / "s" / "rank_0.ckpt", 0, FIRST)
-    merge(tmp_path / "s", tmp_path / "merged.ckpt")
-    assert list(read_strategy_file(str(tmp_path / "merged.ckpt")).layouts) == ["0-embedding", "0-a-b"]
-
-
 def test_stages_are_written_in_order_for_any_file_names(tmp_path: Path) -> None:
     write_strategy(tmp_path / "s" / "a.ckpt", 1, SECOND)
     write_strategy(tmp_path / "s" / "b.ckpt", 0, FIRST)
@@ -76,14 +70,6 @@ def test_stages_are_written_in_order_for_any_file_names(tmp_path: Path) -> None:
     file = read_strategy_file(str(tmp_path / "m.ckpt"))
     assert list(file.layouts) == ["0-embedding", "0-a-b", "1-head"]
     assert [item.stage for item in file.items] == [0, 1]
-
-
-def test_merging_twice_writes_the_same_bytes(tmp_path: Path) -> None:
-    directory = two_stages(tmp_path / "s")
-    for ending in ("ckpt", "json"):
-        for name in ("a", "b"):
-            merge(directory, tmp_path / f"{name}.{ending}")
-        assert (tmp_path / f"a.{ending}").read_bytes() == (tmp_path / f"b.{ending}").read_bytes()
 
 
 # Records that only one format can express.
@@ -152,28 +138,6 @@ def test_merge_pipeline_replaces_its_output_and_never_reads_it(tmp_path: Path) -
     assert sorted(os.listdir(tmp_path)) == ["merged.ckpt", "rank_0.ckpt", "rank_4.ckpt"]
 
 
-def test_another_merged_file_in_the_directory_must_agree(tmp_path: Path) -> None:
-    write_merged(two_stages(tmp_path) / "merged.ckpt", {0: FIRST, 1: SECOND})
-    assert merge(tmp_path, tmp_path / "again.ckpt") == []
-    assert content(tmp_path / "again.ckpt") == content(tmp_path / "merged.ckpt")
-
-
-def test_the_mode_of_the_merged_file_follows_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        merge(two_stages(tmp_path / "s"), tmp_path / "m.ckpt")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "m.ckpt").stat().st_mode & 0o777 == 0o640
-
-
-def test_a_link_to_the_target_stays_a_link(tmp_path: Path) -> None:
-    (tmp_path / "m.ckpt").symlink_to(tmp_path / "real.ckpt")
-    merge(two_stages(tmp_path / "s"), tmp_path / "m.ckpt")
-    assert (tmp_path / "m.ckpt").is_symlink()
-    assert len(read_strategy(str(tmp_path / "real.ckpt")).stages) == 2
-
-
 @pytest.mark.parametrize("name", ["merged", "merged.pb", "merged.JSON", "merged.safetensors", ""])
 def test_other_endings_are_wrong_usage(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match=r"\.ckpt or \.json"):
@@ -211,12 +175,6 @@ def test_a_failed_write_keeps_the_existing_file(tmp_path: Path, monkeypatch: pyt
     assert caught.value.status == 1
     assert target.read_bytes() == before
     assert os.listdir(tmp_path / "out") == ["m.ckpt"]
-
-
-def test_a_target_below_a_file_cannot_be_written(tmp_path: Path) -> None:
-    directory = two_stages(tmp_path / "s")
-    with pytest.raises(TargetError, match="may not be written"):
-        merge(directory, directory / "rank_0.ckpt" / "m.ckpt")
 
 
 def test_only_directories_are_merged(tmp_path: Path) -> None:

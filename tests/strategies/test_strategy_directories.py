@@ -13,7 +13,7 @@ from reshard.errors import StrategyError
 from reshard.layout import Layout
 from reshard.strategies import Strategy, files, read_strategy
 from tests.running import done, fails
-from tests.strategy_writing import group_info, json_content, layout, protobuf, write_merged, write_strategy
+from tests.strategy_writing import group_info, layout, protobuf, write_merged, write_strategy
 from tests.trees import value, write_checkpoint
 from tests.wire import field
 
@@ -52,12 +52,6 @@ def test_the_files_of_the_stages_are_one_strategy(tmp_path: Path) -> None:
     assert not strategy.is_none
 
 
-def test_reading_a_strategy_directory_writes_nothing(tmp_path: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in [tmp_path, *two_stages(tmp_path).iterdir()]}
-    read(tmp_path)
-    assert {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.iterdir()]} == before
-
-
 def test_identical_copies_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in range(100):
         write_strategy(tmp_path / f"rank_{rank}.ckpt", rank // 50, (FIRST, SECOND)[rank // 50])
@@ -73,12 +67,6 @@ def test_identical_copies_are_parsed_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(parsed) == 2
     # In the order of ranks, not of characters.
     assert strategy.stages[0].files == tuple(str(tmp_path / f"rank_{rank}.ckpt") for rank in range(50))
-
-
-def test_stages_may_have_different_numbers_of_devices(tmp_path: Path) -> None:
-    for stage, count in enumerate((3, 1, 2)):
-        write_strategy(tmp_path / f"{stage}.ckpt", stage, {"w": layout([count], [0])})
-    assert [stage.first_rank for stage in read(tmp_path).stages] == [0, 3, 4]
 
 
 # Copies.
@@ -148,12 +136,6 @@ def test_copies_that_list_different_parameters_are_refused(tmp_path: Path) -> No
     refused(tmp_path, "stage 0", "a.ckpt", "b.ckpt", "extra")
 
 
-def test_copies_for_different_numbers_of_devices_are_refused(tmp_path: Path) -> None:
-    write_strategy(tmp_path / "a.ckpt", 0, {"w": layout([2], [-1])})
-    write_strategy(tmp_path / "b.ckpt", 0, {"w": layout([4], [-1])})
-    refused(tmp_path, "a.ckpt", "b.ckpt", "w")
-
-
 # Stages that are missing.
 
 
@@ -161,11 +143,6 @@ def test_a_gap_between_stages_is_refused(tmp_path: Path) -> None:
     write_strategy(tmp_path / "a.ckpt", 0, FIRST)
     write_strategy(tmp_path / "d.ckpt", 3, SECOND)
     refused(tmp_path, "stages 1 and 2 are missing", "a.ckpt, d.ckpt")
-
-
-def test_a_missing_first_stage_is_refused(tmp_path: Path) -> None:
-    write_strategy(tmp_path / "b.ckpt", 1, SECOND)
-    refused(tmp_path, "stage 0 is missing", "b.ckpt")
 
 
 # Merged files.
@@ -186,11 +163,6 @@ def test_a_merged_file_of_another_run_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "rank_0.ckpt", "merged.ckpt", "disagree", "'w'")
 
 
-def test_a_merged_file_alone_is_used(tmp_path: Path) -> None:
-    path = write_merged(tmp_path / "merged.ckpt", {1: SECOND, 0: FIRST})
-    assert read(tmp_path).stages == read_strategy(str(path)).stages
-
-
 def test_a_merged_file_in_both_formats_is_used_where_they_agree(tmp_path: Path) -> None:
     write_merged(tmp_path / "merged.ckpt", {0: FIRST, 1: SECOND})
     write_merged(tmp_path / "merged.json", {1: SECOND, 0: FIRST})
@@ -206,11 +178,6 @@ def test_a_merged_file_does_not_replace_a_missing_stage(tmp_path: Path, stage: i
     write_strategy(tmp_path / "rank_0.ckpt", stage, (FIRST, SECOND)[stage])
     write_merged(tmp_path / "merged.ckpt", {0: FIRST, 1: SECOND})
     refused(tmp_path, "rank_0.ckpt", "merged.ckpt", "other stages")
-
-
-def test_a_merged_file_with_a_gap_is_refused(tmp_path: Path) -> None:
-    write_merged(tmp_path / "merged.ckpt", {0: FIRST, 2: SECOND})
-    refused(tmp_path, "stage 1 is missing", "merged.ckpt")
 
 
 # Files without strategy items.
@@ -274,23 +241,9 @@ def test_a_damaged_strategy_is_not_skipped(tmp_path: Path, data: bytes) -> None:
     refused(tmp_path, "ckpt_strategy_rank_5.ckpt")
 
 
-def test_a_contradiction_in_any_file_is_refused(tmp_path: Path) -> None:
-    write_strategy(two_stages(tmp_path) / "x.ckpt", 1, {**SECOND, "head": layout([8], [0, -1])})
-    refused(tmp_path, "x.ckpt", "number of devices", "head")
-
-
 def test_a_dangling_link_is_refused(tmp_path: Path) -> None:
     (two_stages(tmp_path) / "ckpt_strategy_rank_1.ckpt").symlink_to(tmp_path / "gone")
     refused(tmp_path, "ckpt_strategy_rank_1.ckpt")
-
-
-def test_json_directories_are_read(tmp_path: Path) -> None:
-    two_stages(tmp_path / "json", "json")
-    two_stages(tmp_path / "ckpt")
-    assert [stage.layouts for stage in read(tmp_path / "json").stages] == [
-        stage.layouts for stage in read(tmp_path / "ckpt").stages
-    ]
-    assert json_content(FIRST)["parallel_layout_item"]["shared"]["tensor_map"] == [0, -1]
 
 
 def test_files_of_stages_without_items_get_a_hint(tmp_path: Path) -> None:
@@ -333,16 +286,6 @@ def test_rank_directories_that_disagree_are_named(tmp_path: Path) -> None:
         (tmp_path / f"rank_{rank}" / "ckpt_strategy.ckpt").unlink()
     write_strategy(tmp_path / "rank_3" / "ckpt_strategy.ckpt", 2, SECOND)
     refused(tmp_path, "stage 1 is missing", "rank_0/ckpt_strategy.ckpt")
-
-
-def test_other_files_in_rank_directories_are_skipped(tmp_path: Path) -> None:
-    of_ranks(tmp_path)
-    (tmp_path / "rank_0" / "group_info.pb").write_bytes(group_info([0, 4]))
-    (tmp_path / "rank_0" / ".hidden.ckpt").write_bytes(b"\x08")
-    (tmp_path / "readme.txt").write_text("text")
-    notes = read(tmp_path).notes
-    assert any("rank_0/group_info.pb" in note for note in notes)
-    assert any("readme.txt" in note for note in notes)
 
 
 def test_a_checkpoint_tree_is_not_a_strategy_directory(tmp_path: Path) -> None:

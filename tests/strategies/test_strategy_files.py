@@ -132,49 +132,12 @@ def test_none_is_one_device_that_lists_nothing() -> None:
         assert (strategy.device_count, strategy.path, strategy.parameters) == (1, "none", ())
 
 
-def test_flat_and_nested_maps_are_equal(tmp_path: Path) -> None:
-    flat = only(tmp_path, layout([2, 4], [0, -1, 1]))
-    nested = only(tmp_path, layout([2, 4], [[0], [-1], [1]]))
-    assert flat == nested == Layout((2, 4), ((0,), (), (1,)))
-
-
-def test_a_dimension_over_several_axes_names_the_most_significant_first(tmp_path: Path) -> None:
-    assert only(tmp_path, layout([2, 2, 2], [[2, 0], [-1]])) == Layout((2, 2, 2), ((2, 0), ()))
-
-
-def test_an_empty_marker_map_has_no_dimension(tmp_path: Path) -> None:
-    assert only(tmp_path, layout([2, 2], [[1, 0], []])) == Layout((2, 2), ((1, 0),))
-
-
-def test_a_scalar_has_no_dimension_in_either_format(tmp_path: Path) -> None:
-    for name in ("s.ckpt", "s.json"):
-        assert only(tmp_path, layout([4], [], shape=[]), name).tensor_map == ()
-    assert only(tmp_path, layout([4], [[], []])).tensor_map == ()
-
-
-def test_axes_of_size_one_may_be_mapped(tmp_path: Path) -> None:
-    parsed = only(tmp_path, layout([4, 1], [1, 0]))
-    assert (parsed.device_count, parsed.cuts) == (4, (4, 1))
-
-
-def test_an_empty_device_matrix_is_one_device(tmp_path: Path) -> None:
-    for name in ("s.ckpt", "s.json"):
-        path = write_strategy(tmp_path / name, 0, {"w": layout([], [-1, -1])})
-        assert read_strategy(str(path)).device_count == 1
-
-
 @pytest.mark.parametrize("expected", [[1, 0], [[1, 0], [-1]], [[2], [1], []]], ids=str)
 @pytest.mark.parametrize("size", [0, -1, 4])
 def test_an_empty_device_matrix_overrides_map_and_shards(tmp_path: Path, expected: Any, size: int) -> None:
     for name in ("s.ckpt", "s.json"):
         parsed = only(tmp_path, layout([], expected, step=size and 1, size=size), name)
         assert (parsed.device_count, parsed.cuts) == (1, (1, 1))
-
-
-def test_a_missing_device_matrix_is_one_device(tmp_path: Path) -> None:
-    expected = field(2, field(1, -1)) + field(5, 0) + field(6, 0) + field(7, 0)
-    (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, "w") + field(2, expected)))
-    assert read_one(tmp_path / "s.ckpt")["w"] == Layout((), ((),))
 
 
 @pytest.mark.parametrize(("step", "size", "shards"), [(0, -1, 1), (2, 0, 1), (0, 0, 1), (4, -1, 2), (4, 2, 2)])
@@ -215,14 +178,6 @@ def test_a_json_map_that_cannot_be_expanded_is_exact(tmp_path: Path) -> None:
 def test_a_nested_json_map_accepts_either_kind_of_shape(tmp_path: Path, shape: list[int]) -> None:
     parsed = only(tmp_path, layout([2, 2, 2], [[-1], [1, 0]], shape=shape), "s.json")
     assert parsed == Layout((2, 2, 2), ((), (1, 0)), recorded_shape=(32, 64))
-
-
-def test_a_nested_json_map_may_contain_plain_numbers(tmp_path: Path) -> None:
-    assert only(tmp_path, layout([2, 2, 2], [-1, [1, 0]]), "s.json") == Layout((2, 2, 2), ((), (1, 0)))
-
-
-def test_json_without_a_shape_is_read_without_one(tmp_path: Path) -> None:
-    assert only(tmp_path, layout([2], [0, -1]), "s.json") == Layout((2,), ((0,), ()))
 
 
 def test_json_is_recognised_by_content(tmp_path: Path) -> None:
@@ -421,24 +376,16 @@ def with_value(*path: str, value: Any) -> bytes:
 
 LAYOUT = ("parallel_layout_item", "w")
 ITEM = ("parallel_strategy_item", "MatMul-0")
-# Every place with invalid values; None removes it.
-NO_NUMBER: list[Any] = ["2", True, 2.0, {}, [[[0]]], ["0"], [True], 2**80, -(2**80)]
+# Each kind of wrong value, at some of the places; None removes it.
 WRONG_VALUES: list[tuple[tuple[str, ...], list[Any]]] = [
-    ((*LAYOUT, "dev_matrix"), [*NO_NUMBER, 2, None]),
-    ((*LAYOUT, "tensor_map"), [*NO_NUMBER, 2, None]),
-    ((*LAYOUT, "tensor_shape"), [*NO_NUMBER, 2]),
-    ((*LAYOUT, "param_split_shape"), [*NO_NUMBER, 2]),
-    ((*LAYOUT, "indices_offset"), [*NO_NUMBER, 2]),
-    ((*LAYOUT, "field"), [*NO_NUMBER, [2], None, float("nan")]),
-    ((*LAYOUT, "opt_weight_shard_step"), [*NO_NUMBER, [2], None]),
-    ((*LAYOUT, "opt_weight_shard_size"), [*NO_NUMBER, [2], None]),
-    (LAYOUT, [1, [], "x"]),
+    ((*LAYOUT, "dev_matrix"), ["2", 2, None, [[[0]]], ["0"], [True], {}]),
+    ((*LAYOUT, "tensor_shape"), [2.0, 2]),
+    ((*LAYOUT, "opt_weight_shard_size"), ["2", True, 2**80, [2], None, float("nan")]),
     (("parallel_layout_item", ""), [{}]),
-    (("parallel_layout_item",), [1, [], "x"]),
-    (("parallel_strategy_item",), [1, [], {"n": 1}]),
-    ((*ITEM, "stage"), ["0", -1, 2**32, 1.0, None]),
-    ((*ITEM, "parallel_strategy"), [[["2"]], 1, None]),
-    (("current_stage",), ["1", -1]),
+    (("parallel_strategy_item",), [1, {"n": 1}]),
+    ((*ITEM, "stage"), ["0", -1, 2**32, None]),
+    ((*ITEM, "parallel_strategy"), [[["2"]], None]),
+    (("current_stage",), ["1"]),
 ]
 BAD_JSON = {
     "unfinished": b"{",
@@ -508,13 +455,6 @@ def test_missing_paths_are_refused(tmp_path: Path) -> None:
         read_strategy("a\0b")
     with pytest.raises(StrategyError, match="pass none"):
         read_strategy("")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
-    path = write_strategy(tmp_path / "s.ckpt", 0, {"w": layout([2], [0])})
-    path.chmod(0)
-    refused(path, "may not be read")
 
 
 # Writing.

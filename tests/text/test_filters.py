@@ -103,10 +103,6 @@ def test_unmatched_exclusions_of_optimizer_state_give_no_warning(tmp_path: Path)
     assert not result.err
 
 
-def test_a_filter_for_another_optimizer_gives_a_warning(adam: World) -> None:
-    assert len(warnings(adam.convert("-n", "--exclude", "moment[12].*").err)) == 1
-
-
 def test_filters_without_a_comparison_are_wrong_usage(adam: World) -> None:
     adam.convert("--checksum", "crc32")
     fails(2, "verify", adam.dst, "--exclude", "adam_*", texts=["--include and --exclude need --src or --replicas"])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.reference import Strategy
-from tests.running import Argument, done, fails, flat, reshard, terminal_output, warns
+from tests.running import Argument, done, fails, reshard, terminal_output, warns
 from tests.small import COPIED, SOURCE, World, tensors
 from tests.trees import Value, cut_ranks, layout, scalar, single, value, write_tree
 
@@ -111,35 +110,6 @@ def test_errors_are_red_and_warnings_yellow_on_a_colour_terminal(world: World) -
     ranks[1]["global_step"] = scalar(7, shape=(1,))
     write_tree(world.src, ranks)
     assert f"{YELLOW}warning: 'global_step'" in terminal_output(100, ON_TERMINAL, *map(str, world.words()))
-
-
-@pytest.mark.deep
-def test_differences_are_printed_as_a_red_error(world: World) -> None:
-    world.save(FULL)
-    world.convert()
-    ranks = cut_ranks(world.target, {**FULL, "w": value("other", (8, 6))}, COPIED)
-    write_tree(world.dst, ranks, "rank_{rank}/checkpoint_{rank}.ckpt")
-    words = [str(word) for word in world.words(command="verify")]
-    words = ["verify", str(world.dst), "--src", *words[1:2], *words[3:]]
-    output = terminal_output(100, ON_TERMINAL, *words)
-    assert f"{RED}reshard: " in output and "must not be used" in output
-
-
-def test_parameters_that_no_rank_can_provide_are_folded(tmp_path: Path) -> None:
-    world = big_world(tmp_path)
-    words: list[Argument] = [
-        "rank-list",
-        0,
-        "--src-strategy",
-        world.old,
-        "--dst-strategy",
-        world.new,
-        "--without-ranks",
-        "2,3",
-    ]
-    result = fails(3, *words, texts=["that only source rank 2 held", "that only source rank 3 held"])
-    assert len(flat(result.err)) < 600
-    assert json.loads(done(*words[:-2], "--json").out)["ranks"] == [0, 1, 2, 3]
 
 
 def test_similar_differences_are_grouped_unless_verbose(tmp_path: Path) -> None:

@@ -293,13 +293,6 @@ def test_ranks_selects_the_compared_renamed_targets(models: Models) -> None:
     fails(4, *models.verify(*models.names))
 
 
-def test_an_incomplete_source_is_an_error(models: Models) -> None:
-    models.convert(*models.names)
-    for rank in (1, 3):
-        shutil.rmtree(models.src / f"rank_{rank}")
-    fails(3, *models.verify(*models.names), texts=["model.gate", "ranks 1,3"])
-
-
 # The recorded names and types of a directory.
 
 

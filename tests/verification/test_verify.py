@@ -179,15 +179,6 @@ def test_a_foreign_file_beside_the_targets_is_found(world: World) -> None:
     assert fails(4, "verify", world.dst).out.count("other-1_1") == 1
 
 
-def test_a_replica_that_differs_is_found_in_a_source(world: World) -> None:
-    world.save(FULL)
-    words: list[Argument] = ["verify", world.src, "--replicas", "--strategy", world.old]
-    done(*words)
-    flip(world.src / "rank_2" / "net-1_10.ckpt", "v")
-    result = fails(4, *words)
-    assert "v" in result.out and "rank" in result.out and "2" in result.out
-
-
 def test_ranks_outside_the_target_are_differences_unless_ranks_are_selected(world: World) -> None:
     world.save(FULL)
     world.convert()
