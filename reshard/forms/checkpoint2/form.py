@@ -35,7 +35,7 @@ class Checkpoint2Form(Form):
     """Checkpoint 2.0."""
 
     name = "checkpoint2"
-    options = FormOptions(title="Checkpoint 2.0", layouts=Layouts.RECORDED, steps=True, prefix=True)
+    options = FormOptions(title="MindSpore Checkpoint 2.0", layouts=Layouts.RECORDED, steps=True, prefix=True)
 
     def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
         return recognise(src, names)

@@ -52,7 +52,7 @@ class MegatronForm(ChunkedForm):
 
     name = MEGATRON
     options = FormOptions(
-        title="Megatron's",
+        title="Megatron",
         layouts=Layouts.RECORDED,
         steps=True,
         shards=True,

@@ -109,7 +109,7 @@ class DcpForm(_DistributedForm):
 
     name = DCP
     options = FormOptions(
-        title="torch DCP",
+        title="PyTorch DCP",
         layouts=Layouts.RECORDED,
         steps=True,
         shards=True,
@@ -139,7 +139,7 @@ class HyperParallelForm(_DistributedForm):
     """hyper-parallel's checkpoints: metadata of the same kind, tensors in safetensors."""
 
     name = HYPER_PARALLEL
-    options = DcpForm.options._replace(title="hyper-parallel's", formats=("safetensors",), side=Side.MINDFORMERS)
+    options = DcpForm.options._replace(title="hyper-parallel", formats=("safetensors",), side=Side.MINDFORMERS)
 
     def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
         return is_directory(src) and kind_of_directory(names_in(src) if names is None else names) == HYPER_PARALLEL
@@ -176,7 +176,7 @@ class HfShardedForm(ChunkedForm):
 
     name = "hf-sharded"
     options = FormOptions(
-        title="sharded safetensors of PyTorch",
+        title="sharded safetensors",
         layouts=Layouts.RECORDED,
         shards=True,
         mindspore=False,
@@ -216,9 +216,7 @@ class VerlForm(ChunkedForm):
     """The files ``model_world_size_N_rank_R.pt`` of a directory."""
 
     name = "verl"
-    options = FormOptions(
-        title="verl's rank files", layouts=Layouts.RECORDED, formats=(), mindspore=False, side=Side.HUGGINGFACE
-    )
+    options = FormOptions(title="verl", layouts=Layouts.RECORDED, formats=(), mindspore=False, side=Side.HUGGINGFACE)
 
     def recognise(self, src: str, names: Sequence[str] | None = None) -> bool:
         if not is_directory(src):
