@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.asked import CHANGES, Conversion, Edits, Effort, Source, Target
 from reshard.cli import options
 from reshard.cli.command import argument, command, option, paths
-from reshard.cli.output import listener, plain, say, write_file
+from reshard.cli.output import listener, plain
 from reshard.errors import InputError, UsageError
 from reshard.text.messages import Report, byte_size, listing, plural
 
@@ -72,6 +72,7 @@ def view(
     types apply to SRC. Only headers and strategies are read; --stats reads all tensors. The page is one file that
     loads nothing and opens in any browser.
     """
+    from reshard.storage import write_parts, writing_error
     from reshard.view.page import page
 
     src = source.path
@@ -95,8 +96,11 @@ def view(
         options_of_get = {"--strategy": source.strategy, "--a-strategy": a_strategy, "--b-strategy": b_strategy}
     words = [word for name, value in options_of_get.items() if value is not None for word in (name, value)]
     content = page({**data, "options": words, "command": _command(src, b, path, stats)})
-    write_file(path, content, "wrote")
-    say(f"{path}: {byte_size(len(content))}")
+    try:
+        write_parts(path, len(content), [content])
+    except OSError as error:
+        raise writing_error(path, error) from error
+    listener()("note", f"wrote {path}, {byte_size(len(content))}")
     if browse:
         # Loaded only here.
         import webbrowser

@@ -45,7 +45,7 @@ def compared_data(
     columns: dict[str, list[int]] = {"type": [], "layout": []}
     results, differing, other_types, other_shapes = [], [], {}, {}
     for place, name in enumerate(names):
-        tensor, other = a[name] if name in a else b[name], b[name] if name in b else None
+        tensor, other = a[name] if name in a else b[name], b.get(name)
         type_, layout = known.get(name, (None, -1)) if name in a else (None, -1)
         row = [tensor.dtype_name, [list(tensor.shape)], tensor.nbytes, tensor.nbytes, 1, _kind(name, tensor, names)]
         if type_ is not None and rows[type_][0] == tensor.dtype_name and _shapes(rows[type_]) == row[1]:

@@ -744,8 +744,8 @@
     body.replaceChildren(...view.rows.slice(from, to).map((row, n) => {
       const index = from + n;
       const line = el("div", {
-        class: `row${index === view.active ? " on" : ""}${row.leaf && row.first === view.chosen && index !== view.active ? " chosen" : ""}`, role: "row", id: `row${index}`, "aria-rowindex": index + 2, "aria-level": row.level, "aria-selected": index === view.active,
-        "aria-expanded": expandable(row) ? isOpen(row) : null, onclick: () => { pick(index); if (expandable(row)) fold(index); },
+        class: `row${index === view.active ? " on" : ""}${row.leaf && row.first === view.chosen && index !== view.active ? " chosen" : ""}`, role: "row", id: `row${index}`, "aria-rowindex": index + 2, "aria-level": row.level, "aria-selected": String(index === view.active),
+        "aria-expanded": expandable(row) ? String(isOpen(row)) : null, onclick: () => { pick(index); if (expandable(row)) fold(index); },
       }, columns.map((column) => {
         const cell = el("div", { class: `cell${COLUMNS[column].numeric ? " n" : ""}${column === "name" ? " first" : ""}`, role: "gridcell" }, cells[column](sized(row)));
         if (column === "name") cell.style.paddingLeft = `${10 + 14 * (row.level - 1)}px`;

@@ -27,7 +27,7 @@ from reshard._version import __version__
 from reshard.checkpoints import files_alike
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, Sharding
 from reshard.errors import InputError, ReshardError
-from reshard.forms.form import Form
+from reshard.forms.form import Form, Layouts
 from reshard.inspection.checkpoint import Inspected, InspectedFile, Problem
 from reshard.numbers.widening import ONE
 from reshard.storage import absolute, is_regular_file
@@ -130,7 +130,7 @@ def _newest(inspected: Inspected) -> str | None:
 
 def _recorded(inspected: Inspected) -> Strategy | None:
     """The strategy that a checkpoint records."""
-    if inspected.shown.checkpoint is None:
+    if inspected.shown.checkpoint is None or inspected.form.options.layouts is not Layouts.RECORDED:
         return None
     with suppress(InputError):
         return inspected.form.strategy_of(inspected.shown.checkpoint)
