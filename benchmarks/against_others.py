@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import against_mindspore, pytorch
 from benchmarks.measure import MIB, Run, Section, compare, memory_backed, remove, reshard, run
 from benchmarks.synthetic import wrong_slices
-from benchmarks.throughput import prepare
+from benchmarks.throughput import MODEL, prepare
 from reshard._version import __version__
 
 RESULTS = Path(__file__).resolve().parent / "results" / "against_others.json"
@@ -90,7 +90,7 @@ def _dcp() -> dict[str, Any]:
                 others[f"{torch}: {name}"] = [python, "-c", script, place / "src", place / "theirs"]
         tools = _tools(place, words, others)
         assert pytorch.wrong(place, pytorch.DCP_TO_HF) == 0
-    return {"title": "DCP to Hugging Face", "bytes": pytorch.MODEL.nbytes, "tools": tools}
+    return {"title": "DCP to Hugging Face", "bytes": MODEL.nbytes, "tools": tools}
 
 
 def _tools(place: Path, ours: list[object], others: Mapping[str, list[object]]) -> list[dict[str, Any]]:
