@@ -15,6 +15,7 @@ import numpy as np
 from benchmarks import (
     against_mindformers,
     against_mindspore,
+    against_others,
     checksums,
     cores,
     dequantize,
@@ -47,6 +48,7 @@ SCRIPTS = [
     forms,
     checksums,
     against_mindspore,
+    against_others,
     against_mindformers,
     names,
     dequantize,

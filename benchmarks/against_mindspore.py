@@ -19,7 +19,7 @@ RANK = 3
 OUR_RUNS = 3
 CONTEST = ("times faster", "reshard", "other", "its start-up", "memory", "other's memory")
 
-_TRANSFORM = """
+TRANSFORM = """
 import sys, mindspore
 src, dst, old, new = sys.argv[1:]
 mindspore.transform_checkpoints(src, dst, "checkpoint_", old, new)
@@ -72,7 +72,7 @@ def measure() -> Section:
             section.row(kind, *contest(ours, target, [python, "-c", script, *arguments], start_up))
             remove(theirs)
 
-        row(f"{CLAIM.name}", reshard("transform-dir", src, target, *options), _TRANSFORM, src, theirs, old, new)
+        row(f"{CLAIM.name}", reshard("transform-dir", src, target, *options), TRANSFORM, src, theirs, old, new)
         assert wrong_slices(target, MODEL, CLAIM.new) == 0
         theirs.mkdir()
         arguments = [src, theirs / "rank.ckpt", old, new, RANK]

@@ -44,7 +44,7 @@ CLAIMS = (
 )
 
 # What projects do: everything into memory, then one file.
-_TO_HUGGING_FACE = """
+TO_HUGGING_FACE = """
 import sys, torch, safetensors.torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -54,7 +54,7 @@ reader, planner = FileSystemReader(sys.argv[1]), _EmptyStateDictLoadPlanner()
 _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
 safetensors.torch.save_file(state, sys.argv[2])
 """
-_TO_TORCH_SAVE = """
+TO_TORCH_SAVE = """
 import sys
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 dcp_to_torch_save(*sys.argv[1:])
@@ -142,7 +142,7 @@ def _against_torch(section: Section, python: str) -> None:
     )
     section.table("kind", "reshard", "torch", "reshard, CPU", "torch, CPU", "memory", "torch's memory")
     for claim, scripts in (
-        (DCP_TO_HF, {"load all, `save_file`": _TO_HUGGING_FACE, "`dcp_to_torch_save`": _TO_TORCH_SAVE}),
+        (DCP_TO_HF, {"load all, `save_file`": TO_HUGGING_FACE, "`dcp_to_torch_save`": TO_TORCH_SAVE}),
         (HF_TO_DCP, {"load all, `dcp.save`": _TO_DCP}),
     ):
         with memory_backed() as place:

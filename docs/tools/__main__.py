@@ -6,10 +6,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from docs.tools import commands, manual, pages, pictures, translations
+from docs.tools import chart, commands, explaining, manual, pages, pictures, translations
 
 commands.PAGE.write_text(commands.reference(), encoding="utf-8")
 manual.PAGE.write_text(manual.manual(), encoding="utf-8")
+for name, picture in {**explaining.drawn(), **chart.drawn()}.items():
+    (pictures.PLACE / name).write_bytes(picture)
 with tempfile.TemporaryDirectory() as place:
     for name, picture in pictures.pictures(Path(place)).items():
         (pictures.PLACE / name).write_bytes(picture)

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from docs.tools import svg
 from docs.tools.pages import ROOT
-from reshard.pictures import svg
 
 PLACE = ROOT / "docs" / "pictures"
 

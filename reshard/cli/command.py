@@ -30,13 +30,14 @@ _SPELLINGS = {"src-strategy-file": "src-strategy", "dst-strategy-file": "dst-str
 
 _ARGUMENTS = "SRC and DST are arguments: reshard convert SRC DST."
 _SHARES = "convert --shard I/N writes share I of N of the target; by-rank RANK writes one target rank."
-# Options of MindSpore and MindFormers.
+# Options of MindSpore and MindFormers, and of other tools that draw.
 _FOREIGN = {
     "--src-checkpoint": _ARGUMENTS,
     "--src-checkpoints-dir": _ARGUMENTS,
     "--transform-rank": "RANK is the first argument of by-rank and rank-list.",
     "--rank-id": _SHARES,
     "--world-size": _SHARES,
+    "--svg": "reshard view draws checkpoints and conversions.",
     "--transform-process-num": f"Use --jobs N for the number of CPUs. {_SHARES}",
 }
 

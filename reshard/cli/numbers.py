@@ -17,13 +17,14 @@ from reshard.cli.opened import (
     location_words,
     number_words,
     opened,
+    opened_side,
     shape_words,
 )
 from reshard.cli.output import alarming, echo_json, exit_different, is_json, listener, say, shown_text
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import alarming_lines, table
 from reshard.errors import UsageError
-from reshard.forms.registry import counted_as, form_of
+from reshard.forms.registry import counted_as
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.numbers.statistics import TensorStatistics, statistics_of
 from reshard.opened import OpenedCheckpoint
@@ -175,9 +176,9 @@ def diff(
     with contextlib.ExitStack() as stack:
         read_a = replace(source, path=a, strategy=a_strategy, step=a_step or source.step)
         read_b = replace(source, path=b, strategy=b_strategy, step=b_step or source.step)
-        opened_a = stack.enter_context(_opened("a", read_a, strategy, edits, effort, report))
+        opened_a = stack.enter_context(opened_side("a", read_a, strategy, edits, effort, report))
         selection = Edits(edits.include, edits.exclude)
-        opened_b = stack.enter_context(_opened("b", read_b, strategy, selection, effort, report))
+        opened_b = stack.enter_context(opened_side("b", read_b, strategy, selection, effort, report))
         progress = progress_of()
         for one, other in ((opened_a, opened_b), (opened_b, opened_a)) if effort.crc == "auto" else ():
             check_crcs(one, filter(other.__contains__, one), edits, progress, report)
@@ -262,19 +263,3 @@ def _diff_cells(pair: TensorPair) -> list[str]:
 
 def _side(path: str, checkpoint: OpenedCheckpoint) -> dict[str, Any]:
     return {"path": path, "form": checkpoint.form, "step": checkpoint.step}
-
-
-def _opened(
-    side: str, read: Source, shared_strategy: str | None, edits: Edits, effort: Effort, report: Report
-) -> OpenedCheckpoint:
-    """One of the two.
-
-    Options of both are ignored by a form without them, and the strategy by a checkpoint that has its own: the source
-    and the target of a conversion have different ones.
-    """
-    form = form_of(read.path)
-    if not form.options.by_rank:
-        read, shared_strategy = replace(read, file_suffix=None), None
-    if not form.options.steps:
-        read = replace(read, step="latest")
-    return opened(read, edits, effort, report, 2, f"--{side}-strategy ", unrecorded=shared_strategy)

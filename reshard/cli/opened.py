@@ -10,6 +10,7 @@ from reshard.asked import Conversion, Edits, Effort, Source, Target
 from reshard.checkpoints import FileHandles
 from reshard.errors import one_error
 from reshard.execute import Progress
+from reshard.forms.registry import form_of
 from reshard.forms.request import EditRules
 from reshard.numbers.sweep import Location
 from reshard.opened import OpenedCheckpoint, reading_request
@@ -45,6 +46,22 @@ def opened(
     asked = Conversion(read, Target(os.curdir), edits, limited)
     request = reading_request(asked, report, edits=rules, option=option, unrecorded=unrecorded)
     return OpenedCheckpoint(request, FileHandles(), report)
+
+
+def opened_side(
+    side: str, read: Source, shared_strategy: str | None, edits: Edits, effort: Effort, report: Report
+) -> OpenedCheckpoint:
+    """One of two checkpoints that are compared.
+
+    Options of both are ignored by a form without them, and the strategy by a checkpoint that has its own: the source
+    and the target of a conversion have different ones.
+    """
+    form = form_of(read.path)
+    if not form.options.by_rank:
+        read, shared_strategy = replace(read, file_suffix=None), None
+    if not form.options.steps:
+        read = replace(read, step="latest")
+    return opened(read, edits, effort, report, 2, f"--{side}-strategy ", unrecorded=shared_strategy)
 
 
 def check_crcs(

@@ -225,18 +225,6 @@ def verbose(text: str) -> Callable[[F], F]:
     return flag("Output", "-v", "--verbose", text=text, callback=set_verbose, **_ASIDE)
 
 
-def svg(text: str) -> Callable[[F], F]:
-    """--svg."""
-    return option(
-        "Output",
-        "--svg",
-        metavar="FILE",
-        callback=path_to_write("--svg", ".svg"),
-        shell_complete=paths,
-        help=text,
-    )
-
-
 def proof(text: str) -> Callable[[F], F]:
     """--verify of commands that write."""
     return flag("Checks", "--verify", text=text)

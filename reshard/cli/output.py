@@ -180,25 +180,5 @@ def terminal_width() -> int:
     return get_terminal_size().columns
 
 
-def write_file(path: str, content: bytes, verb: str) -> None:
-    """Write a file atomically, with its directory; reports it unless -q was given.
-
-    Args:
-        path: the file.
-        content: all of it.
-        verb: for the note, such as ``wrote``.
-
-    Raises:
-        ReshardError: it cannot be written.
-    """
-    from reshard.storage import write_parts, writing_error
-
-    try:
-        write_parts(path, len(content), [content])
-    except OSError as error:
-        raise writing_error(path, error) from error
-    listener()("note", f"{verb} {path}")
-
-
 def on_terminal() -> bool:
     return sys.stdout is not None and sys.stdout.isatty()

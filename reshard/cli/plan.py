@@ -9,7 +9,7 @@ from reshard.asked import Conversion, Edits, Effort, Source, Target, Task
 from reshard.cli import options
 from reshard.cli.command import argument, command
 from reshard.cli.convert import contents_words, detail_lines, summary_json
-from reshard.cli.output import echo_json, fill, is_json, is_verbose, listener, say, terminal_width, write_file
+from reshard.cli.output import echo_json, fill, is_json, is_verbose, listener, say, terminal_width
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import table
 from reshard.convert import Run, run
@@ -38,9 +38,7 @@ _LABEL = 11
     "plan",
     """
 reshard plan ckpt/ out/ --src-strategy src.ckpt --dst-strategy dst.ckpt
-
-reshard plan ckpt/ out/ --svg transfers.svg \\
-    --src-strategy src.ckpt --dst-strategy none
+reshard plan ckpt/ out/ --src-strategy src.ckpt --dst-strategy none
 """,
 )
 @argument("src")
@@ -50,7 +48,6 @@ reshard plan ckpt/ out/ --svg transfers.svg \\
 @options.conversion
 @options.dry_run
 @options.proof("Compare every tensor with the source after writing.")
-@options.svg("Draw how many bytes each target rank reads from each source rank or file.")
 def plan(
     files: tuple[int, ...] | None,
     shard: tuple[int, int] | None,
@@ -59,7 +56,6 @@ def plan(
     edits: Edits,
     effort: Effort,
     verify: bool,
-    svg: str | None,
     **_: Any,
 ) -> None:
     """Print the plan of convert with the same arguments and options; DST is not changed.
@@ -71,14 +67,12 @@ def plan(
     report = Report(listener())
     asked = Conversion(source, target, edits, effort, files, shard)
     request = request_of(asked, report, Task(dry_run=True, verify=verify))
-    print_plan(run(request, report, progress_of()), svg)
+    print_plan(run(request, report, progress_of()))
 
 
-def print_plan(run: Run, svg: str | None = None) -> None:
-    """Print a plan as text or JSON, and draw it to the file of --svg."""
+def print_plan(run: Run) -> None:
+    """Print a plan as text or JSON."""
     moved = transfers_of(run.plan, [*run.sizes], run.budget)
-    if svg is not None:
-        _draw(run, moved, svg)
     if is_json():
         echo_json(_json(run, moved))
         return
@@ -245,21 +239,3 @@ def _expected_memory(budget: Budget) -> int:
     """Anonymous memory of the conversion in bytes: this process as it is now, its workers, and the buffers."""
     workers = budget.processes * private_bytes() if budget.processes > 1 else 0
     return anonymous_bytes() + workers + budget.buffer_bytes
-
-
-def _draw(run: Run, moved: Transfers, path: str) -> None:
-    from reshard.pictures.transfers import transfer_map
-
-    plan, request = run.plan, run.plan.request
-    title = f"{request.src} to {request.dst}"
-    picture = transfer_map(
-        moved.taken,
-        _sources(run),
-        plan.form.count,
-        title,
-        source_stages=[stage.first_rank for stage in request.source.stages] if request.form.options.by_rank else (),
-        target_stages=[stage.first_rank for stage in request.target.stages] if plan.form.by_rank else (),
-        source_noun=request.form.options.unit,
-        target_noun=request.to.options.unit,
-    )
-    write_file(path, picture, "drew")

@@ -18,13 +18,12 @@ from reshard.cli.output import (
     show_notes,
     shown_text,
     terminal_width,
-    write_file,
 )
 from reshard.cli.tables import table
 from reshard.errors import LayoutError, StrategyError, UsageError
 from reshard.layout import Layout
-from reshard.pictures.slices import Arrangement, shown_positions
 from reshard.strategies import Holding, Stage, Strategy, read_strategy
+from reshard.strategies.arrangement import Arrangement, shown_positions
 from reshard.text.globs import Filters
 from reshard.text.messages import (
     listing,
@@ -51,18 +50,15 @@ _WILD = frozenset("*?[")
     "show",
     """
 reshard strategy show output/strategy
-
-reshard strategy show src_strategy.ckpt \\
-    backbone.blocks.0.attention.dense1.weight --svg dense1.svg
+reshard strategy show src_strategy.ckpt backbone.blocks.0.attention.dense1.weight
 """,
 )
 @argument("path", metavar="FILE|DIR")
 @click.argument("parameter", required=False, metavar="[PARAM]")
-@options.svg("With PARAM: draw its slices and the ranks that hold them.")
 @options.verbose("Without PARAM: list every parameter.")
 @options.json_output
 @options.common
-def strategy_show(path: str, parameter: str | None, svg: str | None) -> None:
+def strategy_show(path: str, parameter: str | None) -> None:
     """Show layouts, or the slices of one PARAM.
 
     FILE is a strategy file, DIR a directory of them. Without PARAM, parameters are grouped by layout; names
@@ -70,16 +66,12 @@ def strategy_show(path: str, parameter: str | None, svg: str | None) -> None:
     ranks hold which slice. PARAM may be a GLOB; if several names match, their layouts are shown. Only JSON
     strategies contain full shapes; without them, slices are fractions such as 1/8..2/8 of a dimension.
     """
-    if svg is not None and parameter is None:
-        raise UsageError("--svg draws one parameter: name it after the strategy")
     strategy = read_strategy(path)
     show_notes(strategy.notes)
     chosen = strategy.parameters if parameter is None else _chosen(strategy, parameter)
     if parameter is not None and len(chosen) == 1:
-        _show_parameter(strategy, chosen[0], svg)
+        _show_parameter(strategy, chosen[0])
         return
-    if svg is not None and parameter is not None:
-        raise UsageError(f"--svg draws one parameter: {len(chosen)} fit {quoted(parameter)}", parameter=parameter)
     stages = [_narrowed(stage, frozenset(chosen)) for stage in strategy.stages]
     if is_json():
         rows = ((stage, name, layout) for stage in stages for name, layout in stage.layouts.items())
@@ -176,12 +168,8 @@ def strategy_words(strategy: Strategy) -> str:
     return f"{strategy.path}: {devices} in {stages}{parameters}"
 
 
-def _show_parameter(strategy: Strategy, name: str, svg: str | None) -> None:
+def _show_parameter(strategy: Strategy, name: str) -> None:
     arrangements = [_arranged(strategy, stage, name) for stage in strategy.stages if name in stage.layouts]
-    if svg is not None:
-        from reshard.pictures.slices import parameter_picture
-
-        write_file(svg, parameter_picture(name, arrangements), "drew")
     if is_json():
         echo_json({"parameter": name, "stages": [_stage_row(arrangement) for arrangement in arrangements]})
         return

@@ -1,4 +1,4 @@
-"""view: one HTML page that shows a checkpoint, from headers and strategies."""
+"""view: one HTML page that shows a checkpoint, a conversion, or two checkpoints."""
 
 from __future__ import annotations
 
@@ -7,27 +7,32 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from reshard.asked import Conversion, Edits, Effort, Source, Target
+from reshard.asked import CHANGES, Conversion, Edits, Effort, Source, Target
 from reshard.cli import options
 from reshard.cli.command import argument, command, option, paths
-from reshard.cli.output import listener, plain, write_file
+from reshard.cli.output import listener, plain
 from reshard.errors import InputError, UsageError
-from reshard.text.messages import Report, listing, plural
+from reshard.text.messages import Report, byte_size, listing, plural
 
 if TYPE_CHECKING:
     from reshard.inspection.checkpoint import Inspected, Problem
+    from reshard.strategies import Strategy
 
 
 @command(
     "view",
     """
-reshard view ckpt/ --src-strategy src.ckpt
+reshard view ckpt/ --src-strategy src.ckpt --open
 reshard view ckpt/ --src-strategy src.ckpt --dst-strategy dst.ckpt -o new.html
-reshard view iterations/ --dst-strategy same --stats
+reshard view ckpt/ converted/ --a-strategy src.ckpt --b-strategy dst.ckpt --stats
 """,
 )
 @argument("src")
+@argument("b", metavar="[B]", required=False)
 @options.group(Source, *options.STORED, path="src", strategy={"names": ("--src-strategy", "--strategy")})
+@options.strategy("Strategy of SRC, when it is compared with B.", flag="--a-strategy")
+@options.strategy("Strategy of B.", flag="--b-strategy")
+@option("Source", "--b-step", metavar="EPOCH_STEP|latest", show_default="--step", help="Step of B.")
 @options.group(Target, "strategy", "shards")
 @option(
     "Output",
@@ -39,41 +44,132 @@ reshard view iterations/ --dst-strategy same --stats
     show_default="name of SRC, in this directory",
     help="Page to write. A page of reshard view is replaced only if it is named here.",
 )
+@option("Output", "--open", "browse", is_flag=True, help="Open the page in the browser.")
 @option(
-    "Parameters", "--stats", is_flag=True, help="Read every copy of all tensors, too, and show magnitudes, NaN and Inf."
+    "Parameters", "--stats", is_flag=True, help="Read every copy of all tensors: magnitudes, NaN and Inf; differences."
 )
-@options.group(Edits, "dequantize")
+@options.group(Edits, *CHANGES)
 @options.group(Effort, *options.LIMITS)
 @options.common
-def view(source: Source, target: Target, edits: Edits, effort: Effort, output: str | None, stats: bool) -> None:
-    """Write an HTML page that shows what is in a checkpoint of any form.
+def view(
+    b: str | None,
+    a_strategy: str | None,
+    b_strategy: str | None,
+    b_step: str | None,
+    source: Source,
+    target: Target,
+    edits: Edits,
+    effort: Effort,
+    output: str | None,
+    browse: bool,
+    stats: bool,
+) -> None:
+    """Write an HTML page that shows a checkpoint of any form, or compares it with B.
 
-    The page lists problems first, then parameters with shapes, types, sizes and layouts, the slices of each
-    parameter with the ranks and files that hold them, steps, files and replicas. With --dst-strategy, it shows
-    the bytes and requests from each source rank to each target rank of a conversion. Only headers and strategies
-    are read; --stats reads all tensors. The page is one file that loads nothing and opens in any browser.
+    The page says how large a checkpoint is, what it is made of and how it is cut, lists problems first, and has every
+    tensor with its shape, type, slices, ranks and files. With --dst-strategy, it shows the bytes that each target rank
+    of a conversion reads from each source rank. With B, it shows what differs, as `diff` does; options of names and
+    types apply to SRC. Only headers and strategies are read; --stats reads all tensors. The page is one file that
+    loads nothing and opens in any browser.
     """
-    from reshard.inspection.checkpoint import inspect, problems_of
-    from reshard.view.page import page, page_data
+    from reshard.storage import write_parts, writing_error
+    from reshard.view.page import page
 
-    cut, src = target.strategy is not None or target.shards is not None, source.path
-    if edits.dequantize is not None and not stats and not cut:
-        raise UsageError("--dequantize changes statistics and conversions", hint="add --stats or --dst-strategy")
+    src = source.path
     report = Report(listener())
     path = output or f"{os.path.basename(src.rstrip('/')) or 'checkpoint'}.html".replace("{rank}", "rank")
     _check_replaceable(path, named=output is not None)
-    strategy = None
-    if source.strategy is not None:
-        from reshard.strategies import typed_strategy
+    cut = target.strategy is not None or target.shards is not None
+    if b is None:
+        compared = {"--a-strategy": a_strategy, "--b-strategy": b_strategy, "--b-step": b_step}
+        typed = [name for name, value in compared.items() if value is not None]
+        if typed:
+            raise UsageError(f"{typed[0]} is for two checkpoints", hint="name the other: reshard view SRC B")
+        data = _one(source, target, edits, effort, report, stats)
+        options_of_get = {"--strategy": source.strategy, "--step": None if source.step == "latest" else source.step}
+    elif cut:
+        raise UsageError("--dst-strategy and --shards show a conversion of one checkpoint, not B", hint="leave out one")
+    else:
+        other = replace(source, path=b, strategy=b_strategy, step=b_step or source.step)
+        read = replace(source, strategy=a_strategy)
+        data = _two(read, other, source.strategy, edits, effort, report, stats)
+        options_of_get = {"--strategy": source.strategy, "--a-strategy": a_strategy, "--b-strategy": b_strategy}
+    words = [word for name, value in options_of_get.items() if value is not None for word in (name, value)]
+    content = page({**data, "options": words, "command": _command(src, b, path, stats)})
+    try:
+        write_parts(path, len(content), [content])
+    except OSError as error:
+        raise writing_error(path, error) from error
+    listener()("note", f"wrote {path}, {byte_size(len(content))}")
+    if browse:
+        # Loaded only here.
+        import webbrowser
 
-        strategy = typed_strategy(source.strategy, report)
+        if not webbrowser.open(f"file://{os.path.abspath(path)}"):
+            listener()("note", "no browser was found: open the file by hand")
+
+
+def _command(src: str, b: str | None, path: str, stats: bool) -> str:
+    """The command, without its options of reading."""
+    words = ["reshard", "view", src, *([] if b is None else [b]), *(["--stats"] if stats else []), "-o", path]
+    return shlex.join(words)
+
+
+def _one(source: Source, target: Target, edits: Edits, effort: Effort, report: Report, stats: bool) -> dict[str, Any]:
+    """The page's data on a checkpoint, and perhaps on a conversion of it."""
+    from reshard.inspection.checkpoint import inspect, problems_of
+    from reshard.view.page import page_data
+
+    cut = target.strategy is not None or target.shards is not None
+    if edits != Edits(dequantize=edits.dequantize):
+        raise UsageError("options of names and types are for two checkpoints", hint="name the other: view SRC B")
+    if edits.dequantize is not None and not stats and not cut:
+        raise UsageError("--dequantize changes statistics and conversions", hint="add --stats or --dst-strategy")
+    strategy = _strategy(source, report)
     inspected = inspect(source, strategy)
     problems = problems_of(inspected)
     asked = Conversion(source, target, edits, effort)
     moves = _moves(asked, inspected, problems) if cut else None
     statistics = _statistics(asked, inspected, problems) if stats else None
-    data = {**page_data(inspected, problems, strategy), "moves": moves, "statistics": statistics}
-    write_file(path, page(data), "wrote")
+    return {**page_data(inspected, problems, strategy), "moves": moves, "statistics": statistics}
+
+
+def _strategy(source: Source, report: Report) -> Strategy | None:
+    if source.strategy is None:
+        return None
+    from reshard.strategies import typed_strategy
+
+    return typed_strategy(source.strategy, report)
+
+
+def _two(
+    a: Source, b: Source, shared: str | None, edits: Edits, effort: Effort, report: Report, stats: bool
+) -> dict[str, Any]:
+    """The page's data on two checkpoints."""
+    from reshard.cli.opened import opened_side
+    from reshard.cli.progress import progress_of
+    from reshard.forms.registry import form_of
+    from reshard.inspection.checkpoint import inspect
+    from reshard.numbers.difference import differences
+    from reshard.view.compare import compared_data
+
+    inspected, strategies = [], []
+    for each in (a, b):
+        by_rank = form_of(each.path).options.by_rank
+        read = each if not by_rank else replace(each, strategy=each.strategy or shared)
+        strategies.append(_strategy(read, report))
+        inspected.append(inspect(read, strategies[-1]))
+    with (
+        opened_side("a", a, shared, edits, effort, report) as one,
+        opened_side("b", b, shared, Edits(edits.include, edits.exclude), effort, report) as other,
+    ):
+        if not any(name in other for name in one):
+            raise UsageError(
+                "no tensor was compared: A and B have no names in common",
+                hint="--names and --rename give A's tensors the names of B's; leave them out if A has these already",
+            )
+        found = differences(one, other, effort.max_memory // 3, progress_of()) if stats else None
+        return compared_data((one, other), (inspected[0], inspected[1]), (strategies[0], strategies[1]), found)
 
 
 def _check_replaceable(path: str, named: bool) -> None:
@@ -111,12 +207,21 @@ def _moves(asked: Conversion, inspected: Inspected, problems: list[Problem]) -> 
     request = with_ends(asked, report)
     try:
         edits = edit_rules(request.src, asked.edits, request.to, asked.source.step, asked.target)
-        moves = moves_data(request.with_edits(edits), report)
+        moves = {**moves_data(request.with_edits(edits), report), "command": _by_rank(asked, inspected)}
     except InputError as error:
         problems.append(Problem(0, f"a {conversion} is refused: {error.message}", error.hint and str(error.hint)))
         return None
     problems += [Problem(1, f"{conversion}: {text}") for text in report.warnings]
     return moves
+
+
+def _by_rank(asked: Conversion, inspected: Inspected) -> list[str] | None:
+    """The command that writes the file of one target rank; None where it is not one of a rank."""
+    if asked.target.strategy is None or not inspected.form.options.by_rank:
+        return None
+    words = ["reshard", "by-rank", "{rank}", asked.source.path, "OUT"]
+    ends = {"--src-strategy": asked.source.strategy, "--dst-strategy": asked.target.strategy}
+    return [*words, *(word for name, value in ends.items() if value is not None for word in (name, value))]
 
 
 # Columns of `stats --json`; the page has types and shapes already.

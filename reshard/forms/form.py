@@ -57,6 +57,7 @@ class FormOptions(NamedTuple):
 
     Attributes:
         unit: the unit of file numbers, ``rank`` or ``file``; each rank loads its own file.
+        title: the form's name on pages.
         layouts: where layouts are recorded.
         steps: a source may hold several steps, for --step.
         formats: formats of its files, for --format; none for a form that is only read.
@@ -70,6 +71,7 @@ class FormOptions(NamedTuple):
     """
 
     unit: str = "file"
+    title: str = ""
     layouts: Layouts = Layouts.WHOLE
     steps: bool = False
     formats: tuple[str, ...] = ("safetensors",)

@@ -204,10 +204,11 @@ def training_globs(names: Collection[str], parameters: Container[str]) -> list[s
 
 def natural_order(names: Iterable[str]) -> list[str]:
     """Names with numbers in them compared as numbers: ``part10`` after ``part9``."""
-    return sorted(names, key=lambda name: (_natural_key(name), name))
+    return sorted(names, key=lambda name: (natural_key(name), name))
 
 
-def _natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
+def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
+    """A key by which numbers in texts are compared as numbers."""
     return tuple((0, int(piece), "") if _is_number(piece) else (1, 0, piece) for piece in _PIECES.findall(text))
 
 

@@ -12,7 +12,7 @@ from reshard.execute.budget import reading_budget
 from reshard.forms.request import Means, Request
 from reshard.plan.planner import make_plan
 from reshard.text.messages import Report
-from reshard.view.page import Table, repeats
+from reshard.view.page import Table, cluster_of, repeats
 
 MAX_NUMBERS = 1_000_000
 """Maximum number of integers for pairs in a page; beyond it, neighbouring ranks are added up."""
@@ -38,8 +38,8 @@ def moves_data(request: Request, report: Report) -> dict[str, Any]:
     sources = request.source.device_count if by_rank else max(plan.checkpoint.files, default=-1) + 1
     targets = plan.form.count
     return {
-        "strategy": plan.request.target.path,
-        "step": plan.checkpoint.step,
+        "source_cluster": cluster_of(plan.request.source),
+        "target_cluster": cluster_of(plan.request.target),
         "source_noun": request.form.options.unit,
         "target_noun": request.to.options.unit,
         "sources": sources,

@@ -2,44 +2,58 @@
 (() => {
   const started = performance.now();
   const data = JSON.parse(document.getElementById("data").textContent);
+  const compared = data.compared || null;
   const ROW = 28;
-  const MAX_LISTED = 200;
+  const MOST_ROWS = 500000;
 
   // Texts. Names come from files of others: they become text nodes only, and marks that change how text reads are shown.
   const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
   const clean = (text) => String(text).replace(HIDDEN, (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"));
   const lines = (text) => String(text).split("\n").map(clean).join("\n");
-  const el = (tag, attributes = {}, ...children) => {
-    const made = document.createElement(tag);
+  const shortened = (text, most = 400) => (text.length > most ? `${text.slice(0, most / 2)}…${text.slice(-most / 2)}` : text);
+  const fill = (made, attributes, children) => {
     for (const [key, value] of Object.entries(attributes)) {
-      if (key === "class") made.className = value;
-      else if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-      else if (value !== null && value !== undefined) made.setAttribute(key, value);
+      if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+      else if (value !== null && value !== undefined && value !== false) made.setAttribute(key, value);
     }
-    made.append(...children.filter((child) => child !== null && child !== undefined));
+    made.append(...children.flat(2).filter((child) => child !== null && child !== undefined && child !== false));
     return made;
   };
-  const number = new Intl.NumberFormat("en");
-  const plain = (value) => number.format(value);
-  const bytes = (size) => {
-    if (size === null || size === undefined) return "-";
+  const el = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
+  const svg = (tag, attributes = {}, ...children) => fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+  const format = new Intl.NumberFormat("en");
+  const plain = (value) => format.format(value);
+  const scaled = (size, base, units, most) => {
     let unit = 0;
-    while (size >= 1024 && unit < 5) { size /= 1024; unit++; }
-    return unit ? `${size.toFixed(1)} ${["B", "KiB", "MiB", "GiB", "TiB", "PiB"][unit]}` : `${size} B`;
+    while (size >= base && unit < units.length - 1) { size /= base; unit++; }
+    return [unit ? (size >= most ? plain(Math.round(size)) : size.toFixed(1)) : plain(Math.round(size)), units[unit]];
+  };
+  const byteUnits = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  const bytes = (size) => scaled(size, 1024, byteUnits, 1000).join(" ");
+  const share = (part, whole) => {
+    const percent = whole ? 100 * part / whole : 0;
+    return percent && percent < 0.1 ? "< 0.1 %" : `${percent.toFixed(1)} %`;
   };
   const plural = (count, noun) => `${plain(count)} ${noun}${count === 1 ? "" : "s"}`;
-  const ranges = (numbers, most = 12) => {
+  const sum = (values) => values.reduce((total, value) => total + value, 0);
+  const ranges = (numbers, most = 12, dash = "–") => {
     const words = [];
     for (let at = 0; at < numbers.length;) {
       let end = at;
       while (end + 1 < numbers.length && numbers[end + 1] === numbers[end] + 1) end++;
-      words.push(end === at ? `${numbers[at]}` : `${numbers[at]}${end - at > 1 ? "-" : ","}${numbers[end]}`);
+      words.push(end === at ? `${numbers[at]}` : `${numbers[at]}${end - at > 1 ? dash : ","}${numbers[end]}`);
       at = end + 1;
     }
-    return words.length > most ? `${words.slice(0, most).join(",")} ... (${plural(numbers.length, "number")})` : words.join(",");
+    return words.length > most ? `${words.slice(0, most).join(",")} … (${plain(numbers.length)})` : words.join(",");
   };
-  const counted = (noun, numbers) => `${noun}${numbers.length === 1 ? "" : "s"} ${ranges(numbers)}`;
-  const shape = (dims) => `[${dims.join(", ")}]`;
+  const shapeText = (dims) => `[${dims.join(", ")}]`;
+  const quote = (word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\"'\"'")}'`);
+  const breaks = (text) => text.split(/(?<=[._])/).flatMap((part) => [part, el("wbr")]);
+  const middle = (text, most = 60) => {
+    const end = text.lastIndexOf("/", text.length - 12);
+    if (text.length <= most || end < 8) return [text];
+    return [el("span", { class: "start" }, text.slice(0, end)), el("span", { class: "end" }, text.slice(end))];
+  };
 
   // Numbers in the few characters of reshard/view/page.py.
   const repeated = (found) => {
@@ -57,33 +71,37 @@
     return values;
   };
 
+  // The tensors, in the natural order of their names.
+  const parts = [];
+  {
+    const shared = repeated(data.names.shared);
+    let last = [];
+    data.names.rest.forEach((rest, p) => { last = last.slice(0, shared[p]).concat(rest.split(".")); parts.push(last); });
+  }
+  const names = parts.map((each) => each.join("."));
+  const count = names.length;
+  const types = data.types.map(([dtype, shapes, full, stored, held, kind]) => ({ dtype, shapes, full, stored, held, kind, size: full ?? stored }));
+  const typeOf = (p) => types[data.parameters.type[p]];
+  const layoutOf = (p) => data.layouts[data.parameters.layout[p]] || null;
+  const dtypes = [...new Set(types.map((type) => type.dtype))];
   const unit = data.unit;
-  const counter = unit === "rank" ? unit : "number";
+  const places = (numbers) => `${unit}${numbers.length === 1 ? "" : "s"} ${ranges(numbers)}`;
   const files = {
-    number: data.files.number, path: data.files.path, bytes: repeated(data.files.bytes),
-    state: repeated(data.files.state), same: repeated(data.files.same),
+    number: data.files.number, path: data.files.path, bytes: repeated(data.files.bytes), state: repeated(data.files.state), same: repeated(data.files.same),
   };
-  const fileOf = new Map(files.number.map((value, at) => [value, at]));
+  const fileAt = new Map(files.number.map((value, at) => [value, at]));
   const aliases = new Map(data.files.aliases);
   const fileNumber = (holder) => aliases.get(holder) ?? holder;
   const fileNumbers = (holders) => [...new Set(holders.map(fileNumber))].sort((a, b) => a - b);
-  const names = data.parameters.name;
-  const shown = names.map(clean);
-  const typeOf = (p) => data.types[data.parameters.type[p]];
-  const [DTYPE, SHAPES, BYTES, STORED, FILES, KIND] = [0, 1, 2, 3, 4, 5];
-  const layoutOf = (p) => data.layouts[data.parameters.layout[p]] || null;
-  const sizeOf = (p) => typeOf(p)[BYTES] ?? typeOf(p)[STORED];
-  const copiesOf = (sharding) => sharding.holders.copies ?? Math.max(...sharding.holders.lists.map((each) => each.length));
-  const cutsOf = (p) => {
-    const layout = layoutOf(p);
-    if (!layout) return "-";
-    const { cuts } = layout.shardings[0];
-    const copies = copiesOf(layout.shardings[0]);
-    return (cuts.some((n) => n > 1) ? `cut ${cuts.join(" x ")}` : "whole") + (copies > 1 ? `, ${copies} copies` : "");
-  };
+  const pathOf = (holder) => files.path[fileAt.get(fileNumber(holder))] ?? null;
+  const cluster = data.cluster;
+  const stages = cluster ? cluster.stages : [];
+  const stageOf = (rank) => stages.findIndex(([first, devices]) => rank >= first && rank < first + devices);
+  const axesText = (each) => (each && each.axes ? each.axes.map(([name, size]) => `${name} ${size}`).join(" × ") : "");
+  const axis = (name) => (cluster && cluster.axes ? (cluster.axes.find((each) => each[0] === name) || [name, 1])[1] : 1);
 
   // Slices.
-  const allHolders = (sharding) => {
+  const slicesOf = (sharding) => {
     if (!sharding.slices) {
       const { holders } = sharding;
       if (holders.lists) sharding.slices = holders.lists;
@@ -93,610 +111,1094 @@
         for (let at = 0; at < flat.length; at += holders.copies) sharding.slices.push(flat.slice(at, at + holders.copies));
       }
       sharding.lacking = new Set(sharding.absent);
+      sharding.copies = Math.max(0, ...sharding.slices.map((each) => each.length));
     }
     return sharding.slices;
   };
-  const placeOf = (slice, cuts) => {
-    const place = [];
-    for (let d = cuts.length - 1; d >= 0; d--) { place[d] = slice % cuts[d]; slice = Math.floor(slice / cuts[d]); }
-    return place;
-  };
-  const boxOf = (sharding, dims, slice) => placeOf(slice, sharding.cuts).map((at, d) => {
-    const edges = sharding.edges[d];
-    return edges ? [edges[at], edges[at + 1]] : [dims[d] / sharding.cuts[d] * at, dims[d] / sharding.cuts[d] * (at + 1)];
-  });
-  const boxText = (box) => `[${box.map(([start, stop]) => `${start}:${stop}`).join(", ")}]`;
   const stateOf = (sharding, slice) => {
-    const holders = allHolders(sharding)[slice];
+    const holders = slicesOf(sharding)[slice];
     const live = holders.filter((file) => !sharding.lacking.has(file)).length;
     return live === holders.length ? "held" : live ? "part" : "lost";
   };
+  const cutText = (layout) => {
+    if (!layout) return "";
+    const [{ cuts }] = layout.shardings;
+    slicesOf(layout.shardings[0]);
+    const { copies } = layout.shardings[0];
+    const cut = cuts.filter((n) => n > 1).length ? cuts.join(" × ") : unit === "rank" ? "whole" : "";
+    return [cut, copies > 1 ? `${copies} copies` : ""].filter(Boolean).join(", ");
+  };
+  // Layouts that look the same to a reader: files may differ where ranks do not.
+  const classes = new Map();
+  const looks = data.layouts.map((layout) => {
+    const about = layout.shardings.map((sharding) => {
+      const slices = slicesOf(sharding);
+      const stage = unit === "rank" && slices.length && slices[0].length ? stageOf(slices[0][0]) : 0;
+      const lost = sharding.absent.length ? slices.some((_, slice) => stateOf(sharding, slice) === "lost") : false;
+      layout.stage = stage;
+      layout.lost = layout.lost || lost;
+      return [sharding.cuts, sharding.copies, stage, lost, sharding.absent.length > 0];
+    });
+    const key = JSON.stringify(about);
+    if (!classes.has(key)) classes.set(key, classes.size);
+    return classes.get(key);
+  });
+  const cutTexts = data.layouts.map(cutText);
 
   // Places in files: per structure, from parameter to offset and size.
   const structureOf = new Map();
   const structures = data.structures;
-  if (structures) structures.files.forEach((found, at) => {
-    for (const file of Array.isArray(found) ? strided(found) : found.list) structureOf.set(file, at);
-  });
-  const places = new Map();
-  const placeIn = (file, p) => {
-    const at = structureOf.get(file);
-    if (at === undefined) return null;
-    if (!places.has(at)) {
+  if (structures) structures.files.forEach((found, at) => { for (const file of Array.isArray(found) ? strided(found) : found.list) structureOf.set(file, at); });
+  const read = new Map();
+  const structure = (at) => {
+    if (!read.has(at)) {
       const found = new Map();
       const [steps, gaps, sizes] = ["parameters", "gaps", "bytes"].map((key) => repeated(structures[key][at]));
       let parameter = 0, end = 0;
-      steps.forEach((step, n) => {
-        parameter += step;
-        found.set(parameter, [end + gaps[n], sizes[n]]);
-        end += gaps[n] + sizes[n];
-      });
-      places.set(at, found);
+      steps.forEach((step, n) => { parameter += step; found.set(parameter, [end + gaps[n], sizes[n]]); end += gaps[n] + sizes[n]; });
+      read.set(at, found);
     }
-    return places.get(at).get(p) ?? null;
+    return read.get(at);
   };
-  const pathOf = (file) => {
-    const at = fileOf.get(fileNumber(file));
-    return at === undefined || files.path[at] === null ? null : files.path[at];
-  };
+  const placeIn = (file, p) => { const at = structureOf.get(file); return at === undefined ? null : structure(at).get(p) ?? null; };
 
-  // A list of any length: rows exist only where they are seen.
-  class List {
-    constructor(label, columns, { height = 460, tree = false, onpick = () => {}, onsort = null, onfold = () => {} } = {}) {
-      Object.assign(this, { columns, tree, onpick, onsort, onfold, count: 0, active: -1, id: List.next = (List.next || 0) + 1 });
-      this.rows = el("div", { class: "rows", role: "rowgroup" });
-      this.head = el("div", { class: "head", role: "row", "aria-rowindex": 1 }, ...columns.map((column, at) => el(
-        "div", { class: (column.numeric ? "n" : "") + (column.wide ? " wide" : ""), role: "columnheader" },
-        onsort && column.sort !== false ? el("button", { type: "button", onclick: () => onsort(at) }, column.title)
-          : el("button", { type: "button", tabindex: -1, disabled: "" }, column.title))));
-      this.host = el("div", {
-        class: "grid", role: tree ? "treegrid" : "grid", tabindex: 0, "aria-label": label, "aria-colcount": columns.length,
-        onscroll: () => this.later(), onkeydown: (event) => this.key(event),
-      }, this.head, this.rows);
-      this.host.style.maxHeight = `${height}px`;
-      this.host.style.setProperty("--columns", columns.map((column) => column.width).join(" "));
-      this.host.style.setProperty("--narrow", columns.filter((column) => !column.wide).map((column) => column.width).join(" "));
-      new ResizeObserver(() => this.later()).observe(this.host);
-    }
-    sorted(at, descending) {
-      [...this.head.children].forEach((cell, n) => cell.setAttribute("aria-sort", n === at ? (descending ? "descending" : "ascending") : "none"));
-      this.columns.forEach((column, n) => {
-        this.head.children[n].firstChild.textContent = column.title + (n === at ? (descending ? " ▾" : " ▴") : "");
-      });
-    }
-    show(count, cells, about = () => ({})) {
-      Object.assign(this, { count, cells, about });
-      this.host.setAttribute("aria-rowcount", count + 1);
-      this.rows.style.height = `${count * ROW}px`;
-      this.active = Math.min(this.active, count - 1);
-      this.draw();
-    }
-    later() {
-      if (!this.waiting) this.waiting = requestAnimationFrame(() => { this.waiting = 0; this.draw(); });
-    }
-    draw() {
-      if (!this.cells) return;
-      const first = Math.max(0, Math.floor(this.host.scrollTop / ROW) - 8);
-      const last = Math.min(this.count, Math.ceil((this.host.scrollTop + (this.host.clientHeight || 600)) / ROW) + 8);
-      const made = [];
-      for (let at = first; at < last; at++) {
-        const about = this.about(at);
-        const row = el("div", {
-          class: `row${at === this.active ? " on" : ""}`, role: "row", id: `list${this.id}-${at}`, "aria-rowindex": at + 2,
-          "aria-selected": at === this.active, "aria-level": about.level, "aria-expanded": about.expanded,
-          onclick: () => { this.pick(at); if (about.expanded !== undefined) this.onfold(at); },
-        }, ...this.cells(at).map((cell, n) => {
-          const column = this.columns[n];
-          const made = el("div", { class: `cell${column.numeric ? " n" : ""}${column.mono ? " m" : ""}${column.wide ? " wide" : ""}`, role: "gridcell" }, cell);
-          if (n === 0 && about.level) made.style.paddingLeft = `${8 + 14 * (about.level - 1)}px`;
-          if (about.title && n === 0) made.title = about.title;
-          return made;
-        }));
-        row.style.top = `${at * ROW}px`;
-        made.push(row);
+  // What a name says: layer, part of the model, packing.
+  const layers = new Int32Array(count).fill(-1), seriesOf = new Int32Array(count).fill(-1);
+  const series = [];
+  const seriesAt = new Map();
+  const LAYER = new Set(["layers", "blocks", "h", "layer", "block"]);
+  const sizes = new Float64Array(count), kinds = new Array(count), partOf = new Array(count);
+  const SCALE = /(^|[._])(weight_scale_inv|weight_scale|weight_scales|input_scale|scales|scale_inv|scale|weight_shape|weight_zero_point)$/;
+  const PARTS = [["scales", SCALE], ["experts", /experts?(\.|_|\b)/], ["router", /router|(^|\.)gate\.|gating/], ["norms", /norm|(^|\.)ln_/],
+    ["embeddings", /embed|wte|wpe|tok_/], ["head", /(^|\.)(lm_head|head|output_layer)\./], ["attention", /att|(^|[._])(qkv|q_proj|k_proj|v_proj|o_proj|wq|wk|wv|wo)/],
+    ["MLP", /mlp|ffn|feed_forward|(^|[._])(w1|w2|w3|fc1|fc2|gate_proj|up_proj|down_proj)/]];
+  const partsOfText = new Map();
+  const partNamed = (name) => {
+    const text = name.replace(/\d+/g, "");
+    if (!partsOfText.has(text)) partsOfText.set(text, (PARTS.find(([, pattern]) => pattern.test(text)) || ["other"])[0]);
+    return partsOfText.get(text);
+  };
+  const KINDS = { "optimizer state": "moments", "accumulated gradients": "gradients", other: "other values" };
+  let parameters = 0, predicted = 0;
+  for (let p = 0; p < count; p++) {
+    const type = typeOf(p), name = names[p], own = parts[p];
+    sizes[p] = type.size || 0;
+    partOf[p] = partNamed(name);
+    kinds[p] = KINDS[type.kind] || type.kind;
+    if (/(^|\.)(fp32_param|master)\b/.test(name) && kinds[p] === "moments") kinds[p] = "masters";
+    for (let at = 0; at + 1 < own.length; at++) {
+      if (LAYER.has(own[at]) && /^\d+$/.test(own[at + 1])) {
+        const prefix = own.slice(0, at + 1).join(".");
+        // State of a layer belongs to the layer.
+        const key = prefix.replace(/^(adam_[mv]|moments?|moment[12]|accu_grads|accum|exp_avg|exp_avg_sq|fp32_param|optimizer\.state\.[a-z0-9_]+)\./, "");
+        if (!seriesAt.has(key)) { seriesAt.set(key, series.length); series.push({ prefix: key, bytes: 0, layers: new Map() }); }
+        seriesOf[p] = seriesAt.get(key);
+        layers[p] = Number(own[at + 1]);
+        break;
       }
-      this.rows.replaceChildren(...made);
-      if (this.active >= first && this.active < last) this.host.setAttribute("aria-activedescendant", `list${this.id}-${this.active}`);
-      else this.host.removeAttribute("aria-activedescendant");
     }
-    pick(at) {
-      if (at < 0 || at >= this.count) return;
-      this.active = at;
-      const top = at * ROW, room = this.host.clientHeight - ROW - 4;
-      if (top < this.host.scrollTop) this.host.scrollTop = top;
-      else if (top + ROW > this.host.scrollTop + room) this.host.scrollTop = top + ROW - room;
-      this.draw();
-      this.onpick(at);
-    }
-    key(event) {
-      if (event.target !== this.host) return;
-      const page = Math.max(1, Math.floor(this.host.clientHeight / ROW) - 2);
-      const to = {
-        ArrowDown: this.active + 1, ArrowUp: Math.max(0, this.active - 1), Home: 0, End: this.count - 1,
-        PageDown: Math.min(this.count - 1, this.active + page), PageUp: Math.max(0, this.active - page),
-      }[event.key];
-      const expanded = this.active >= 0 ? this.about(this.active).expanded : undefined;
-      if (to !== undefined) this.pick(to);
-      else if (event.key === "ArrowRight" && expanded === false) this.onfold(this.active);
-      else if (event.key === "ArrowLeft" && expanded === true) this.onfold(this.active);
-      else if ((event.key === "Enter" || event.key === " ") && expanded !== undefined) this.onfold(this.active);
-      else return;
-      event.preventDefault();
+    if (type.kind === "weights" && partOf[p] !== "scales" && type.shapes.length) {
+      const packed = /_packed$/.test(name) ? (type.dtype === "Int32" ? 8 : 2) : /_blocks$/.test(name) && type.dtype === "UInt8" ? 2 : 1;
+      const elements = sum([type.shapes[0].reduce((product, size) => product * size, 1)]) * packed;
+      if (data.prediction && layers[p] >= data.prediction[0] && layers[p] < data.prediction[0] + data.prediction[1]) predicted += elements;
+      else parameters += elements;
     }
   }
+  const result = compared ? repeated(compared.result) : null;
+  const RESULTS = [compared && !compared.values ? "same" : "equal", "differs", "other type", "only in A", "only in B"];
+  const differing = new Map((compared ? compared.differing : []).map((row) => [row[0], row]));
+  const statistics = new Map();
 
+  // Filters: one byte a tensor and two prefix sums, so that any group is two subtractions.
+  const filters = new Map();
+  const mask = new Uint8Array(count), counts = new Uint32Array(count + 1), totals = new Float64Array(count + 1);
+  let words = [], version = 0, lowered = null;
+  const globOf = (text) => new RegExp(`^${text.split("*").map((part) => part.replace(/[.+?^${}()|[\]\\]/g, "\\$&")).join(".*")}$`);
+  const listeners = [];
+  const apply = () => {
+    version++;
+    if (words.length && !lowered) lowered = names.map((name) => { const low = name.toLowerCase(), seen = clean(name).toLowerCase(); return low === seen ? low : `${low}\n${seen}`; });
+    const globs = words.filter((word) => word.includes("*")).map(globOf), texts = words.filter((word) => !word.includes("*"));
+    const tests = [...filters.values()].map((filter) => filter.test);
+    for (let p = 0; p < count; p++) {
+      let kept = 1;
+      for (const text of texts) if (!lowered[p].includes(text)) { kept = 0; break; }
+      if (kept) for (const glob of globs) if (!glob.test(lowered[p])) { kept = 0; break; }
+      if (kept) for (const test of tests) if (!test(p)) { kept = 0; break; }
+      mask[p] = kept;
+      counts[p + 1] = counts[p] + kept;
+      totals[p + 1] = totals[p] + (kept ? sizes[p] : 0);
+    }
+    listeners.forEach((listener) => listener());
+  };
+  const filtered = () => words.length > 0 || filters.size > 0;
+  const toggle = (key, value, text, test) => {
+    if (filters.get(key)?.value === value) filters.delete(key); else filters.set(key, { value, text, test });
+    apply();
+  };
+  const clearAll = () => { filters.clear(); words = []; search.value = ""; apply(); };
+
+  // Keyboard on a picture of cells.
   const redraws = [];
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-  const sized = (canvas, width, height) => {
-    const scale = window.devicePixelRatio || 1;
-    canvas.width = Math.round(width * scale);
-    canvas.height = Math.round(height * scale);
-    canvas.style.width = `${width}px`;
-    canvas.style.height = `${height}px`;
-    const context = canvas.getContext("2d");
-    context.setTransform(scale, 0, 0, scale, 0, 0);
-    return context;
+  const keysOf = (moves) => (event) => {
+    const move = moves[event.key];
+    if (!move) return;
+    event.preventDefault();
+    move(event);
   };
+  const copyable = (texts) => {
+    const text = texts.join(" ");
+    const button = el("button", {
+      type: "button", class: "copy", onclick: async () => {
+        try { await navigator.clipboard.writeText(text); } catch {
+          const area = el("textarea", {}, text);
+          document.body.append(area);
+          area.select();
+          document.execCommand("copy");
+          area.remove();
+        }
+        button.textContent = "Copied";
+        setTimeout(() => { button.textContent = "Copy"; }, 1200);
+      },
+    }, "Copy");
+    return el("div", { class: "command" }, el("code", {}, texts.flatMap((word) => [el("span", { class: "word" }, breaks(clean(word))), " "])), button);
+  };
+  const table = (columns, rows) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": columns.map((column) => column[0]).join(", ") }, el("table", {},
+    el("thead", {}, el("tr", {}, columns.map(([title, numeric]) => el("th", { class: numeric ? "n" : null, scope: "col" }, title)))),
+    el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell, n) => el("td", { class: columns[n][1] ? "n" : null }, cell)))))));
+  const fact = (label, value, small, soft, title, mark) => el("div", { class: "fact", title }, el("div", { class: "label" }, mark, label),
+    el("div", { class: "figure" }, value, small ? el("span", { class: "unit" }, small) : null), el("div", { class: "soft" }, soft));
 
-  // Header and problems.
-  const state = { true: "complete", false: "not complete", null: "completeness not checked" }[String(data.complete)];
-  const present = files.state.filter((each) => each !== "missing").length;
-  const total = files.bytes.reduce((sum, size) => sum + size, 0);
-  const summary = [
-    data.form, data.step === null ? null : `step ${clean(data.step)}`, state,
-    `${plural(present, "file")}, ${bytes(total)}`, plural(names.length, "parameter"),
-    data.full_bytes === null ? null : `${bytes(data.full_bytes)} whole`,
-  ].filter(Boolean).join(" · ");
+  // Head and problems.
+  const state = el("span", { class: `state ${data.complete === true ? "ok" : data.complete === false ? "bad" : ""}` }, el("i", { class: "dot", "aria-hidden": "true" }), clean(data.state));
+  const dot = () => el("span", { class: "sep", "aria-hidden": "true" }, "·");
+  const about = [data.form_words, data.architecture, data.step === null ? null : `step ${data.step}${data.steps.length > 1 ? ` (${data.newest ? "newest of" : "one of"} ${data.steps.length})` : ""}`].filter(Boolean).map(clean);
+  const sides = () => el("table", { class: "sides" }, el("tbody", {}, compared.sides.map((side, n) => el("tr", {}, el("th", { class: "AB"[n], scope: "row" }, "AB"[n]),
+    el("td", { class: "mono" }, clean(side.path)), [side.form, side.step === null ? "" : `step ${side.step}`, axesText(side.cluster), side.files, bytes(side.bytes), side.state].map((text) => el("td", {}, clean(text)))))));
+  const header = el("header", {}, el("h1", {}, compared ? compared.titles.flatMap((title, n) => [n ? el("span", { class: "and" }, " and ") : null, clean(title)]) : clean(data.title)),
+    compared ? sides() : el("div", { class: "under" }, el("p", { id: "summary" }, about.flatMap((text) => [text, dot()]), state), el("p", { class: "path mono", title: clean(data.source) }, middle(clean(data.source)))));
   const LEVELS = ["Problem", "Not certain", "Note"];
-  const problems = el("section", { id: "problems" }, el("h2", {}, "Problems"),
-    data.problems.length ? el("ul", { class: "problems", tabindex: 0, "aria-label": "Problems" }, ...data.problems.map((problem) => el(
-      "li", { class: `l${problem.level}` }, el("strong", {}, LEVELS[problem.level]), el("span", { class: "text" }, lines(problem.text)),
-      problem.hint ? el("div", { class: "hint text" }, lines(problem.hint)) : null)))
-      : el("p", {}, "None found in names, sizes and headers. Contents were not compared."));
-
-  // Parameters: a tree by the dots of names, or a list where it is sorted by anything else.
-  const collator = new Intl.Collator("en", { numeric: true });
-  const root = { label: "", children: new Map(), leaf: -1 };
-  names.forEach((name, p) => {
-    let node = root;
-    const parts = name.split(".");
-    parts.forEach((part, at) => {
-      const key = at === parts.length - 1 ? `\0${part}` : part;
-      if (!node.children.has(key)) node.children.set(key, { label: part, children: new Map(), leaf: -1, open: false });
-      node = node.children.get(key);
-    });
-    node.leaf = p;
-  });
-  const settle = (node) => {
-    node.kids = [...node.children.values()];
-    node.kids.forEach(settle);
-    node.kids = node.kids.map((kid) => (kid.leaf < 0 && kid.kids.length === 1
-      ? { ...kid.kids[0], label: `${kid.label}.${kid.kids[0].label}` } : kid));
-    node.all = node.leaf >= 0 ? [node.leaf] : node.kids.flatMap((kid) => kid.all);
-    node.size = node.all.reduce((sum, p) => sum + (sizeOf(p) || 0), 0);
-    node.kids.sort((a, b) => collator.compare(a.label, b.label));
+  const problem = (each) => el("li", { class: `l${each.level}` }, el("strong", {}, LEVELS[each.level]), el("span", { class: "text" }, lines(each.text)),
+    each.hint ? copyable([lines(each.hint)]) : null);
+  const problems = () => {
+    if (!data.problems.length) return null;
+    const rest = data.problems.slice(3);
+    const list = el("ul", { class: "problems" }, data.problems.slice(0, 3).map(problem));
+    const more = rest.length ? el("button", {
+      type: "button", class: "more", onclick: () => { more.replaceWith(el("ul", { class: "problems rest", tabindex: 0, "aria-label": "More problems" }, rest.map(problem))); },
+    }, `and ${plain(rest.length)} more`) : null;
+    return el("section", { id: "problems", "aria-label": "Problems" }, list, more);
   };
-  settle(root);
-  root.kids.forEach((kid) => { kid.open = names.length <= 60 || root.kids.length === 1; });
 
-  const view = { words: [], by: 0, descending: false, rows: [], chosen: -1 };
-  const VALUES = [null, (p) => typeOf(p)[DTYPE], (p) => typeOf(p)[SHAPES][0].join(","), (p) => sizeOf(p) || 0, cutsOf, (p) => typeOf(p)[KIND]];
-  const detail = el("div", { id: "detail", "aria-live": "off" }, el("p", { class: "soft" }, "Select a parameter to see its slices."));
-  const status = el("span", { class: "soft", role: "status", id: "matches" });
-  const list = new List("Parameters", [
-    { title: "name", width: "minmax(150px,3fr)" },
-    { title: "type", width: "minmax(70px,.7fr)", wide: true },
-    { title: "shape", width: "minmax(90px,1fr)", wide: true },
-    { title: "size", width: "94px", numeric: true },
-    { title: "layout", width: "minmax(110px,1.2fr)" },
-    { title: "kind", width: "minmax(70px,.8fr)", wide: true },
-  ], {
-    tree: true,
-    onsort: (at) => { view.descending = view.by === at ? !view.descending : at === 3; view.by = at; refresh(); },
-    onpick: (at) => { const row = view.rows[at]; if (row.leaf >= 0) show(row.leaf); },
-    onfold: (at) => { const { node } = view.rows[at]; node.open = !node.open; refresh(); },
+  // Facts.
+  const onDisk = sum(files.bytes), present = files.state.filter((each) => each !== "missing").length;
+  const byType = new Map();
+  for (let p = 0; p < count; p++) byType.set(typeOf(p).dtype, (byType.get(typeOf(p).dtype) || 0) + sizes[p]);
+  const allBytes = sum([...byType.values()]);
+  const weights = sizes.reduce((total, size, p) => total + (kinds[p] === "weights" ? size : 0), 0);
+  const SHORT = { Float8E4M3FN: "FP8", Float8E5M2: "FP8", BFloat16: "BF16", Float16: "FP16", Float32: "FP32", Float64: "FP64", Int8: "INT8", Int32: "INT32", UInt8: "UINT8" };
+  const hasState = kinds.some((kind) => kind === "moments" || kind === "masters");
+  const skeletons = new Map();
+  const patternOf = new Array(count);
+  for (let p = 0; p < count; p++) {
+    const key = `${parts[p].map((part) => (/^\d+$/.test(part) ? "\u0001" : part)).join(".")}\u0002${data.parameters.type[p]}\u0002${looks[data.parameters.layout[p]] ?? -1}\u0002${result ? result[p] : ""}`;
+    let found = skeletons.get(key);
+    if (!found) skeletons.set(key, found = []);
+    found.push(p);
+    patternOf[p] = found;
+  }
+  const factsOf = () => {
+    const main = series.slice().sort((a, b) => b.bytes - a.bytes)[0];
+    const layersIn = main ? [...main.layers.keys()] : [];
+    const extra = data.prediction ? layersIn.filter((layer) => layer >= data.prediction[0]).length : 0;
+    const [amount, scale] = scaled(parameters, 1000, ["", "k", "M", "B", "T"], 1000);
+    const [disk, diskUnit] = scaled(onDisk, 1024, byteUnits, 1000);
+    const [top, topBytes] = [...byType].sort((a, b) => b[1] - a[1])[0] || ["", 0];
+    const trained = kinds.filter((kind) => kind === "weights").length;
+    const stageWords = stages.length > 1 ? plural(stages.length, "stage") : "";
+    return el("div", { class: "facts", id: "facts" },
+      parameters ? fact("Parameters", amount, scale, predicted ? `+ ${scaled(predicted, 1000, ["", "k", "M", "B", "T"], 1000).join(" ")} in the prediction layer` : `${plain(parameters)} elements`, `${plain(parameters)} elements`) : null,
+      fact("On disk", disk, diskUnit, `in ${plural(present, unit === "rank" ? "rank file" : "file")}`, `${plain(onDisk)} bytes`),
+      fact("Tensors", plain(count), "", hasState ? `${plural(trained, "weight")} and their state` : `${plural(skeletons.size, "pattern")} of names`),
+      main ? fact("Layers", extra ? `${layersIn.length - extra} + ${extra}` : plain(layersIn.length), "", extra ? "last: multi-token prediction" : stageWords || clean(shortened(main.prefix, 40))) : null,
+      cluster ? fact("Ranks", plain(cluster.ranks), "", axesText(cluster) || stageWords) : null,
+      hasState && weights ? fact("Weights", ...scaled(weights, 1024, byteUnits, 1000), `${share(weights, allBytes)} of the bytes`, `${plain(weights)} bytes`)
+        : topBytes ? fact("Type", SHORT[top] || clean(top), "", `${share(topBytes, allBytes)} of the bytes`, clean(top)) : null);
+  };
+  const listed = (numbers) => {
+    const kinds_ = [...new Set(numbers.map((p) => kinds[p]))];
+    if (!kinds_.includes("weights")) return `${kinds_.join(", ")}, ${bytes(sum(numbers.map((p) => sizes[p])))}`;
+    const found = [...new Set(numbers.map((p) => (layers[p] >= 0 ? partOf[p] : shortened(clean(names[p]), 30))))]; return found.slice(0, 3).join(", ") + (found.length > 3 ? " …" : "");
+  };
+  const differences = () => el("div", { class: "facts alone", id: "facts" }, RESULTS.map((word, code) => {
+    const found = [];
+    for (let p = 0; p < count; p++) if (result[p] === code) found.push(p);
+    const both = result.filter((each) => each < 3).length;
+    const title = code ? word[0].toUpperCase() + word.slice(1) : compared.values ? "Equal in bytes" : "Same type and shape";
+    return el("button", { type: "button", class: "fact", "aria-pressed": "false", "data-code": code, disabled: found.length ? null : "", onclick: () => toggle("result", code, word, (p) => result[p] === code) },
+      el("div", { class: "label" }, el("i", { class: `key r${code}` }), code === 2 ? "Other type or shape" : title), el("div", { class: "figure" }, plain(found.length)),
+      el("div", { class: "soft" }, code ? found.length ? listed(found) : "none" : `of ${plural(both, "tensor")} in both`));
+  }));
+
+  // What it is made of: stacked bars, each part a filter.
+  const SHADES = ["b5", "b3", "b2", "b1", "grey"];
+  const bar = (title, valueOf, order) => {
+    const found = new Map();
+    for (let p = 0; p < count; p++) { const value = valueOf(p); found.set(value, (found.get(value) || 0) + sizes[p]); }
+    let entries = [...found].filter(([, size]) => size).sort(order ? (a, b) => order.indexOf(a[0]) - order.indexOf(b[0]) : (a, b) => b[1] - a[1]);
+    if (entries.length < 2 || (found.get("other") || 0) > allBytes / 3) return null;
+    const small = entries.filter(([, size], n) => n > 2 && (size < allBytes * 0.0005 || n > 4));
+    entries = entries.filter((entry) => !small.includes(entry));
+    const press = (value) => ({ type: "button", "data-filter": title, "data-value": value, "aria-pressed": "false", onclick: () => toggle(title, value, value, (p) => valueOf(p) === value) });
+    const segments = entries.map(([value, size], n) => { const made = el("button", { ...press(value), class: `segment ${SHADES[Math.min(n, 4)]}`, tabindex: -1, "aria-label": clean(value), title: `${clean(value)} ${bytes(size)}` }); made.style.flexGrow = size / allBytes; return made; });
+    return el("div", { class: "made" }, el("div", { class: "label" }, title), el("div", {}, el("div", { class: "bar" }, segments),
+      el("div", { class: "legend" }, entries.map(([value, size], n) => el("button", press(value), el("i", { class: `key ${SHADES[Math.min(n, 4)]}` }), clean(value), el("span", { class: "soft" }, `${bytes(size)} · ${share(size, allBytes)}`))),
+        small.length ? el("span", { class: "soft", title: small.map(([value, size]) => `${clean(value)} ${bytes(size)}`).join("\n") }, `${small.length} more`) : null)));
+  };
+  const made = () => {
+    const bars = [bar("Type", (p) => typeOf(p).dtype), bar("Kind", (p) => kinds[p], ["weights", "masters", "moments", "gradients", "other values"]), bar("Part", (p) => partOf[p]),
+      bar("Cut", (p) => cutTexts[data.parameters.layout[p]] || "whole")].filter(Boolean);
+    return bars.length ? el("div", {}, el("h2", {}, "What it is made of"), bars) : null;
+  };
+  const pressed = () => document.querySelectorAll("[data-filter]").forEach((each) => {
+    const filter = filters.get(each.dataset.filter);
+    each.setAttribute("aria-pressed", filter?.value === each.dataset.value);
+    each.classList.toggle("faded", Boolean(filter) && filter.value !== each.dataset.value);
   });
-  function refresh() {
-    const lower = view.words;
-    const hit = lower.length ? names.map((name, p) => lower.every((word) => name.toLowerCase().includes(word) || shown[p].toLowerCase().includes(word))) : null;
-    const rows = [];
-    if (view.by === 0) {
-      const walk = (node, level) => {
-        const kids = view.descending ? [...node.kids].reverse() : node.kids;
-        for (const kid of kids) {
-          const inside = hit ? kid.all.filter((p) => hit[p]) : kid.all;
-          if (!inside.length) continue;
-          rows.push({ node: kid, leaf: kid.leaf, level, count: inside.length });
-          if (kid.leaf < 0 && (hit || kid.open)) walk(kid, level + 1);
-        }
-      };
-      walk(root, 1);
-    } else {
-      const value = VALUES[view.by];
-      const order = names.map((_, p) => p).filter((p) => !hit || hit[p]);
-      const sign = view.descending ? -1 : 1;
-      order.sort((a, b) => {
-        const [x, y] = [value(a), value(b)];
-        return sign * (typeof x === "number" ? x - y : collator.compare(x, y)) || collator.compare(names[a], names[b]);
+  listeners.push(pressed, () => document.querySelectorAll("[data-code]").forEach((each) => each.setAttribute("aria-pressed", filters.get("result")?.value === Number(each.dataset.code))));
+
+  // How it is cut: a cell a rank, or a file.
+  const inFile = (numbers, text) => {
+    const held = new Set();
+    for (const number of numbers) for (const [holder, at] of structureOf) if (fileNumber(holder) === number) for (const p of structure(at).keys()) held.add(p);
+    toggle("file", text, text, (p) => held.has(p));
+  };
+  let outlined = [];
+  const grid = (cells, across, size, label, group) => {
+    const gap = size > 8 ? 2 : 1, width = across * (size + gap) - gap, rows = Math.ceil(cells.length / across), tall = size === 34 ? 28 : size;
+    let active = 0;
+    const rects = cells.map((cell, at) => {
+      const x = (at % across) * (size + gap), y = Math.floor(at / across) * (tall + gap);
+      return svg("g", { class: `cell ${cell.kind}`, "data-rank": cell.numbers.join(" ") }, svg("rect", { x: x + 0.5, y: y + 0.5, width: size - 1, height: tall - 1, rx: 2 }),
+        size === 34 ? svg("text", { x: x + size / 2, y: y + tall / 2 + 4 }, String(cell.numbers[0])) : null, svg("title", {}, cell.title));
+    });
+    const said = el("p", { class: "soft said", role: "status" });
+    const go = (at) => { active = Math.max(0, Math.min(cells.length - 1, at)); rects.forEach((rect, n) => rect.classList.toggle("active", n === active)); said.textContent = cells[active].title; };
+    const picture = svg("svg", {
+      class: "cells", width, height: rows * (tall + gap), viewBox: `0 0 ${width} ${rows * (tall + gap)}`, tabindex: 0, role: "application", "aria-label": `${label}. Arrow keys move, Enter filters.`,
+      onclick: (event) => { const at = rects.indexOf(event.target.closest("g")); if (at >= 0) { go(at); inFile(cells[at].numbers, cells[at].name); } },
+      onkeydown: keysOf({ ArrowRight: () => go(active + 1), ArrowLeft: () => go(active - 1), ArrowDown: () => go(active + across), ArrowUp: () => go(active - across), Enter: () => inFile(cells[active].numbers, cells[active].name) }),
+    }, rects);
+    return el("div", { class: group ? "block" : "" }, group, picture, said);
+  };
+  const cut = () => {
+    const total = files.number.length;
+    const cellOf = (numbers, kind) => {
+      const at = numbers.map((number) => fileAt.get(number)), size = sum(at.map((each) => files.bytes[each] || 0));
+      const missing = at.some((each) => each === undefined || files.state[each] !== "ok");
+      const name = `${unit} ${numbers.length > 1 ? `${numbers[0]}–${numbers[numbers.length - 1]}` : numbers[0]}`;
+      const path = numbers.length === 1 && at[0] !== undefined ? files.path[at[0]] : null;
+      return { numbers, name, kind: missing ? "lost" : kind, title: `${name}: ${missing ? "missing or damaged" : `${path === null ? "" : `${clean(path)}, `}${bytes(size)}`}` };
+    };
+    if (cluster && unit === "rank" && cluster.ranks === total) {
+      const mp = axis("mp"), whole = Math.max(1, Math.ceil(cluster.ranks / 1024));
+      const each = cluster.ranks > 1024 ? 8 ** Math.ceil(Math.log(whole) / Math.log(8)) : 1;
+      const size = cluster.ranks <= 64 ? 34 : 7;
+      const blocks = stages.map(([first, devices], number) => {
+        const cells = [];
+        for (let rank = first; rank < first + devices; rank += each) cells.push(cellOf(Array.from({ length: Math.min(each, first + devices - rank) }, (_, n) => rank + n), number % 2 ? "t" : "b"));
+        const across = each > 1 ? Math.min(16, cells.length) : cluster.axes && mp > 1 ? mp : Math.min(devices, size === 34 ? 8 : 16);
+        const found = series.length ? [...new Set([...layers.keys()].filter((p) => layers[p] >= 0 && layoutOf(p)?.stage === number).map((p) => layers[p]))].sort((a, b) => a - b) : [];
+        const title = stages.length > 1 ? el("p", { class: "soft" }, el("i", { class: `key ${number % 2 ? "t2" : "b2"}` }), `stage ${number}${found.length && stages.length <= 8 ? `: layers ${ranges(found, 3)}` : ""}`) : null;
+        return grid(cells, across, size, `Ranks of stage ${number}`, title);
       });
-      for (const leaf of order) rows.push({ leaf, level: 1, count: 1 });
+      const most = (kind) => { const found = new Map(); for (let p = 0; p < count; p++) if (kinds[p] === kind && layoutOf(p)) found.set(data.parameters.layout[p], (found.get(data.parameters.layout[p]) || 0) + sizes[p]); const best = [...found].sort((a, b) => b[1] - a[1])[0]; return best ? data.layouts[best[0]] : null; };
+      const of = most("weights"), moments = most("moments"), dp = axis("dp");
+      const sentence = [each > 1 ? `One cell is ${each} ranks.` : `One cell is a rank${mp > 1 ? `: mp ${mp} across${dp > 1 ? `, dp ${dp} down` : ""}` : ""}.`,
+        of ? of.shardings[0].copies > 1 ? `Weights: ${of.shardings[0].copies} copies${dp === of.shardings[0].copies ? " on dp" : ""}.` : "Weights: each slice once." : "",
+        moments && of && moments.shardings[0].copies < of.shardings[0].copies ? `Moments: cut ${of.shardings[0].copies / Math.max(1, moments.shardings[0].copies)} times more over dp.` : "", "Outlined: holders of the selected slice."].filter(Boolean).join(" ");
+      return el("div", { id: "cut" }, el("h2", {}, "How it is cut"), el("div", { class: `blocks${stages.length > 8 ? " many" : ""}` }, blocks), el("p", { class: "soft" }, sentence));
     }
-    const kept = view.rows[list.active];
-    view.rows = rows;
-    const matches = hit ? hit.filter(Boolean).length : names.length;
-    status.textContent = hit ? `${plain(matches)} of ${plural(names.length, "parameter")}` : plural(names.length, "parameter");
-    list.active = rows.findIndex((row) => (kept ? row.leaf === kept.leaf && row.node === kept.node : row.leaf >= 0 && row.leaf === view.chosen));
-    list.sorted(view.by, view.descending);
-    list.show(rows.length, (at) => {
-      const { leaf, node, count } = rows[at];
-      if (leaf < 0) return [
-        el("span", {}, el("span", { class: "twist", "aria-hidden": "true" }, hit || node.open ? "▾" : "▸"), clean(node.label) || '""', el("span", { class: "count" }, plain(count))),
-        "", "", bytes(node.size), "", ""];
-      const type = typeOf(leaf);
-      return [node ? el("span", {}, el("span", { class: "twist" }), clean(node.label) || '""') : shown[leaf], type[DTYPE],
-        type[SHAPES].map(shape).join(" "), bytes(sizeOf(leaf)), cutsOf(leaf), type[KIND]];
-    }, (at) => ({ level: rows[at].level, expanded: rows[at].leaf < 0 ? Boolean(hit || rows[at].node.open) : undefined, title: rows[at].leaf >= 0 ? shown[rows[at].leaf] : undefined }));
+    const each = Math.ceil(total / 600), cells = [], largest = Math.max(0, ...files.bytes);
+    for (let at = 0; at < total; at += each) {
+      const numbers = files.number.slice(at, at + each).filter((number) => number !== null);
+      if (numbers.length) cells.push(cellOf(numbers, files.bytes[at] < largest / 2 ? "pale" : "b"));
+    }
+    if (!cells.length) return null;
+    const smallest = Math.min(...files.bytes.filter((_, at) => files.state[at] === "ok"));
+    const whole = data.layouts.length && data.layouts.every((layout) => layout.shardings[0].cuts.every((n) => n === 1)) ? "Tensors are whole. " : "";
+    const said = total > 1 && Number.isFinite(smallest) ? `The largest file has ${bytes(largest)}, the smallest ${bytes(smallest)}.` : "";
+    return el("div", { id: "cut" }, el("h2", {}, `Stored in ${plural(total, "file")}`), grid(cells, Math.min(48, cells.length), 14, `Files${each > 1 ? `, ${each} a cell` : ""}`), el("p", { class: "soft" }, whole + said));
+  };
+  const outline = (numbers) => {
+    outlined = numbers;
+    const held = new Set(outlined.map(String));
+    document.querySelectorAll("#cut g.cell").forEach((each) => each.classList.toggle("held", each.dataset.rank.split(" ").some((rank) => held.has(rank))));
+  };
+
+  // Layers: bytes of each.
+  for (let p = 0; p < count; p++) if (seriesOf[p] >= 0) {
+    const each = series[seriesOf[p]];
+    if (result && result[p] > 2) continue;
+    each.bytes += sizes[p];
+    const layer = each.layers.get(layers[p]) || { bytes: 0, differ: 0, tensors: 0, elements: 0, stage: layoutOf(p)?.stage ?? 0 };
+    layer.bytes += sizes[p];
+    layer.tensors++;
+    if (result && result[p] > 0) layer.differ += sizes[p];
+    if (kinds[p] === "weights" && partOf[p] !== "scales") layer.elements += (typeOf(p).shapes[0] || []).reduce((product, size) => product * size, 1);
+    each.layers.set(layers[p], layer);
   }
-  const search = el("input", {
-    type: "search", id: "search", placeholder: "Search names, e.g. layers.0 weight", "aria-label": "Search parameters", autocomplete: "off",
-    oninput: (event) => { view.words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean); list.host.scrollTop = 0; refresh(); },
-    onkeydown: (event) => { if (event.key === "ArrowDown") { list.host.focus(); list.pick(Math.max(0, list.active)); event.preventDefault(); } },
-  });
-
-  // One parameter.
-  const table = (columns, rows) => el("div", { class: "scroll", tabindex: 0 }, el("table", {},
-    el("thead", {}, el("tr", {}, ...columns.map(([title, numeric]) => el("th", { class: numeric ? "n" : "", scope: "col" }, title)))),
-    el("tbody", {}, ...rows.map((cells) => el("tr", {}, ...cells.map((cell, n) => el("td", { class: columns[n][1] ? "n" : "" }, el("span", { class: "text" }, cell))))))));
-  const facts = (pairs) => el("dl", {}, ...pairs.filter(([, value]) => value).flatMap(([term, value]) => [el("dt", {}, term), el("dd", { class: "text" }, value)]));
-
-  function show(p) {
-    view.chosen = p;
-    const type = typeOf(p), layout = layoutOf(p);
-    const parts = [
-      el("h3", { class: "text", id: "chosen" }, shown[p]),
-      facts([
-        ["type", type[DTYPE]], [layout ? "full shape" : "shape in files", type[SHAPES].map(shape).join(", ")],
-        [layout ? "full size" : null, layout ? `${bytes(type[BYTES])} (${plain(type[BYTES])} bytes)` : ""],
-        ["in files", `${bytes(type[STORED])} in ${plural(type[FILES], "file")}`], ["kind", type[KIND]], ["layout", layout ? layout.words || cutsOf(p) : "none known: copied as it is stored"],
-      ].filter(([term]) => term)),
-    ];
-    const row = statistics.get(p);
-    if (row) parts.push(facts(statisticsFacts(row)));
-    if (layout) layout.shardings.forEach((sharding, at) => parts.push(slicesOf(p, sharding, type[SHAPES][0], at, layout.shardings.length)));
-    detail.replaceChildren(...parts);
-  }
-
-  function slicesOf(p, sharding, dims, way, ways) {
-    const slices = allHolders(sharding), count = slices.length;
-    const cut = sharding.cuts.map((n, d) => [n, d]).filter(([n]) => n > 1).map(([, d]) => d);
-    let across = cut.length && (cut.length > 1 || cut[0] !== 0) ? sharding.cuts[cut[cut.length - 1]] : 1;
-    let down = count / across;
-    const wrapped = down > 160 || across > 160;
-    if (wrapped) { across *= Math.max(1, Math.round(Math.sqrt(down / across))); if (across > 160) across = 64; down = Math.ceil(count / across); }
-    const axis = cut.length ? (wrapped ? "Slices in order, row by row." : [
-      cut.length > 1 || cut[0] === 0 ? `down: dimension ${cut.length > 1 ? cut.slice(0, -1).join(", ") : cut[0]}` : "",
-      cut.length > 1 || cut[0] !== 0 ? `across: dimension ${cut[cut.length - 1]}` : ""].filter(Boolean).join("; ") + ".") : "";
-    const states = slices.map((_, slice) => stateOf(sharding, slice));
-    const tally = (name) => states.filter((each) => each === name).length;
-    const copies = copiesOf(sharding);
-    const words = `${count === 1 ? "One slice" : `${plain(count)} slices`}, ${copies > 1 ? `each on ${plural(copies, unit)}: replicas` : `each on one ${unit}`}.`;
-    const output = el("output", { class: "box", "aria-live": "polite" });
-    const holders = el("div", { class: "holders" });
-    const canvas = el("canvas", {
-      class: "slices", tabindex: 0, role: "application", "aria-roledescription": "grid of slices",
-      "aria-label": `Slices of ${shown[p]}: ${words} Arrow keys move between slices.`,
-      onpointermove: (event) => { const slice = under(event); if (slice !== null) choose(slice); },
-      onpointerdown: (event) => { const slice = under(event); if (slice !== null) choose(slice); },
-      onkeydown: (event) => {
-        const to = { ArrowRight: chosen + 1, ArrowLeft: chosen - 1, ArrowDown: chosen + across, ArrowUp: chosen - across, Home: 0, End: count - 1 }[event.key];
-        if (to === undefined) return;
-        event.preventDefault();
-        if (to >= 0 && to < count) choose(to);
-      },
-      onfocus: () => choose(chosen),
-    });
-    let chosen = 0, cellWidth = 1, cellHeight = 1;
-    const under = (event) => {
-      const box = canvas.getBoundingClientRect();
-      const column = Math.floor((event.clientX - box.left - 1) / cellWidth), line = Math.floor((event.clientY - box.top - 1) / cellHeight);
-      const slice = line * across + column;
-      return column >= 0 && column < across && line >= 0 && slice < count ? slice : null;
+  const strip = (each, number) => {
+    const numbers = [...each.layers.keys()].sort((a, b) => a - b), group = Math.ceil(numbers.length / 200);
+    const cells = [];
+    for (let at = 0; at < numbers.length; at += group) {
+      const inside = numbers.slice(at, at + group).map((layer) => each.layers.get(layer));
+      cells.push({ first: numbers[at], last: numbers[Math.min(at + group, numbers.length) - 1], bytes: sum(inside.map((layer) => layer.bytes)), differ: sum(inside.map((layer) => layer.differ)),
+        tensors: sum(inside.map((layer) => layer.tensors)), elements: sum(inside.map((layer) => layer.elements)), stage: inside[0].stage });
+    }
+    const high = Math.max(...cells.map((cell) => cell.bytes)), key = `layers${number}`;
+    const usual = [...cells].sort((a, b) => a.bytes - b.bytes)[cells.length >> 1].bytes;
+    const outside = sizes.reduce((total, size, p) => total + (layers[p] < 0 ? size : 0), 0);
+    const resting = compared ? "" : `most layers ${bytes(usual)}; outside the layers ${bytes(outside)}`;
+    const said = el("span", { class: "soft", role: "status" }, resting);
+    let active = 0, anchor = 0, dragging = false;
+    const choose = (from, to, again) => {
+      const [low, top] = [cells[Math.min(from, to)].first, cells[Math.max(from, to)].last], text = `layers ${low === top ? low : `${low}–${top}`}`;
+      if (again && filters.get(key)?.value === text) filters.delete(key);
+      else filters.set(key, { value: text, text, test: (p) => seriesOf[p] === seriesAt.get(each.prefix) && layers[p] >= low && layers[p] <= top });
+      apply();
     };
+    const tell = (at) => {
+      active = Math.max(0, Math.min(cells.length - 1, at));
+      const cell = cells[active];
+      said.textContent = `layer${cell.first === cell.last ? "" : "s"} ${ranges([cell.first, ...(cell.last > cell.first ? [cell.last] : [])]).replace(",", "–")}: ${bytes(cell.bytes)}, ${plural(cell.tensors, "tensor")}, ${scaled(cell.elements, 1000, ["", "k", "M", "B", "T"], 1000).join(" ")} parameters${stages.length > 1 ? `, stage ${cell.stage}` : ""}`;
+    };
+    const host = el("div", {
+      class: "strip", tabindex: 0, role: "application", "aria-label": `Layers ${clean(each.prefix)}. Arrow keys choose a layer, with Shift a range.`,
+      onkeydown: keysOf({ ArrowRight: (event) => step(1, event), ArrowLeft: (event) => step(-1, event), Enter: () => choose(active, active, true), Escape: () => { filters.delete(key); apply(); } }),
+      onpointerdown: (event) => { const at = under(event); if (at === null) return; dragging = true; if (event.shiftKey) choose(anchor, at); else { anchor = at; choose(at, at, true); } },
+      onpointermove: (event) => { const at = under(event); if (at === null) return; tell(at); if (dragging && at !== anchor) choose(anchor, at); },
+      onpointerleave: () => { said.textContent = resting; },
+    });
+    addEventListener("pointerup", () => { dragging = false; });
+    const step = (by, event) => { tell(active + by); if (event.shiftKey) choose(anchor, active); else { anchor = active; choose(active, active); } };
+    let edges = [];
+    const under = (event) => { const x = event.clientX - host.getBoundingClientRect().left; const at = edges.findIndex(([from, to]) => x >= from - 2 && x < to + 2); return at < 0 ? null : at; };
     const draw = () => {
-      const width = Math.max(60, Math.min(canvas.parentElement ? canvas.parentElement.clientWidth - 2 : 400, 680, across * 130));
-      cellWidth = width / across;
-      cellHeight = Math.max(2, Math.min(34, 440 / down));
-      const context = sized(canvas, width, cellHeight * down);
-      const fills = { held: colour("held"), part: colour("part"), lost: colour("lost") };
-      const gap = Math.min(cellWidth, cellHeight) > 8 ? 1 : 0;
-      context.font = "12px system-ui, sans-serif";
-      context.textBaseline = "middle";
-      context.textAlign = "center";
-      for (let slice = 0; slice < count; slice++) {
-        const x = (slice % across) * cellWidth, y = Math.floor(slice / across) * cellHeight;
-        context.fillStyle = fills[states[slice]];
-        context.fillRect(x, y, cellWidth - gap, cellHeight - gap);
-        if (cellHeight >= 15 && cellWidth >= 26) {
-          const text = (states[slice] === "lost" ? "lost " : "") + ranges(fileNumbers(slices[slice]), 4);
-          for (const said of [text, `${fileNumber(slices[slice][0])}${slices[slice].length > 1 ? ",…" : ""}`]) {
-            if (context.measureText(said).width + 6 <= cellWidth) {
-              context.fillStyle = colour("ink");
-              context.fillText(said, x + cellWidth / 2, y + cellHeight / 2);
-              break;
-            }
-          }
-        }
-      }
-      context.strokeStyle = colour("ink");
-      context.lineWidth = 2;
-      context.strokeRect((chosen % across) * cellWidth + 1, Math.floor(chosen / across) * cellHeight + 1, Math.max(1, cellWidth - 2 - gap), Math.max(1, cellHeight - 2 - gap));
-    };
-    const choose = (slice) => {
-      chosen = slice;
-      const held = slices[slice];
-      const volume = boxOf(sharding, dims, slice).reduce((product, [start, stop]) => product * (stop - start), 1);
-      const item = typeOf(p)[BYTES] / dims.reduce((product, size) => product * size, 1);
-      const lacking = held.filter((file) => sharding.lacking.has(file));
-      output.textContent = `slice ${slice} of ${count}: box ${boxText(boxOf(sharding, dims, slice))} on ${counted(unit, fileNumbers(held))}`
-        + (lacking.length ? `; not in the files of ${counted(unit, fileNumbers(lacking))}` : "") + (states[slice] === "lost" ? "; LOST" : "");
-      holders.replaceChildren(table([[counter, true], ["file", false], ["offset", true], ["bytes", true]], held.slice(0, MAX_LISTED).map((file) => {
-        const place = sharding.lacking.has(file) ? null : placeIn(file, p);
-        const path = pathOf(file);
-        // A chunk of the file may be more than this slice.
-        const chunk = place && place[1] !== volume * item ? "in a chunk at " : "";
-        return [String(fileNumber(file)), path === null ? "missing" : clean(path), place ? chunk + plain(place[0]) : sharding.lacking.has(file) ? "not in it" : "-", place ? plain(place[1]) : "-"];
-      })), held.length > MAX_LISTED ? el("p", { class: "soft" }, `and ${plural(held.length - MAX_LISTED, "more " + unit)}`) : "");
-      draw();
-    };
-    const host = el("div", {},
-      ways > 1 ? el("h3", {}, `Held in ${ways} ways: ${way + 1} of ${ways}`) : null,
-      el("p", {}, words, " ", el("span", { class: "soft" }, axis)), canvas,
-      el("div", { class: "legend" }, ...[["held", "on all its holders"], ["part", "missing on some, a replica has it"], ["lost", "lost: on no readable file"]]
-        .filter(([name]) => tally(name) || name === "held").map(([name, said]) => el("span", {}, el("i", { class: name }), `${said}: ${plain(tally(name))}`))),
-      output, holders);
-    redraws.length = way ? redraws.length : 1;
-    redraws.push(draw);
-    queueMicrotask(() => { const lost = states.indexOf("lost"); choose(lost >= 0 ? lost : 0); });
-    return host;
-  }
-
-  // Statistics.
-  const statistics = new Map();
-  const STATISTICS = ["elements", "NaN", "Inf", "zeros", "min", "max", "mean", "norm"];
-  const short = (value) => (value === null ? "-" : typeof value === "number" && !Number.isInteger(value) ? value.toPrecision(4) : String(value));
-  const where = (found) => `[${found.index.join(", ")}]` + (found.file === null ? "" : `, ${unit} ${found.rank}, ${clean(found.file)}`);
-  const BARS = " ▁▂▃▄▅▆▇█";
-  const bars = (levels) => (levels ? [...levels[1]].map((digit) => BARS[digit]).join("") : "");
-  const statisticsFacts = (row) => [
-    ...STATISTICS.map((title, at) => [title, short(row[at + 1])]),
-    ["first NaN or Inf", row[9] ? where(row[9]) : ""],
-    ["magnitudes", row[10] ? `2^${row[10][0]} ${bars(row[10])} 2^${row[10][0] + row[10][1].length - 1}` : ""],
-  ];
-  const indexOf = new Map(names.map((name, p) => [name, p]));
-  let statisticsSection = null;
-  if (data.statistics) {
-    data.statistics.forEach((row) => { if (indexOf.has(row[0])) statistics.set(indexOf.get(row[0]), row); });
-    const rows = [...data.statistics];
-    let by = -1, descending = true;
-    const bad = rows.filter((row) => row[9]);
-    const order = () => {
-      const key = by <= 0 ? null : by;
-      rows.sort((a, b) => (by < 0 ? Boolean(b[9]) - Boolean(a[9]) || (b[2] + b[3]) - (a[2] + a[3]) : 0)
-        || (key ? (descending ? -1 : 1) * ((typeof a[key] === "number" ? a[key] : -Infinity) - (typeof b[key] === "number" ? b[key] : -Infinity) || 0) : 0)
-        || (by === 0 && descending ? -1 : 1) * collator.compare(a[0], b[0]));
-      if (by >= 0) found.sorted(by, descending);
-      found.show(rows.length, (at) => {
-        const row = rows[at];
-        return [el("span", { class: row[9] ? "bad" : "" }, (row[9] ? "! " : "") + clean(row[0])), ...row.slice(1, 9).map(short), bars(row[10])];
-      }, (at) => ({ title: clean(rows[at][0]) }));
-    };
-    const found = new List("Statistics", [
-      { title: "name", width: "minmax(140px,2.4fr)" }, { title: "elements", width: "minmax(74px,.8fr)", numeric: true, wide: true },
-      { title: "NaN", width: "minmax(52px,.5fr)", numeric: true }, { title: "Inf", width: "minmax(52px,.5fr)", numeric: true },
-      ...["zeros", "min", "max", "mean", "norm"].map((title) => ({ title, width: "minmax(74px,.8fr)", numeric: true, wide: true })),
-      { title: "magnitudes", width: "minmax(110px,1.5fr)", mono: true, sort: false },
-    ], {
-      height: 380,
-      onsort: (at) => { descending = by === at ? !descending : at > 0; by = at; order(); },
-      onpick: (at) => { const p = indexOf.get(rows[at][0]); if (p !== undefined) show(p); },
-    });
-    order();
-    statisticsSection = el("section", { id: "statistics" }, el("h2", {}, "Statistics"),
-      el("p", { class: bad.length ? "bad" : "" }, bad.length ? `${plural(bad.length, "tensor")} with NaN or Inf` : "No NaN and no Inf."),
-      bad.length ? el("ul", {}, ...bad.slice(0, 20).map((row) => el("li", { class: "text" }, `${clean(row[0])}: ${plain(row[2])} NaN, ${plain(row[3])} Inf; the first at ${where(row[9])}`))) : null,
-      el("p", { class: "soft" }, "Magnitudes: how many elements there are of each power of two, from the smallest to the largest; NaN, Inf and zeros are left out."),
-      found.host);
-  }
-
-  // Files and steps.
-  const fileList = new List("Files", [
-    { title: counter, width: "80px", numeric: true }, { title: "file", width: "minmax(80px,3fr)" },
-    { title: "size", width: "94px", numeric: true }, { title: "state", width: "74px" }, { title: "same slices as", width: "140px", wide: true },
-  ], { height: 340 });
-  const fileOrder = files.number.map((_, at) => at).sort((a, b) => (files.state[b] !== "ok") - (files.state[a] !== "ok") || a - b);
-  const groups = new Set(files.same.filter((each) => each !== null)).size;
-  const filesSection = el("section", { id: "files" }, el("h2", {}, "Files and steps"),
-    data.steps.length ? table([["step", false], ["size", true], ["state", false], ["on this page", false]], data.steps.slice(0, MAX_LISTED).map((step) => [
-      step.step === null ? "no step in the names" : clean(step.step), bytes(step.nbytes), step.state, step.shown ? "yes" : ""])) : "",
-    el("p", {}, `${plural(files.number.length, unit)}, below `, el("span", { class: "text" }, clean(data.files.base)),
-      files.same.some((each) => each !== null) ? groups < files.number.length ? `; ${plural(groups, "group")} of ${unit}s with equal slices` : `; no two ${unit}s hold the same slices` : ""),
-    fileList.host);
-  fileList.show(fileOrder.length, (row) => {
-    const at = fileOrder[row];
-    return [files.number[at] === null ? "-" : String(files.number[at]), files.path[at] === null ? "none" : clean(files.path[at]), bytes(files.bytes[at]),
-      el("span", { class: files.state[at] === "ok" ? "" : "bad" }, files.state[at]),
-      files.same[at] === null || files.same[at] === files.number[at] ? "" : `${unit} ${files.same[at]}`];
-  }, (row) => ({ title: files.path[fileOrder[row]] === null ? undefined : clean(files.path[fileOrder[row]]) }));
-
-  const movesSection = data.moves ? conversion(data.moves) : null;
-  function conversion(moves) {
-    const { together } = moves;
-    const rows = Math.ceil(moves.sources / together), columns = Math.ceil(moves.targets / together);
-    const relations = ["parameters", "copied"].map((key) => ({ first: moves[key].first, pattern: repeated(moves[key].pattern) }));
-    const each = (relation, target, take) => {
-      const number = relation.pattern[target];
-      if (number < 0) return;
-      const pattern = moves.patterns[number];
-      let source = relation.first[target];
-      take(source, ...moves.values[pattern[0]]);
-      for (let at = 1; at < pattern.length; at += 2) take(source += pattern[at], ...moves.values[pattern[at + 1]]);
-    };
-    const sizes = repeated(moves.bytes);
-    const span = (noun, first, last, count) => {
-      const low = first * together, high = Math.min(count, (last + 1) * together) - 1;
-      return low === high ? `${noun} ${low}` : `${noun}s ${low}-${high}`;
-    };
-    const windowed = { top: 0, bottom: rows, left: 0, right: columns };
-    let cursor = [0, 0], bins = null, target = 0;
-    const output = el("output", { id: "cell", "aria-live": "polite" });
-    const canvas = el("canvas", {
-      id: "matrix", tabindex: 0, role: "application", "aria-roledescription": "matrix",
-      "aria-label": `Bytes from ${plural(moves.sources, "source " + moves.source_noun)}, down, to ${plural(moves.targets, "target " + moves.target_noun)}, across. Arrow keys move, plus and minus zoom, Enter selects the target.`,
-      onpointermove: (event) => point(event), onclick: (event) => { point(event); pick(); },
-      onwheel: (event) => { if (document.activeElement === canvas) { event.preventDefault(); point(event); zoom(event.deltaY < 0 ? 0.5 : 2); } },
-      onkeydown: (event) => {
-        const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
-        if (step) move(cursor[0] + step[0], cursor[1] + step[1]);
-        else if (event.key === "+" || event.key === "=") zoom(0.5);
-        else if (event.key === "-") zoom(2);
-        else if (event.key === "0") reset();
-        else if (event.key === "Enter" || event.key === " ") pick();
-        else return;
-        event.preventDefault();
-      },
-    });
-    const draw = () => {
-      const width = Math.max(200, Math.min(700, (canvas.parentElement ? canvas.parentElement.clientWidth : 640) - 2));
-      const wide = windowed.right - windowed.left, high = windowed.bottom - windowed.top;
-      const nx = Math.min(wide, Math.floor(width / 2)), ny = Math.min(high, 240);
-      const height = Math.min(480, Math.max(ny * 2, Math.min(ny * 30, 480)));
-      const context = sized(canvas, width, height);
-      const size = new Float64Array(nx * ny), copied = new Float64Array(nx * ny), requests = new Float64Array(nx * ny);
-      for (let at = windowed.left; at < windowed.right; at++) {
-        const x = Math.floor((at - windowed.left) * nx / wide);
-        relations.forEach((relation, copying) => each(relation, at, (source, taken, asked) => {
-          if (source < windowed.top || source >= windowed.bottom) return;
-          const bin = Math.floor((source - windowed.top) * ny / high) * nx + x;
-          (copying ? copied : size)[bin] += taken;
-          requests[bin] += asked;
-        }));
-      }
-      const most = size.reduce((high, value) => Math.max(high, value), 0);
-      const cellWidth = width / nx, cellHeight = height / ny, gap = Math.min(cellWidth, cellHeight) > 5 ? 1 : 0;
-      const heat = colour("heat");
-      context.fillStyle = colour("panel");
-      context.fillRect(0, 0, width, height);
-      context.font = "11px system-ui, sans-serif";
-      context.textAlign = "center";
-      context.textBaseline = "middle";
-      for (let y = 0; y < ny; y++) for (let x = 0; x < nx; x++) {
-        const bin = y * nx + x;
-        if (!size[bin] && !copied[bin]) continue;
-        const strong = size[bin] ? 0.15 + 0.85 * size[bin] / most : 0;
-        context.fillStyle = size[bin] ? `rgba(${heat},${strong})` : colour("copied");
-        context.fillRect(x * cellWidth, y * cellHeight, cellWidth - gap, cellHeight - gap);
-        if (cellWidth >= 56 && cellHeight >= 15) {
-          context.fillStyle = strong > 0.55 ? colour("page") : colour("ink");
-          context.fillText(bytes(size[bin] + copied[bin]), (x + 0.5) * cellWidth, (y + 0.5) * cellHeight);
-        }
-      }
-      bins = { nx, ny, wide, high, size, copied, requests, cellWidth, cellHeight, most };
-      cursor = [Math.min(cursor[0], ny - 1), Math.min(cursor[1], nx - 1)];
-      context.strokeStyle = colour("ink");
-      context.lineWidth = 2;
-      context.strokeRect(cursor[1] * cellWidth, cursor[0] * cellHeight, Math.max(2, cellWidth - gap), Math.max(2, cellHeight - gap));
-      scale.textContent = `strongest: ${bytes(most)}`;
-      windowText.textContent = `${span("source " + moves.source_noun, windowed.top, windowed.bottom - 1, moves.sources)} by ${span("target " + moves.target_noun, windowed.left, windowed.right - 1, moves.targets)}`
-        + (nx < wide || ny < high || together > 1 ? "; neighbours are added up" : "");
-    };
-    const edge = (at, bin, count, size) => at + Math.ceil(bin * size / count);
-    const spanOf = ([y, x]) => [edge(windowed.top, y, bins.ny, bins.high), edge(windowed.top, y + 1, bins.ny, bins.high) - 1, edge(windowed.left, x, bins.nx, bins.wide), edge(windowed.left, x + 1, bins.nx, bins.wide) - 1];
-    const tell = () => {
-      const [top, bottom, left, right] = spanOf(cursor);
-      const bin = cursor[0] * bins.nx + cursor[1], copied = bins.copied[bin];
-      output.textContent = `source ${span(moves.source_noun, top, bottom, moves.sources)} to target ${span(moves.target_noun, left, right, moves.targets)}: `
-        + `${plain(bins.size[bin] + copied)} bytes in ${plural(bins.requests[bin], "request")}` + (copied ? `, ${plain(copied)} of them values copied as they are` : "");
-    };
-    const move = (y, x) => {
-      cursor = [Math.max(0, Math.min(bins.ny - 1, y)), Math.max(0, Math.min(bins.nx - 1, x))];
-      draw();
-      tell();
-    };
-    const point = (event) => {
-      const box = canvas.getBoundingClientRect();
-      move(Math.floor((event.clientY - box.top - 1) / bins.cellHeight), Math.floor((event.clientX - box.left - 1) / bins.cellWidth));
-    };
-    const zoom = (factor) => {
-      const [top, bottom, left, right] = spanOf(cursor);
-      const part = (low, high, middle, count) => {
-        const size = Math.max(1, Math.min(count, Math.round((high - low) * factor)));
-        const start = Math.max(0, Math.min(count - size, Math.round(middle - size / 2)));
-        return [start, start + size];
-      };
-      [windowed.top, windowed.bottom] = part(windowed.top, windowed.bottom, (top + bottom + 1) / 2, rows);
-      [windowed.left, windowed.right] = part(windowed.left, windowed.right, (left + right + 1) / 2, columns);
-      const at = (middle, low, high, count) => Math.floor((middle - low) * count / (high - low));
-      draw();
-      move(at((top + bottom) / 2, windowed.top, windowed.bottom, bins.ny), at((left + right) / 2, windowed.left, windowed.right, bins.nx));
-    };
-    const reset = () => { Object.assign(windowed, { top: 0, bottom: rows, left: 0, right: columns }); draw(); tell(); };
-    const pick = () => select(Math.min(moves.targets - 1, spanOf(cursor)[2] * together));
-    const sources = new List("Sources of the target", [
-      { title: `source ${moves.source_noun}`, width: "minmax(90px,1fr)", numeric: true }, { title: "bytes", width: "minmax(90px,1fr)", numeric: true },
-      { title: "requests", width: "minmax(80px,1fr)", numeric: true }, { title: "size", width: "90px", numeric: true, wide: true },
-    ], { height: 360 });
-    const chosen = el("p", { id: "target", role: "status" });
-    const input = el("input", { type: "number", id: "targetnumber", min: 0, max: moves.targets - 1, value: 0, oninput: () => { const value = Number(input.value); if (Number.isInteger(value) && value >= 0 && value < moves.targets) select(value); } });
-    const select = (number) => {
-      target = number;
-      if (document.activeElement !== input) input.value = number;
-      const found = new Map();
-      relations.forEach((relation) => each(relation, Math.floor(number / together), (source, taken, asked) => {
-        const before = found.get(source) || [0, 0];
-        found.set(source, [before[0] + taken, before[1] + asked]);
-      }));
-      const order = [...found].sort((a, b) => a[0] - b[0]);
-      const sum = order.reduce((all, [, [taken, asked]]) => [all[0] + taken, all[1] + asked], [0, 0]);
-      chosen.textContent = `Target ${span(moves.target_noun, Math.floor(number / together), Math.floor(number / together), moves.targets)}: `
-        + `${plain(sum[0])} bytes from ${plural(order.length, `source ${moves.source_noun}`)} in ${plural(sum[1], "request")}`
-        + (together > 1 ? ` (${together} neighbours are added up)` : `; its file has ${plain(sizes[number])} bytes`);
-      sources.active = -1;
-      sources.show(order.length, (at) => {
-        const [source, [taken, asked]] = order[at];
-        return [together > 1 ? span("", source, source, moves.sources).trim() : String(source), plain(taken), plain(asked), bytes(taken)];
+      const width = host.clientWidth || 800, gap = stages.length > 4 ? 3 : 6, chosen = filters.get(key);
+      const breaksAt = (at) => at > 0 && ((stages.length > 1 && cells[at].stage !== cells[at - 1].stage) ? gap : data.prediction && cells[at].first === data.prediction[0] ? 10 : 0);
+      const room = width - sum(cells.map((_, at) => breaksAt(at) || 0)), wide = room / cells.length, thin = wide > 6 ? 2 : wide > 3 ? 1 : 0;
+      let x = 0;
+      edges = [];
+      const shapes = [];
+      const [tick] = [1, 4, 10, 20, 50, 100].filter((each) => each * wide / group > 60).concat(200);
+      cells.forEach((cell, at) => {
+        x += breaksAt(at) || 0;
+        const tall = Math.max(2, 64 * cell.bytes / high), shade = stages.length > 1 && stages.length <= 4 && cell.stage % 2 ? "t" : "b";
+        const low = filters.get(key) && !(cell.first <= chosen.last && cell.last >= chosen.first);
+        const faded = chosen && ((text) => { const [from, to] = text.replace("layers ", "").split("–").map(Number); return cell.last < from || cell.first > (to ?? from); })(chosen.value);
+        const differs = compared ? Math.max(cell.differ ? 0.08 : 0, cell.differ / cell.bytes) * 64 : 0;
+        shapes.push(svg("g", { class: `${faded ? "faded" : ""}${low ? "" : ""}` }, svg("rect", { class: "ground", x, y: 0, width: wide - thin, height: 64 }),
+          svg("rect", { class: compared ? "same" : `${shade}2`, x, y: compared ? 0 : 64 - tall, width: wide - thin, height: compared ? 64 : tall }),
+          compared ? svg("rect", { class: "differ", x, y: 64 - differs, width: wide - thin, height: differs }) : svg("rect", { class: `${shade}cap`, x, y: 64 - tall, width: wide - thin, height: 2 })));
+        if (cell.first % tick === 0 || (data.prediction && cell.last >= data.prediction[0])) shapes.push(svg("text", { x: x + wide / 2, y: 80 }, String(cell.first)));
+        edges.push([x, x + wide]);
+        x += wide;
       });
+      if (stages.length > 1) {
+        for (let at = 0; at < cells.length;) {
+          let end = at;
+          while (end + 1 < cells.length && cells[end + 1].stage === cells[at].stage) end++;
+          const { stage } = cells[at];
+          shapes.push(svg("rect", { class: stage % 2 && stages.length <= 4 ? "tcap" : "bcap", x: edges[at][0], y: 88, width: edges[end][1] - edges[at][0] - 1, height: 2 }));
+          if (stages[stage]) shapes.push(svg("text", { class: "left", x: edges[at][0], y: 104 }, stages.length > 4 ? String(stage) : `stage ${stage} · ranks ${stages[stage][0]}–${stages[stage][0] + stages[stage][1] - 1}`));
+          at = end + 1;
+        }
+      }
+      host.replaceChildren(svg("svg", { width, height: stages.length > 1 ? 110 : 86, "aria-hidden": "true" }, shapes));
     };
-    const scale = el("span", {}), windowText = el("p", { class: "soft" });
+    listeners.push(draw);
     redraws.push(draw);
-    queueMicrotask(() => { draw(); tell(); select(0); });
-    return el("section", { id: "conversion" }, el("h2", {}, "Conversion"),
-      el("p", {}, "To ", el("span", { class: "text" }, clean(moves.strategy || "")), `: ${bytes(moves.taken)} from ${plural(moves.sources, "source " + moves.source_noun)} to ${plural(moves.targets, "target " + moves.target_noun)} in ${plural(moves.requests, "request")}`
-        + (moves.copied_bytes ? `; ${bytes(moves.copied_bytes)} of it are values copied as they are.` : ".")),
-      el("p", { class: "soft" }, "A request is a range of a source file. Targets that one run writes together read common ranges once."),
-      el("div", { class: "two" },
-        el("div", {}, el("div", { class: "tools" }, el("button", { type: "button", onclick: () => zoom(0.5), "aria-label": "Zoom in" }, "+"),
-          el("button", { type: "button", onclick: () => zoom(2), "aria-label": "Zoom out" }, "−"), el("button", { type: "button", onclick: reset }, "Whole matrix")),
-        windowText, canvas, el("div", { class: "legend" }, el("span", {}, el("i", { class: "heat" }), scale), moves.copied_bytes ? el("span", {}, el("i", { class: "copied" }), "values only") : ""), output),
-        el("div", {}, el("div", { class: "tools" }, el("label", { for: "targetnumber" }, `Target ${moves.target_noun}`), input), chosen, sources.host)));
-  }
+    const legend = compared ? el("span", { class: "soft" }, el("i", { class: "key r0" }), "equal ", el("i", { class: "key r1" }), "differs") : null;
+    const title = compared ? "Layers: bytes in both that differ" : "Layers: bytes of each";
+    return el("div", {}, el("div", { class: "between" }, el("h2", {}, title, series.length > 1 ? el("span", { class: "soft" }, ` ${clean(shortened(each.prefix, 50))}`) : null), el("span", {}, said, legend)), host);
+  };
+  const layerSection = () => {
+    const shown = series.filter((each) => each.bytes >= allBytes * 0.05 && each.layers.size > 1).sort((a, b) => b.bytes - a.bytes).slice(0, 3);
+    if (!shown.length) return null;
+    if (compared && result.every((code) => code === 0)) return el("section", { id: "layers" }, el("p", {}, `All ${plural(count, "tensor")} are ${compared.values ? "equal" : "of the same type and shape"}.`));
+    return el("section", { id: "layers" }, shown.map(strip));
+  };
 
-  const sections = [problems,
-    el("section", { id: "parameters" }, el("h2", {}, "Parameters"), el("div", { class: "tools" }, search, status), el("div", { class: "two" }, list.host, detail)),
-    movesSection, statisticsSection, filesSection].filter(Boolean);
-  // Numbers that are not finite are what people look for first.
-  if (statisticsSection && data.statistics.some((row) => row[9])) sections.splice(1, 0, ...sections.splice(sections.indexOf(statisticsSection), 1));
-  document.body.append(
-    el("header", {}, el("h1", { class: "text" }, clean(data.source)), el("p", { class: "soft", id: "summary" }, summary)),
-    el("nav", { "aria-label": "Sections" }, el("ul", {}, ...sections.map((section) => el("li", {}, el("a", { href: `#${section.id}` }, section.querySelector("h2").textContent))))),
-    el("main", {}, ...sections),
-    el("footer", {}, `reshard view ${data.version}. Sizes are binary: 1 KiB is 1024 bytes.`));
-  if (!movesSection) redraws.push(() => {});
+  // A tree by the dots of names, which shows numbered neighbours of equal content as one row.
+  const collator = new Intl.Collator("en", { numeric: true });
+  const contents = new Map();
+  const interned = (key) => { if (!contents.has(key)) contents.set(key, contents.size); return contents.get(key); };
+  const severity = (p) => (!result ? 0 : result[p] === 1 ? 2 + (differing.get(p)?.[3] || 0) : result[p] === 0 ? 0 : 1);
+  const badStatistics = (p) => { const row = statistics.get(p); return row && row[2] + row[3] ? 1 : 0; };
+  const build = (first, end, depth, label) => {
+    if (end - first === 1 && parts[first].length === depth) {
+      const { type, layout } = data.parameters;
+      return { label, first, end, kids: null, worst: severity(first) + badStatistics(first), mask: new Set([dtypes.indexOf(typeOf(first).dtype)]), id: interned(`${type[first]} ${looks[layout[first]] ?? -1} ${result ? result[first] : 0}`) };
+    }
+    const kids = [];
+    for (let at = first; at < end;) {
+      const part = parts[at][depth], leaf = parts[at].length === depth + 1;
+      let to = at + 1;
+      if (!leaf) while (to < end && parts[to][depth] === part) to++;
+      kids.push(build(at, to, depth + 1, part));
+      at = to;
+    }
+    const mask = new Set();
+    for (const kid of kids) for (const each of kid.mask) mask.add(each);
+    return { label, first, end, kids, mask, worst: Math.max(0, ...kids.map((kid) => kid.worst)), id: interned(kids.map((kid) => `${kid.label}:${kid.id}`).join("\u0001")) };
+  };
+  const number = /^\d+$/;
+  const runEnd = (kids, from) => {
+    let to = from + 1;
+    if (number.test(kids[from].label)) while (to < kids.length && kids[to].id === kids[from].id && Number(kids[to].label) === Number(kids[to - 1].label) + 1) to++;
+    return to - from > 2 ? to : from + 1;
+  };
+  const rowsIn = (members, level) => {
+    const { kids } = members[0], rows = [];
+    for (let from = 0; from < kids.length;) {
+      const to = runEnd(kids, from);
+      let inside = members.flatMap((member) => member.kids.slice(from, to));
+      const labels = [{ members: inside, text: to - from > 1 ? null : kids[from].label }];
+      // Chains of single children are one row.
+      while (inside[0].kids && runEnd(inside[0].kids, 0) === inside[0].kids.length) {
+        const single = inside[0].kids.length === 1;
+        inside = inside.flatMap((member) => member.kids);
+        labels.push({ members: inside, text: single ? inside[0].label : null });
+      }
+      rows.push({ members: inside, labels, level, leaf: !inside[0].kids, open: false, first: inside[0].first });
+      from = to;
+    }
+    return rows;
+  };
+  const sumOf = (row, sums) => { let total = 0; for (const { first, end } of row.members) total += sums[end] - sums[first]; return total; };
+  const sized = (row) => {
+    if (row.version !== version) Object.assign(row, { version, count: sumOf(row, counts), bytes: sumOf(row, totals), text: null });
+    return row;
+  };
+  const labelOf = (row) => {
+    if (row.text === null || row.text === undefined) {
+      let alike = 0;
+      row.text = row.labels.map(({ members, text }) => {
+        if (text !== null) return clean(text);
+        const found = [...new Set(members.filter(({ first, end }) => counts[end] > counts[first]).map((member) => Number(member.label)))].sort((a, b) => a - b);
+        alike = found.length;
+        return ranges(found, 6);
+      }).join(".");
+      row.alike = alike;
+    }
+    return row.text;
+  };
+  // A merged tensor opens to its full names.
+  const kidsOf = (row) => {
+    if (!row.rows) row.rows = row.pattern ? row.pattern.map((p) => nameRow(p, row.level + 1)) : row.leaf ? row.members.map(({ first }) => nameRow(first, row.level + 1)) : rowsIn(row.members, row.level + 1);
+    return row.rows;
+  };
+  const nameRow = (p, level) => ({ members: [{ first: p, end: p + 1 }], level, leaf: true, first: p, name: true, worst: severity(p) + badStatistics(p) });
+  const expandable = (row) => !row.name && (!row.leaf || row.members.length > 1 || (row.pattern && row.pattern.length > 1));
+  const worstOf = (row) => row.worst ?? row.members[0].worst;
+  const view = { mode: "Tree", by: compared ? "result" : "size", down: true, rows: [], active: -1, chosen: -1 };
+  const orders = {
+    name: (a, b) => a.first - b.first,
+    size: (a, b) => sized(b).bytes - sized(a).bytes || a.first - b.first,
+    result: (a, b) => worstOf(b) - worstOf(a) || a.first - b.first,
+  };
+  const inOrder = (rows) => {
+    const order = orders[view.by], sign = view.down || view.by !== "size" ? 1 : -1;
+    const sorted = [...rows].sort((a, b) => (data.statistics ? worstOf(b) - worstOf(a) : 0) || sign * order(a, b));
+    return view.by === "name" && view.down ? sorted.reverse() : sorted;
+  };
+  const root = build(0, count, 0, "");
+  const roots = { Tree: count ? rowsIn([root], 1) : [], Patterns: null, Names: null };
+  const patternText = (found) => {
+    const kept = found.filter((p) => mask[p]);
+    return parts[found[0]].map((part, at) => {
+      if (!number.test(part)) return clean(part);
+      const numbers = [...new Set(kept.map((p) => Number(parts[p][at])))].sort((a, b) => a - b);
+      return numbers.length > 1 ? `{${ranges(numbers, 8, "-")}}` : String(numbers[0] ?? part);
+    }).join(".");
+  };
+  const top = () => {
+    if (view.mode === "Patterns") return roots.Patterns ||= [...skeletons.values()].map((pattern) => ({ pattern, members: pattern.map((p) => ({ first: p, end: p + 1 })), level: 1, leaf: true, first: pattern[0], worst: Math.max(...pattern.slice(0, 1000).map((p) => severity(p) + badStatistics(p))) }));
+    if (view.mode === "Names") return roots.Names ||= names.map((_, p) => nameRow(p, 1));
+    return roots.Tree;
+  };
+  const open = () => {
+    // The largest groups are opened while few rows show.
+    let shown = roots.Tree.length;
+    const closed = [...roots.Tree];
+    while (closed.length) {
+      closed.sort((a, b) => worstOf(a) - worstOf(b) || sized(a).bytes - sized(b).bytes);
+      const row = closed.pop();
+      if (row.leaf || shown + kidsOf(row).length > 19) { if (row.leaf) continue; break; }
+      row.open = true;
+      shown += row.rows.length;
+      closed.push(...row.rows);
+    }
+  };
+
+  // The list: rows exist only where they are seen.
+  const COLUMNS = {
+    name: { title: "name", sort: "name" }, size: { title: "size", width: 92, numeric: true, sort: "size" }, bar: { title: "", width: 118 }, tensors: { title: "tensors", width: 78, numeric: true },
+    type: { title: "type", width: 108 }, shape: { title: "shape", width: 124 }, cut: { title: "cut", width: 112 }, bad: { title: "NaN+Inf", width: 84, numeric: true }, min: { title: "min", width: 84, numeric: true },
+    max: { title: "max", width: 84, numeric: true }, norm: { title: "norm", width: 84, numeric: true }, result: { title: "result", width: 98, sort: "result" }, elements: { title: "elements", width: 78, numeric: true },
+    largest: { title: "largest", width: 78, numeric: true }, relative: { title: "relative", width: 78, numeric: true },
+  };
+  const columnsFor = (width) => {
+    if (compared) return ["name", "result", width >= 520 && "type", width >= 620 && "shape", width >= 700 && "elements", width >= 760 && "largest", width >= 440 && "relative"].filter(Boolean);
+    const wide = width >= 1000 || !data.statistics;
+    return ["name", width >= (data.statistics ? 1000 : 760) && "bar", "size", wide && width >= 700 && view.mode !== "Names" && "tensors", width >= 520 && "type", width >= 440 && "shape", wide && width >= 620 && cutTexts.some(Boolean) && "cut",
+      ...(data.statistics ? [width >= 420 && "bad", width >= 560 && "min", width >= 640 && "max", width >= 720 && "norm"] : [])].filter((column) => column && (column !== "bar" || view.mode === "Tree"));
+  };
+  const short = (value) => (value === null || value === undefined ? "" : typeof value === "number" ? (Number.isInteger(value) ? plain(value) : Number(value.toPrecision(4)).toString()) : clean(value));
+  const marked = (text) => {
+    const found = words.filter((word) => !word.includes("*"));
+    if (!found.length) return [text];
+    const pattern = new RegExp(`(${found.map((word) => word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("|")})`, "gi");
+    return text.split(pattern).map((part, n) => (n % 2 ? el("span", { class: "hit" }, part) : part));
+  };
+  const nameCell = (text) => {
+    const whole = shortened(text);
+    const at = whole.lastIndexOf(".", whole.lastIndexOf(".") - 1);
+    return el("span", { class: "name", title: text }, at > 0 ? [el("span", { class: "start" }, marked(whole.slice(0, at))), el("span", { class: "end" }, marked(whole.slice(at)))] : el("span", { class: "start" }, marked(whole)));
+  };
+  const cells = {
+    name: (row) => {
+      const text = row.name ? clean(names[row.first]) : row.pattern ? patternText(row.pattern) : labelOf(row);
+      const alike = row.alike > 1 && !row.leaf ? `${row.alike} alike` : compared && expandable(row) ? plain(row.count) : "";
+      return [el("span", { class: `twist${expandable(row) ? isOpen(row) ? " open" : " shut" : ""}`, "aria-hidden": "true" }), nameCell(text || '""'), alike ? el("span", { class: "alike" }, alike) : null];
+    },
+    size: (row) => bytes(row.bytes),
+    bar: (row) => { const made = el("span", { class: "of" }, el("i", {})); made.firstChild.style.width = `${100 * row.bytes / (totals[count] || 1)}%`; return made; },
+    tensors: (row) => (expandable(row) ? plain(row.count) : ""),
+    type: (row) => (row.leaf ? typeText(row.first) : row.members[0].mask.size > 1 ? `${row.members[0].mask.size} types` : clean(dtypes[[...row.members[0].mask][0]])),
+    shape: (row) => (row.leaf ? typeOf(row.first).shapes.slice(0, 2).map(shapeText).join(" ") : ""),
+    cut: (row) => (row.leaf ? cutTexts[data.parameters.layout[row.first]] || "" : ""),
+    bad: (row) => { const row_ = row.leaf && statistics.get(row.first); return row_ ? el("span", { class: row_[2] + row_[3] ? "bad" : "" }, plain(row_[2] + row_[3])) : ""; },
+    min: (row) => short(row.leaf ? statistics.get(row.first)?.[5] : null),
+    max: (row) => short(row.leaf ? statistics.get(row.first)?.[6] : null),
+    norm: (row) => short(row.leaf ? statistics.get(row.first)?.[8] : null),
+    result: (row) => {
+      const codes = new Map();
+      for (const { first, end } of row.members) for (let p = first; p < end; p++) if (mask[p]) codes.set(result[p], (codes.get(result[p]) || 0) + 1);
+      const worst = [1, 2, 3, 4, 0].find((code) => codes.has(code)) ?? 0;
+      return el("span", { class: `r${worst} text` }, row.leaf || !worst || codes.size === 1 && worst > 1 ? RESULTS[worst] : worst === 1 ? `${plain(codes.get(1))} differ` : `${plain(codes.get(worst))} ${RESULTS[worst]}`);
+    },
+    elements: (row) => { const found = row.leaf && differing.get(row.first); return found && found[2] !== null ? share(found[2], found[1]) : ""; },
+    largest: (row) => short(row.leaf ? differing.get(row.first)?.[4] : null),
+    relative: (row) => { const found = row.leaf && differing.get(row.first); return found ? el("b", { class: "r1 text" }, short(found[3])) : ""; },
+  };
+  const typeText = (p) => clean(compared && compared.types[p] ? `${typeOf(p).dtype}, ${compared.types[p]}` : typeOf(p).dtype);
+  const isOpen = (row) => (row.forced !== undefined && row.forcedAt === version ? row.forced : row.open || (filtered() && !row.leaf && sized(row).count <= 40));
+  const body = el("div", { class: "rows", role: "rowgroup" });
+  const head = el("div", { class: "head", role: "row" });
+  const list = el("div", {
+    class: "grid", id: "list", role: "treegrid", tabindex: 0, "aria-label": compared ? "Differences" : "Tensors", onscroll: () => later(),
+    onkeydown: keysOf({
+      ArrowDown: () => pick(view.active + 1), ArrowUp: () => pick(view.active - 1), Home: () => pick(0), End: () => pick(view.rows.length - 1),
+      PageDown: () => pick(view.active + 12), PageUp: () => pick(view.active - 12), ArrowRight: () => fold(view.active, true), ArrowLeft: () => fold(view.active, false), Enter: () => fold(view.active), Escape: () => clearAll(),
+    }),
+  }, head, body);
+  let columns = [], waiting = 0, at = [0, 0];
+  const later = () => { waiting ||= requestAnimationFrame(() => { waiting = 0; drawRows(); }); };
+  const refresh = () => {
+    const rows = [];
+    const walk = (found) => {
+      for (const row of inOrder(found)) {
+        if (!sized(row).count) continue;
+        if (rows.length >= MOST_ROWS) return;
+        rows.push(row);
+        if (expandable(row) && isOpen(row)) walk(kidsOf(row));
+      }
+    };
+    const kept = view.rows[view.active];
+    walk(top());
+    view.rows = rows;
+    view.active = rows.indexOf(kept);
+    body.style.height = `${rows.length * ROW}px`;
+    list.setAttribute("aria-rowcount", rows.length + 1);
+    drawRows();
+    const found = counts[count];
+    status.replaceChildren(...(filtered() ? [el("b", {}, plural(found, "tensor")), ` of ${plain(count)} · ${bytes(totals[count])} · ${share(totals[count], allBytes)}`] : [`${plural(count, "tensor")} · ${bytes(totals[count])}`]));
+    chips.replaceChildren(...[...filters].map(([key, filter]) => el("button", { type: "button", class: "chip", "aria-label": `Remove filter ${clean(filter.text)}`, onclick: () => { filters.delete(key); apply(); } }, clean(shortened(filter.text, 40)), el("span", { "aria-hidden": "true" }, " ×"))));
+    nothing.hidden = found > 0 || !filtered();
+  };
+  const drawRows = () => {
+    const width = list.clientWidth;
+    columns = columnsFor(width);
+    const template = columns.map((column) => (COLUMNS[column].width ? `${COLUMNS[column].width}px` : "minmax(170px,1fr)")).join(" ");
+    list.style.setProperty("--columns", template);
+    head.replaceChildren(...columns.map((column) => {
+      const { title, sort, numeric } = COLUMNS[column], on = sort && view.by === sort;
+      return el("div", { role: "columnheader", class: numeric ? "n" : null, "aria-sort": on ? (view.down ? "descending" : "ascending") : null },
+        sort ? el("button", { type: "button", class: on ? "on" : null, onclick: () => { view.down = view.by === sort ? !view.down : sort === "size"; view.by = sort; refresh(); } }, `${title}${on ? view.down ? " ▾" : " ▴" : ""}`) : title);
+    }));
+    const from = Math.max(0, Math.floor(list.scrollTop / ROW) - 8), to = Math.min(view.rows.length, Math.ceil((list.scrollTop + (list.clientHeight || 600)) / ROW) + 8);
+    at = [from, to];
+    body.replaceChildren(...view.rows.slice(from, to).map((row, n) => {
+      const index = from + n;
+      const line = el("div", {
+        class: `row${index === view.active ? " on" : ""}${row.leaf && row.first === view.chosen && index !== view.active ? " chosen" : ""}`, role: "row", id: `row${index}`, "aria-rowindex": index + 2, "aria-level": row.level, "aria-selected": String(index === view.active),
+        "aria-expanded": expandable(row) ? String(isOpen(row)) : null, onclick: () => { pick(index); if (expandable(row)) fold(index); },
+      }, columns.map((column) => {
+        const cell = el("div", { class: `cell${COLUMNS[column].numeric ? " n" : ""}${column === "name" ? " first" : ""}`, role: "gridcell" }, cells[column](sized(row)));
+        if (column === "name") cell.style.paddingLeft = `${10 + 14 * (row.level - 1)}px`;
+        return cell;
+      }));
+      line.style.top = `${index * ROW}px`;
+      return line;
+    }));
+    if (view.active >= from && view.active < to) list.setAttribute("aria-activedescendant", `row${view.active}`); else list.removeAttribute("aria-activedescendant");
+  };
+  const pick = (index) => {
+    view.active = Math.max(0, Math.min(view.rows.length - 1, index));
+    const y = view.active * ROW, room = list.clientHeight - ROW - 8;
+    if (y < list.scrollTop) list.scrollTop = y; else if (y + ROW > list.scrollTop + room) list.scrollTop = y + ROW - room;
+    const row = view.rows[view.active];
+    if (row && row.leaf) choose(row.pattern ? row.pattern.find((p) => mask[p]) : row.members.find(({ first }) => mask[first]).first);
+    drawRows();
+  };
+  const fold = (index, wanted) => {
+    const row = view.rows[index];
+    if (!row) return;
+    if (!expandable(row) || (wanted === false && !isOpen(row))) {
+      // To the parent.
+      if (wanted === false) for (let up = index - 1; up >= 0; up--) if (view.rows[up].level < row.level) { pick(up); break; }
+      return;
+    }
+    row.open = row.forced = wanted ?? !isOpen(row);
+    row.forcedAt = version;
+    refresh();
+  };
+  const search = el("input", {
+    type: "search", id: "search", placeholder: "Search names: experts down_proj, or *.layers.3.*", "aria-label": "Search tensors", autocomplete: "off", spellcheck: "false",
+    oninput: () => { words = search.value.toLowerCase().split(/\s+/).filter(Boolean); list.scrollTop = 0; apply(); },
+    onkeydown: keysOf({ ArrowDown: () => { list.focus(); pick(Math.max(0, view.active)); }, Escape: () => clearAll() }),
+  });
+  const status = el("span", { class: "soft", role: "status", id: "matches" }), chips = el("span", { id: "chips" });
+  const nothing = el("p", { class: "nothing", hidden: "" }, "No tensor matches. ", el("button", { type: "button", onclick: () => clearAll() }, "Clear filters"));
+  const modes = ["Tree", "Patterns", "Names"].map((mode) => el("button", {
+    type: "button", "aria-pressed": mode === view.mode, onclick: () => { view.mode = mode; view.active = -1; list.scrollTop = 0; modes.forEach((each) => each.setAttribute("aria-pressed", each.textContent === mode)); refresh(); },
+  }, mode));
+  addEventListener("keydown", (event) => { if (event.key === "/" && !/INPUT|TEXTAREA/.test(document.activeElement.tagName)) { event.preventDefault(); search.focus(); } });
+  listeners.push(refresh);
+
+  // One tensor.
+  const indexOf = new Map(names.map((name, p) => [name, p]));
+  const inspector = el("aside", { id: "inspector", "aria-label": "The chosen tensor" });
+  const facts = (pairs) => el("dl", {}, pairs.filter(([, value]) => value).flatMap(([term, value]) => [el("dt", {}, term), el("dd", { class: "text" }, value)]));
+  const SCALES = [["weight", "weight_scale_inv"], ["weight", "weight_scale"], ["weight_packed", "weight_scale"], ["_blocks", "_scales"]];
+  const partner = (p) => {
+    for (const [one, other] of SCALES) for (const [mine, theirs] of [[one, other], [other, one]]) {
+      if (names[p].endsWith(mine)) { const found = indexOf.get(names[p].slice(0, -mine.length) + theirs); if (found !== undefined && found !== p) return [found, theirs]; }
+    }
+    return null;
+  };
+  const cutWords = (layout, dims) => {
+    const { split, shards } = layout, mp = axis("mp"), dp = axis("dp"), said = [];
+    const sharding = layout.shardings[0];
+    if (!split || split.length !== dims.length) return sharding.cuts.flatMap((n, d) => (n > 1 ? [`dimension ${d} cut ${n}`] : [])).join(", ");
+    split.forEach((n, d) => { if (n > 1) said.push(`dimension ${d} ${n === mp ? `over mp ${n}` : `cut ${n}`}`); });
+    if (shards > 1) said.push(`dimension 0 ${shards === dp ? `over dp ${shards}` : `cut ${shards} more by optimizer shards`}`);
+    return said.join(", ") || (unit === "rank" ? "whole on every rank" : "");
+  };
+  const choose = (p, keep) => {
+    view.chosen = p;
+    if (!keep) history.replaceState(null, "", `#${encodeURIComponent(names[p])}`);
+    const type = typeOf(p), layout = layoutOf(p), [dims = []] = type.shapes;
+    const name = clean(names[p]), dotAt = name.lastIndexOf(".");
+    const found = patternOf[p], link = partner(p);
+    redraws.length = Math.min(redraws.length, fixed);
+    inspector.replaceChildren(
+      el("h3", { id: "chosen", title: name }, breaks(shortened(name.slice(0, dotAt + 1))), el("b", {}, shortened(name.slice(dotAt + 1)))),
+      facts([
+        ["Type", typeText(p)], ["Shape", `${type.shapes.slice(0, 3).map(shapeText).join(", ")}${layout || type.shapes.length === 1 ? ` = ${plural(dims.reduce((product, size) => product * size, 1), "element")}` : ""}${compared && compared.shapes[p] ? `; in B ${shapeText(compared.shapes[p])}` : ""}`],
+        ["Size", type.size ? `${bytes(type.size)}${type.size >= 1024 ? `, ${plain(type.size)} bytes` : ""}` : null], ["Kind", kinds[p] === "weights" && !hasState ? null : clean(kinds[p])],
+        ["Cut", layout ? cutWords(layout, dims) : unit === "rank" && !compared ? "unknown: no strategy" : null], ["Stage", stages.length > 1 && layout && stages[layout.stage] ? `${layout.stage}, ranks ${stages[layout.stage][0]}–${stages[layout.stage][0] + stages[layout.stage][1] - 1}` : null],
+        [link && SCALE.test(names[p]) ? "Weight" : "Scales", link ? el("button", { type: "button", class: "link", onclick: () => choose(link[0]) }, clean(link[1])) : null],
+        ["Alike", found.length > 1 ? [`${plural(found.length, "tensor")}, ${bytes(sum(found.map((each) => sizes[each])))}: `, el("span", { class: "soft" }, breaks(patternAll(found)))] : null],
+      ]),
+      ...(compared ? [difference(p)] : layout ? layout.shardings.map((sharding, way) => slices(p, sharding, dims, way, layout.shardings.length)) : [stored(p)]),
+      ...(statistics.has(p) ? [numbers(statistics.get(p))] : []));
+    drawRows();
+  };
+  const patternAll = (found) => parts[found[0]].map((part, n) => {
+    if (!number.test(part)) return clean(part);
+    const all = [...new Set(found.map((p) => Number(parts[p][n])))].sort((a, b) => a - b);
+    return all.length > 1 ? `{${ranges(all, 8, "-")}}` : part;
+  }).join(".");
+  const commandOf = (p, box) => {
+    const slice = box && box.some(([start, stop], d) => stop - start !== typeOf(p).shapes[0][d]) ? ["--slice", box.map(([start, stop]) => `${start}:${stop}`).join(",")] : [];
+    return copyable(["reshard", "get", quote(data.source), quote(names[p]), ...slice, ...data.options.map(quote)]);
+  };
+  const held = (p, numbers, lacking, whole) => {
+    const shown = numbers.slice(0, 8);
+    return [table([[unit === "rank" ? "rank" : "number", true], ["file", false], ["offset", true], ["bytes", true]], shown.map((file) => {
+      const place = lacking.has(file) ? null : placeIn(file, p), path = pathOf(file);
+      return [String(fileNumber(file)), path === null || lacking.has(file) ? el("span", { class: "bad" }, path === null ? "missing" : "not in it") : el("span", { title: clean(path) }, middle(clean(path), 34)),
+        place ? plain(place[0]) : "", place ? plain(place[1]) : whole ? plain(whole) : ""];
+    })), numbers.length > 8 ? el("p", { class: "soft" }, `and ${plain(numbers.length - 8)} more`) : null];
+  };
+  const stored = (p) => el("div", {}, el("h4", {}, `In ${plural(typeOf(p).held, "file")}, as each stores it`), commandOf(p, null));
+  function slices(p, sharding, dims, way, ways) {
+    const all = slicesOf(sharding), { cuts } = sharding, whole = all.length === 1;
+    const wide = dims.map((n, d) => [cuts[d], d]).filter(([n]) => n > 1).map(([, d]) => d);
+    let [r, c] = wide.length > 1 ? wide : wide.length && wide[0] > 0 ? [wide[0] - 1, wide[0]] : [0, 1];
+    if (dims.length < 2) [r, c] = [-1, 0];
+    const [tall, broad] = [r < 0 ? 1 : dims[r] || 1, dims.length ? dims[c] || 1 : 1];
+    const scale = Math.min(350 / broad, 216 / tall);
+    const room = Math.min(350, (inspector.clientWidth || 408) - 58);
+    let [width, height] = [Math.max(24, broad * scale), Math.max(24, tall * scale)];
+    if (width > room) width = room;
+    const [rows, across] = [r < 0 ? 1 : cuts[r] || 1, dims.length ? cuts[c] || 1 : 1];
+    // Neighbours are one cell above 4,096 slices.
+    const step = Math.max(1, Math.ceil(Math.sqrt(rows * across / 4096)));
+    if (rows > 1 && height < Math.min(216, rows * 14)) height = Math.min(216, rows * 14);
+    const edgesOf = (d, parts_) => { if (d < 0) return [0, 1]; const edges = sharding.edges[d]; return edges || Array.from({ length: parts_ + 1 }, (_, n) => dims[d] / parts_ * n); };
+    const [down, over] = [edgesOf(r, rows), edgesOf(dims.length ? c : -1, across)];
+    const strides = cuts.map((_, d) => cuts.slice(d + 1).reduce((product, n) => product * n, 1));
+    const numberAt = (y, x) => (r < 0 ? 0 : y * strides[r]) + (dims.length ? x * strides[c] : 0);
+    const boxOf = (slice) => cuts.map((n, d) => { const at_ = Math.floor(slice / strides[d]) % n, edges = edgesOf(d, n); return [edges[at_], edges[at_ + 1]]; });
+    const states = all.map((_, slice) => stateOf(sharding, slice)), lost = states.indexOf("lost");
+    let chosen = Math.max(0, lost);
+    const output = el("div", { class: "output", "aria-live": "polite" });
+    const position = (edges, n, size) => (edges[edges.length - 1] ? edges[n] / edges[edges.length - 1] * size : 0);
+    const select = (slice) => {
+      chosen = slice;
+      const box = boxOf(slice), lacking = all[slice].filter((file) => sharding.lacking.has(file));
+      rects.forEach(([rect, from, to]) => rect.classList.toggle("active", slice >= from && slice <= to));
+      outline(fileNumbers(all[slice]));
+      const volume = box.reduce((product, [start, stop]) => product * (stop - start), 1), item = typeOf(p).full / dims.reduce((product, size) => product * size, 1);
+      output.replaceChildren(el("p", { class: "box" }, el("b", {}, whole ? "all" : `slice ${slice}`), ` ${shapeText(box.map(([start, stop]) => `${start}:${stop}`))} `,
+        states[slice] === "lost" ? el("span", { class: "bad" }, `is on no ${unit} that is left`) : lacking.length ? el("span", { class: "warn" }, `not on ${places(fileNumbers(lacking))}`) : el("span", { class: "soft" }, `on ${places(fileNumbers(all[slice]))}`)),
+      ...held(p, all[slice], sharding.lacking, volume * item).filter(Boolean), whole && all[0].length === 1 ? bar_(all[0][0]) : "", way ? "" : commandOf(p, box));
+    };
+    const bar_ = (file) => {
+      const place = placeIn(file, p), size = files.bytes[fileAt.get(fileNumber(file))];
+      if (!place || !size) return "";
+      return svg("svg", { class: "place", viewBox: "0 0 100 14", preserveAspectRatio: "none", role: "img", "aria-label": `at byte ${plain(place[0])} of ${plain(size)}` }, svg("rect", { class: "ground", width: 100, height: 14 }), svg("rect", { class: "b4", x: 100 * place[0] / size, width: Math.max(0.5, 100 * place[1] / size), height: 14 }));
+    };
+    const rects = [], shapes = [], low = height / rows < 13;
+    for (let y = 0; y < rows; y += step) for (let x = 0; x < across; x += step) {
+      const from = numberAt(y, x), to = numberAt(Math.min(rows, y + step) - 1, Math.min(across, x + step) - 1);
+      const [top_, end, left, right] = [position(down, y, height), position(down, Math.min(rows, y + step), height), position(over, x, width), position(over, Math.min(across, x + step), width)];
+      const kind = step > 1 ? (states.slice(from, to + 1).includes("lost") ? "lost" : "held") : states[from], gap = Math.min(end - top_, right - left) > 6 ? 1 : 0;
+      const rect = svg("rect", { class: `slice ${kind} ${unit === "rank" && stageOf(all[from][0]) % 2 ? "t1" : "b1"}`, x: left + gap, y: top_ + gap, width: Math.max(0.5, right - left - 2 * gap), height: Math.max(0.5, end - top_ - 2 * gap), rx: gap ? 2 : 0, "data-slice": from });
+      rects.push([rect, from, to]);
+      shapes.push(rect);
+      if (!low && !whole) {
+        const said = (kind === "lost" ? `${ranges(fileNumbers(all[from]), 2)} lost` : fileNumbers(all[from]).slice(0, 3).join(", ") + (all[from].length > 3 ? " …" : ""));
+        const fits = said.length * 6.4 < right - left ? said : String(fileNumber(all[from][0])).length * 7 < right - left ? String(fileNumber(all[from][0])) : "";
+        if (fits) shapes.push(svg("text", { class: kind, x: (left + right) / 2, y: (top_ + end) / 2 + 4 }, fits));
+      }
+    }
+    const labels = [], skip = (edges, size, need) => Math.max(1, Math.ceil(need / (size / (edges.length - 1))));
+    const outer = layoutSplit(p, r);
+    if (low && outer > 1) for (let n = 0; n < outer; n++) labels.push(svg("text", { class: "left", x: width + 6, y: height / outer * n + 11 }, `from ${unit} ${fileNumber(all[numberAt(rows / outer * n, 0)][0])}`), svg("rect", { class: "edge", x: 0, y: height / outer * n, width, height: 1 }));
+    if (dims.length > 1) down.forEach((edge, n) => { if ((n % skip(down, height, 13) === 0 && position(down, n, height) < height - 12) || n === down.length - 1) labels.push(svg("text", { class: "right", x: -6, y: position(down, n, height) + (n === down.length - 1 && n ? 2 : 8) }, String(edge))); });
+    if (dims.length && (across > 1 || width > 60)) over.forEach((edge, n) => { if ((n % skip(over, width, 46) === 0 && position(over, n, width) < width - 40) || n === over.length - 1) labels.push(svg("text", { class: n && n === over.length - 1 ? "right" : n ? "" : "left", x: position(over, n, width), y: -5 }, String(edge))); });
+    const blocks = whole && data.block && partner(p) && !SCALE.test(names[p]) && dims.length === 2 ? data.block : null;
+    if (blocks) { for (let y = blocks[0]; y < tall; y += blocks[0]) shapes.push(svg("rect", { class: "edge", y: y / tall * height, width, height: 0.5 })); for (let x = blocks[1]; x < broad; x += blocks[1]) shapes.push(svg("rect", { class: "edge", x: x / broad * width, width: 0.5, height })); }
+    const others = wide.filter((d) => d !== r && d !== c);
+    const words_ = whole ? (all[0].length > 1 ? `Whole on ${plural(all[0].length, unit)}` : "Whole, not cut") : `${plain(all.length)} slices, each on ${sharding.copies === 1 ? `one ${unit}` : plural(sharding.copies, unit)}`;
+    const named = dims.length > 1 ? `dimension ${c}: ${plain(broad)}${across > 1 ? `, cut ${across}` : ""}` : "";
+    const step_ = (by) => select(Math.max(0, Math.min(all.length - 1, chosen + by)));
+    const picture = svg("svg", {
+      class: "slices", id: way ? null : "slices", width: width + 48 + (low && outer > 1 ? 90 : 8), height: height + 34, tabindex: 0, role: "application", "aria-label": `Slices of ${name_(p)}: ${words_}. Arrow keys move.`,
+      onclick: (event) => { const hit = rects.find(([rect]) => rect === event.target); if (hit) select(hit[1]); }, onpointermove: (event) => { const hit = rects.find(([rect]) => rect === event.target); if (hit && hit[1] !== chosen) select(hit[1]); },
+      onkeydown: keysOf({ ArrowRight: () => step_(dims.length ? strides[c] : 0), ArrowLeft: () => step_(-(dims.length ? strides[c] : 0)), ArrowDown: () => step_(r < 0 ? 1 : strides[r]), ArrowUp: () => step_(-(r < 0 ? 1 : strides[r])), Home: () => select(0), End: () => select(all.length - 1) }),
+    }, svg("g", { transform: "translate(44 28)" }, svg("text", { class: "left", y: -18 }, named), labels, shapes));
+    queueMicrotask(() => select(chosen));
+    return el("div", {}, el("h4", {}, ways > 1 ? `Held in ${ways} ways, ${way + 1}: ` : "", words_), picture, blocks ? el("p", { class: "soft" }, `${Math.ceil(tall / blocks[0])} × ${Math.ceil(broad / blocks[1])} blocks of ${blocks[0]} × ${blocks[1]}, a scale each`) : null,
+      others.length ? el("p", { class: "soft" }, `also cut: ${others.map((d) => `dimension ${d} in ${cuts[d]}`).join(", ")}; its first part is shown`) : null, output);
+  }
+  const layoutSplit = (p, d) => { const layout = layoutOf(p); return layout && layout.split && layout.shards > 1 && d === 0 ? layout.split[0] : 1; };
+  const name_ = (p) => clean(shortened(names[p], 80));
+  // How many elements there are of each power of two.
+  const numbers = (row) => {
+    const at_ = ["elements", "NaN", "Inf", "zeros", "min", "max", "mean", "norm"].map((title, n) => [title, row[n + 1] === null ? "" : short(row[n + 1])]);
+    const place = row[9] ? `[${row[9].index.join(", ")}]${row[9].file === null ? "" : `, ${unit} ${row[9].rank}, ${clean(row[9].file)}`}` : "";
+    const levels = row[10] ? [...row[10][1]].map(Number) : [], wide = levels.length ? 350 / levels.length : 0;
+    return el("div", {}, el("h4", {}, "Numbers"), facts([...at_, ["first NaN or Inf", place ? el("span", { class: "bad" }, place) : null]]),
+      levels.length ? svg("svg", { class: "levels", width: 350, height: 60, role: "img", "aria-label": `magnitudes from 2^${row[10][0]} to 2^${row[10][0] + levels.length - 1}` }, levels.map((level, n) => svg("rect", { class: "b4", x: n * wide, y: 44 - level * 5.5, width: Math.max(1, wide - 1), height: level * 5.5 })),
+        svg("text", { class: "left", y: 57 }, `2^${row[10][0]}`), svg("text", { class: "right", x: 350, y: 57 }, `2^${row[10][0] + levels.length - 1}`)) : null);
+  };
+  const difference = (p) => {
+    const row = differing.get(p);
+    const command = copyable(["reshard", "diff", ...compared.sides.map((side) => quote(side.path)), "--include", quote(names[p].replace(/[[?*]/g, "[$&]")), ...data.options.map(quote)]);
+    const said = el("p", { class: `r${result[p]} text` }, `${RESULTS[result[p]]}${row && row[2] !== null ? `: ${plain(row[2])} of ${plural(row[1], "element")}` : ""}`);
+    if (!row || !row[5]) return el("div", {}, said, command);
+    return el("div", {}, said, el("h4", {}, "First of the largest differences"), el("table", { class: "first" }, el("tbody", {}, el("tr", {}, el("th", { scope: "row" }, "at"), el("td", {}, shapeText(row[5])), el("td", {})),
+      [0, 1].map((n) => el("tr", {}, el("th", { scope: "row", class: "AB"[n] }, "AB"[n]), el("td", { class: "n" }, short(row[6 + 2 * n])), el("td", { class: "soft" }, clean(row[7 + 2 * n])))))), command);
+  };
+
+  // A conversion: bytes from every source to every target.
+  const conversion = (moves) => {
+    const { together } = moves, relations = ["parameters", "copied"].map((key) => ({ first: moves[key].first, pattern: repeated(moves[key].pattern) }));
+    const pairs = [];
+    relations.forEach((relation, copied) => relation.pattern.forEach((found, target) => {
+      if (found < 0) return;
+      const pattern = moves.patterns[found];
+      let source = relation.first[target];
+      pairs.push([source, target, ...moves.values[pattern[0]], copied]);
+      for (let n = 1; n < pattern.length; n += 2) pairs.push([source += pattern[n], target, ...moves.values[pattern[n + 1]], copied]);
+    }));
+    const nouns = [moves.source_noun, moves.target_noun], ends = [moves.sources, moves.targets], clusters = [moves.source_cluster, moves.target_cluster];
+    const stagesOf = clusters.map((each) => (each ? each.stages : []));
+    const stageAt = stagesOf.map((found, n) => { const at_ = new Int32Array(ends[n]).fill(-1); found.forEach(([first, devices], stage) => at_.fill(stage, first, first + devices)); return at_; });
+    const readBytes = new Float64Array(ends[0]), sourcesOf = Array.from({ length: Math.ceil(ends[1] / together) }, () => new Set());
+    for (const [source, target, taken] of pairs) { readBytes[source * together] += taken; sourcesOf[target].add(source); }
+    const busiest = readBytes.indexOf(readBytes.reduce((most, value) => Math.max(most, value), 0)), mean = moves.taken / ends[0], fans = sourcesOf.map((each) => each.size).filter(Boolean);
+    const fileSizes = repeated(moves.bytes);
+    const [low, most] = [Math.min(...fans), Math.max(...fans)];
+    const busy = readBytes[busiest] / mean;
+    const facts_ = el("div", { class: "facts four" }, fact("Moved", ...scaled(moves.taken, 1024, byteUnits, 1000), `a target ${nouns[1]} writes ${bytes(Math.max(0, ...fileSizes))} at most`), fact("Requests", plain(moves.requests), "", `${bytes(moves.requests ? moves.taken / moves.requests : 0)} each on average`),
+      together === 1 && fans.length ? fact("Sources of a target", low === most ? plain(low) : `${low}–${most}`, "", `of ${plural(ends[0], nouns[0])}`) : null, together === 1 && mean ? fact("Busiest source", el("span", { class: busy >= 2 ? "warn" : null }, `${busy.toFixed(2)} ×`), "", `the mean: ${nouns[0]} ${busiest}, ${bytes(readBytes[busiest])}`) : null);
+    // Levels: one cell is so many ranks, or a stage.
+    const cellsOf = (level) => ends.map((total, n) => {
+      if (level === "stage") return stagesOf[n].map(([first, devices]) => [first, first + devices]);
+      return Array.from({ length: Math.ceil(total / level) }, (_, at_) => [at_ * level, Math.min(total, (at_ + 1) * level)]);
+    });
+    const fitting = [1, 8, 64, 512, 4096].filter((level) => level >= together && Math.max(...ends) / level <= 128);
+    const staged = stagesOf.every((found) => found.length > 1) && together === 1;
+    const finest = fitting[0] || 4096;
+    const levels = [...(staged ? ["stage"] : []), finest * 8 <= Math.max(...ends) / 2 && finest * 8 <= 4096 ? finest * 8 : null, finest].filter(Boolean);
+    let level = finest, cells_ = [], cursor = [0, 0], cellSize = 4, target = 0, amounts = null;
+    const span = (n, [first, end]) => (end - first === 1 ? `${first}` : `${first}–${end - 1}`), some = (n, cell) => `${nouns[n]}${cell[1] - cell[0] > 1 ? "s" : ""} `;
+    const said = el("p", { id: "cell", "aria-live": "polite" }), detail = el("div", { id: "detail" }), legend = el("div", { class: "legend" });
+    const collect = (rows, columns) => {
+      // Which row and column a rank is in.
+      const at_ = [rows, columns].map((found, n) => { const index = new Int32Array(ends[n]).fill(-1); found.forEach(([first, end], cell) => index.fill(cell, first, end)); return index; });
+      const size = new Float64Array(rows.length * columns.length), copied = new Float64Array(rows.length * columns.length), asked = new Float64Array(rows.length * columns.length);
+      for (const [source, to, taken, requests, copy] of pairs) {
+        const [y, x] = [at_[0][source * together], at_[1][to * together]];
+        if (y < 0 || x < 0) continue;
+        (copy ? copied : size)[y * columns.length + x] += taken;
+        asked[y * columns.length + x] += requests;
+      }
+      return { size, copied, asked };
+    };
+    const canvas = el("canvas", {
+      id: "matrix", tabindex: 0, role: "application", "aria-label": `Bytes from ${plural(ends[0], `source ${nouns[0]}`)}, down, to ${plural(ends[1], `target ${nouns[1]}`)}, across. Arrow keys move, Enter goes down, Backspace up.`,
+      onpointermove: (event) => { const found = under(event); if (found) tell(found); }, onclick: (event) => { const found = under(event); if (found) move(found); },
+      onkeydown: keysOf({ ArrowRight: () => move([cursor[0], cursor[1] + 1]), ArrowLeft: () => move([cursor[0], cursor[1] - 1]), ArrowDown: () => move([cursor[0] + 1, cursor[1]]), ArrowUp: () => move([cursor[0] - 1, cursor[1]]), Enter: () => enter(), Backspace: () => leave() }),
+    });
+    let box = [0, 0];
+    const under = (event) => {
+      const place = canvas.getBoundingClientRect(), y = Math.floor((event.clientY - place.top - box[1]) / cellSize[1]), x = Math.floor((event.clientX - place.left - box[0]) / cellSize[0]);
+      return y >= 0 && x >= 0 && y < cells_[0].length && x < cells_[1].length ? [y, x] : null;
+    };
+    const fineCells = (n, [first, end]) => { const step = Math.max(together, (end - first) / 8); return Array.from({ length: Math.ceil((end - first) / step) }, (_, at_) => [Math.round(first + at_ * step), Math.min(end, Math.round(first + (at_ + 1) * step))]); };
+    let path = [];
+    const shadeOf = (value, high) => Math.min(5, Math.max(1, Math.ceil(5 * value / high)));
+    const draw = () => {
+      const scale = devicePixelRatio || 1, room = Math.max(240, Math.min(canvas.parentElement ? canvas.parentElement.clientWidth : 700, 720));
+      const [rows, columns] = cells_.map((each) => each.length);
+      box = [74, 44];
+      const side = 56, w = Math.max(1.5, Math.min((room - box[0] - side) / columns, columns <= 8 ? 84 : 48)), h = Math.max(1.5, Math.min(w >= 30 ? 34 : Math.max(w, 3), 560 / rows));
+      cellSize = [w, h];
+      const width = box[0] + w * columns + side, height = box[1] + h * rows + 40;
+      canvas.width = Math.round(width * scale);
+      canvas.height = Math.round(height * scale);
+      canvas.style.width = `${width}px`;
+      canvas.style.height = `${height}px`;
+      const context = canvas.getContext("2d");
+      context.setTransform(scale, 0, 0, scale, 0, 0);
+      context.font = "11px system-ui,sans-serif";
+      context.textBaseline = "middle";
+      const { size, copied } = amounts, high = size.reduce((top_, value) => Math.max(top_, value), 0), ink = colour("ink"), soft = colour("soft"), line = colour("line");
+      const rect = (shade, x, y, ...rest) => { context.fillStyle = shade; context.fillRect(x, y, ...rest); };
+      rect(colour("panel"), box[0], box[1], w * columns, h * rows);
+      const gap = w > 5 ? 1 : 0, used = new Set();
+      let copies = false;
+      for (let y = 0; y < rows; y++) for (let x = 0; x < columns; x++) {
+        const n = y * columns + x;
+        if (!size[n] && !copied[n]) continue;
+        const shade = size[n] ? shadeOf(size[n], high) : 0;
+        if (shade) used.add(shade); else copies = true;
+        rect(colour(shade ? `b${shade}` : "amber3"), box[0] + x * w, box[1] + y * h + (shade ? 0 : h * 0.35), w - gap, shade ? h - gap : Math.max(1.5, h * 0.3));
+        if (shade && w >= 30 && h >= 14) {
+          context.fillStyle = shade > 3 ? colour("on") : ink;
+          context.textAlign = "center";
+          const [value, unit_] = scaled(size[n], 1024, byteUnits, 1000);
+          context.fillText(w >= 64 ? `${value} ${unit_}` : value.replace(/\.0$/, ""), box[0] + (x + 0.5) * w, box[1] + (y + 0.5) * h, w - 4);
+        }
+      }
+      // Axes: stages, or numbers.
+      const byStage = stagesOf.map((found) => found.length > 1);
+      context.fillStyle = ink;
+      context.textAlign = "left";
+      context.fillText(`target ${byStage[1] ? "stage" : nouns[1]}, ${plural(ends[1], nouns[1])}`, box[0], 10);
+      context.save();
+      context.translate(10, box[1] + Math.min(h * rows, 200));
+      context.rotate(-Math.PI / 2);
+      context.fillText(`source ${byStage[0] ? "stage" : nouns[0]}, ${plural(ends[0], nouns[0])}`, 0, 0);
+      context.restore();
+      [0, 1].forEach((n) => {
+        const size_ = cellSize[1 - n], groups = [];
+        cells_[n].forEach(([first], at_) => { const label = byStage[n] ? stageAt[n][first] : first; if (!groups.length || (byStage[n] && groups[groups.length - 1][0] !== label) || !byStage[n]) groups.push([label, at_, at_ + 1]); else groups[groups.length - 1][2] = at_ + 1; });
+        const every = Math.max(1, Math.ceil((n ? 26 : 12) / (size_ * (groups.length ? cells_[n].length / groups.length : 1))));
+        groups.forEach(([label, from, to], at_) => {
+          if (byStage[n] && groups.length > 1 && from) rect(line, n ? box[0] + from * w - 0.5 : box[0], n ? box[1] : box[1] + from * h - 0.5, n ? 1 : w * columns, n ? h * rows : 1);
+          const on = cursor[n] >= from && cursor[n] < to;
+          if (at_ % every && !on) return;
+          context.fillStyle = on ? ink : soft;
+          context.font = `${on ? "bold " : ""}11px system-ui,sans-serif`;
+          context.textAlign = n ? "center" : "right";
+          if (n) context.fillText(label, box[0] + (from + to) / 2 * w, box[1] - 10); else context.fillText(label, box[0] - 8, box[1] + (from + to) / 2 * h);
+        });
+      });
+      context.font = "11px system-ui,sans-serif";
+      // Margins: read at the right, written below.
+      const [rowSums, columnSums] = [new Float64Array(rows), new Float64Array(columns)];
+      size.forEach((value, n) => { const all = value + copied[n]; rowSums[Math.floor(n / columns)] += all; columnSums[n % columns] += all; });
+      const [mostRead, mostWritten] = [Math.max(...rowSums), Math.max(...columnSums)];
+      context.fillStyle = soft;
+      context.textAlign = "left";
+      context.fillText("read", box[0] + w * columns + 6, box[1] - 10);
+      context.textAlign = "right";
+      context.fillText("written", box[0] - 8, box[1] + h * rows + 14);
+      rowSums.forEach((value, y) => rect(colour("b2"), box[0] + w * columns + 6, box[1] + y * h, (side - 10) * value / (mostRead || 1), h - gap));
+      columnSums.forEach((value, x) => { const tall = 24 * value / (mostWritten || 1); rect(colour("b2"), box[0] + x * w, box[1] + h * rows + 6, w - gap, tall); });
+      const [y, x] = cursor;
+      if (w < 30) { context.strokeStyle = ink; context.setLineDash([2, 2]); context.beginPath(); context.moveTo(box[0], box[1] + (y + 0.5) * h); context.lineTo(box[0] + x * w, box[1] + (y + 0.5) * h); context.moveTo(box[0] + (x + 0.5) * w, box[1]); context.lineTo(box[0] + (x + 0.5) * w, box[1] + y * h); context.stroke(); context.setLineDash([]); }
+      context.strokeStyle = ink;
+      context.lineWidth = 2;
+      context.strokeRect(box[0] + x * w, box[1] + y * h, Math.max(3, w - gap), Math.max(3, h - gap));
+      context.lineWidth = 1;
+      const words_ = level === "stage" ? "one stage" : level > 1 ? `${level} ${nouns[0]}s` : `one ${nouns[0]}`;
+      legend.replaceChildren(...[...used].sort().map((shade) => el("span", {}, el("i", { class: `key b${shade}` }), `${shade === 1 || shade === [...used].sort()[0] ? "up to " : ""}${bytes(high * shade / 5)}`)), copies ? el("span", {}, el("i", { class: "key amber3" }), "values copied as they are") : "",
+        el("span", { class: "soft" }, `at most ${bytes(mostWritten)} written and ${bytes(mostRead)} read by ${words_}`));
+    };
+    const tell = ([y, x]) => {
+      const n = y * cells_[1].length + x, all = amounts.size[n] + amounts.copied[n];
+      said.textContent = `source ${some(0, cells_[0][y])}${span(0, cells_[0][y])} to target ${some(1, cells_[1][x])}${span(1, cells_[1][x])}: ${plain(all)} bytes in ${plural(amounts.asked[n], "request")}${amounts.copied[n] ? `, ${plain(amounts.copied[n])} of them values copied as they are` : ""}`;
+    };
+    const move = ([y, x]) => {
+      cursor = [Math.max(0, Math.min(cells_[0].length - 1, y)), Math.max(0, Math.min(cells_[1].length - 1, x))];
+      path = [[cells_[0][cursor[0]], cells_[1][cursor[1]]]];
+      draw();
+      tell(cursor);
+      show(cells_[1][cursor[1]][0]);
+    };
+    const enter = () => {
+      const [rows, columns] = path[path.length - 1];
+      if (rows[1] - rows[0] <= 8 * together && columns[1] - columns[0] <= 8 * together) return;
+      const fine = [fineCells(0, rows), fineCells(1, columns)], found = collect(...fine), best = found.size.indexOf(found.size.reduce((top_, value) => Math.max(top_, value), 0));
+      path.push([fine[0][Math.floor(best / fine[1].length)], fine[1][best % fine[1].length]]);
+      show(path[path.length - 1][1][0]);
+    };
+    const leave = () => { if (path.length > 1) { path.pop(); show(path[path.length - 1][1][0]); } };
+    const fine = () => {
+      const [rows, columns] = path[path.length - 1];
+      if (rows[1] - rows[0] <= together && columns[1] - columns[0] <= together) return "";
+      const cells = [fineCells(0, rows), fineCells(1, columns)], { size, copied } = collect(...cells), high = size.reduce((top_, value) => Math.max(top_, value), 0) || 1;
+      const unit_ = scaled(high, 1024, byteUnits, 1000)[1], divide = 1024 ** byteUnits.indexOf(unit_), shapes = [];
+      cells[0].forEach((row, y) => {
+        shapes.push(svg("text", { class: "right", x: -6, y: y * 26 + 16 }, String(row[0])));
+        cells[1].forEach((column, x) => {
+          if (!y) shapes.push(svg("text", { x: x * 44 + 20, y: -6 }, String(column[0])));
+          const n = y * cells[1].length + x, shade = size[n] ? shadeOf(size[n], high) : 0, value = size[n] / divide;
+          shapes.push(svg("rect", { class: shade ? `b${shade}` : copied[n] ? "amber3" : "ground", x: x * 44, y: y * 26, width: 42, height: 24, rx: 2, onclick: () => { path.push([row, column]); show(column[0]); } }),
+            shade ? svg("text", { class: shade > 3 ? "on" : "", x: x * 44 + 21, y: y * 26 + 16 }, value >= 100 ? value.toFixed(0) : value.toFixed(1)) : "");
+        });
+      });
+      const words_ = [columns, rows].map(([first, end], n) => { const each = cells[1 - n][0][1] - cells[1 - n][0][0]; return each > 1 ? `a ${n ? "row" : "column"} is ${each} ${n ? "source" : "target"} ${nouns[1 - n]}s` : `${n ? "source" : "target"} ${nouns[1 - n]}s ${n ? "down" : "across"}`; });
+      return [el("p", { class: "soft" }, `${unit_}; ${words_.join(", ")}`), svg("svg", { class: "fine", width: 46 + 44 * cells[1].length, height: 22 + 26 * cells[0].length, role: "img", "aria-label": "the selected cell, one level finer" }, svg("g", { transform: "translate(44 18)" }, shapes))];
+    };
+    const input = el("input", { type: "number", id: "targetnumber", min: 0, max: ends[1] - 1, value: 0, oninput: () => { const value = Number(input.value); if (input.value !== "" && Number.isInteger(value) && value >= 0 && value < ends[1]) show(value, true); } });
+    const show = (number_, only) => {
+      target = number_;
+      if (document.activeElement !== input) input.value = target;
+      const found = new Map();
+      for (const [source, to, taken, requests] of pairs) if (to === Math.floor(target / together)) { const before = found.get(source) || [0, 0]; found.set(source, [before[0] + taken, before[1] + requests]); }
+      const order = [...found].sort((a, b) => b[1][0] - a[1][0] || a[0] - b[0]), all = sum(order.map(([, [taken]]) => taken)), group = (at_) => (together > 1 ? `${at_ * together}–${Math.min(ends[0], (at_ + 1) * together) - 1}` : String(at_));
+      const [rows, columns] = path[path.length - 1], cell = collect([rows], [columns]), total = cell.size[0] + cell.copied[0];
+      const stage = (n, [first]) => (stagesOf[n].length > 1 ? `, stage ${stageAt[n][first]}` : "");
+      const columns_ = [[`source ${nouns[0]}`, true], ...(stagesOf[0].length > 1 ? [["stage", true]] : []), ["bytes", true], ["share", true], ["requests", true]];
+      const command = moves.command ? copyable(moves.command.map((word) => (word === "{rank}" ? String(target) : quote(word)))) : "";
+      detail.replaceChildren(
+        ...(only ? [] : [el("h4", {}, "Selected cell: ", plural(rows[1] - rows[0], `source ${nouns[0]}`), " × ", plural(columns[1] - columns[0], `target ${nouns[1]}`)),
+          path.length > 1 ? el("p", { class: "crumbs" }, path.map(([a, b], n) => [n ? " › " : "", el("button", { type: "button", class: "link", onclick: () => { path.length = n + 1; show(b[0]); } }, n ? `${span(0, a)} × ${span(1, b)}` : "cell")])) : "",
+          el("p", {}, el("b", {}, bytes(total)), ` from source ${some(0, rows)}`, el("b", {}, span(0, rows)), stage(0, rows), ` to target ${some(1, columns)}`, el("b", {}, span(1, columns)), stage(1, columns)), fine()].flat()),
+        el("h4", { id: "target" }, `Target ${nouns[1]} ${together > 1 ? group(Math.floor(target / together)) : target} reads ${bytes(all)} from ${plural(order.length, nouns[0])}`),
+        table(columns_, order.slice(0, 5).map(([source, [taken, requests]]) => [group(source), ...(stagesOf[0].length > 1 ? [String(stageAt[0][source * together])] : []), el("span", { title: plain(taken) }, bytes(taken)), share(taken, all), plain(requests)])),
+        order.length > 5 ? el("p", { class: "soft" }, `and ${plain(order.length - 5)} more`) : "", command);
+    };
+    const setLevel = (next) => { level = next; cells_ = cellsOf(level); amounts = collect(...cells_); buttons.forEach((each, n) => each.setAttribute("aria-pressed", levels[n] === level)); const best = amounts.size.indexOf(amounts.size.reduce((top_, value) => Math.max(top_, value), 0)); move([Math.floor(best / cells_[1].length), best % cells_[1].length]); };
+    const buttons = levels.map((each) => el("button", { type: "button", "aria-pressed": false, onclick: () => setLevel(each) }, each === "stage" ? "Stages" : each === 1 ? `${nouns[0][0].toUpperCase()}${nouns[0].slice(1)}s` : `${each} ${nouns[0]}s`));
+    redraws.push(() => amounts && draw());
+    starters.push(() => setLevel(finest));
+    const line = clusters.map((each, n) => [axesText(each), plural(ends[n], nouns[n])].filter(Boolean).join(", ")).join(" → ");
+    return el("section", { id: "conversion" }, el("div", { class: "tools" }, el("h2", {}, "Conversion"), levels.length > 1 ? el("span", { class: "modes" }, buttons) : null, el("span", { class: "soft" }, line), el("span", { class: "gap" }), el("label", { for: "targetnumber", class: "soft" }, `target ${nouns[1]}`), input), facts_,
+      el("div", { class: "two" }, el("div", {}, canvas, legend, said), detail));
+  };
+  const starters = [];
+
+  // Ranks and files.
+  const fileList = (found, noun, label) => {
+    const order = found.number.map((_, n) => n).sort((a, b) => (found.state[b] !== "ok") - (found.state[a] !== "ok") || a - b), largest = Math.max(1, ...found.bytes);
+    const rows = el("div", { class: "rows", role: "rowgroup" }), host = el("div", { class: "grid files", tabindex: 0, role: "grid", "aria-label": label, "aria-rowcount": order.length, onscroll: () => draw() }, rows);
+    host.style.setProperty("--columns", "60px minmax(110px,1fr) 90px 80px 76px 96px");
+    rows.style.height = `${order.length * ROW}px`;
+    const draw = () => {
+      const from = Math.max(0, Math.floor(host.scrollTop / ROW) - 8);
+      rows.replaceChildren(...order.slice(from, from + 32).map((n, index) => {
+        const of = el("span", { class: "of" }, el("i", {}));
+        of.firstChild.style.width = `${100 * found.bytes[n] / largest}%`;
+        const same = found.same && found.same[n] !== null && found.same[n] !== found.number[n] ? `as ${noun} ${found.same[n]}` : "";
+        const path = found.path[n] === null ? "none" : clean(found.path[n]);
+        const row = el("div", { class: "row", role: "row", "aria-rowindex": from + index + 1 }, [[found.number[n] === null ? "" : String(found.number[n]), "n"], [el("span", { title: path }, middle(path, 50)), "first"], [found.state[n] === "missing" ? "" : bytes(found.bytes[n]), "n"], [of, "w"], [el("span", { class: found.state[n] === "ok" ? "soft" : "bad" }, found.state[n]), ""], [same, "w soft"]].map(([cell, name]) => el("div", { class: `cell ${name}`, role: "gridcell" }, cell)));
+        row.style.top = `${(from + index) * ROW}px`;
+        return row;
+      }));
+    };
+    starters.push(draw);
+    redraws.push(draw);
+    return host;
+  };
+  const filesTitle = unit === "rank" ? "Ranks and files" : "Files";
+  const steps = () => (data.steps.length > 1 ? table([["step", false], ["size", true], ["state", false], ["", false]], data.steps.slice(0, 200).map((step) => [step.step === null ? "no step in the names" : clean(step.step), step.nbytes === null ? "" : bytes(step.nbytes), step.state, step.shown ? "shown here" : ""])) : null);
+  const fileSection = el("section", { id: "files" }, el("h2", {}, filesTitle), steps(),
+    compared ? compared.sides.map((side, n) => [el("h4", {}, `${"AB"[n]}: ${clean(side.path)}`), fileList({ number: side.numbers, path: side.paths, bytes: repeated(side.sizes), state: repeated(side.states) }, "file", `Files of ${"AB"[n]}`)])
+      : [el("p", { class: "soft text" }, `below ${clean(data.files.base)}`), fileList(files, unit, filesTitle)]);
+
+  // Everything together.
+  if (data.statistics) data.statistics.forEach((row) => { const p = indexOf.get(row[0]); if (p !== undefined) statistics.set(p, row); });
+  apply();
+  if (roots.Tree.length) { roots.Tree = rowsIn([build(0, count, 0, "")], 1); open(); }
+  const tensors = el("section", { id: "tensors" }, el("div", { class: "tools" }, el("h2", {}, compared ? "Differences" : "Tensors"), el("span", { class: "searching" }, search, el("kbd", { "aria-hidden": "true" }, "/")), el("span", { class: "modes" }, modes), chips, el("span", { class: "gap" }), status),
+    el("div", { class: "pane" }, el("div", {}, list, nothing), inspector));
+  const madeOf = compared ? null : made(), cutting = compared ? null : cut();
+  const overview = el("section", { id: "overview" }, compared ? differences() : factsOf(), madeOf || cutting ? el("div", { class: "halves" }, madeOf, cutting) : null);
+  const strips = layerSection(), moved = data.moves ? conversion(data.moves) : null;
+  const sections = [["overview", "Overview", overview], ["tensors", compared ? "Differences" : "Tensors", tensors], ["conversion", "Conversion", moved], ["files", filesTitle, fileSection]].filter((each) => each[2]);
+  const links = sections.map(([id, title]) => el("a", { href: `#${id}`, onclick: (event) => { event.preventDefault(); document.getElementById(id).scrollIntoView(); } }, title));
+  const unread = [compared && !compared.values ? "types and shapes were compared, values were not" : data.statistics || compared ? "" : "contents were not compared"].filter(Boolean);
+  document.body.append(header, el("nav", { "aria-label": "Sections" }, el("div", {}, links)), fill(el("main"), {}, [compared ? null : problems(), overview, strips, moved, tensors, fileSection]),
+    el("footer", {}, el("p", { class: "mono" }, clean(data.command)), el("p", {}, [`reshard ${data.version}`, data.statistics || (compared && compared.values) ? "from the contents of all tensors" : "from names, sizes, headers and strategies", ...unread, "1 KiB is 1,024 bytes"].join("; "))));
+  const fixed = redraws.length;
+  const current = () => { const y = 60; let on = 0; sections.forEach(([, , section], n) => { if (section.getBoundingClientRect().top <= y) on = n; }); links.forEach((link, n) => link.setAttribute("aria-current", n === on)); };
+  addEventListener("scroll", current, { passive: true });
+  current();
   refresh();
-  const firstLost = names.findIndex((_, p) => { const layout = layoutOf(p); return layout && layout.shardings.every((sharding) => sharding.absent.length && allHolders(sharding).some((_, slice) => stateOf(sharding, slice) === "lost")); });
-  const first = firstLost >= 0 ? firstLost : Math.max(names.findIndex((_, p) => layoutOf(p)), names.findIndex((_, p) => layoutOf(p) && typeOf(p)[KIND] === "weights"));
-  if (first >= 0) show(first);
-  const again = () => redraws.forEach((redraw) => redraw());
+  listeners.forEach((listener) => listener());
+  starters.forEach((start) => start());
+  const lostFirst = names.findIndex((_, p) => layoutOf(p)?.lost);
+  const heaviest = () => { let best = null, most = -1; for (const found of skeletons.values()) { const size = compared ? severity(found[0]) : sum(found.map((p) => sizes[p])); if (size > most) { most = size; best = found[0]; } } return best; };
+  const hashed = () => { try { return indexOf.get(decodeURIComponent(location.hash.slice(1))); } catch { return undefined; } };
+  const start = hashed() ?? (lostFirst >= 0 ? lostFirst : heaviest());
+  if (start !== null && start !== undefined) choose(start, hashed() === undefined);
+  addEventListener("hashchange", () => { const p = hashed(); if (p !== undefined) choose(p, true); });
+  const again = () => { redraws.forEach((redraw) => redraw()); drawRows(); };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   addEventListener("resize", again);
+  new ResizeObserver(() => later()).observe(list);
   requestAnimationFrame(() => { document.body.dataset.drawn = Math.round(performance.now() - started); });
 })();

@@ -2,7 +2,8 @@
 
 The data are tables of types and layouts, and columns of indices into them: a checkpoint has thousands of tensors and
 ranks but tens of layouts, types and file structures, so that the page of 10,000 parameters on 4,096 ranks is small.
-`page.js` and `page.css` are the script and the style.
+Tensors are in the natural order of their names; each name is what it adds to the one before. `page.js` and `page.css`
+are the script and the style.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import html
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import resources
 from typing import Any
 
@@ -23,13 +26,14 @@ import numpy.typing as npt
 from reshard._version import __version__
 from reshard.checkpoints import files_alike
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, Sharding
+from reshard.errors import InputError, ReshardError
 from reshard.forms.form import Form
 from reshard.inspection.checkpoint import Inspected, InspectedFile, Problem
-from reshard.layout import Layout
 from reshard.numbers.widening import ONE
+from reshard.storage import absolute, is_regular_file
 from reshard.strategies import Strategy
-from reshard.text.messages import one_line
-from reshard.text.names import kind_of
+from reshard.text.messages import one_line, plural
+from reshard.text.names import is_weight, kind_of, natural_key
 
 MARK = "<!-- reshard view -->"
 """A mark near the beginning of every page; only files with it are replaced."""
@@ -62,17 +66,27 @@ class Table:
 def page_data(inspected: Inspected, problems: Sequence[Problem], strategy: Strategy | None = None) -> dict[str, Any]:
     """The page's data on a checkpoint, as JSON; the strategy describes layouts that its form does not record."""
     shown, files = inspected.shown, inspected.shown.with_missing()
+    strategy = strategy or _recorded(inspected)
     parameters = _Parameters(inspected, files, strategy)
     paths, base = _paths(files)
+    config = _configuration(inspected.path)
     return {
         "version": __version__,
         "source": inspected.path,
+        "title": title_of(inspected.path),
         "form": inspected.form.name,
+        "form_words": inspected.form.options.title,
+        "architecture": _architecture(config),
+        "prediction": _prediction(config),
+        "block": _block(config),
         "unit": inspected.form.options.unit,
         "step": shown.step,
+        "newest": shown.step == _newest(inspected),
         "complete": shown.complete,
+        "state": state_words(inspected),
         "problems": [each._asdict() for each in sorted(problems, key=lambda problem: problem.level)],
         "steps": _steps(inspected),
+        "cluster": cluster_of(strategy),
         "files": {
             "base": base,
             "number": [file.number for file in files],
@@ -82,12 +96,110 @@ def page_data(inspected: Inspected, problems: Sequence[Problem], strategy: Strat
             "same": repeats(parameters.replicas()),
             "aliases": list(parameters.aliases.items()),
         },
-        "full_bytes": parameters.full_bytes,
         "types": parameters.types.values,
         "layouts": parameters.layouts.layouts.values,
+        "names": names_data(parameters.names),
         "parameters": parameters.columns,
-        "structures": _structures(shown.checkpoint, parameters.columns["name"]),
+        "structures": _structures(shown.checkpoint, parameters.names),
     }
+
+
+def title_of(path: str) -> str:
+    """The last part of a path, with the part before where it says too little."""
+    *before, last = absolute(path).rstrip("/").split("/")
+    known = last in ("checkpoint", "checkpoints") or _NUMBERED.fullmatch(last)
+    return f"{before[-1]}/{last}" if known and before and before[-1] else last or path
+
+
+_NUMBERED = re.compile(r"(step|iter|global_step|checkpoint)[-_]?\d+")
+
+
+def state_words(inspected: Inspected) -> str:
+    """Whether a checkpoint is complete, in a few words."""
+    if inspected.shown.complete is not False:
+        return "complete" if inspected.shown.complete else "not checked"
+    absent = len(inspected.shown.absent)
+    return f"not complete: {plural(absent, 'rank')} missing" if absent else "not complete"
+
+
+def _newest(inspected: Inspected) -> str | None:
+    if inspected.form.options.by_rank:
+        return inspected.steps[0].step if inspected.steps else None
+    return str(inspected.iterations[-1].number) if inspected.iterations else None
+
+
+def _recorded(inspected: Inspected) -> Strategy | None:
+    """The strategy that a checkpoint records."""
+    checkpoint = inspected.shown.checkpoint
+    cut = None if checkpoint is None else inspected.form.cut(checkpoint)
+    with suppress(InputError):
+        return None if cut is None else cut.strategy()
+    return None
+
+
+def cluster_of(strategy: Strategy | None) -> dict[str, Any] | None:
+    """The ranks of a strategy: first rank and devices of each stage, and axes with their sizes if layouts tell.
+
+    The slices of weights tell mp, where all weights outside of experts have the same number or one; the rest of a
+    stage's ranks is dp.
+    """
+    if strategy is None or strategy.is_placeholder or strategy.device_count < 2:
+        return None
+    stages = [[stage.first_rank, stage.device_count] for stage in strategy.stages]
+    axes, (devices, *others) = None, {stage.device_count for stage in strategy.stages}
+    slices = {
+        math.prod(layout.tensor_cuts)
+        for stage in strategy.stages
+        for name, layout in stage.layouts.items()
+        if "expert" not in name and is_weight(name, stage.layouts)
+    }
+    mp = max(slices, default=0)
+    if mp and slices <= {1, mp} and not others and devices % mp == 0:
+        sizes = {"dp": devices // mp, "mp": mp, "pp": len(stages)}
+        axes = [[name, size] for name, size in sizes.items() if size > 1]
+    return {"ranks": strategy.device_count, "stages": stages, "axes": axes}
+
+
+def _configuration(path: str) -> Mapping[str, object]:
+    """The config.json of a checkpoint; nothing without one that can be read."""
+    # Loaded only here: most pages have none.
+    from reshard.names import read_config
+
+    file = os.path.join(path, "config.json")
+    with suppress(ReshardError):
+        return read_config(file) if is_regular_file(file) else {}
+    return {}
+
+
+def _architecture(config: Mapping[str, object]) -> str | None:
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else None
+
+
+def _prediction(config: Mapping[str, object]) -> list[int] | None:
+    """The first layer that predicts further tokens, and their number."""
+    layers, more = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    return [layers, more] if isinstance(layers, int) and isinstance(more, int) and more else None
+
+
+def _block(config: Mapping[str, object]) -> list[int] | None:
+    """Rows and columns that share a scale."""
+    quantisation = config.get("quantization_config")
+    block = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
+    return block if isinstance(block, list) and len(block) == 2 and all(type(each) is int for each in block) else None
+
+
+def names_data(names: Sequence[str]) -> dict[str, list[Any]]:
+    """For each name the number of leading dotted parts that it shares with the one before, and the rest."""
+    shared, rest = [], []
+    before: list[str] = []
+    for name in names:
+        parts = name.split(".")
+        same = next((n for n, (one, other) in enumerate(zip(parts[:-1], before)) if one != other), None)
+        shared.append(min(len(parts) - 1, len(before)) if same is None else same)
+        rest.append(".".join(parts[shared[-1] :]))
+        before = parts
+    return {"shared": repeats(shared), "rest": rest}
 
 
 def _steps(inspected: Inspected) -> list[dict[str, Any]]:
@@ -131,7 +243,7 @@ def _aliases(checkpoint: Checkpoint | None, files: Sequence[InspectedFile]) -> d
 
 
 class _Parameters:
-    """All entries of a checkpoint, sorted by name: the number of the type and of the layout, -1 where there is none.
+    """All entries of a checkpoint, in natural order: the number of the type and of the layout, -1 where there is none.
 
     A type is the dtype, the shapes, bytes of the full tensor, bytes in files, number of files and kind.
     """
@@ -142,23 +254,22 @@ class _Parameters:
         self.aliases = _aliases(checkpoint, files)
         self.types = Table()
         self.layouts = _Layouts(inspected.form, checkpoint, strategy)
-        self.columns: dict[str, list[Any]] = {"name": [], "type": [], "layout": []}
-        self.full_bytes: int | None = None if checkpoint is None else 0
+        self.names: list[str] = []
+        self.columns: dict[str, list[int]] = {"type": [], "layout": []}
         stored = {} if contents is None else {item.name: item for item in contents.stored}
         tensors: Mapping[str, GlobalTensor] = {} if checkpoint is None else checkpoint.tensors
-        for name in sorted({*stored, *tensors}):
+        for name in by_parts({*stored, *tensors}):
             item, tensor = stored.get(name), tensors.get(name)
             in_files = (0, 0) if item is None else (item.nbytes, item.files)
             if tensor is not None:
                 nbytes = tensor.nbytes
                 kind = kind_of(name, math.prod(tensor.shape), tensors) if item is None else item.kind
                 self._add(name, (tensor.dtype, (tensor.shape,), nbytes, *in_files, kind), self.layouts.of(tensor))
-                self.full_bytes = (self.full_bytes or 0) + nbytes
             elif item is not None:
                 self._add(name, (",".join(item.dtypes), item.shapes, None, *in_files, item.kind), -1)
 
     def _add(self, name: str, type: tuple[Any, ...], layout: int) -> None:
-        self.columns["name"].append(name)
+        self.names.append(name)
         self.columns["type"].append(self.types.number(type))
         self.columns["layout"].append(layout)
 
@@ -189,7 +300,6 @@ class _Layouts:
         self._present = Table()
         # Tensors share shardings. Keeping these prevents that a new object gets the identity of a deleted one.
         self._known: dict[tuple[int, ...], tuple[Sequence[Sharding], tuple[Any, ...]]] = {}
-        self._words: dict[int, tuple[Layout, str]] = {}
 
     def of(self, tensor: GlobalTensor) -> int:
         assert self._checkpoint is not None
@@ -198,8 +308,8 @@ class _Layouts:
         if key not in self._known:
             self._known[key] = (tensor.shardings, tuple(map(self._cut, tensor.shardings)))
         cuts = self._known[key][1]
-        words = self._layout_words(tensor.name)
-        layout_key = (words, tuple((*cut, self._present.number(files)) for cut, files in zip(cuts, present)))
+        split, shards = self._split(tensor.name)
+        layout_key = (split, shards, tuple((*cut, self._present.number(files)) for cut, files in zip(cuts, present)))
         if layout_key in self.layouts:
             return self.layouts.number(layout_key)
         shardings = []
@@ -213,7 +323,7 @@ class _Layouts:
                     "absent": lacking,
                 }
             )
-        return self.layouts.number(layout_key, {"words": words, "shardings": shardings})
+        return self.layouts.number(layout_key, {"split": split, "shards": shards, "shardings": shardings})
 
     def _cut(self, sharding: Sharding) -> tuple[Any, ...]:
         """Cuts per dimension, the edges of those that are not cut evenly, and the number of its holders."""
@@ -234,19 +344,18 @@ class _Layouts:
             self.holding.append(list(holders))
         return grid.cuts, uneven, number
 
-    def _layout_words(self, name: str) -> str:
-        """Device matrix, tensor map and optimizer shards; empty where none are recorded."""
+    def _split(self, name: str) -> tuple[tuple[int, ...], int]:
+        """Cuts per dimension by the tensor map, and optimizer shards; none where no layout is recorded."""
         layout = next((stage.layouts[name] for stage in self._stages if name in stage.layouts), None)
         if layout is None and self._cut_of_form is not None and not self._stages:
             saved = self._cut_of_form.saved_layout(name)
             layout = None if saved is None else saved.layout
-        if layout is None:
-            return ""
-        if id(layout) not in self._words:
-            shards = f", {layout.shards} optimizer shards" if layout.shards > 1 else ""
-            words = f"device matrix {list(layout.device_matrix)}, tensor map {layout.map_text}{shards}"
-            self._words[id(layout)] = (layout, words)
-        return self._words[id(layout)][1]
+        return ((), 1) if layout is None else (layout.tensor_cuts, layout.shards)
+
+
+def by_parts(names: Iterable[str]) -> list[str]:
+    """Names with a common beginning together, numbers ascending: the order of a tree by the dots of names."""
+    return sorted(names, key=lambda name: [(natural_key(part), part) for part in name.split(".")])
 
 
 def _structures(checkpoint: Checkpoint | None, names: Sequence[str]) -> dict[str, Any] | None:
@@ -338,6 +447,8 @@ def levels(magnitudes: Numbers | None) -> list[Any] | None:
 def page(data: Mapping[str, Any]) -> bytes:
     """The page as HTML, UTF-8.
 
+    The script and the style lose what only their readers need: indentation, and lines of comments.
+
     Names come from untrusted files: in the data every ``<`` is escaped, and the script writes texts as text nodes only.
     The policy permits this script and this style by their hashes, and nothing else.
     """
@@ -347,7 +458,7 @@ def page(data: Mapping[str, Any]) -> bytes:
     )
     # Lone surrogates, from names that are not UTF-8, stay escapes.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    title = html.escape(one_line(str(data["source"])))
+    title = html.escape(one_line(str(data.get("title", ""))))
     parts = [
         f'<!doctype html>\n{MARK}\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
@@ -361,7 +472,8 @@ def page(data: Mapping[str, Any]) -> bytes:
 
 
 def _asset(name: str) -> str:
-    return resources.files("reshard.view").joinpath(name).read_text(encoding="utf-8")
+    lines = map(str.strip, resources.files("reshard.view").joinpath(name).read_text(encoding="utf-8").splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//"))
 
 
 def _hash(text: str) -> str:

@@ -56,7 +56,7 @@ entry.main()
 """
 # Libraries and rooms that only some conversions and commands use.
 _SOMETIMES = ("boto3", "botocore", "dask", "distributed", "rich")
-_ROOMS = ("cluster", "inspection", "lora", "pictures", "storage.s3", "verification", "view")
+_ROOMS = ("cluster", "inspection", "lora", "storage.s3", "verification", "view")
 
 
 def loaded(*words: object) -> set[str]:

@@ -7,7 +7,6 @@ import re
 from itertools import product
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -77,8 +76,6 @@ def test_a_pattern_shows_the_layouts_of_its_matches(world: World) -> None:
     assert [line.split()[0] for line in shown.splitlines() if "[2, 2]" in line] == ["w", "m.w"]
     rows = done("strategy", "show", world.old, "*w", "--json").json
     assert [row["parameter"] for row in rows] == ["w", "m.w"]
-    texts = ["draws one parameter", "2 fit '*w'"]
-    fails(2, "strategy", "show", world.old, "*w", "--svg", world.root / "w.svg", texts=texts)
     fails(2, "strategy", "show", world.old, "*x*", texts=["lists no parameter '*x*'"])
 
 
@@ -109,21 +106,9 @@ def test_a_name_that_looks_like_a_pattern_is_a_name_first(tmp_path: Path) -> Non
     assert done("strategy", "show", path, "w[0]", "--json").json["parameter"] == "w[0]"
 
 
-def test_an_svg_replaces_an_older_one(world: World) -> None:
-    path = world.root / "w.svg"
-    path.write_text("an older picture")
-    shown = done("strategy", "show", world.old, "w", "--svg", path).out
-    assert "rank" in shown
-    assert "rank" in "".join(ElementTree.fromstring(path.read_bytes()).itertext())
-    assert sorted(entry.name for entry in world.root.iterdir()) == ["strategies", "w.svg"]
-
-
-def test_an_svg_never_replaces_another_kind_of_file(world: World) -> None:
-    before = world.old.read_bytes()
-    fails(2, "strategy", "show", world.old, "w", "--svg", world.old, texts=["has to end in .svg"])
-    assert world.old.read_bytes() == before
-    fails(2, "strategy", "show", world.old, "--svg", world.root / "w.svg", texts=["name it"])
-    fails(3, "strategy", "show", world.old, "w", "--svg", world.old / "w.svg", texts=["w.svg", "may not be written"])
+def test_a_picture_is_asked_of_view(world: World) -> None:
+    fails(2, "strategy", "show", world.old, "w", "--svg", "w.svg", texts=["--svg", "reshard view"])
+    fails(2, *world.words("--svg", "w.svg", command="plan"), texts=["--svg", "reshard view"])
 
 
 def test_a_parameter_of_several_stages_is_shown_per_stage(tmp_path: Path) -> None:

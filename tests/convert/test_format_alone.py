@@ -180,7 +180,7 @@ def test_an_empty_value_is_wrong_usage(world: World, option: str) -> None:
     assert not world.dst.exists()
 
 
-@pytest.mark.parametrize("command", [("stats", "--fail-on"), ("strategy", "show", "--svg")])
+@pytest.mark.parametrize("command", [("stats", "--fail-on"), ("view", "-o")])
 def test_an_empty_value_is_wrong_usage_for_every_command(saved: World, command: tuple[str, ...]) -> None:
     fails(2, *command, "", saved.src, texts=[command[-1], "empty"])
     fails(2, "inspect", saved.src, "--strategy", "", texts=["--strategy", "empty"])

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -21,7 +20,6 @@ from reshard.convert.transfers import transfers_of
 from reshard.execute.destination import space_for
 from tests.asking import request_between
 from tests.convert.test_costs import ALONE, FULL, KINDS, Costs, convert, costs, no_windows
-from tests.corpus import ROOT
 from tests.layouts import examples, strategies, tensors
 from tests.running import Argument, done, warns
 from tests.small import World, world_of
@@ -187,28 +185,3 @@ def test_space_is_counted_on_the_file_system_of_a_resolved_path(tmp_path: Path) 
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "inner")
     [space] = space_for([(f"{tmp_path}/link/../out/rank_0", 10)])
     assert (space.place, space.needed) == (str(tmp_path / "disk"), 10)
-
-
-def test_the_svg_of_a_plan_is_its_transfer_map(world: World) -> None:
-    world.save(SMALL)
-    drawn = world.root / "transfer.svg"
-    done(*world.words("--svg", drawn, command="plan"))
-    assert ElementTree.parse(drawn).getroot().tag.endswith("svg")
-    assert not world.dst.exists()
-
-
-@pytest.mark.parametrize(
-    ("picture", "dst", "target"),
-    [("transfers", "out/mp4", "demo/dst_strategy.ckpt"), ("transfers-stages", "out/planned", "10_dp2mp2pp2/strategy")],
-)
-def test_transfer_maps_of_the_documentation_are_up_to_date(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, picture: str, dst: str, target: str
-) -> None:
-    # Not in the clone: the examples of the README write these targets, and an existing one is drawn differently.
-    (tmp_path / "fixtures").symlink_to(ROOT / "fixtures")
-    monkeypatch.chdir(tmp_path)
-    words: list[Argument] = ["plan", "fixtures/demo/src_checkpoints", dst, "--svg", "made.svg"]
-    done(*words, "--src-strategy", "fixtures/demo/src_strategy.ckpt", "--dst-strategy", f"fixtures/{target}")
-    content = (tmp_path / "made.svg").read_bytes()
-    assert content == (ROOT / "docs" / "pictures" / f"{picture}.svg").read_bytes()
-    assert (b">stage 1</text>" in content) == (picture == "transfers-stages")

@@ -17,7 +17,7 @@ PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 
 
 @pytest.mark.parametrize("number", [*LASTING, *PASSING])
-@pytest.mark.parametrize("command", ["transform-dir", "get", "merge-pipeline", "strategy show --svg"])
+@pytest.mark.parametrize("command", ["transform-dir", "get", "merge-pipeline", "view"])
 def test_the_exit_status_distinguishes_retryable_write_errors(
     command: str, number: int, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -28,7 +28,7 @@ def test_the_exit_status_distinguishes_retryable_write_errors(
         "transform-dir": [*world.words()[:2], shown, *world.words()[3:]],
         "get": ["get", world.src, "w", "--strategy", world.old, "-o", shown / "w.npy"],
         "merge-pipeline": ["merge-pipeline", stages, shown / "merged.ckpt"],
-        "strategy show --svg": ["strategy", "show", world.old, "w", "--svg", shown / "w.svg"],
+        "view": ["view", world.src, "-o", shown / "page.html"],
     }
 
     def create(directory: str, directory_fd: object = None) -> tuple[int, str]:

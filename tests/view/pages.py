@@ -27,6 +27,19 @@ def strided(actual: Sequence[int]) -> list[int]:
     return values
 
 
+def names_of(data: dict[str, Any]) -> list[str]:
+    """The names of all tensors, in the page's order."""
+    names: list[str] = []
+    for shared, rest in zip(repeated(data["names"]["shared"]), data["names"]["rest"]):
+        names.append(".".join([*(names[-1].split(".")[:shared] if shared else []), rest]))
+    return names
+
+
+def columns(data: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
+    """Name, number of the type and of the layout of every tensor."""
+    return zip(names_of(data), data["parameters"]["type"], data["parameters"]["layout"])
+
+
 def holders(sharding: dict[str, Any]) -> list[list[int]]:
     """Per slice the files that hold it by the layout."""
     if "lists" in sharding["holders"]:
@@ -39,14 +52,14 @@ def holders(sharding: dict[str, Any]) -> list[list[int]]:
 def places(data: dict[str, Any]) -> dict[tuple[int, str], tuple[int, int]]:
     """Offset and bytes by file and parameter."""
     actual = {}
-    structures = data["structures"]
+    structures, names = data["structures"], names_of(data)
     for number, files in enumerate(structures["files"]):
         parameter, end = 0, 0
         columns = (repeated(structures[key][number]) for key in ("parameters", "gaps", "bytes"))
         for step, gap, nbytes in zip(*columns):
             parameter += step
             for file in strided(files) if isinstance(files, list) else files["list"]:
-                actual[file, data["parameters"]["name"][parameter]] = (end + gap, nbytes)
+                actual[file, names[parameter]] = (end + gap, nbytes)
             end += gap + nbytes
     return actual
 

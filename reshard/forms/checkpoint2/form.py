@@ -35,7 +35,7 @@ class Checkpoint2Form(Form):
     """Checkpoint 2.0."""
 
     name = "checkpoint2"
-    options = FormOptions(layouts=Layouts.RECORDED, steps=True, prefix=True)
+    options = FormOptions(title="MindSpore Checkpoint 2.0", layouts=Layouts.RECORDED, steps=True, prefix=True)
 
     def recognise(self, src: str, names: Sequence[str]) -> bool:
         return TRACKER in names or _is_iteration(src, names) or bool(_iterations_in(src, names))

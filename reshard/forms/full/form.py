@@ -300,7 +300,7 @@ class UnifiedForm(_FullForm):
     """MindSpore's unified safetensors."""
 
     name = "unified"
-    options = FormOptions(shard_size=True)
+    options = FormOptions(title="MindSpore unified weights", shard_size=True)
 
     def target(self, checkpoint: Checkpoint, request: Request, means: Means) -> TargetForm:
         from reshard.forms.full.written_files import FullDirectory
@@ -330,7 +330,7 @@ class HuggingFaceForm(_FullForm):
     """Hugging Face's directories."""
 
     name = "huggingface"
-    options = FormOptions(shard_size=True, mindspore=False, side=Side.HUGGINGFACE)
+    options = FormOptions(title="Hugging Face", shard_size=True, mindspore=False, side=Side.HUGGINGFACE)
 
     def target(self, checkpoint: Checkpoint, request: Request, means: Means) -> TargetForm:
         from reshard.forms.full.beside import files_beside

@@ -40,6 +40,7 @@ class MegatronForm(ChunkedForm):
 
     name = MEGATRON
     options = FormOptions(
+        title="Megatron",
         layouts=Layouts.RECORDED,
         steps=True,
         shards=True,

@@ -93,6 +93,7 @@ class DcpForm(_DistributedForm):
 
     name = DCP
     options = FormOptions(
+        title="PyTorch DCP",
         layouts=Layouts.RECORDED,
         steps=True,
         shards=True,
@@ -119,7 +120,7 @@ class HyperParallelForm(_DistributedForm):
     """hyper-parallel's checkpoints: metadata of the same kind, tensors in safetensors."""
 
     name = HYPER_PARALLEL
-    options = DcpForm.options._replace(formats=("safetensors",), side=Side.MINDFORMERS)
+    options = DcpForm.options._replace(title="hyper-parallel", formats=("safetensors",), side=Side.MINDFORMERS)
 
     def recognise(self, src: str, names: Sequence[str]) -> bool:
         return kind_of_directory(names) == HYPER_PARALLEL
@@ -152,6 +153,7 @@ class HfShardedForm(ChunkedForm):
 
     name = "hf-sharded"
     options = FormOptions(
+        title="sharded safetensors",
         layouts=Layouts.RECORDED,
         shards=True,
         mindspore=False,
@@ -190,7 +192,7 @@ class VerlForm(ChunkedForm):
     """The files ``model_world_size_N_rank_R.pt`` of a directory."""
 
     name = "verl"
-    options = FormOptions(layouts=Layouts.RECORDED, formats=(), mindspore=False, side=Side.HUGGINGFACE)
+    options = FormOptions(title="verl", layouts=Layouts.RECORDED, formats=(), mindspore=False, side=Side.HUGGINGFACE)
 
     def recognise(self, src: str, names: Sequence[str]) -> bool:
         return any(map(VERL_FILE.fullmatch, names or [os.path.basename(src)]))

@@ -31,7 +31,9 @@ class RanksForm(Form):
     """One file per rank, in a directory of its own."""
 
     name = "ranks"
-    options = FormOptions("rank", Layouts.GIVEN, steps=True, formats=("ckpt", "safetensors"), prefix=True)
+    options = FormOptions(
+        "rank", "MindSpore ranks", Layouts.GIVEN, steps=True, formats=("ckpt", "safetensors"), prefix=True
+    )
 
     def recognise(self, src: str, names: Sequence[str]) -> bool:
         """By ``{rank}`` in the path, or by nothing but rank directories; this is also the form of unrecognised sources.
