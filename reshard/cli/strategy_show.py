@@ -50,7 +50,7 @@ _WILD = frozenset("*?[")
     "show",
     """
 reshard strategy show output/strategy
-reshard strategy show src_strategy.ckpt backbone.blocks.0.attention.dense1.weight
+reshard strategy show src.ckpt backbone.blocks.0.attention.dense1.weight
 """,
 )
 @argument("path", metavar="FILE|DIR")

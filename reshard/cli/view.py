@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     """
 reshard view ckpt/ --src-strategy src.ckpt --open
 reshard view ckpt/ --src-strategy src.ckpt --dst-strategy dst.ckpt -o new.html
-reshard view ckpt/ converted/ --a-strategy src.ckpt --b-strategy dst.ckpt --stats
+reshard view ckpt/ hf/ --a-strategy src.ckpt --stats
 """,
 )
 @argument("src")
