@@ -72,7 +72,8 @@ class EditRules(NamedTuple):
         renamed_one_by_one: other names of single tensors, after the rules; None for skipped ones.
         from_trainer: first change names of a trainer's state to those of a model: ``weights`` skips optimizer state,
             ``all`` and ``known`` give it MindSpore's names; None for unchanged names.
-        published_experts: without a table, give fused experts their published names; see `tables.for_experts`.
+        published_names: without a table, give tensors the names that transformers publishes; see
+            `tables.with_published_names`.
         to_trainer: last, change names to those of a trainer's state.
         quantisation: how quantised tensors are recognised, and their type after dequantising, the first edit; None to
             copy codes and scales unchanged.
@@ -92,7 +93,7 @@ class EditRules(NamedTuple):
     additions: Additions | None = None
     renamed_one_by_one: tuple[tuple[str, str | None], ...] = ()
     from_trainer: str | None = None
-    published_experts: bool = False
+    published_names: bool = False
     to_trainer: bool = False
     quantisation: Quantisation | None = None
     config_path: str | None = None
@@ -168,8 +169,7 @@ class EditRules(NamedTuple):
         if self.tables and not self.optimizer and trainer_optimizer(name):
             # Rules leave it out.
             return
-        by_others = self.renamed_one_by_one or (self.published_experts and is_near_experts(name))
-        if by_others or any(each is not None for each in rules):
+        if self.renamed_one_by_one or self._may_publish(name) or any(each is not None for each in rules):
             yield None
         elif self.from_trainer is None:
             yield from (name, None if self.to_trainer else name)
@@ -181,9 +181,16 @@ class EditRules(NamedTuple):
                 beside = (plain, plain.partition(".")[2])
                 yield self.naming.add(beside)[plain] if self.to_trainer else plain
 
+    def _may_publish(self, name: str) -> bool:
+        if not self.published_names:
+            return False
+        from reshard.names import may_rename
+
+        return is_near_experts(name) or may_rename(self.config)
+
 
 NO_TABLE = "none"
-"""--names none: names stay, those of fused experts too."""
+"""--names none: names stay, where transformers publishes others, too."""
 
 NO_EDITS = EditRules()
 """Unchanged names, packing and types."""
@@ -194,7 +201,7 @@ def between_forms(edits: EditRules, src: str, form: Form, to: Form, keep: bool =
 
     A trainer's names become those of a model where the target has only these, or where a table needs them, and a
     model's names those of a trainer's state where the target's trainers expect them. --rename turns this off.
-    Fused experts of PyTorch's trainers get their published names, unless --names is given.
+    Tensors of PyTorch's trainers get the names that transformers publishes, unless --names is given.
 
     Args:
         edits: the requested edits.
@@ -217,7 +224,7 @@ def between_forms(edits: EditRules, src: str, form: Form, to: Form, keep: bool =
                 from reshard.names import read_config
 
                 config, config_path = read_config(path), path
-        edits = edits._replace(published_experts=True, config=config, config_path=config_path)
+        edits = edits._replace(published_names=True, config=config, config_path=config_path)
     if edits.renames is not None:
         return edits
     plain = None
