@@ -186,7 +186,7 @@ class Published:
         other = next((each for each in names if key_of(each) not in entry["modules"]), None)
         if other is not None:
             raise UnknownNamesError(f"{quoted(other)} is no tensor of {name}, the class of the model")
-        return text_of_table(self.named(entry, names), shapes)
+        return text_of_table(self.named(entry, names), shapes, entry.get("counted", True))
 
     def named(self, entry: Mapping[str, Any], names: Sequence[str]) -> list[Named]:
         """The tensors of a model with their published names.
@@ -251,8 +251,13 @@ def model_types(config: Mapping[str, object], place: str = "") -> Iterator[tuple
             yield from model_types(value, f"{place}{key}.")
 
 
-def text_of_table(named: Sequence[Named], shapes: Mapping[str, Shape]) -> str:
+def text_of_table(named: Sequence[Named], shapes: Mapping[str, Shape], counted: bool = True) -> str:
     """Rules for the tensors that change, as TOML; empty if none does. Names that differ in numbers share a rule.
+
+    Args:
+        named: all tensors.
+        shapes: their shapes.
+        counted: whether there are as many experts as config.json states.
 
     Raises:
         UnknownNamesError: a name cannot be in a rule.
@@ -283,8 +288,7 @@ def text_of_table(named: Sequence[Named], shapes: Mapping[str, Shape]) -> str:
             f'sides = ["transformers", "{HUB_SIDE}"]',
             'direction = "forward"',
             'others = "keep"',
-            f"sizes = {{ experts = {sizes} }}",
-            'numbers = { expert = "experts" }',
+            *([f"sizes = {{ experts = {sizes} }}", 'numbers = { expert = "experts" }'] if counted else ()),
             *rules,
         ]
     )

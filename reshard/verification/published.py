@@ -56,18 +56,20 @@ def _is_right(step: AppliedStep, conversions: Sequence[_Conversion], names: Coll
     kinds = [each.kind for each in step.operations]
     for source in step.sources:
         prefix = state_prefix(source, names)
-        joined = next((each for each in conversions if "do" in each[1] and _new(source[len(prefix) :], each, "")), None)
-        targets, operations = [source[len(prefix) :]], []
+        name = source[len(prefix) :]
+        joined = next((each for each in conversions if "do" in each[1] and _new(name, each, "") is not None), None)
+        targets: list[str | None] = [name]
+        operations: list[str] = []
         if joined is not None:
             parts = joined[1]["to"]
             experts = range(len(step.targets) // len(parts))
-            texts = [part.replace("*", str(number)) for part in parts for number in experts]
-            targets = [_new(targets[0], joined, text) or "" for text in texts]
+            targets = [_new(name, joined, part.replace("*", str(number))) for part in parts for number in experts]
             operations = [_KINDS.get(key, key) for do in joined[1]["do"] for key in [*do][:1]]
         for each in conversions:
             if "do" not in each[1]:
-                targets = [_new(target, each, each[1]["to"][0]) or target for target in targets]
-        if tuple(prefix + target for target in targets) != step.targets or operations != kinds:
+                target = each[1]["to"][0]
+                targets = [old if (new := _new(str(old), each, target)) is None else new for old in targets]
+        if tuple(f"{prefix}{target}" for target in targets) != step.targets or operations != kinds:
             return False
     return True
 

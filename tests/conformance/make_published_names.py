@@ -45,7 +45,7 @@ _HEAD = """\
 # conversions: from a name in the model (a regular expression, searched) to a published one; {reader} reads it.
 # models: by type and class. modules: the beginnings of names. parts: types of nested configurations with
 # conversions of their own. apply: conversions in order, each with the prefixes of the names that it is for.
-# left_out: why a class is not here.
+# counted = false: there are more or fewer experts than config.json states. left_out: why a class is not here.
 """
 # Conversions that saving ignores: without a record of loading, or because they change nothing that is saved.
 _NOT_FOR_SAVING = (PrefixChange, LayerPairCollapse)
@@ -95,7 +95,7 @@ def main() -> None:
         "conversions": {key: conversions[key] for key in sorted(used)},
         "models": {model_type: models[model_type] for model_type in sorted(changed)},
     }
-    _keep_right_ones(data, changed)
+    _keep_right_ones(data)
     _PATH.write_text(_text(data))
 
 
@@ -108,8 +108,8 @@ def _classes_of(model_type: str) -> list[str]:
 
 
 _Shapes = dict[str, tuple[int, ...]]
-# Of each model type and class: the tensors of its default model, and the saved ones.
-_SAVED: dict[tuple[str, str], tuple[_Shapes, _Shapes]] = {}
+# Of each model type and class: the tensors of its default model, the saved ones, and the configuration.
+_SAVED: dict[tuple[str, str], tuple[_Shapes, _Shapes, dict[str, Any]]] = {}
 
 
 def _described(model_type: str, model: Any, keys: Mapping[int, str], conversions: dict[str, Any]) -> dict[str, Any]:
@@ -130,8 +130,9 @@ def _described(model_type: str, model: Any, keys: Mapping[int, str], conversions
                 conversions[key] = [_conversion(other.reverse_transform()) for other in reversed(of_key)]
     except LeftOutError as error:
         return {"left_out": str(error)}
-    _SAVED[model_type, type(model).__name__] = shapes, saved_shapes
-    parts = dict(model_types(model.config.to_dict()))
+    config = model.config.to_dict()
+    _SAVED[model_type, type(model).__name__] = shapes, saved_shapes, config
+    parts = dict(model_types(config))
     return {"modules": sorted({*map(key_of, state)}), "parts": parts, "apply": apply}
 
 
@@ -179,27 +180,41 @@ def _operations(operation: Any) -> list[Any]:
     return [{"unstack": "expert"} if kind == "SplitModulelist" else {words[kind]: values["dim"]}]
 
 
-def _keep_right_ones(data: dict[str, Any], changed: set[str]) -> None:
-    """Remove parts without conversions, and replace classes of which the written conversions make other names."""
+def _keep_right_ones(data: dict[str, Any]) -> None:
+    """Remove parts whose names stay, and replace classes of which the written conversions make other names."""
     published = Published(data)
     for model_type, classes in data["models"].items():
         for name, entry in classes.items():
             if "left_out" in entry:
                 continue
-            shapes, saved = _SAVED[model_type, name]
-            entry["parts"] = {key: part for key, part in entry["parts"].items() if part in changed}
+            shapes, saved, config = _SAVED[model_type, name]
+            entry["parts"] = {key: part for key, part in entry["parts"].items() if part not in data["plain"]}
             try:
-                text = text_of_table(published.named(entry, [*shapes]), shapes)
-                made = shapes
-                if text:
-                    applied = apply_rules(parse_rules(text, "published names"), shapes)
-                    made = {new: each.view.shape for new, each in applied.views.items()}
+                made = _made(published, entry, shapes, {})
                 problem = "" if made == saved else "its conversions make other names"
             except (UnknownNamesError, ReshardError) as error:
                 problem = str(error)
             if problem:
                 print(model_type, name, problem)
                 classes[name] = {"left_out": problem}
+                continue
+            try:
+                _made(published, entry, shapes, config)
+            except ReshardError as error:
+                # Such as experts without weights.
+                print(model_type, name, error)
+                entry["counted"] = False
+
+
+def _made(
+    published: Published, entry: Mapping[str, Any], shapes: _Shapes, config: Mapping[str, Any]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of the published tensors, by name."""
+    text = text_of_table(published.named(entry, [*shapes]), shapes)
+    if not text:
+        return shapes
+    applied = apply_rules(parse_rules(text, "published names"), shapes, config)
+    return {new: each.view.shape for new, each in applied.views.items()}
 
 
 def _text(data: Mapping[str, Any]) -> str:

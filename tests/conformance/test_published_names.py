@@ -1,7 +1,7 @@
 """Checkpoints of PyTorch get the names and bytes that `save_pretrained` of transformers writes, for every model type.
 
 `make conformance-transformers` runs these tests, some minutes. Models are the library's defaults, with few elements and
-layers. The library names their tensors for saving, so it loads what is written as it loads what it saves itself.
+layers, and the library names their tensors for saving. Whole models are loaded, too.
 """
 
 from __future__ import annotations
@@ -57,3 +57,52 @@ def test_the_state_of_a_model_gets_published_names(
         return
     done(*words)
     same_checkpoints(huggingface(tmp_path), huggingface(directory))
+
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+SIZES_OF_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 16,
+}
+WHOLE: dict[str, dict[str, Any]] = {
+    "Gemma3ForConditionalGeneration": {
+        "text_config": SIZES,
+        "vision_config": SIZES_OF_VISION,
+        "mm_tokens_per_image": 4,
+        "tie_word_embeddings": False,
+    },
+    "LlavaForConditionalGeneration": {
+        "text_config": {**SIZES, "model_type": "llama"},
+        "vision_config": {**SIZES_OF_VISION, "model_type": "clip_vision_model"},
+    },
+    "Qwen2VLForConditionalGeneration": {
+        "text_config": SIZES,
+        "vision_config": {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 32, "patch_size": 4},
+        "tie_word_embeddings": False,
+    },
+    "Dinov2Model": {**SIZES_OF_VISION, "use_swiglu_ffn": True},
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_the_library_loads_published_names(kind: str, tmp_path: Path) -> None:
+    directory, state, out = (tmp_path / name for name in ("model", "state", "out"))
+    job = {"do": "whole", "class": kind, "config": WHOLE[kind], "directory": str(directory), "state": str(state)}
+    (weights,) = oracles.done(oracles.transformers([job]))
+    done("convert", state, out, "--to", "huggingface", "--config", directory, "--verify")
+    same_checkpoints(huggingface(out), huggingface(directory))
+    (loaded,) = oracles.done(oracles.transformers([{"do": "load_whole", "class": kind, "directory": str(out)}]))
+    assert loaded == {"missing": [], "unknown": [], "weights": weights}

@@ -9,6 +9,10 @@ Jobs:
 * ``{"do": "published", "model_type", "directory", "state"}``: of a default model of the type, up to three tensors of
   each kind, all with few elements: in `state` as torch saves them, in `directory` as `save_pretrained` names them.
   Answers the class and the names of the state.
+* ``{"do": "whole", "class", "config", "directory", "state"}``: `save_pretrained` of a model, and its state as torch
+  saves it. Answers the hashes of its weights.
+* ``{"do": "load_whole", "class", "directory"}``: `from_pretrained`. Answers the names that it misses or does not know,
+  and the hashes of the weights.
 * ``{"do": "names"}``: of the types whose default models can be made without weights. Answers by type whether a model
   and its `save_pretrained` have other names, and whether experts are fused in the model and in what it saves.
 * ``{"do": "load", "directory"}``: `from_pretrained`. Answers the names that it misses or does not know, the dtypes of
@@ -172,7 +176,8 @@ def state(job: Job) -> list[str]:
 def published(job: Job) -> tuple[str, list[str]]:
     kind = CONFIG_MAPPING[job["model_type"]]
     classes = sorted(_classes_of(job["model_type"]), key=lambda each: not each.endswith(_WITH_A_HEAD))
-    name, model = next(_made_of(job["model_type"], classes))
+    made = _made_of(job["model_type"], classes)
+    name, model = next((name, model) for name, model in made if isinstance(model.config, kind))
     torch.manual_seed(7)
     state: dict[str, torch.Tensor] = {}
     count: dict[str, int] = {}
@@ -188,7 +193,6 @@ def published(job: Job) -> tuple[str, list[str]]:
             if own in parameters:
                 parameters[own] = torch.nn.Parameter(state[tensor_name], requires_grad=False)
     config = model.config
-    assert isinstance(config, kind)
     config.architectures = [name]
     config.save_pretrained(job["directory"])
     path = Path(job["directory"], "config.json")
@@ -197,6 +201,26 @@ def published(job: Job) -> tuple[str, list[str]]:
     save_file(saved, f"{job['directory']}/model.safetensors")
     dcp.save({"model": state}, checkpoint_id=job["state"], no_dist=True)
     return name, sorted(state)
+
+
+def whole(job: Job) -> dict[str, str]:
+    torch.manual_seed(7)
+    kind = getattr(transformers, job["class"])
+    model = kind(kind.config_class(**job["config"]))
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.normal_()
+    model.save_pretrained(job["directory"])
+    dcp.save({"model": model.state_dict()}, checkpoint_id=job["state"], no_dist=True)
+    return {name: _digest(value) for name, value in model.state_dict().items()}
+
+
+def load_whole(job: Job) -> dict[str, Any]:
+    kind = getattr(transformers, job["class"])
+    model, info = kind.from_pretrained(job["directory"], local_files_only=True, output_loading_info=True)
+    weights = {name: _digest(value) for name, value in model.state_dict().items()}
+    return {"missing": sorted(info["missing_keys"]), "unknown": sorted(info["unexpected_keys"]), "weights": weights}
 
 
 def _few(size: int) -> int:
@@ -282,8 +306,5 @@ def cast(job: Job) -> None:
 
 
 if __name__ == "__main__":
-    serve(
-        lambda job: {"save": save, "state": state, "published": published, "names": names, "load": load, "cast": cast}[
-            job["do"]
-        ](job)
-    )
+    jobs = {each.__name__: each for each in (save, state, published, whole, load_whole, names, load, cast)}
+    serve(lambda job: jobs[job["do"]](job))  # type: ignore[no-any-return]
