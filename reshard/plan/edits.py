@@ -216,7 +216,7 @@ def between_forms(edits: EditRules, src: str, form: Form, to: Form, keep: bool =
     source, target = form.options, to.options
     edits = edits._replace(source_side=source.side, side=target.side)
     published = target.names is Names.MODEL and target.side is Side.HUGGINGFACE
-    if published and not source.mindspore and form.name != to.name and not keep:
+    if published and source.side is Side.HUGGINGFACE and form.name != to.name and not keep:
         config, config_path = edits.config, edits.config_path
         # verl stores the configuration in a directory of its own.
         for path in (os.path.join(src, _CONFIG), os.path.join(src, "huggingface", _CONFIG)):

@@ -22,7 +22,6 @@ Jobs:
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
@@ -231,8 +230,13 @@ def _few(size: int) -> int:
 def _made_of(model_type: str, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Default models without weights, as far as they can be made."""
     for name in names:
-        with contextlib.suppress(Exception), torch.device("meta"):
-            yield name, getattr(transformers, name)(CONFIG_MAPPING[model_type]())
+        try:
+            with torch.device("meta"):
+                model = getattr(transformers, name)(CONFIG_MAPPING[model_type]())
+        except Exception:
+            # The default configuration is none of a model, or the model needs another library.
+            continue
+        yield name, model
 
 
 def names(job: Job) -> dict[str, list[bool]]:
