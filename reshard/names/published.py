@@ -49,8 +49,8 @@ def published_table(config: Mapping[str, object] | None, shapes: Mapping[str, Sh
         shapes: of all tensors, by their names in the model.
 
     Raises:
-        UnknownNamesError: the published names are not known, and those of the model can be loaded, too.
-        NamesError: nor can they be where experts are fused, except by transformers 5.
+        UnknownNamesError: the published names are not known.
+        NamesError: likewise, and experts are fused, which only transformers 5 loads.
     """
     fused = fused_expert(shapes)
     experts = None if fused is None else published_experts(config)

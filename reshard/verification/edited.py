@@ -79,7 +79,9 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
     if edits.published_names:
         # Names that are not known stay.
         with contextlib.suppress(UnknownNamesError):
-            published = published_table(edits.config, shapes())
+            published = published_table(
+                edits.config, {name: _shape(recipe, originals) for name, recipe in recipes.items()}
+            )
             if published is not None:
                 edits = edits._replace(tables=(published,), reverse=False)
     for edge in _path(edits, shapes):

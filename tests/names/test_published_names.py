@@ -82,6 +82,14 @@ def test_a_model_gets_published_names(model_type: str, form: str, tmp_path: Path
     done("resume", tmp_path / "out")
 
 
+def test_values_of_a_training_keep_their_names(tmp_path: Path) -> None:
+    step = {"global_step": Value("Int32", np.array([7], "u4"))}
+    source, config = trained(tmp_path, {**model("gemma3"), **step}), config_in(tmp_path / "model", "gemma3")
+    words = ("convert", source, tmp_path / "out", "--to", "huggingface", "--config", config, "--verify")
+    warns(done(*words), NOTE)
+    same_checkpoints(huggingface(tmp_path / "out"), {**published("gemma3"), **step})
+
+
 def test_names_none_keeps_names(tmp_path: Path) -> None:
     source, config = trained(tmp_path, model("gemma3")), config_in(tmp_path / "model", "gemma3")
     words = ("convert", source, tmp_path / "out", "--to", "huggingface", "--config", config, "--verify")

@@ -311,4 +311,4 @@ def cast(job: Job) -> None:
 
 if __name__ == "__main__":
     jobs = {each.__name__: each for each in (save, state, published, whole, load_whole, names, load, cast)}
-    serve(lambda job: jobs[job["do"]](job))  # type: ignore[no-any-return]
+    serve(lambda job: jobs[job["do"]](job))
