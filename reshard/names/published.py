@@ -183,7 +183,8 @@ class Published:
                 raise UnknownNamesError(f"{key} in config.json is a {quoted(part)}, with which {name} is not known")
         # Optimizer state follows its weight.
         names = [each for each in shapes if not state_prefix(each, shapes)]
-        other = next((each for each in names if key_of(each) not in entry["modules"]), None)
+        modules, words = entry["modules"], entry.get("words", 2)
+        other = next((each for each in names if key_of(each, words) not in modules), None)
         if other is not None:
             raise UnknownNamesError(f"{quoted(other)} is no tensor of {name}, the class of the model")
         return text_of_table(self.named(entry, names), shapes, entry.get("counted", True))
@@ -236,10 +237,10 @@ def _published() -> Published:
     return Published(file.parse(file.read()))
 
 
-def key_of(name: str) -> str:
-    """The beginning of a name that shows the class of the model: at most two modules, without numbers."""
-    words = name.split(".")
-    return _NUMBER.sub("0", ".".join(words[: min(2, max(1, len(words) - 1))]))
+def key_of(name: str, words: int = 2) -> str:
+    """The beginning of a name that shows the class of the model: modules, at most so many, without numbers."""
+    parts = name.split(".")
+    return _NUMBER.sub("0", ".".join(parts[: min(words, max(1, len(parts) - 1))]))
 
 
 def model_types(config: Mapping[str, object], place: str = "") -> Iterator[tuple[str, str]]:

@@ -32,7 +32,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from reshard.errors import ReshardError
 from reshard.names import apply_rules, parse_rules
-from reshard.names.published import Published, UnknownNamesError, key_of, model_types, text_of_table
+from reshard.names.published import Named, Published, UnknownNamesError, key_of, model_types, text_of_table
 
 _PATH = Path(__file__).parents[2] / "reshard" / "names" / "published.toml"
 _HEAD = """\
@@ -43,8 +43,9 @@ _HEAD = """\
 #
 # plain: model types whose names stay.
 # conversions: from a name in the model (a regular expression, searched) to a published one; {reader} reads it.
-# models: by type and class. modules: the beginnings of names. parts: types of nested configurations with
-# conversions of their own. apply: conversions in order, each with the prefixes of the names that it is for.
+# models: by type and class. modules: the beginnings of names, two words of modules, or so many as `words` states.
+# parts: types of nested configurations with conversions of their own. apply: conversions in order, each with the
+# prefixes of the names that it is for.
 # counted = false: there are more or fewer experts than config.json states. left_out: why a class is not here.
 """
 # Conversions that saving ignores: without a record of loading, or because they change nothing that is saved.
@@ -198,12 +199,34 @@ def _keep_right_ones(data: dict[str, Any]) -> None:
                 print(model_type, name, problem)
                 classes[name] = {"left_out": problem}
                 continue
+            _distinguish(published, entry, shapes, saved)
             try:
                 _made(published, entry, shapes, config)
             except ReshardError as error:
                 # Such as experts without weights.
                 print(model_type, name, error)
                 entry["counted"] = False
+
+
+def _distinguish(published: Published, entry: dict[str, Any], shapes: _Shapes, saved: _Shapes) -> None:
+    """Have so many words of modules that published names, such as of a model of transformers 4, are not of the class.
+
+    Unless they stay.
+    """
+    while any(each.sources != each.targets or each.operations for each in _named(published, entry, saved)):
+        words = entry.get("words", 2)
+        if any(key_of(name, words) not in entry["modules"] for name in saved):
+            return
+        assert words < 9
+        entry["words"] = words + 1
+        entry["modules"] = sorted({key_of(name, words + 1) for name in shapes})
+
+
+def _named(published: Published, entry: Mapping[str, Any], saved: _Shapes) -> list[Named]:
+    try:
+        return published.named(entry, [*saved])
+    except UnknownNamesError:
+        return []
 
 
 def _made(

@@ -120,6 +120,15 @@ def test_names_stay_with_a_note_where_others_could_be_wrong(changed: dict[str, A
     same_checkpoints(huggingface(tmp_path / "out"), model("gemma3"))
 
 
+@pytest.mark.parametrize("model_type", ["gemma3", "tipsv2_vision_model"])
+def test_published_names_of_a_source_stay(model_type: str, tmp_path: Path) -> None:
+    """As in transformers 4."""
+    source, config = trained(tmp_path, published(model_type)), config_in(tmp_path / "model", model_type)
+    words = ("convert", source, tmp_path / "out", "--to", "huggingface", "--config", config, "--verify")
+    warns(done(*words), "names stay")
+    same_checkpoints(huggingface(tmp_path / "out"), published(model_type))
+
+
 def test_fused_experts_without_known_names_are_an_error(tmp_path: Path) -> None:
     source = trained(tmp_path, model("sarvam_moe"))
     config = config_in(tmp_path / "model", "sarvam_moe", architectures=["SomeNewClass"])
