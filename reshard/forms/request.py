@@ -46,7 +46,8 @@ class EditRules(NamedTuple):
         renamed_one_by_one: other names of single tensors, after the rules; None for skipped ones.
         from_trainer: first change names of a trainer's state to those of a model: ``weights`` skips optimizer state,
             ``all`` and ``known`` give it MindSpore's names; None for unchanged names.
-        published_experts: without a table, give fused experts their published names; see `tables.for_experts`.
+        published_names: without a table, give tensors the names that transformers publishes; see
+            `tables.with_published_names`.
         to_trainer: last, change names to those of a trainer's state.
         quantisation: how quantised tensors are recognised, and their type after dequantising, the first edit; None to
             copy codes and scales unchanged.
@@ -66,7 +67,7 @@ class EditRules(NamedTuple):
     additions: Adapter | None = None
     renamed_one_by_one: tuple[tuple[str, str | None], ...] = ()
     from_trainer: str | None = None
-    published_experts: bool = False
+    published_names: bool = False
     to_trainer: bool = False
     quantisation: Quantisation | None = None
     config_path: str | None = None
@@ -138,8 +139,7 @@ class EditRules(NamedTuple):
         if self.tables and not self.optimizer and trainer_optimizer(name):
             # Rules leave it out.
             return
-        by_others = self.renamed_one_by_one or (self.published_experts and is_near_experts(name))
-        if by_others or any(each is not None for each in rules):
+        if self.renamed_one_by_one or self._may_publish(name) or any(each is not None for each in rules):
             yield None
         elif self.from_trainer is None:
             yield from (name, None if self.to_trainer else name)
@@ -150,6 +150,13 @@ class EditRules(NamedTuple):
                 # State has its name beside its weight.
                 beside = (plain, plain.partition(".")[2])
                 yield self.naming.add(beside)[plain] if self.to_trainer else plain
+
+    def _may_publish(self, name: str) -> bool:
+        if not self.published_names:
+            return False
+        from reshard.names import may_rename
+
+        return is_near_experts(name) or may_rename(self.config)
 
 
 NO_EDITS = EditRules()

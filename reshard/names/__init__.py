@@ -7,17 +7,17 @@
 from reshard.names.apply import Applied, AppliedStep, apply_rules
 from reshard.names.frameworks import Naming, naming_of, plain_names, possible_plain_names, trainer_keys
 from reshard.names.operations import SizedOperation, results
+from reshard.names.published import UnknownNamesError, may_rename, published_table
 from reshard.names.rules import HUB_SIDE, NameRules, settle, side_of, with_options
 from reshard.names.sizes import Configuration, merged
 from reshard.names.tables import (
+    FUSED_EXPERTS,
     Edge,
     Path,
     builtin_names,
     config_beside,
-    experts_table,
     families_of,
     is_foreign,
-    modules_differ,
     name_one_of,
     parse_renames,
     parse_rules,

@@ -38,7 +38,11 @@ from reshard.text.products import Product, product
 RENAME = "rename"
 """The path of a table of renames."""
 
-_FUSED_EXPERTS = "fused_experts"
+FUSED_EXPERTS = "fused_experts"
+"""The table of experts that transformers 5 fuses."""
+
+FUSED = "fused"
+"""Its value for models that are published so."""
 
 _BUILTIN = BuiltinFiles(__file__, "table", NamesError, "reshard names list")
 _OPTIONS = re.compile(r"(?:,[a-z][a-z0-9_]*=[A-Za-z0-9_]+)+\Z")
@@ -180,34 +184,14 @@ def _typed(text_of_user: str) -> tuple[str, dict[str, str]]:
     return table, stated
 
 
-def experts_table(fused: str, config: Mapping[str, object] | None) -> NameRules:
-    """The table that gives experts, which transformers 5 fuses, their published names.
+def published_experts(config: Mapping[str, object] | None) -> str | None:
+    """How the model of a config.json is published, if transformers 5 fuses its experts: the option of `FUSED_EXPERTS`.
 
-    Args:
-        fused: the name of such experts.
-        config: the model's config.json, if any; its ``model_type`` decides.
+    `FUSED` if it is published fused; None if the table lacks the model.
     """
-    table = rules_named(_FUSED_EXPERTS)
-    option, _ = table.options
+    (option,) = rules_named(FUSED_EXPERTS).options
     model = None if config is None else str(config.get("model_type"))
-    if model in option.values or model in dict(option.config_values):
-        return table
-    reason, hint = "no config.json shows the model", "add --config DIR with the config.json of the model"
-    if config is not None:
-        reason = f"the table {_FUSED_EXPERTS} lacks model_type {model} of {getattr(config, 'path', 'config.json')}"
-        hint = "for published names, write the model with save_pretrained of transformers"
-    raise NamesError(
-        f"{quoted(fused)} holds all experts of a layer, as in transformers 5; published models have other names, and "
-        + reason,
-        parameter=fused,
-        hint=f"{hint}; or keep these names, which transformers 5 loads too: --names none",
-    )
-
-
-def modules_differ(config: Mapping[str, object]) -> bool:
-    """Whether the model of a config.json has other names in transformers 5 than in the files that this saves."""
-    _, modules = rules_named(_FUSED_EXPERTS).options
-    return config.get("model_type") in modules.values
+    return model if model in option.values else dict(option.config_values).get(str(model))
 
 
 def is_foreign(config: Mapping[str, object], names: Collection[str]) -> bool:

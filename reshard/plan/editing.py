@@ -122,11 +122,12 @@ class Editing:
         """Remove the words of a trainer's state from names."""
         self._rename(names_from_trainer(self.edits, self._checkpoint.tensors, self._checkpoint, self._report))
 
-    def publish_experts(self) -> None:
-        """Choose the table of fused experts, where the model has some."""
-        from reshard.plan.tables import for_experts
+    def publish_names(self) -> None:
+        """Choose the table of the names that transformers publishes, where they are others."""
+        from reshard.plan.tables import with_published_names
 
-        self.edits = for_experts(self.edits, self.recipes)
+        shapes = {name: self._shape(recipe) for name, recipe in self.recipes.items()}
+        self.edits = with_published_names(self.edits, shapes, self._report)
 
     def _rename(self, names: Mapping[str, str | None]) -> None:
         """Give tensors other names; None skips a tensor. Values keep their names.
@@ -362,7 +363,7 @@ class Editing:
 STEPS: tuple[tuple[str | None, Callable[[Editing], None]], ...] = (
     ("quantisation", Editing.dequantise),
     ("from_trainer", Editing.name_as_in_model),
-    ("published_experts", Editing.publish_experts),
+    ("published_names", Editing.publish_names),
     ("additions", Editing.add),
     ("tables", Editing.apply_tables),
     ("renames", Editing.apply_renames),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 NO_TABLE = "none"
-"""--names none: names stay, those of fused experts too."""
+"""--names none: names stay, where transformers publishes others, too."""
 
 
 def _with_implied(edits: EditRules, src: str, form: Form, to: Form, named: bool) -> EditRules:
@@ -28,12 +28,12 @@ def _with_implied(edits: EditRules, src: str, form: Form, to: Form, named: bool)
 
     A trainer's names become those of a model where the target has only these, or where a table needs them, and a
     model's names those of a trainer's state where the target's trainers expect them. --rename turns this off.
-    Fused experts of PyTorch's trainers get their published names, unless --names is given, perhaps as none.
+    Tensors of PyTorch's trainers get the names that transformers publishes, unless --names is given, perhaps as none.
     """
     source, target = form.options, to.options
     edits = edits._replace(source_side=source.side, side=target.side)
     published = target.names is Names.MODEL and target.side is Side.HUGGINGFACE
-    if published and not source.mindspore and form.name != to.name and not named:
+    if published and source.side is Side.HUGGINGFACE and form.name != to.name and not named:
         config, config_path = edits.config, edits.config_path
         # verl stores the configuration in a directory of its own.
         for path in (os.path.join(src, _CONFIG), os.path.join(src, "huggingface", _CONFIG)):
@@ -41,7 +41,7 @@ def _with_implied(edits: EditRules, src: str, form: Form, to: Form, named: bool)
                 from reshard.names import read_config
 
                 config, config_path = read_config(path), path
-        edits = edits._replace(published_experts=True, config=config, config_path=config_path)
+        edits = edits._replace(published_names=True, config=config, config_path=config_path)
     if edits.renames is not None:
         return edits
     plain = None

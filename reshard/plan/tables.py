@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from reshard.checkpoints.checkpoint import Packing
 from reshard.errors import NamesError, UsageError
@@ -14,9 +14,10 @@ from reshard.names import (
     Applied,
     Edge,
     Path,
+    UnknownNamesError,
     apply_rules,
-    experts_table,
     path,
+    published_table,
     settle,
     side_of,
 )
@@ -70,28 +71,37 @@ def apply_table(edits: EditRules, edge: Edge, shapes: Mapping[str, tuple[int, ..
     )
 
 
-def for_experts(edits: EditRules, names: Iterable[str]) -> EditRules:
-    """These edits, with the table for experts that transformers 5 fuses where the model has some.
+def with_published_names(edits: EditRules, shapes: Mapping[str, tuple[int, ...]], report: Report) -> EditRules:
+    """These edits, with the table of the names that `save_pretrained` of transformers gives the model, if it has one.
 
     Args:
         edits: the edits.
-        names: of all tensors, in a model.
+        shapes: of all tensors, by their names in the model.
+        report: gets a note where names stay that may be published otherwise.
 
     Raises:
-        NamesError: no published names are known for the model.
-        UsageError: an adapter is added, too.
+        NamesError: experts are fused, and no published names are known for the model.
+        UsageError: experts are fused, and an adapter is added, too.
     """
-    fused = fused_expert(names)
-    if fused is None:
-        return edits
-    if edits.additions is not None:
+    fused = fused_expert(shapes)
+    if fused is not None and edits.additions is not None:
         raise UsageError(
             f"{quoted(fused)} holds all experts of a layer, as in transformers 5, and merge-lora does not give "
             "them the names of published models",
             parameter=fused,
             hint="convert BASE first: reshard convert BASE BASE2 --to huggingface --config DIR",
         )
-    return edits._replace(tables=(experts_table(fused, edits.config),), reverse=False)
+    try:
+        table = published_table(edits.config, shapes)
+        if table is not None and edits.additions is not None:
+            raise UnknownNamesError("merge-lora keeps names")
+    except UnknownNamesError as reason:
+        report.note(
+            f"names stay, and published models may have others: {reason}; transformers 5 loads both, and its "
+            "save_pretrained writes the published ones"
+        )
+        return edits
+    return edits if table is None else edits._replace(tables=(table,), reverse=False)
 
 
 def packing_of(edits: EditRules, applied: Applied) -> Packing:

@@ -5,6 +5,7 @@ The rules, as numeric operations, come from `names`. `operations` executes them 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +22,10 @@ from reshard.forms.registry import form_named
 from reshard.strategies import Strategy
 from reshard.text.globs import Glob, matcher
 from reshard.text.messages import Report, listing, quoted
-from reshard.text.names import TRAINING_STEP, did_you_mean, fused_expert, is_weight
+from reshard.text.names import TRAINING_STEP, did_you_mean, is_weight
 from reshard.verification.boxes import Box, Shape
 from reshard.verification.operations import DerivedTensor, lists_of, needed_sources
+from reshard.verification.published import check_published
 from reshard.verification.stored import Content, Source, StoredTensor, Words, number_in, value_content
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         InputError: the edits do not fit the source.
     """
     # Imported only here: most checkpoints are compared without rules.
-    from reshard.names import apply_rules, experts_table, naming_of, plain_names
+    from reshard.names import FUSED_EXPERTS, UnknownNamesError, apply_rules, naming_of, plain_names, published_table
 
     base.check_read(lambda name: True)
     tied: list[tuple[Content, Content]] = []
@@ -73,9 +75,15 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
         recipes = {new: recipes[old] for old, new in plain.names.items() if new is not None}
         if edits.from_trainer == "weights" and edits.source_side is Side.MEGATRON:
             kept_values.discard(TRAINING_STEP)
-    fused = fused_expert(recipes) if edits.published_experts else None
-    if fused is not None:
-        edits = edits._replace(tables=(experts_table(fused, edits.config),), reverse=False)
+    published: NameRules | None = None
+    if edits.published_names:
+        # Names that are not known stay.
+        with contextlib.suppress(UnknownNamesError):
+            published = published_table(
+                edits.config, {name: _shape(recipe, originals) for name, recipe in recipes.items()}
+            )
+            if published is not None:
+                edits = edits._replace(tables=(published,), reverse=False)
     for edge in _path(edits, shapes):
         applied = apply_rules(
             edge.rules,
@@ -86,6 +94,8 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
             recorded=edits.recorded_options(edge.rules),
             left_out=matcher(edits.exclude) if edge.reverse and edge.rules is edits.table_of_side else None,
         )
+        if edge.rules is published and edits.config is not None and published.path != FUSED_EXPERTS:
+            check_published(edits.config, applied, shapes())
         tied += [
             (_tied_content(one, recipes[one], originals), _tied_content(two, recipes[two], originals))
             for one, two in applied.tied

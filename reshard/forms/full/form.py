@@ -335,22 +335,21 @@ class HuggingFaceForm(_FullForm):
     def target(self, checkpoint: Checkpoint, request: Request, means: Means) -> TargetForm:
         from reshard.forms.full.beside import files_beside
         from reshard.forms.full.written_files import FullDirectory
-        from reshard.forms.registry import form_named
         from reshard.forms.writing import selected
 
         chosen = selected(checkpoint, request.filters.admit)
         _warn_of_training(chosen, checkpoint, means.report)
         extra_files = files_beside(checkpoint, chosen.tensors, request, means)
-        _check_names(chosen, form_named(checkpoint.form), extra_files, means.report)
+        _check_names(chosen, extra_files, means.report)
         return FullDirectory(
             self.name, chosen.tensors, chosen.values, request.asked.target.max_shard_size, extra_files, chosen.names
         )
 
 
-def _check_names(chosen: Selected, form: Form, extra_files: Sequence[FinishingFile], report: Report) -> None:
+def _check_names(chosen: Selected, extra_files: Sequence[FinishingFile], report: Report) -> None:
     """Report names that loaders of the model do not expect."""
     # Loaded only here: most conversions have no rules.
-    from reshard.names import is_foreign, modules_differ
+    from reshard.names import is_foreign
 
     if any(map(_OTHER_NAMES.match, chosen.tensors)):
         report.warn(
@@ -370,11 +369,6 @@ def _check_names(chosen: Selected, form: Form, extra_files: Sequence[FinishingFi
             f"names fit no weight of model_type {config['model_type']} in {CONFIG}, so transformers loads none of "
             f"them: {listing([*chosen.tensors])}; save them under its names where they were trained, or rename them: "
             "--names FILE, --rename"
-        )
-    elif form.options.side is Side.HUGGINGFACE and form.name != HUGGINGFACE and modules_differ(config):
-        report.note(
-            f"transformers 5 names modules of model_type {config['model_type']} otherwise than published files do, and "
-            f"loads both: {listing([*chosen.tensors])}; for other programs, write the model there with save_pretrained"
         )
 
 

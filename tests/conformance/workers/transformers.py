@@ -6,6 +6,13 @@ Jobs:
   weight is random, also those that a new model has as ones or zeros. `config` replaces sizes.
 * ``{"do": "state", "model_type", "directory", "states"}``: likewise of any model with experts, and its state, as torch
   saves it, in `states`: the directories of ``dcp`` and ``hf-sharded``. Answers the names of the state.
+* ``{"do": "published", "model_type", "directory", "state"}``: of a default model of the type, up to three tensors of
+  each kind, all with few elements: in `state` as torch saves them, in `directory` as `save_pretrained` names them.
+  Answers the class and the names of the state.
+* ``{"do": "whole", "class", "config", "directory", "state"}``: `save_pretrained` of a model, and its state as torch
+  saves it. Answers the hashes of its weights.
+* ``{"do": "load_whole", "class", "directory"}``: `from_pretrained`. Answers the names that it misses or does not know,
+  and the hashes of the weights.
 * ``{"do": "names"}``: of the types whose default models can be made without weights. Answers by type whether a model
   and its `save_pretrained` have other names, and whether experts are fused in the model and in what it saves.
 * ``{"do": "load", "directory"}``: `from_pretrained`. Answers the names that it misses or does not know, the dtypes of
@@ -17,13 +24,16 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -117,6 +127,8 @@ _SIZES_OF_VISION = {
 }
 
 
+_EXPERTS = re.compile(r'("(?:num_experts|n_routed_experts|num_local_experts|moe_num_experts)": )([0-9]+)')
+_WITH_A_HEAD = ("ForConditionalGeneration", "ForCausalLM")
 _USUAL = [
     f"MODEL_{task}MAPPING_NAMES"
     for task in ("", "FOR_CAUSAL_LM_", "FOR_IMAGE_TEXT_TO_TEXT_", "FOR_MULTIMODAL_LM_", "FOR_SEQ_TO_SEQ_CAUSAL_LM_")
@@ -158,6 +170,73 @@ def state(job: Job) -> list[str]:
     writer = HuggingFaceStorageWriter(states["hf-sharded"], save_distributed=True)
     dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
     return sorted(model.state_dict())
+
+
+def published(job: Job) -> tuple[str, list[str]]:
+    kind = CONFIG_MAPPING[job["model_type"]]
+    classes = sorted(_classes_of(job["model_type"]), key=lambda each: not each.endswith(_WITH_A_HEAD))
+    made = _made_of(job["model_type"], classes)
+    name, model = next((name, model) for name, model in made if isinstance(model.config, kind))
+    torch.manual_seed(7)
+    state: dict[str, torch.Tensor] = {}
+    count: dict[str, int] = {}
+    for tensor_name, tensor in sorted(model.state_dict().items(), key=lambda item: dot_natural_key(item[0])):
+        alike = re.sub("[0-9]+", "0", tensor_name)
+        count[alike] = count.get(alike, 0) + 1
+        if count[alike] <= 3:
+            small = torch.rand([*map(_few, tensor.shape)])
+            state[tensor_name] = small.to(tensor.dtype)
+            module, _, own = tensor_name.rpartition(".")
+            # Conversions compare shapes with those of the model.
+            parameters = model.get_submodule(module)._parameters
+            if own in parameters:
+                parameters[own] = torch.nn.Parameter(state[tensor_name], requires_grad=False)
+    config = model.config
+    config.architectures = [name]
+    config.save_pretrained(job["directory"])
+    path = Path(job["directory"], "config.json")
+    path.write_text(_EXPERTS.sub(lambda match: f"{match[1]}{_few(int(match[2]))}", path.read_text()))
+    saved = {name: tensor.clone().contiguous() for name, tensor in revert_weight_conversion(model, state).items()}
+    save_file(saved, f"{job['directory']}/model.safetensors")
+    dcp.save({"model": state}, checkpoint_id=job["state"], no_dist=True)
+    return name, sorted(state)
+
+
+def whole(job: Job) -> dict[str, str]:
+    torch.manual_seed(7)
+    kind = getattr(transformers, job["class"])
+    model = kind(kind.config_class(**job["config"]))
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.normal_()
+    model.save_pretrained(job["directory"])
+    dcp.save({"model": model.state_dict()}, checkpoint_id=job["state"], no_dist=True)
+    return {name: _digest(value) for name, value in model.state_dict().items()}
+
+
+def load_whole(job: Job) -> dict[str, Any]:
+    kind = getattr(transformers, job["class"])
+    model, info = kind.from_pretrained(job["directory"], local_files_only=True, output_loading_info=True)
+    weights = {name: _digest(value) for name, value in model.state_dict().items()}
+    return {"missing": sorted(info["missing_keys"]), "unknown": sorted(info["unexpected_keys"]), "weights": weights}
+
+
+def _few(size: int) -> int:
+    """A small size instead, which can be divided by 2 and 3."""
+    return size if size < 6 else 6 * (1 + size % 3)
+
+
+def _made_of(model_type: str, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Default models without weights, as far as they can be made."""
+    for name in names:
+        try:
+            with torch.device("meta"):
+                model = getattr(transformers, name)(CONFIG_MAPPING[model_type]())
+        except Exception:
+            # The default configuration is none of a model, or the model needs another library.
+            continue
+        yield name, model
 
 
 def names(job: Job) -> dict[str, list[bool]]:
@@ -231,4 +310,5 @@ def cast(job: Job) -> None:
 
 
 if __name__ == "__main__":
-    serve(lambda job: {"save": save, "state": state, "names": names, "load": load, "cast": cast}[job["do"]](job))
+    jobs = {each.__name__: each for each in (save, state, published, whole, load_whole, names, load, cast)}
+    serve(lambda job: jobs[job["do"]](job))
