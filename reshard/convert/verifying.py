@@ -148,7 +148,7 @@ def verify_with_source(asked: Conversion, means: Means, report: Report, crcs: Re
         def read(each: Request) -> Checkpoint:
             checkpoint = read_source(each, means.handles, report)
             if record is not None and not rules_are_asked:
-                check_rules(checkpoint, edits, out, record)
+                check_rules(checkpoint, edits, out, record, means.handles)
             return checkpoint
 
         conversion = Verified(request, files, read, recorded=record is not None)
@@ -182,9 +182,9 @@ def source_fingerprints(request: Request, means: Means, report: Report, crcs: Re
     stored = read_sound(read, crcs, report)
     if not request.form.options.by_rank:
         _check_equal(stored.checkpoint, [name for name in stored.tensors if filters.admit(name)], means)
-    target = stored if rules.is_empty else edited_source(stored, rules, report)
+    target = stored if rules.is_empty else edited_source(stored, rules, report, means.handles)
     if not rules.is_empty:
-        converted = make_edits(stored.checkpoint, rules, Report())
+        converted = make_edits(stored.checkpoint, rules, Report(), handles=means.handles)
         _check_equal(converted, [name for name in target.names if filters.admit(name)], means)
     warn_of_unmatched(filters, (target.names, () if edited else request.source.parameters), report)
     if target.names and not any(map(filters.admit, target.names)):

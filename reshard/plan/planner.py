@@ -44,7 +44,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         # Loaded only here: most conversions edit nothing.
         from reshard.plan.editing import edited, same_layouts
 
-        checkpoint = edited_checkpoint = edited(base, request.edits, report)
+        checkpoint = edited_checkpoint = edited(base, request.edits, report, handles=handles)
         if request.edits.has_masters:
             from reshard.plan.masters import check_masters
 
@@ -120,7 +120,7 @@ def read_source(
         # Loaded only here: most conversions edit nothing.
         from reshard.plan.editing import step_editor
 
-        edit = step_editor(request.edits, request.target)
+        edit = step_editor(request.edits, request.target, handles)
     return request.form.read(
         ReadRequest(
             request.asked.source,
