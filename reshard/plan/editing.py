@@ -130,7 +130,8 @@ class Editing:
         if recognised.left_out:
             left_out = f"{len(recognised.left_out)} scales of activations left out: "
             self._report.note(left_out + listing([*recognised.left_out]))
-        views = {name: _in_model(each) for name, each in recognised.tensors.items()}
+        others = {name: each for name, each in recognised.tensors.items() if each.swapped or each.columns is not None}
+        views = {name: _in_model(each) for name, each in others.items()}
         self.recipes = {name: Recipe((name,), views.get(name)) for name in self._checkpoint.tensors}
         self.values = {*self._checkpoint.values(), *self._checkpoint.without_layout()}
 
@@ -425,12 +426,13 @@ def _warn_of_buffers(checkpoint: Checkpoint, values: AbstractSet[str], report: R
         )
 
 
-def _in_model(tensor: Quantised) -> View | None:
-    """The model's tensor of the stored one: the last two dimensions may be swapped, or rows may end in padding."""
-    whole, last = View.whole(0, tensor.shape), len(tensor.shape) - 1
+def _in_model(tensor: Quantised) -> View:
+    """The model's tensor of a stored one, whose last two dimensions are swapped or whose rows end in padding."""
+    stored, last = View.whole(0, tensor.shape), len(tensor.shape) - 1
     if tensor.swapped:
-        return whole.transpose((*range(last - 1), last, last - 1))
-    return None if tensor.columns is None else whole.part(last, 0, tensor.columns)
+        return stored.transpose((*range(last - 1), last, last - 1))
+    assert tensor.columns is not None
+    return stored.part(last, 0, tensor.columns)
 
 
 def _check_not_quantised(checkpoint: Checkpoint) -> None:

@@ -136,7 +136,13 @@ def coded(
 
 
 def in_words(
-    name: str, code: str, rows: int, columns: int, group: int | None = None, scale: str = "BFloat16", sizes: str = "i4"
+    name: str,
+    code: str,
+    rows: int,
+    columns: int,
+    block: Sequence[int] = (),
+    scale: str = "BFloat16",
+    sizes: str = "i4",
 ) -> Coded:
     """A weight of random codes in words, whose rows end in whole words, with the sizes that it has without padding.
 
@@ -145,7 +151,7 @@ def in_words(
         code: `INT4` or `INT8`.
         rows: of the weight.
         columns: of the weight.
-        group: elements per scale; None for a row.
+        block: elements per scale, per dimension; a row if it is empty.
         scale: type of the scales.
         sizes: NumPy's name of the type of the sizes.
     """
@@ -153,8 +159,10 @@ def in_words(
     words = -(-columns // per_word)
     names = (name, f"{stem}.weight_packed", f"{stem}.weight_scale")
     padded = (rows, words * per_word)
-    block = (1, padded[1] if group is None else group)
-    whole = coded(names, code, padded, block, scale, dtype="Int32", stored_shape=(rows, words))
+    scale_shape = (1,) if block == padded else ()
+    whole = coded(
+        names, code, padded, block or (1, padded[1]), scale, scale_shape, dtype="Int32", stored_shape=(rows, words)
+    )
     listed: Parts = ("Int32" if sizes == "i4" else "Int64", (2,), np.array([rows, columns], f"<{sizes}").tobytes())
     return Coded(name, {**whole.stored, f"{stem}.weight_shape": listed}, whole.values[:, :columns].copy())
 
@@ -218,17 +226,18 @@ def weights(scheme: str) -> tuple[dict[str, Any], list[Coded]]:
         return TENSORS, [coded(a, "Float8E4M3FN", (6, 8), (6, 8), "BFloat16", (1,))]
     if scheme == "packed int4 groups":
         return packed({"num_bits": 4, "symmetric": True, "strategy": "group", "group_size": 8}), [
-            in_words("a.weight", INT4, 6, 16, 8),
-            in_words("b.weight", INT4, 4, 24, 8, "Float32", "i8"),
+            in_words("a.weight", INT4, 6, 16, (1, 8)),
+            in_words("b.weight", INT4, 4, 24, (1, 8), "Float32", "i8"),
         ]
     if scheme == "packed int4 channels":
-        return packed({"num_bits": 4, "strategy": "channel"}), [
+        return packed({"num_bits": 4, "strategy": "channel"}, {"num_bits": 4, "strategy": "tensor"}), [
             in_words("a.weight", INT4, 6, 34),
-            in_words("b.weight", INT4, 4, 16, None, "Float32", "i8"),
+            in_words("b.weight", INT4, 4, 16, (), "Float32", "i8"),
+            in_words("c.weight", INT4, 4, 10, (4, 16)),
         ]
     if scheme == "packed int8":
         settings = ({"strategy": "channel"}, {"num_bits": 8, "strategy": "group", "group_size": 4})
-        return packed(*settings), [in_words("a.weight", INT8, 6, 10), in_words("b.weight", INT8, 6, 12, 4)]
+        return packed(*settings), [in_words("a.weight", INT8, 6, 10), in_words("b.weight", INT8, 6, 12, (1, 4))]
     assert scheme == "mxfp4"
     names = ("e.up", "e.up_blocks", "e.up_scales")
     blocks = (2, 4, 2, 16)
