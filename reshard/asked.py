@@ -570,7 +570,7 @@ class Edits(Group):
     )
     dequantize: str | None = _option(
         None,
-        "Turn quantised weights (block FP8, FP8 and Int8 with scales, MXFP4) into BFloat16, Float16 or Float32; "
+        "Turn quantised weights (FP8, Int8 and Int4 with scales, MXFP4) into BFloat16, Float16 or Float32; "
         "scales are left out.",
         "Names and types",
         metavar="DTYPE",

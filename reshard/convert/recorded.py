@@ -7,6 +7,7 @@ import shlex
 from dataclasses import replace
 
 from reshard.asked import CHANGES, Conversion, Effort
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint
 from reshard.errors import UsageError
 from reshard.forms.ranks.naming import RANK, fixed_directory
@@ -174,13 +175,15 @@ def as_recorded(asked: Conversion, record: Record, report: Report) -> Conversion
     return replace(asked, source=source, target=target, edits=edits)
 
 
-def check_rules(checkpoint: Checkpoint, rules: EditRules, out: str, record: Record) -> None:
+def check_rules(checkpoint: Checkpoint, rules: EditRules, out: str, record: Record, handles: FileHandles) -> None:
     """Compare rules of names and types, applied to the source, with those that a directory was written with.
 
     Raises:
         UsageError: they are others.
     """
-    if _edits_digest(checkpoint if rules.is_empty else edited(checkpoint, rules, Report())) == record.digests["edits"]:
+    if not rules.is_empty:
+        checkpoint = edited(checkpoint, rules, Report(), handles=handles)
+    if _edits_digest(checkpoint) == record.digests["edits"]:
         return
     words = " ".join(record.asked.edits.words(CHANGES))
     raise UsageError(

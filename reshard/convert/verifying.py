@@ -146,7 +146,7 @@ def verify_with_source(asked: Conversion, means: Reading) -> list[Difference]:
         def read(each: Request) -> Checkpoint:
             checkpoint = read_source(each, means)
             if record is not None and not rules_are_asked:
-                check_rules(checkpoint, edits, out, record)
+                check_rules(checkpoint, edits, out, record, means.handles)
             return checkpoint
 
         conversion = Verified(request, files, read, recorded=record is not None)
@@ -180,9 +180,9 @@ def source_fingerprints(request: Request, means: Reading) -> Fingerprints:
     stored = read_sound(read, means)
     if not request.form.options.by_rank:
         _check_equal(stored.checkpoint, [name for name in stored.tensors if filters.admit(name)], means)
-    target = stored if rules.is_empty else edited_source(stored, rules, means.report)
+    target = stored if rules.is_empty else edited_source(stored, rules, means.report, means.handles)
     if not rules.is_empty:
-        converted = make_edits(stored.checkpoint, rules, Report())
+        converted = make_edits(stored.checkpoint, rules, Report(), handles=means.handles)
         _check_equal(converted, [name for name in target.names if filters.admit(name)], means)
     warn_of_unmatched(filters, (target.names, () if edited else request.source.parameters), means.report)
     if target.names and not any(map(filters.admit, target.names)):

@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.checkpoints import Tensor
+from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint, GlobalTensor, Packing, Recipe, TiedTensors
 from reshard.checkpoints.formats.dtypes import INT4, TEXT
 from reshard.errors import CheckpointError, UsageError
@@ -27,11 +27,18 @@ from reshard.text.names import is_training_value
 
 if TYPE_CHECKING:
     from reshard.names import Applied, SizedOperation
+    from reshard.quantised import Quantised
 
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
 
-def edited(checkpoint: Checkpoint, edits: EditRules, report: Report, complete: bool = True) -> EditedCheckpoint:
+def edited(
+    checkpoint: Checkpoint,
+    edits: EditRules,
+    report: Report,
+    complete: bool = True,
+    handles: FileHandles | None = None,
+) -> EditedCheckpoint:
     """The checkpoint that edits make of a source.
 
     Args:
@@ -39,13 +46,14 @@ def edited(checkpoint: Checkpoint, edits: EditRules, report: Report, complete: b
         edits: the edits.
         report: gets notes.
         complete: whether the checkpoint is the whole source.
+        handles: open files, which have the shapes of some quantised tensors; None where only names count.
 
     Raises:
         InputError: the edits do not fit the source.
     """
     if edits.additions is not None and (edits.tables or edits.casts):
         raise UsageError("additions to tensors exclude rules of names and casts")
-    editing = Editing(checkpoint, edits, report, complete)
+    editing = Editing(checkpoint, edits, report, complete, handles)
     for option, step in STEPS:
         if option is None or getattr(editing.edits, option):
             step(editing)
@@ -62,11 +70,19 @@ class Editing:
         unseen: the new name of each parameter that only absent ranks hold; None if unknown.
     """
 
-    def __init__(self, checkpoint: Checkpoint, edits: EditRules, report: Report, complete: bool = True) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        edits: EditRules,
+        report: Report,
+        complete: bool = True,
+        handles: FileHandles | None = None,
+    ) -> None:
         self._checkpoint = checkpoint
         self.edits = edits
         self._report = report
         self._complete = complete
+        self._handles = handles
         self.recipes: Mapping[str, Recipe] = {name: Recipe((name,)) for name in checkpoint.tensors}
         self.values: AbstractSet[str] = {*checkpoint.values(), *checkpoint.without_layout()}
         self.unseen: Mapping[str, str | None] = {name: name for name in checkpoint.unseen}
@@ -102,11 +118,11 @@ class Editing:
         return {name for name in self.unseen.values() if name is not None}
 
     def dequantise(self) -> None:
-        """Replace codes and scales by the numbers that they stand for; dimensions of some are swapped in files."""
+        """Replace codes and scales by the numbers that they stand for."""
         from reshard.quantised import dequantised, describe
 
         assert self.edits.quantisation is not None
-        self._checkpoint, recognised = dequantised(self._checkpoint, self.edits.quantisation)
+        self._checkpoint, recognised = dequantised(self._checkpoint, self.edits.quantisation, self._handles)
         if not recognised.tensors:
             self._report.warn("--dequantize: no tensor of the source is quantised")
         for scheme, count in describe(recognised).items():
@@ -114,7 +130,8 @@ class Editing:
         if recognised.left_out:
             left_out = f"{len(recognised.left_out)} scales of activations left out: "
             self._report.note(left_out + listing([*recognised.left_out]))
-        views = {name: _swapped(each.shape) for name, each in recognised.tensors.items() if each.swapped}
+        others = {name: each for name, each in recognised.tensors.items() if each.swapped or each.columns is not None}
+        views = {name: _in_model(each) for name, each in others.items()}
         self.recipes = {name: Recipe((name,), views.get(name)) for name in self._checkpoint.tensors}
         self.values = {*self._checkpoint.values(), *self._checkpoint.without_layout()}
 
@@ -376,17 +393,18 @@ STEPS: tuple[tuple[str | None, Callable[[Editing], None]], ...] = (
 """What is applied, in this order, and the attribute of `EditRules` that asks for it; None for what always is."""
 
 
-def step_editor(edits: EditRules, target: Strategy) -> Callable[[Checkpoint], EditedStep]:
+def step_editor(edits: EditRules, target: Strategy, handles: FileHandles) -> Callable[[Checkpoint], EditedStep]:
     """A function that edits a checkpoint, complete or not; see `forms.request.Request`.
 
     Args:
         edits: the edits.
         target: the strategy of the target, which may be `same`.
+        handles: open files.
     """
 
     def edit(checkpoint: Checkpoint) -> EditedStep:
         # The notes are printed when the chosen step is edited.
-        result = edited(checkpoint, edits, Report(), complete=False)
+        result = edited(checkpoint, edits, Report(), complete=False, handles=handles)
         strategy = target
         if target.path == SAME:
             strategy = same_layouts(target, result)
@@ -409,9 +427,13 @@ def _warn_of_buffers(checkpoint: Checkpoint, values: AbstractSet[str], report: R
         )
 
 
-def _swapped(shape: Sequence[int]) -> View:
-    """A tensor with its last two dimensions swapped, given its stored shape."""
-    return View.whole(0, shape).transpose((*range(len(shape) - 2), len(shape) - 1, len(shape) - 2))
+def _in_model(tensor: Quantised) -> View:
+    """The model's tensor of a stored one, whose last two dimensions are swapped or whose rows end in padding."""
+    stored, last = View.whole(0, tensor.shape), len(tensor.shape) - 1
+    if tensor.swapped:
+        return stored.transpose((*range(last - 1), last, last - 1))
+    assert tensor.columns is not None
+    return stored.part(last, 0, tensor.columns)
 
 
 def _check_not_quantised(checkpoint: Checkpoint) -> None:

@@ -27,7 +27,7 @@ def make_plan(request: Request, means: Means) -> Plan:
         ReshardError: the request cannot be met; nothing has been written.
     """
     source = read_source(request, means)
-    edited = _edited(source, request, means.report)
+    edited = _edited(source, request, means)
     checkpoint = _with_steps(edited, request, means)
     request = request._replace(target=_target(request, source, edited, checkpoint, means.report))
     files = _target_files(request, checkpoint, means)
@@ -46,14 +46,14 @@ def make_plan(request: Request, means: Means) -> Plan:
     return plan
 
 
-def _edited(source: Checkpoint, request: Request, report: Report) -> Checkpoint:
+def _edited(source: Checkpoint, request: Request, means: Means) -> Checkpoint:
     """The source with other names, packing and types."""
     if request.edits.is_empty:
         return source
     # Loaded only here: most conversions edit nothing.
     from reshard.plan.editing import edited
 
-    checkpoint = edited(source, request.edits, report)
+    checkpoint = edited(source, request.edits, means.report, handles=means.handles)
     if request.edits.has_masters:
         from reshard.plan.masters import check_masters
 
@@ -128,7 +128,7 @@ def read_source(request: Request, means: Means) -> Checkpoint:
         # Loaded only here: most conversions edit nothing.
         from reshard.plan.editing import step_editor
 
-        request = request._replace(edit=step_editor(request.edits, request.target))
+        request = request._replace(edit=step_editor(request.edits, request.target, means.handles))
     return request.form.read(request, means)
 
 

@@ -28,7 +28,9 @@ from reshard.checkpoints.checkpoint import (
     Sharding,
     StoredSlice,
 )
+from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.errors import CheckpointError
 from reshard.layout import Box, Grid, boxes_of_range, inside, intersection, placed, shape_of, volume_of, whole_box
 from reshard.quantised.schemes import Quantisation, Quantised, Recognised, TypedShape, recognise
@@ -50,7 +52,7 @@ from reshard.quantised.values import (
     tables_of,
     tables_of_exponents,
 )
-from reshard.storage import read_json
+from reshard.storage import fill, read_json, reading
 from reshard.text.messages import quoted
 
 _CONFIG = "config.json"
@@ -64,13 +66,15 @@ _MEMORY_PER_SCALE = 64
 _MEMORY_PER_EXPONENT = 8
 # The scales and tables that a thread used last: the next rows mostly need the same ones.
 _RECENT = threading.local()
+# Bytes of a word that holds several codes.
+_WORD_BYTES = 4
 # Bytes of copies of scales that are compared at a time.
 _COMPARED = 1 << 18
 
 
 @dataclass(frozen=True)
 class _Scales:
-    """Scales, or zero points, of one tensor.
+    """Scales, zero points or sizes of one tensor.
 
     Attributes:
         name: the stored tensor.
@@ -149,7 +153,9 @@ class _Scaled:
 class ScaledCodes:
     """Decodes one tensor; see `checkpoint.Decoding`."""
 
-    def __init__(self, tensor: Quantised, dtype: str, scales: _Scales, offsets: _Scales | None) -> None:
+    def __init__(
+        self, tensor: Quantised, dtype: str, scales: _Scales, offsets: _Scales | None, sizes: _Scales | None
+    ) -> None:
         self.name = tensor.name
         self.stored = tensor.codes
         self.beside = tensor.sources[1:]
@@ -157,6 +163,7 @@ class ScaledCodes:
         self._tensor = tensor
         self._scales = scales
         self._offsets = offsets
+        self._sizes = sizes
         self._per_byte: int = numbers_of(tensor.code).shape[1]
         self._sharing = math.prod(map(min, tensor.block, tensor.shape))
         self._compared = False
@@ -168,14 +175,17 @@ class ScaledCodes:
         return -(-elements // self._per_byte)
 
     def to(self, dtype: str) -> ScaledCodes:
-        return ScaledCodes(self._tensor, dtype, self._scales, self._offsets)
+        return ScaledCodes(self._tensor, dtype, self._scales, self._offsets, self._sizes)
 
     def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, memory: memoryview) -> int:
         """Fill ``out`` with elements of a slice; see `checkpoint.Decoding`."""
         if not self._compared:
-            for scales_or_offsets in (self._scales, self._offsets):
-                if scales_or_offsets is not None:
-                    scales_or_offsets.check_copies(read)
+            for each in (self._scales, self._offsets, self._sizes):
+                if each is not None:
+                    each.check_copies(read)
+            if self._sizes is not None:
+                columns = self._tensor.columns or self._tensor.shape[-1]
+                _columns_of(self._tensor, self._sizes, read, range(columns, columns + 1))
             self._compared = True
         item_size = ITEM_SIZES[self.dtype]
         words, room = np.frombuffer(out, f"u{item_size}"), np.frombuffer(memory, np.uint8)
@@ -214,7 +224,8 @@ class ScaledCodes:
         code, block = self._tensor.code, self._tensor.block
         scales = scale_box(box, block)
         if scaled.factors is not None:
-            multiply(codes, code, scaled.factors[inside(scales, scaled.box)], block, box, out, memory)
+            factors = scaled.factors[inside(scales, scaled.box)]
+            multiply(codes, code, factors, self.dtype, block, box, out, memory)
             return 0
         if self._exponents:
             tables, numbers = tables_of_exponents(code, self.dtype), scaled.scales[inside(scales, scaled.box)]
@@ -294,6 +305,43 @@ class ScaledCodes:
         return scales
 
 
+def _columns_of(tensor: Quantised, sizes: _Scales, read: ReadBytes, expected: range) -> int:
+    """The elements of a row of the model's tensor by its stored sizes; refuses others than its words have."""
+    words = sizes.read(read, whole_box(sizes.shape))
+    rows, columns = map(int, words.view(f"i{words.itemsize}"))
+    if rows != tensor.shape[0] or columns not in expected:
+        fitting = expected[0] if len(expected) == 1 else f"{expected[0]} to {expected[-1]}"
+        raise CheckpointError(
+            f"{sizes.slices[0].path}: {quoted(sizes.name)} is {rows} x {columns}, but {quoted(tensor.codes)} and its "
+            f"scales have {tensor.shape[0]} x {fitting} codes",
+            file=sizes.slices[0].path,
+            rank=sizes.slices[0].rank,
+            parameter=tensor.name,
+            hint="the checkpoint is damaged; without --dequantize, it is copied unchanged",
+        )
+    return columns
+
+
+def _without_padding(base: Checkpoint, recognised: Recognised, handles: FileHandles) -> Recognised:
+    """The quantised tensors with the columns of their models: where a scale is a row's, only stored sizes show them."""
+
+    def read(source: StoredSlice, start: int, out: memoryview) -> None:
+        with reading(source.path), handles.borrow(source.path) as file:
+            for offset, length in file_ranges(source.extents, start, len(out)):
+                fill(file, offset, out[:length], source.rank)
+                out = out[length:]
+
+    tensors = dict(recognised.tensors)
+    for name, each in tensors.items():
+        most = each.shape[-1]
+        if each.sizes is not None and each.block[-1] >= most:
+            fewest = most - _WORD_BYTES * numbers_of(each.code).shape[1] + 1
+            sizes = _scales(base, each.sizes, each, (2,))
+            columns = _columns_of(each, sizes, read, range(fewest, most + 1))
+            tensors[name] = each._replace(columns=None if columns == most else columns)
+    return recognised._replace(tensors=tensors)
+
+
 class DequantisedCheckpoint(EditedCheckpoint):
     """A checkpoint whose quantised tensors have the type, one of `dtypes.CAST_TO`, and shape of numbers."""
 
@@ -333,8 +381,10 @@ class _Tensors(ByName[GlobalTensor]):
         created = self._created.get(name)
         if created is None:
             codes = self._base.tensors[tensor.codes]
-            scales = _scales(self._base, tensor.scales, tensor)
-            offsets = None if tensor.offsets is None else _scales(self._base, tensor.offsets, tensor)
+            shape = tensor.scale_shape or (1,)
+            scales = _scales(self._base, tensor.scales, tensor, shape)
+            offsets = None if tensor.offsets is None else _scales(self._base, tensor.offsets, tensor, shape)
+            sizes = None if tensor.sizes is None else _scales(self._base, tensor.sizes, tensor, (2,))
             created = self._created[name] = GlobalTensor(
                 name,
                 self._dtype,
@@ -342,7 +392,7 @@ class _Tensors(ByName[GlobalTensor]):
                 tensor.shape,
                 tuple(_unpacked(sharding, tensor, codes) for sharding in codes.shardings),
                 codes.shards,
-                decoding=ScaledCodes(tensor, self._dtype, scales, offsets),
+                decoding=ScaledCodes(tensor, self._dtype, scales, offsets, sizes),
             )
         return created
 
@@ -376,8 +426,7 @@ def _unpacked(sharding: Sharding, tensor: Quantised, codes: GlobalTensor) -> Sha
     return _Unpacked(Grid((*edges[:-1], tuple(edge * packed for edge in edges[-1]))), sharding)
 
 
-def _scales(base: Checkpoint, name: str, tensor: Quantised) -> _Scales:
-    shape = tensor.scale_shape or (1,)
+def _scales(base: Checkpoint, name: str, tensor: Quantised, shape: tuple[int, ...]) -> _Scales:
     stored = base.tensors.get(name)
     if stored is None:
         entries = {holder: base.indexes[holder].tensors[name] for holder in base.holders(name)}
@@ -428,8 +477,15 @@ def quantisation_of(directory: str, dtype: str, config: Mapping[str, Any] | None
     return Quantisation(dtype, config, read_json(os.path.join(directory, _DESCRIPTION), _MAX_DESCRIPTION), place)
 
 
-def dequantised(checkpoint: Checkpoint, quantisation: Quantisation) -> tuple[Checkpoint, Recognised]:
+def dequantised(
+    checkpoint: Checkpoint, quantisation: Quantisation, handles: FileHandles | None
+) -> tuple[Checkpoint, Recognised]:
     """The dequantised checkpoint, or the checkpoint itself if nothing is quantised.
+
+    Args:
+        checkpoint: with codes.
+        quantisation: the settings.
+        handles: read the sizes of weights in words; None where only names count, and rows end with their words.
 
     Raises:
         CheckpointError: a tensor is quantised in an unknown way, or scales do not fit.
@@ -445,6 +501,8 @@ def dequantised(checkpoint: Checkpoint, quantisation: Quantisation) -> tuple[Che
         raise
     if not recognised.tensors:
         return checkpoint, recognised
+    if handles is not None:
+        recognised = _without_padding(checkpoint, recognised, handles)
     return DequantisedCheckpoint(checkpoint, recognised, quantisation.dtype), recognised
 
 

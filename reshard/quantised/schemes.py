@@ -13,13 +13,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.errors import CheckpointError
-from reshard.quantised.values import E2M1, OFFSET_TYPES, SCALE_TYPES, scale_box
+from reshard.quantised.values import E2M1, FLOATS, INT4, INT8, OFFSET_TYPES, SCALE_TYPES, scale_box
 from reshard.text.messages import listing, quoted
 
 Shape = tuple[int, ...]
 
 FP8 = ("Float8E4M3FN", "Float8E5M2")
 _PACKED = ("Int8", "UInt8")
+# Weights of 4 and 8 bits in words of 32, for which compressed-tensors has this format. Its releases store other numbers
+# of bits in different ways.
+_WORDS, _PACK_QUANTIZED, _WORD_BITS = ".weight_packed", "pack-quantized", 32
+_CODE_OF_BITS = {4: INT4, 8: INT8}
+# Rows and columns of a weight in words, whose rows end in whole words.
+_SIZES = ".weight_shape"
 # Elements per scale of the MX formats, which their definition fixes.
 _MX = 32
 
@@ -27,11 +33,12 @@ _MX = 32
 _SCALES = (
     (".weight_scale_inv", ".weight"),
     (".weight_scale", ".weight"),
+    (".weight_scale", _WORDS),
     (".scale", ".weight"),
     ("_scale_inv", ""),
     ("_scales", "_blocks"),
 )
-# Endings of zero points; the rest of the name is the weight's.
+# Endings of zero points, in place of `.weight`.
 _OFFSETS = (".weight_offset", ".weight_zero_point")
 # Scales of activations and of the cache of keys and values: a dequantised model does not use them.
 _OF_ACTIVATIONS = (
@@ -49,9 +56,7 @@ _OF_ACTIVATIONS = (
 )
 # Endings of tensors of schemes that are not supported.
 _OTHER_SCHEMES = {
-    ".weight_packed": "weights packed into words (compressed-tensors pack-quantized or nvfp4)",
     ".weight_global_scale": "two levels of scales (nvfp4)",
-    ".weight_shape": "weights packed into words (compressed-tensors pack-quantized)",
     ".weight_g_idx": "groups in the order of activations",
     ".qweight": "GPTQ or AWQ",
     ".qzeros": "GPTQ or AWQ",
@@ -64,7 +69,7 @@ _OTHER_SCHEMES = {
     ".scale_second": "two levels of scales (W4A8)",
 }
 # Endings that no unquantised model has. Others, such as logit_scale, may be parameters.
-_ONLY_QUANTISED = (".weight_scale", ".weight_scale_inv", "_scale_inv", "_blocks", *_OFFSETS)
+_ONLY_QUANTISED = (".weight_scale", ".weight_scale_inv", "_scale_inv", "_blocks", _SIZES, *_OFFSETS)
 
 _COPY = "in a copy of the file, and pass that with --config"
 
@@ -106,9 +111,11 @@ class Quantised(NamedTuple):
         code: the type of its bytes, one of `values.CODES`.
         scales: the stored tensor of the scales.
         offsets: the stored tensor of the zero points; None without them.
-        shape: shape of the dequantised tensor.
+        shape: shape of the stored tensor, in elements.
         block: elements per scale, per dimension.
         swapped: whether the last two dimensions of the stored tensor are swapped in the model.
+        sizes: the stored tensor of the rows and columns of the model's; None without it.
+        columns: the elements of a row of the model's; the other elements of stored rows are padding.
     """
 
     name: str
@@ -120,6 +127,8 @@ class Quantised(NamedTuple):
     block: Shape
     scheme: str
     swapped: bool = False
+    sizes: str | None = None
+    columns: int | None = None
 
     @property
     def scale_shape(self) -> Shape:
@@ -128,8 +137,8 @@ class Quantised(NamedTuple):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The stored tensors of codes, scales and zero points."""
-        return tuple(name for name in (self.codes, self.scales, self.offsets) if name is not None)
+        """The stored tensors of codes, scales, zero points and sizes."""
+        return tuple(name for name in (self.codes, self.scales, self.offsets, self.sizes) if name is not None)
 
 
 class Recognised(NamedTuple):
@@ -177,9 +186,18 @@ def recognise(stored: Mapping[str, TypedShape], quantisation: Quantisation) -> R
     for name, tensor in stored.items():
         pair = _scale_of(name, stored)
         if pair is None:
+            if name.endswith(_WORDS):
+                raise _without(name, name.removesuffix(_WORDS) + ".weight_scale")
             continue
         scales, new_name = pair
-        offsets = _offsets_of(name, stored)
+        if new_name != name and new_name in stored:
+            raise CheckpointError(
+                f"{quoted(name)} holds codes of {quoted(new_name)}, which is in the checkpoint, too",
+                parameter=name,
+                hint="leave one of them out with --exclude",
+            )
+        offsets = _offsets_of(new_name, stored)
+        sizes = name.removesuffix(_WORDS) + _SIZES if name.endswith(_WORDS) else None
         if settings is None and description is None:
             missing = "does not exist" if quantisation.config is None else "has no quantization_config"
             raise CheckpointError(
@@ -188,12 +206,12 @@ def recognise(stored: Mapping[str, TypedShape], quantisation: Quantisation) -> R
                 hint="name the model's own config.json with --config",
             )
         # Decided once for all of the same types and shapes, unless the description lists each tensor.
-        types = tensor, stored[scales], scales.endswith("_scales"), offsets and stored[offsets]
+        types = tensor, stored[scales], scales.endswith("_scales"), offsets and stored[offsets], stored.get(sizes or "")
         example = None if description is not None else examples.get(types)
         if example is None:
-            example = _quantised(name, tensor, scales, offsets, new_name, stored, settings or {}, description)
+            example = _quantised(name, tensor, scales, offsets, sizes, new_name, stored, settings or {}, description)
             examples[types] = example
-        quantised[new_name] = example._replace(name=new_name, codes=name, scales=scales, offsets=offsets)
+        quantised[new_name] = example._replace(name=new_name, codes=name, scales=scales, offsets=offsets, sizes=sizes)
         used.update(quantised[new_name].sources)
     left_out = [name for name in stored if name not in used and name.endswith(_OF_ACTIVATIONS)]
     used.update(left_out)
@@ -291,13 +309,13 @@ def _scale_of(name: str, stored: Mapping[str, TypedShape]) -> tuple[str, str] | 
             continue
         stem = name[: len(name) - len(weight)]
         if stem + scale in stored:
-            return stem + scale, stem if weight == "_blocks" else name
+            return stem + scale, {"_blocks": stem, _WORDS: stem + ".weight"}.get(weight, name)
     return None
 
 
-def _offsets_of(name: str, stored: Mapping[str, TypedShape]) -> str | None:
-    stem = name[: -len(".weight")]
-    return next((stem + end for end in _OFFSETS if name.endswith(".weight") and stem + end in stored), None)
+def _offsets_of(new_name: str, stored: Mapping[str, TypedShape]) -> str | None:
+    stem = new_name[: -len(".weight")]
+    return next((stem + end for end in _OFFSETS if new_name.endswith(".weight") and stem + end in stored), None)
 
 
 def _quantised(
@@ -305,6 +323,7 @@ def _quantised(
     tensor: TypedShape,
     scales: str,
     offsets: str | None,
+    sizes: str | None,
     new_name: str,
     stored: Mapping[str, TypedShape],
     settings: Mapping[str, Any],
@@ -314,10 +333,23 @@ def _quantised(
     scale = stored[scales]
     if scale.dtype not in SCALE_TYPES:
         raise _unknown(name, scales, f"scales of type {scale.dtype}")
-    if offsets is not None and stored[offsets].dtype not in OFFSET_TYPES:
+    if offsets is not None and (sizes is not None or stored[offsets].dtype not in OFFSET_TYPES):
         raise _unknown(name, offsets, f"zero points of type {stored[offsets].dtype}")
     code, shape = tensor.dtype, tensor.shape
-    if scales.endswith("_scales"):
+    candidates: list[Quantised] = []
+    schemes: list[tuple[str, Shape, bool]] = []
+    if sizes is not None:
+        if code != "Int32" or len(shape) != 2 or scale.dtype not in FLOATS:
+            raise _unknown(name, scales, f"{code} of shape {list(shape)} with scales of type {scale.dtype}")
+        if sizes not in stored:
+            raise _without(name, sizes)
+        if stored[sizes].dtype not in ("Int32", "Int64") or stored[sizes].shape != (2,):
+            raise _unknown(name, sizes, f"sizes of type {stored[sizes].dtype} and shape {list(stored[sizes].shape)}")
+        candidates = [
+            Quantised(new_name, name, in_words, scales, None, elements, block, scheme, sizes=sizes)
+            for scheme, in_words, elements, block in _in_words(name, shape, settings)
+        ]
+    elif scales.endswith("_scales"):
         if code != "UInt8" or len(shape) < 2 or shape[-1] * 2 != _MX or scale.dtype != "UInt8":
             raise _unknown(name, scales, f"blocks of type {code} and shape {list(shape)}")
         code, shape = E2M1, (*shape[:-2], shape[-2] * _MX)
@@ -334,7 +366,7 @@ def _quantised(
         raise _unknown(name, scales, f"elements of type {code}")
     # gpt-oss stores [experts, out, in] in blocks, and its unquantised weights are [experts, in, out].
     swapped = scales.endswith("_scales") and len(shape) > 2
-    candidates = [
+    candidates += [
         Quantised(new_name, name, code, scales, offsets, shape, block, scheme, swapped) for scheme, block, _ in schemes
     ]
     fitting = [each for each in candidates if _fits(scale.shape, each)]
@@ -346,7 +378,7 @@ def _quantised(
             hint="the scales or quantization_config of config.json belong to another checkpoint",
         )
     # Blocks of 100 and of 128 both cut 200 columns in two.
-    if len({tuple(map(min, each.block, shape)) for each in fitting}) > 1:
+    if len({(each.shape, *map(min, each.block, each.shape)) for each in fitting}) > 1:
         schemes_text = " and ".join(each.scheme for each in fitting)
         raise CheckpointError(
             f"{quoted(name)}: its scales fit two schemes of config.json: {schemes_text}", parameter=name
@@ -369,6 +401,8 @@ def _quantised(
 def _fits(shape: Shape, candidate: Quantised) -> bool:
     """Whether stored scales have the shape of a scheme; only dimensions of one scale may be absent."""
     needed = candidate.scale_shape
+    if candidate.sizes is not None and candidate.shape[-1] % candidate.block[-1]:
+        return False
     if math.prod(needed) == 1:
         return math.prod(shape) == 1
     return shape == needed or (candidate.scheme.endswith("per channel") and needed[-1] == 1 and shape == needed[:-1])
@@ -397,22 +431,54 @@ def _blocks(
         else:
             yield *_in_blocks(name, sizes, rank, "weight_block_size"), False
     else:
-        weights = [
-            group["weights"]
-            for group in (settings.get("config_groups") or {}).values()
-            if isinstance(group, dict) and isinstance(group.get("weights"), dict)
-        ]
-        for each in weights:
-            strategy, shifted = each.get("strategy"), each.get("symmetric", True) is not True
-            if strategy == "tensor":
-                yield *per_tensor, shifted
-            elif strategy == "channel":
-                yield *per_channel, shifted
-            elif strategy == "group" and isinstance(each.get("group_size"), int) and each["group_size"] > 0:
-                size = each["group_size"]
-                yield f"in groups of {size}", (*(1,) * (rank - 1), size), shifted
-            elif strategy == "block":
-                yield *_in_blocks(name, each.get("block_structure"), rank, "block_structure"), shifted
+        for weights in _weights_of(settings, packed=False):
+            for block in _blocks_by(name, shape, weights):
+                yield *block, weights.get("symmetric", True) is not True
+
+
+def _weights_of(settings: Mapping[str, Any], packed: bool) -> list[Mapping[str, Any]]:
+    """What `config_groups` list of weights that are packed into words, or of all others."""
+    groups = [_object(group) for group in _object(settings.get("config_groups")).values()]
+    return [
+        group["weights"]
+        for group in groups
+        if isinstance(group.get("weights"), dict)
+        and ((group.get("format") or settings.get("format")) == _PACK_QUANTIZED) == packed
+    ]
+
+
+def _blocks_by(name: str, shape: Shape, weights: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
+    """The blocks of a weight by its group of compressed-tensors, if the strategy is known."""
+    strategy, size, rank = weights.get("strategy"), weights.get("group_size"), len(shape)
+    if strategy == "tensor":
+        yield "per tensor", shape
+    elif strategy == "channel":
+        yield "per channel", (*(1,) * (rank - 1), *shape[-1:])
+    elif strategy == "group" and isinstance(size, int) and size > 0:
+        yield f"in groups of {size}", (*(1,) * (rank - 1), size)
+    elif strategy == "block":
+        yield _in_blocks(name, weights.get("block_structure"), rank, "block_structure")
+
+
+def _in_words(name: str, words: Shape, settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Shape, Shape]]:
+    """The possible schemes of a weight in words by its configuration: name, code, shape in elements, block."""
+    groups = _weights_of(settings, packed=True)
+    if not groups:
+        raise _unknown(name, name, f"config_groups of quantization_config list no weights of format {_PACK_QUANTIZED}")
+    for weights in groups:
+        kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+        code = _CODE_OF_BITS.get(bits) if kind == "int" and type(bits) is int else None
+        if code is None:
+            raise _unknown(name, name, f"{_PACK_QUANTIZED} with num_bits {bits} and type {kind}, not 4 or 8 and int")
+        if weights.get("symmetric", True) is not True:
+            raise _unknown(name, name, f"{_PACK_QUANTIZED} with zero points (symmetric: false)")
+        per_word = _WORD_BITS // bits
+        shape = (*words[:-1], words[-1] * per_word)
+        for how, block in _blocks_by(name, shape, weights):
+            # Otherwise the padding of a row would be a part of its last group.
+            if block[-1] % per_word:
+                raise _unknown(name, name, f"{how}, which fill no whole words of {per_word} codes")
+            yield f"packed Int{bits} {how}", code, shape, block
 
 
 def _in_blocks(name: str, sizes: object, rank: int, key: str) -> tuple[str, Shape]:
@@ -458,6 +524,14 @@ def _check_unused(
             raise CheckpointError(
                 f"{quoted(name)} is quantised as {kind}, but no tensor holds its scales", parameter=name
             )
+
+
+def _without(name: str, missing: str) -> CheckpointError:
+    return CheckpointError(
+        f"{quoted(name)} needs {quoted(missing)}, which is not in the checkpoint",
+        parameter=name,
+        hint="the checkpoint is incomplete, or the weight was saved without its scales",
+    )
 
 
 def _unknown(name: str, scales: str, problem: str) -> CheckpointError:

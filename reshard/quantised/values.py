@@ -29,10 +29,13 @@ Rows = npt.NDArray[np.intp]
 E2M1 = "E2M1"
 """Codes of four bits, two in a byte, the low ones first: a sign, two bits of exponent, one of mantissa."""
 
+INT4, INT8 = "Int4+8", "Int8+128"
+"""Codes that are stored as number + 8, two in a byte, the low ones first, and as number + 128."""
+
 EXPONENTS = ("Float8E8M0", "UInt8")
 """Types of scales that are exponents of two."""
 
-CODES = ("Float8E4M3FN", "Float8E5M2", "Int8", E2M1)
+CODES = ("Float8E4M3FN", "Float8E5M2", "Int8", E2M1, INT4, INT8)
 """Types of codes that can be decoded."""
 
 FLOATS = ("Float32", "BFloat16", "Float16")
@@ -49,8 +52,8 @@ MAX_TABLES = 256
 # Tables that are made at a time: each has temporary arrays of some KiB.
 _TABLES_AT_A_TIME = 16
 
-MEMORY_PER_BYTE = 10
-"""Bytes of working memory for a byte of codes, at least: two kinds of indices, or words."""
+MEMORY_PER_BYTE = 16
+"""Bytes of working memory for a byte of codes, at least: an index, and a word for each of two elements."""
 
 # Minimum average of bytes whose rows have equal scales, if they are decoded together.
 _MIN_TOGETHER = 1 << 14
@@ -77,12 +80,18 @@ class Float8(NamedTuple):
 
 
 FLOAT8 = {"Float8E4M3FN": Float8(20, 0x87F00000, 120, 0x7F), "Float8E5M2": Float8(21, 0x8FE00000, 112, 0x7C)}
-"""Codes that are multiplied as bits, beside Int8."""
+"""Codes that are multiplied as bits."""
 
-# The least word of Float32 that becomes infinite as BFloat16.
-_BECOMES_INFINITE = 0x7F7F8000
+# The least words of Float32 that become infinite.
+_BECOMES_INFINITE = {"Float32": 0x7F7F8000, "BFloat16": 0x7F7F8000, "Float16": 0x477FF000}
 # The largest size of finite numbers of codes that are multiplied.
-_LARGEST = {"Float8E4M3FN": np.float32(448), "Float8E5M2": np.float32(57344), "Int8": np.float32(128)}
+_LARGEST = {
+    "Float8E4M3FN": np.float32(448),
+    "Float8E5M2": np.float32(57344),
+    "Int8": np.float32(128),
+    INT4: np.float32(8),
+    INT8: np.float32(128),
+}
 
 
 def decode_scales(words: Words, dtype: str) -> Floats:
@@ -141,7 +150,8 @@ def tables_of_exponents(code: str, dtype: str) -> Tables:
 
 def factors_of(code: str, scales: Floats, dtype: str) -> Floats | None:
     """Factors of codes for some positive scales; None where vector arithmetic does not give the exact results."""
-    if code not in _LARGEST or dtype not in ("Float32", "BFloat16"):
+    # Float16 is cast slowly: of codes with few scales, tables are faster.
+    if code not in _LARGEST or (dtype == "Float16" and code not in (INT4, INT8)):
         return None
     bits = FLOAT8.get(code)
     power = np.float32(1 if bits is None else 2.0**bits.bias)
@@ -150,13 +160,13 @@ def factors_of(code: str, scales: Floats, dtype: str) -> Floats | None:
         return None
     with np.errstate(over="ignore", under="ignore"):
         factors: Floats = scales * power
-        if not np.isfinite(factors).all() or (_LARGEST[code] * scales.max()).view("u4") >= _BECOMES_INFINITE:
+        if not np.isfinite(factors).all() or (_LARGEST[code] * scales.max()).view("u4") >= _BECOMES_INFINITE[dtype]:
             return None
     return factors
 
 
 def multiply(
-    codes: Bytes, code: str, factors: Floats, block: Sequence[int], box: Box, out: Words, memory: Bytes
+    codes: Bytes, code: str, factors: Floats, dtype: str, block: Sequence[int], box: Box, out: Words, memory: Bytes
 ) -> None:
     """Multiply the elements of a box by their scales.
 
@@ -164,26 +174,38 @@ def multiply(
         codes: bytes of the box, in C order; they may be the last bytes of ``out``.
         code: of the elements.
         factors: of the scales of ``scale_box(box, block)``, in that shape.
+        dtype: type of the elements.
         block: elements per scale, per dimension.
-        box: which elements of the tensor they are; at least one dimension.
-        out: words of Float32 or BFloat16 for the box, in C order.
+        box: which elements of the tensor they are; at least one dimension. It begins and ends between bytes.
+        out: unsigned words of that type for the box, in C order.
         memory: working memory, `MEMORY_PER_BYTE` for each element of a row or more.
     """
     columns = shape_of(box)[-1]
     signed = codes.view("i1")
     bits = FLOAT8.get(code)
     special = bits is not None and bool(signed.max() >= bits.special or codes.max() >= bits.special | 0x80)
-    products = memory[: len(memory) // 4 * 4].view("u4")
+    table = numbers_of(code)
+    per_byte = table.shape[1]
+    looked_up = code in (INT4, INT8)
+    # Bytes that are looked up have indices of eight bytes.
+    most = len(memory) // (8 + 4 * per_byte) if looked_up else 0
+    indices, products = memory[: 8 * most].view("i8"), memory[8 * most : len(memory) // 4 * 4].view("u4")
     with np.errstate(invalid="ignore", under="ignore"):
-        for part, values in _spread(factors, block, box, 1, len(products)):
+        for part, values in _spread(factors, block, box, 1, per_byte * most or len(products)):
             words = out[part] if out.itemsize == 4 else products[: part.stop - part.start]
             numbers = words.view("f4")
-            if bits is None:
+            if looked_up:
+                wide = indices[: len(words) // per_byte]
+                np.copyto(wide, codes[part.start // per_byte : part.stop // per_byte])
+                # The numbers of a byte are copied as one word.
+                pairs = f"u{4 * per_byte}"
+                np.take(table.view(pairs)[:, 0], wide, out=words.view(pairs), mode="wrap")
+            elif bits is None:
                 np.copyto(numbers, signed[part])
             else:
                 if special:
                     places = np.flatnonzero((codes[part] & 0x7F) >= bits.special)
-                    specials = numbers_of(code)[codes[part][places], 0]
+                    specials = table[codes[part][places], 0]
                 # Exponent and mantissa at their places in Float32: the numbers times 2**-bias.
                 np.copyto(words.view("i4"), signed[part])
                 np.left_shift(words, bits.shift, out=words)
@@ -193,7 +215,7 @@ def multiply(
             grid = numbers.reshape(-1, max(columns, values.shape[1]))
             np.multiply(grid, values, out=grid)
             if out.itemsize == 2:
-                np.copyto(out[part].view(numpy_dtype("BFloat16")), numbers, casting="unsafe")
+                np.copyto(out[part].view(numpy_dtype(dtype)), numbers, casting="unsafe")
 
 
 def dequantise(
@@ -202,7 +224,8 @@ def dequantise(
     """Look up the elements of a box.
 
     Args:
-        codes: bytes of the box, in C order, half as many as elements for `E2M1`; they may be the last bytes of ``out``.
+        codes: bytes of the box, in C order, half as many as elements for codes of four bits; they may be the last bytes
+            of ``out``.
         tables: results of all bytes, at most `MAX_TABLES` tables.
         numbers: the table of each scale of ``scale_box(box, block)``, in that shape.
         block: elements per scale, per dimension.
@@ -218,7 +241,8 @@ def dequantise(
     per_byte = len(out) // len(codes)
     columns = shape_of(box)[-1] // per_byte
     results = out.view(tables.words.dtype)
-    most = len(memory) // MEMORY_PER_BYTE
+    # Two kinds of indices for a byte, of eight and of two bytes.
+    most = len(memory) // (8 + 2)
     places, indices = memory[: 8 * most].view("i8"), memory[8 * most : 10 * most].view("u2")
     overflows = tables.overflows if tables.overflowing.take(numbers).any() else None
     overflowed = 0
@@ -296,9 +320,11 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @functools.cache
 def numbers_of(code: str) -> Floats:
-    """The numbers of every byte of one of `CODES`: 256 rows of one number, of two for `E2M1`."""
+    """The numbers of every byte of one of `CODES`: 256 rows of one number, of two for codes of four bits."""
     codes = np.arange(256, dtype="u1")
-    if code != E2M1:
+    if code == INT8:
+        return codes.astype("f4")[:, None] - 128
+    if code not in (E2M1, INT4):
         return widen(codes, code).astype("f4")[:, None]
-    values = np.array([*_E2M1, *(-value for value in _E2M1)], "f4")
+    values = np.array([*_E2M1, *(-value for value in _E2M1)] if code == E2M1 else range(-8, 8), "f4")
     return np.stack([values[codes & 15], values[codes >> 4]], axis=1)

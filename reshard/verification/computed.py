@@ -23,7 +23,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import AS_RECORDED, ShardReading
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import CheckpointError
-from reshard.text.messages import listing
+from reshard.text.messages import listing, quoted
 from reshard.verification.boxes import Box, Shape, shape_of, whole_box
 from reshard.verification.operations import decoded, half_unit, largest, words_as
 from reshard.verification.stored import Content, SliceSet, Source, StoredTensor, Words
@@ -58,6 +58,8 @@ _TABLES: Mapping[str, Numbers] = {
     "Int8": np.array([code - 256.0 if code > 127 else float(code) for code in range(256)]),
     "E2M1": np.array([[_number(code & 15, 2, 1, 1, 7), _number(code >> 4, 2, 1, 1, 7)] for code in range(256)]),
 }
+# Per code in words its bits; half of its values are negative.
+_BITS_IN_WORDS = {"Int4+8": 4, "Int8+128": 8}
 _EXPONENTS = np.array([math.ldexp(1, code - 127) for code in range(255)] + [math.nan])
 
 
@@ -72,6 +74,7 @@ class Dequantised(Content):
         scales: the stored scales.
         offsets: the stored zero points; None without them.
         swapped: whether the last two dimensions of the codes are swapped.
+        sizes: the stored rows and columns of codes in words; None of other codes.
     """
 
     code: str
@@ -80,6 +83,7 @@ class Dequantised(Content):
     scales: Content
     offsets: Content | None
     swapped: bool
+    sizes: Content | None
 
     # NaN stays NaN; its other bits may differ.
     cast = True
@@ -90,8 +94,8 @@ class Dequantised(Content):
 
     @property
     def sources(self) -> list[Content]:
-        """The stored tensors of codes, scales and zero points."""
-        return [each for each in (self.codes, self.scales, self.offsets) if each is not None]
+        """The stored tensors of codes, scales, zero points and sizes."""
+        return [each for each in (self.codes, self.scales, self.offsets, self.sizes) if each is not None]
 
     def paths(self) -> Collection[str]:
         return {path for source in self.sources for path in source.paths()}
@@ -99,6 +103,11 @@ class Dequantised(Content):
     def read(self, box: Box, handles: FileHandles, room: Any = None) -> Words:
         if self.swapped:
             box = (*box[:-2], box[-1], box[-2])
+        if self.sizes is not None and _integers(self.sizes, handles) != self.shape:
+            shape = " x ".join(map(str, self.shape))
+            raise CheckpointError(
+                f"{quoted(self.sizes.name)} is not {shape}, the shape of {quoted(self.name)}", parameter=self.name
+            )
         numbers = self._codes(box, handles)
         if self.offsets is not None:
             # Rounded to Float32, as the schemes define it; only fractional offsets differ.
@@ -110,6 +119,15 @@ class Dequantised(Content):
 
     def _codes(self, box: Box, handles: FileHandles) -> Numbers:
         """The numbers of the codes of a box."""
+        if self.code in _BITS_IN_WORDS:
+            bits = _BITS_IN_WORDS[self.code]
+            places = np.arange(0, 32, bits, dtype="<u4")
+            low, high = (edge // len(places) for edge in (box[-1][0], box[-1][1] + len(places) - 1))
+            words = self.codes.read((*box[:-1], (low, high)), handles)
+            codes = (words[..., None] >> places) % (1 << bits)
+            first = box[-1][0] - low * len(places)
+            codes = codes.reshape(*words.shape[:-1], -1)[..., first : first + box[-1][1] - box[-1][0]]
+            return codes.astype("<f8") - (1 << bits - 1)
         table = _TABLES[self.code]
         if table.ndim == 1:
             return table[self.codes.read(box, handles).reshape(shape_of(box))]
@@ -142,7 +160,9 @@ class Dequantised(Content):
         return values[np.ix_(*places)]
 
 
-def dequantised_tensors(base: Source, quantisation: Quantisation) -> tuple[dict[str, Content], set[str]]:
+def dequantised_tensors(
+    base: Source, quantisation: Quantisation, handles: FileHandles
+) -> tuple[dict[str, Content], set[str]]:
     """The dequantised tensors of a source, and the names of the values that remain.
 
     Raises:
@@ -157,6 +177,11 @@ def dequantised_tensors(base: Source, quantisation: Quantisation) -> tuple[dict[
     tensors: dict[str, Content] = {name: tensor for name, tensor in base.tensors.items() if name not in dropped}
     for name, each in recognised.tensors.items():
         shape = (*each.shape[:-2], each.shape[-1], each.shape[-2]) if each.swapped else each.shape
+        sizes = None if each.sizes is None else _entry(base, each.sizes)
+        if sizes is not None and each.block[-1] >= shape[-1]:
+            # Rows with one scale may end within a word.
+            columns = _integers(sizes, handles)[-1]
+            shape = (*shape[:-1], columns if 0 < columns <= shape[-1] else shape[-1])
         tensors[name] = Dequantised(
             name,
             quantisation.dtype,
@@ -168,6 +193,7 @@ def dequantised_tensors(base: Source, quantisation: Quantisation) -> tuple[dict[
             _entry(base, each.scales),
             None if each.offsets is None else _entry(base, each.offsets),
             each.swapped,
+            sizes,
         )
     return tensors, set(base.values) - dropped
 
@@ -180,6 +206,11 @@ def _entry(base: Source, name: str) -> Content:
     entry = base.value(name, files[0])
     slices = SliceSet(0, {whole_box(entry.shape): tuple(files)})
     return StoredTensor(name, entry.dtype, ITEM_SIZES[entry.dtype], entry.shape, name, (slices,), base.indexes)
+
+
+def _integers(sizes: Content, handles: FileHandles) -> tuple[int, ...]:
+    words = sizes.read(whole_box(sizes.shape), handles)
+    return tuple(words.view(f"<i{sizes.item_size}").tolist())
 
 
 TILE = (128, 2048)

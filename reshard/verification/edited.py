@@ -47,7 +47,7 @@ class _Recipe(NamedTuple):
     number: int = 0
 
 
-def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
+def edited_source(base: Source, edits: EditRules, report: Report, handles: FileHandles) -> Source:
     """A complete source with other names, packing and types.
 
     Raises:
@@ -63,7 +63,7 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
     if edits.quantisation is not None:
         from reshard.verification.computed import dequantised_tensors
 
-        originals, kept_values = dequantised_tensors(base, edits.quantisation)
+        originals, kept_values = dequantised_tensors(base, edits.quantisation, handles)
 
     def shapes() -> dict[str, Shape]:
         of_tensors = {name: _shape(recipe, originals) for name, recipe in recipes.items()}

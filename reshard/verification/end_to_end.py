@@ -118,14 +118,15 @@ def _differences(stored: Source, conversion: Verified, means: Reading) -> list[D
     listed = [*request.source.parameters]
     if not request.edits.is_empty or conversion.adapter is not None:
         listed = [*stored.names] if request.edits.exclude else []
-        source = edited_source(stored, request.edits, means.report)
+        source = edited_source(stored, request.edits, means.report, means.handles)
         if request.target.path == SAME:
             target = same_layouts(source, target)
         elif not (target.is_none or source.tensors.keys() <= set(target.parameters)):
             target = renamed(target, source.last_names)
         if conversion.adapter is not None:
             reading, scale = conversion.adapter
-            matrices = edited_source(stored_source(conversion.read(reading), reading.source), reading.edits, Report())
+            adapter = stored_source(conversion.read(reading), reading.source)
+            matrices = edited_source(adapter, reading.edits, Report(), means.handles)
             source.tensors = sums_of(source, matrices, str(reading.src), scale)
     compared = (source.tensors[name] for name in filter(request.filters.admit, source.tensors))
     used = {name for each in compared for name in _stored_names(each)}

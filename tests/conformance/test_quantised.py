@@ -17,10 +17,11 @@ from tests.trees import read_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-FAMILIES = {
-    "deepseek_v3": ("fp8", {"hidden_size": 160, "intermediate_size": 264, "kv_lora_rank": 140}),
-    "qwen3": ("fp8", {"hidden_size": 256, "intermediate_size": 384}),
-    "gpt_oss": ("mxfp4", {}),
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "deepseek_v3": ("deepseek_v3", "fp8", {"hidden_size": 160, "intermediate_size": 264, "kv_lora_rank": 140}),
+    "qwen3": ("qwen3", "fp8", {"hidden_size": 256, "intermediate_size": 384}),
+    "gpt_oss": ("gpt_oss", "mxfp4", {}),
+    "kimi_k2": ("deepseek_v3", "pack-quantized", {"hidden_size": 96, "moe_intermediate_size": 64}),
 }
 
 
@@ -29,15 +30,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Per family a directory with the model quantised (``coded``) and by the library's own numbers (``plain``)."""
     root = tmp_path_factory.mktemp("quantised")
     save = [
-        {"do": "save", "directory": str(root / family / "saved"), "family": family, "dtype": "bfloat16"}
+        {"do": "save", "directory": str(root / name / "saved"), "family": family, "dtype": "bfloat16"}
         | {"max_shard_size": "1GB", "seed": 3, "config": config}
-        for family, (_, config) in FAMILIES.items()
+        for name, (family, _, config) in FAMILIES.items()
     ]
     oracles.done(oracles.transformers(save))
     quantise = [
         {"do": "quantise", "source": str(root / family / "saved"), "to": str(root / family / "coded")}
         | {"plain": str(root / family / "plain"), "scheme": scheme, "seed": 5}
-        for family, (scheme, _) in FAMILIES.items()
+        for family, (_, scheme, _) in FAMILIES.items()
     ]
     assert all(oracles.done(oracles.quantised(quantise))), "nothing was quantised"
     return {family: root / family for family in FAMILIES}
@@ -122,3 +123,32 @@ def test_int8_weights_equal_those_of_compressed_tensors(tmp_path: Path, scale: s
             done("convert", source, out, "--to", "huggingface", "--dequantize", dtype)
             (written,) = contents(out).values()
             assert described(written.array.view("u1"))["sha256"] == expected["sha256"], (source.name, dtype)
+
+
+WORDS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "4 bits in groups": ({"num_bits": 4, "strategy": "group", "group_size": 32}, (40, 96)),
+    "4 bits per row": ({"num_bits": 4, "strategy": "channel"}, (9, 64)),
+    "4 bits per row, which ends within a word": ({"num_bits": 4, "strategy": "channel"}, (7, 83)),
+    "8 bits in groups": ({"num_bits": 8, "strategy": "group", "group_size": 64}, (12, 128)),
+    "8 bits per row, which ends within a word": ({"num_bits": 8, "strategy": "channel"}, (5, 33)),
+}
+
+
+@pytest.mark.parametrize("scale", ["float32", "bfloat16", "float16"])
+def test_weights_in_words_equal_those_of_compressed_tensors(tmp_path: Path, scale: str) -> None:
+    jobs = [
+        {"do": "words", "to": str(tmp_path / str(number)), "dtype": scale, "seed": 11, "weights": weights}
+        | {"shape": shape}
+        for number, (weights, shape) in enumerate(WORDS.values())
+    ]
+
+    answers = oracles.done(oracles.quantised(jobs))
+
+    for name, job, answer in zip(WORDS, jobs, answers):
+        source = Path(str(job["to"]))
+        assert answer.pop("stored") == ["weight_packed", "weight_scale", "weight_shape"]
+        for dtype, expected in answer.items():
+            out = source.with_name(f"{source.name}-{dtype}")
+            done("convert", source, out, "--to", "huggingface", "--dequantize", dtype, "--verify")
+            (written,) = contents(out).values()
+            assert described(written.array.view("u1"))["sha256"] == expected["sha256"], (name, dtype)

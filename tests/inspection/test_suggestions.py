@@ -388,8 +388,9 @@ def test_a_damaged_configuration_is_a_problem(tmp_path: Path) -> None:
     assert placeholders(of_aim(printed, "mindspore")["command"]) == {"DST_STRATEGY", "TABLE", "CONFIG"}
 
 
-def test_suggest_dequantizes_quantised_weights(tmp_path: Path) -> None:
-    printed = suggested(FIXTURES / "fp8", "--devices", 2)
+@pytest.mark.parametrize("source", ["fp8", "packed/int4_partial_words/checkpoint"])
+def test_suggest_dequantizes_quantised_weights(source: str) -> None:
+    printed = suggested(FIXTURES / source, "--devices", 2)
     assert run_all(printed) == ["pytorch", "dequantize"]
     assert all("--dequantize" in item["command"] for item in printed["suggestions"])
 

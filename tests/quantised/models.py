@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tests.checkpoint_writing import Parts, write_safetensors
 from tests.trees import Value
 
-E2M1 = "E2M1"
+E2M1, INT4, INT8 = "E2M1", "Int4+8", "Int8+128"
 _LAYOUTS = {"Float8E4M3FN": (4, 3, 7), "Float8E5M2": (5, 2, 15), E2M1: (2, 1, 1)}
 
 
@@ -23,6 +23,8 @@ def number(code: str, bits: int) -> float:
     """The value of a code of one element, by the definition of its type."""
     if code == "Int8":
         return float(bits - 256 if bits > 127 else bits)
+    if code in (INT4, INT8):
+        return float(bits - int(code.partition("+")[2]))
     exponent, mantissa, bias = _LAYOUTS[code]
     sign: float = -1.0 if bits >> (exponent + mantissa) else 1.0
     power, digits = bits >> mantissa & (2**exponent - 1), bits & (2**mantissa - 1)
@@ -37,7 +39,7 @@ def number(code: str, bits: int) -> float:
 
 def numbers(code: str, byte: int) -> list[float]:
     """The numbers in a byte."""
-    return [number(code, byte & 15), number(code, byte >> 4)] if code == E2M1 else [number(code, byte)]
+    return [number(code, byte & 15), number(code, byte >> 4)] if code in (E2M1, INT4) else [number(code, byte)]
 
 
 def narrowed(value: np.float32, dtype: str) -> int:
@@ -100,7 +102,7 @@ def coded(
         offset: type of the zero points.
     """
     rng = np.random.default_rng(seed + sum(map(ord, names[0])))
-    per_byte = 2 if code == E2M1 else 1
+    per_byte = 2 if code in (E2M1, INT4) else 1
     codes = rng.integers(0, 256, (*shape[:-1], shape[-1] // per_byte), dtype="u1")
     if code == "Float8E4M3FN":
         codes[(codes & 0x7F) == 0x7F] = 0
@@ -131,6 +133,46 @@ def coded(
         **{each: (offset, scale_shape or counts, offsets.tobytes()) for each in offsets_names},
     }
     return Coded(name, stored, np.ascontiguousarray(np.swapaxes(values, -1, -2)) if swapped else values)
+
+
+def in_words(
+    name: str,
+    code: str,
+    rows: int,
+    columns: int,
+    block: Sequence[int] = (),
+    scale: str = "BFloat16",
+    sizes: str = "i4",
+) -> Coded:
+    """A weight of random codes in words, whose rows end in whole words, with the sizes that it has without padding.
+
+    Args:
+        name: of the weight.
+        code: `INT4` or `INT8`.
+        rows: of the weight.
+        columns: of the weight.
+        block: elements per scale, per dimension; a row if it is empty.
+        scale: type of the scales.
+        sizes: NumPy's name of the type of the sizes.
+    """
+    stem, per_word = name.removesuffix(".weight"), 8 if code == INT4 else 4
+    words = -(-columns // per_word)
+    names = (name, f"{stem}.weight_packed", f"{stem}.weight_scale")
+    padded = (rows, words * per_word)
+    scale_shape = (1,) if block == padded else ()
+    whole = coded(
+        names, code, padded, block or (1, padded[1]), scale, scale_shape, dtype="Int32", stored_shape=(rows, words)
+    )
+    listed: Parts = ("Int32" if sizes == "i4" else "Int64", (2,), np.array([rows, columns], f"<{sizes}").tobytes())
+    return Coded(name, {**whole.stored, f"{stem}.weight_shape": listed}, whole.values[:, :columns].copy())
+
+
+def packed(*weights: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of compressed-tensors for weights in words."""
+    groups = {
+        f"group_{n}": {"targets": ["Linear"], "weights": {"type": "int", **each}} for n, each in enumerate(weights)
+    }
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [4, 3]}
@@ -182,6 +224,20 @@ def weights(scheme: str) -> tuple[dict[str, Any], list[Coded]]:
         ]
     if scheme == "fp8 tensors":
         return TENSORS, [coded(a, "Float8E4M3FN", (6, 8), (6, 8), "BFloat16", (1,))]
+    if scheme == "packed int4 groups":
+        return packed({"num_bits": 4, "symmetric": True, "strategy": "group", "group_size": 8}), [
+            in_words("a.weight", INT4, 6, 16, (1, 8)),
+            in_words("b.weight", INT4, 4, 24, (1, 8), "Float32", "i8"),
+        ]
+    if scheme == "packed int4 channels":
+        return packed({"num_bits": 4, "strategy": "channel"}, {"num_bits": 4, "strategy": "tensor"}), [
+            in_words("a.weight", INT4, 6, 34),
+            in_words("b.weight", INT4, 4, 16, (), "Float32", "i8"),
+            in_words("c.weight", INT4, 4, 10, (4, 16)),
+        ]
+    if scheme == "packed int8":
+        settings = ({"strategy": "channel"}, {"num_bits": 8, "strategy": "group", "group_size": 4})
+        return packed(*settings), [in_words("a.weight", INT8, 6, 10), in_words("b.weight", INT8, 6, 12, (1, 4))]
     assert scheme == "mxfp4"
     names = ("e.up", "e.up_blocks", "e.up_scales")
     blocks = (2, 4, 2, 16)
@@ -197,6 +253,9 @@ SCHEMES = [
     "int8 channels",
     "int8 groups with zero points",
     "fp8 tensors",
+    "packed int4 groups",
+    "packed int4 channels",
+    "packed int8",
     "mxfp4",
 ]
 

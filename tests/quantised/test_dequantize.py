@@ -367,6 +367,8 @@ values_of_codes = values.numbers_of
 MISTAKES = {
     "fp8 blocks": ("FLOAT8", {"Float8E4M3FN": values.FLOAT8["Float8E4M3FN"]._replace(mask=0x87E00000)}),
     "mxfp4": ("numbers_of", lambda code: values_of_codes(code)[:, ::-1]),
+    "packed int4 groups": ("numbers_of", lambda code: np.ascontiguousarray(values_of_codes(code)[:, ::-1])),
+    "packed int8": ("numbers_of", lambda code: values_of_codes(code) + 1),
 }
 
 

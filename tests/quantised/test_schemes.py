@@ -11,6 +11,9 @@ from reshard.errors import CheckpointError
 from reshard.quantised import Quantisation
 from reshard.quantised import recognise as recognise_by
 from reshard.quantised.schemes import Recognised, TypedShape, describe, looks_quantised
+from reshard.quantised.values import INT4
+from reshard.quantised.values import INT8 as INT8_IN_WORDS
+from tests.quantised.models import packed
 
 E4M3 = "Float8E4M3FN"
 BLOCKS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -283,6 +286,62 @@ def test_rotations_of_msmodelslim_are_refused() -> None:
         recognise(stored, None, {**DESCRIPTION, "optional": {"quarot": {"rotation_map": {}}}})
 
 
+def words(columns: int, scales: int, dtype: str = "Int32", scale: str = "BFloat16") -> dict[str, TypedShape]:
+    """A weight of 8 rows in words."""
+    return {
+        "a.weight_packed": TypedShape(dtype, (8, columns)),
+        "a.weight_scale": TypedShape(scale, (8, scales)),
+        "a.weight_shape": TypedShape("Int64", (2,)),
+    }
+
+
+FOUR: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+EIGHT = {**FOUR, "num_bits": 8}
+CHANNEL = {"strategy": "channel", "group_size": None}
+
+
+def in_config(*weights: dict[str, Any]) -> dict[str, Any]:
+    return {"quantization_config": packed(*weights)}
+
+
+@pytest.mark.parametrize(
+    ("weights", "stored", "code", "shape", "block"),
+    [
+        ([FOUR], words(12, 3), INT4, (8, 96), (1, 32)),
+        ([{**FOUR, **CHANNEL}], words(12, 1), INT4, (8, 96), (1, 96)),
+        ([EIGHT], words(24, 3), INT8_IN_WORDS, (8, 96), (1, 32)),
+        ([{**FOUR, "group_size": 64}, EIGHT], words(12, 1), None, None, None),
+        ([FOUR, EIGHT], words(8, 2), INT4, (8, 64), (1, 32)),
+        ([FOUR, EIGHT], words(8, 1), INT8_IN_WORDS, (8, 32), (1, 32)),
+        ([FOUR, {**FOUR, "group_size": 16}], words(8, 4), INT4, (8, 64), (1, 16)),
+    ],
+)
+def test_words_hold_the_bits_of_the_group_that_fits(
+    weights: list[dict[str, Any]], stored: dict[str, TypedShape], code: str | None, shape: Any, block: Any
+) -> None:
+    if code is None:
+        with pytest.raises(CheckpointError, match="needs"):
+            recognise(stored, in_config(*weights))
+        return
+
+    created = recognise(stored, in_config(*weights)).tensors["a.weight"]
+
+    assert (created.code, created.shape, created.block) == (code, shape, block)
+    assert created.sources == ("a.weight_packed", "a.weight_scale", "a.weight_shape")
+
+
+def test_words_and_bytes_have_their_own_groups() -> None:
+    """Each group may have a format of its own."""
+    config = in_config({**FOUR, **CHANNEL}, {"num_bits": 8, "strategy": "tensor"})
+    config["quantization_config"]["config_groups"]["group_1"]["format"] = "int-quantized"
+    stored = {**words(12, 1), "b.weight": TypedShape("Int8", (8, 6)), "b.weight_scale": TypedShape("Float32", (1,))}
+
+    recognised = recognise(stored, config)
+
+    assert {name: each.block for name, each in recognised.tensors.items()} == {"a.weight": (1, 96), "b.weight": (8, 6)}
+    assert describe(recognised) == {"packed Int4 per channel": 1, "Int8 per tensor": 1}
+
+
 WEIGHT = {"a.weight": TypedShape(E4M3, (576, 256))}
 REFUSED = [
     ("no tensor holds its scales", WEIGHT, BLOCKS, None),
@@ -291,7 +350,6 @@ REFUSED = [
     ("config.json does not exist", {**WEIGHT, "a.weight_scale_inv": TypedShape("Float32", (5, 2))}, None, None),
     ("quantised weight that is not in", {"b.weight_scale_inv": TypedShape("Float32", (5, 2))}, BLOCKS, None),
     ("quant_method 'gptq'", WEIGHT, {"quantization_config": {"quant_method": "gptq"}}, None),
-    ("packed into words", {"a.weight_packed": TypedShape("Int32", (5, 2))}, groups({"strategy": "group"}), None),
     ("scales of type Int32", {**WEIGHT, "a.weight_scale": TypedShape("Int32", (5, 2))}, BLOCKS, None),
     (
         "zero points of type UInt8",
@@ -326,6 +384,38 @@ REFUSED = [
     ("zero points, and no tensor", INT8, None, {"a.weight": "W8A8_DYNAMIC", "a.weight_offset": "W8A8_DYNAMIC"}),
     ("quantised as W4A8", INT8, None, {"a.weight": "W4A8"}),
     ("quantised as W8A8_DYNAMIC, but", {"a.weight": TypedShape("Int8", (8, 6))}, None, {"a.weight": "W8A8_DYNAMIC"}),
+    ("needs 'a.weight_scale'", {"a.weight_packed": TypedShape("Int32", (8, 12))}, in_config(FOUR), None),
+    ("needs 'a.weight_shape'", {k: v for k, v in words(12, 3).items() if "shape" not in k}, in_config(FOUR), None),
+    ("weight_shape' belongs to", {"a.weight_shape": TypedShape("Int64", (2,))}, in_config(FOUR), None),
+    ("num_bits 3", words(9, 3), in_config({**FOUR, "num_bits": 3}), None),
+    ("num_bits 4.0", words(9, 3), in_config({**FOUR, "num_bits": 4.0}), None),
+    ("num_bits 4 and type float", words(12, 3), in_config({**FOUR, "type": "float"}), None),
+    ("symmetric: false", words(12, 3), in_config({**FOUR, "symmetric": False}), None),
+    (
+        "weight_zero_point': zero points",
+        {**words(12, 3), "a.weight_zero_point": TypedShape("Int8", (8, 3))},
+        in_config(FOUR),
+        None,
+    ),
+    ("actorder", words(12, 3), in_config({**FOUR, "actorder": "group"}), None),
+    ("weight_g_idx", {**words(12, 3), "a.weight_g_idx": TypedShape("Int32", (96,))}, in_config(FOUR), None),
+    ("no weights of format pack-quantized", words(12, 3), groups(FOUR), None),
+    ("no weights of format pack-quantized", words(12, 3), BLOCKS, None),
+    (
+        "needs no scales",
+        {"b.weight": TypedShape("Int8", (8, 6)), "b.weight_scale": TypedShape("Float32", (8, 1))},
+        in_config({"num_bits": 8, **CHANNEL}),
+        None,
+    ),
+    (r"needs \[8, 3\] \(packed Int4", words(12, 4), in_config(FOUR), None),
+    ("UInt8 of shape", words(12, 3, "UInt8"), in_config(FOUR), None),
+    ("scales of type Float8E8M0", words(12, 3, scale="Float8E8M0"), in_config(FOUR), None),
+    ("sizes of type Float32", {**words(12, 3), "a.weight_shape": TypedShape("Float32", (2,))}, in_config(FOUR), None),
+    ("shape \\[3\\]", {**words(12, 3), "a.weight_shape": TypedShape("Int64", (3,))}, in_config(FOUR), None),
+    ("whole words of 8", words(3, 2), in_config({**FOUR, "group_size": 12}), None),
+    ("fit two schemes", words(8, 1), in_config({**FOUR, "group_size": 64}, EIGHT), None),
+    ("fit two schemes", words(8, 1), in_config({**FOUR, **CHANNEL}, {**EIGHT, **CHANNEL}), None),
+    ("is in the checkpoint, too", {**words(12, 3), "a.weight": TypedShape("BFloat16", (8, 96))}, in_config(FOUR), None),
     (
         "shape \\[8\\], but the scales",
         {**INT8, "a.weight_offset": TypedShape("Float32", (8,))},

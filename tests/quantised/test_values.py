@@ -20,6 +20,8 @@ from reshard.quantised.values import (
     CODES,
     E2M1,
     FLOAT8,
+    INT4,
+    INT8,
     MAX_TABLES,
     MEMORY_PER_BYTE,
     Words,
@@ -85,7 +87,7 @@ def test_floating_point_scales_keep_their_values(dtype: str, numpy: str) -> None
 @given(data=st.data())
 def test_any_box_equals_elements_times_their_scales(data: st.DataObject) -> None:
     code = data.draw(st.sampled_from(sorted(CODES)))
-    per_byte = 2 if code == E2M1 else 1
+    per_byte = 2 if code in (E2M1, INT4) else 1
     shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
     shape[-1] *= per_byte
     block = [data.draw(st.integers(1, size + 1)) for size in shape]
@@ -118,7 +120,7 @@ def test_any_box_equals_elements_times_their_scales(data: st.DataObject) -> None
     memory = np.empty(row_bytes * data.draw(st.integers(1, 9)), "u1")
     factors = None if offsets is not None else factors_of(code, scales[scales_taken], dtype)
     if factors is not None and data.draw(st.booleans()):
-        multiply(taken, code, factors, block, tuple(box), out.reshape(-1), memory)
+        multiply(taken, code, factors, dtype, block, tuple(box), out.reshape(-1), memory)
         overflowed = 0
     else:
         tables = tables_of(code, scales[scales_taken], dtype, None if offsets is None else offsets[scales_taken])
@@ -160,7 +162,7 @@ def test_boxes_of_many_rows_equal_elements_times_their_scales(
     assert factors is not None
     multiplied, looked_up = np.empty(codes.size, "u2"), np.empty(codes.size, "u2")
 
-    multiply(codes.reshape(-1), "Float8E4M3FN", factors, block, box, multiplied, memory)
+    multiply(codes.reshape(-1), "Float8E4M3FN", factors, "BFloat16", block, box, multiplied, memory)
 
     np.testing.assert_array_equal(as_floats(multiplied, "BFloat16"), as_floats(expected.reshape(-1), "BFloat16"))
     if scales.size <= MAX_TABLES:
@@ -203,8 +205,13 @@ def check_every_code(code: str, dtype: str, scale: str, words: Words) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("code", [*FLOAT8, "Int8"])
-@pytest.mark.parametrize("dtype", ["Float32", "BFloat16"])
+@pytest.mark.parametrize(
+    ("code", "dtype"),
+    [
+        *itertools.product([*FLOAT8, "Int8"], ["Float32", "BFloat16"]),
+        *itertools.product([INT4, INT8], CAST_TO),
+    ],
+)
 def test_vector_arithmetic_has_the_bits_of_the_tables(code: str, dtype: str) -> None:
     rng = np.random.default_rng(5)
     words = np.concatenate(
@@ -216,8 +223,9 @@ def test_vector_arithmetic_has_the_bits_of_the_tables(code: str, dtype: str) -> 
             rng.integers(1, 0x7F800000, 4000),
         ]
     )
-    codes, box = np.arange(256, dtype="u1"), ((0, 1), (0, 256))
-    out = np.empty(256, "u4" if dtype == "Float32" else "u2")
+    columns = numbers_of(code).size
+    codes, box = np.arange(256, dtype="u1"), ((0, 1), (0, columns))
+    out = np.empty(columns, "u4" if dtype == "Float32" else "u2")
     multiplied = 0
     for scale in words.astype("u4").view("f4"):
         scales = np.array([[scale]])
@@ -227,8 +235,8 @@ def test_vector_arithmetic_has_the_bits_of_the_tables(code: str, dtype: str) -> 
         assert factors is not None or tables.overflowing.any() or scale > 2.0**7
         if factors is not None:
             assert not tables.overflowing.any()
-            multiply(codes, code, factors, (1, 256), box, out, MEMORY)
-            np.testing.assert_array_equal(out, tables.words)
+            multiply(codes, code, factors, dtype, (1, columns), box, out, MEMORY)
+            np.testing.assert_array_equal(out, tables.words.view(out.dtype))
             multiplied += 1
     assert multiplied > len(words) // 3
 

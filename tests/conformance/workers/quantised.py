@@ -3,10 +3,12 @@
 Jobs:
 
 * ``{"do": "quantise", "source", "to", "plain", "scheme", "seed"}``: the weights of linear layers of a saved model in
-  another directory, as ``fp8`` (blocks of 128 x 128, scales in another file) or, of gpt-oss' experts, as ``mxfp4``.
+  another directory, as ``fp8`` (blocks of 128 x 128, scales in another file), of gpt-oss' experts as ``mxfp4``, or of
+  routed experts as ``pack-quantized`` of compressed-tensors, as Kimi-K2 has them (4 bits in groups of 32).
   In ``plain`` the same model with the numbers that codes and scales stand for by the library's own arithmetic.
 * ``{"do": "int8", "to", "weights", "dtype", "seed"}``: a weight in Int8 by compressed-tensors with these settings and
   scales of this type, and hashes of what it restores, per type that is as precise as the scales or less.
+* ``{"do": "words", "to", "weights", "dtype", "shape", "seed"}``: likewise a weight of this shape in words.
 * ``{"do": "dequantise", "by", "directory", "dtype"}``: hashes of all weights as ``torch``, ``compressed-tensors`` or
   ``transformers`` dequantise them, by name; text where a library fails for one.
 """
@@ -30,13 +32,14 @@ Tensors = dict[str, torch.Tensor]
 def quantise(job: Job) -> list[str]:
     torch.manual_seed(job["seed"])
     stored = _read(Path(job["source"]))
-    coded, plain, config = (_fp8 if job["scheme"] == "fp8" else _mxfp4)(stored)
+    schemes = {"fp8": _fp8, "mxfp4": _mxfp4, "pack-quantized": _pack_quantized}
+    coded, plain, config = schemes[job["scheme"]](stored)
     for directory, tensors, settings in ((job["to"], coded, config), (job["plain"], plain, None)):
         shutil.copytree(job["source"], directory, ignore=shutil.ignore_patterns("*.safetensors*"))
         path = Path(directory, "config.json")
         model = json.loads(path.read_text())
         path.write_text(json.dumps({**model, **({} if settings is None else {"quantization_config": settings})}))
-        scales = {name: tensor for name, tensor in tensors.items() if name.endswith(("_inv", "_scales"))}
+        scales = {name: tensor for name, tensor in tensors.items() if name.endswith(("_inv", "_scale", "_scales"))}
         files = {"model-00001-of-00002.safetensors": scales} if scales else {}
         files["model-00002-of-00002.safetensors"] = {n: t for n, t in tensors.items() if n not in scales}
         for name, part in files.items():
@@ -75,6 +78,47 @@ def _mxfp4(stored: Tensors) -> tuple[Tensors, Tensors, dict[str, Any]]:
         coded[f"{name}_blocks"], coded[f"{name}_scales"] = blocks, scales
         plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
     return coded, plain, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+
+
+def _pack_quantized(stored: Tensors) -> tuple[Tensors, Tensors, dict[str, Any]]:
+    coded, plain = dict(stored), dict(stored)
+    settings = {"num_bits": 4, "strategy": "group", "group_size": 32}
+    for name, weight in stored.items():
+        if ".mlp.experts." in name:
+            tensors, plain[name], config = _in_words(weight, settings, torch.bfloat16)
+            del coded[name]
+            coded.update((f"{name.removesuffix('.weight')}.{part}", tensor) for part, tensor in tensors.items())
+    ignored = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
+    return coded, plain, {**config, "ignore": ignored}
+
+
+def _in_words(weight: torch.Tensor, weights: Job, dtype: torch.dtype) -> tuple[Tensors, torch.Tensor, dict[str, Any]]:
+    """The tensors of a weight in words, what the library restores, and the configuration."""
+    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    settings = QuantizationArgs(type="int", **weights)
+    scheme = QuantizationScheme(targets=["Linear"], weights=settings)
+    rows, columns = weight.shape
+    groups = weight.float().reshape(rows, -1, settings.group_size or columns)
+    scale, zero_point = calculate_qparams(groups.amin(2), groups.amax(2), settings)
+    state = {"weight": weight.to(dtype), "weight_scale": scale.to(dtype), "weight_zero_point": zero_point}
+    coded = PackedQuantizationCompressor.compress(state, scheme)
+    restored = PackedQuantizationCompressor.decompress(coded, scheme)["weight"]
+    config = QuantizationConfig(config_groups={"group_0": scheme}, format="pack-quantized").model_dump(mode="json")
+    return coded, restored, config
+
+
+def words(job: Job) -> dict[str, Any]:
+    torch.manual_seed(job["seed"])
+    coded, restored, config = _in_words(torch.randn(job["shape"]) + 0.3, job["weights"], getattr(torch, job["dtype"]))
+    directory = Path(job["to"])
+    directory.mkdir(parents=True)
+    save_file({f"a.{name}": each.contiguous() for name, each in coded.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", "quantization_config": config}))
+    types = ("float32", "bfloat16", "float16") if job["dtype"] == "float32" else (job["dtype"],)
+    return {"stored": sorted(coded), **{name: _hash(restored.to(getattr(torch, name))) for name in types}}
 
 
 def int8(job: Job) -> dict[str, Any]:
@@ -154,4 +198,4 @@ def _hash(tensor: torch.Tensor) -> Any:
 
 
 if __name__ == "__main__":
-    serve(lambda job: {"quantise": quantise, "int8": int8, "dequantise": dequantise}[job["do"]](job))
+    serve(lambda job: {"quantise": quantise, "int8": int8, "words": words, "dequantise": dequantise}[job["do"]](job))
