@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
 
-def edited(checkpoint: Checkpoint, edits: EditRules, report: Report, complete: bool = True) -> EditedCheckpoint:
+def edited(
+    checkpoint: Checkpoint, edits: EditRules, report: Report, complete: bool = True, contents: bool = True
+) -> EditedCheckpoint:
     """The checkpoint that edits make of a source.
 
     Args:
@@ -34,13 +36,14 @@ def edited(checkpoint: Checkpoint, edits: EditRules, report: Report, complete: b
         edits: the edits.
         report: gets notes.
         complete: whether the checkpoint is the whole source.
+        contents: whether elements are read, not only names and shapes: packing that changes no shape need not be known.
 
     Raises:
         InputError: the edits do not fit the source.
     """
     if edits.additions is not None and (edits.tables or edits.casts):
         raise UsageError("additions to tensors exclude rules of names and casts")
-    editing = Editing(checkpoint, edits, report, complete)
+    editing = Editing(checkpoint, edits, report, complete, contents)
     for option, step in STEPS:
         if option is None or getattr(editing.edits, option):
             step(editing)
@@ -57,11 +60,14 @@ class Editing:
         unseen: the new name of each parameter that only absent ranks hold; None if unknown.
     """
 
-    def __init__(self, checkpoint: Checkpoint, edits: EditRules, report: Report, complete: bool = True) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, edits: EditRules, report: Report, complete: bool = True, contents: bool = True
+    ) -> None:
         self._checkpoint = checkpoint
         self.edits = edits
         self._report = report
         self._complete = complete
+        self._contents = contents
         self.recipes: Mapping[str, Recipe] = {name: Recipe((name,)) for name in checkpoint.tensors}
         self.values: AbstractSet[str] = {*checkpoint.values(), *checkpoint.without_layout()}
         self.unseen: Mapping[str, str | None] = {name: name for name in checkpoint.unseen}
@@ -186,7 +192,7 @@ class Editing:
         if self.edits.quantisation is None:
             _check_not_quantised(self._checkpoint)
         for edge in path_of(self.edits, self._shapes()):
-            applied = apply_table(self.edits, edge, self._shapes())
+            applied = apply_table(self.edits, edge, self._shapes(), self._contents)
             self._apply_table(edge.rules, applied)
             self._applied.append((edge.rules, applied.options, applied.reversed))
         self.unseen = dict.fromkeys(self.unseen)

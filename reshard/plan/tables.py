@@ -54,7 +54,7 @@ def path_of(edits: EditRules, shapes: Mapping[str, tuple[int, ...]]) -> Path:
     return chosen
 
 
-def apply_table(edits: EditRules, edge: Edge, shapes: Mapping[str, tuple[int, ...]]) -> Applied:
+def apply_table(edits: EditRules, edge: Edge, shapes: Mapping[str, tuple[int, ...]], contents: bool = True) -> Applied:
     """Apply rules of names and packing to tensors of these shapes; see `names.apply_rules`."""
     of_side = edge.rules is edits.table_of_side
     return apply_rules(
@@ -64,6 +64,7 @@ def apply_table(edits: EditRules, edge: Edge, shapes: Mapping[str, tuple[int, ..
         edge.reverse,
         edits.optimizer,
         recorded=edits.recorded_options(edge.rules),
+        contents=contents,
         to_huggingface=edits.side is Side.HUGGINGFACE and edits.table_of_side is None,
         left_out=Globs(edits.exclude).match if of_side and edge.reverse else None,
     )
