@@ -98,6 +98,7 @@ _edits = options.group(
     "names",
     "config",
     "dequantize",
+    "exclude",
     names={
         "section": "Source",
         "metavar": "TABLE",
@@ -111,6 +112,10 @@ _edits = options.group(
     dequantize={
         "section": "Source",
         "help": "Take quantised weights of --shapes as this type, as convert --dequantize does.",
+    },
+    exclude={
+        "section": "Source",
+        "help": "Leave out weights of --shapes that match GLOB and that the table does not list (repeatable).",
     },
 )
 
@@ -297,7 +302,8 @@ def strategy_derive(
         known = next((each for each in listed if each is not None), None)
         if edits != Edits():
             raise UsageError(
-                "--shapes is missing", hint="--names, --config and --dequantize apply to the tensors of --shapes"
+                "--shapes is missing",
+                hint="--names, --config, --dequantize and --exclude apply to the tensors of --shapes",
             )
         if known is None:
             raise UsageError(
@@ -403,8 +409,9 @@ def _read_shapes(path: str, strategy: Strategy | None, asked: Edits, weights_onl
     from reshard.strategies.rules import FullTensor, model_tensors
     from reshard.text.messages import Report
 
-    if asked.config is not None and asked.names is None and asked.dequantize is None:
-        raise UsageError("--config needs --names", hint="name a table: `reshard names list`")
+    unused = "--exclude" if asked.exclude else "--config" if asked.config and asked.dequantize is None else None
+    if asked.names is None and unused is not None:
+        raise UsageError(f"{unused} needs --names", hint="name a table: `reshard names list`")
     beside = os.path.join(os.path.dirname(path), "config.json")
     if asked.config is None and asked.changes and not is_directory(path) and is_regular_file(beside):
         asked = replace(asked, config=beside)

@@ -39,6 +39,8 @@ RENAME = "rename"
 """The path of a table of renames."""
 
 _FUSED_EXPERTS = "fused_experts"
+# Model types whose names are those of another one. Kimi-K2.5 has a vision tower beside them.
+_MODEL_TYPES = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
 
 _BUILTIN = BuiltinFiles(__file__, "table", NamesError, "reshard names list")
 _OPTIONS = re.compile(r"(?:,[a-z][a-z0-9_]*=[A-Za-z0-9_]+)+\Z")
@@ -68,7 +70,7 @@ _OPTION: Schema = {
     "name_values": _TABLE,
     "about": ("text", ""),
 }
-_BLOCK: Schema = {"from": ("text", ""), "to": ("text", ""), "do": ("any", ()), "when": ("texts", ())}
+_BLOCK: Schema = {"from": ("text", None), "to": ("text", None), "do": ("any", ()), "when": ("texts", ())}
 _RULE: Schema = {
     "from": ("texts", ()),
     "to": ("texts", ()),
@@ -212,11 +214,18 @@ def modules_differ(config: Mapping[str, object]) -> bool:
     return config.get("model_type") in modules.values
 
 
+def table_of_model(model_type: object) -> str | None:
+    """The built-in table for the ``model_type`` of a config.json; None if there is none."""
+    table = _MODEL_TYPES.get(str(model_type), str(model_type))
+    return table if table in builtin_names() else None
+
+
 def is_foreign(config: Mapping[str, object], names: Collection[str]) -> bool:
     """Whether no name is one of the family of a config.json, if it has a table; False if that is not known."""
-    if config.get("model_type") not in builtin_names():
+    table = table_of_model(config.get("model_type"))
+    if table is None:
         return False
-    rules = rules_named(str(config["model_type"]))
+    rules = rules_named(table)
     with contextlib.suppress(NamesError):
         side = TableSide(settle(rules, config, names), rules.numbers, rules.sides[1] == HUB_SIDE)
         # The names of a model without a head lack the first word.
@@ -383,7 +392,7 @@ class _Reader(TomlFile):
         if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
             raise self.wrong(where, "must be a list of tables with from and to")
         tables = [self.values(block, _BLOCK, where) for block in content]
-        if not all(table["from"] and table["to"] for table in tables):
+        if any(table[side] is None for table in tables for side in _SIDES):
             raise self.wrong(where, "lacks from or to")
         return tables
 
@@ -407,7 +416,7 @@ class _Reader(TomlFile):
             steps = _entries(table["do"])
             steps += [] if steps == [_DROP] else _entries(block["do"])
             substituted = {**table, **sides, "do": steps, "when": (*table["when"], *block["when"])}
-            rules.append(self._rule(substituted, f"{where} in {block['from']}"))
+            rules.append(self._rule(substituted, f"{where} in {block['from']}" if block["from"] else where))
         return rules
 
     def _rule(self, table: Mapping[str, Any], where: str) -> NameRule:

@@ -80,7 +80,7 @@ class EditRules(NamedTuple):
         source_packing: the `packing` that the source's records list; empty without records of a table.
         source_side: whose names the source's form has.
         side: whose names the target's loaders expect; None if nothing is written.
-        exclude: patterns of names that no table lists, and that are left out where the source's form decides its side.
+        exclude: patterns of names that are left out if no table lists them.
     """
 
     tables: tuple[NameRules, ...] = ()
@@ -319,7 +319,7 @@ def _asked_rules(src: str, asked: Edits, to: Form | None, step: str, args: str |
         config_path=config,
         source_packing=packing_of(src) if tables else (),
         source_side=form.options.side,
-        exclude=asked.exclude if len(tables) > 1 else (),
+        exclude=asked.exclude if tables else (),
     )
 
 

@@ -56,7 +56,6 @@ def path_of(edits: EditRules, shapes: Mapping[str, tuple[int, ...]]) -> Path:
 
 def apply_table(edits: EditRules, edge: Edge, shapes: Mapping[str, tuple[int, ...]], contents: bool = True) -> Applied:
     """Apply rules of names and packing to tensors of these shapes; see `names.apply_rules`."""
-    of_side = edge.rules is edits.table_of_side
     return apply_rules(
         edge.rules,
         shapes,
@@ -66,7 +65,7 @@ def apply_table(edits: EditRules, edge: Edge, shapes: Mapping[str, tuple[int, ..
         recorded=edits.recorded_options(edge.rules),
         contents=contents,
         to_huggingface=edits.side is Side.HUGGINGFACE and edits.table_of_side is None,
-        left_out=Globs(edits.exclude).match if of_side and edge.reverse else None,
+        left_out=Globs(edits.exclude).match,
     )
 
 

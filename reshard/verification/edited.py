@@ -84,7 +84,7 @@ def edited_source(base: Source, edits: EditRules, report: Report) -> Source:
             edge.reverse,
             edits.optimizer,
             recorded=edits.recorded_options(edge.rules),
-            left_out=Globs(edits.exclude).match if edge.reverse and edge.rules is edits.table_of_side else None,
+            left_out=Globs(edits.exclude).match,
         )
         tied += [
             (_tied_content(one, recipes[one], originals), _tied_content(two, recipes[two], originals))
