@@ -271,10 +271,10 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
 def _megatron_model(src: str, inspected: Inspected, model: Model) -> Model:
     """The same with the families whose tables lead from Megatron's names to those of Hugging Face."""
     path = None if model.config is None else model.config.path
-    written = {name: _written(src, inspected, name, path) for name in sorted(families_of(_MEGATRON))}
+    written = {name: _written(src, inspected, name, path) for name in families_of(_MEGATRON)}
     fitting = {name: frozenset(each.tensors) for name, each in written.items() if each is not None}
     # A mixture of experts may have none: its table then gives the same names.
-    table = table_of_model(model.type)
+    table = table_of_model(model.type) or model.type
     tables = [table] if table in fitting else [*fitting][: 1 if len({*fitting.values()}) == 1 else None]
     return model._replace(side=_MEGATRON, tables=tables) if tables else model
 

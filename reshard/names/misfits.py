@@ -87,7 +87,7 @@ class Misfits:
     def _skipped(self) -> list[str]:
         """Patterns for names that no rule matches; one for a module that the table lacks, such as a vision tower."""
         modules = {each.partition(".")[0] for each in self._patterns}
-        patterns = {}
+        patterns: dict[str, None] = {}
         for name in self.unmatched:
             module, _, rest = name.partition(".")
             patterns[f"{module}.*" if rest and module not in modules else _numbers_replaced(name, "*")] = None

@@ -39,6 +39,7 @@ RENAME = "rename"
 """The path of a table of renames."""
 
 _FUSED_EXPERTS = "fused_experts"
+_MEGATRON, _MINDFORMERS = "megatron", "mindformers"
 # Model types whose names are those of another one. Kimi-K2.5 has a vision tower beside them.
 _MODEL_TYPES = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
 
@@ -126,11 +127,11 @@ def tables_named(text_of_user: str, source: str, target: str) -> tuple[NameRules
         NamesError: the table cannot be read.
     """
     name, stated = _typed(text_of_user)
-    rules = _table(name)
+    side = next((each for each in (source, target) if name in families_of(each)), None)
+    rules = _table(name) if side is None or name in builtin_names() else _without_own_table(name, (source, target))
     if rules.families:
         problem = f"--names {text_of_user}: the table {name} follows from the form of the checkpoint"
         raise UsageError(problem, hint=name_one_of(rules.families))
-    side = next((each for each in (source, target) if name in families_of(each)), None)
     if side is None:
         return (with_options(rules, stated),)
     of_side = _table(side)
@@ -168,7 +169,20 @@ def path(tables: Iterable[NameRules], source: str, target: str) -> Path:
 
 
 def _table(name: str) -> NameRules:
+    if name not in builtin_names() and name in families_of(_MEGATRON):
+        return _without_own_table(name, (_MINDFORMERS,))
     return replace(read_rules(_BUILTIN.path(name) or name), path=name)
+
+
+def _without_own_table(family: str, sides: Collection[str]) -> NameRules:
+    """A family that only the table of a side has: MindFormers cannot train it, so there are no names beside."""
+    rules = NameRules(family, "", (HUB_SIDE, _MINDFORMERS), ())
+    if _MINDFORMERS in sides:
+        raise UsageError(
+            f"--names {family}: MindFormers has no names of this model for training",
+            hint="its table is for Megatron's and Hugging Face's names: --to megatron or --to huggingface",
+        )
+    return rules
 
 
 def _typed(text_of_user: str) -> tuple[str, dict[str, str]]:

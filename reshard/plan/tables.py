@@ -40,7 +40,9 @@ def path_of(edits: EditRules, shapes: Mapping[str, tuple[int, ...]]) -> Path:
         return tuple(Edge(rules, edits.reverse) for rules in edits.tables)
     source, target = (HUB_SIDE if side is None else side.value for side in (edits.source_side, edits.side))
     if source != of_side.sides[1]:
-        is_right = edits.reverse or is_reversed(table, shapes, edits.config, edits.recorded_options(table))
+        # A family without a table of its own has Hugging Face's names alone.
+        recorded = edits.recorded_options(table)
+        is_right = edits.reverse or (bool(table.rules) and is_reversed(table, shapes, edits.config, recorded))
         source = table.sides[is_right]
     chosen = path(edits.tables, source, target)
     applied = {name for edge in chosen for name, _ in edge.rules.chosen}
