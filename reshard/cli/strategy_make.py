@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from reshard._version import __version__
+from reshard.asked import Edits
 from reshard.cli import options
-from reshard.cli.command import Parsed, argument, command, nearest, option, paths, tables
+from reshard.cli.command import Parsed, argument, command, nearest, option, paths
 from reshard.cli.output import is_quiet, say, show_notes
 from reshard.errors import StrategyError, UsageError
-from reshard.storage import is_directory
+from reshard.storage import is_directory, is_regular_file
 from reshard.strategies import Strategy
 from reshard.text.globs import matcher
 from reshard.text.messages import plural, rank_ranges
 
 if TYPE_CHECKING:
-    from reshard.names import NameRules
     from reshard.strategies.rules import AxisSizes, LayoutRules, MadeStage, ModelTensors, TargetRun
     from reshard.strategies.rules.derive import SourceRun
 
@@ -93,23 +93,30 @@ _target_options = options.together(
     options.common,
 )
 
-_names = options.together(
-    option(
-        "Source",
-        "--names",
-        metavar="TABLE",
-        shell_complete=tables,
-        show_default="unchanged",
-        help="Apply this table of names to --shapes first, as convert --names does.",
-    ),
-    option(
-        "Source",
-        "--config",
-        metavar="FILE|DIR",
-        shell_complete=paths,
-        show_default="config.json beside --shapes",
-        help="File with the sizes that the table of names needs.",
-    ),
+_edits = options.group(
+    Edits,
+    "names",
+    "config",
+    "dequantize",
+    "exclude",
+    names={
+        "section": "Source",
+        "metavar": "TABLE",
+        "help": "Apply this table of names to --shapes first, as convert --names does.",
+    },
+    config={
+        "section": "Source",
+        "shown": "config.json beside --shapes",
+        "help": "File with the sizes that the table of names needs.",
+    },
+    dequantize={
+        "section": "Source",
+        "help": "Take quantised weights of --shapes as this type, as convert --dequantize does.",
+    },
+    exclude={
+        "section": "Source",
+        "help": "Leave out weights of --shapes that match GLOB and that the table does not list (repeatable).",
+    },
 )
 
 
@@ -138,7 +145,7 @@ reshard strategy make mcore target.ckpt --shapes qwen3-hf/ --names qwen3 \\
     shell_complete=paths,
     help="Strategy of --shapes, if that is a rank tree.",
 )
-@_names
+@_edits
 @option(
     "Parameters",
     "--set",
@@ -154,10 +161,9 @@ def strategy_make(
     out: str,
     shapes: str,
     src_strategy: str | None,
-    names: str | None,
-    config: str | None,
     stated: tuple[str, ...],
     sizes: AxisSizes,
+    edits: Edits,
     **typed: Any,
 ) -> None:
     """Make the strategy of a cluster from rules, without the cluster.
@@ -174,23 +180,38 @@ def strategy_make(
     model_rules = rules_named(rules, switches)
     source = None if src_strategy is None else read_strategy(src_strategy)
     show_notes(source.notes if source is not None else ())
-    tensors = _under_names(_read_shapes(shapes, source), names, config)
+    tensors = _read_shapes(shapes, source, edits, typed["weights_only"])
     target = _target(sizes, typed)
     where = f"a copy of {rules} (reshard strategy rules {rules} > model.toml)" if is_builtin(rules) else rules
     try:
         stages = make_strategy(model_rules, tensors, target, where)
     except StrategyError as error:
-        unmatched = (name for name in tensors.weights if not any(rule.matches(name) for rule in model_rules.rules))
-        if names is None and any(unmatched):
-            error.add_hint("if the model has another code's names: --names TABLE")
+        if not _has_rules(model_rules, tensors):
+            error.add_hint(_other_rules(tensors, edits))
         raise
-    more = {
-        "rules_file": rules,
-        **({"set": switches} if switches else {}),
-        **({} if names is None else {"names": names}),
-    }
-    made_of = (rules, shapes, src_strategy, names, config)
+    more = {"rules_file": rules, **({"set": switches} if switches else {}), **_recorded(edits)}
+    made_of = (rules, shapes, src_strategy, edits.names, edits.config)
     _write("make", out, stages, model_rules, tensors, target, more, made_of, typed["overwrite"])
+
+
+def _has_rules(rules: LayoutRules, tensors: ModelTensors) -> bool:
+    """Whether every weight has a rule with its cuts."""
+    return all(rules.rule_for(name).has_cuts for name in tensors.weights)
+
+
+def _other_rules(tensors: ModelTensors, edits: Edits) -> str | None:
+    """The built-in rules that have a rule for every weight, or another way to such names."""
+    from reshard.strategies.rules import builtin_names, rules_named
+
+    fitting = [name for name in builtin_names() if _has_rules(rules_named(name), tensors)]
+    if fitting:
+        return f"these built-in rules have a rule for every parameter: {', '.join(fitting)}"
+    return "if the model has another code's names: --names TABLE" if edits.names is None else None
+
+
+def _recorded(edits: Edits) -> dict[str, str]:
+    typed = {"names": edits.names, "dequantize": edits.dequantize}
+    return {name: value for name, value in typed.items() if value is not None}
 
 
 def _switch(text: str) -> tuple[str, str]:
@@ -228,7 +249,7 @@ reshard strategy derive src.ckpt dst.ckpt --shapes qwen3-hf/ --names qwen3 \\
 )
 @_sizes("Source", "--also-sizes", text="Devices of --also's run.", multiple=True)
 @_shapes("Full shapes, if SRC does not list them: a checkpoint of any form, the index of one, or a JSON strategy.")
-@_names
+@_edits
 @option(
     "Parameters",
     "--rules",
@@ -246,10 +267,9 @@ def strategy_derive(
     also: tuple[str, ...],
     also_sizes: tuple[AxisSizes, ...],
     shapes: str | None,
-    names: str | None,
-    config: str | None,
     stated: str | None,
     dst_sizes: AxisSizes,
+    edits: Edits,
     **typed: Any,
 ) -> None:
     """Derive the strategy of another run from that of one at hand.
@@ -276,19 +296,22 @@ def strategy_derive(
         )
     user_rules = read_rules(stated, partial=True) if stated is not None else None
     if shapes is not None:
-        tensors = _read_shapes(shapes, sources[0].strategy)
+        tensors = _read_shapes(shapes, sources[0].strategy, edits, typed["weights_only"])
     else:
         listed = (strategy_shapes(source.strategy) for source in sources)
         known = next((each for each in listed if each is not None), None)
-        if names is not None or config is not None:
-            raise UsageError("--shapes is missing", hint="--names and --config apply to the tensors of --shapes")
+        if edits != Edits():
+            raise UsageError(
+                "--shapes is missing",
+                hint="--names, --config, --dequantize and --exclude apply to the tensors of --shapes",
+            )
         if known is None:
             raise UsageError(
                 f"--shapes is missing: {src} does not contain tensor shapes",
                 hint=f"add --shapes CKPT, the checkpoint that was saved with {src}, or the index of its full weights",
             )
         tensors = known
-    model = model_of(sources[0], _under_names(tensors, names, config))
+    model = model_of(sources[0], tensors)
     rules = learn(sources, model, dst_sizes, () if user_rules is None else user_rules.rules)
     if user_rules is not None:
         rules = _merged(user_rules, rules)
@@ -302,9 +325,9 @@ def strategy_derive(
     more = {
         "sources": [{"strategy": one.strategy.path, "sizes": dict(one.sizes.named)} for one in sources],
         "rules_file": stated,
-        **({} if names is None else {"names": names}),
+        **_recorded(edits),
     }
-    made_of = (src, *also, shapes, stated, names, config)
+    made_of = (src, *also, shapes, stated, edits.names, edits.config)
     _write("derive", out, stages, rules, model, target, more, made_of, typed["overwrite"])
 
 
@@ -370,60 +393,39 @@ def _target(sizes: AxisSizes, typed: Mapping[str, Any]) -> TargetRun:
     return TargetRun(sizes, setting, typed["layers_per_stage"], typed["weights_only"])
 
 
-def _read_shapes(path: str, strategy: Strategy | None) -> ModelTensors:
-    from reshard.checkpoints import FileHandles
-    from reshard.forms.model_shapes import read_shapes
-    from reshard.forms.request import Means
-    from reshard.text.messages import Report
-
-    with FileHandles() as handles:
-        return read_shapes(path, strategy, Means(handles, Report()))
-
-
-def _under_names(tensors: ModelTensors, table: str | None, config: str | None) -> ModelTensors:
-    """The tensors that a table makes of a model's.
+def _read_shapes(path: str, strategy: Strategy | None, asked: Edits, weights_only: bool) -> ModelTensors:
+    """The tensors of a model, as a conversion to ranks with these edits names, packs and types them.
 
     Raises:
-        UsageError: a configuration without a table.
-        NamesError: the table does not fit.
+        UsageError: a configuration without its use.
+        InputError: the shapes cannot be read, or the edits do not fit them.
     """
-    if table is None:
-        if config is not None:
-            raise UsageError("--config needs --names", hint="name a table: `reshard names list`")
-        return tensors
-    # Loaded only here: most strategies are made for names as they are.
-    from reshard.asked import Edits
+    from reshard.checkpoints import FileHandles
+    from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+    from reshard.forms.model_shapes import read_shapes
     from reshard.forms.registry import form_named
+    from reshard.forms.request import Means
+    from reshard.plan.editing import edited
     from reshard.plan.edits import edit_rules
-    from reshard.plan.tables import path_of
-
-    place = tensors.path if is_directory(tensors.path) else os.path.dirname(tensors.path)
-    edits = edit_rules(place, Edits(names=table, config=config), form_named("ranks"))
-    for rules, reverse in path_of(edits, {name: tensor.shape for name, tensor in tensors.weights.items()}):
-        tensors = _under_table(tensors, rules, edits.config, reverse)
-    return tensors
-
-
-def _under_table(
-    tensors: ModelTensors, rules: NameRules, sizes: Mapping[str, object] | None, reverse: bool | None
-) -> ModelTensors:
-    from reshard.names import apply_rules
     from reshard.strategies.rules import FullTensor, model_tensors
+    from reshard.text.messages import Report
 
-    shapes = {name: tensor.shape for name, tensor in tensors.weights.items()}
-    # Packing that changes only elements is of no consequence here.
-    applied = apply_rules(rules, shapes, sizes, reverse, contents=False)
-    renamed = []
-    states: dict[str, tuple[str, ...]] = {}
-    for name, sources, view in applied.views():
-        (dtype, *more_dtypes) = {tensors.weights[source].dtype for source in sources}
-        renamed.append(FullTensor(name, view.shape, None if more_dtypes else dtype))
-        # A tensor of several weights has the state that all of them have, as with convert --optimizer keep.
-        of_sources = [tensors.states.get(source, ()) for source in sources]
-        states[name] = tuple(prefix for prefix in of_sources[0] if all(prefix in each for each in of_sources))
-    states = {name: prefixes for name, prefixes in states.items() if prefixes}
-    made = model_tensors(tensors.path, renamed, tensors.item_sizes)
-    return replace(made, states=states, other_shapes=tensors.other_shapes)
+    unused = "--exclude" if asked.exclude else "--config" if asked.config and asked.dequantize is None else None
+    if asked.names is None and unused is not None:
+        raise UsageError(f"{unused} needs --names", hint="name a table: `reshard names list`")
+    beside = os.path.join(os.path.dirname(path), "config.json")
+    if asked.config is None and asked.changes and not is_directory(path) and is_regular_file(beside):
+        asked = replace(asked, config=beside)
+    if asked.names is not None and not weights_only:
+        asked = replace(asked, optimizer="keep")
+    with FileHandles() as handles:
+        means = Means(handles, Report())
+        checkpoint = read_shapes(path, strategy, means)
+        edits = edit_rules(path, asked, form_named("ranks"))
+        if not edits.is_empty:
+            checkpoint = edited(checkpoint, edits, means.report, contents=False, handles=handles)
+        tensors = (FullTensor(name, each.shape, each.dtype or None) for name, each in checkpoint.tensors.items())
+        return model_tensors(path, tensors, ITEM_SIZES)
 
 
 def _write(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from reshard.asked import Source
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, read_index
-from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS
 from reshard.errors import CheckpointError, LayoutError, StrategyError
-from reshard.forms.form import Form
 from reshard.forms.ranks.naming import RANK
 from reshard.forms.ranks.tree import find_checkpoints
+from reshard.forms.recorded import RecordedCheckpoint
 from reshard.forms.registry import form_of
 from reshard.forms.request import Means, Request
 from reshard.storage import is_directory
@@ -29,8 +29,8 @@ _HINT = (
 )
 
 
-def read_shapes(path: str, strategy: Strategy | None, means: Means) -> ModelTensors:
-    """The tensors of a model.
+def read_shapes(path: str, strategy: Strategy | None, means: Means) -> Checkpoint:
+    """The tensors of a model, whole; the files of rank directories, of an index or of a strategy are not in it.
 
     Args:
         path: an unsharded checkpoint; a checkpoint of another form than rank directories, or the index of one; a JSON
@@ -41,31 +41,23 @@ def read_shapes(path: str, strategy: Strategy | None, means: Means) -> ModelTens
     form = form_of(path)
     if not form.options.needs_strategy:
         checkpoint = form.read(Request.of_source(Source(path), form)._replace(partial=True), means)
-        names = _names_in_model(checkpoint, form)
-        tensors: Iterable[FullTensor] = (
-            FullTensor(new, tensor.shape, tensor.dtype)
-            for name, tensor in checkpoint.tensors.items()
-            if (new := names.get(name, name)) is not None
-        )
-    elif path.endswith(".json"):
-        tensors = _of_strategy(read_strategy(path))
-    elif RANK in path or is_directory(path):
-        tensors = _of_ranks(path, strategy, means.handles)
     else:
-        tensors = _of_index(read_index(means.handles, path))
-    full_tensors = list(tensors)
-    if not full_tensors:
+        if path.endswith(".json"):
+            tensors: Iterable[FullTensor] = _of_strategy(read_strategy(path))
+        elif RANK in path or is_directory(path):
+            tensors = _of_ranks(path, strategy, means.handles)
+        else:
+            tensors = _of_index(read_index(means.handles, path))
+        checkpoint = RecordedCheckpoint(form.name, path, {}, {}, {each.name: _whole(each) for each in tensors})
+    if not checkpoint.tensors:
         raise CheckpointError(f"{path}: holds no tensors", file=path, hint=_HINT)
-    return model_tensors(path, full_tensors, ITEM_SIZES)
+    return checkpoint
 
 
-def _names_in_model(checkpoint: Checkpoint, form: Form) -> Mapping[str, str | None]:
-    """New names of tensors, where optimizers have words of their own; None for those that have none."""
-    if form.training is None:
-        return {}
-    from reshard.names import plain_names
-
-    return plain_names(checkpoint.tensors, checkpoint.objects, checkpoint.nested, True).names
+def _whole(tensor: FullTensor) -> GlobalTensor:
+    # A strategy records no type.
+    dtype = tensor.dtype or ""
+    return GlobalTensor(tensor.name, dtype, ITEM_SIZES.get(dtype, 0), tensor.shape, ())
 
 
 def _of_index(index: CheckpointIndex) -> Iterator[FullTensor]:

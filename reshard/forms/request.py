@@ -55,7 +55,7 @@ class EditRules(NamedTuple):
         source_packing: of the source, if its records list it.
         source_side: whose names the source's form has.
         side: whose names the target's loaders expect; None if nothing is written.
-        exclude: patterns of names that no table lists, and that are left out where the source's form decides its side.
+        exclude: patterns of names that are left out if no table lists them.
     """
 
     tables: tuple[NameRules, ...] = ()

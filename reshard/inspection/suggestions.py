@@ -23,7 +23,7 @@ from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.ranks.tree import find_rank
 from reshard.forms.registry import form_named
 from reshard.inspection.checkpoint import Inspected, Problem, inspect, problems_of
-from reshard.names import Configuration, builtin_names, config_beside, families_of, rules_named
+from reshard.names import Configuration, builtin_names, config_beside, families_of, rules_named, table_of_model
 from reshard.names.rules import settle, side_of
 from reshard.plan.checks import needed
 from reshard.plan.editing import edited
@@ -229,7 +229,7 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
             problems.insert(0, Problem(0, error.message, error.hint))
     value = None if config is None else config.get("model_type")
     type = value if isinstance(value, str) else None
-    table = type if type in builtin_names() else None
+    table = table_of_model(type)
     written, contents = _written(src, inspected), inspected.shown.contents
     names = None if written is None else ([*written.tensors], [*written.values()])
     if inspected.form.options.side is Side.MEGATRON:
@@ -268,10 +268,11 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
 def _megatron_model(src: str, inspected: Inspected, model: Model) -> Model:
     """The same with the families whose tables lead from Megatron's names to those of Hugging Face."""
     path = None if model.config is None else model.config.path
-    written = {name: _written(src, inspected, name, path) for name in sorted(families_of(_MEGATRON))}
+    written = {name: _written(src, inspected, name, path) for name in families_of(_MEGATRON)}
     fitting = {name: frozenset(each.tensors) for name, each in written.items() if each is not None}
     # A mixture of experts may have none: its table then gives the same names.
-    tables = [model.type] if model.type in fitting else [*fitting][: 1 if len({*fitting.values()}) == 1 else None]
+    table = table_of_model(model.type) or model.type
+    tables = [table] if table in fitting else [*fitting][: 1 if len({*fitting.values()}) == 1 else None]
     return model._replace(side=_MEGATRON, tables=tables) if tables else model
 
 
@@ -432,7 +433,8 @@ class _Advisor:
             return ()
         if model.packing is not None:
             return tuple(model.packing.words)
-        if model.config is None or model.type is None or model.type not in model.tables:
+        table = table_of_model(model.type)
+        if model.config is None or table is None or table not in model.tables:
             self._texts[TABLE] = (
                 f"The table for the model; of the built-in ones, {', '.join(model.tables)} have such names. State its "
                 "options that only change numbers, as in qwen3,gate_up=halves: `reshard names show TABLE`."
@@ -441,7 +443,7 @@ class _Advisor:
             return ("--names", TABLE, "--config", CONFIG)
         self._texts.update((name.upper(), text) for name, _, text in model.undetermined)
         stated = [f"{name}={name.upper()}" for name, _, _ in model.undetermined]
-        words: tuple[str, ...] = ("--names", ",".join([model.type, *stated]))
+        words: tuple[str, ...] = ("--names", ",".join([table, *stated]))
         if absolute(model.config.path) != absolute(os.path.join(self._inspected.path, "config.json")):
             words += ("--config", _argument(model.config.path))
         return words

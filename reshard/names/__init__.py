@@ -25,5 +25,6 @@ from reshard.names.tables import (
     read_config,
     read_rules,
     rules_named,
+    table_of_model,
     tables_named,
 )

@@ -182,8 +182,7 @@ class _Application:
     by_case: list[tuple[str, str, Sequence[NameMatch]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        excludable = self.left_out is not None
-        self.problems = Misfits(self.rules, self.side, self.settled.values, self.shapes, excludable)
+        self.problems = Misfits(self.rules, self.side, self.settled.values, self.shapes)
         self._sized: dict[tuple[int, tuple[Shape, ...]], tuple[tuple[SizedOperation, ...], int] | str] = {}
 
     def sort(self) -> None:

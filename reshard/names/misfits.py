@@ -12,6 +12,7 @@ from reshard.text.names import near_names
 
 # Missing names are counted up to this number: a number in a name may be huge.
 _MOST_MISSING = 10000
+_MOST_SKIPPED = 4
 
 Values = tuple[int, ...]
 """The values of a rule's numbers."""
@@ -26,12 +27,9 @@ class Misfits:
         side: TableSide,
         options: Mapping[str, str],
         names: Collection[str],
-        excludable: bool = False,
     ) -> None:
         self._rules = rules
-        self._excludable = excludable
         self._side = rules.sides[side.reverse]
-        self._reverse = side.reverse
         self._patterns = side.patterns()
         self._options = options
         self._names = names
@@ -79,20 +77,19 @@ class Misfits:
             name, value = next(iter((open_options or self._options).items()))
             stated = self._rules.stated(**{name: value})
             hints.append(f"the rules were applied with {values}; to state an option: --names {stated}")
-        if self.unmatched and self._excludable:
-            skipped = _numbers_replaced(self.unmatched[0], "*")
-            hints.append(f"to leave out tensors that the model does not need: --exclude '{skipped}'")
-        elif self.unmatched:
-            # --include and --exclude match the new names, so they cannot skip a tensor.
-            table = "the table"
-            if "." not in self._rules.path:
-                table = f"a copy of the table (reshard names show {self._rules.path} > mine.toml)"
-            side, skipped = "to" if self._reverse else "from", _numbers_replaced(self.unmatched[0], "*")
-            hints.append(
-                f"to skip tensors that the model does not need, add a rule to {table}:\n"
-                f'    [[rule]]\n    {side} = "{skipped}"\n    do = "drop"'
-            )
+        if self.unmatched:
+            skipped = " ".join(f"--exclude '{each}'" for each in self._skipped()[:_MOST_SKIPPED])
+            hints.append(f"to leave out tensors that the model does not need: {skipped}")
         return "\n".join(hints) or None
+
+    def _skipped(self) -> list[str]:
+        """Patterns for names that no rule matches; one for a module that the table lacks, such as a vision tower."""
+        modules = {each.partition(".")[0] for each in self._patterns}
+        patterns: dict[str, None] = {}
+        for name in self.unmatched:
+            module, _, rest = name.partition(".")
+            patterns[f"{module}.*" if rest and module not in modules else _numbers_replaced(name, "*")] = None
+        return list(patterns)
 
 
 def _suggested(question: str, near: Iterable[str], excluded: Collection[str] = ()) -> str:

@@ -44,6 +44,10 @@ FUSED_EXPERTS = "fused_experts"
 FUSED = "fused"
 """Its value for models that are published so."""
 
+_MEGATRON, _MINDFORMERS = "megatron", "mindformers"
+# Model types whose names are those of another one. Kimi-K2.5 has a vision tower beside them.
+_MODEL_TYPES = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
+
 _BUILTIN = BuiltinFiles(__file__, "table", NamesError, "reshard names list")
 _OPTIONS = re.compile(r"(?:,[a-z][a-z0-9_]*=[A-Za-z0-9_]+)+\Z")
 _LARGEST_CONFIG = 1 << 22
@@ -72,7 +76,7 @@ _OPTION: Schema = {
     "name_values": _TABLE,
     "about": ("text", ""),
 }
-_BLOCK: Schema = {"from": ("text", ""), "to": ("text", ""), "do": ("any", ()), "when": ("texts", ())}
+_BLOCK: Schema = {"from": ("text", None), "to": ("text", None), "do": ("any", ()), "when": ("texts", ())}
 _RULE: Schema = {
     "from": ("texts", ()),
     "to": ("texts", ()),
@@ -126,11 +130,11 @@ def tables_named(text_of_user: str, source: str, target: str) -> tuple[NameRules
         NamesError: the table cannot be read.
     """
     name, stated = _typed(text_of_user)
-    rules = _table(name)
+    side = next((each for each in (source, target) if name in families_of(each)), None)
+    rules = _table(name) if side is None or name in builtin_names() else _without_own_table(name, (source, target))
     if rules.families:
         problem = f"--names {text_of_user}: the table {name} follows from the form of the checkpoint"
         raise UsageError(problem, hint=name_one_of(rules.families))
-    side = next((each for each in (source, target) if name in families_of(each)), None)
     if side is None:
         return (with_options(rules, stated),)
     of_side = _table(side)
@@ -168,7 +172,20 @@ def path(tables: Iterable[NameRules], source: str, target: str) -> Path:
 
 
 def _table(name: str) -> NameRules:
+    if name not in builtin_names() and name in families_of(_MEGATRON):
+        return _without_own_table(name, (_MINDFORMERS,))
     return replace(read_rules(_BUILTIN.path(name) or name), path=name)
+
+
+def _without_own_table(family: str, sides: Collection[str]) -> NameRules:
+    """A family that only the table of a side has: MindFormers cannot train it, so there are no names beside."""
+    rules = NameRules(family, "", (HUB_SIDE, _MINDFORMERS), ())
+    if _MINDFORMERS in sides:
+        raise UsageError(
+            f"--names {family}: MindFormers has no names of this model for training",
+            hint="its table is for Megatron's and Hugging Face's names: --to megatron or --to huggingface",
+        )
+    return rules
 
 
 def _typed(text_of_user: str) -> tuple[str, dict[str, str]]:
@@ -194,11 +211,18 @@ def published_experts(config: Mapping[str, object] | None) -> str | None:
     return model if model in option.values else dict(option.config_values).get(str(model))
 
 
+def table_of_model(model_type: object) -> str | None:
+    """The built-in table for the ``model_type`` of a config.json; None if there is none."""
+    table = _MODEL_TYPES.get(str(model_type), str(model_type))
+    return table if table in builtin_names() else None
+
+
 def is_foreign(config: Mapping[str, object], names: Collection[str]) -> bool:
     """Whether no name is one of the family of a config.json, if it has a table; False if that is not known."""
-    if config.get("model_type") not in builtin_names():
+    table = table_of_model(config.get("model_type"))
+    if table is None:
         return False
-    rules = rules_named(str(config["model_type"]))
+    rules = rules_named(table)
     with contextlib.suppress(NamesError):
         side = TableSide(settle(rules, config, names), rules.numbers, rules.sides[1] == HUB_SIDE)
         # The names of a model without a head lack the first word.
@@ -365,7 +389,7 @@ class _Reader(TomlFile):
         if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
             raise self.wrong(where, "must be a list of tables with from and to")
         tables = [self.values(block, _BLOCK, where) for block in content]
-        if not all(table["from"] and table["to"] for table in tables):
+        if any(table[side] is None for table in tables for side in _SIDES):
             raise self.wrong(where, "lacks from or to")
         return tables
 
@@ -389,7 +413,7 @@ class _Reader(TomlFile):
             steps = _entries(table["do"])
             steps += [] if steps == [_DROP] else _entries(block["do"])
             substituted = {**table, **sides, "do": steps, "when": (*table["when"], *block["when"])}
-            rules.append(self._rule(substituted, f"{where} in {block['from']}"))
+            rules.append(self._rule(substituted, f"{where} in {block['from']}" if block["from"] else where))
         return rules
 
     def _rule(self, table: Mapping[str, Any], where: str) -> NameRule:

@@ -37,6 +37,7 @@ def edited(
     edits: EditRules,
     report: Report,
     complete: bool = True,
+    contents: bool = True,
     handles: FileHandles | None = None,
 ) -> EditedCheckpoint:
     """The checkpoint that edits make of a source.
@@ -46,6 +47,7 @@ def edited(
         edits: the edits.
         report: gets notes.
         complete: whether the checkpoint is the whole source.
+        contents: whether elements are read, not only names and shapes: packing that changes no shape need not be known.
         handles: open files, which have the shapes of some quantised tensors; None where only names count.
 
     Raises:
@@ -53,7 +55,7 @@ def edited(
     """
     if edits.additions is not None and (edits.tables or edits.casts):
         raise UsageError("additions to tensors exclude rules of names and casts")
-    editing = Editing(checkpoint, edits, report, complete, handles)
+    editing = Editing(checkpoint, edits, report, complete, contents, handles)
     for option, step in STEPS:
         if option is None or getattr(editing.edits, option):
             step(editing)
@@ -76,6 +78,7 @@ class Editing:
         edits: EditRules,
         report: Report,
         complete: bool = True,
+        contents: bool = True,
         handles: FileHandles | None = None,
     ) -> None:
         self._checkpoint = checkpoint
@@ -83,6 +86,7 @@ class Editing:
         self._report = report
         self._complete = complete
         self._handles = handles
+        self._contents = contents
         self.recipes: Mapping[str, Recipe] = {name: Recipe((name,)) for name in checkpoint.tensors}
         self.values: AbstractSet[str] = {*checkpoint.values(), *checkpoint.without_layout()}
         self.unseen: Mapping[str, str | None] = {name: name for name in checkpoint.unseen}
@@ -201,7 +205,7 @@ class Editing:
         if self.edits.quantisation is None:
             _check_not_quantised(self._checkpoint)
         for edge in path_of(self.edits, self._shapes()):
-            applied = apply_table(self.edits, edge, self._shapes())
+            applied = apply_table(self.edits, edge, self._shapes(), self._contents)
             self._apply_table(applied)
             self._applied.append(applied)
         self.unseen = dict.fromkeys(self.unseen)

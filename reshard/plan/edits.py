@@ -136,7 +136,7 @@ def _asked_rules(src: str, asked: Edits, to: Form | None, step: str, args: str |
         config_path=config,
         source_packing=packing_of(src) if tables else None,
         source_side=form.options.side,
-        exclude=asked.exclude if len(tables) > 1 else (),
+        exclude=asked.exclude if tables else (),
     )
 
 

@@ -43,7 +43,9 @@ def path_of(edits: EditRules, shapes: Mapping[str, tuple[int, ...]]) -> Path:
     source, target = (HUB_SIDE if side is None else side.value for side in (edits.source_side, edits.side))
     if source != of_side.sides[1]:
         settled = settle(table, edits.config, shapes, edits.recorded_options(table))
-        source = table.sides[edits.reverse or side_of(table, settled, shapes, None).reverse]
+        # A family without a table of its own has Hugging Face's names alone.
+        is_right = edits.reverse or (bool(table.rules) and side_of(table, settled, shapes, None).reverse)
+        source = table.sides[is_right]
     chosen = path(edits.tables, source, target)
     applied = {name for edge in chosen for name, _ in edge.rules.chosen}
     unused = [f"{name}={value}" for name, value in table.chosen if name not in applied]
@@ -56,9 +58,8 @@ def path_of(edits: EditRules, shapes: Mapping[str, tuple[int, ...]]) -> Path:
     return chosen
 
 
-def apply_table(edits: EditRules, edge: Edge, shapes: Mapping[str, tuple[int, ...]]) -> Applied:
+def apply_table(edits: EditRules, edge: Edge, shapes: Mapping[str, tuple[int, ...]], contents: bool = True) -> Applied:
     """Apply rules of names and packing to tensors of these shapes; see `names.apply_rules`."""
-    of_side = edge.rules is edits.table_of_side
     return apply_rules(
         edge.rules,
         shapes,
@@ -66,8 +67,9 @@ def apply_table(edits: EditRules, edge: Edge, shapes: Mapping[str, tuple[int, ..
         edge.reverse,
         edits.optimizer,
         recorded=edits.recorded_options(edge.rules),
+        contents=contents,
         to_huggingface=edits.side is Side.HUGGINGFACE and edits.table_of_side is None,
-        left_out=matcher(edits.exclude) if of_side and edge.reverse else None,
+        left_out=matcher(edits.exclude),
     )
 
 

@@ -92,7 +92,7 @@ def edited_source(base: Source, edits: EditRules, report: Report, handles: FileH
             edge.reverse,
             edits.optimizer,
             recorded=edits.recorded_options(edge.rules),
-            left_out=matcher(edits.exclude) if edge.reverse and edge.rules is edits.table_of_side else None,
+            left_out=matcher(edits.exclude),
         )
         if edge.rules is published and edits.config is not None and published.path != FUSED_EXPERTS:
             check_published(edits.config, applied, shapes())

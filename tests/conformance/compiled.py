@@ -292,6 +292,71 @@ NETWORKS = {
         },
     ),
 }
+
+
+def _deepseek(release: str, sequence_parallel: bool) -> Callable[[Run], list[Operator]]:
+    """Parts of DeepSeek-V3 as MindFormers' parallel_core shards them: in 1.6, or later."""
+
+    def operators(run: Run) -> list[Operator]:
+        dp, mp, cp, ep = (run.sizes.get(name, 1) for name in ("dp", "mp", "cp", "ep"))
+        data = dp * cp
+        rows, columns, whole = ([data, 1], [mp, 1]), ([data, mp], [1, mp]), ([data * mp, 1], [1, 1])
+
+        def over(matrix: Sequence[int], names: str, *entries: Any) -> dict[str, Any]:
+            return {"matrix": list(matrix), "names": names.split(), "map": list(entries)}
+
+        def cut(*entries: Any) -> dict[str, Any]:
+            return over((dp, cp, mp), "dp cp tp", *entries)
+
+        def linear(name: str, shape: Sequence[int], in_1_6: tuple[list[int], list[int]]) -> Operator:
+            """A linear layer that is sequence parallel in later releases."""
+            if release == "1.6":
+                return operator("matmul", name, shape, *in_1_6)
+            features = cut(["dp", "cp", "tp"], "None")
+            return operator("morph", name, shape, features, cut("None", "None"), features)
+
+        def column(name: str, shape: Sequence[int]) -> Operator:
+            if release == "1.6":
+                return operator("matmul", name, shape, *rows)
+            features = cut(["dp", "cp"], "None"), cut("tp", "None"), cut(["dp", "cp"], "tp")
+            return operator("morph", name, shape, *features)
+
+        tokens = over((data * mp // ep, ep), "outer ep", ["outer", "ep"], "None")
+        experts = tokens, over((data * mp // ep, ep), "outer ep", "ep", "None"), tokens
+        layer, attention, mtp = "decoder.layers.0", "decoder.layers.0.self_attention", "mtp.layers.0"
+        square, up, down = (HIDDEN, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)
+        shared = [(whole, whole) if sequence_parallel else (rows, columns)][0]
+        return [
+            operator("gather", "embedding.word_embeddings.weight", (ROWS, HIDDEN), [mp, 1], [1]),
+            operator("mul", f"{layer}.input_layernorm.weight", (HIDDEN,), [data, 1], [1], opted_out=True),
+            linear(f"{attention}.linear_q_down_proj.weight", square, ([data, 1], [1, 1])),
+            column(f"{attention}.linear_q_up_proj.weight", square),
+            operator("matmul", f"{attention}.linear_proj.weight", square, *columns),
+            linear(f"{layer}.mlp.shared_experts.linear_fc1.weight", up, shared[0]),
+            linear(f"{layer}.mlp.shared_experts.linear_fc2.weight", down, shared[1]),
+            operator("morph added", f"{layer}.mlp.experts.weight1", (8 * HIDDEN, INNER), *experts),
+            operator("morph added", f"{layer}.mlp.experts.weight2", (8 * INNER, HIDDEN), *experts),
+            operator("mul", f"{mtp}.enorm.weight", (HIDDEN,), [data, 1], [1], opted_out=True),
+            linear(f"{mtp}.transformer_layer.mlp.shared_experts.linear_fc1.weight", up, shared[0]),
+            linear(f"{mtp}.eh_proj.weight", (HIDDEN, 2 * HIDDEN), whole if sequence_parallel and cp == 1 else rows),
+            operator("matmul", "output_layer.weight", (ROWS, HIDDEN), *rows),
+        ]
+
+    return operators
+
+
+_DEEPSEEK_RUNS = {
+    "experts beside model parallelism": Run({"dp": 2, "mp": 4, "ep": 4}, shards(-1, 0)),
+    "experts over all": Run({"dp": 4, "mp": 2, "ep": 8}, shards(-1, 0)),
+    "context": Run({"dp": 2, "cp": 2, "mp": 2}, shards(-1, 0)),
+    "inference": Run({"mp": 8, "ep": 8}, training=False),
+}
+#: Models of MindFormers' parallel_core, by its release and by use_seq_parallel.
+DEEPSEEK = {
+    (release, parallel): Network(_deepseek(release, parallel), "mcore", _DEEPSEEK_RUNS)
+    for release in ("1.6", "later")
+    for parallel in (False, True)
+}
 #: Runs of the decoder that do not compile, and what is said of them here.
 REFUSED = {
     "six devices": (Run({"dp": 3, "mp": 2}), "6 devices; MindSpore's compiler takes 1, 2, 4 or a multiple of 8"),
@@ -301,7 +366,9 @@ REFUSED = {
 }
 
 
-def compile_run(version: str, network: str, run: Run, directory: Path, ending: str = "ckpt") -> dict[str, Any]:
+def compile_run(
+    version: str, network: str | Network, run: Run, directory: Path, ending: str = "ckpt"
+) -> dict[str, Any]:
     """Have the stages compiled, each into a file of its own below a new directory.
 
     Returns:
@@ -309,6 +376,7 @@ def compile_run(version: str, network: str, run: Run, directory: Path, ending: s
     """
     directory.mkdir(parents=True)
     per_stage = run.devices // run.stages
+    chosen = NETWORKS[network] if isinstance(network, str) else network
     answer: dict[str, Any] = {}
     for rank in range(0, run.devices, per_stage):
         job = {
@@ -318,7 +386,7 @@ def compile_run(version: str, network: str, run: Run, directory: Path, ending: s
             "file": str(directory / f"ckpt_strategy_rank_{rank}.{ending}"),
             "optimizer": run.training,
             "shards": run.shards,
-            "operators": NETWORKS[network].operators(run),
+            "operators": chosen.operators(run),
         }
         answer = oracles.compiler(version, job)
         if "error" in answer:

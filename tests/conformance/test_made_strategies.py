@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from reshard.strategies import RecordedLayout, read_strategy_file
+from reshard.strategies.rules.candidates import slices_by_device
 from tests.conformance import oracles
-from tests.conformance.compiled import NETWORKS, REFUSED, Run, compile_run
+from tests.conformance.compiled import DEEPSEEK, NETWORKS, REFUSED, Network, Run, compile_run
 from tests.running import Argument, done, fails, reshard
 from tests.trees import Value, write_checkpoint
 
@@ -68,10 +69,11 @@ def flattened(stages: dict[int, dict[str, RecordedLayout]]) -> dict[int, dict[st
     }
 
 
-def shapes(network: str, run: Run, path: Path) -> Path:
+def shapes(network: str | Network, run: Run, path: Path) -> Path:
     """The weights of a network, uncut, and no state of an optimizer."""
     full = {}
-    for operator in NETWORKS[network].operators(run):
+    chosen = NETWORKS[network] if isinstance(network, str) else network
+    for operator in chosen.operators(run):
         dtype, stored = _DTYPES[operator["dtype"]]
         full[operator["weight"]] = Value(dtype, np.zeros(operator["shape"], stored))
     return write_checkpoint(path, full)
@@ -91,6 +93,34 @@ def test_made_strategies_equal_compiled_ones(
     if version != oracles.MINDSPORE[0]:
         created, theirs = flattened(created), flattened(theirs)
     assert created == theirs
+
+
+def held(stages: dict[int, dict[str, RecordedLayout]]) -> object:
+    """Slices and optimizer shards of every rank, however they are recorded."""
+    layouts = {name: record.layout() for of in stages.values() for name, record in of.items()}
+    return {
+        name: (slices_by_device(layout.without_shards()), layout.shard_size, layout.shard_step)
+        for name, layout in layouts.items()
+    }
+
+
+@pytest.mark.parametrize("version", oracles.MINDSPORE)
+@pytest.mark.parametrize(("release", "sequence_parallel"), DEEPSEEK)
+@pytest.mark.parametrize("name", DEEPSEEK["1.6", True].runs)
+def test_built_in_rules_make_the_compiled_strategy_of_each_release(
+    name: str, release: str, sequence_parallel: bool, version: str, tmp_path: Path
+) -> None:
+    network = DEEPSEEK[release, sequence_parallel]
+    run = network.runs[name]
+    oracles.done([compile_run(version, network, run, tmp_path / "theirs")])
+    full = shapes(network, run, tmp_path / "full.safetensors")
+    words: list[Argument] = ["--shapes", full, "--sizes", run.text, *run.options(), "--set", "vocab_emb_dp=false"]
+    words += ["--set", f"sequence_parallel={str(sequence_parallel).lower()}", "--set", f"mindformers={release}"]
+    text = "\n".join(['optimizer_states = ["adam_m", "adam_v"]', done("strategy", "rules", network.rules).out])
+    # Releases cut embeddings by mp, or by mp and cp.
+    (tmp_path / "rules.toml").write_text(text.replace("mp?|mp*cp?", "mp?"))
+    done("strategy", "make", tmp_path / "rules.toml", f"{tmp_path / 'made'}/", *words)
+    assert held(records(tmp_path / "made")) == held(records(tmp_path / "theirs"))
 
 
 @pytest.mark.parametrize(("network", "name"), [("mixed", "four experts"), ("grid", "tall")])

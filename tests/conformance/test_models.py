@@ -75,7 +75,7 @@ def opened(family: str, tied: bool, directory: Path) -> Model:
     weights = huggingface(directory)
     assert ("lm_head.weight" in weights) != tied
     assert len([*directory.glob("*.safetensors")]) > 2
-    if family == "deepseek_v3":
+    if family in ("deepseek_v3", "glm4_moe"):
         predicting_further(directory, config, weights)
     return Model(family, tied, directory, config, weights)
 
@@ -124,6 +124,21 @@ def cut_in_two(model: Model, root: Path) -> tuple[Strategy, Path, dict[str, Valu
     strategy = cut(arrays, model.config["num_hidden_layers"], data=1, model=2, stages=2)
     shapes = {name: each.array.shape for name, each in arrays.items()}
     return strategy, write_strategy(root / f"d-{model.tied}", strategy, shapes), arrays
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_glm_has_its_bytes_and_logits_after_megatron(norms: bool, tmp_path: Path) -> None:
+    """GLM-4.5 with norms of queries and keys, and GLM-4.5-Air without."""
+    place = tmp_path / "glm"
+    save = {"do": "save", "directory": str(place), "family": "glm4_moe", "dtype": "bfloat16", "seed": 7}
+    oracles.done(oracles.transformers([{**save, "max_shard_size": "60KB", "config": {"use_qk_norm": norms}}]))
+    model = opened("glm4_moe", False, place)
+    assert any("q_norm" in name for name in model.weights) == norms
+    model.converted(place, tmp_path / "megatron", "--to", "megatron", "--verify")
+    model.converted(tmp_path / "megatron", tmp_path / "back", "--to", "huggingface", "--verify")
+    same_checkpoints(huggingface(tmp_path / "back"), model.weights)
+    first, second = oracles.done(oracles.transformers([load(place), load(tmp_path / "back")]))
+    assert second == first
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -148,20 +148,24 @@ class AxisCut:
             Several need the nested form.
         most: maximum number of slices; the rest of the axis repeats them.
         where_divides: whole where the dimension does not divide.
+        needs: whole where this is 1; None if nothing else is needed.
     """
 
     factors: tuple[Product, ...] = ()
     most: int | None = None
     where_divides: bool = False
+    needs: Product | None = None
 
     @property
     def text(self) -> str:
         text = "*".join(factor.text for factor in self.factors) or "None"
         text = text if self.most is None else f"min({text},{self.most})"
-        return text + "?" * self.where_divides
+        return text + "?" * self.where_divides + (f" if {self.needs.text}" if self.needs is not None else "")
 
     def slices(self, sizes: AxisSizes) -> int:
         """The number of slices."""
+        if self.needs is not None and self.needs.whole(sizes) == 1:
+            return 1
         count = math.prod(factor.whole(sizes) for factor in self.factors)
         if self.most is None or count <= self.most:
             return count

@@ -307,7 +307,9 @@ def _cut(text: str) -> AxisCut:
         return WHOLE
     if text.lower() == "none":
         raise ExpressionError(f'{text!r} is written "None"')
+    text, _, needs = (part.strip() for part in text.partition(" if "))
     bare = text[:-1] if text.endswith("?") else text
     capped = re.fullmatch(r"min\(([^,()]*),\s*([1-9][0-9]{0,8})\s*\)", bare)
     most = int(capped[2]) if capped else None
-    return AxisCut((product(capped[1].strip() if capped else bare),), most, text.endswith("?"))
+    factors = (product(capped[1].strip() if capped else bare),)
+    return AxisCut(factors, most, text.endswith("?"), product(needs) if needs else None)

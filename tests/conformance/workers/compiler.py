@@ -20,6 +20,8 @@ operators there is a matrix of tokens and features, before the first a column of
 * ``left``: the same with the weight as left operand; inputs are weight and data.
 * ``mul``: features times the weight; inputs are data and weight.
 * ``experts``: a weight (experts, in, out); inputs are data in as many parts, and weight.
+* ``morph``: as ``matmul``, in a Morph, whose shard is a Layout of data, weight and result.
+* ``morph added``: the sum of the weight is added to all features, in a Morph.
 
 Returns what the compiler wrote into ``file``; nothing if it refuses, and its error has the reason.
 """
@@ -96,6 +98,29 @@ def _strategy(operator: Any) -> Any:
     return layout(*(tuple(part) if isinstance(part, list) else part for part in operator["map"]))
 
 
+def _morph(operator: Job) -> Any:
+    """An operator that the compiler does not look into: the layouts of its ends are stated."""
+    product, total = ops.MatMul(transpose_b=True), ops.ReduceSum()
+
+    def multiplied(data: Any, weight: Any) -> Any:
+        return product(data, weight)
+
+    def added(data: Any, weight: Any) -> Any:
+        return data + total(weight)
+
+    def multiplied_shape(data: Any, weight: Any) -> Any:
+        return [data[0], weight[0]]
+
+    def first(data: Any, weight: Any) -> Any:
+        return data
+
+    adds = operator["kind"].endswith("added")
+    data, weight, result = map(_strategy, operator["shard"])
+    morph = ops.Morph(added if adds else multiplied, first if adds else multiplied_shape, first)
+    morph.add_prim_attr("self_define_shard", True)
+    return morph.shard(in_strategy=(data, weight), out_strategy=(result,))
+
+
 class Operator(nn.Cell):  # type: ignore[misc]
     """An operator with its weight."""
 
@@ -110,14 +135,17 @@ class Operator(nn.Cell):  # type: ignore[misc]
         )
         self.kind = said["kind"]
         self.shape: tuple[int, ...] = tuple(shape)
-        operator = {
-            "gather": ops.Gather,
-            "matmul": lambda: ops.MatMul(transpose_b=True),
-            "left": lambda: ops.MatMul(transpose_b=True),
-            "mul": ops.Mul,
-            "experts": ops.BatchMatMul,
-        }[self.kind]()
-        self.operator = operator.shard(tuple(map(_strategy, said["shard"])))
+        if self.kind.startswith("morph"):
+            self.operator = _morph(said)
+        else:
+            operator = {
+                "gather": ops.Gather,
+                "matmul": lambda: ops.MatMul(transpose_b=True),
+                "left": lambda: ops.MatMul(transpose_b=True),
+                "mul": ops.Mul,
+                "experts": ops.BatchMatMul,
+            }[self.kind]()
+            self.operator = operator.shard(tuple(map(_strategy, said["shard"])))
         self.transposed = ops.Transpose()
         self.cast = ops.Cast()
         if said["stage"] is not None:

@@ -76,6 +76,19 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     # Its first layer is dense.
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 12,
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 24,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    # Its first layer is dense.
     "deepseek_v3": (
         "DeepseekV3",
         {

@@ -1,0 +1,125 @@
+"""GLM-4.5: a family of the table `megatron` alone, since MindFormers has no names of it for training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import reshard
+from tests.model_weights import float32, write_huggingface
+from tests.names.models import Config
+from tests.running import Argument, done, fails
+from tests.trees import Value, read_checkpoint, same_checkpoints
+
+HIDDEN, HEADS, GROUPS, SIZE, EXPERTS, LAYERS = 8, 4, 2, 3, 4, 3
+CONFIG: Config = {
+    "model_type": "glm4_moe",
+    "vocab_size": 12,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 6,
+    "moe_intermediate_size": 5,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "head_dim": SIZE,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+}
+
+
+def shapes(norms: bool) -> dict[str, tuple[int, ...]]:
+    result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (12, HIDDEN), "lm_head.weight": (12, HIDDEN)}
+    result["model.norm.weight"] = (HIDDEN,)
+    for number in range(LAYERS + 1):
+        layer = f"model.layers.{number}"
+        for name, heads in (("q", HEADS), ("k", GROUPS), ("v", GROUPS)):
+            result[f"{layer}.self_attn.{name}_proj.weight"] = (heads * SIZE, HIDDEN)
+            result[f"{layer}.self_attn.{name}_proj.bias"] = (heads * SIZE,)
+        result[f"{layer}.self_attn.o_proj.weight"] = (HIDDEN, HEADS * SIZE)
+        if norms:
+            result.update(
+                dict.fromkeys((f"{layer}.self_attn.q_norm.weight", f"{layer}.self_attn.k_norm.weight"), (SIZE,))
+            )
+        result[f"{layer}.input_layernorm.weight"] = result[f"{layer}.post_attention_layernorm.weight"] = (HIDDEN,)
+        inner = {"mlp": 6} if number == 0 else {f"mlp.experts.{expert}": 5 for expert in range(EXPERTS)}
+        for place, rows in {**inner, **({} if number == 0 else {"mlp.shared_experts": 10})}.items():
+            result[f"{layer}.{place}.gate_proj.weight"] = result[f"{layer}.{place}.up_proj.weight"] = (rows, HIDDEN)
+            result[f"{layer}.{place}.down_proj.weight"] = (HIDDEN, rows)
+        if number:
+            result[f"{layer}.mlp.gate.weight"] = (EXPERTS, HIDDEN)
+            result[f"{layer}.mlp.gate.e_score_correction_bias"] = (EXPERTS,)
+    more = f"model.layers.{LAYERS}"
+    result[f"{more}.eh_proj.weight"] = (HIDDEN, 2 * HIDDEN)
+    result.update({f"{more}.{name}.weight": (HIDDEN,) for name in ("enorm", "hnorm", "shared_head.norm")})
+    result[f"{more}.embed_tokens.weight"] = result[f"{more}.shared_head.head.weight"] = (12, HIDDEN)
+    return result
+
+
+def weights(norms: bool) -> dict[str, Value]:
+    random = np.random.default_rng(3)
+    actual = {name: float32(random.standard_normal(shape)) for name, shape in shapes(norms).items()}
+    for name, twin in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        actual[f"model.layers.{LAYERS}.{name}.weight"] = actual[f"{twin}.weight"]
+    return actual
+
+
+def stored(directory: Path) -> dict[str, Value]:
+    return {name: each for file in directory.glob("*.safetensors") for name, each in read_checkpoint(file).items()}
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_megatron_gets_grouped_attention_halves_and_the_bias_of_routers(norms: bool, tmp_path: Path) -> None:
+    model = weights(norms)
+    hf = write_huggingface(tmp_path / "hf", model, CONFIG)
+    done("convert", hf, tmp_path / "megatron", "--to", "megatron", "--names", "glm4_moe", "--verify")
+    arrays = {name: each.array.view("<f4") for name, each in model.items()}
+    with reshard.open(tmp_path / "megatron") as made:
+        names = set(made)
+        for layer, place in ((1, "decoder.layers.1"), (LAYERS, "mtp.layers.0.transformer_layer")):
+            old = f"model.layers.{layer}"
+            for what in ("weight", "bias"):
+                q, k, v = (
+                    arrays[f"{old}.self_attn.{each}_proj.{what}"].reshape(
+                        GROUPS, -1, SIZE, *[HIDDEN] * (what == "weight")
+                    )
+                    for each in "qkv"
+                )
+                joined = np.concatenate([q, k, v], axis=1).reshape((HEADS + 2 * GROUPS) * SIZE, *q.shape[3:])
+                np.testing.assert_array_equal(made[f"{place}.self_attention.linear_qkv.{what}"][...], joined)
+            shared = [arrays[f"{old}.mlp.shared_experts.{each}_proj.weight"] for each in ("gate", "up")]
+            np.testing.assert_array_equal(
+                made[f"{place}.mlp.shared_experts.linear_fc1.weight"][...], np.concatenate(shared)
+            )
+            bias = arrays[f"{old}.mlp.gate.e_score_correction_bias"]
+            np.testing.assert_array_equal(made[f"{place}.mlp.router.expert_bias"][...], bias)
+            assert (f"{place}.self_attention.q_layernorm.weight" in names) == norms
+    assert {"mtp.layers.0.eh_proj.weight", "mtp.layers.0.final_layernorm.weight"} <= names
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in names
+    back: list[Argument] = ["convert", tmp_path / "megatron", tmp_path / "back", "--to", "huggingface", "--verify"]
+    done(*back, "--names", "glm4_moe", "--config", hf)
+    same_checkpoints(stored(tmp_path / "back"), model)
+
+
+def test_a_missing_weight_of_a_router_is_an_error(tmp_path: Path) -> None:
+    model = weights(True)
+    del model["model.layers.2.mlp.gate.e_score_correction_bias"]
+    hf = write_huggingface(tmp_path / "hf", model, CONFIG)
+    words: list[Argument] = ["convert", hf, tmp_path / "megatron", "--to", "megatron", "--names", "glm4_moe"]
+    fails(3, *words, texts=["missing: 'model.layers.2.mlp.gate.e_score_correction_bias'"])
+
+
+def test_names_of_mindformers_are_refused(tmp_path: Path) -> None:
+    hf = write_huggingface(tmp_path / "hf", weights(True), CONFIG)
+    refused = ["--names glm4_moe: MindFormers has no names of this model for training", "--to megatron"]
+    convert: list[Argument] = ["convert", hf, tmp_path / "out", "--to", "unified", "--names", "glm4_moe"]
+    fails(2, *convert, texts=refused)
+    done("convert", hf, tmp_path / "megatron", "--to", "megatron", "--names", "glm4_moe")
+    fails(2, "convert", tmp_path / "megatron", *convert[2:], texts=refused)
+    fails(2, "names", "show", "glm4_moe", texts=["MindFormers has no names"])
+    assert json.loads(done("suggest", tmp_path / "megatron", "--json").out)["names"] == "megatron"
