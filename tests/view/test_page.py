@@ -77,7 +77,7 @@ def test_the_page_loads_without_errors_and_fits_the_window(
         assert window.errors() == [] and not overflows(window)
     window.open(demo, width)
     assert window.text("h1") == "src_checkpoints" and "step 2_10" in window.text("#summary")
-    assert window.texts("nav a") == ["Overview", "Tensors", "Conversion", "Ranks and files"]
+    assert window.texts("nav a") == ["Overview", "Conversion", "Tensors", "Ranks and files"]
     # Nothing was loaded.
     assert window.run("return performance.getEntriesByType('resource').length") == 0
 
