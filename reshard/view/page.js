@@ -58,7 +58,7 @@
     if (/^[\w@%+=:,./-]+$/.test(word)) return word;
     return word.search(HIDDEN) < 0 ? `'${word.replaceAll("'", "'\"'\"'")}'` : `$'${word.replace(/[\\']/g, "\\$&").replace(HIDDEN, escaped)}'`;
   };
-  const breaks = (text) => text.split(/(?<=[._])/).flatMap((part) => [part, el("wbr")]);
+  const breaks = (text) => text.split(/(?<=[._/])/).flatMap((part) => [part, el("wbr")]);
   // A path, shortened in the middle where it has no room.
   const pathText = (path) => {
     const text = clean(path), end = Math.max(0, text.lastIndexOf("/", text.length - 12));
@@ -291,7 +291,7 @@
   const about = [data.form_words, data.architecture, data.step === null ? null : `step ${data.step}${data.steps.length > 1 ? ` (${data.newest ? "newest of" : "one of"} ${data.steps.length})` : ""}`].filter(Boolean).map(clean);
   const sides = () => el("table", { class: "sides" }, el("tbody", {}, compared.sides.map((side, n) => el("tr", {}, el("th", { class: "AB"[n], scope: "row" }, "AB"[n]),
     el("td", { class: "mono" }, clean(side.path)), [side.form, side.step === null ? "" : `step ${side.step}`, axesText(side.cluster), side.files, bytes(side.bytes), side.state].map((text) => el("td", {}, clean(text)))))));
-  const header = el("header", {}, el("h1", {}, compared ? compared.titles.flatMap((title, n) => [n ? el("span", { class: "and" }, " and ") : null, clean(title)]) : clean(data.title)),
+  const header = el("header", {}, el("h1", {}, compared ? compared.titles.map((title, n) => [n ? el("span", { class: "and" }, " and ") : null, breaks(clean(title))]) : breaks(clean(data.title))),
     compared ? sides() : el("div", { class: "under" }, el("p", { id: "summary" }, about.flatMap((text) => [text, dot()]), state), el("p", { class: "mono" }, pathText(data.source))));
   const LEVELS = ["Problem", "Not certain", "Note"];
   const hint = (text) => {
@@ -923,7 +923,7 @@
       const from = numberAt(y, x);
       const [top_, end, left, right] = [position(down, y, height), position(down, Math.min(rows, y + step), height), position(over, x, width), position(over, Math.min(across, x + step), width)];
       const kind = worst.get(rects.length) || "held", gap = Math.min(end - top_, right - left) > 6 ? 1 : 0;
-      const rect = svg("rect", { class: `slice ${kind} ${unit === "rank" && stageOf(all[from][0]) % 2 ? "t1" : "b1"}`, x: left + gap, y: top_ + gap, width: Math.max(0.5, right - left - 2 * gap), height: Math.max(0.5, end - top_ - 2 * gap), rx: gap ? 2 : 0, "data-slice": from });
+      const rect = svg("rect", { class: `slice ${kind} ${unit === "rank" && stageOf(all[from][0]) % 2 === 1 ? "t1" : "b1"}`, x: left + gap, y: top_ + gap, width: Math.max(0.5, right - left - 2 * gap), height: Math.max(0.5, end - top_ - 2 * gap), rx: gap ? 2 : 0, "data-slice": from });
       rects.push(rect);
       shapes.push(rect);
       if (!low && !whole) {
@@ -958,7 +958,7 @@
   const name_ = (p) => clean(shortened(names[p], 80));
   // How many elements there are of each power of two.
   const numbers = (row) => {
-    const at_ = ["elements", "NaN", "Inf", "zeros", "min", "max", "mean", "norm"].map((title, n) => [title, row[n + 1] === null ? "" : short(row[n + 1])]);
+    const at_ = ["elements", "NaN", "Inf", "zeros", "min", "max", "mean", "norm"].map((title, n) => [title, row[n + 1] === null ? "" : n < 4 ? plain(row[n + 1]) : short(row[n + 1])]);
     const place = row[9] ? `[${row[9].index.join(", ")}]${row[9].file === null ? "" : `, ${unit} ${row[9].rank}, ${clean(row[9].file)}`}` : "";
     const levels = row[10] ? [...row[10][1]].map(Number) : [], wide = levels.length ? 350 / levels.length : 0;
     return el("div", {}, el("h4", {}, "Numbers"), facts([...at_, ["first NaN or Inf", place ? el("span", { class: "bad" }, place) : null]]),
@@ -1081,11 +1081,12 @@
       [0, 1].forEach((n) => {
         const size_ = cellSize[1 - n], groups = [];
         cells_[n].forEach(([first], at_) => { const label = byStage[n] ? stageAt[n][first] : first; if (!groups.length || (byStage[n] && groups[groups.length - 1][0] !== label) || !byStage[n]) groups.push([label, at_, at_ + 1]); else groups[groups.length - 1][2] = at_ + 1; });
-        const every = Math.max(1, Math.ceil((n ? 26 : 12) / (size_ * (groups.length ? cells_[n].length / groups.length : 1))));
+        const wide = n ? largest(groups.map(([label]) => context.measureText(label).width)) + 10 : 12, every = Math.max(1, Math.ceil(wide * groups.length / (size_ * cells_[n].length)));
+        const chosen = groups.findIndex(([, from, to]) => cursor[n] >= from && cursor[n] < to);
         groups.forEach(([label, from, to], at_) => {
           if (byStage[n] && groups.length > 1 && from) rect(line, n ? box[0] + from * w - 0.5 : box[0], n ? box[1] : box[1] + from * h - 0.5, n ? 1 : w * columns, n ? h * rows : 1);
-          const on = cursor[n] >= from && cursor[n] < to;
-          if (at_ % every && !on) return;
+          const on = at_ === chosen;
+          if (!on && (at_ % every || Math.abs(at_ - chosen) < every)) return;
           context.fillStyle = on ? ink : soft;
           context.font = `${on ? "bold " : ""}11px system-ui,sans-serif`;
           context.textAlign = n ? "center" : "right";
