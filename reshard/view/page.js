@@ -16,11 +16,15 @@
       if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
       else if (value !== null && value !== undefined && value !== false) made.setAttribute(key, value);
     }
-    made.append(...children.flat(2).filter((child) => child !== null && child !== undefined && child !== false));
+    made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
     return made;
   };
   const el = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
+  const button = (attributes, ...children) => el("button", { type: "button", ...attributes }, ...children);
+  const [div, span, paragraph] = ["div", "span", "p"].map((tag) => (name, ...children) => el(tag, { class: name }, ...children));
   const svg = (tag, attributes = {}, ...children) => fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+  // A picture that shrinks with the window.
+  const scalable = (width, height) => ({ width, height, viewBox: `0 0 ${width} ${height}` });
   const format = new Intl.NumberFormat("en");
   const plain = (value) => format.format(value);
   const scaled = (size, base, units, most) => {
@@ -62,7 +66,7 @@
   // A path, shortened in the middle where it has no room.
   const pathText = (path) => {
     const text = clean(path), end = Math.max(0, text.lastIndexOf("/", text.length - 12));
-    return el("span", { class: "path", title: text }, end ? el("span", { class: "start" }, text.slice(0, end)) : null, el("span", { class: end ? "end" : "start" }, text.slice(end)));
+    return el("span", { class: "path", title: text }, end ? span("start", text.slice(0, end)) : null, el("span", { class: end ? "end" : "start" }, text.slice(end)));
   };
 
   // Numbers in the few characters of reshard/view/page.py.
@@ -93,7 +97,6 @@
   const types = data.types.map(([dtype, shapes, full, stored, held, kind]) => ({ dtype, shapes, full, stored, held, kind, size: full ?? stored }));
   const typeOf = (p) => types[data.parameters.type[p]];
   const layoutOf = (p) => data.layouts[data.parameters.layout[p]] || null;
-  const dtypes = [...new Set(types.map((type) => type.dtype))];
   const unit = data.unit;
   const places = (numbers) => `${unit}${numbers.length === 1 ? "" : "s"} ${ranges(numbers)}`;
   const files = {
@@ -204,7 +207,7 @@
     sizes[p] = type.size || 0;
     partOf[p] = partNamed(name);
     kinds[p] = KINDS[type.kind] || type.kind;
-    if (/(^|\.)(fp32_param|master)\b/.test(name) && kinds[p] === "moments") kinds[p] = "masters";
+    if (/(^|\.)(fp32_param|master|optimizer\.state\.param)\b/.test(name) && kinds[p] === "moments") kinds[p] = "masters";
     for (let at = 0; at + 1 < own.length; at++) {
       if (LAYER.has(own[at]) && number.test(own[at + 1])) {
         const prefix = own.slice(0, at + 1).join(".");
@@ -258,14 +261,15 @@
   const redraws = [];
   const keysOf = (moves) => (event) => {
     const move = moves[event.key];
-    if (!move) return;
+    // Buttons in a list take their own keys.
+    if (!move || event.target !== event.currentTarget) return;
     event.preventDefault();
     move(event);
   };
   const copyable = (texts) => {
     const text = texts.join(" ");
-    const button = el("button", {
-      type: "button", class: "copy", onclick: async () => {
+    const copy = button({
+      class: "copy", onclick: async () => {
         try { await navigator.clipboard.writeText(text); } catch {
           const area = el("textarea", {}, text);
           document.body.append(area);
@@ -273,39 +277,38 @@
           document.execCommand("copy");
           area.remove();
         }
-        button.textContent = "Copied";
-        setTimeout(() => { button.textContent = "Copy"; }, 1200);
+        copy.textContent = "Copied";
+        setTimeout(() => { copy.textContent = "Copy"; }, 1200);
       },
     }, "Copy");
-    return el("div", { class: "command" }, el("code", {}, texts.flatMap((word) => [el("span", { class: "word" }, breaks(clean(word))), " "])), button);
+    return div("command", el("code", {}, texts.flatMap((word) => [span("word", breaks(clean(word))), " "])), copy);
   };
   const table = (columns, rows) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": columns.map((column) => column[0]).join(", ") }, el("table", {},
     el("thead", {}, el("tr", {}, columns.map(([title, numeric]) => el("th", { class: numeric ? "n" : null, scope: "col" }, title)))),
     el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell, n) => el("td", { class: columns[n][1] ? "n" : null }, cell)))))));
-  const fact = (label, value, small, soft, title, mark) => el("div", { class: "fact", title }, el("div", { class: "label" }, mark, label),
-    el("div", { class: "figure" }, value, small ? el("span", { class: "unit" }, small) : null), el("div", { class: "soft" }, soft));
+  const fact = (label, value, small, soft, title, mark) => el("div", { class: "fact", title }, div("label", mark, label),
+    div("figure", value, small ? span("unit", small) : null), div("soft", soft));
 
   // Head and problems.
-  const state = el("span", { class: `state ${data.complete === true ? "ok" : data.complete === false ? "bad" : ""}` }, el("i", { class: "dot", "aria-hidden": "true" }), clean(data.state));
+  const state = span(`state ${data.complete === true ? "ok" : data.complete === false ? "bad" : ""}`, el("i", { class: "dot", "aria-hidden": "true" }), clean(data.state));
   const dot = () => el("span", { class: "sep", "aria-hidden": "true" }, "·");
   const about = [data.form_words, data.architecture, data.step === null ? null : `step ${data.step}${data.steps.length > 1 ? ` (${data.newest ? "newest of" : "one of"} ${data.steps.length})` : ""}`].filter(Boolean).map(clean);
   const sides = () => el("table", { class: "sides" }, el("tbody", {}, compared.sides.map((side, n) => el("tr", {}, el("th", { class: "AB"[n], scope: "row" }, "AB"[n]),
     el("td", { class: "mono" }, clean(side.path)), [side.form, side.step === null ? "" : `step ${side.step}`, axesText(side.cluster), side.files, bytes(side.bytes), side.state].map((text) => el("td", {}, clean(text)))))));
-  const header = el("header", {}, el("h1", {}, compared ? compared.titles.map((title, n) => [n ? el("span", { class: "and" }, " and ") : null, breaks(clean(title))]) : breaks(clean(data.title))),
-    compared ? sides() : el("div", { class: "under" }, el("p", { id: "summary" }, about.flatMap((text) => [text, dot()]), state), el("p", { class: "mono" }, pathText(data.source))));
+  const header = el("header", {}, el("h1", {}, compared ? compared.titles.map((title, n) => [n ? span("and", " and ") : null, breaks(clean(title))]) : breaks(clean(data.title))),
+    compared ? sides() : div("under", el("p", { id: "summary" }, about.flatMap((text) => [text, dot()]), state), paragraph("mono", pathText(data.source))));
   const LEVELS = ["Problem", "Not certain", "Note"];
   const hint = (text) => {
     const [, words_, command] = text.match(/^(?:([^]*): )?(reshard [^]*)$/) || [null, text];
-    return [words_ ? el("p", { class: "hint text" }, words_) : null, command ? copyable([command]) : null];
+    return [words_ ? paragraph("hint text", words_) : null, command ? copyable([command]) : null];
   };
-  const problem = (each) => el("li", { class: `l${each.level}` }, el("strong", {}, LEVELS[each.level]), el("span", { class: "text" }, lines(each.text)),
+  const problem = (each) => el("li", { class: `l${each.level}` }, el("strong", {}, LEVELS[each.level]), span("text", lines(each.text)),
     each.hint ? hint(lines(each.hint)) : null);
   const problems = () => {
     if (!data.problems.length) return null;
     const rest = data.problems.slice(3);
     const list = el("ul", { class: "problems" }, data.problems.slice(0, 3).map(problem));
-    const more = rest.length ? el("button", {
-      type: "button", class: "more", onclick: () => { more.replaceWith(el("ul", { class: "problems rest", tabindex: 0, "aria-label": "More problems" }, rest.map(problem))); },
+    const more = rest.length ? button({ class: "more", onclick: () => { more.replaceWith(el("ul", { class: "problems rest", tabindex: 0, "aria-label": "More problems" }, rest.map(problem))); },
     }, `and ${plain(rest.length)} more`) : null;
     return el("section", { id: "problems", "aria-label": "Problems" }, list, more);
   };
@@ -355,9 +358,9 @@
     for (let p = 0; p < count; p++) if (result[p] === code) found.push(p);
     const both = result.filter((each) => each < 3).length;
     const title = code ? word[0].toUpperCase() + word.slice(1) : compared.values ? "Equal in bytes" : "Same type and shape";
-    return el("button", { type: "button", class: "fact", "aria-pressed": "false", "data-code": code, disabled: found.length ? null : "", onclick: () => toggle("result", code, word, (p) => result[p] === code) },
-      el("div", { class: "label" }, el("i", { class: `key r${code}` }), code === 2 ? "Other type or shape" : title), el("div", { class: "figure" }, plain(found.length)),
-      el("div", { class: "soft" }, code ? found.length ? listed(found) : "none" : `of ${plural(both, "tensor")} in both`));
+    return button({ class: "fact", "aria-pressed": "false", "data-code": code, disabled: found.length ? null : "", onclick: () => toggle("result", code, word, (p) => result[p] === code) },
+      div("label", el("i", { class: `key r${code}` }), code === 2 ? "Other type or shape" : title), div("figure", plain(found.length)),
+      div("soft", code ? found.length ? listed(found) : "none" : `of ${plural(both, "tensor")} in both`));
   }));
 
   // What it is made of: stacked bars, each part a filter.
@@ -371,14 +374,14 @@
     entries = entries.filter((entry) => !small.includes(entry));
     const press = (value) => ({ type: "button", "data-filter": title, "data-value": value, "aria-pressed": "false", onclick: () => toggle(title, value, value, (p) => valueOf(p) === value) });
     const segments = entries.map(([value, size], n) => { const made = el("button", { ...press(value), class: `segment ${SHADES[Math.min(n, 4)]}`, tabindex: -1, "aria-label": clean(value), title: `${clean(value)} ${bytes(size)}` }); made.style.flexGrow = size / allBytes; return made; });
-    return el("div", { class: "made" }, el("div", { class: "label" }, title), el("div", {}, el("div", { class: "bar" }, segments),
-      el("div", { class: "legend" }, entries.map(([value, size], n) => el("button", press(value), el("i", { class: `key ${SHADES[Math.min(n, 4)]}` }), clean(value), el("span", { class: "soft" }, `${bytes(size)} · ${share(size, allBytes)}`))),
+    return div("made", div("label", title), div(null, div("bar", segments),
+      div("legend", entries.map(([value, size], n) => el("button", press(value), el("i", { class: `key ${SHADES[Math.min(n, 4)]}` }), clean(value), span("soft", `${bytes(size)} · ${share(size, allBytes)}`))),
         small.length ? el("span", { class: "soft", title: small.map(([value, size]) => `${clean(value)} ${bytes(size)}`).join("\n") }, `${small.length} more`) : null)));
   };
   const made = () => {
     const bars = [bar("Type", (p) => typeOf(p).dtype), bar("Kind", (p) => kinds[p], ["weights", "masters", "moments", "gradients", "other values"]), bar("Part", (p) => partOf[p]),
       bar("Cut", (p) => cutTexts[data.parameters.layout[p]] || "whole")].filter(Boolean);
-    return bars.length ? el("div", {}, el("h2", {}, "What it is made of"), bars) : null;
+    return bars.length ? div(null, el("h2", {}, "What it is made of"), bars) : null;
   };
   const pressed = () => document.querySelectorAll("[data-filter]").forEach((each) => {
     const filter = filters.get(each.dataset.filter);
@@ -393,7 +396,6 @@
     for (const [holder, at] of structureOf) if (wanted.has(fileNumber(holder))) for (const p of structure(at).keys()) held.add(p);
     if (structureOf.size) toggle("file", text, text, (p) => held.has(p));
   };
-  let outlined = [];
   const grid = (cells, across, size, label, group) => {
     const gap = size > 8 ? 2 : 1, width = across * (size + gap) - gap, rows = Math.ceil(cells.length / across), tall = size === 34 ? 28 : size;
     let active = 0;
@@ -405,7 +407,7 @@
     const said = el("p", { class: "soft said", role: "status" });
     const go = (at) => { active = Math.max(0, Math.min(cells.length - 1, at)); rects.forEach((rect, n) => rect.classList.toggle("active", n === active)); said.textContent = cells[active].title; };
     const picture = svg("svg", {
-      class: "cells", width, height: rows * (tall + gap), viewBox: `0 0 ${width} ${rows * (tall + gap)}`, tabindex: 0, role: "application", "aria-label": `${label}. Arrow keys move, Enter filters.`,
+      class: "cells", ...scalable(width, rows * (tall + gap)), tabindex: 0, role: "application", "aria-label": `${label}. Arrow keys move, Enter filters.`,
       onclick: (event) => { const at = rects.indexOf(event.target.closest("g")); if (at >= 0) { go(at); inFile(cells[at].numbers, cells[at].name); } },
       onkeydown: keysOf({ ArrowRight: () => go(active + 1), ArrowLeft: () => go(active - 1), ArrowDown: () => go(active + across), ArrowUp: () => go(active - across), Enter: () => inFile(cells[active].numbers, cells[active].name) }),
     }, rects);
@@ -433,7 +435,7 @@
         while (cells.length > across * 20 && across < 48) across *= 2;
         wrapped ||= each === 1 && across > mp;
         const found = series.length ? [...new Set([...layers.keys()].filter((p) => layers[p] >= 0 && layoutOf(p)?.stage === number).map((p) => layers[p]))].sort((a, b) => a - b) : [];
-        const title = stages.length > 1 ? el("p", { class: "soft" }, el("i", { class: `key ${number % 2 ? "t2" : "b2"}` }), `stage ${number}${found.length && stages.length <= 8 ? `: layers ${ranges(found, 3)}` : ""}`) : null;
+        const title = stages.length > 1 ? paragraph("soft", el("i", { class: `key ${number % 2 ? "t2" : "b2"}` }), `stage ${number}${found.length && stages.length <= 8 ? `: layers ${ranges(found, 3)}` : ""}`) : null;
         return grid(cells, across, size, `Ranks of stage ${number}`, title);
       });
       const most = (kind) => { const found = new Map(); for (let p = 0; p < count; p++) if (kinds[p] === kind && layoutOf(p)) found.set(data.parameters.layout[p], (found.get(data.parameters.layout[p]) || 0) + sizes[p]); const best = [...found].sort((a, b) => b[1] - a[1])[0]; return best ? data.layouts[best[0]] : null; };
@@ -441,7 +443,7 @@
       const sentence = [each > 1 ? `One cell is ${each} ranks.` : `One cell is a rank${mp === 1 ? "" : wrapped ? `, mp ${mp} side by side` : `: mp ${mp} across${dp > 1 ? `, dp ${dp} down` : ""}`}.`,
         of ? of.shardings[0].copies > 1 ? `Weights: ${of.shardings[0].copies} copies${dp === of.shardings[0].copies ? " on dp" : ""}.` : "Weights: each slice once." : "",
         moments && of && moments.shardings[0].copies < of.shardings[0].copies ? `Moments: each of these slices cut in ${of.shardings[0].copies / Math.max(1, moments.shardings[0].copies)} over dp.` : "", "Outlined: holders of the selected slice."].filter(Boolean).join(" ");
-      return el("div", { id: "cut" }, el("h2", {}, "How it is cut"), el("div", { class: `blocks${stages.length > 8 ? " many" : ""}` }, blocks), el("p", { class: "soft" }, sentence));
+      return el("div", { id: "cut" }, el("h2", {}, "How it is cut"), div(`blocks${stages.length > 8 ? " many" : ""}`, blocks), paragraph("soft", sentence));
     }
     const each = Math.ceil(total / 600), cells = [], most_ = largest(files.bytes);
     for (let at = 0; at < total; at += each) {
@@ -452,11 +454,10 @@
     const smallest = files.bytes.reduce((least, size, at) => (files.state[at] === "ok" ? Math.min(least, size) : least), Infinity);
     const whole = data.layouts.length && data.layouts.every((layout) => layout.shardings[0].cuts.every((n) => n === 1)) ? "Tensors are whole. " : "";
     const said = total > 1 && Number.isFinite(smallest) ? `The largest file has ${bytes(most_)}, the smallest ${bytes(smallest)}.` : "";
-    return el("div", { id: "cut" }, el("h2", {}, `Stored in ${plural(total, "file")}`), grid(cells, Math.min(48, cells.length), 14, `Files${each > 1 ? `, ${each} a cell` : ""}`), el("p", { class: "soft" }, whole + said));
+    return el("div", { id: "cut" }, el("h2", {}, `Stored in ${plural(total, "file")}`), grid(cells, Math.min(48, cells.length), 14, `Files${each > 1 ? `, ${each} a cell` : ""}`), paragraph("soft", whole + said));
   };
   const outline = (numbers) => {
-    outlined = numbers;
-    const held = new Set(outlined.map(String));
+    const held = new Set(numbers.map(String));
     document.querySelectorAll("#cut g.cell").forEach((each) => each.classList.toggle("held", each.dataset.rank.split(" ").some((rank) => held.has(rank))));
   };
 
@@ -542,9 +543,9 @@
     };
     listeners.push(draw);
     redraws.push(draw);
-    const legend = compared ? el("span", { class: "soft" }, el("i", { class: "key r0" }), "equal ", el("i", { class: "key r1" }), "differs") : null;
+    const legend = compared ? span("soft", el("i", { class: "key r0" }), "equal ", el("i", { class: "key r1" }), "differs") : null;
     const title = compared ? "Layers: bytes in both that differ" : "Layers: bytes of each";
-    return el("div", {}, el("div", { class: "between" }, el("h2", {}, title, series.length > 1 ? el("span", { class: "soft" }, `, ${clean(shortened(each.prefix, 50))}`) : null), el("span", {}, said, legend)), host);
+    return div(null, div("between", el("h2", {}, title, series.length > 1 ? span("soft", `, ${clean(shortened(each.prefix, 50))}`) : null), el("span", {}, said, legend)), host);
   };
   const layerSection = () => {
     const shown = series.filter((each) => each.bytes >= allBytes * 0.05 && each.layers.size > 1).sort((a, b) => b.bytes - a.bytes).slice(0, 3);
@@ -554,16 +555,16 @@
   };
 
   // A tree by the dots of names, which shows numbered neighbours of equal content as one row.
-  const collator = new Intl.Collator("en", { numeric: true });
   const contents = new Map();
   const interned = (key) => { if (!contents.has(key)) contents.set(key, contents.size); return contents.get(key); };
   const severity = (p) => (!result ? 0 : result[p] === 1 ? 2 + (differing.get(p)?.[3] || 0) : result[p] === 0 ? 0 : 1);
   const badStatistics = (p) => { const row = statistics.get(p); return row && row[2] + row[3] ? 1 : 0; };
   const DEEPEST = 200;
+  const alone = new Map(types.map(({ dtype }) => [dtype, new Set([dtype])]));
   const build = (first, end, depth, label) => {
     if (end - first === 1 && (parts[first].length === depth || depth > DEEPEST)) {
       const { type, layout } = data.parameters;
-      return { label, first, end, kids: null, worst: severity(first) + badStatistics(first), mask: new Set([dtypes.indexOf(typeOf(first).dtype)]), id: interned(`${type[first]} ${looks[layout[first]] ?? -1} ${result ? result[first] : 0}`) };
+      return { label, first, end, kids: null, worst: severity(first) + badStatistics(first), mask: alone.get(typeOf(first).dtype), id: interned(`${type[first]} ${looks[layout[first]] ?? -1} ${result ? result[first] : 0}`) };
     }
     const kids = [];
     for (let at = first; at < end;) {
@@ -573,8 +574,7 @@
       kids.push(build(at, to, depth + 1, part));
       at = to;
     }
-    const mask = new Set();
-    for (const kid of kids) for (const each of kid.mask) mask.add(each);
+    const mask = kids.every((kid) => kid.mask === kids[0].mask) && kids.length ? kids[0].mask : new Set(kids.flatMap((kid) => [...kid.mask]));
     return { label, first, end, kids, mask, worst: largest(kids.map((kid) => kid.worst)), id: interned(kids.map((kid) => `${kid.label}:${kid.id}`).join("\u0001")) };
   };
   const runEnd = (kids, from) => {
@@ -675,7 +675,7 @@
   const columnsFor = (width) => {
     const hidden = new Set([view.mode !== "Tree" && "bar", view.mode === "Names" && "tensors", !cutTexts.some(Boolean) && "cut"]);
     const room = () => width - sum(COLUMN_ORDER.filter((column) => !hidden.has(column)).map((column) => COLUMNS[column].width || 0));
-    for (const column of DROPPED) if (room() < (width < 600 ? 170 : 250)) hidden.add(column);
+    for (const column of DROPPED) if (room() < (width < 600 ? 170 : view.mode === "Tree" ? 250 : 420)) hidden.add(column);
     return COLUMN_ORDER.filter((column) => !hidden.has(column));
   };
   const short = (value) => (value === null || value === undefined ? "" : typeof value !== "number" ? clean(value) : Math.abs(value) >= 1e7 ? value.toExponential(3) : Number.isInteger(value) || Math.abs(value) >= 1000 ? plain(Math.round(value)) : String(Number(value.toPrecision(4))));
@@ -683,24 +683,24 @@
     const found = words.filter((word) => !word.includes("*"));
     if (!found.length) return [text];
     const pattern = new RegExp(`(${found.map((word) => word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("|")})`, "gi");
-    return text.split(pattern).map((part, n) => (n % 2 ? el("span", { class: "hit" }, part) : part));
+    return text.split(pattern).map((part, n) => (n % 2 ? span("hit", part) : part));
   };
   const nameCell = (text) => {
     const whole = shortened(text);
     const at = whole.lastIndexOf(".", whole.lastIndexOf(".") - 1);
-    return el("span", { class: "name", title: text }, at > 0 ? [el("span", { class: "start" }, marked(whole.slice(0, at))), el("span", { class: "end" }, marked(whole.slice(at)))] : el("span", { class: "start" }, marked(whole)));
+    return el("span", { class: "name", title: text }, at > 0 ? [span("start", marked(whole.slice(0, at))), span("end", marked(whole.slice(at)))] : span("start", marked(whole)));
   };
-  const barOf = (part) => { const made = el("span", { class: "of" }, el("i")); made.firstChild.style.width = `${100 * part}%`; return made; };
+  const barOf = (part) => { const made = span("of", el("i")); made.firstChild.style.width = `${100 * part}%`; return made; };
   const cells = {
     name: (row) => {
       const text = row.name ? clean(names[row.first]) : row.pattern ? patternText(row.pattern.filter((p) => mask[p])) : labelOf(row);
       const alike = row.alike > 1 && !row.leaf ? `${row.alike} alike` : compared && expandable(row) ? plain(row.count) : "";
-      return [el("span", { class: `twist${expandable(row) ? isOpen(row) ? " open" : " shut" : ""}`, "aria-hidden": "true" }), nameCell(text || '""'), alike ? el("span", { class: "alike" }, alike) : null];
+      return [el("span", { class: `twist${expandable(row) ? isOpen(row) ? " open" : " shut" : ""}`, "aria-hidden": "true" }), nameCell(text || '""'), alike ? span("alike", alike) : null];
     },
     size: (row) => bytes(row.bytes),
     bar: (row) => barOf(row.bytes / (totals[count] || 1)),
     tensors: (row) => (expandable(row) ? plain(row.count) : ""),
-    type: (row) => (row.leaf ? typeText(row.first) : row.members[0].mask.size > 1 ? `${row.members[0].mask.size} types` : clean(dtypes[[...row.members[0].mask][0]])),
+    type: (row) => (row.leaf ? typeText(row.first) : row.members[0].mask.size > 1 ? `${row.members[0].mask.size} types` : clean([...row.members[0].mask][0])),
     shape: (row) => (row.leaf ? typeOf(row.first).shapes.slice(0, 2).map(shapeText).join(" ") : ""),
     cut: (row) => (row.leaf ? cutTexts[data.parameters.layout[row.first]] || "" : ""),
     bad: (row) => { const row_ = row.leaf && statistics.get(row.first); return row_ ? el("span", { class: row_[2] + row_[3] ? "bad" : "" }, plain(row_[2] + row_[3])) : ""; },
@@ -711,7 +711,7 @@
       const codes = new Map();
       for (const { first, end } of row.members) for (let p = first; p < end; p++) if (mask[p]) codes.set(result[p], (codes.get(result[p]) || 0) + 1);
       const worst = [1, 2, 3, 4, 0].find((code) => codes.has(code)) ?? 0;
-      return el("span", { class: `r${worst} text` }, row.leaf || !worst || codes.size === 1 && worst > 1 ? RESULTS[worst] : worst === 1 ? `${plain(codes.get(1))} differ` : `${plain(codes.get(worst))} ${RESULTS[worst]}`);
+      return span(`r${worst} text`, row.leaf || !worst || codes.size === 1 && worst > 1 ? RESULTS[worst] : worst === 1 ? `${plain(codes.get(1))} differ` : `${plain(codes.get(worst))} ${RESULTS[worst]}`);
     },
     elements: (row) => { const found = row.leaf && differing.get(row.first); return found && found[2] !== null ? share(found[2], found[1]) : ""; },
     largest: (row) => short(row.leaf ? differing.get(row.first)?.[4] : null),
@@ -735,8 +735,7 @@
   const refresh = () => {
     const rows = [];
     const walk = (found) => {
-      for (const row of inOrder(found)) {
-        if (!sized(row).count) continue;
+      for (const row of inOrder(found.filter((each) => sized(each).count))) {
         if (rows.length >= MOST_ROWS) return;
         rows.push(row);
         if (expandable(row) && isOpen(row)) walk(kidsOf(row));
@@ -751,7 +750,7 @@
     drawRows();
     const found = counts[count];
     status.replaceChildren(...(filtered() ? [el("b", {}, plural(found, "tensor")), ` of ${plain(count)} · ${bytes(totals[count])} · ${share(totals[count], allBytes)}`] : [`${plural(count, "tensor")} · ${bytes(totals[count])}`]), rows.length < MOST_ROWS ? "" : ` · the first ${plain(MOST_ROWS)} rows`);
-    chips.replaceChildren(...[...filters].map(([key, filter]) => el("button", { type: "button", class: "chip", "aria-label": `Remove filter ${clean(filter.text)}`, onclick: () => { filters.delete(key); apply(); list.focus(); } }, clean(shortened(filter.text, 40)), el("span", { "aria-hidden": "true" }, " ×"))));
+    chips.replaceChildren(...[...filters].map(([key, filter]) => button({ class: "chip", "aria-label": `Remove filter ${clean(filter.text)}`, onclick: () => { filters.delete(key); apply(); list.focus(); } }, clean(shortened(filter.text, 40)), el("span", { "aria-hidden": "true" }, " ×"))));
     nothing.hidden = found > 0 || !filtered();
   };
   const drawRows = () => {
@@ -766,7 +765,7 @@
       head.replaceChildren(...columns.map((column) => {
         const { title, sort, numeric } = COLUMNS[column], on = sort && view.by === sort;
         return el("div", { role: "columnheader", class: numeric ? "n" : null, "aria-sort": on ? (view.down ? "descending" : "ascending") : null },
-          sort ? el("button", { type: "button", "data-column": column, class: on ? "on" : null, onclick: () => { view.down = view.by === sort ? !view.down : sort !== "name"; view.by = sort; refresh(); } }, `${title}${on ? view.down ? " ▾" : " ▴" : ""}`) : title);
+          sort ? button({ "data-column": column, class: on ? "on" : null, onclick: () => { view.down = view.by === sort ? !view.down : sort !== "name"; view.by = sort; refresh(); } }, `${title}${on ? view.down ? " ▾" : " ▴" : ""}`) : title);
       }));
       if (focused) head.querySelector(`[data-column=${focused}]`)?.focus();
     }
@@ -812,9 +811,8 @@
     onkeydown: keysOf({ ArrowDown: () => { list.focus(); pick(Math.max(0, view.active)); }, Escape: () => clearAll() }),
   });
   const status = el("span", { class: "soft", role: "status", id: "matches" }), chips = el("span", { id: "chips" });
-  const nothing = el("p", { class: "nothing", hidden: "" }, "No tensor matches. ", el("button", { type: "button", onclick: () => clearAll() }, "Clear filters"));
-  const modes = ["Tree", "Patterns", "Names"].map((mode) => el("button", {
-    type: "button", "aria-pressed": mode === view.mode, onclick: () => { view.mode = mode; view.active = -1; list.scrollTop = 0; modes.forEach((each) => each.setAttribute("aria-pressed", each.textContent === mode)); refresh(); },
+  const nothing = el("p", { class: "nothing", hidden: "" }, "No tensor matches. ", button({ onclick: () => clearAll() }, "Clear filters"));
+  const modes = ["Tree", "Patterns", "Names"].map((mode) => button({ "aria-pressed": mode === view.mode, onclick: () => { view.mode = mode; view.active = -1; list.scrollTop = 0; modes.forEach((each) => each.setAttribute("aria-pressed", each.textContent === mode)); refresh(); },
   }, mode));
   addEventListener("keydown", (event) => { if (event.key === "/" && !/INPUT|TEXTAREA/.test(document.activeElement.tagName)) { event.preventDefault(); search.focus(); } });
   listeners.push(refresh);
@@ -851,8 +849,8 @@
         ["Type", typeText(p)], ["Shape", `${type.shapes.slice(0, 3).map(shapeText).join(", ")}${layout || type.shapes.length === 1 ? ` = ${plural(product(dims), "element")}` : ""}${compared && compared.shapes[p] ? `; in B ${shapeText(compared.shapes[p])}` : ""}`],
         ["Size", type.size ? `${bytes(type.size)}${type.size >= 1024 ? `, ${plain(type.size)} bytes` : ""}` : null], ["Kind", kinds[p] === "weights" && !hasState ? null : clean(kinds[p])],
         ["Cut", layout ? cutWords(layout, dims) : unit === "rank" && !compared ? "unknown: no strategy" : null], ["Stage", stages.length > 1 && layout && stages[layout.stage] ? `${layout.stage}, ranks ${stages[layout.stage][0]}–${stages[layout.stage][0] + stages[layout.stage][1] - 1}` : null],
-        [link && SCALE.test(names[p]) ? "Weight" : "Scales", link ? el("button", { type: "button", class: "link", onclick: () => choose(link[0]) }, clean(link[1])) : null],
-        ["Alike", found.length > 1 ? [`${plural(found.length, "tensor")}, ${bytes(sum(found.map((each) => sizes[each])))}: `, el("span", { class: "soft" }, breaks(patternText(found)))] : null],
+        [link && SCALE.test(names[p]) ? "Weight" : "Scales", link ? button({ class: "link", onclick: () => choose(link[0]) }, clean(link[1])) : null],
+        ["Alike", found.length > 1 ? [`${plural(found.length, "tensor")}, ${bytes(sum(found.map((each) => sizes[each])))}: `, span("soft", breaks(patternText(found)))] : null],
       ]),
       ...(compared ? [difference(p)] : layout ? layout.shardings.map((sharding, way) => slices(p, sharding, dims, way, layout.shardings.length)) : [stored(p)]),
       ...(statistics.has(p) ? [numbers(statistics.get(p))] : []));
@@ -866,11 +864,11 @@
     const shown = numbers.slice(0, 8);
     return [table([[unit === "rank" ? "rank" : "number", true], ["file", false], ["offset", true], ["bytes", true]], shown.map((file) => {
       const place = lacking.has(file) ? null : placeIn(file, p), path = pathOf(file);
-      return [String(fileNumber(file)), path === null || lacking.has(file) ? el("span", { class: "bad" }, path === null ? "missing" : "not in it") : pathText(path),
+      return [String(fileNumber(file)), path === null || lacking.has(file) ? span("bad", path === null ? "missing" : "not in it") : pathText(path),
         place ? plain(place[0]) : "", place ? plain(place[1]) : whole ? plain(whole) : ""];
-    })), numbers.length > 8 ? el("p", { class: "soft" }, `and ${plain(numbers.length - 8)} more`) : null];
+    })), numbers.length > 8 ? paragraph("soft", `and ${plain(numbers.length - 8)} more`) : null];
   };
-  const stored = (p) => el("div", {}, el("h4", {}, `In ${plural(typeOf(p).held, "file")}, as each stores it`), commandOf(p, null));
+  const stored = (p) => div(null, el("h4", {}, `In ${plural(typeOf(p).held, "file")}, as each stores it`), commandOf(p, null));
   function slices(p, sharding, dims, way, ways) {
     const all = slicesOf(sharding), { cuts } = sharding, whole = all.length === 1;
     const wide = dims.map((n, d) => [cuts[d], d]).filter(([n]) => n > 1).map(([, d]) => d);
@@ -909,8 +907,8 @@
       rects.forEach((rect, cell) => rect.classList.toggle("active", cell === cellOf(slice)));
       outline(fileNumbers(all[slice]));
       const volume = product(box.map(([start, stop]) => stop - start)), item = typeOf(p).full / product(dims);
-      output.replaceChildren(el("p", { class: "box" }, el("b", {}, whole ? "all" : `slice ${slice}`), ` ${shapeText(box.map(([start, stop]) => `${start}:${stop}`))} `,
-        states[slice] === "lost" ? el("span", { class: "bad" }, `is on no ${unit} that is left`) : lacking.length ? el("span", { class: "warn" }, `not on ${places(fileNumbers(lacking))}`) : el("span", { class: "soft" }, `on ${places(fileNumbers(all[slice]))}`)),
+      output.replaceChildren(paragraph("box", el("b", {}, whole ? "all" : `slice ${slice}`), ` ${shapeText(box.map(([start, stop]) => `${start}:${stop}`))} `,
+        states[slice] === "lost" ? span("bad", `is on no ${unit} that is left`) : lacking.length ? span("warn", `not on ${places(fileNumbers(lacking))}`) : span("soft", `on ${places(fileNumbers(all[slice]))}`)),
       ...held(p, all[slice], sharding.lacking, volume * item).filter(Boolean), whole && all[0].length === 1 ? bar_(all[0][0]) : "", way ? "" : commandOf(p, box));
     };
     const bar_ = (file) => {
@@ -935,7 +933,7 @@
     const labels = [], skip = (edges, size, need) => Math.max(1, Math.ceil(need / (size / (edges.length - 1))));
     const outer = layoutSplit(p, r);
     if (low && outer > 1) for (let n = 0; n < outer; n++) labels.push(svg("text", { class: "left", x: width + 6, y: height / outer * n + 11 }, `from ${unit} ${fileNumber(all[numberAt(rows / outer * n, 0)][0])}`), svg("rect", { class: "edge", x: 0, y: height / outer * n, width, height: 1 }));
-    if (dims.length > 1) down.forEach((edge, n) => { if ((n % skip(down, height, 13) === 0 && position(down, n, height) < height - 12) || n === down.length - 1) labels.push(svg("text", { class: "right", x: -6, y: position(down, n, height) + (n === down.length - 1 && n ? 2 : 8) }, String(edge))); });
+    if (dims.length > 1) down.forEach((edge, n) => { if ((n % skip(down, height, 13) === 0 && position(down, n, height) < height - 14) || n === down.length - 1) labels.push(svg("text", { class: "right", x: -6, y: position(down, n, height) + (n === down.length - 1 && n ? 2 : 8) }, String(edge))); });
     if (dims.length && (across > 1 || width > 60)) over.forEach((edge, n) => { if ((n % skip(over, width, 46) === 0 && position(over, n, width) < width - 40) || n === over.length - 1) labels.push(svg("text", { class: n && n === over.length - 1 ? "right" : n ? "" : "left", x: position(over, n, width), y: -5 }, String(edge))); });
     const blocks = whole && data.block && partner(p) && !SCALE.test(names[p]) && dims.length === 2 ? data.block : null;
     if (blocks) { for (let y = blocks[0]; y < tall; y += blocks[0]) shapes.push(svg("rect", { class: "edge", y: y / tall * height, width, height: 0.5 })); for (let x = blocks[1]; x < broad; x += blocks[1]) shapes.push(svg("rect", { class: "edge", x: x / broad * width, width: 0.5, height })); }
@@ -946,13 +944,13 @@
     const pointed = (event) => { const hit = event.target.dataset.slice; if (hit !== undefined && Number(hit) !== chosen) select(Number(hit)); };
     const margin = Math.max(40, 7 * String(tall).length + 10);
     const picture = svg("svg", {
-      class: "slices", id: way ? null : "slices", width: width + margin + (low && outer > 1 ? 98 : 12), height: height + 34, tabindex: 0, role: "application", "aria-label": `Slices of ${name_(p)}: ${words_}. Arrow keys move.`,
+      class: "slices", id: way ? null : "slices", ...scalable(width + margin + (low && outer > 1 ? 98 : 12), height + 34), tabindex: 0, role: "application", "aria-label": `Slices of ${name_(p)}: ${words_}. Arrow keys move.`,
       onpointermove: pointed, onclick: pointed,
       onkeydown: keysOf({ ArrowRight: () => step_(dims.length ? strides[c] : 0), ArrowLeft: () => step_(-(dims.length ? strides[c] : 0)), ArrowDown: () => step_(r < 0 ? 1 : strides[r]), ArrowUp: () => step_(-(r < 0 ? 1 : strides[r])), Home: () => select(0), End: () => select(all.length - 1) }),
     }, svg("g", { transform: `translate(${margin} 28)` }, svg("text", { class: "left", y: -18 }, named), labels, shapes));
     queueMicrotask(() => select(chosen));
-    return el("div", {}, el("h4", {}, ways > 1 ? `Held in ${ways} ways, ${way + 1}: ` : "", words_), picture, blocks ? el("p", { class: "soft" }, `${Math.ceil(tall / blocks[0])} × ${Math.ceil(broad / blocks[1])} blocks of ${blocks[0]} × ${blocks[1]}, a scale each`) : null,
-      others.length ? el("p", { class: "soft" }, `also cut: ${others.map((d) => `dimension ${d} in ${cuts[d]}`).join(", ")}; its first part is shown`) : null, output);
+    return div(null, el("h4", {}, ways > 1 ? `Held in ${ways} ways, ${way + 1}: ` : "", words_), picture, blocks ? paragraph("soft", `${Math.ceil(tall / blocks[0])} × ${Math.ceil(broad / blocks[1])} blocks of ${blocks[0]} × ${blocks[1]}, a scale each`) : null,
+      others.length ? paragraph("soft", `also cut: ${others.map((d) => `dimension ${d} in ${cuts[d]}`).join(", ")}; its first part is shown`) : null, output);
   }
   const layoutSplit = (p, d) => { const layout = layoutOf(p); return layout && layout.split && layout.shards > 1 && d === 0 ? layout.split[0] : 1; };
   const name_ = (p) => clean(shortened(names[p], 80));
@@ -961,17 +959,17 @@
     const at_ = ["elements", "NaN", "Inf", "zeros", "min", "max", "mean", "norm"].map((title, n) => [title, row[n + 1] === null ? "" : n < 4 ? plain(row[n + 1]) : short(row[n + 1])]);
     const place = row[9] ? `[${row[9].index.join(", ")}]${row[9].file === null ? "" : `, ${unit} ${row[9].rank}, ${clean(row[9].file)}`}` : "";
     const levels = row[10] ? [...row[10][1]].map(Number) : [], wide = levels.length ? 350 / levels.length : 0;
-    return el("div", {}, el("h4", {}, "Numbers"), facts([...at_, ["first NaN or Inf", place ? el("span", { class: "bad" }, place) : null]]),
+    return div(null, el("h4", {}, "Numbers"), facts([...at_, ["first NaN or Inf", place ? span("bad", place) : null]]),
       levels.length ? svg("svg", { class: "levels", width: 350, height: 60, role: "img", "aria-label": `magnitudes from 2^${row[10][0]} to 2^${row[10][0] + levels.length - 1}` }, levels.map((level, n) => svg("rect", { class: "b4", x: n * wide, y: 44 - level * 5.5, width: Math.max(1, wide - 1), height: level * 5.5 })),
         svg("text", { class: "left", y: 57 }, `2^${row[10][0]}`), svg("text", { class: "right", x: 350, y: 57 }, `2^${row[10][0] + levels.length - 1}`)) : null);
   };
   const difference = (p) => {
     const row = differing.get(p);
     const command = copyable(["reshard", "diff", ...compared.sides.map((side) => quote(side.path)), "--include", quote(names[p].replace(/[[?*]/g, "[$&]")), ...data.options.map(quote)]);
-    const said = el("p", { class: `r${result[p]} text` }, `${RESULTS[result[p]]}${row && row[2] !== null ? `: ${plain(row[2])} of ${plural(row[1], "element")}` : ""}`);
-    if (!row || !row[5]) return el("div", {}, said, command);
-    return el("div", {}, said, el("h4", {}, "First of the largest differences"), el("table", { class: "first" }, el("tbody", {}, el("tr", {}, el("th", { scope: "row" }, "at"), el("td", {}, shapeText(row[5])), el("td", {})),
-      [0, 1].map((n) => el("tr", {}, el("th", { scope: "row", class: "AB"[n] }, "AB"[n]), el("td", { class: "n" }, short(row[6 + 2 * n])), el("td", { class: "soft" }, clean(row[7 + 2 * n])))))), command);
+    const said = paragraph(`r${result[p]} text`, `${RESULTS[result[p]]}${row && row[2] !== null ? `: ${plain(row[2])} of ${plural(row[1], "element")}` : ""}`);
+    if (!row || !row[5]) return div(null, said, command);
+    return div(null, said, el("h4", {}, "First of the largest differences"), el("table", { class: "first" }, el("tbody", {}, el("tr", {}, el("th", { scope: "row" }, "at"), el("td", {}, shapeText(row[5])), el("td", {})),
+      [0, 1].map((n) => el("tr", {}, el("th", { scope: "row", class: "AB"[n] }, "AB"[n]), el("td", { class: "n" }, short(row[6 + 2 * n])), el("td", { class: "soft" }, pathText(row[7 + 2 * n])))))), command);
   };
 
   // A conversion: bytes from every source to every target.
@@ -994,7 +992,7 @@
     const fileSizes = repeated(moves.bytes);
     const [low, most] = [Math.min(...fans), Math.max(...fans)];
     const busy = readBytes[busiest] / mean;
-    const facts_ = el("div", { class: "facts four" }, fact("Moved", ...binary(moves.taken), `a target ${nouns[1]} writes ${bytes(largest(fileSizes))} at most`), fact("Requests", plain(moves.requests), "", `${bytes(moves.requests ? moves.taken / moves.requests : 0)} each on average`),
+    const facts_ = div("facts four", fact("Moved", ...binary(moves.taken), `a target ${nouns[1]} writes ${bytes(largest(fileSizes))} at most`), fact("Requests", plain(moves.requests), "", `${bytes(moves.requests ? moves.taken / moves.requests : 0)} each on average`),
       together === 1 && fans.length ? fact("Sources of a target", low === most ? plain(low) : `${low}–${most}`, "", `of ${plural(ends[0], nouns[0])}`) : null, together === 1 && mean ? fact("Busiest source", el("span", { class: busy >= 2 ? "warn" : null }, `${busy.toFixed(2)} ×`), "", `the mean: ${nouns[0]} ${busiest}, ${bytes(readBytes[busiest])}`) : null);
     // Levels: one cell is so many ranks, or a stage.
     const cellsOf = (level) => ends.map((total, n) => {
@@ -1006,8 +1004,8 @@
     const finest = fitting[0] || 4096;
     const levels = [...(staged ? ["stage"] : []), finest * 8 <= Math.max(...ends) / 2 && finest * 8 <= 4096 ? finest * 8 : null, finest].filter(Boolean);
     let level = finest, cells_ = [], cursor = [0, 0], cellSize = 4, target = 0, amounts = null;
-    const span = (n, [first, end]) => (end - first === 1 ? `${first}` : `${first}–${end - 1}`), some = (n, cell) => `${nouns[n]}${cell[1] - cell[0] > 1 ? "s" : ""} `;
-    const said = el("p", { id: "cell", "aria-live": "polite" }), detail = el("div", { id: "detail" }), legend = el("div", { class: "legend" });
+    const extent = (n, [first, end]) => (end - first === 1 ? `${first}` : `${first}–${end - 1}`), some = (n, cell) => `${nouns[n]}${cell[1] - cell[0] > 1 ? "s" : ""} `;
+    const said = el("p", { id: "cell", "aria-live": "polite" }), detail = el("div", { id: "detail" }), legend = div("legend");
     const collect = (rows, columns) => {
       // Which row and column a rank is in.
       const at_ = [rows, columns].map((found, n) => { const index = new Int32Array(ends[n]).fill(-1); found.forEach(([first, end], cell) => index.fill(cell, first, end)); return index; });
@@ -1113,11 +1111,11 @@
       context.lineWidth = 1;
       const words_ = level === "stage" ? "one stage" : level > 1 ? `${level} ${nouns[0]}s` : `one ${nouns[0]}`;
       legend.replaceChildren(...[...used].sort().map((shade) => el("span", {}, el("i", { class: `key b${shade}` }), `${shade === 1 || shade === [...used].sort()[0] ? "up to " : ""}${bytes(high * shade / 5)}`)), copies ? el("span", {}, el("i", { class: "key amber3" }), "values copied as they are") : "",
-        el("span", { class: "soft" }, `at most ${bytes(mostWritten)} written and ${bytes(mostRead)} read by ${words_}`));
+        span("soft", `at most ${bytes(mostWritten)} written and ${bytes(mostRead)} read by ${words_}`));
     };
     const tell = ([y, x]) => {
       const n = y * cells_[1].length + x, all = amounts.size[n] + amounts.copied[n];
-      said.textContent = `source ${some(0, cells_[0][y])}${span(0, cells_[0][y])} to target ${some(1, cells_[1][x])}${span(1, cells_[1][x])}: ${plain(all)} bytes in ${plural(amounts.asked[n], "request")}${amounts.copied[n] ? `, ${plain(amounts.copied[n])} of them values copied as they are` : ""}`;
+      said.textContent = `source ${some(0, cells_[0][y])}${extent(0, cells_[0][y])} to target ${some(1, cells_[1][x])}${extent(1, cells_[1][x])}: ${plain(all)} bytes in ${plural(amounts.asked[n], "request")}${amounts.copied[n] ? `, ${plain(amounts.copied[n])} of them values copied as they are` : ""}`;
     };
     const move = ([y, x]) => {
       cursor = [Math.max(0, Math.min(cells_[0].length - 1, y)), Math.max(0, Math.min(cells_[1].length - 1, x))];
@@ -1149,7 +1147,7 @@
         });
       });
       const words_ = [columns, rows].map(([first, end], n) => { const each = cells[1 - n][0][1] - cells[1 - n][0][0]; return each > 1 ? `a ${n ? "row" : "column"} is ${each} ${n ? "source" : "target"} ${nouns[1 - n]}s` : `${n ? "source" : "target"} ${nouns[1 - n]}s ${n ? "down" : "across"}`; });
-      return [el("p", { class: "soft" }, `${unit_}; ${words_.join(", ")}`), svg("svg", { class: "fine", width: 46 + 44 * cells[1].length, height: 22 + 26 * cells[0].length, role: "img", "aria-label": "the selected cell, one level finer" }, svg("g", { transform: "translate(44 18)" }, shapes))];
+      return [paragraph("soft", `${unit_}; ${words_.join(", ")}`), svg("svg", { class: "fine", ...scalable(46 + 44 * cells[1].length, 22 + 26 * cells[0].length), role: "img", "aria-label": "the selected cell, one level finer" }, svg("g", { transform: "translate(44 18)" }, shapes))];
     };
     const input = el("input", { type: "number", id: "targetnumber", min: 0, max: ends[1] - 1, value: 0, oninput: () => { const value = Number(input.value); if (input.value !== "" && Number.isInteger(value) && value >= 0 && value < ends[1]) show(value, true); } });
     const show = (number_, only) => {
@@ -1164,19 +1162,19 @@
       const command = moves.command ? copyable(moves.command.map((word) => (word === "{rank}" ? String(target) : quote(word)))) : "";
       detail.replaceChildren(
         ...(only ? [] : [el("h4", {}, "Selected cell: ", plural(rows[1] - rows[0], `source ${nouns[0]}`), " × ", plural(columns[1] - columns[0], `target ${nouns[1]}`)),
-          path.length > 1 ? el("p", { class: "crumbs" }, path.map(([a, b], n) => [n ? " › " : "", el("button", { type: "button", class: "link", onclick: () => { path.length = n + 1; show(b[0]); } }, n ? `${span(0, a)} × ${span(1, b)}` : "cell")])) : "",
-          el("p", {}, el("b", {}, bytes(total)), ` from source ${some(0, rows)}`, el("b", {}, span(0, rows)), stage(0, rows), ` to target ${some(1, columns)}`, el("b", {}, span(1, columns)), stage(1, columns)), fine()].flat()),
+          path.length > 1 ? paragraph("crumbs", path.map(([a, b], n) => [n ? " › " : "", button({ class: "link", onclick: () => { path.length = n + 1; show(b[0]); } }, n ? `${extent(0, a)} × ${extent(1, b)}` : "cell")])) : "",
+          el("p", {}, el("b", {}, bytes(total)), ` from source ${some(0, rows)}`, el("b", {}, extent(0, rows)), stage(0, rows), ` to target ${some(1, columns)}`, el("b", {}, extent(1, columns)), stage(1, columns)), fine()].flat()),
         el("h4", { id: "target" }, `Target ${nouns[1]} ${together > 1 ? group(Math.floor(target / together)) : target} reads ${bytes(all)} from ${plural(order.length, nouns[0])}`),
         table(columns_, order.slice(0, 5).map(([source, [taken, requests]]) => [group(source), ...(stagesOf[0].length > 1 ? [String(stageAt[0][source * together])] : []), el("span", { title: plain(taken) }, bytes(taken)), share(taken, all), plain(requests)])),
-        order.length > 5 ? el("p", { class: "soft" }, `and ${plain(order.length - 5)} more`) : "", command);
+        order.length > 5 ? paragraph("soft", `and ${plain(order.length - 5)} more`) : "", command);
     };
     const setLevel = (next) => { level = next; cells_ = cellsOf(level); amounts = collect(...cells_); buttons.forEach((each, n) => each.setAttribute("aria-pressed", levels[n] === level)); const best = amounts.size.indexOf(largest(amounts.size)); move([Math.floor(best / cells_[1].length), best % cells_[1].length]); };
-    const buttons = levels.map((each) => el("button", { type: "button", "aria-pressed": false, onclick: () => setLevel(each) }, each === "stage" ? "Stages" : each === 1 ? `${nouns[0][0].toUpperCase()}${nouns[0].slice(1)}s` : `${each} ${nouns[0]}s`));
+    const buttons = levels.map((each) => button({ "aria-pressed": false, onclick: () => setLevel(each) }, each === "stage" ? "Stages" : each === 1 ? `${nouns[0][0].toUpperCase()}${nouns[0].slice(1)}s` : `${each} ${nouns[0]}s`));
     redraws.push(() => amounts && draw());
     starters.push(() => setLevel(finest));
-    const line = clusters.map((each, n) => [axesText(each), plural(ends[n], nouns[n])].filter(Boolean).join(", ")).join(" → ");
-    return el("section", { id: "conversion" }, el("div", { class: "tools" }, el("h2", {}, "Conversion"), levels.length > 1 ? el("span", { class: "modes" }, buttons) : null, el("span", { class: "soft" }, line), el("span", { class: "gap" }), el("label", { for: "targetnumber", class: "soft" }, `target ${nouns[1]}`), input), facts_,
-      el("div", { class: "two" }, el("div", {}, canvas, legend, said), detail));
+    const line = clusters.map((each, n) => [axesText(each), plural(ends[n], nouns[n])].filter(Boolean).join(", ")).join(" → ") + (together > 1 ? `; ${together} neighbours are one, because there are too many numbers` : "");
+    return el("section", { id: "conversion" }, div("tools", el("h2", {}, "Conversion"), levels.length > 1 ? span("modes", buttons) : null, span("soft", line), span("gap"), el("label", { for: "targetnumber", class: "soft" }, `target ${nouns[1]}`), input), facts_,
+      div("two", div(null, canvas, legend, said), detail));
   };
   const starters = [];
 
@@ -1204,21 +1202,21 @@
   const steps = () => (data.steps.length > 1 ? table([["step", false], ["size", true], ["state", false], ["", false]], data.steps.slice(0, 200).map((step) => [step.step === null ? "no step in the names" : clean(step.step), step.nbytes === null ? "" : bytes(step.nbytes), step.state, step.shown ? "shown here" : ""])) : null);
   const fileSection = el("section", { id: "files" }, el("h2", {}, filesTitle), steps(),
     compared ? compared.sides.map((side, n) => [el("h4", {}, `${"AB"[n]}: ${clean(side.path)}`), fileList({ number: side.numbers, path: side.paths, bytes: repeated(side.sizes), state: repeated(side.states) }, "file", `Files of ${"AB"[n]}`)])
-      : [el("p", { class: "soft text" }, `below ${clean(data.files.base)}`), fileList(files, unit, filesTitle)]);
+      : [paragraph("soft text", `below ${clean(data.files.base)}`), fileList(files, unit, filesTitle)]);
 
   // Everything together.
   apply();
   open();
-  const tensors = el("section", { id: "tensors" }, el("div", { class: "tools" }, el("h2", {}, compared ? "Differences" : "Tensors"), el("span", { class: "searching" }, search, el("kbd", { "aria-hidden": "true" }, "/")), el("span", { class: "modes" }, modes), chips, el("span", { class: "gap" }), status),
-    el("div", { class: "pane" }, el("div", {}, list, nothing), inspector));
+  const tensors = el("section", { id: "tensors" }, div("tools", el("h2", {}, compared ? "Differences" : "Tensors"), span("searching", search, el("kbd", { "aria-hidden": "true" }, "/")), span("modes", modes), chips, span("gap"), status),
+    div("pane", div(null, list, nothing), inspector));
   const madeOf = compared ? null : made(), cutting = compared ? null : cut();
-  const overview = el("section", { id: "overview" }, compared ? differences() : factsOf(), madeOf || cutting ? el("div", { class: "halves" }, madeOf, cutting) : null);
+  const overview = el("section", { id: "overview" }, compared ? differences() : factsOf(), madeOf || cutting ? div("halves", madeOf, cutting) : null);
   const strips = layerSection(), moved = data.moves ? conversion(data.moves) : null;
   const sections = [["overview", "Overview", overview], ["conversion", "Conversion", moved], ["tensors", compared ? "Differences" : "Tensors", tensors], ["files", filesTitle, fileSection]].filter((each) => each[2]);
   const links = sections.map(([id, title]) => el("a", { href: `#${id}`, onclick: (event) => { event.preventDefault(); document.getElementById(id).scrollIntoView(); } }, title));
   const unread = [compared && !compared.values ? "types and shapes were compared, values were not" : data.statistics || compared ? "" : "contents were not compared"].filter(Boolean);
-  document.body.append(header, el("nav", { "aria-label": "Sections" }, el("div", {}, links)), fill(el("main"), {}, [compared ? null : problems(), overview, strips, moved, tensors, fileSection]),
-    el("footer", {}, el("p", { class: "mono" }, clean(data.command)), el("p", {}, [`reshard ${data.version}`, data.statistics || (compared && compared.values) ? "from the contents of all tensors" : "from names, sizes, headers and strategies", ...unread, "1 KiB is 1,024 bytes"].join("; "))));
+  document.body.append(header, el("nav", { "aria-label": "Sections" }, div(null, links)), fill(el("main"), {}, [compared ? null : problems(), overview, strips, moved, tensors, fileSection]),
+    el("footer", {}, paragraph("mono", clean(data.command)), el("p", {}, [`reshard ${data.version}`, data.statistics || (compared && compared.values) ? "from the contents of all tensors" : "from names, sizes, headers and strategies", ...unread, "1 KiB is 1,024 bytes"].join("; "))));
   const current = () => {
     // The last section may be too short to reach the top.
     const end = scrollY > 0 && scrollY + innerHeight >= document.documentElement.scrollHeight - 2;
