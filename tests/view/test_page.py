@@ -114,6 +114,14 @@ def test_search_filters_and_orders_change_the_list(window: Browser, demo: Path) 
     assert window.run("return document.querySelector('.nothing').hidden") is False
     window.run("document.querySelector('.nothing button').click()")
     assert window.text("#matches").startswith(f"{len(names_of(data_of(demo)))} tensors ")
+    # A second click on a layer clears the choice.
+    for _ in range(2):
+        window.hover(".strip", 0.1, 0.5, click=True)
+    assert window.texts(".chip") == []
+    # On paper, lists begin with their first row.
+    window.run("dispatchEvent(new Event('beforeprint'))")
+    assert len(window.texts("#list .row")) <= 60 and window.run("return document.querySelector('#row0') !== null")
+    window.run("dispatchEvent(new Event('afterprint'))")
     # Parts of bars are filters, too.
     window.run("document.querySelector('.legend [data-filter=Type][data-value=Int64]').click()")
     assert window.text("#matches").startswith("2 tensors of ")
@@ -224,6 +232,7 @@ def test_a_comparison_has_the_numbers_of_diff(window: Browser, other: Path, tmp_
     report = done("diff", *words, "--json").json
     done("view", *words, "--stats", "-o", tmp_path / "page.html")
     window.open(tmp_path / "page.html")
+    assert window.text("h1") == "src_checkpoints and hf"
     figures = [int(text) for text in window.texts("#facts .figure")]
     differing = {pair["name"]: pair for pair in report["differing"]}
     assert differing.keys() == {WEIGHT, "head.weight"}
