@@ -1238,6 +1238,12 @@
   const again = () => { redraws.forEach((redraw) => redraw()); drawRows(); };
   for (const [name, on] of [["beforeprint", true], ["afterprint", false]]) addEventListener(name, () => { printing = on; again(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
-  new ResizeObserver(() => requestAnimationFrame(again)).observe(list);
+  // Pictures depend on the width alone; the list's height changes with its rows.
+  let wide = list.clientWidth;
+  new ResizeObserver(() => {
+    if (list.clientWidth === wide) { later(); return; }
+    wide = list.clientWidth;
+    requestAnimationFrame(again);
+  }).observe(list);
   requestAnimationFrame(() => { document.body.dataset.drawn = Math.round(performance.now() - started); });
 })();
