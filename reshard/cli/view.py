@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -86,16 +87,20 @@ def view(
         if typed:
             raise UsageError(f"{typed[0]} is for two checkpoints", hint="name the other: reshard view SRC B")
         data = _one(source, target, edits, effort, report, stats)
-        options_of_get = {"--strategy": source.strategy, "--step": None if source.step == "latest" else source.step}
+        strategies = {"--strategy": source.strategy}
     elif cut:
         raise UsageError("--dst-strategy and --shards show a conversion of one checkpoint, not B", hint="leave out one")
     else:
         other = replace(source, path=b, strategy=b_strategy, step=b_step or source.step)
         read = replace(source, strategy=a_strategy)
         data = _two(read, other, source.strategy, edits, effort, report, stats)
-        options_of_get = {"--strategy": source.strategy, "--a-strategy": a_strategy, "--b-strategy": b_strategy}
-    words = [word for name, value in options_of_get.items() if value is not None for word in (name, value)]
-    content = page({**data, "options": words, "command": _command(src, b, path, stats)})
+        strategies = {"--strategy": source.strategy, "--a-strategy": a_strategy, "--b-strategy": b_strategy}
+        strategies["--b-step"] = b_step
+    given = [word for name, value in strategies.items() if value is not None for word in (name, value)]
+    given += _typed([*source.words(("step", "file_suffix")), *edits.words(CHANGES)])
+    words = [src, *([] if b is None else [b]), *given, *_typed(target.words(("strategy", "shards")))]
+    made_by = shlex.join(["reshard", "view", *words, *(["--stats"] if stats else []), "-o", path])
+    content = page({**data, "options": given, "command": made_by})
     try:
         write_parts(path, len(content), [content])
     except OSError as error:
@@ -109,10 +114,9 @@ def view(
             listener()("note", "no browser was found: open the file by hand")
 
 
-def _command(src: str, b: str | None, path: str, stats: bool) -> str:
-    """The command, without its options of reading."""
-    words = ["reshard", "view", src, *([] if b is None else [b]), *(["--stats"] if stats else []), "-o", path]
-    return shlex.join(words)
+def _typed(words: Sequence[str]) -> list[str]:
+    """Options, with each value as a word of its own."""
+    return [part for word in words for part in word.split("=", 1)]
 
 
 def _one(source: Source, target: Target, edits: Edits, effort: Effort, report: Report, stats: bool) -> dict[str, Any]:

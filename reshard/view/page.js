@@ -16,11 +16,15 @@
       if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
       else if (value !== null && value !== undefined && value !== false) made.setAttribute(key, value);
     }
-    made.append(...children.flat(2).filter((child) => child !== null && child !== undefined && child !== false));
+    made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
     return made;
   };
   const el = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
+  const button = (attributes, ...children) => el("button", { type: "button", ...attributes }, ...children);
+  const [div, span, paragraph] = ["div", "span", "p"].map((tag) => (name, ...children) => el(tag, { class: name }, ...children));
   const svg = (tag, attributes = {}, ...children) => fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+  // A picture that shrinks with the window.
+  const scalable = (width, height) => ({ width, height, viewBox: `0 0 ${width} ${height}` });
   const format = new Intl.NumberFormat("en");
   const plain = (value) => format.format(value);
   const scaled = (size, base, units, most) => {
@@ -29,13 +33,18 @@
     return [unit ? (size >= most ? plain(Math.round(size)) : size.toFixed(1)) : plain(Math.round(size)), units[unit]];
   };
   const byteUnits = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-  const bytes = (size) => scaled(size, 1024, byteUnits, 1000).join(" ");
+  const binary = (size) => scaled(size, 1024, byteUnits, 1000);
+  const thousands = (amount) => scaled(amount, 1000, ["", "k", "M", "B", "T"], 1000);
+  const bytes = (size) => binary(size).join(" ");
   const share = (part, whole) => {
     const percent = whole ? 100 * part / whole : 0;
     return percent && percent < 0.1 ? "< 0.1 %" : `${percent.toFixed(1)} %`;
   };
   const plural = (count, noun) => `${plain(count)} ${noun}${count === 1 ? "" : "s"}`;
   const sum = (values) => values.reduce((total, value) => total + value, 0);
+  const product = (values) => values.reduce((total, value) => total * value, 1);
+  const largest = (values) => values.reduce((most, value) => Math.max(most, value), 0);
+  const number = /^(0|[1-9]\d{0,14})$/;
   const ranges = (numbers, most = 12, dash = "–") => {
     const words = [];
     for (let at = 0; at < numbers.length;) {
@@ -47,12 +56,17 @@
     return words.length > most ? `${words.slice(0, most).join(",")} … (${plain(numbers.length)})` : words.join(",");
   };
   const shapeText = (dims) => `[${dims.join(", ")}]`;
-  const quote = (word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\"'\"'")}'`);
-  const breaks = (text) => text.split(/(?<=[._])/).flatMap((part) => [part, el("wbr")]);
-  const middle = (text, most = 60) => {
-    const end = text.lastIndexOf("/", text.length - 12);
-    if (text.length <= most || end < 8) return [text];
-    return [el("span", { class: "start" }, text.slice(0, end)), el("span", { class: "end" }, text.slice(end))];
+  // Marks that a terminal obeys, and bytes that are no text, are typed as escapes.
+  const escaped = (c) => { const code = c.charCodeAt(0); return code < 128 || code >= 0xdc80 && code < 0xdd00 ? `\\x${(code & 255).toString(16).padStart(2, "0")}` : clean(c); };
+  const quote = (word) => {
+    if (/^[\w@%+=:,./-]+$/.test(word)) return word;
+    return word.search(HIDDEN) < 0 ? `'${word.replaceAll("'", "'\"'\"'")}'` : `$'${word.replace(/[\\']/g, "\\$&").replace(HIDDEN, escaped)}'`;
+  };
+  const breaks = (text) => text.split(/(?<=[._/])/).flatMap((part) => [part, el("wbr")]);
+  // A path, shortened in the middle where it has no room.
+  const pathText = (path) => {
+    const text = clean(path), end = Math.max(0, text.lastIndexOf("/", text.length - 12));
+    return el("span", { class: "path", title: text }, end ? span("start", text.slice(0, end)) : null, el("span", { class: end ? "end" : "start" }, text.slice(end)));
   };
 
   // Numbers in the few characters of reshard/view/page.py.
@@ -83,7 +97,6 @@
   const types = data.types.map(([dtype, shapes, full, stored, held, kind]) => ({ dtype, shapes, full, stored, held, kind, size: full ?? stored }));
   const typeOf = (p) => types[data.parameters.type[p]];
   const layoutOf = (p) => data.layouts[data.parameters.layout[p]] || null;
-  const dtypes = [...new Set(types.map((type) => type.dtype))];
   const unit = data.unit;
   const places = (numbers) => `${unit}${numbers.length === 1 ? "" : "s"} ${ranges(numbers)}`;
   const files = {
@@ -111,14 +124,14 @@
         for (let at = 0; at < flat.length; at += holders.copies) sharding.slices.push(flat.slice(at, at + holders.copies));
       }
       sharding.lacking = new Set(sharding.absent);
-      sharding.copies = Math.max(0, ...sharding.slices.map((each) => each.length));
+      sharding.copies = largest(sharding.slices.map((each) => each.length));
     }
     return sharding.slices;
   };
   const stateOf = (sharding, slice) => {
     const holders = slicesOf(sharding)[slice];
     const live = holders.filter((file) => !sharding.lacking.has(file)).length;
-    return live === holders.length ? "held" : live ? "part" : "lost";
+    return !live ? "lost" : live < holders.length ? "part" : "held";
   };
   const cutText = (layout) => {
     if (!layout) return "";
@@ -163,7 +176,7 @@
   const placeIn = (file, p) => { const at = structureOf.get(file); return at === undefined ? null : structure(at).get(p) ?? null; };
 
   // What a name says: layer, part of the model, packing.
-  const layers = new Int32Array(count).fill(-1), seriesOf = new Int32Array(count).fill(-1);
+  const layers = new Float64Array(count).fill(-1), seriesOf = new Int32Array(count).fill(-1);
   const series = [];
   const seriesAt = new Map();
   const LAYER = new Set(["layers", "blocks", "h", "layer", "block"]);
@@ -179,15 +192,24 @@
     return partsOfText.get(text);
   };
   const KINDS = { "optimizer state": "moments", "accumulated gradients": "gradients", other: "other values" };
+  // Packed types count their elements.
+  const elementsOf = (p) => {
+    const { dtype, kind, shapes } = typeOf(p);
+    if (kind !== "weights" || partOf[p] === "scales" || !shapes.length) return 0;
+    const packed = names[p].endsWith("_packed") ? (dtype === "Int32" ? 8 : 2) : names[p].endsWith("_blocks") && dtype === "UInt8" ? 2 : 1;
+    return product(shapes[0]) * packed;
+  };
+  // Without a layout, shapes are those of slices.
+  const wholeShapes = types.every((type) => type.full !== null || type.kind !== "weights");
   let parameters = 0, predicted = 0;
   for (let p = 0; p < count; p++) {
     const type = typeOf(p), name = names[p], own = parts[p];
     sizes[p] = type.size || 0;
     partOf[p] = partNamed(name);
     kinds[p] = KINDS[type.kind] || type.kind;
-    if (/(^|\.)(fp32_param|master)\b/.test(name) && kinds[p] === "moments") kinds[p] = "masters";
+    if (/(^|\.)(fp32_param|master|optimizer\.state\.param)\b/.test(name) && kinds[p] === "moments") kinds[p] = "masters";
     for (let at = 0; at + 1 < own.length; at++) {
-      if (LAYER.has(own[at]) && /^\d+$/.test(own[at + 1])) {
+      if (LAYER.has(own[at]) && number.test(own[at + 1])) {
         const prefix = own.slice(0, at + 1).join(".");
         // State of a layer belongs to the layer.
         const key = prefix.replace(/^(adam_[mv]|moments?|moment[12]|accu_grads|accum|exp_avg|exp_avg_sq|fp32_param|optimizer\.state\.[a-z0-9_]+)\./, "");
@@ -197,23 +219,20 @@
         break;
       }
     }
-    if (type.kind === "weights" && partOf[p] !== "scales" && type.shapes.length) {
-      const packed = /_packed$/.test(name) ? (type.dtype === "Int32" ? 8 : 2) : /_blocks$/.test(name) && type.dtype === "UInt8" ? 2 : 1;
-      const elements = sum([type.shapes[0].reduce((product, size) => product * size, 1)]) * packed;
-      if (data.prediction && layers[p] >= data.prediction[0] && layers[p] < data.prediction[0] + data.prediction[1]) predicted += elements;
-      else parameters += elements;
-    }
+    if (data.prediction && layers[p] >= data.prediction[0] && layers[p] < data.prediction[0] + data.prediction[1]) predicted += elementsOf(p);
+    else parameters += elementsOf(p);
   }
   const result = compared ? repeated(compared.result) : null;
   const RESULTS = [compared && !compared.values ? "same" : "equal", "differs", "other type", "only in A", "only in B"];
   const differing = new Map((compared ? compared.differing : []).map((row) => [row[0], row]));
-  const statistics = new Map();
+  const indexOf = new Map(names.map((name, p) => [name, p]));
+  const statistics = new Map((data.statistics || []).map((row) => [indexOf.get(row[0]), row]));
 
   // Filters: one byte a tensor and two prefix sums, so that any group is two subtractions.
   const filters = new Map();
   const mask = new Uint8Array(count), counts = new Uint32Array(count + 1), totals = new Float64Array(count + 1);
   let words = [], version = 0, lowered = null;
-  const globOf = (text) => new RegExp(`^${text.split("*").map((part) => part.replace(/[.+?^${}()|[\]\\]/g, "\\$&")).join(".*")}$`);
+  const globOf = (text) => new RegExp(`^${text.split("*").map((part) => part.replace(/[.+?^${}()|[\]\\]/g, "\\$&")).join(".*")}$`, "m");
   const listeners = [];
   const apply = () => {
     version++;
@@ -240,17 +259,17 @@
 
   // Keyboard on a picture of cells.
   const redraws = [];
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   const keysOf = (moves) => (event) => {
     const move = moves[event.key];
-    if (!move) return;
+    // Buttons in a list take their own keys.
+    if (!move || event.target !== event.currentTarget) return;
     event.preventDefault();
     move(event);
   };
   const copyable = (texts) => {
     const text = texts.join(" ");
-    const button = el("button", {
-      type: "button", class: "copy", onclick: async () => {
+    const copy = button({
+      class: "copy", onclick: async () => {
         try { await navigator.clipboard.writeText(text); } catch {
           const area = el("textarea", {}, text);
           document.body.append(area);
@@ -258,35 +277,38 @@
           document.execCommand("copy");
           area.remove();
         }
-        button.textContent = "Copied";
-        setTimeout(() => { button.textContent = "Copy"; }, 1200);
+        copy.textContent = "Copied";
+        setTimeout(() => { copy.textContent = "Copy"; }, 1200);
       },
     }, "Copy");
-    return el("div", { class: "command" }, el("code", {}, texts.flatMap((word) => [el("span", { class: "word" }, breaks(clean(word))), " "])), button);
+    return div("command", el("code", {}, texts.flatMap((word) => [span("word", breaks(clean(word))), " "])), copy);
   };
   const table = (columns, rows) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": columns.map((column) => column[0]).join(", ") }, el("table", {},
     el("thead", {}, el("tr", {}, columns.map(([title, numeric]) => el("th", { class: numeric ? "n" : null, scope: "col" }, title)))),
     el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell, n) => el("td", { class: columns[n][1] ? "n" : null }, cell)))))));
-  const fact = (label, value, small, soft, title, mark) => el("div", { class: "fact", title }, el("div", { class: "label" }, mark, label),
-    el("div", { class: "figure" }, value, small ? el("span", { class: "unit" }, small) : null), el("div", { class: "soft" }, soft));
+  const fact = (label, value, small, soft, title, mark) => el("div", { class: "fact", title }, div("label", mark, label),
+    div("figure", value, small ? span("unit", small) : null), div("soft", soft));
 
   // Head and problems.
-  const state = el("span", { class: `state ${data.complete === true ? "ok" : data.complete === false ? "bad" : ""}` }, el("i", { class: "dot", "aria-hidden": "true" }), clean(data.state));
+  const state = span(`state ${data.complete === true ? "ok" : data.complete === false ? "bad" : ""}`, el("i", { class: "dot", "aria-hidden": "true" }), clean(data.state));
   const dot = () => el("span", { class: "sep", "aria-hidden": "true" }, "·");
   const about = [data.form_words, data.architecture, data.step === null ? null : `step ${data.step}${data.steps.length > 1 ? ` (${data.newest ? "newest of" : "one of"} ${data.steps.length})` : ""}`].filter(Boolean).map(clean);
   const sides = () => el("table", { class: "sides" }, el("tbody", {}, compared.sides.map((side, n) => el("tr", {}, el("th", { class: "AB"[n], scope: "row" }, "AB"[n]),
     el("td", { class: "mono" }, clean(side.path)), [side.form, side.step === null ? "" : `step ${side.step}`, axesText(side.cluster), side.files, bytes(side.bytes), side.state].map((text) => el("td", {}, clean(text)))))));
-  const header = el("header", {}, el("h1", {}, compared ? compared.titles.flatMap((title, n) => [n ? el("span", { class: "and" }, " and ") : null, clean(title)]) : clean(data.title)),
-    compared ? sides() : el("div", { class: "under" }, el("p", { id: "summary" }, about.flatMap((text) => [text, dot()]), state), el("p", { class: "path mono", title: clean(data.source) }, middle(clean(data.source)))));
+  const header = el("header", {}, el("h1", {}, compared ? compared.titles.map((title, n) => [n ? span("and", " and ") : null, breaks(clean(title))]) : breaks(clean(data.title))),
+    compared ? sides() : div("under", el("p", { id: "summary" }, about.flatMap((text) => [text, dot()]), state), paragraph("mono", pathText(data.source))));
   const LEVELS = ["Problem", "Not certain", "Note"];
-  const problem = (each) => el("li", { class: `l${each.level}` }, el("strong", {}, LEVELS[each.level]), el("span", { class: "text" }, lines(each.text)),
-    each.hint ? copyable([lines(each.hint)]) : null);
+  const hint = (text) => {
+    const [, words_, command] = text.match(/^(?:([^]*): )?(reshard [^]*)$/) || [null, text];
+    return [words_ ? paragraph("hint text", words_) : null, command ? copyable([command]) : null];
+  };
+  const problem = (each) => el("li", { class: `l${each.level}` }, el("strong", {}, LEVELS[each.level]), span("text", lines(each.text)),
+    each.hint ? hint(lines(each.hint)) : null);
   const problems = () => {
     if (!data.problems.length) return null;
     const rest = data.problems.slice(3);
     const list = el("ul", { class: "problems" }, data.problems.slice(0, 3).map(problem));
-    const more = rest.length ? el("button", {
-      type: "button", class: "more", onclick: () => { more.replaceWith(el("ul", { class: "problems rest", tabindex: 0, "aria-label": "More problems" }, rest.map(problem))); },
+    const more = rest.length ? button({ class: "more", onclick: () => { more.replaceWith(el("ul", { class: "problems rest", tabindex: 0, "aria-label": "More problems" }, rest.map(problem))); },
     }, `and ${plain(rest.length)} more`) : null;
     return el("section", { id: "problems", "aria-label": "Problems" }, list, more);
   };
@@ -302,7 +324,7 @@
   const skeletons = new Map();
   const patternOf = new Array(count);
   for (let p = 0; p < count; p++) {
-    const key = `${parts[p].map((part) => (/^\d+$/.test(part) ? "\u0001" : part)).join(".")}\u0002${data.parameters.type[p]}\u0002${looks[data.parameters.layout[p]] ?? -1}\u0002${result ? result[p] : ""}`;
+    const key = `${parts[p].map((part) => (number.test(part) ? "\u0001" : part)).join(".")}\u0002${data.parameters.type[p]}\u0002${looks[data.parameters.layout[p]] ?? -1}\u0002${result ? result[p] : ""}`;
     let found = skeletons.get(key);
     if (!found) skeletons.set(key, found = []);
     found.push(p);
@@ -312,18 +334,18 @@
     const main = series.slice().sort((a, b) => b.bytes - a.bytes)[0];
     const layersIn = main ? [...main.layers.keys()] : [];
     const extra = data.prediction ? layersIn.filter((layer) => layer >= data.prediction[0]).length : 0;
-    const [amount, scale] = scaled(parameters, 1000, ["", "k", "M", "B", "T"], 1000);
-    const [disk, diskUnit] = scaled(onDisk, 1024, byteUnits, 1000);
+    const [amount, scale] = thousands(parameters);
+    const [disk, diskUnit] = binary(onDisk);
     const [top, topBytes] = [...byType].sort((a, b) => b[1] - a[1])[0] || ["", 0];
     const trained = kinds.filter((kind) => kind === "weights").length;
     const stageWords = stages.length > 1 ? plural(stages.length, "stage") : "";
     return el("div", { class: "facts", id: "facts" },
-      parameters ? fact("Parameters", amount, scale, predicted ? `+ ${scaled(predicted, 1000, ["", "k", "M", "B", "T"], 1000).join(" ")} in the prediction layer` : `${plain(parameters)} elements`, `${plain(parameters)} elements`) : null,
+      parameters && wholeShapes ? fact("Parameters", amount, scale, predicted ? `+ ${thousands(predicted).join(" ")} in the prediction layer` : `${plain(parameters)} elements`, `${plain(parameters)} elements`) : null,
       fact("On disk", disk, diskUnit, `in ${plural(present, unit === "rank" ? "rank file" : "file")}`, `${plain(onDisk)} bytes`),
       fact("Tensors", plain(count), "", hasState ? `${plural(trained, "weight")} and their state` : `${plural(skeletons.size, "pattern")} of names`),
       main ? fact("Layers", extra ? `${layersIn.length - extra} + ${extra}` : plain(layersIn.length), "", extra ? "last: multi-token prediction" : stageWords || clean(shortened(main.prefix, 40))) : null,
       cluster ? fact("Ranks", plain(cluster.ranks), "", axesText(cluster) || stageWords) : null,
-      hasState && weights ? fact("Weights", ...scaled(weights, 1024, byteUnits, 1000), `${share(weights, allBytes)} of the bytes`, `${plain(weights)} bytes`)
+      hasState && weights ? fact("Weights", ...binary(weights), `${share(weights, allBytes)} of the bytes`, `${plain(weights)} bytes`)
         : topBytes ? fact("Type", SHORT[top] || clean(top), "", `${share(topBytes, allBytes)} of the bytes`, clean(top)) : null);
   };
   const listed = (numbers) => {
@@ -336,9 +358,9 @@
     for (let p = 0; p < count; p++) if (result[p] === code) found.push(p);
     const both = result.filter((each) => each < 3).length;
     const title = code ? word[0].toUpperCase() + word.slice(1) : compared.values ? "Equal in bytes" : "Same type and shape";
-    return el("button", { type: "button", class: "fact", "aria-pressed": "false", "data-code": code, disabled: found.length ? null : "", onclick: () => toggle("result", code, word, (p) => result[p] === code) },
-      el("div", { class: "label" }, el("i", { class: `key r${code}` }), code === 2 ? "Other type or shape" : title), el("div", { class: "figure" }, plain(found.length)),
-      el("div", { class: "soft" }, code ? found.length ? listed(found) : "none" : `of ${plural(both, "tensor")} in both`));
+    return button({ class: "fact", "aria-pressed": "false", "data-code": code, disabled: found.length ? null : "", onclick: () => toggle("result", code, word, (p) => result[p] === code) },
+      div("label", el("i", { class: `key r${code}` }), code === 2 ? "Other type or shape" : title), div("figure", plain(found.length)),
+      div("soft", code ? found.length ? listed(found) : "none" : `of ${plural(both, "tensor")} in both`));
   }));
 
   // What it is made of: stacked bars, each part a filter.
@@ -352,14 +374,14 @@
     entries = entries.filter((entry) => !small.includes(entry));
     const press = (value) => ({ type: "button", "data-filter": title, "data-value": value, "aria-pressed": "false", onclick: () => toggle(title, value, value, (p) => valueOf(p) === value) });
     const segments = entries.map(([value, size], n) => { const made = el("button", { ...press(value), class: `segment ${SHADES[Math.min(n, 4)]}`, tabindex: -1, "aria-label": clean(value), title: `${clean(value)} ${bytes(size)}` }); made.style.flexGrow = size / allBytes; return made; });
-    return el("div", { class: "made" }, el("div", { class: "label" }, title), el("div", {}, el("div", { class: "bar" }, segments),
-      el("div", { class: "legend" }, entries.map(([value, size], n) => el("button", press(value), el("i", { class: `key ${SHADES[Math.min(n, 4)]}` }), clean(value), el("span", { class: "soft" }, `${bytes(size)} · ${share(size, allBytes)}`))),
+    return div("made", div("label", title), div(null, div("bar", segments),
+      div("legend", entries.map(([value, size], n) => el("button", press(value), el("i", { class: `key ${SHADES[Math.min(n, 4)]}` }), clean(value), span("soft", `${bytes(size)} · ${share(size, allBytes)}`))),
         small.length ? el("span", { class: "soft", title: small.map(([value, size]) => `${clean(value)} ${bytes(size)}`).join("\n") }, `${small.length} more`) : null)));
   };
   const made = () => {
     const bars = [bar("Type", (p) => typeOf(p).dtype), bar("Kind", (p) => kinds[p], ["weights", "masters", "moments", "gradients", "other values"]), bar("Part", (p) => partOf[p]),
       bar("Cut", (p) => cutTexts[data.parameters.layout[p]] || "whole")].filter(Boolean);
-    return bars.length ? el("div", {}, el("h2", {}, "What it is made of"), bars) : null;
+    return bars.length ? div(null, el("h2", {}, "What it is made of"), bars) : null;
   };
   const pressed = () => document.querySelectorAll("[data-filter]").forEach((each) => {
     const filter = filters.get(each.dataset.filter);
@@ -370,11 +392,10 @@
 
   // How it is cut: a cell a rank, or a file.
   const inFile = (numbers, text) => {
-    const held = new Set();
-    for (const number of numbers) for (const [holder, at] of structureOf) if (fileNumber(holder) === number) for (const p of structure(at).keys()) held.add(p);
-    toggle("file", text, text, (p) => held.has(p));
+    const held = new Set(), wanted = new Set(numbers);
+    for (const [holder, at] of structureOf) if (wanted.has(fileNumber(holder))) for (const p of structure(at).keys()) held.add(p);
+    if (structureOf.size) toggle("file", text, text, (p) => held.has(p));
   };
-  let outlined = [];
   const grid = (cells, across, size, label, group) => {
     const gap = size > 8 ? 2 : 1, width = across * (size + gap) - gap, rows = Math.ceil(cells.length / across), tall = size === 34 ? 28 : size;
     let active = 0;
@@ -386,7 +407,7 @@
     const said = el("p", { class: "soft said", role: "status" });
     const go = (at) => { active = Math.max(0, Math.min(cells.length - 1, at)); rects.forEach((rect, n) => rect.classList.toggle("active", n === active)); said.textContent = cells[active].title; };
     const picture = svg("svg", {
-      class: "cells", width, height: rows * (tall + gap), viewBox: `0 0 ${width} ${rows * (tall + gap)}`, tabindex: 0, role: "application", "aria-label": `${label}. Arrow keys move, Enter filters.`,
+      class: "cells", ...scalable(width, rows * (tall + gap)), tabindex: 0, role: "application", "aria-label": `${label}. Arrow keys move, Enter filters.`,
       onclick: (event) => { const at = rects.indexOf(event.target.closest("g")); if (at >= 0) { go(at); inFile(cells[at].numbers, cells[at].name); } },
       onkeydown: keysOf({ ArrowRight: () => go(active + 1), ArrowLeft: () => go(active - 1), ArrowDown: () => go(active + across), ArrowUp: () => go(active - across), Enter: () => inFile(cells[active].numbers, cells[active].name) }),
     }, rects);
@@ -405,35 +426,38 @@
       const mp = axis("mp"), whole = Math.max(1, Math.ceil(cluster.ranks / 1024));
       const each = cluster.ranks > 1024 ? 8 ** Math.ceil(Math.log(whole) / Math.log(8)) : 1;
       const size = cluster.ranks <= 64 ? 34 : 7;
+      let wrapped = false;
       const blocks = stages.map(([first, devices], number) => {
         const cells = [];
         for (let rank = first; rank < first + devices; rank += each) cells.push(cellOf(Array.from({ length: Math.min(each, first + devices - rank) }, (_, n) => rank + n), number % 2 ? "t" : "b"));
-        const across = each > 1 ? Math.min(16, cells.length) : cluster.axes && mp > 1 ? mp : Math.min(devices, size === 34 ? 8 : 16);
+        let across = each > 1 ? Math.min(16, cells.length) : cluster.axes && mp > 1 ? mp : Math.min(devices, size === 34 ? 8 : 16);
+        // A stage of hundreds of ranks is a block of its own, not a column.
+        while (cells.length > across * 20 && across < 48) across *= 2;
+        wrapped ||= each === 1 && across > mp;
         const found = series.length ? [...new Set([...layers.keys()].filter((p) => layers[p] >= 0 && layoutOf(p)?.stage === number).map((p) => layers[p]))].sort((a, b) => a - b) : [];
-        const title = stages.length > 1 ? el("p", { class: "soft" }, el("i", { class: `key ${number % 2 ? "t2" : "b2"}` }), `stage ${number}${found.length && stages.length <= 8 ? `: layers ${ranges(found, 3)}` : ""}`) : null;
+        const title = stages.length > 1 ? paragraph("soft", el("i", { class: `key ${number % 2 ? "t2" : "b2"}` }), `stage ${number}${found.length && stages.length <= 8 ? `: layers ${ranges(found, 3)}` : ""}`) : null;
         return grid(cells, across, size, `Ranks of stage ${number}`, title);
       });
       const most = (kind) => { const found = new Map(); for (let p = 0; p < count; p++) if (kinds[p] === kind && layoutOf(p)) found.set(data.parameters.layout[p], (found.get(data.parameters.layout[p]) || 0) + sizes[p]); const best = [...found].sort((a, b) => b[1] - a[1])[0]; return best ? data.layouts[best[0]] : null; };
       const of = most("weights"), moments = most("moments"), dp = axis("dp");
-      const sentence = [each > 1 ? `One cell is ${each} ranks.` : `One cell is a rank${mp > 1 ? `: mp ${mp} across${dp > 1 ? `, dp ${dp} down` : ""}` : ""}.`,
+      const sentence = [each > 1 ? `One cell is ${each} ranks.` : `One cell is a rank${mp === 1 ? "" : wrapped ? `, mp ${mp} side by side` : `: mp ${mp} across${dp > 1 ? `, dp ${dp} down` : ""}`}.`,
         of ? of.shardings[0].copies > 1 ? `Weights: ${of.shardings[0].copies} copies${dp === of.shardings[0].copies ? " on dp" : ""}.` : "Weights: each slice once." : "",
-        moments && of && moments.shardings[0].copies < of.shardings[0].copies ? `Moments: cut ${of.shardings[0].copies / Math.max(1, moments.shardings[0].copies)} times more over dp.` : "", "Outlined: holders of the selected slice."].filter(Boolean).join(" ");
-      return el("div", { id: "cut" }, el("h2", {}, "How it is cut"), el("div", { class: `blocks${stages.length > 8 ? " many" : ""}` }, blocks), el("p", { class: "soft" }, sentence));
+        moments && of && moments.shardings[0].copies < of.shardings[0].copies ? `Moments: each of these slices cut in ${of.shardings[0].copies / Math.max(1, moments.shardings[0].copies)} over dp.` : "", "Outlined: holders of the selected slice."].filter(Boolean).join(" ");
+      return el("div", { id: "cut" }, el("h2", {}, "How it is cut"), div(`blocks${stages.length > 8 ? " many" : ""}`, blocks), paragraph("soft", sentence));
     }
-    const each = Math.ceil(total / 600), cells = [], largest = Math.max(0, ...files.bytes);
+    const each = Math.ceil(total / 600), cells = [], most_ = largest(files.bytes);
     for (let at = 0; at < total; at += each) {
       const numbers = files.number.slice(at, at + each).filter((number) => number !== null);
-      if (numbers.length) cells.push(cellOf(numbers, files.bytes[at] < largest / 2 ? "pale" : "b"));
+      if (numbers.length) cells.push(cellOf(numbers, files.bytes[at] < most_ / 2 ? "pale" : "b"));
     }
     if (!cells.length) return null;
-    const smallest = Math.min(...files.bytes.filter((_, at) => files.state[at] === "ok"));
+    const smallest = files.bytes.reduce((least, size, at) => (files.state[at] === "ok" ? Math.min(least, size) : least), Infinity);
     const whole = data.layouts.length && data.layouts.every((layout) => layout.shardings[0].cuts.every((n) => n === 1)) ? "Tensors are whole. " : "";
-    const said = total > 1 && Number.isFinite(smallest) ? `The largest file has ${bytes(largest)}, the smallest ${bytes(smallest)}.` : "";
-    return el("div", { id: "cut" }, el("h2", {}, `Stored in ${plural(total, "file")}`), grid(cells, Math.min(48, cells.length), 14, `Files${each > 1 ? `, ${each} a cell` : ""}`), el("p", { class: "soft" }, whole + said));
+    const said = total > 1 && Number.isFinite(smallest) ? `The largest file has ${bytes(most_)}, the smallest ${bytes(smallest)}.` : "";
+    return el("div", { id: "cut" }, el("h2", {}, `Stored in ${plural(total, "file")}`), grid(cells, Math.min(48, cells.length), 14, `Files${each > 1 ? `, ${each} a cell` : ""}`), paragraph("soft", whole + said));
   };
   const outline = (numbers) => {
-    outlined = numbers;
-    const held = new Set(outlined.map(String));
+    const held = new Set(numbers.map(String));
     document.querySelectorAll("#cut g.cell").forEach((each) => each.classList.toggle("held", each.dataset.rank.split(" ").some((rank) => held.has(rank))));
   };
 
@@ -446,7 +470,7 @@
     layer.bytes += sizes[p];
     layer.tensors++;
     if (result && result[p] > 0) layer.differ += sizes[p];
-    if (kinds[p] === "weights" && partOf[p] !== "scales") layer.elements += (typeOf(p).shapes[0] || []).reduce((product, size) => product * size, 1);
+    layer.elements += elementsOf(p);
     each.layers.set(layers[p], layer);
   }
   const strip = (each, number) => {
@@ -457,49 +481,48 @@
       cells.push({ first: numbers[at], last: numbers[Math.min(at + group, numbers.length) - 1], bytes: sum(inside.map((layer) => layer.bytes)), differ: sum(inside.map((layer) => layer.differ)),
         tensors: sum(inside.map((layer) => layer.tensors)), elements: sum(inside.map((layer) => layer.elements)), stage: inside[0].stage });
     }
-    const high = Math.max(...cells.map((cell) => cell.bytes)), key = `layers${number}`;
+    const high = largest(cells.map((cell) => cell.bytes)), key = `layers${number}`;
     const usual = [...cells].sort((a, b) => a.bytes - b.bytes)[cells.length >> 1].bytes;
     const outside = sizes.reduce((total, size, p) => total + (layers[p] < 0 ? size : 0), 0);
     const resting = compared ? "" : `most layers ${bytes(usual)}; outside the layers ${bytes(outside)}`;
     const said = el("span", { class: "soft", role: "status" }, resting);
-    let active = 0, anchor = 0, dragging = false;
+    let active = 0, anchor = 0, dragged = null;
     const choose = (from, to, again) => {
       const [low, top] = [cells[Math.min(from, to)].first, cells[Math.max(from, to)].last], text = `layers ${low === top ? low : `${low}–${top}`}`;
       if (again && filters.get(key)?.value === text) filters.delete(key);
-      else filters.set(key, { value: text, text, test: (p) => seriesOf[p] === seriesAt.get(each.prefix) && layers[p] >= low && layers[p] <= top });
+      else filters.set(key, { value: text, text, low, top, test: (p) => seriesOf[p] === seriesAt.get(each.prefix) && layers[p] >= low && layers[p] <= top });
       apply();
     };
     const tell = (at) => {
       active = Math.max(0, Math.min(cells.length - 1, at));
       const cell = cells[active];
-      said.textContent = `layer${cell.first === cell.last ? "" : "s"} ${ranges([cell.first, ...(cell.last > cell.first ? [cell.last] : [])]).replace(",", "–")}: ${bytes(cell.bytes)}, ${plural(cell.tensors, "tensor")}, ${scaled(cell.elements, 1000, ["", "k", "M", "B", "T"], 1000).join(" ")} parameters${stages.length > 1 ? `, stage ${cell.stage}` : ""}`;
+      said.textContent = `layer${cell.first === cell.last ? "" : "s"} ${ranges([cell.first, ...(cell.last > cell.first ? [cell.last] : [])]).replace(",", "–")}: ${bytes(cell.bytes)}, ${plural(cell.tensors, "tensor")}${wholeShapes ? `, ${thousands(cell.elements).join(" ")} parameters` : ""}${stages.length > 1 ? `, stage ${cell.stage}` : ""}`;
     };
     const host = el("div", {
       class: "strip", tabindex: 0, role: "application", "aria-label": `Layers ${clean(each.prefix)}. Arrow keys choose a layer, with Shift a range.`,
       onkeydown: keysOf({ ArrowRight: (event) => step(1, event), ArrowLeft: (event) => step(-1, event), Enter: () => choose(active, active, true), Escape: () => { filters.delete(key); apply(); } }),
-      onpointerdown: (event) => { const at = under(event); if (at === null) return; dragging = true; if (event.shiftKey) choose(anchor, at); else { anchor = at; choose(at, at, true); } },
-      onpointermove: (event) => { const at = under(event); if (at === null) return; tell(at); if (dragging && at !== anchor) choose(anchor, at); },
+      onpointerdown: (event) => { const at = under(event); if (at === null || event.button) return; dragged = at; if (event.shiftKey) choose(anchor, at); else { anchor = at; choose(at, at, true); } },
+      onpointermove: (event) => { const at = under(event); if (at === null) return; tell(at); if (dragged !== null && at !== dragged) { dragged = at; choose(anchor, at); } },
       onpointerleave: () => { said.textContent = resting; },
     });
-    addEventListener("pointerup", () => { dragging = false; });
+    addEventListener("pointerup", () => { dragged = null; });
     const step = (by, event) => { tell(active + by); if (event.shiftKey) choose(anchor, active); else { anchor = active; choose(active, active); } };
     let edges = [];
     const under = (event) => { const x = event.clientX - host.getBoundingClientRect().left; const at = edges.findIndex(([from, to]) => x >= from - 2 && x < to + 2); return at < 0 ? null : at; };
     const draw = () => {
       const width = host.clientWidth || 800, gap = stages.length > 4 ? 3 : 6, chosen = filters.get(key);
       const breaksAt = (at) => at > 0 && ((stages.length > 1 && cells[at].stage !== cells[at - 1].stage) ? gap : data.prediction && cells[at].first === data.prediction[0] ? 10 : 0);
-      const room = width - sum(cells.map((_, at) => breaksAt(at) || 0)), wide = room / cells.length, thin = wide > 6 ? 2 : wide > 3 ? 1 : 0;
+      const room = width - sum(cells.map((_, at) => breaksAt(at))), wide = room / cells.length, thin = wide > 6 ? 2 : wide > 3 ? 1 : 0;
       let x = 0;
       edges = [];
       const shapes = [];
-      const [tick] = [1, 4, 10, 20, 50, 100].filter((each) => each * wide / group > 60).concat(200);
+      const tick = [1, 4, 10, 20, 50, 100].find((each) => each * wide / group > 60) || 200;
       cells.forEach((cell, at) => {
-        x += breaksAt(at) || 0;
+        x += breaksAt(at);
         const tall = Math.max(2, 64 * cell.bytes / high), shade = stages.length > 1 && stages.length <= 4 && cell.stage % 2 ? "t" : "b";
-        const low = filters.get(key) && !(cell.first <= chosen.last && cell.last >= chosen.first);
-        const faded = chosen && ((text) => { const [from, to] = text.replace("layers ", "").split("–").map(Number); return cell.last < from || cell.first > (to ?? from); })(chosen.value);
+        const faded = chosen && (cell.last < chosen.low || cell.first > chosen.top);
         const differs = compared ? Math.max(cell.differ ? 0.08 : 0, cell.differ / cell.bytes) * 64 : 0;
-        shapes.push(svg("g", { class: `${faded ? "faded" : ""}${low ? "" : ""}` }, svg("rect", { class: "ground", x, y: 0, width: wide - thin, height: 64 }),
+        shapes.push(svg("g", { class: faded ? "faded" : null }, svg("rect", { class: "ground", x, y: 0, width: wide - thin, height: 64 }),
           svg("rect", { class: compared ? "same" : `${shade}2`, x, y: compared ? 0 : 64 - tall, width: wide - thin, height: compared ? 64 : tall }),
           compared ? svg("rect", { class: "differ", x, y: 64 - differs, width: wide - thin, height: differs }) : svg("rect", { class: `${shade}cap`, x, y: 64 - tall, width: wide - thin, height: 2 })));
         if (cell.first % tick === 0 || (data.prediction && cell.last >= data.prediction[0])) shapes.push(svg("text", { x: x + wide / 2, y: 80 }, String(cell.first)));
@@ -520,9 +543,9 @@
     };
     listeners.push(draw);
     redraws.push(draw);
-    const legend = compared ? el("span", { class: "soft" }, el("i", { class: "key r0" }), "equal ", el("i", { class: "key r1" }), "differs") : null;
+    const legend = compared ? span("soft", el("i", { class: "key r0" }), "equal ", el("i", { class: "key r1" }), "differs") : null;
     const title = compared ? "Layers: bytes in both that differ" : "Layers: bytes of each";
-    return el("div", {}, el("div", { class: "between" }, el("h2", {}, title, series.length > 1 ? el("span", { class: "soft" }, ` ${clean(shortened(each.prefix, 50))}`) : null), el("span", {}, said, legend)), host);
+    return div(null, div("between", el("h2", {}, title, series.length > 1 ? span("soft", `, ${clean(shortened(each.prefix, 50))}`) : null), el("span", {}, said, legend)), host);
   };
   const layerSection = () => {
     const shown = series.filter((each) => each.bytes >= allBytes * 0.05 && each.layers.size > 1).sort((a, b) => b.bytes - a.bytes).slice(0, 3);
@@ -532,29 +555,28 @@
   };
 
   // A tree by the dots of names, which shows numbered neighbours of equal content as one row.
-  const collator = new Intl.Collator("en", { numeric: true });
   const contents = new Map();
   const interned = (key) => { if (!contents.has(key)) contents.set(key, contents.size); return contents.get(key); };
   const severity = (p) => (!result ? 0 : result[p] === 1 ? 2 + (differing.get(p)?.[3] || 0) : result[p] === 0 ? 0 : 1);
   const badStatistics = (p) => { const row = statistics.get(p); return row && row[2] + row[3] ? 1 : 0; };
+  const DEEPEST = 200;
+  const alone = new Map(types.map(({ dtype }) => [dtype, new Set([dtype])]));
   const build = (first, end, depth, label) => {
-    if (end - first === 1 && parts[first].length === depth) {
+    if (end - first === 1 && (parts[first].length === depth || depth > DEEPEST)) {
       const { type, layout } = data.parameters;
-      return { label, first, end, kids: null, worst: severity(first) + badStatistics(first), mask: new Set([dtypes.indexOf(typeOf(first).dtype)]), id: interned(`${type[first]} ${looks[layout[first]] ?? -1} ${result ? result[first] : 0}`) };
+      return { label, first, end, kids: null, worst: severity(first) + badStatistics(first), mask: alone.get(typeOf(first).dtype), id: interned(`${type[first]} ${looks[layout[first]] ?? -1} ${result ? result[first] : 0}`) };
     }
     const kids = [];
     for (let at = first; at < end;) {
-      const part = parts[at][depth], leaf = parts[at].length === depth + 1;
+      const leaf = parts[at].length === depth + 1 || depth === DEEPEST, part = leaf ? parts[at].slice(depth).join(".") : parts[at][depth];
       let to = at + 1;
       if (!leaf) while (to < end && parts[to][depth] === part) to++;
       kids.push(build(at, to, depth + 1, part));
       at = to;
     }
-    const mask = new Set();
-    for (const kid of kids) for (const each of kid.mask) mask.add(each);
-    return { label, first, end, kids, mask, worst: Math.max(0, ...kids.map((kid) => kid.worst)), id: interned(kids.map((kid) => `${kid.label}:${kid.id}`).join("\u0001")) };
+    const mask = kids.every((kid) => kid.mask === kids[0].mask) && kids.length ? kids[0].mask : new Set(kids.flatMap((kid) => [...kid.mask]));
+    return { label, first, end, kids, mask, worst: largest(kids.map((kid) => kid.worst)), id: interned(kids.map((kid) => `${kid.label}:${kid.id}`).join("\u0001")) };
   };
-  const number = /^\d+$/;
   const runEnd = (kids, from) => {
     let to = from + 1;
     if (number.test(kids[from].label)) while (to < kids.length && kids[to].id === kids[from].id && Number(kids[to].label) === Number(kids[to - 1].label) + 1) to++;
@@ -605,79 +627,80 @@
   const worstOf = (row) => row.worst ?? row.members[0].worst;
   const view = { mode: "Tree", by: compared ? "result" : "size", down: true, rows: [], active: -1, chosen: -1 };
   const orders = {
-    name: (a, b) => a.first - b.first,
+    name: (a, b) => b.first - a.first,
     size: (a, b) => sized(b).bytes - sized(a).bytes || a.first - b.first,
     result: (a, b) => worstOf(b) - worstOf(a) || a.first - b.first,
   };
   const inOrder = (rows) => {
-    const order = orders[view.by], sign = view.down || view.by !== "size" ? 1 : -1;
-    const sorted = [...rows].sort((a, b) => (data.statistics ? worstOf(b) - worstOf(a) : 0) || sign * order(a, b));
-    return view.by === "name" && view.down ? sorted.reverse() : sorted;
+    const order = orders[view.by], sign = view.down ? 1 : -1;
+    return [...rows].sort((a, b) => (data.statistics ? worstOf(b) - worstOf(a) : 0) || sign * order(a, b));
   };
   const root = build(0, count, 0, "");
   const roots = { Tree: count ? rowsIn([root], 1) : [], Patterns: null, Names: null };
-  const patternText = (found) => {
-    const kept = found.filter((p) => mask[p]);
-    return parts[found[0]].map((part, at) => {
-      if (!number.test(part)) return clean(part);
-      const numbers = [...new Set(kept.map((p) => Number(parts[p][at])))].sort((a, b) => a - b);
-      return numbers.length > 1 ? `{${ranges(numbers, 8, "-")}}` : String(numbers[0] ?? part);
-    }).join(".");
-  };
+  const patternText = (found) => parts[found[0]].map((part, at) => {
+    if (!number.test(part)) return clean(part);
+    const numbers = [...new Set(found.map((p) => Number(parts[p][at])))].sort((a, b) => a - b);
+    return numbers.length > 1 ? `{${ranges(numbers, 8, "-")}}` : numbers[0];
+  }).join(".");
   const top = () => {
-    if (view.mode === "Patterns") return roots.Patterns ||= [...skeletons.values()].map((pattern) => ({ pattern, members: pattern.map((p) => ({ first: p, end: p + 1 })), level: 1, leaf: true, first: pattern[0], worst: Math.max(...pattern.slice(0, 1000).map((p) => severity(p) + badStatistics(p))) }));
+    if (view.mode === "Patterns") return roots.Patterns ||= [...skeletons.values()].map((pattern) => ({ pattern, members: pattern.map((p) => ({ first: p, end: p + 1 })), level: 1, leaf: true, first: pattern[0], worst: largest(pattern.map((p) => severity(p) + badStatistics(p))) }));
     if (view.mode === "Names") return roots.Names ||= names.map((_, p) => nameRow(p, 1));
     return roots.Tree;
   };
   const open = () => {
     // The largest groups are opened while few rows show.
     let shown = roots.Tree.length;
-    const closed = [...roots.Tree];
+    const closed = roots.Tree.filter((row) => !row.leaf);
     while (closed.length) {
       closed.sort((a, b) => worstOf(a) - worstOf(b) || sized(a).bytes - sized(b).bytes);
       const row = closed.pop();
-      if (row.leaf || shown + kidsOf(row).length > 19) { if (row.leaf) continue; break; }
+      if (shown + kidsOf(row).length > 19) break;
       row.open = true;
       shown += row.rows.length;
-      closed.push(...row.rows);
+      closed.push(...row.rows.filter((each) => !each.leaf));
     }
   };
 
   // The list: rows exist only where they are seen.
   const COLUMNS = {
     name: { title: "name", sort: "name" }, size: { title: "size", width: 92, numeric: true, sort: "size" }, bar: { title: "", width: 118 }, tensors: { title: "tensors", width: 78, numeric: true },
-    type: { title: "type", width: 108 }, shape: { title: "shape", width: 124 }, cut: { title: "cut", width: 112 }, bad: { title: "NaN+Inf", width: 84, numeric: true }, min: { title: "min", width: 84, numeric: true },
+    type: { title: "type", width: compared ? 132 : 120 }, shape: { title: "shape", width: 124 }, cut: { title: "cut", width: 136 }, bad: { title: "NaN+Inf", width: 84, numeric: true }, min: { title: "min", width: 84, numeric: true },
     max: { title: "max", width: 84, numeric: true }, norm: { title: "norm", width: 84, numeric: true }, result: { title: "result", width: 98, sort: "result" }, elements: { title: "elements", width: 78, numeric: true },
-    largest: { title: "largest", width: 78, numeric: true }, relative: { title: "relative", width: 78, numeric: true },
+    largest: { title: "largest", width: 78, numeric: true }, relative: { title: "relative", width: 92, numeric: true },
   };
+  // Columns go as the list narrows, so that names keep their room.
+  const COLUMN_ORDER = compared ? ["name", "result", "type", "shape", "elements", "largest", "relative"]
+    : ["name", "bar", "size", "tensors", "type", "shape", "cut", ...(data.statistics ? ["bad", "min", "max", "norm"] : [])];
+  const DROPPED = compared ? ["largest", "elements", "shape", "type", "relative"] : ["bar", "tensors", "cut", "type", "norm", "max", "min", "shape", "bad"];
   const columnsFor = (width) => {
-    if (compared) return ["name", "result", width >= 520 && "type", width >= 620 && "shape", width >= 700 && "elements", width >= 760 && "largest", width >= 440 && "relative"].filter(Boolean);
-    const wide = width >= 1000 || !data.statistics;
-    return ["name", width >= (data.statistics ? 1000 : 760) && "bar", "size", wide && width >= 700 && view.mode !== "Names" && "tensors", width >= 520 && "type", width >= 440 && "shape", wide && width >= 620 && cutTexts.some(Boolean) && "cut",
-      ...(data.statistics ? [width >= 420 && "bad", width >= 560 && "min", width >= 640 && "max", width >= 720 && "norm"] : [])].filter((column) => column && (column !== "bar" || view.mode === "Tree"));
+    const hidden = new Set([view.mode !== "Tree" && "bar", view.mode === "Names" && "tensors", !cutTexts.some(Boolean) && "cut"]);
+    const room = () => width - sum(COLUMN_ORDER.filter((column) => !hidden.has(column)).map((column) => COLUMNS[column].width || 0));
+    for (const column of DROPPED) if (room() < (width < 600 ? 170 : view.mode === "Tree" ? 250 : 420)) hidden.add(column);
+    return COLUMN_ORDER.filter((column) => !hidden.has(column));
   };
-  const short = (value) => (value === null || value === undefined ? "" : typeof value === "number" ? (Number.isInteger(value) ? plain(value) : Number(value.toPrecision(4)).toString()) : clean(value));
+  const short = (value) => (value === null || value === undefined ? "" : typeof value !== "number" ? clean(value) : Math.abs(value) >= 1e7 ? value.toExponential(3) : Number.isInteger(value) || Math.abs(value) >= 1000 ? plain(Math.round(value)) : String(Number(value.toPrecision(4))));
   const marked = (text) => {
     const found = words.filter((word) => !word.includes("*"));
     if (!found.length) return [text];
     const pattern = new RegExp(`(${found.map((word) => word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("|")})`, "gi");
-    return text.split(pattern).map((part, n) => (n % 2 ? el("span", { class: "hit" }, part) : part));
+    return text.split(pattern).map((part, n) => (n % 2 ? span("hit", part) : part));
   };
   const nameCell = (text) => {
     const whole = shortened(text);
     const at = whole.lastIndexOf(".", whole.lastIndexOf(".") - 1);
-    return el("span", { class: "name", title: text }, at > 0 ? [el("span", { class: "start" }, marked(whole.slice(0, at))), el("span", { class: "end" }, marked(whole.slice(at)))] : el("span", { class: "start" }, marked(whole)));
+    return el("span", { class: "name", title: text }, at > 0 ? [span("start", marked(whole.slice(0, at))), span("end", marked(whole.slice(at)))] : span("start", marked(whole)));
   };
+  const barOf = (part) => { const made = span("of", el("i")); made.firstChild.style.width = `${100 * part}%`; return made; };
   const cells = {
     name: (row) => {
-      const text = row.name ? clean(names[row.first]) : row.pattern ? patternText(row.pattern) : labelOf(row);
+      const text = row.name ? clean(names[row.first]) : row.pattern ? patternText(row.pattern.filter((p) => mask[p])) : labelOf(row);
       const alike = row.alike > 1 && !row.leaf ? `${row.alike} alike` : compared && expandable(row) ? plain(row.count) : "";
-      return [el("span", { class: `twist${expandable(row) ? isOpen(row) ? " open" : " shut" : ""}`, "aria-hidden": "true" }), nameCell(text || '""'), alike ? el("span", { class: "alike" }, alike) : null];
+      return [el("span", { class: `twist${expandable(row) ? isOpen(row) ? " open" : " shut" : ""}`, "aria-hidden": "true" }), nameCell(text || '""'), alike ? span("alike", alike) : null];
     },
     size: (row) => bytes(row.bytes),
-    bar: (row) => { const made = el("span", { class: "of" }, el("i", {})); made.firstChild.style.width = `${100 * row.bytes / (totals[count] || 1)}%`; return made; },
+    bar: (row) => barOf(row.bytes / (totals[count] || 1)),
     tensors: (row) => (expandable(row) ? plain(row.count) : ""),
-    type: (row) => (row.leaf ? typeText(row.first) : row.members[0].mask.size > 1 ? `${row.members[0].mask.size} types` : clean(dtypes[[...row.members[0].mask][0]])),
+    type: (row) => (row.leaf ? typeText(row.first) : row.members[0].mask.size > 1 ? `${row.members[0].mask.size} types` : clean([...row.members[0].mask][0])),
     shape: (row) => (row.leaf ? typeOf(row.first).shapes.slice(0, 2).map(shapeText).join(" ") : ""),
     cut: (row) => (row.leaf ? cutTexts[data.parameters.layout[row.first]] || "" : ""),
     bad: (row) => { const row_ = row.leaf && statistics.get(row.first); return row_ ? el("span", { class: row_[2] + row_[3] ? "bad" : "" }, plain(row_[2] + row_[3])) : ""; },
@@ -688,7 +711,7 @@
       const codes = new Map();
       for (const { first, end } of row.members) for (let p = first; p < end; p++) if (mask[p]) codes.set(result[p], (codes.get(result[p]) || 0) + 1);
       const worst = [1, 2, 3, 4, 0].find((code) => codes.has(code)) ?? 0;
-      return el("span", { class: `r${worst} text` }, row.leaf || !worst || codes.size === 1 && worst > 1 ? RESULTS[worst] : worst === 1 ? `${plain(codes.get(1))} differ` : `${plain(codes.get(worst))} ${RESULTS[worst]}`);
+      return span(`r${worst} text`, row.leaf || !worst || codes.size === 1 && worst > 1 ? RESULTS[worst] : worst === 1 ? `${plain(codes.get(1))} differ` : `${plain(codes.get(worst))} ${RESULTS[worst]}`);
     },
     elements: (row) => { const found = row.leaf && differing.get(row.first); return found && found[2] !== null ? share(found[2], found[1]) : ""; },
     largest: (row) => short(row.leaf ? differing.get(row.first)?.[4] : null),
@@ -705,13 +728,14 @@
       PageDown: () => pick(view.active + 12), PageUp: () => pick(view.active - 12), ArrowRight: () => fold(view.active, true), ArrowLeft: () => fold(view.active, false), Enter: () => fold(view.active), Escape: () => clearAll(),
     }),
   }, head, body);
-  let columns = [], waiting = 0, at = [0, 0];
+  let columns = [], waiting = 0, printing = false;
+  // The rows that are seen, and some more; on paper the first 60.
+  const seen = (host, total) => (printing ? [0, Math.min(total, 60)] : [Math.max(0, Math.floor(host.scrollTop / ROW) - 8), Math.min(total, Math.ceil((host.scrollTop + (host.clientHeight || 600)) / ROW) + 8)]);
   const later = () => { waiting ||= requestAnimationFrame(() => { waiting = 0; drawRows(); }); };
   const refresh = () => {
     const rows = [];
     const walk = (found) => {
-      for (const row of inOrder(found)) {
-        if (!sized(row).count) continue;
+      for (const row of inOrder(found.filter((each) => sized(each).count))) {
         if (rows.length >= MOST_ROWS) return;
         rows.push(row);
         if (expandable(row) && isOpen(row)) walk(kidsOf(row));
@@ -725,8 +749,8 @@
     list.setAttribute("aria-rowcount", rows.length + 1);
     drawRows();
     const found = counts[count];
-    status.replaceChildren(...(filtered() ? [el("b", {}, plural(found, "tensor")), ` of ${plain(count)} · ${bytes(totals[count])} · ${share(totals[count], allBytes)}`] : [`${plural(count, "tensor")} · ${bytes(totals[count])}`]));
-    chips.replaceChildren(...[...filters].map(([key, filter]) => el("button", { type: "button", class: "chip", "aria-label": `Remove filter ${clean(filter.text)}`, onclick: () => { filters.delete(key); apply(); } }, clean(shortened(filter.text, 40)), el("span", { "aria-hidden": "true" }, " ×"))));
+    status.replaceChildren(...(filtered() ? [el("b", {}, plural(found, "tensor")), ` of ${plain(count)} · ${bytes(totals[count])} · ${share(totals[count], allBytes)}`] : [`${plural(count, "tensor")} · ${bytes(totals[count])}`]), rows.length < MOST_ROWS ? "" : ` · the first ${plain(MOST_ROWS)} rows`);
+    chips.replaceChildren(...[...filters].map(([key, filter]) => button({ class: "chip", "aria-label": `Remove filter ${clean(filter.text)}`, onclick: () => { filters.delete(key); apply(); list.focus(); } }, clean(shortened(filter.text, 40)), el("span", { "aria-hidden": "true" }, " ×"))));
     nothing.hidden = found > 0 || !filtered();
   };
   const drawRows = () => {
@@ -734,13 +758,18 @@
     columns = columnsFor(width);
     const template = columns.map((column) => (COLUMNS[column].width ? `${COLUMNS[column].width}px` : "minmax(170px,1fr)")).join(" ");
     list.style.setProperty("--columns", template);
-    head.replaceChildren(...columns.map((column) => {
-      const { title, sort, numeric } = COLUMNS[column], on = sort && view.by === sort;
-      return el("div", { role: "columnheader", class: numeric ? "n" : null, "aria-sort": on ? (view.down ? "descending" : "ascending") : null },
-        sort ? el("button", { type: "button", class: on ? "on" : null, onclick: () => { view.down = view.by === sort ? !view.down : sort === "size"; view.by = sort; refresh(); } }, `${title}${on ? view.down ? " ▾" : " ▴" : ""}`) : title);
-    }));
-    const from = Math.max(0, Math.floor(list.scrollTop / ROW) - 8), to = Math.min(view.rows.length, Math.ceil((list.scrollTop + (list.clientHeight || 600)) / ROW) + 8);
-    at = [from, to];
+    const shown = `${columns} ${view.by} ${view.down}`;
+    if (head.dataset.shown !== shown) {
+      const focused = document.activeElement.dataset.column;
+      head.dataset.shown = shown;
+      head.replaceChildren(...columns.map((column) => {
+        const { title, sort, numeric } = COLUMNS[column], on = sort && view.by === sort;
+        return el("div", { role: "columnheader", class: numeric ? "n" : null, "aria-sort": on ? (view.down ? "descending" : "ascending") : null },
+          sort ? button({ "data-column": column, class: on ? "on" : null, onclick: () => { view.down = view.by === sort ? !view.down : sort !== "name"; view.by = sort; refresh(); } }, `${title}${on ? view.down ? " ▾" : " ▴" : ""}`) : title);
+      }));
+      if (focused) head.querySelector(`[data-column=${focused}]`)?.focus();
+    }
+    const [from, to] = seen(list, view.rows.length);
     body.replaceChildren(...view.rows.slice(from, to).map((row, n) => {
       const index = from + n;
       const line = el("div", {
@@ -782,15 +811,13 @@
     onkeydown: keysOf({ ArrowDown: () => { list.focus(); pick(Math.max(0, view.active)); }, Escape: () => clearAll() }),
   });
   const status = el("span", { class: "soft", role: "status", id: "matches" }), chips = el("span", { id: "chips" });
-  const nothing = el("p", { class: "nothing", hidden: "" }, "No tensor matches. ", el("button", { type: "button", onclick: () => clearAll() }, "Clear filters"));
-  const modes = ["Tree", "Patterns", "Names"].map((mode) => el("button", {
-    type: "button", "aria-pressed": mode === view.mode, onclick: () => { view.mode = mode; view.active = -1; list.scrollTop = 0; modes.forEach((each) => each.setAttribute("aria-pressed", each.textContent === mode)); refresh(); },
+  const nothing = el("p", { class: "nothing", hidden: "" }, "No tensor matches. ", button({ onclick: () => clearAll() }, "Clear filters"));
+  const modes = ["Tree", "Patterns", "Names"].map((mode) => button({ "aria-pressed": mode === view.mode, onclick: () => { view.mode = mode; view.active = -1; list.scrollTop = 0; modes.forEach((each) => each.setAttribute("aria-pressed", each.textContent === mode)); refresh(); },
   }, mode));
   addEventListener("keydown", (event) => { if (event.key === "/" && !/INPUT|TEXTAREA/.test(document.activeElement.tagName)) { event.preventDefault(); search.focus(); } });
   listeners.push(refresh);
 
   // One tensor.
-  const indexOf = new Map(names.map((name, p) => [name, p]));
   const inspector = el("aside", { id: "inspector", "aria-label": "The chosen tensor" });
   const facts = (pairs) => el("dl", {}, pairs.filter(([, value]) => value).flatMap(([term, value]) => [el("dt", {}, term), el("dd", { class: "text" }, value)]));
   const SCALES = [["weight", "weight_scale_inv"], ["weight", "weight_scale"], ["weight_packed", "weight_scale"], ["_blocks", "_scales"]];
@@ -803,36 +830,32 @@
   const cutWords = (layout, dims) => {
     const { split, shards } = layout, mp = axis("mp"), dp = axis("dp"), said = [];
     const sharding = layout.shardings[0];
-    if (!split || split.length !== dims.length) return sharding.cuts.flatMap((n, d) => (n > 1 ? [`dimension ${d} cut ${n}`] : [])).join(", ");
+    const agrees = split && split.length === dims.length && split.every((n, d) => n * (d ? 1 : shards) === sharding.cuts[d]);
+    if (!agrees) return sharding.cuts.flatMap((n, d) => (n > 1 ? [`dimension ${d} cut ${n}`] : [])).join(", ");
     split.forEach((n, d) => { if (n > 1) said.push(`dimension ${d} ${n === mp ? `over mp ${n}` : `cut ${n}`}`); });
     if (shards > 1) said.push(`dimension 0 ${shards === dp ? `over dp ${shards}` : `cut ${shards} more by optimizer shards`}`);
     return said.join(", ") || (unit === "rank" ? "whole on every rank" : "");
   };
   const choose = (p, keep) => {
     view.chosen = p;
-    if (!keep) history.replaceState(null, "", `#${encodeURIComponent(names[p])}`);
+    // Not everywhere has a page an address, and not every name has one.
+    if (!keep) try { history.replaceState(null, "", `#${encodeURIComponent(names[p])}`); } catch { /* The choice counts. */ }
     const type = typeOf(p), layout = layoutOf(p), [dims = []] = type.shapes;
     const name = clean(names[p]), dotAt = name.lastIndexOf(".");
     const found = patternOf[p], link = partner(p);
-    redraws.length = Math.min(redraws.length, fixed);
     inspector.replaceChildren(
       el("h3", { id: "chosen", title: name }, breaks(shortened(name.slice(0, dotAt + 1))), el("b", {}, shortened(name.slice(dotAt + 1)))),
       facts([
-        ["Type", typeText(p)], ["Shape", `${type.shapes.slice(0, 3).map(shapeText).join(", ")}${layout || type.shapes.length === 1 ? ` = ${plural(dims.reduce((product, size) => product * size, 1), "element")}` : ""}${compared && compared.shapes[p] ? `; in B ${shapeText(compared.shapes[p])}` : ""}`],
+        ["Type", typeText(p)], ["Shape", `${type.shapes.slice(0, 3).map(shapeText).join(", ")}${layout || type.shapes.length === 1 ? ` = ${plural(product(dims), "element")}` : ""}${compared && compared.shapes[p] ? `; in B ${shapeText(compared.shapes[p])}` : ""}`],
         ["Size", type.size ? `${bytes(type.size)}${type.size >= 1024 ? `, ${plain(type.size)} bytes` : ""}` : null], ["Kind", kinds[p] === "weights" && !hasState ? null : clean(kinds[p])],
         ["Cut", layout ? cutWords(layout, dims) : unit === "rank" && !compared ? "unknown: no strategy" : null], ["Stage", stages.length > 1 && layout && stages[layout.stage] ? `${layout.stage}, ranks ${stages[layout.stage][0]}–${stages[layout.stage][0] + stages[layout.stage][1] - 1}` : null],
-        [link && SCALE.test(names[p]) ? "Weight" : "Scales", link ? el("button", { type: "button", class: "link", onclick: () => choose(link[0]) }, clean(link[1])) : null],
-        ["Alike", found.length > 1 ? [`${plural(found.length, "tensor")}, ${bytes(sum(found.map((each) => sizes[each])))}: `, el("span", { class: "soft" }, breaks(patternAll(found)))] : null],
+        [link && SCALE.test(names[p]) ? "Weight" : "Scales", link ? button({ class: "link", onclick: () => choose(link[0]) }, clean(link[1])) : null],
+        ["Alike", found.length > 1 ? [`${plural(found.length, "tensor")}, ${bytes(sum(found.map((each) => sizes[each])))}: `, span("soft", breaks(patternText(found)))] : null],
       ]),
       ...(compared ? [difference(p)] : layout ? layout.shardings.map((sharding, way) => slices(p, sharding, dims, way, layout.shardings.length)) : [stored(p)]),
       ...(statistics.has(p) ? [numbers(statistics.get(p))] : []));
     drawRows();
   };
-  const patternAll = (found) => parts[found[0]].map((part, n) => {
-    if (!number.test(part)) return clean(part);
-    const all = [...new Set(found.map((p) => Number(parts[p][n])))].sort((a, b) => a - b);
-    return all.length > 1 ? `{${ranges(all, 8, "-")}}` : part;
-  }).join(".");
   const commandOf = (p, box) => {
     const slice = box && box.some(([start, stop], d) => stop - start !== typeOf(p).shapes[0][d]) ? ["--slice", box.map(([start, stop]) => `${start}:${stop}`).join(",")] : [];
     return copyable(["reshard", "get", quote(data.source), quote(names[p]), ...slice, ...data.options.map(quote)]);
@@ -841,11 +864,11 @@
     const shown = numbers.slice(0, 8);
     return [table([[unit === "rank" ? "rank" : "number", true], ["file", false], ["offset", true], ["bytes", true]], shown.map((file) => {
       const place = lacking.has(file) ? null : placeIn(file, p), path = pathOf(file);
-      return [String(fileNumber(file)), path === null || lacking.has(file) ? el("span", { class: "bad" }, path === null ? "missing" : "not in it") : el("span", { title: clean(path) }, middle(clean(path), 34)),
+      return [String(fileNumber(file)), path === null || lacking.has(file) ? span("bad", path === null ? "missing" : "not in it") : pathText(path),
         place ? plain(place[0]) : "", place ? plain(place[1]) : whole ? plain(whole) : ""];
-    })), numbers.length > 8 ? el("p", { class: "soft" }, `and ${plain(numbers.length - 8)} more`) : null];
+    })), numbers.length > 8 ? paragraph("soft", `and ${plain(numbers.length - 8)} more`) : null];
   };
-  const stored = (p) => el("div", {}, el("h4", {}, `In ${plural(typeOf(p).held, "file")}, as each stores it`), commandOf(p, null));
+  const stored = (p) => div(null, el("h4", {}, `In ${plural(typeOf(p).held, "file")}, as each stores it`), commandOf(p, null));
   function slices(p, sharding, dims, way, ways) {
     const all = slicesOf(sharding), { cuts } = sharding, whole = all.length === 1;
     const wide = dims.map((n, d) => [cuts[d], d]).filter(([n]) => n > 1).map(([, d]) => d);
@@ -858,25 +881,34 @@
     if (width > room) width = room;
     const [rows, across] = [r < 0 ? 1 : cuts[r] || 1, dims.length ? cuts[c] || 1 : 1];
     // Neighbours are one cell above 4,096 slices.
-    const step = Math.max(1, Math.ceil(Math.sqrt(rows * across / 4096)));
+    let step = 1;
+    while (Math.ceil(rows / step) * Math.ceil(across / step) > 4096) step++;
     if (rows > 1 && height < Math.min(216, rows * 14)) height = Math.min(216, rows * 14);
     const edgesOf = (d, parts_) => { if (d < 0) return [0, 1]; const edges = sharding.edges[d]; return edges || Array.from({ length: parts_ + 1 }, (_, n) => dims[d] / parts_ * n); };
     const [down, over] = [edgesOf(r, rows), edgesOf(dims.length ? c : -1, across)];
-    const strides = cuts.map((_, d) => cuts.slice(d + 1).reduce((product, n) => product * n, 1));
+    const strides = cuts.map((_, d) => product(cuts.slice(d + 1)));
     const numberAt = (y, x) => (r < 0 ? 0 : y * strides[r]) + (dims.length ? x * strides[c] : 0);
+    const columnsOf = Math.ceil(across / step);
+    const cellOf = (slice) => {
+      const [y, x] = [r < 0 ? 0 : Math.floor(slice / strides[r]) % rows, dims.length ? Math.floor(slice / strides[c]) % across : 0];
+      return Math.floor(y / step) * columnsOf + Math.floor(x / step);
+    };
     const boxOf = (slice) => cuts.map((n, d) => { const at_ = Math.floor(slice / strides[d]) % n, edges = edgesOf(d, n); return [edges[at_], edges[at_ + 1]]; });
     const states = all.map((_, slice) => stateOf(sharding, slice)), lost = states.indexOf("lost");
+    // A cell of several slices is as bad as its worst.
+    const worst = new Map();
+    states.forEach((each, slice) => { const cell = cellOf(slice); if (each === "lost" || each === "part" && worst.get(cell) !== "lost") worst.set(cell, each); });
     let chosen = Math.max(0, lost);
     const output = el("div", { class: "output", "aria-live": "polite" });
     const position = (edges, n, size) => (edges[edges.length - 1] ? edges[n] / edges[edges.length - 1] * size : 0);
     const select = (slice) => {
       chosen = slice;
       const box = boxOf(slice), lacking = all[slice].filter((file) => sharding.lacking.has(file));
-      rects.forEach(([rect, from, to]) => rect.classList.toggle("active", slice >= from && slice <= to));
+      rects.forEach((rect, cell) => rect.classList.toggle("active", cell === cellOf(slice)));
       outline(fileNumbers(all[slice]));
-      const volume = box.reduce((product, [start, stop]) => product * (stop - start), 1), item = typeOf(p).full / dims.reduce((product, size) => product * size, 1);
-      output.replaceChildren(el("p", { class: "box" }, el("b", {}, whole ? "all" : `slice ${slice}`), ` ${shapeText(box.map(([start, stop]) => `${start}:${stop}`))} `,
-        states[slice] === "lost" ? el("span", { class: "bad" }, `is on no ${unit} that is left`) : lacking.length ? el("span", { class: "warn" }, `not on ${places(fileNumbers(lacking))}`) : el("span", { class: "soft" }, `on ${places(fileNumbers(all[slice]))}`)),
+      const volume = product(box.map(([start, stop]) => stop - start)), item = typeOf(p).full / product(dims);
+      output.replaceChildren(paragraph("box", el("b", {}, whole ? "all" : `slice ${slice}`), ` ${shapeText(box.map(([start, stop]) => `${start}:${stop}`))} `,
+        states[slice] === "lost" ? span("bad", `is on no ${unit} that is left`) : lacking.length ? span("warn", `not on ${places(fileNumbers(lacking))}`) : span("soft", `on ${places(fileNumbers(all[slice]))}`)),
       ...held(p, all[slice], sharding.lacking, volume * item).filter(Boolean), whole && all[0].length === 1 ? bar_(all[0][0]) : "", way ? "" : commandOf(p, box));
     };
     const bar_ = (file) => {
@@ -886,11 +918,11 @@
     };
     const rects = [], shapes = [], low = height / rows < 13;
     for (let y = 0; y < rows; y += step) for (let x = 0; x < across; x += step) {
-      const from = numberAt(y, x), to = numberAt(Math.min(rows, y + step) - 1, Math.min(across, x + step) - 1);
+      const from = numberAt(y, x);
       const [top_, end, left, right] = [position(down, y, height), position(down, Math.min(rows, y + step), height), position(over, x, width), position(over, Math.min(across, x + step), width)];
-      const kind = step > 1 ? (states.slice(from, to + 1).includes("lost") ? "lost" : "held") : states[from], gap = Math.min(end - top_, right - left) > 6 ? 1 : 0;
-      const rect = svg("rect", { class: `slice ${kind} ${unit === "rank" && stageOf(all[from][0]) % 2 ? "t1" : "b1"}`, x: left + gap, y: top_ + gap, width: Math.max(0.5, right - left - 2 * gap), height: Math.max(0.5, end - top_ - 2 * gap), rx: gap ? 2 : 0, "data-slice": from });
-      rects.push([rect, from, to]);
+      const kind = worst.get(rects.length) || "held", gap = Math.min(end - top_, right - left) > 6 ? 1 : 0;
+      const rect = svg("rect", { class: `slice ${kind} ${unit === "rank" && stageOf(all[from][0]) % 2 === 1 ? "t1" : "b1"}`, x: left + gap, y: top_ + gap, width: Math.max(0.5, right - left - 2 * gap), height: Math.max(0.5, end - top_ - 2 * gap), rx: gap ? 2 : 0, "data-slice": from });
+      rects.push(rect);
       shapes.push(rect);
       if (!low && !whole) {
         const said = (kind === "lost" ? `${ranges(fileNumbers(all[from]), 2)} lost` : fileNumbers(all[from]).slice(0, 3).join(", ") + (all[from].length > 3 ? " …" : ""));
@@ -901,41 +933,43 @@
     const labels = [], skip = (edges, size, need) => Math.max(1, Math.ceil(need / (size / (edges.length - 1))));
     const outer = layoutSplit(p, r);
     if (low && outer > 1) for (let n = 0; n < outer; n++) labels.push(svg("text", { class: "left", x: width + 6, y: height / outer * n + 11 }, `from ${unit} ${fileNumber(all[numberAt(rows / outer * n, 0)][0])}`), svg("rect", { class: "edge", x: 0, y: height / outer * n, width, height: 1 }));
-    if (dims.length > 1) down.forEach((edge, n) => { if ((n % skip(down, height, 13) === 0 && position(down, n, height) < height - 12) || n === down.length - 1) labels.push(svg("text", { class: "right", x: -6, y: position(down, n, height) + (n === down.length - 1 && n ? 2 : 8) }, String(edge))); });
+    if (dims.length > 1) down.forEach((edge, n) => { if ((n % skip(down, height, 13) === 0 && position(down, n, height) < height - 14) || n === down.length - 1) labels.push(svg("text", { class: "right", x: -6, y: position(down, n, height) + (n === down.length - 1 && n ? 2 : 8) }, String(edge))); });
     if (dims.length && (across > 1 || width > 60)) over.forEach((edge, n) => { if ((n % skip(over, width, 46) === 0 && position(over, n, width) < width - 40) || n === over.length - 1) labels.push(svg("text", { class: n && n === over.length - 1 ? "right" : n ? "" : "left", x: position(over, n, width), y: -5 }, String(edge))); });
     const blocks = whole && data.block && partner(p) && !SCALE.test(names[p]) && dims.length === 2 ? data.block : null;
     if (blocks) { for (let y = blocks[0]; y < tall; y += blocks[0]) shapes.push(svg("rect", { class: "edge", y: y / tall * height, width, height: 0.5 })); for (let x = blocks[1]; x < broad; x += blocks[1]) shapes.push(svg("rect", { class: "edge", x: x / broad * width, width: 0.5, height })); }
     const others = wide.filter((d) => d !== r && d !== c);
     const words_ = whole ? (all[0].length > 1 ? `Whole on ${plural(all[0].length, unit)}` : "Whole, not cut") : `${plain(all.length)} slices, each on ${sharding.copies === 1 ? `one ${unit}` : plural(sharding.copies, unit)}`;
     const named = dims.length > 1 ? `dimension ${c}: ${plain(broad)}${across > 1 ? `, cut ${across}` : ""}` : "";
-    const step_ = (by) => select(Math.max(0, Math.min(all.length - 1, chosen + by)));
+    const step_ = (by) => { if (all[chosen + by]) select(chosen + by); };
+    const pointed = (event) => { const hit = event.target.dataset.slice; if (hit !== undefined && Number(hit) !== chosen) select(Number(hit)); };
+    const margin = Math.max(40, 7 * String(tall).length + 10);
     const picture = svg("svg", {
-      class: "slices", id: way ? null : "slices", width: width + 48 + (low && outer > 1 ? 90 : 8), height: height + 34, tabindex: 0, role: "application", "aria-label": `Slices of ${name_(p)}: ${words_}. Arrow keys move.`,
-      onclick: (event) => { const hit = rects.find(([rect]) => rect === event.target); if (hit) select(hit[1]); }, onpointermove: (event) => { const hit = rects.find(([rect]) => rect === event.target); if (hit && hit[1] !== chosen) select(hit[1]); },
+      class: "slices", id: way ? null : "slices", ...scalable(width + margin + (low && outer > 1 ? 98 : 12), height + 34), tabindex: 0, role: "application", "aria-label": `Slices of ${name_(p)}: ${words_}. Arrow keys move.`,
+      onpointermove: pointed, onclick: pointed,
       onkeydown: keysOf({ ArrowRight: () => step_(dims.length ? strides[c] : 0), ArrowLeft: () => step_(-(dims.length ? strides[c] : 0)), ArrowDown: () => step_(r < 0 ? 1 : strides[r]), ArrowUp: () => step_(-(r < 0 ? 1 : strides[r])), Home: () => select(0), End: () => select(all.length - 1) }),
-    }, svg("g", { transform: "translate(44 28)" }, svg("text", { class: "left", y: -18 }, named), labels, shapes));
+    }, svg("g", { transform: `translate(${margin} 28)` }, svg("text", { class: "left", y: -18 }, named), labels, shapes));
     queueMicrotask(() => select(chosen));
-    return el("div", {}, el("h4", {}, ways > 1 ? `Held in ${ways} ways, ${way + 1}: ` : "", words_), picture, blocks ? el("p", { class: "soft" }, `${Math.ceil(tall / blocks[0])} × ${Math.ceil(broad / blocks[1])} blocks of ${blocks[0]} × ${blocks[1]}, a scale each`) : null,
-      others.length ? el("p", { class: "soft" }, `also cut: ${others.map((d) => `dimension ${d} in ${cuts[d]}`).join(", ")}; its first part is shown`) : null, output);
+    return div(null, el("h4", {}, ways > 1 ? `Held in ${ways} ways, ${way + 1}: ` : "", words_), picture, blocks ? paragraph("soft", `${Math.ceil(tall / blocks[0])} × ${Math.ceil(broad / blocks[1])} blocks of ${blocks[0]} × ${blocks[1]}, a scale each`) : null,
+      others.length ? paragraph("soft", `also cut: ${others.map((d) => `dimension ${d} in ${cuts[d]}`).join(", ")}; its first part is shown`) : null, output);
   }
   const layoutSplit = (p, d) => { const layout = layoutOf(p); return layout && layout.split && layout.shards > 1 && d === 0 ? layout.split[0] : 1; };
   const name_ = (p) => clean(shortened(names[p], 80));
   // How many elements there are of each power of two.
   const numbers = (row) => {
-    const at_ = ["elements", "NaN", "Inf", "zeros", "min", "max", "mean", "norm"].map((title, n) => [title, row[n + 1] === null ? "" : short(row[n + 1])]);
+    const at_ = ["elements", "NaN", "Inf", "zeros", "min", "max", "mean", "norm"].map((title, n) => [title, row[n + 1] === null ? "" : n < 4 ? plain(row[n + 1]) : short(row[n + 1])]);
     const place = row[9] ? `[${row[9].index.join(", ")}]${row[9].file === null ? "" : `, ${unit} ${row[9].rank}, ${clean(row[9].file)}`}` : "";
     const levels = row[10] ? [...row[10][1]].map(Number) : [], wide = levels.length ? 350 / levels.length : 0;
-    return el("div", {}, el("h4", {}, "Numbers"), facts([...at_, ["first NaN or Inf", place ? el("span", { class: "bad" }, place) : null]]),
+    return div(null, el("h4", {}, "Numbers"), facts([...at_, ["first NaN or Inf", place ? span("bad", place) : null]]),
       levels.length ? svg("svg", { class: "levels", width: 350, height: 60, role: "img", "aria-label": `magnitudes from 2^${row[10][0]} to 2^${row[10][0] + levels.length - 1}` }, levels.map((level, n) => svg("rect", { class: "b4", x: n * wide, y: 44 - level * 5.5, width: Math.max(1, wide - 1), height: level * 5.5 })),
         svg("text", { class: "left", y: 57 }, `2^${row[10][0]}`), svg("text", { class: "right", x: 350, y: 57 }, `2^${row[10][0] + levels.length - 1}`)) : null);
   };
   const difference = (p) => {
     const row = differing.get(p);
     const command = copyable(["reshard", "diff", ...compared.sides.map((side) => quote(side.path)), "--include", quote(names[p].replace(/[[?*]/g, "[$&]")), ...data.options.map(quote)]);
-    const said = el("p", { class: `r${result[p]} text` }, `${RESULTS[result[p]]}${row && row[2] !== null ? `: ${plain(row[2])} of ${plural(row[1], "element")}` : ""}`);
-    if (!row || !row[5]) return el("div", {}, said, command);
-    return el("div", {}, said, el("h4", {}, "First of the largest differences"), el("table", { class: "first" }, el("tbody", {}, el("tr", {}, el("th", { scope: "row" }, "at"), el("td", {}, shapeText(row[5])), el("td", {})),
-      [0, 1].map((n) => el("tr", {}, el("th", { scope: "row", class: "AB"[n] }, "AB"[n]), el("td", { class: "n" }, short(row[6 + 2 * n])), el("td", { class: "soft" }, clean(row[7 + 2 * n])))))), command);
+    const said = paragraph(`r${result[p]} text`, `${RESULTS[result[p]]}${row && row[2] !== null ? `: ${plain(row[2])} of ${plural(row[1], "element")}` : ""}`);
+    if (!row || !row[5]) return div(null, said, command);
+    return div(null, said, el("h4", {}, "First of the largest differences"), el("table", { class: "first" }, el("tbody", {}, el("tr", {}, el("th", { scope: "row" }, "at"), el("td", {}, shapeText(row[5])), el("td", {})),
+      [0, 1].map((n) => el("tr", {}, el("th", { scope: "row", class: "AB"[n] }, "AB"[n]), el("td", { class: "n" }, short(row[6 + 2 * n])), el("td", { class: "soft" }, pathText(row[7 + 2 * n])))))), command);
   };
 
   // A conversion: bytes from every source to every target.
@@ -954,11 +988,11 @@
     const stageAt = stagesOf.map((found, n) => { const at_ = new Int32Array(ends[n]).fill(-1); found.forEach(([first, devices], stage) => at_.fill(stage, first, first + devices)); return at_; });
     const readBytes = new Float64Array(ends[0]), sourcesOf = Array.from({ length: Math.ceil(ends[1] / together) }, () => new Set());
     for (const [source, target, taken] of pairs) { readBytes[source * together] += taken; sourcesOf[target].add(source); }
-    const busiest = readBytes.indexOf(readBytes.reduce((most, value) => Math.max(most, value), 0)), mean = moves.taken / ends[0], fans = sourcesOf.map((each) => each.size).filter(Boolean);
+    const busiest = readBytes.indexOf(largest(readBytes)), mean = moves.taken / ends[0], fans = sourcesOf.map((each) => each.size).filter(Boolean);
     const fileSizes = repeated(moves.bytes);
     const [low, most] = [Math.min(...fans), Math.max(...fans)];
     const busy = readBytes[busiest] / mean;
-    const facts_ = el("div", { class: "facts four" }, fact("Moved", ...scaled(moves.taken, 1024, byteUnits, 1000), `a target ${nouns[1]} writes ${bytes(Math.max(0, ...fileSizes))} at most`), fact("Requests", plain(moves.requests), "", `${bytes(moves.requests ? moves.taken / moves.requests : 0)} each on average`),
+    const facts_ = div("facts four", fact("Moved", ...binary(moves.taken), `a target ${nouns[1]} writes ${bytes(largest(fileSizes))} at most`), fact("Requests", plain(moves.requests), "", `${bytes(moves.requests ? moves.taken / moves.requests : 0)} each on average`),
       together === 1 && fans.length ? fact("Sources of a target", low === most ? plain(low) : `${low}–${most}`, "", `of ${plural(ends[0], nouns[0])}`) : null, together === 1 && mean ? fact("Busiest source", el("span", { class: busy >= 2 ? "warn" : null }, `${busy.toFixed(2)} ×`), "", `the mean: ${nouns[0]} ${busiest}, ${bytes(readBytes[busiest])}`) : null);
     // Levels: one cell is so many ranks, or a stage.
     const cellsOf = (level) => ends.map((total, n) => {
@@ -970,8 +1004,8 @@
     const finest = fitting[0] || 4096;
     const levels = [...(staged ? ["stage"] : []), finest * 8 <= Math.max(...ends) / 2 && finest * 8 <= 4096 ? finest * 8 : null, finest].filter(Boolean);
     let level = finest, cells_ = [], cursor = [0, 0], cellSize = 4, target = 0, amounts = null;
-    const span = (n, [first, end]) => (end - first === 1 ? `${first}` : `${first}–${end - 1}`), some = (n, cell) => `${nouns[n]}${cell[1] - cell[0] > 1 ? "s" : ""} `;
-    const said = el("p", { id: "cell", "aria-live": "polite" }), detail = el("div", { id: "detail" }), legend = el("div", { class: "legend" });
+    const extent = (n, [first, end]) => (end - first === 1 ? `${first}` : `${first}–${end - 1}`), some = (n, cell) => `${nouns[n]}${cell[1] - cell[0] > 1 ? "s" : ""} `;
+    const said = el("p", { id: "cell", "aria-live": "polite" }), detail = el("div", { id: "detail" }), legend = div("legend");
     const collect = (rows, columns) => {
       // Which row and column a rank is in.
       const at_ = [rows, columns].map((found, n) => { const index = new Int32Array(ends[n]).fill(-1); found.forEach(([first, end], cell) => index.fill(cell, first, end)); return index; });
@@ -1012,7 +1046,9 @@
       context.setTransform(scale, 0, 0, scale, 0, 0);
       context.font = "11px system-ui,sans-serif";
       context.textBaseline = "middle";
-      const { size, copied } = amounts, high = size.reduce((top_, value) => Math.max(top_, value), 0), ink = colour("ink"), soft = colour("soft"), line = colour("line");
+      const style = getComputedStyle(document.documentElement), palette = new Map();
+      const colour = (name) => { if (!palette.has(name)) palette.set(name, style.getPropertyValue(`--${name}`).trim()); return palette.get(name); };
+      const { size, copied } = amounts, high = largest(size), ink = colour("ink"), soft = colour("soft"), line = colour("line");
       const rect = (shade, x, y, ...rest) => { context.fillStyle = shade; context.fillRect(x, y, ...rest); };
       rect(colour("panel"), box[0], box[1], w * columns, h * rows);
       const gap = w > 5 ? 1 : 0, used = new Set();
@@ -1026,7 +1062,7 @@
         if (shade && w >= 30 && h >= 14) {
           context.fillStyle = shade > 3 ? colour("on") : ink;
           context.textAlign = "center";
-          const [value, unit_] = scaled(size[n], 1024, byteUnits, 1000);
+          const [value, unit_] = binary(size[n]);
           context.fillText(w >= 64 ? `${value} ${unit_}` : value.replace(/\.0$/, ""), box[0] + (x + 0.5) * w, box[1] + (y + 0.5) * h, w - 4);
         }
       }
@@ -1043,11 +1079,12 @@
       [0, 1].forEach((n) => {
         const size_ = cellSize[1 - n], groups = [];
         cells_[n].forEach(([first], at_) => { const label = byStage[n] ? stageAt[n][first] : first; if (!groups.length || (byStage[n] && groups[groups.length - 1][0] !== label) || !byStage[n]) groups.push([label, at_, at_ + 1]); else groups[groups.length - 1][2] = at_ + 1; });
-        const every = Math.max(1, Math.ceil((n ? 26 : 12) / (size_ * (groups.length ? cells_[n].length / groups.length : 1))));
+        const wide = n ? largest(groups.map(([label]) => context.measureText(label).width)) + 10 : 12, every = Math.max(1, Math.ceil(wide * groups.length / (size_ * cells_[n].length)));
+        const chosen = groups.findIndex(([, from, to]) => cursor[n] >= from && cursor[n] < to);
         groups.forEach(([label, from, to], at_) => {
           if (byStage[n] && groups.length > 1 && from) rect(line, n ? box[0] + from * w - 0.5 : box[0], n ? box[1] : box[1] + from * h - 0.5, n ? 1 : w * columns, n ? h * rows : 1);
-          const on = cursor[n] >= from && cursor[n] < to;
-          if (at_ % every && !on) return;
+          const on = at_ === chosen;
+          if (!on && (at_ % every || Math.abs(at_ - chosen) < every)) return;
           context.fillStyle = on ? ink : soft;
           context.font = `${on ? "bold " : ""}11px system-ui,sans-serif`;
           context.textAlign = n ? "center" : "right";
@@ -1074,11 +1111,11 @@
       context.lineWidth = 1;
       const words_ = level === "stage" ? "one stage" : level > 1 ? `${level} ${nouns[0]}s` : `one ${nouns[0]}`;
       legend.replaceChildren(...[...used].sort().map((shade) => el("span", {}, el("i", { class: `key b${shade}` }), `${shade === 1 || shade === [...used].sort()[0] ? "up to " : ""}${bytes(high * shade / 5)}`)), copies ? el("span", {}, el("i", { class: "key amber3" }), "values copied as they are") : "",
-        el("span", { class: "soft" }, `at most ${bytes(mostWritten)} written and ${bytes(mostRead)} read by ${words_}`));
+        span("soft", `at most ${bytes(mostWritten)} written and ${bytes(mostRead)} read by ${words_}`));
     };
     const tell = ([y, x]) => {
       const n = y * cells_[1].length + x, all = amounts.size[n] + amounts.copied[n];
-      said.textContent = `source ${some(0, cells_[0][y])}${span(0, cells_[0][y])} to target ${some(1, cells_[1][x])}${span(1, cells_[1][x])}: ${plain(all)} bytes in ${plural(amounts.asked[n], "request")}${amounts.copied[n] ? `, ${plain(amounts.copied[n])} of them values copied as they are` : ""}`;
+      said.textContent = `source ${some(0, cells_[0][y])}${extent(0, cells_[0][y])} to target ${some(1, cells_[1][x])}${extent(1, cells_[1][x])}: ${plain(all)} bytes in ${plural(amounts.asked[n], "request")}${amounts.copied[n] ? `, ${plain(amounts.copied[n])} of them values copied as they are` : ""}`;
     };
     const move = ([y, x]) => {
       cursor = [Math.max(0, Math.min(cells_[0].length - 1, y)), Math.max(0, Math.min(cells_[1].length - 1, x))];
@@ -1089,8 +1126,8 @@
     };
     const enter = () => {
       const [rows, columns] = path[path.length - 1];
-      if (rows[1] - rows[0] <= 8 * together && columns[1] - columns[0] <= 8 * together) return;
-      const fine = [fineCells(0, rows), fineCells(1, columns)], found = collect(...fine), best = found.size.indexOf(found.size.reduce((top_, value) => Math.max(top_, value), 0));
+      if (rows[1] - rows[0] <= together && columns[1] - columns[0] <= together) return;
+      const fine = [fineCells(0, rows), fineCells(1, columns)], found = collect(...fine), best = found.size.indexOf(largest(found.size));
       path.push([fine[0][Math.floor(best / fine[1].length)], fine[1][best % fine[1].length]]);
       show(path[path.length - 1][1][0]);
     };
@@ -1098,8 +1135,8 @@
     const fine = () => {
       const [rows, columns] = path[path.length - 1];
       if (rows[1] - rows[0] <= together && columns[1] - columns[0] <= together) return "";
-      const cells = [fineCells(0, rows), fineCells(1, columns)], { size, copied } = collect(...cells), high = size.reduce((top_, value) => Math.max(top_, value), 0) || 1;
-      const unit_ = scaled(high, 1024, byteUnits, 1000)[1], divide = 1024 ** byteUnits.indexOf(unit_), shapes = [];
+      const cells = [fineCells(0, rows), fineCells(1, columns)], { size, copied } = collect(...cells), high = largest(size) || 1;
+      const unit_ = binary(high)[1], divide = 1024 ** byteUnits.indexOf(unit_), shapes = [];
       cells[0].forEach((row, y) => {
         shapes.push(svg("text", { class: "right", x: -6, y: y * 26 + 16 }, String(row[0])));
         cells[1].forEach((column, x) => {
@@ -1110,7 +1147,7 @@
         });
       });
       const words_ = [columns, rows].map(([first, end], n) => { const each = cells[1 - n][0][1] - cells[1 - n][0][0]; return each > 1 ? `a ${n ? "row" : "column"} is ${each} ${n ? "source" : "target"} ${nouns[1 - n]}s` : `${n ? "source" : "target"} ${nouns[1 - n]}s ${n ? "down" : "across"}`; });
-      return [el("p", { class: "soft" }, `${unit_}; ${words_.join(", ")}`), svg("svg", { class: "fine", width: 46 + 44 * cells[1].length, height: 22 + 26 * cells[0].length, role: "img", "aria-label": "the selected cell, one level finer" }, svg("g", { transform: "translate(44 18)" }, shapes))];
+      return [paragraph("soft", `${unit_}; ${words_.join(", ")}`), svg("svg", { class: "fine", ...scalable(46 + 44 * cells[1].length, 22 + 26 * cells[0].length), role: "img", "aria-label": "the selected cell, one level finer" }, svg("g", { transform: "translate(44 18)" }, shapes))];
     };
     const input = el("input", { type: "number", id: "targetnumber", min: 0, max: ends[1] - 1, value: 0, oninput: () => { const value = Number(input.value); if (input.value !== "" && Number.isInteger(value) && value >= 0 && value < ends[1]) show(value, true); } });
     const show = (number_, only) => {
@@ -1125,36 +1162,34 @@
       const command = moves.command ? copyable(moves.command.map((word) => (word === "{rank}" ? String(target) : quote(word)))) : "";
       detail.replaceChildren(
         ...(only ? [] : [el("h4", {}, "Selected cell: ", plural(rows[1] - rows[0], `source ${nouns[0]}`), " × ", plural(columns[1] - columns[0], `target ${nouns[1]}`)),
-          path.length > 1 ? el("p", { class: "crumbs" }, path.map(([a, b], n) => [n ? " › " : "", el("button", { type: "button", class: "link", onclick: () => { path.length = n + 1; show(b[0]); } }, n ? `${span(0, a)} × ${span(1, b)}` : "cell")])) : "",
-          el("p", {}, el("b", {}, bytes(total)), ` from source ${some(0, rows)}`, el("b", {}, span(0, rows)), stage(0, rows), ` to target ${some(1, columns)}`, el("b", {}, span(1, columns)), stage(1, columns)), fine()].flat()),
+          path.length > 1 ? paragraph("crumbs", path.map(([a, b], n) => [n ? " › " : "", button({ class: "link", onclick: () => { path.length = n + 1; show(b[0]); } }, n ? `${extent(0, a)} × ${extent(1, b)}` : "cell")])) : "",
+          el("p", {}, el("b", {}, bytes(total)), ` from source ${some(0, rows)}`, el("b", {}, extent(0, rows)), stage(0, rows), ` to target ${some(1, columns)}`, el("b", {}, extent(1, columns)), stage(1, columns)), fine()].flat()),
         el("h4", { id: "target" }, `Target ${nouns[1]} ${together > 1 ? group(Math.floor(target / together)) : target} reads ${bytes(all)} from ${plural(order.length, nouns[0])}`),
         table(columns_, order.slice(0, 5).map(([source, [taken, requests]]) => [group(source), ...(stagesOf[0].length > 1 ? [String(stageAt[0][source * together])] : []), el("span", { title: plain(taken) }, bytes(taken)), share(taken, all), plain(requests)])),
-        order.length > 5 ? el("p", { class: "soft" }, `and ${plain(order.length - 5)} more`) : "", command);
+        order.length > 5 ? paragraph("soft", `and ${plain(order.length - 5)} more`) : "", command);
     };
-    const setLevel = (next) => { level = next; cells_ = cellsOf(level); amounts = collect(...cells_); buttons.forEach((each, n) => each.setAttribute("aria-pressed", levels[n] === level)); const best = amounts.size.indexOf(amounts.size.reduce((top_, value) => Math.max(top_, value), 0)); move([Math.floor(best / cells_[1].length), best % cells_[1].length]); };
-    const buttons = levels.map((each) => el("button", { type: "button", "aria-pressed": false, onclick: () => setLevel(each) }, each === "stage" ? "Stages" : each === 1 ? `${nouns[0][0].toUpperCase()}${nouns[0].slice(1)}s` : `${each} ${nouns[0]}s`));
+    const setLevel = (next) => { level = next; cells_ = cellsOf(level); amounts = collect(...cells_); buttons.forEach((each, n) => each.setAttribute("aria-pressed", levels[n] === level)); const best = amounts.size.indexOf(largest(amounts.size)); move([Math.floor(best / cells_[1].length), best % cells_[1].length]); };
+    const buttons = levels.map((each) => button({ "aria-pressed": false, onclick: () => setLevel(each) }, each === "stage" ? "Stages" : each === 1 ? `${nouns[0][0].toUpperCase()}${nouns[0].slice(1)}s` : `${each} ${nouns[0]}s`));
     redraws.push(() => amounts && draw());
     starters.push(() => setLevel(finest));
-    const line = clusters.map((each, n) => [axesText(each), plural(ends[n], nouns[n])].filter(Boolean).join(", ")).join(" → ");
-    return el("section", { id: "conversion" }, el("div", { class: "tools" }, el("h2", {}, "Conversion"), levels.length > 1 ? el("span", { class: "modes" }, buttons) : null, el("span", { class: "soft" }, line), el("span", { class: "gap" }), el("label", { for: "targetnumber", class: "soft" }, `target ${nouns[1]}`), input), facts_,
-      el("div", { class: "two" }, el("div", {}, canvas, legend, said), detail));
+    const line = clusters.map((each, n) => [axesText(each), plural(ends[n], nouns[n])].filter(Boolean).join(", ")).join(" → ") + (together > 1 ? `; ${together} neighbours are one, because there are too many numbers` : "");
+    return el("section", { id: "conversion" }, div("tools", el("h2", {}, "Conversion"), levels.length > 1 ? span("modes", buttons) : null, span("soft", line), span("gap"), el("label", { for: "targetnumber", class: "soft" }, `target ${nouns[1]}`), input), facts_,
+      div("two", div(null, canvas, legend, said), detail));
   };
   const starters = [];
 
   // Ranks and files.
   const fileList = (found, noun, label) => {
-    const order = found.number.map((_, n) => n).sort((a, b) => (found.state[b] !== "ok") - (found.state[a] !== "ok") || a - b), largest = Math.max(1, ...found.bytes);
+    const order = found.number.map((_, n) => n).sort((a, b) => (found.state[b] !== "ok") - (found.state[a] !== "ok") || a - b), most = largest(found.bytes) || 1;
     const rows = el("div", { class: "rows", role: "rowgroup" }), host = el("div", { class: "grid files", tabindex: 0, role: "grid", "aria-label": label, "aria-rowcount": order.length, onscroll: () => draw() }, rows);
-    host.style.setProperty("--columns", "60px minmax(110px,1fr) 90px 80px 76px 96px");
     rows.style.height = `${order.length * ROW}px`;
     const draw = () => {
-      const from = Math.max(0, Math.floor(host.scrollTop / ROW) - 8);
-      rows.replaceChildren(...order.slice(from, from + 32).map((n, index) => {
-        const of = el("span", { class: "of" }, el("i", {}));
-        of.firstChild.style.width = `${100 * found.bytes[n] / largest}%`;
-        const same = found.same && found.same[n] !== null && found.same[n] !== found.number[n] ? `as ${noun} ${found.same[n]}` : "";
-        const path = found.path[n] === null ? "none" : clean(found.path[n]);
-        const row = el("div", { class: "row", role: "row", "aria-rowindex": from + index + 1 }, [[found.number[n] === null ? "" : String(found.number[n]), "n"], [el("span", { title: path }, middle(path, 50)), "first"], [found.state[n] === "missing" ? "" : bytes(found.bytes[n]), "n"], [of, "w"], [el("span", { class: found.state[n] === "ok" ? "soft" : "bad" }, found.state[n]), ""], [same, "w soft"]].map(([cell, name]) => el("div", { class: `cell ${name}`, role: "gridcell" }, cell)));
+      const [from, to] = seen(host, order.length);
+      rows.replaceChildren(...order.slice(from, to).map((n, index) => {
+        const same = found.same && found.same[n] !== null && found.same[n] !== found.number[n] ? `as ${noun} ${found.same[n]}` : "", state_ = found.state[n];
+        const cells_ = [[found.number[n] ?? "", "n"], [found.path[n] === null ? "none" : pathText(found.path[n]), "first"], [state_ === "missing" ? "" : bytes(found.bytes[n]), "n"],
+          [barOf(found.bytes[n] / most), "w"], [el("span", { class: state_ === "ok" ? "soft" : "bad" }, state_), ""], [same, "w soft"]];
+        const row = el("div", { class: "row", role: "row", "aria-rowindex": from + index + 1 }, cells_.map(([cell, name]) => el("div", { class: `cell ${name}`, role: "gridcell" }, cell)));
         row.style.top = `${(from + index) * ROW}px`;
         return row;
       }));
@@ -1167,24 +1202,28 @@
   const steps = () => (data.steps.length > 1 ? table([["step", false], ["size", true], ["state", false], ["", false]], data.steps.slice(0, 200).map((step) => [step.step === null ? "no step in the names" : clean(step.step), step.nbytes === null ? "" : bytes(step.nbytes), step.state, step.shown ? "shown here" : ""])) : null);
   const fileSection = el("section", { id: "files" }, el("h2", {}, filesTitle), steps(),
     compared ? compared.sides.map((side, n) => [el("h4", {}, `${"AB"[n]}: ${clean(side.path)}`), fileList({ number: side.numbers, path: side.paths, bytes: repeated(side.sizes), state: repeated(side.states) }, "file", `Files of ${"AB"[n]}`)])
-      : [el("p", { class: "soft text" }, `below ${clean(data.files.base)}`), fileList(files, unit, filesTitle)]);
+      : [paragraph("soft text", `below ${clean(data.files.base)}`), fileList(files, unit, filesTitle)]);
 
   // Everything together.
-  if (data.statistics) data.statistics.forEach((row) => { const p = indexOf.get(row[0]); if (p !== undefined) statistics.set(p, row); });
   apply();
-  if (roots.Tree.length) { roots.Tree = rowsIn([build(0, count, 0, "")], 1); open(); }
-  const tensors = el("section", { id: "tensors" }, el("div", { class: "tools" }, el("h2", {}, compared ? "Differences" : "Tensors"), el("span", { class: "searching" }, search, el("kbd", { "aria-hidden": "true" }, "/")), el("span", { class: "modes" }, modes), chips, el("span", { class: "gap" }), status),
-    el("div", { class: "pane" }, el("div", {}, list, nothing), inspector));
+  open();
+  const tensors = el("section", { id: "tensors" }, div("tools", el("h2", {}, compared ? "Differences" : "Tensors"), span("searching", search, el("kbd", { "aria-hidden": "true" }, "/")), span("modes", modes), chips, span("gap"), status),
+    div("pane", div(null, list, nothing), inspector));
   const madeOf = compared ? null : made(), cutting = compared ? null : cut();
-  const overview = el("section", { id: "overview" }, compared ? differences() : factsOf(), madeOf || cutting ? el("div", { class: "halves" }, madeOf, cutting) : null);
+  const overview = el("section", { id: "overview" }, compared ? differences() : factsOf(), madeOf || cutting ? div("halves", madeOf, cutting) : null);
   const strips = layerSection(), moved = data.moves ? conversion(data.moves) : null;
-  const sections = [["overview", "Overview", overview], ["tensors", compared ? "Differences" : "Tensors", tensors], ["conversion", "Conversion", moved], ["files", filesTitle, fileSection]].filter((each) => each[2]);
+  const sections = [["overview", "Overview", overview], ["conversion", "Conversion", moved], ["tensors", compared ? "Differences" : "Tensors", tensors], ["files", filesTitle, fileSection]].filter((each) => each[2]);
   const links = sections.map(([id, title]) => el("a", { href: `#${id}`, onclick: (event) => { event.preventDefault(); document.getElementById(id).scrollIntoView(); } }, title));
   const unread = [compared && !compared.values ? "types and shapes were compared, values were not" : data.statistics || compared ? "" : "contents were not compared"].filter(Boolean);
-  document.body.append(header, el("nav", { "aria-label": "Sections" }, el("div", {}, links)), fill(el("main"), {}, [compared ? null : problems(), overview, strips, moved, tensors, fileSection]),
-    el("footer", {}, el("p", { class: "mono" }, clean(data.command)), el("p", {}, [`reshard ${data.version}`, data.statistics || (compared && compared.values) ? "from the contents of all tensors" : "from names, sizes, headers and strategies", ...unread, "1 KiB is 1,024 bytes"].join("; "))));
-  const fixed = redraws.length;
-  const current = () => { const y = 60; let on = 0; sections.forEach(([, , section], n) => { if (section.getBoundingClientRect().top <= y) on = n; }); links.forEach((link, n) => link.setAttribute("aria-current", n === on)); };
+  document.body.append(header, el("nav", { "aria-label": "Sections" }, div(null, links)), fill(el("main"), {}, [compared ? null : problems(), overview, strips, moved, tensors, fileSection]),
+    el("footer", {}, paragraph("mono", clean(data.command)), el("p", {}, [`reshard ${data.version}`, data.statistics || (compared && compared.values) ? "from the contents of all tensors" : "from names, sizes, headers and strategies", ...unread, "1 KiB is 1,024 bytes"].join("; "))));
+  const current = () => {
+    // The last section may be too short to reach the top.
+    const end = scrollY > 0 && scrollY + innerHeight >= document.documentElement.scrollHeight - 2;
+    let on = end ? sections.length - 1 : 0;
+    if (!end) sections.forEach(([, , section], n) => { if (section.getBoundingClientRect().top <= 60) on = n; });
+    links.forEach((link, n) => link.setAttribute("aria-current", n === on));
+  };
   addEventListener("scroll", current, { passive: true });
   current();
   refresh();
@@ -1197,8 +1236,14 @@
   if (start !== null && start !== undefined) choose(start, hashed() === undefined);
   addEventListener("hashchange", () => { const p = hashed(); if (p !== undefined) choose(p, true); });
   const again = () => { redraws.forEach((redraw) => redraw()); drawRows(); };
+  for (const [name, on] of [["beforeprint", true], ["afterprint", false]]) addEventListener(name, () => { printing = on; again(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
-  addEventListener("resize", again);
-  new ResizeObserver(() => later()).observe(list);
+  // Pictures depend on the width alone; the list's height changes with its rows.
+  let wide = list.clientWidth;
+  new ResizeObserver(() => {
+    if (list.clientWidth === wide) { later(); return; }
+    wide = list.clientWidth;
+    requestAnimationFrame(again);
+  }).observe(list);
   requestAnimationFrame(() => { document.body.dataset.drawn = Math.round(performance.now() - started); });
 })();

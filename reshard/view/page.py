@@ -28,6 +28,7 @@ from reshard.checkpoints import files_alike
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, Sharding
 from reshard.errors import InputError, ReshardError
 from reshard.forms.form import Form
+from reshard.forms.recorded import ChunkedCheckpoint
 from reshard.inspection.checkpoint import Inspected, InspectedFile, Problem
 from reshard.numbers.widening import ONE
 from reshard.storage import absolute, is_regular_file
@@ -129,9 +130,11 @@ def _newest(inspected: Inspected) -> str | None:
 
 
 def _recorded(inspected: Inspected) -> Strategy | None:
-    """The strategy that a checkpoint records."""
+    """The strategy that a checkpoint records; chunks in a table of places are no ranks."""
     checkpoint = inspected.shown.checkpoint
     cut = None if checkpoint is None else inspected.form.cut(checkpoint)
+    if isinstance(checkpoint, ChunkedCheckpoint):
+        return None
     with suppress(InputError):
         return None if cut is None else cut.strategy()
     return None

@@ -133,6 +133,16 @@ def test_a_conversion_has_the_numbers_of_plan(tmp_path: Path) -> None:
     assert moves["sources"] == 8 and moves["targets"] == 4 and moves["taken"] == sum(counts.values())
 
 
+def test_commands_of_a_page_repeat_what_was_asked(tmp_path: Path) -> None:
+    src, target = DEMO / "src_checkpoints", DEMO / "dst_strategy.ckpt"
+    data = made(tmp_path, src, *CUT, "--dst-strategy", target, "--step", "2_10")
+    assert data["options"] == ["--strategy", str(CUT[1]), "--step", "2_10"]
+    asked = f"--strategy {CUT[1]} --step 2_10 --dst-strategy {target} -o {tmp_path / 'page.html'}"
+    assert data["command"] == f"reshard view {src} {asked}"
+    words = ("--a-strategy", CUT[1], "--b-strategy", CUT[1], "--b-step", "2_10", "--rename", "head.weight=head.weight")
+    assert made(tmp_path, src, src, *words)["options"] == list(map(str, words))
+
+
 def test_a_conversion_to_shards_has_the_numbers_of_plan(tmp_path: Path) -> None:
     """The rows of rank files are cut as for dcp, those of a form of PyTorch as for the same form."""
     bricks = FIXTURES / "dcp" / "w4_bricks" / "checkpoint"

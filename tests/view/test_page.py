@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from reshard.view.page import page
 from tests.browser import HERE, Browser, browser
 from tests.running import done, fails
 from tests.small import tensors
@@ -72,12 +73,12 @@ def test_the_page_loads_without_errors_and_fits_the_window(
     window: Browser, demo: Path, other: Path, tmp_path: Path, width: int
 ) -> None:
     done("view", DEMO / "src_checkpoints", other, "--a-strategy", CUT[1], "--stats", "-o", tmp_path / "two.html")
-    for page in (demo, tmp_path / "two.html"):
-        window.open(page, width)
+    for each in (demo, tmp_path / "two.html"):
+        window.open(each, width)
         assert window.errors() == [] and not overflows(window)
     window.open(demo, width)
     assert window.text("h1") == "src_checkpoints" and "step 2_10" in window.text("#summary")
-    assert window.texts("nav a") == ["Overview", "Tensors", "Conversion", "Ranks and files"]
+    assert window.texts("nav a") == ["Overview", "Conversion", "Tensors", "Ranks and files"]
     # Nothing was loaded.
     assert window.run("return performance.getEntriesByType('resource').length") == 0
 
@@ -113,6 +114,14 @@ def test_search_filters_and_orders_change_the_list(window: Browser, demo: Path) 
     assert window.run("return document.querySelector('.nothing').hidden") is False
     window.run("document.querySelector('.nothing button').click()")
     assert window.text("#matches").startswith(f"{len(names_of(data_of(demo)))} tensors ")
+    # A second click on a layer clears the choice.
+    for _ in range(2):
+        window.hover(".strip", 0.1, 0.5, click=True)
+    assert window.texts(".chip") == []
+    # On paper, lists begin with their first row.
+    window.run("dispatchEvent(new Event('beforeprint'))")
+    assert len(window.texts("#list .row")) <= 60 and window.run("return document.querySelector('#row0') !== null")
+    window.run("dispatchEvent(new Event('afterprint'))")
     # Parts of bars are filters, too.
     window.run("document.querySelector('.legend [data-filter=Type][data-value=Int64]').click()")
     assert window.text("#matches").startswith("2 tensors of ")
@@ -223,6 +232,7 @@ def test_a_comparison_has_the_numbers_of_diff(window: Browser, other: Path, tmp_
     report = done("diff", *words, "--json").json
     done("view", *words, "--stats", "-o", tmp_path / "page.html")
     window.open(tmp_path / "page.html")
+    assert window.text("h1") == "src_checkpoints and hf"
     figures = [int(text) for text in window.texts("#facts .figure")]
     differing = {pair["name"]: pair for pair in report["differing"]}
     assert differing.keys() == {WEIGHT, "head.weight"}
@@ -267,6 +277,58 @@ def test_hostile_names_are_shown_as_text(window: Browser, tmp_path: Path) -> Non
     assert "owned" not in window.run("return document.title") and "<b>" in window.text("h1")
     assert window.run("return document.querySelectorAll('img, main script').length") == 0
     assert window.errors() == []
+
+
+def test_names_of_any_shape_are_drawn_and_typed_safely(window: Browser, tmp_path: Path) -> None:
+    array = next(iter(tensors().values()))
+    names = [".".join("d" * 6000), "x" * 900 + ".w", "a\nb\x15'.w", "007.w", "008.w", "009.w", f"layers.{9**25}.w"]
+    write_checkpoint(tmp_path / "src" / "model.safetensors", dict.fromkeys(names, array))
+    done("view", tmp_path / "src", "-o", tmp_path / "page.html")
+    window.open(tmp_path / "page.html", 390)
+    assert not overflows(window)
+    for digits in ("007.w", "008.w", "009.w"):
+        assert digits in window.texts("#list .row .name")
+    window.run("location.hash = encodeURIComponent(arguments[0])", names[2])
+    window.wait("return document.querySelector('#chosen').title.startsWith('a')")
+    # What a terminal would obey is typed as an escape.
+    assert "$'a\\x0ab\\x15\\'.w'" in window.text("#inspector .command code")
+    assert window.errors() == []
+
+
+def test_a_hundred_thousand_names_without_dots_are_drawn(window: Browser, demo: Path, tmp_path: Path) -> None:
+    data, count = data_of(demo), 150_000
+    data |= {"moves": None, "statistics": None, "structures": None}
+    data["names"] = {"shared": [0, count], "rest": [f"t{number}" for number in range(count)]}
+    data["parameters"] = {"type": [0] * count, "layout": [-1] * count}
+    (tmp_path / "page.html").write_bytes(page(data))
+    window.open(tmp_path / "page.html")
+    assert window.texts("#list .row .name")[0] == "t0" and window.errors() == []
+
+
+def test_numbers_that_are_unknown_are_left_out(window: Browser, tmp_path: Path) -> None:
+    # Shapes of slices do not count parameters, and chunks are no ranks.
+    done("view", DEMO / "src_checkpoints", "-o", tmp_path / "ranks.html")
+    window.open(tmp_path / "ranks.html")
+    assert "Parameters" not in window.texts("#facts .label")
+    window.hover(".strip", 0.1, 0.5)
+    assert "tensors" in window.text("#layers .soft") and "parameters" not in window.text("#layers .soft")
+    done("view", FIXTURES / "dcp" / "w4_bricks" / "checkpoint", "-o", tmp_path / "dcp.html")
+    window.open(tmp_path / "dcp.html")
+    assert "Ranks" not in window.texts("#facts .label") and "over mp" not in window.text("#inspector")
+    assert window.errors() == []
+
+
+def test_the_order_of_differences_turns_and_keeps_the_focus(window: Browser, other: Path, tmp_path: Path) -> None:
+    done("view", DEMO / "src_checkpoints", other, "--a-strategy", CUT[1], "--stats", "-o", tmp_path / "page.html")
+    window.open(tmp_path / "page.html")
+    window.run("[...document.querySelectorAll('.modes button')].find(each => each.textContent === 'Names').click()")
+    results = "return [...document.querySelectorAll('#list .row .text')].map(each => each.textContent)"
+    assert window.run(results)[0] == "differs"
+    window.run("document.querySelector('#list .head button.on').focus()")
+    window.press("Enter")
+    assert window.run(results)[0] == "equal"
+    window.press("Enter")
+    assert window.run(results)[0] == "differs"
 
 
 def test_a_page_runs_only_its_own_script(window: Browser, demo: Path, tmp_path: Path) -> None:
