@@ -116,7 +116,7 @@ def _remove_unfinished() -> None:
 signals.at_end.append(_remove_unfinished)
 
 
-def fill(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes) -> None:
     """Write all bytes of a new file, and flush them to disk."""
     written_bytes = 0
     while written_bytes < len(data):
@@ -354,7 +354,7 @@ class LocalStore(Store):
         """Write a small file atomically, in an existing directory."""
         fd, unnamed = create_temporary(os.path.dirname(path))
         try:
-            fill(fd, data)
+            write_all(fd, data)
             rename(unnamed, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -367,7 +367,7 @@ class LocalStore(Store):
         """Write a small file atomically, in an existing directory, unless it exists."""
         fd, unnamed = create_temporary(os.path.dirname(path))
         try:
-            fill(fd, data)
+            write_all(fd, data)
             os.link(unnamed, path)
         except FileExistsError:
             return False
