@@ -115,9 +115,12 @@ def loaded(files: Mapping[str, Path], tensors: Tensors) -> dict[object, object]:
             metadata, entries = tensors(path)
             chunks = metadata.pop("DCP_SHARDING_INFO", {}) if isinstance(metadata, dict) else {}
             others = dict(entries)
-            # torch reads every file and places its chunks by what the file records: the number of the file is a name.
+            # torch reads every file and places its chunks by what the file records: the number of the file is a name,
+            # and a chunk without elements of a tensor that has some fills nothing.
             for tensor, place in chunks.items():
-                found.setdefault((tensor, json.dumps(place, sort_keys=True)), []).append(others.pop(tensor))
+                chunk: Any = others.pop(tensor)
+                if 0 not in chunk[1] or 0 in place["global_shape"]:
+                    found.setdefault((tensor, json.dumps(place, sort_keys=True)), []).append(chunk)
             found[name] = metadata, others
         else:
             found[name] = path.read_bytes()
