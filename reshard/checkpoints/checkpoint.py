@@ -554,6 +554,13 @@ class EditedCheckpoint:
         return tuple(chain.from_iterable(map(self.base.present, tensor.stored)))
 
 
+def tied_among(checkpoint: Checkpoint, names: Iterable[str]) -> list[TiedTensors]:
+    """The sets of tied tensors among the sources of some tensors and values."""
+    tensors = checkpoint.tensors
+    stored = {source.name for name in names if name in tensors for source in tensors[name].sources}
+    return [tied for tied in checkpoint.tied_tensors() if tied.concerns(stored)]
+
+
 def stored_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint in the files."""
     while isinstance(checkpoint, EditedCheckpoint):

@@ -11,7 +11,7 @@ from reshard.checkpoints import FileHandles
 from reshard.errors import one_error
 from reshard.execute import Progress
 from reshard.forms.registry import form_of
-from reshard.forms.request import EditRules
+from reshard.forms.request import EditRules, Means
 from reshard.numbers.sweep import Location
 from reshard.opened import OpenedCheckpoint, reading_request
 from reshard.text.messages import Report
@@ -45,7 +45,7 @@ def opened(
     limited = replace(effort, max_memory=max(1, effort.max_memory // share))
     asked = Conversion(read, Target(os.curdir), edits, limited)
     request = reading_request(asked, report, edits=rules, option=option, unrecorded=unrecorded)
-    return OpenedCheckpoint(request, FileHandles(), report)
+    return OpenedCheckpoint(request, Means(FileHandles(), report))
 
 
 def opened_side(

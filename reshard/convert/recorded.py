@@ -18,7 +18,7 @@ from reshard.plan.editing import edited
 from reshard.plan.edits import NO_TABLE
 from reshard.plan.plan import Plan
 from reshard.records import Record, strategy_digest
-from reshard.records.ledger import packing_of
+from reshard.records.ledger import recorded_packing
 from reshard.records.sources import short_digest
 from reshard.storage import absolute, exists, is_absolute, is_directory, real
 from reshard.strategies import SAME, names_files, read_strategy
@@ -30,7 +30,7 @@ def record_of(plan: Plan) -> Record:
     request, form, checkpoint = plan.request, plan.form, plan.checkpoint
     asked, task = with_absolute_paths(request.asked), request.task
     # A table leaves other packing than the source's, or none.
-    packing = packing_of(request.src)
+    packing = recorded_packing(request.src)
     if isinstance(checkpoint, EditedCheckpoint) and request.edits.table is not None:
         packing = checkpoint.packing
     # Files of ranks have the source's format, which may change; those of other forms the form's.

@@ -11,14 +11,14 @@ from functools import partial
 
 from reshard.asked import Conversion, Effort, Task
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.checkpoint import Checkpoint, tied_among
 from reshard.convert.conversion import Summary
 from reshard.convert.ends import with_ends
 from reshard.convert.recorded import as_recorded, check_rules, is_copy, other_source
 from reshard.convert.unchanged import compare_with_manifest
 from reshard.errors import CheckpointError, InputError, NamesError, TargetError, UsageError
 from reshard.execute import Budget, Progress
-from reshard.execute.equal import check_equal, equal_of
+from reshard.execute.equal import check_equal
 from reshard.execute.reader import BoxReader
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import counted_as, form_named, form_of
@@ -198,7 +198,7 @@ def source_fingerprints(request: Request, means: Reading) -> Fingerprints:
 
 def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Reading) -> None:
     """Compare tied tensors."""
-    equals = equal_of(checkpoint, names)
+    equals = tied_among(checkpoint, names)
     if equals:
         costs = costs_of(next(iter(checkpoint.files.values())))
         budget = Budget.of(means.jobs, means.max_memory, costs)

@@ -6,7 +6,7 @@ Of a master copy and its weight, the former is cast first, and all NaN are equal
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TiedTensors, stored_checkpoint
 from reshard.errors import CheckpointError, IncompleteSourceError
@@ -16,13 +16,6 @@ from reshard.layout import Box, Grid, Overlap, boxes_of_range, shape_of, volume_
 from reshard.layout.grid import place_of
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.text.messages import quoted
-
-
-def equal_of(checkpoint: Checkpoint, names: Iterable[str]) -> list[TiedTensors]:
-    """The sets of tied tensors among the sources of some tensors and values."""
-    tensors = checkpoint.tensors
-    stored = {source.name for name in names if name in tensors for source in tensors[name].sources}
-    return [equal for equal in checkpoint.tied_tensors() if equal.concerns(stored)]
 
 
 def check_equal(

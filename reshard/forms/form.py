@@ -156,7 +156,7 @@ class SavedLayout(Protocol):
         """The files that hold a slice, each with its rank; empty without a layout."""
 
 
-class Cut(Protocol):
+class RecordedCut(Protocol):
     """How the tensors of a checkpoint are cut, by what its files record."""
 
     def strategy(self) -> Strategy:
@@ -172,7 +172,7 @@ class Cut(Protocol):
         """Properties for inspection."""
 
 
-class Training(Protocol):
+class RecordedTraining(Protocol):
     """The training that the checkpoints of a form record beside tensors: arguments, which --args states, and numbers.
 
     Attributes:
@@ -251,11 +251,11 @@ class Form(Protocol):
         return self
 
     @property
-    def training(self) -> Training | None:
+    def training(self) -> RecordedTraining | None:
         """The facet of forms that record the training."""
         return None
 
-    def cut(self, checkpoint: Checkpoint) -> Cut | None:
+    def cut(self, checkpoint: Checkpoint) -> RecordedCut | None:
         """The facet of forms that record layouts, for a checkpoint of this form, without edits."""
         return None
 

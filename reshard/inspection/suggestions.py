@@ -28,7 +28,7 @@ from reshard.names.rules import settle, side_of
 from reshard.plan.checks import needed
 from reshard.plan.editing import edited
 from reshard.plan.edits import NO_TABLE, edit_rules
-from reshard.records.ledger import packing_of, recorded_strategy
+from reshard.records.ledger import recorded_packing, recorded_strategy
 from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory
 from reshard.strategies import NONE, Strategy, read_strategy
@@ -160,7 +160,7 @@ def suggest(source: Source, devices: int | None = None, options: Sequence[str] =
             ((strategy, inspected),) = judged
             found_by = "the only one here that fits the ranks, names and shapes in the headers"
     problems = problems_of(inspected)
-    model = _model(src, inspected, places, problems)._replace(packing=packing_of(src))
+    model = _model(src, inspected, places, problems)._replace(packing=recorded_packing(src))
     advisor = _Advisor(_argument(src), devices, strategy, tuple(options), inspected, model, beside, fitting)
     return Suggestions(
         inspected,

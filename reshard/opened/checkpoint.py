@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles, Tensor
+from reshard.checkpoints.checkpoint import tied_among
 from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.errors import CheckpointError
 from reshard.execute.budget import Budget, source_costs
 from reshard.execute.casts import Overflowed
-from reshard.execute.equal import check_equal, equal_of
+from reshard.execute.equal import check_equal
 from reshard.execute.reader import BoxReader, in_order
 from reshard.forms.objects import shown_object
 from reshard.forms.request import Means, Request
@@ -188,22 +189,19 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
 
     Args:
         request: the conversion whose target is read instead of written.
-        handles: open source files, closed with the checkpoint.
-        report: gets warnings and notes.
+        means: open source files, closed with the checkpoint; the report.
         errors: the context in which headers are read, which may reword errors.
     """
 
     def __init__(
         self,
         request: Request,
-        handles: FileHandles,
-        report: Report,
+        means: Means,
         errors: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._errors = errors
         self._request = request
-        self._handles = handles
-        self._report = report
+        self._means = means
         self._lock = ThreadLock()
         self._contents: OpenedContents | None = None
         self._reader: BoxReader | None = None
@@ -211,7 +209,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         self._comparing = ThreadLock()
         self._compared: set[str] = set()
         # Closes the files if the caller does not.
-        self._finalizer = weakref.finalize(self, handles.close)
+        self._finalizer = weakref.finalize(self, means.handles.close)
 
     @property
     def request(self) -> Request:
@@ -231,7 +229,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                 raise ValueError("the checkpoint is closed")
             if self._contents is None:
                 with self._errors():
-                    plan = make_plan(self._request, Means(self._handles, self._report))
+                    plan = make_plan(self._request, self._means)
                 self._contents = OpenedContents(plan, plan.requested[0])
             return self._contents
 
@@ -250,7 +248,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                     io=effort.io,
                     decoded=self._request.edits.quantisation is not None,
                 )
-                self._reader = BoxReader(self._handles, budget, _warning(self._report))
+                self._reader = BoxReader(self._means.handles, budget, _warning(self._means.report))
             return self._reader
 
     def share(self, processes: int) -> None:
@@ -271,14 +269,14 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         checkpoint = self.contents.plan.checkpoint
         with self._comparing:
             if name not in self._compared:
-                check_equal(checkpoint, equal_of(checkpoint, [name]), self.reader)
+                check_equal(checkpoint, tied_among(checkpoint, [name]), self.reader)
                 self._compared.add(name)
         return self.contents.target(name, copy)
 
     @property
     def handles(self) -> FileHandles:
         """Its open files, with their status at the first opening."""
-        return self._handles
+        return self._means.handles
 
     @property
     def form(self) -> str:
@@ -322,7 +320,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         if stored is None:
             raise NoSuchTensorError(f"no object {quoted(name)}", parameter=name)
         try:
-            return shown_object(self._handles, stored)
+            return shown_object(self._means.handles, stored)
         except NotPlain as error:
             raise CheckpointError(
                 f"{stored.path}: the object {quoted(name)} cannot be shown: {error}",
@@ -371,7 +369,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
             RetryableError: a file was modified or removed: tensors may be of two versions.
         """
         chosen = self.contents.plan.checkpoint.files.values() if paths is None else paths
-        self._handles.check_unchanged(sorted(set(chosen)))
+        self._means.handles.check_unchanged(sorted(set(chosen)))
 
     def close(self) -> None:
         """Close the files; tensors cannot be read any more."""

@@ -67,7 +67,7 @@ def open(
         raise UsageError("names= of a trainer's checkpoint need form=", hint="add form='huggingface', 'ranks' or 'dcp'")
     target = Target(os.curdir, strategy=strategy, shards=shards, form=form)
     request = reading_request(Conversion(read, target, edits, effort), report, rank)
-    return OpenedCheckpoint(request, FileHandles(), report, errors_in_python)
+    return OpenedCheckpoint(request, Means(FileHandles(), report), errors_in_python)
 
 
 def reading_request(

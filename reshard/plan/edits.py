@@ -104,7 +104,7 @@ def _asked_rules(src: str, asked: Edits, to: Form | None, step: str, args: str |
     # Loaded only here: most conversions have no rules.
     from reshard.names import merged, parse_renames, read_config, tables_named
     from reshard.plan.casts import CastRule
-    from reshard.records.ledger import packing_of
+    from reshard.records.ledger import recorded_packing
 
     tables: tuple[NameRules, ...] = ()
     if names is not None and named:
@@ -134,7 +134,7 @@ def _asked_rules(src: str, asked: Edits, to: Form | None, step: str, args: str |
         renamed_one_by_one=exactly,
         quantisation=None if asked.dequantize is None else _quantisation(asked.dequantize, src, sizes),
         config_path=config,
-        source_packing=packing_of(src) if tables else None,
+        source_packing=recorded_packing(src) if tables else None,
         source_side=form.options.side,
         exclude=asked.exclude if tables else (),
     )

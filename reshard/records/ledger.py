@@ -320,7 +320,7 @@ class Ledger:
         for_each(discard, [os.path.join(self._root, kind, name) for name in names])
 
 
-def packing_of(src: str) -> Packing | None:
+def recorded_packing(src: str) -> Packing | None:
     """The packing that the conversion that wrote a checkpoint recorded.
 
     Args:
@@ -349,7 +349,7 @@ def recorded_strategy(src: str) -> RecordedStrategy | None:
     """The target strategy of the conversion that wrote all files of a rank tree.
 
     Args:
-        src: as for `packing_of`.
+        src: as for `recorded_packing`.
 
     Returns:
         None if it is unknown, missing or changed, or if other runs may have written some of the files: a file has no
@@ -384,7 +384,7 @@ def _all_recorded(directory: str, ledger: Ledger, files: Sequence[RankFile]) -> 
 
 
 def _conversion_of(src: str) -> tuple[str, Ledger] | None:
-    """The directory and the records of the conversion that wrote a checkpoint; see `packing_of`."""
+    """The directory and the records of the conversion that wrote a checkpoint; see `recorded_packing`."""
     directory = (fixed_directory(src) if RANK in src else src).rstrip("/")
     places = [os.path.dirname(directory) if is_regular_file(directory) else directory]
     # A rank's or an iteration's directory is a part of the conversion's; other directories in it are not.

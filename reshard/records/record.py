@@ -225,7 +225,7 @@ def differences(mine: Record, theirs: Record) -> list[str]:
     words += _both("the step", theirs.step, mine.step)
     words += _both("the format", theirs.format, mine.format)
     words += _both("the task", theirs.command, mine.command)
-    words += _both("the lost ranks of --lost-only", theirs.lost, mine.lost)
+    words = words or _both("the lost ranks of --lost-only", theirs.lost, mine.lost)
     words = words or [_CONTENTS[name] for name in contents]
     return words or _both("the names of the files", theirs.pattern, mine.pattern) or ["the number of files"]
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from reshard.asked import Effort
 from reshard.checkpoints import CheckpointIndex, FileHandles, unchecked
-from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint, tied_among
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.execute import Budget, Progress
 from reshard.execute.budget import reading_budget
-from reshard.execute.equal import check_equal, equal_of
+from reshard.execute.equal import check_equal
 from reshard.execute.reader import CHUNK_BYTES, BoxReader
 from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of, stage_shardings
 from reshard.forms.registry import counted_as
@@ -162,7 +162,7 @@ class SourceChecks:
     def _check_equal(self, plan: Plan, budget: Budget) -> None:
         """Compare tied tensors, of which one is written; a dry run compares only their first bytes."""
         in_part = plan.request.task.dry_run or plan.request.asked.in_part
-        equals = equal_of(plan.checkpoint, [*plan.sorted.resharded, *plan.sorted.copied])
+        equals = tied_among(plan.checkpoint, [*plan.sorted.resharded, *plan.sorted.copied])
         equals = [equal for equal in equals if not (equal.optional and in_part)]
         if equals:
             most = CHUNK_BYTES if plan.request.task.dry_run else None

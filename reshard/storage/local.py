@@ -27,6 +27,8 @@ from reshard import signals
 from reshard.errors import RetryableError
 from reshard.storage.registry import absolute
 from reshard.storage.store import (
+    LOCAL,
+    REMOTE,
     Costs,
     DirectoryEntry,
     FileStatus,
@@ -35,8 +37,6 @@ from reshard.storage.store import (
     OpenFile,
     Sending,
     Store,
-    costs_on,
-    file_system_of,
     status_or_none,
 )
 
@@ -57,6 +57,10 @@ _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.E
 _TIMES = 4
 # File systems that guarantee allocated space, and allocate it without writing.
 _ALLOCATING = frozenset(["ext4", "xfs", "tmpfs"])
+# Where a page fault is a memory access or a disk read and never a round trip.
+_LOCAL_FILE_SYSTEMS = frozenset(
+    ["ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "ramfs", "zfs", "f2fs", "overlay", "bcachefs", "jfs", "reiserfs"]
+)
 
 # Paths of unfinished files, each with the process that writes it: a forked child leaves its parent's files alone.
 _unfinished: set[tuple[int, str]] = set()
@@ -112,7 +116,7 @@ def _remove_unfinished() -> None:
 signals.at_end.append(_remove_unfinished)
 
 
-def fill(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes) -> None:
     """Write all bytes of a new file, and flush them to disk."""
     written_bytes = 0
     while written_bytes < len(data):
@@ -175,6 +179,29 @@ def sync_directory(path: str) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def _costs_on(path: str) -> Costs:
+    """The costs of requests to a local path; an unknown file system counts as remote."""
+    return LOCAL if file_system_of(path) in _LOCAL_FILE_SYSTEMS else REMOTE
+
+
+def file_system_of(path: str) -> str:
+    """The type of a path's file system, as the kernel names it; empty if unknown."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+            lines = mounts.read().splitlines()
+    except OSError:
+        return ""
+    real = os.path.realpath(path)
+    mount_point, kind = "", ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        point = before.split(" ")[4].replace("\\040", " ")
+        inside = point == "/" or real == point or real.startswith(point + "/")
+        if inside and len(point) >= len(mount_point):
+            mount_point, kind = point, after.split(" ")[0]
+    return kind
 
 
 class LocalFile:
@@ -315,9 +342,9 @@ class LocalStore(Store):
         try:
             device = os.stat(path).st_dev
         except OSError:
-            return costs_on(path)
+            return _costs_on(path)
         if device not in self._costs:
-            self._costs[device] = costs_on(path)
+            self._costs[device] = _costs_on(path)
         return self._costs[device]
 
     def new_file(self, path: str, size: int, sending: Sending | None = None) -> NewLocalFile:
@@ -327,7 +354,7 @@ class LocalStore(Store):
         """Write a small file atomically, in an existing directory."""
         fd, unnamed = create_temporary(os.path.dirname(path))
         try:
-            fill(fd, data)
+            write_all(fd, data)
             rename(unnamed, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -340,7 +367,7 @@ class LocalStore(Store):
         """Write a small file atomically, in an existing directory, unless it exists."""
         fd, unnamed = create_temporary(os.path.dirname(path))
         try:
-            fill(fd, data)
+            write_all(fd, data)
             os.link(unnamed, path)
         except FileExistsError:
             return False

@@ -23,11 +23,6 @@ from reshard.threads import thread_pool
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-# Where a page fault is a memory access or a disk read and never a round trip.
-_LOCAL_FILE_SYSTEMS = frozenset(
-    ["ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "ramfs", "zfs", "f2fs", "overlay", "bcachefs", "jfs", "reiserfs"]
-)
-
 
 class Costs(NamedTuple):
     """The costs of requests to a store.
@@ -66,29 +61,6 @@ def busy_cpus(jobs: int, *ends: Costs) -> int:
     Requests to other stores wait for them, and more of them can be in flight.
     """
     return jobs if any(each.remote for each in ends) else min(jobs, usable_cpus())
-
-
-def costs_on(path: str) -> Costs:
-    """The costs of requests to a local path; an unknown file system counts as remote."""
-    return LOCAL if file_system_of(path) in _LOCAL_FILE_SYSTEMS else REMOTE
-
-
-def file_system_of(path: str) -> str:
-    """The type of a path's file system, as the kernel names it; empty if unknown."""
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
-            lines = mounts.read().splitlines()
-    except OSError:
-        return ""
-    real = os.path.realpath(path)
-    mount_point, kind = "", ""
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        point = before.split(" ")[4].replace("\\040", " ")
-        inside = point == "/" or real == point or real.startswith(point + "/")
-        if inside and len(point) >= len(mount_point):
-            mount_point, kind = point, after.split(" ")[0]
-    return kind
 
 
 OWN = ".reshard"

@@ -16,7 +16,7 @@ from reshard.execute import budget as execution
 from reshard.forms.request import Means
 from reshard.plan.pieces import GroupLimits
 from reshard.plan.planner import make_plan
-from reshard.storage import store as storage_module
+from reshard.storage import local as storage_module
 from reshard.text.messages import Report
 from tests.asking import request_between
 from tests.layouts import examples, holders, json_is_ambiguous, layouts, strategies, tensors

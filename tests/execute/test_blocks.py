@@ -25,7 +25,8 @@ from reshard.execute.runs import Places, runs_of_box
 from reshard.layout import Box, boxes_of_range, intersection
 from reshard.layout.views import ZEROS, View
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
-from reshard.storage.store import LOCAL, REMOTE, Costs, file_system_of
+from reshard.storage.local import file_system_of
+from reshard.storage.store import LOCAL, REMOTE, Costs
 from tests.layouts import examples
 
 READERS = pytest.mark.parametrize(("costs", "mapped"), list(itertools.product([LOCAL, REMOTE], [False, True])))

@@ -83,7 +83,7 @@ def loaded(files: Mapping[str, Path], tensors: Tensors) -> dict[object, object]:
     Raises:
         Exception: an index names something that is not there.
     """
-    found: dict[object, object] = {}
+    found: dict[object, Any] = {}
     remaining = dict(files)
     for name, path in files.items():
         if path.name in ("model.safetensors.index.json", "param_name_map.json"):
@@ -111,8 +111,19 @@ def loaded(files: Mapping[str, Path], tensors: Tensors) -> dict[object, object]:
             found[name] = json.loads(path.read_text())
         elif path.suffix == ".pt":
             found[name] = _archived(path.read_bytes())
+        elif path.suffix in (".ckpt", ".safetensors"):
+            metadata, entries = tensors(path)
+            chunks = metadata.pop("DCP_SHARDING_INFO", {}) if isinstance(metadata, dict) else {}
+            others = dict(entries)
+            # torch reads every file and places its chunks by what the file records: the number of the file is a name,
+            # and a chunk without elements of a tensor that has some fills nothing.
+            for tensor, place in chunks.items():
+                chunk: Any = others.pop(tensor)
+                if 0 not in chunk[1] or 0 in place["global_shape"]:
+                    found.setdefault((tensor, json.dumps(place, sort_keys=True)), []).append(chunk)
+            found[name] = metadata, others
         else:
-            found[name] = tensors(path) if path.suffix in (".ckpt", ".safetensors") else path.read_bytes()
+            found[name] = path.read_bytes()
     return found
 
 

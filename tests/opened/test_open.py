@@ -186,7 +186,7 @@ def test_an_index_reads_its_bytes_and_small_gaps_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if stored == "remote":
-        monkeypatch.setattr("reshard.storage.store.file_system_of", lambda path: "nfs4")
+        monkeypatch.setattr("reshard.storage.local.file_system_of", lambda path: "nfs4")
     source, strategy, array = wide
     with open_checkpoint(source, src_strategy=strategy) as opened:
         tensor = opened["w"]

@@ -45,7 +45,7 @@ def slowed(milliseconds: float, file_system: str, *words: Argument) -> str:
 def test_unknown_file_systems_count_as_remote(
     file_system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reshard.storage.store.file_system_of", lambda path: file_system)
+    monkeypatch.setattr("reshard.storage.local.file_system_of", lambda path: file_system)
     expected = LOCAL if file_system in ("ext4", "tmpfs") else REMOTE
     store = LocalStore()
     assert store.costs(str(tmp_path)) == store.costs(str(tmp_path / "nothing" / "here")) == expected

@@ -180,16 +180,15 @@ def read_checkpoint2(request: Request, means: Means) -> Checkpoint2:
 
 def _read_iteration(iteration: Iteration, request: Request, means: Means) -> Checkpoint2:
     """Read an iteration, complete or not; the errors as in `read_checkpoint2`."""
-    handles, report = means.handles, means.report
     metadata = read_metadata(iteration.path)
     metadata_files = None if metadata is None else metadata.files
-    files = IterationFiles(iteration.path, metadata_files, handles, report, request.damaged)
-    laid_out = None if metadata is None else LaidOutContents(metadata, files, handles, report)
+    files = IterationFiles(iteration.path, metadata_files, means, request.damaged)
+    laid_out = None if metadata is None else LaidOutContents(metadata, files, means)
     contents = whole_contents(files) if laid_out is None else laid_out.read()
     common = read_common(iteration.path)
     adapter = os.path.join(iteration.path, ADAPTER)
     if exists(adapter):
-        report.note(
+        means.report.note(
             f"{adapter} binds these LoRA parameters to the files of their base model by a fingerprint; it belongs to "
             "this form only and is not carried over"
         )

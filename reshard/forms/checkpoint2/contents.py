@@ -37,9 +37,10 @@ from reshard.forms.checkpoint2.placing import (
     ranks_of_files,
 )
 from reshard.forms.recorded import tensor_fault
+from reshard.forms.request import Means
 from reshard.layout import Grid
 from reshard.storage import read_range, reading
-from reshard.text.messages import Report, as_pattern, listing, plural, some_names
+from reshard.text.messages import as_pattern, listing, plural, some_names
 from reshard.text.names import ACCUMULATED_GRADIENTS, is_value, is_weight, state_prefix
 from reshard.threads import cached_property
 
@@ -113,11 +114,10 @@ def whole_contents(files: IterationFiles) -> IterationContents:
 class LaidOutContents:
     """Reads the contents of the files by metadata."""
 
-    def __init__(self, metadata: Metadata, files: IterationFiles, handles: FileHandles, report: Report) -> None:
+    def __init__(self, metadata: Metadata, files: IterationFiles, means: Means) -> None:
         self._metadata = metadata
         self._files = files
-        self._handles = handles
-        self._report = report
+        self._means = means
         self._placer = Placer(metadata, files)
         self._elsewhere = Elsewhere(metadata, files, self._placer)
         self._contents = IterationContents()
@@ -217,7 +217,7 @@ class LaidOutContents:
                 placement, _ = self._replaced(name, placement, tensor)
             self._remark(Remark.STATE, name)
         else:
-            why = doubt_of(name, holders, self._files, self._elsewhere.rank_of, self._stages, self._handles)
+            why = doubt_of(name, holders, self._files, self._elsewhere.rank_of, self._stages, self._means.handles)
             if why is not None:
                 self._contents.unplaced[name] = why
                 return
@@ -246,15 +246,15 @@ class LaidOutContents:
         self._remarks.setdefault(remark, []).append(name)
 
     def _report_remarks(self) -> None:
-        path = self._metadata.path
+        path, report = self._metadata.path, self._means.report
         for remark, names in self._remarks.items():
             text = f"{path}: {remark.value} ({plural(len(names), 'parameter')}): " + listing(names)
-            (self._report.note if remark is Remark.WITHOUT_DATA else self._report.warn)(text)
+            (report.note if remark is Remark.WITHOUT_DATA else report.warn)(text)
         by_reason: dict[str, list[str]] = {}
         for name, why in self._contents.unplaced.items():
             by_reason.setdefault(why, []).append(name)
         for why, names in by_reason.items():
-            self._report.warn(
+            report.warn(
                 f"{path}: not listed, so its layout is unknown, and {why}; skipped "
                 f"({plural(len(names), 'parameter')}): " + listing(names)
             )

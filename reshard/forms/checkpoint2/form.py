@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError
-from reshard.forms.form import Cut, Form, FormOptions, Layouts, SavedStep
+from reshard.forms.form import Form, FormOptions, Layouts, RecordedCut, SavedStep
 from reshard.forms.request import Means, Request
 from reshard.forms.tracker import TRACKER, Iteration, IterationNames, read_tracker, saved_steps
 from reshard.storage import (
@@ -45,7 +45,7 @@ class Checkpoint2Form(Form):
 
         return read_checkpoint2(request, means)
 
-    def cut(self, checkpoint: Checkpoint) -> Cut:
+    def cut(self, checkpoint: Checkpoint) -> RecordedCut:
         return cast("Checkpoint2", checkpoint)
 
     def target(self, checkpoint: Checkpoint, request: Request, means: Means) -> TargetForm:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from reshard.checkpoints.checkpoint import FileSharding
-from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.dtypes import INT4, ITEM_SIZES, SAFETENSORS_NAMES
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
@@ -22,6 +21,7 @@ from reshard.errors import CheckpointError, DamagedCheckpointError, LayoutError
 from reshard.forms.checkpoint2.form import METADATA, file_order, parse_file_name
 from reshard.forms.checkpoint2.metadata import LayoutRecord, Metadata, SliceRecords, TensorRecord
 from reshard.forms.recorded import tensor_fault
+from reshard.forms.request import Means
 from reshard.layout import Grid, Layout, shape_of, volume_of
 from reshard.storage import leads_to, reading, store_of
 from reshard.text.messages import Report, as_pattern, plural, quoted, some_names, some_numbers
@@ -36,8 +36,7 @@ class IterationFiles:
     Args:
         directory: of the iteration.
         metadata_files: names of the files in metadata.json; None without it.
-        handles: open files.
-        report: gets notes on skipped files.
+        means: open files; the report gets notes on skipped files.
         damaged: per path of a file that counts as absent, the reason.
 
     Attributes:
@@ -52,15 +51,14 @@ class IterationFiles:
         self,
         directory: str,
         metadata_files: Sequence[str] | None,
-        handles: FileHandles,
-        report: Report,
+        means: Means,
         damaged: Mapping[str, str],
     ) -> None:
         existing = _tensor_files(directory)
         chosen = (
             _of_single_rank(directory, existing)
             if metadata_files is None
-            else _of_same_save(directory, metadata_files, existing, report)
+            else _of_same_save(directory, metadata_files, existing, means.report)
         )
         self.names = sorted(chosen, key=file_order)
         self.numbers = {name: number for number, name in enumerate(self.names)}
@@ -75,7 +73,7 @@ class IterationFiles:
             else:
                 self.absent[name] = f"{path}: does not exist"
         self.indexes: dict[int, CheckpointIndex] = {}
-        for number, header in read_headers(handles, paths, "file"):
+        for number, header in read_headers(means.handles, paths, "file"):
             if isinstance(header, DamagedCheckpointError):
                 self.absent[self.names[number]] = header.message
             else:
@@ -83,7 +81,9 @@ class IterationFiles:
         self.paths = {number: paths[number] for number in self.indexes}
         if self.absent:
             missing = [why for _, why in sorted(self.absent.items())]
-            report.warn(f"{plural(len(missing), 'file')} of {directory} cannot be read: " + some_names(missing, 3))
+            means.report.warn(
+                f"{plural(len(missing), 'file')} of {directory} cannot be read: " + some_names(missing, 3)
+            )
 
 
 def _tensor_files(directory: str) -> set[str]:

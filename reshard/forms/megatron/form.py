@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from reshard.asked import Source
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.forms.form import Form, FormOptions, Layouts, Names, SavedStep, Side, Training
+from reshard.forms.form import Form, FormOptions, Layouts, Names, RecordedTraining, SavedStep, Side
 from reshard.forms.megatron.iterations import choose, is_iteration, iterations, kind_of_iteration
 from reshard.forms.megatron.keys import LEGACY, MEGATRON, PLAIN, RANK_DIRECTORY
 from reshard.forms.pytorch.form import (
@@ -73,7 +73,7 @@ class MegatronForm(ChunkedForm):
         return self if legacy else DcpForm()
 
     @property
-    def training(self) -> Training:
+    def training(self) -> RecordedTraining:
         from reshard.forms.megatron.origin import MegatronTraining
 
         return MegatronTraining()

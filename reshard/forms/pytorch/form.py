@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import ARCHIVES
-from reshard.forms.form import Cut, Form, FormOptions, Layouts, Names, SavedStep, Side, check_latest
+from reshard.forms.form import Form, FormOptions, Layouts, Names, RecordedCut, SavedStep, Side, check_latest
 from reshard.forms.pytorch.chunk_headers import INFO, VERSION_KEY
 from reshard.forms.request import Means, Request
 from reshard.forms.tracker import Iteration, IterationNames, saved_steps
@@ -63,7 +63,7 @@ def iterations(directory: str, names: Sequence[str]) -> list[Iteration]:
 class ChunkedForm(Form):
     """The common part of forms whose checkpoints are `ChunkedCheckpoint`."""
 
-    def cut(self, checkpoint: Checkpoint) -> Cut:
+    def cut(self, checkpoint: Checkpoint) -> RecordedCut:
         return cast("ChunkedCheckpoint", checkpoint)
 
 

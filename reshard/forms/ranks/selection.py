@@ -19,6 +19,7 @@ files of the step.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -183,21 +184,16 @@ class StepSelector:
     """Finds the step that a request reads."""
 
     def __init__(self, request: Request, means: Means) -> None:
-        self._edit = request.edit
-        # Rows of everything are cut over shards, whatever the source holds.
-        everything = request.target.is_placeholder
+        if request.target.is_placeholder:
+            # Rows of everything are cut over shards, whatever the source holds.
+            request = request._replace(target=Strategy.none(), asked=replace(request.asked, files=None))
+        self._request, self._means = request, means
         # The error of edits on an incomplete step.
         self._unfit: InputError | None = None
-        self._source = request.source
-        self._target = Strategy.none() if everything else request.target
-        self._ranks = None if everything else request.target_ranks
-        self._filters = request.filters
-        self._handles = means.handles
-        self._report = means.report
         self._scopes = [Scope.EVERYTHING]
-        if not self._target.is_none:
+        if not request.target.is_none:
             self._scopes.append(Scope.TARGET)
-        if self._ranks is not None:
+        if request.target_ranks is not None:
             self._scopes.append(Scope.REQUESTED)
 
     def select(self, candidates: Iterable[StepFiles], steps: Sequence[Step | None] = ()) -> RankCheckpoint:
@@ -217,7 +213,7 @@ class StepSelector:
                 candidate = next(remaining, None)
                 if candidate is None:
                     break
-                checkpoint = self._read(RankCheckpoint(candidate, self._handles, self._report))
+                checkpoint = self._read(RankCheckpoint(candidate, self._means.handles, self._means.report))
             except InputError as error:
                 # Raised only if no newer step is complete in a narrower scope.
                 refused = error
@@ -248,9 +244,9 @@ class StepSelector:
         for older in skipped[1:]:
             lines += [f"{older.label}: " + line for line in older.lines(3)]
         hints = [cure(newest.lost)]
-        if hints[0] is not None and self._ranks is not None:
+        if hints[0] is not None and self._request.target_ranks is not None:
             hints.append("`reshard rank-list` prints the ranks that a target rank needs")
-        if self._unfit is not None and self._ranks is not None:
+        if self._unfit is not None and self._request.target_ranks is not None:
             reason = self._unfit.message.splitlines()[0].rstrip(":")
             hints.append(f"the new names need one file of every pipeline stage; with these files alone: {reason}")
         if len(steps) > len(skipped):
@@ -280,10 +276,10 @@ class StepSelector:
         return gaps
 
     def _edited(self, checkpoint: RankCheckpoint) -> EditedStep:
-        if self._edit is not None:
-            return self._edit(checkpoint)
+        if self._request.edit is not None:
+            return self._request.edit(checkpoint)
         unseen = checkpoint.laid_out - checkpoint.tensors.keys()
-        return EditedStep(checkpoint.tensors, self._target, {name: name for name in unseen})
+        return EditedStep(checkpoint.tensors, self._request.target, {name: name for name in unseen})
 
     def _gaps_in(self, step: RankCheckpoint, scope: Scope, edited: EditedStep | None = None) -> Incomplete | None:
         """The missing parts of a step in a scope, None if there are none; narrower scopes are of the edited step."""
@@ -292,38 +288,41 @@ class StepSelector:
             lost = list(self._lost_to_requested(step, edited))
         else:
             lost = lost_slices((item for item in step.tensors.values() if needed is None or item.name in needed), step)
-        unread = unread_parameters(self._source, step)
+        unread = unread_parameters(self._request.source, step)
         lost += [item for item in unread if needed is None or item.parameter in needed]
         stages = self._empty_stages(step, needed, scope)
         if not stages and not lost and not self._lacks_files(step, scope):
             return None
         causes = list(step.damaged.values())
         causes += [f"{index.path}: holds nothing" for index in step.indexes.values() if not index.tensors]
-        absent = sorted(set(range(self._source.device_count)) - set(step.files))
+        source = self._request.source
+        absent = sorted(set(range(source.device_count)) - set(step.files))
         if absent:
-            total = f"{self._source.device_count} {'rank directories' if self._source.is_as_cut else 'in the strategy'}"
+            total = f"{source.device_count} {'rank directories' if source.is_as_cut else 'in the strategy'}"
             causes.append(f"no file of {rank_ranges(absent)} ({total})")
         return Incomplete(step.label, step.place, [*causes, *stages], lost)
 
     def _lacks_files(self, step: RankCheckpoint, scope: Scope) -> bool:
         """Whether a rank whose file is only copied has none, or one without tensors."""
-        ranks = self._ranks if scope is Scope.REQUESTED else None
-        copied = range(self._source.device_count) if ranks is None else ranks
-        return self._source.is_as_cut and any(r not in step.indexes or not step.indexes[r].tensors for r in copied)
+        source, indexes = self._request.source, step.indexes
+        ranks = self._request.target_ranks if scope is Scope.REQUESTED else None
+        copied = range(source.device_count) if ranks is None else ranks
+        return source.is_as_cut and any(rank not in indexes or not indexes[rank].tensors for rank in copied)
 
     def _needed_names(self, scope: Scope, edited: EditedStep) -> set[str] | None:
         """The source parameters of a scope; None for all."""
-        if self._source.is_none:
+        if self._request.source.is_none:
             return None
         if edited.target.is_none:
-            return set(self._source.parameters)
+            return set(self._request.source.parameters)
         stages = edited.target.stages if scope is Scope.TARGET else self._stages_of(edited.target)
         names = set().union(*(stage.layouts for stage in stages))
         sources = {source.name for name in names & edited.tensors.keys() for source in edited.tensors[name].sources}
         return sources.union(name for name, new in edited.unseen.items() if new is None or new in names)
 
     def _empty_stages(self, step: RankCheckpoint, needed: set[str] | None, scope: Scope) -> list[str]:
-        stages = [stage for stage in self._source.stages if stage.layouts or self._source.is_none]
+        source = self._request.source
+        stages = [stage for stage in source.stages if stage.layouts or source.is_none]
         empty = {stage.number: line for stage in stages for line in self._nothing_of(stage, step, scope)}
         lines = []
         for stage in stages:
@@ -337,7 +336,7 @@ class StepSelector:
                 lines.append(empty[stage.number])
         if not lines and step.laid_out and not step.tensors:
             count = plural(len(step.laid_out), "parameter")
-            lines.append(f"none of the {count} of {self._source.path} is in the files: they are of different models")
+            lines.append(f"none of the {count} of {source.path} is in the files: they are of different models")
         return lines or ([] if step.indexes else ["no file is readable"])
 
     def _nothing_of(self, stage: Stage, step: RankCheckpoint, scope: Scope) -> Iterator[str]:
@@ -357,30 +356,30 @@ class StepSelector:
             yield f"the files of {where} hold none of its parameters, and ranks are absent"
 
     def _only_in(self, name: str, stages: Collection[int]) -> bool:
-        return all(stage.number in stages for stage in self._source.stages if name in stage.layouts)
+        return all(stage.number in stages for stage in self._request.source.stages if name in stage.layouts)
 
     def _read(self, step: RankCheckpoint) -> RankCheckpoint:
-        laid_out = listed_by_source(self._source, step)
-        required = laid_out
-        if self._edit is None:
-            stages = self._stages_of(self._target)
-            everything = self._target.is_none
+        request = self._request
+        required = laid_out = listed_by_source(request.source, step)
+        if request.edit is None:
+            stages = self._stages_of(request.target)
+            everything = request.target.is_none
             required = {
                 name
                 for name in laid_out
-                if self._filters.admit(name) and (everything or any(name in stage.layouts for stage in stages))
+                if request.filters.admit(name) and (everything or any(name in stage.layouts for stage in stages))
             }
-        step.tensors = read_parameters(self._source, step, laid_out, required)
+        step.tensors = read_parameters(request.source, step, laid_out, required)
         step.laid_out = frozenset(laid_out)
         # An empty file may mean that nothing was saved.
-        partial = any(map(step.absent, self._source.stages)) or not all(i.tensors for i in step.indexes.values())
+        partial = any(map(step.absent, request.source.stages)) or not all(i.tensors for i in step.indexes.values())
         step.unseen = frozenset(laid_out.difference(step.tensors) if partial else ())
         return step
 
     def _stages_of(self, target: Strategy) -> list[Stage]:
-        if self._ranks is None:
+        if self._request.target_ranks is None:
             return list(target.stages)
-        stages = {target.stage_of(rank).number: target.stage_of(rank) for rank in self._ranks}
+        stages = {target.stage_of(rank).number: target.stage_of(rank) for rank in self._request.target_ranks}
         return list(stages.values())
 
     def _lost_to_requested(self, checkpoint: RankCheckpoint, edited: EditedStep) -> Iterator[LostParameter]:
@@ -405,7 +404,7 @@ class StepSelector:
     ) -> Iterator[tuple[str, frozenset[int]]]:
         """Per missing slice that the requested targets need: parameter, and the ranks that should hold it."""
         present = [step.present(source) for source in tensor.sources]
-        for rank in self._ranks or ():
+        for rank in self._request.target_ranks or ():
             section = sections[target.stage_of(rank).number]
             if tensor.name not in section.layouts:
                 continue
@@ -430,30 +429,32 @@ class StepSelector:
         steps: Sequence[Step | None],
     ) -> None:
         """Report a choice: the scope in which the step is complete, its gaps among everything, and skipped steps."""
+        request, report = self._request, self._means.report
         for newer in skipped:
-            self._report.warn(f"{newer.label} is not complete and is skipped: " + joined("; ", newer.lines(3)))
+            report.warn(f"{newer.label} is not complete and is skipped: " + joined("; ", newer.lines(3)))
         for note in step.step_files.notes:
-            self._report.warn(note)
-        absent = sorted(set(range(self._source.device_count)) - step.readable)
+            report.warn(note)
+        absent = sorted(set(range(request.source.device_count)) - step.readable)
         if scope is Scope.TARGET and gaps is not None:
-            self._report.warn(
+            report.warn(
                 f"{step.label} is not complete, but the target strategy does not need the rest: "
                 + joined("; ", gaps.lines(3))
             )
         elif scope is Scope.REQUESTED:
-            self._report.note(
+            report.note(
                 f"{step.label} has no file of {rank_ranges(absent)} here; the requested target ranks need none of it, "
                 "and values outside the strategies come from the existing files"
             )
         elif absent:
             replicas = f"replicas on {rank_ranges(step.readable)} are used"
-            self._report.note(f"{step.label} is read without {rank_ranges(absent)}; {replicas}")
+            report.note(f"{step.label} is read without {rank_ranges(absent)}; {replicas}")
         elif skipped:
-            self._report.note(f"{step.label} is used")
+            report.note(f"{step.label} is used")
         # Other runs write the other ranks, and could choose another step.
-        some_ranks = self._ranks is not None and len(set(self._ranks)) < self._target.device_count
+        ranks = request.target_ranks
+        some_ranks = ranks is not None and len(set(ranks)) < request.target.device_count
         if some_ranks and len(steps) > 1 and step.step is not None:
-            self._report.warn(
+            report.warn(
                 f"{step.place} holds {plural(len(steps), 'step')}, and {step.label} is used; give every rank "
                 f"--step {step.step}, so that all of them use the same step, even if newer ones are saved"
             )
@@ -462,15 +463,14 @@ class StepSelector:
 
     def _report_unsaved(self, step: RankCheckpoint) -> None:
         """Name parameters in no file that an absent rank may have saved."""
-        strategy_names = frozenset(self._source.parameters)
-        for stage in self._source.stages:
+        strategy_names = frozenset(self._request.source.parameters)
+        for stage in self._request.source.stages:
             away = step.absent(stage)
             unseen = sorted(name for name in stage.layouts if name not in step.tensors)
             if away and unseen:
                 # A warning only for weights: strategies often list other parameters that are never saved.
-                log = (
-                    self._report.warn if any(is_weight(name, strategy_names) for name in unseen) else self._report.note
-                )
+                is_alarming = any(is_weight(name, strategy_names) for name in unseen)
+                log = self._means.report.warn if is_alarming else self._means.report.note
                 log(
                     f"{plural(len(unseen), 'parameter')} of stage {stage.number} in no file of {step.label} count as "
                     "not saved: " + listing(unseen, 3) + f"; if only {rank_ranges(away)} saved them (a de-duplicated "
