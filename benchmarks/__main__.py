@@ -36,7 +36,7 @@ from benchmarks import (
     start_up,
     throughput,
 )
-from reshard.storage.store import file_system_of
+from reshard.storage.local import file_system_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"

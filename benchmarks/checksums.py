@@ -20,7 +20,7 @@ from benchmarks.measure import (
 from benchmarks.on_disk import BUILD
 from benchmarks.synthetic import Model
 from benchmarks.throughput import COLUMNS_CUT, COLUMNS_JOINED, COLUMNS_TO_FULL, SHARDS, Claim, prepare
-from reshard.storage.store import file_system_of
+from reshard.storage.local import file_system_of
 
 PAIRS = 8
 MODEL = Model(layers=8, matrices=8, rows=2304, columns=2304)

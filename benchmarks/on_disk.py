@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.measure import COMPARED, Run, Section, directory_in, pairs, remove, reshard, run
 from benchmarks.synthetic import Model, wrong_slices
 from benchmarks.throughput import COLUMNS_CUT, SHARDS, prepare
-from reshard.storage.store import file_system_of
+from reshard.storage.local import file_system_of
 
 MODEL = Model(layers=8, matrices=8, rows=2304, columns=2304)
 PAIRS = 2

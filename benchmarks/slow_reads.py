@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from reshard.cli.main import main
-from reshard.storage import store as storage
+from reshard.storage import local
 
 
 def delayed(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
@@ -48,6 +48,6 @@ if __name__ == "__main__":
         for name in ("pread", "preadv"):
             setattr(os, name, delayed(getattr(os, name), wait))
         os.open = opening(wait)
-    storage.file_system_of = lambda path: file_system
+    local.file_system_of = lambda path: file_system
     sys.argv = ["reshard", *words]
     main()
