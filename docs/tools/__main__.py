@@ -1,4 +1,4 @@
-"""Write the command reference, manual page, pictures and outputs of examples anew: `python -m docs.tools [PAGE...]`."""
+"""Write the generated pages, pictures and outputs of examples anew: `python -m docs.tools [PAGE...]`."""
 
 from __future__ import annotations
 
