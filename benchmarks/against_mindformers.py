@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.against_mindspore import CONTEST, MODEL, OUR_RUNS, contest
+from benchmarks.against_mindspore import MODEL, OUR_RUNS, contest
 from benchmarks.measure import Section, memory_backed, remove, reshard, run
 from benchmarks.synthetic import Scheme, write_checkpoint, write_strategy, wrong_slices
 from benchmarks.synthetic_forms import write_checkpoint2, wrong_in_full_weights
@@ -20,17 +20,15 @@ WITH_JOB = ["sh", "-c", 'job=$1; shift; exec "$@" <"$job" >/dev/null 2>&1', "sh"
 
 def measure() -> Section:
     """Measure the libraries' own conversions, or report that they were skipped."""
-    section = Section("Forms against MindSpore and MindFormers")
+    section = Section("How much faster than MindFormers?")
     python, wheel = ENVIRONMENT / "bin" / "python", ENVIRONMENT / "mindformers" / MINDFORMERS
     if not wheel.is_dir():
         section.say("Skipped: there is no environment with MindFormers; `make conformance` makes one.")
         return section
     section.say(
-        f"MindSpore 2.10.0 and MindFormers {MINDFORMERS} on the same input, {MODEL.nbytes / 1e9:.1f} GB, once; "
-        f"reshard's time is the median of {OUR_RUNS}. Each in a process of its own, so their start-up counts (given "
-        "beside). MindFormers gathers a Checkpoint 2.0 on one device with its `load_checkpoint`; MindSpore saves it."
+        f"MindSpore 2.10.0 and MindFormers {MINDFORMERS}, {MODEL.nbytes / 1e9:.1f} GB, once, start-up "
+        f"included; reshard the median of {OUR_RUNS}."
     )
-    section.table("kind", *CONTEST)
     with memory_backed() as place:
         start_up = run([python, "-c", "import mindspore"]).seconds
         target, job = place / "made", place / "job.json"
@@ -40,7 +38,7 @@ def measure() -> Section:
             module = ["-m", f"tests.conformance.workers.{worker[0]}", *worker[1:]]
             logs = ["env", f"LOG_MF_PATH={place}", f"LOCAL_DEFAULT_PATH={place}"]
             command = [*WITH_JOB, job, *logs, python, *module]
-            section.row(kind, *contest(ours, target, command, start_up))
+            section.row({"kind": kind, **contest(ours, target, command, start_up)})
 
         write_checkpoint(place / "src", MODEL, OLD, "safetensors")
         write_strategy(place / "old", MODEL, OLD)
@@ -73,7 +71,3 @@ def measure() -> Section:
         assert wrong_in_full_weights(target, MODEL) == 0
         assert (theirs / "all.safetensors").stat().st_size >= MODEL.nbytes
     return section
-
-
-if __name__ == "__main__":
-    measure()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.measure import MIB, Run, Section, memory_backed, remove, reshard, run
+from benchmarks.measure import Cell, Run, Section, memory_backed, mib, remove, reshard, run
 from benchmarks.synthetic import Model, Scheme, wrong_slices
 from benchmarks.throughput import Claim, prepare
 
@@ -17,7 +17,6 @@ MODEL = Model(layers=6, matrices=8, rows=2304, columns=2304)
 CLAIM = Claim("8 ranks to 4", 0.1, Scheme(model=8), Scheme(model=4))
 RANK = 3
 OUR_RUNS = 3
-CONTEST = ("times faster", "reshard", "other", "its start-up", "memory", "other's memory")
 
 TRANSFORM = """
 import sys, mindspore
@@ -48,7 +47,7 @@ def mindspore_python() -> str | None:
 
 def measure() -> Section:
     """Measure the three kinds that MindSpore supports, or report that they were skipped."""
-    section = Section("Against MindSpore")
+    section = Section("How much faster than MindSpore?")
     python = mindspore_python()
     if python is None:
         section.say("Skipped: no Python with MindSpore was found; `make conformance` makes one.")
@@ -56,11 +55,9 @@ def measure() -> Section:
     process = [python, "-c", "import mindspore; print(mindspore.__version__)"]
     version = subprocess.run(process, capture_output=True, text=True).stdout.split()[-1]
     section.say(
-        f"MindSpore {version} on the same input, {MODEL.nbytes / 1e9:.1f} GB, once; reshard's time is the median of "
-        f"{OUR_RUNS}. Each in a process of its own, so MindSpore's start-up counts, as it does for users (given "
-        "beside). The aim is a factor of ten."
+        f"MindSpore {version}, {MODEL.nbytes / 1e9:.1f} GB, once, its start-up included; reshard the median "
+        f"of {OUR_RUNS}. The aim is a factor of ten."
     )
-    section.table("kind", *CONTEST)
     with memory_backed() as place:
         options = prepare(place, MODEL, CLAIM)
         old = place / "old" / "ckpt_strategy_rank_0.ckpt"
@@ -69,7 +66,7 @@ def measure() -> Section:
         start_up = run([python, "-c", "import mindspore"]).seconds
 
         def row(kind: str, ours: list[object], script: str, *arguments: object) -> None:
-            section.row(kind, *contest(ours, target, [python, "-c", script, *arguments], start_up))
+            section.row({"kind": kind, **contest(ours, target, [python, "-c", script, *arguments], start_up)})
             remove(theirs)
 
         row(f"{CLAIM.name}", reshard("transform-dir", src, target, *options), TRANSFORM, src, theirs, old, new)
@@ -83,8 +80,8 @@ def measure() -> Section:
     return section
 
 
-def contest(ours: list[object], target: Path, theirs: list[object], start_up: float) -> tuple[str, ...]:
-    """Measure theirs once and ours several times, as cells of a table with `CONTEST` columns.
+def contest(ours: list[object], target: Path, theirs: list[object], start_up: float) -> dict[str, Cell]:
+    """Measure theirs once and ours several times, as a part of a row.
 
     Args:
         ours: our command, which writes `made`.
@@ -98,14 +95,14 @@ def contest(ours: list[object], target: Path, theirs: list[object], start_up: fl
         remove(target)
         mine.append(run(ours))
     seconds = statistics.median(one.seconds for one in mine)
-    return (
-        f"{other.seconds / seconds:.0f}",
-        f"{seconds:.2f} s",
-        f"{other.seconds:.1f} s",
-        f"{start_up:.1f} s",
-        f"{max(one.anonymous for one in mine) / MIB:.0f} MiB",
-        f"{other.anonymous / MIB:.0f} MiB",
-    )
+    return {
+        "times faster": round(other.seconds / seconds),
+        "reshard, s": round(seconds, 2),
+        "other, s": round(other.seconds, 1),
+        "its start-up, s": round(start_up, 1),
+        "memory, MiB": mib(max(one.anonymous for one in mine)),
+        "other's memory, MiB": mib(other.anonymous),
+    }
 
 
 def quietly(command: list[object]) -> Run:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.measure import (
-    COMPARED,
     Compared,
     Run,
     Section,
@@ -51,21 +50,14 @@ def cost(place: Path, kind: Kind) -> Compared:
 
 def measure() -> Section:
     """Measure in memory and on a disk."""
-    section = Section("Checksums")
+    section = Section("What do checksums cost?")
     BUILD.mkdir(exist_ok=True)
-    section.say(
-        f"{MODEL.nbytes / 1e9:.1f} GB, `--checksum crc32` (reshard) against `--checksum none` (other), {PAIRS} "
-        "alternating pairs after one that warms up."
-    )
-    section.table("files on", "kind", *COMPARED)
+    section.say(f"{MODEL.nbytes / 1e9:.1f} GB, `--checksum crc32` against `none`, {PAIRS} pairs.")
     for kind in KINDS:
         with memory_backed() as place:
             name = f"by-rank: {kind.claim.name}" if kind.by_rank else kind.claim.name
-            section.row("memory", name, *cost(place, kind).cells())
+            section.row({"kind": name, **cost(place, kind).row("crc32", "none")})
     with directory_in(str(BUILD)) as place:
-        section.row(file_system_of(str(BUILD)) or "disk", SHARDS.name, *cost(place, Kind(SHARDS)).cells())
+        name = f"{SHARDS.name}, on {file_system_of(str(BUILD)) or 'a disk'}"
+        section.row({"kind": name, **cost(place, Kind(SHARDS)).row("crc32", "none")})
     return section
-
-
-if __name__ == "__main__":
-    measure()

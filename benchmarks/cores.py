@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-from benchmarks.measure import COMPARED, Run, Section, memory_backed, remove, reshard, reshard_as_if, run
+from benchmarks.measure import Cell, Run, Section, memory_backed, remove, reshard, reshard_as_if, run
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy, wrong_slices
 from benchmarks.throughput import Claim, by_rank
 
@@ -54,31 +54,30 @@ def measure(gigabytes: float = GIGABYTES, names: list[str] | None = None) -> Sec
     model = Model(layers=max(1, round(gigabytes * 1e9 / (4 * SIDE * SIDE))), matrices=1, rows=SIDE, columns=SIDE)
     cores = len(os.sched_getaffinity(0))
     jobs = sorted({1, FEW, 4, 8, MANY, cores})
-    section = Section("Many cores")
+    section = Section("Do more jobs cost more?")
     section.say(
-        f"`convert` of {model.nbytes / 1e9:.1f} GB in matrices of {SIDE} x {SIDE}, by `--jobs`, on {cores} cores. "
-        f"GB/s written, best of {TURNS} runs in turns; *cp* copies all target files at once. Below: the least user "
-        f"time of all processes, in seconds per GB, and writes per GB, as the kernel counts them. *{MANY}/{FEW}* is "
-        f"the ratio of `-j{MANY}` to `-j{FEW}`; user time may grow to 1.2 times. Between local files no more processes "
-        f"work than there are CPUs; *as if* has as many as `--jobs` even so, which take turns and share caches."
+        f"GB/s of `convert` by `--jobs`, {model.nbytes / 1e9:.1f} GB on {cores} cores; user time of {MANY} jobs over "
+        f"that of {FEW}, and the same *as if* there were {MANY} CPUs. The aim is 1.2."
     )
-    section.table("kind", *(f"-j{number}" for number in jobs), "cp", f"{MANY}/{FEW}")
+    details: list[dict[str, Cell]] = []
     for name in names or CASES:
         with memory_backed() as place:
-            _measure_case(section, place, CASES[name], model, jobs)
+            details += _measure_case(section, place, CASES[name], model, jobs)
+    section.say("The same by job, and system calls that write.", detail=True)
+    for record in details:
+        section.row(record)
     section.say(
-        f"`by-rank` of the only rank of {ONE_RANK.nbytes / 1e9:.1f} GB, joined from 8 ranks, against `cp` of its file, "
-        f"{PAIRS} alternating pairs after one that warms up."
+        f"`by-rank` of the only rank of {ONE_RANK.nbytes / 1e9:.2f} GB, joined from 8 ranks, against `cp` of its file."
     )
-    section.table("kind", "at most", *COMPARED)
     for claim in BY_RANK:
         with memory_backed() as place:
             compared, _ = by_rank(place, ONE_RANK, claim, PAIRS)
-            section.row(claim.name, f"{claim.most}", *compared.cells())
+            section.row({"kind": claim.name, "aim": claim.most, **compared.row()})
     return section
 
 
-def _measure_case(section: Section, place: Path, case: Case, model: Model, jobs: list[int]) -> None:
+def _measure_case(section: Section, place: Path, case: Case, model: Model, jobs: list[int]) -> list[dict[str, Cell]]:
+    """Add a row, and return its details by job."""
     target = place / "dst"
     write_checkpoint(place / "src", model, case.old, "safetensors")
     write_strategy(place / "old", model, case.old)
@@ -97,13 +96,22 @@ def _measure_case(section: Section, place: Path, case: Case, model: Model, jobs:
         copies.append(_copies_at_once(target, place / "copied"))
     assert wrong_slices(target, model, case.new, "safetensors") == 0
     size = model.nbytes / 1e9
-    speeds = [f"{size / min(one.seconds for one in runs[number]):.1f}" for number in jobs]
-    section.row(case.name, *speeds, f"{size / min(copies):.1f}", "")
-    for label, done in (("... user time", runs), ("... user time, as if", as_if)):
-        user = {number: min(one.user for one in done[number]) / size for number in jobs}
-        section.row(label, *(f"{user[number]:.2f} s" for number in jobs), "", f"{user[MANY] / user[FEW]:.2f}")
-    writes = {number: min(one.writes for one in runs[number]) / size for number in jobs}
-    section.row("... writes", *(f"{writes[number]:.0f}" for number in jobs), "", f"{writes[MANY] / writes[FEW]:.1f}")
+    speeds = {f"-j{number}": round(size / min(one.seconds for one in runs[number]), 1) for number in jobs}
+    user, supposed = (
+        {number: min(one.user for one in done[number]) / size for number in jobs} for done in (runs, as_if)
+    )
+    ratios = {"user": round(user[MANY] / user[FEW], 2), "as if": round(supposed[MANY] / user[FEW], 2)}
+    section.row({"kind": case.name, **speeds, "cp, GB/s": round(size / min(copies), 1), **ratios})
+    return [
+        {
+            "kind": case.name,
+            "jobs": number,
+            "user, s per GB": round(user[number], 2),
+            "as if, s per GB": round(supposed[number], 2),
+            "writes per GB": round(min(one.writes for one in runs[number]) / size),
+        }
+        for number in jobs
+    ]
 
 
 def _copies_at_once(target: Path, copied: Path) -> float:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.measure import COMPARED, Section, compare, directory_in, memory_backed, remove, reshard, run
+from benchmarks.measure import Cell, Section, compare, directory_in, memory_backed, remove, reshard, run
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = ROOT / ".venv-conformance-transformers" / "bin" / "python"
@@ -113,39 +113,31 @@ SCHEMES = (
 
 def measure() -> Section:
     """Measure all schemes."""
-    section = Section("Quantised weights")
+    section = Section("How fast are quantised weights dequantised?")
     gigabytes = [matrices * ROWS * COLUMNS * 2 / 1e9 for matrices in SIZES]
     section.say(
-        f"`convert --dequantize BFloat16` of {SIZES[1]} matrices of {ROWS} x {COLUMNS} in {FILES} files, with one job "
-        "and with the default. Rates are bytes written per second of processor time of all threads and the kernel, "
-        f"best of {RUNS} runs. A whole process includes its start. The marginal rate is that of the bytes beyond "
-        f"{SIZES[0]} matrices. The limit is a loop of the same reads, NumPy calls and writes alone. `cp -r` copies the "
-        "result. Processor time includes waiting for the lock of a file that two threads write."
+        f"`convert --dequantize BFloat16`, {gigabytes[1]:.1f} GB written: bytes per second of processor "
+        "time, without the start. *Limit*: a loop of the same reads, NumPy calls and writes."
     )
-    section.table("scheme", "files on", "whole, -j 1", "whole", "marginal, -j 1", "marginal", "limit", "cp")
     on_disk = ("disk", SCHEMES[0], directory_in(None))
     for on, scheme, base in (*(("memory", scheme, memory_backed()) for scheme in SCHEMES), on_disk):
         with base as place:
-            section.row(scheme.name, on, *(f"{rate:.2f} GB/s" for rate in _rates(place, scheme, gigabytes)))
-    section.say(
-        "Against torch: a script like those that are published with models, `benchmarks/whole_files.py`, on the CPU, "
-        f"with {SIZES[0]} matrices. It loads files whole. Files are in memory; one run each."
-    )
+            section.row({"scheme": scheme.name, "files on": on, **_rates(place, scheme, gigabytes)})
+    section.say("Against torch on the CPU: `benchmarks/whole_files.py`, like scripts that are published with models.")
     if not TORCH.exists():
         section.say("Skipped: there is no environment with torch; `make conformance-transformers` makes one.")
         return section
-    section.table("scheme", *COMPARED)
     with memory_backed() as place:
         write(place / "src", SCHEMES[0], SIZES[0])
         ours = run(reshard("convert", place / "src", place / "out", "--dequantize", "BFloat16", "--quiet"))
         theirs = run([TORCH, Path(__file__).with_name("whole_files.py"), place / "src", place / "copied"])
         assert _tensors(place / "out") == _tensors(place / "copied")
-        section.row(SCHEMES[0].name, *compare([ours], [theirs]).cells())
+        section.row({"scheme": SCHEMES[0].name, **compare([ours], [theirs]).row("reshard", "torch")})
     return section
 
 
-def _rates(place: Path, scheme: Scheme, gigabytes: Sequence[float]) -> list[float]:
-    """GB/s of processor time, in the order of the table."""
+def _rates(place: Path, scheme: Scheme, gigabytes: Sequence[float]) -> dict[str, Cell]:
+    """GB/s of processor time, as a part of a row."""
     for matrices in SIZES:
         write(place / str(matrices), scheme, matrices)
     out, copied = place / "out", place / "copied"
@@ -164,12 +156,16 @@ def _rates(place: Path, scheme: Scheme, gigabytes: Sequence[float]) -> list[floa
         limit = min(limit, _limit(place / str(SIZES[1]), copied, scheme))
         remove(copied)
     small, large = SIZES
-    return [
-        *(gigabytes[1] / least[large, option] for option in jobs),
-        *((gigabytes[1] - gigabytes[0]) / (least[large, option] - least[small, option]) for option in jobs),
-        gigabytes[1] / limit,
-        gigabytes[1] / copy,
-    ]
+    more = gigabytes[1] - gigabytes[0]
+    rates = {
+        "-j 1, GB/s": gigabytes[1] / least[large, jobs[0]],
+        "whole, GB/s": gigabytes[1] / least[large, jobs[1]],
+        "marginal -j 1, GB/s": more / (least[large, jobs[0]] - least[small, jobs[0]]),
+        "marginal, GB/s": more / (least[large, jobs[1]] - least[small, jobs[1]]),
+        "limit, GB/s": gigabytes[1] / limit,
+        "cp, GB/s": gigabytes[1] / copy,
+    }
+    return {column: round(rate, 2) for column, rate in rates.items()}
 
 
 def _limit(directory: Path, target: Path, scheme: Scheme) -> float:

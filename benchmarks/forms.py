@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.measure import COMPARED, Compared, Section, against_copy, memory_backed, reshard
+from benchmarks.measure import Compared, Section, against_copy, memory_backed, reshard
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy, wrong_slices
 from benchmarks.synthetic_forms import (
     UNIFIED_MAP,
@@ -64,7 +64,7 @@ CLAIMS = [
     Claim("2.0 to ranks: 8 column slices to 2", 1.0, "checkpoint2", COLUMNS, "ranks", Scheme(model=2, cut=1)),
     Claim("ranks to 2.0: mp8 to mp4", 0.8, "ranks", Scheme(model=8), "checkpoint2", Scheme(model=4)),
     Claim("ranks to 2.0: full to 8 column slices", 1.0, "ranks", WHOLE, "checkpoint2", COLUMNS),
-    Claim("ranks to Hugging Face: optimizer shards joined", 0.8, "ranks", SHARDS, "huggingface", WHOLE),
+    Claim("ranks to Hugging Face: optimizer shards", 0.8, "ranks", SHARDS, "huggingface", WHOLE),
     Claim("ranks to Hugging Face: 8 column slices", 1.0, "ranks", COLUMNS, "huggingface", WHOLE),
     Claim("Hugging Face to ranks: mp4", 0.8, "huggingface", WHOLE, "ranks", Scheme(model=4)),
     Claim("Hugging Face to ranks: 8 column slices", 1.0, "huggingface", WHOLE, "ranks", COLUMNS),
@@ -97,17 +97,11 @@ def convert(place: Path, model: Model, claim: Claim, count: int = PAIRS) -> Comp
 
 def measure() -> Section:
     """Measure every kind."""
-    section = Section("Forms")
+    section = Section("Between forms, too?")
     section.say(
-        f"`convert` of {MODEL.nbytes / 1e9:.1f} GB, `.safetensors` in and out, against `cp -r` of its own output, "
-        f"{PAIRS} alternating pairs after one that warms up. Directories of Hugging Face have {FILES} files."
+        f"`convert` of {MODEL.nbytes / 1e9:.1f} GB of `.safetensors` against `cp -r` of its own output, {PAIRS} pairs."
     )
-    section.table("kind", "at most", *COMPARED)
     for claim in CLAIMS:
         with memory_backed() as place:
-            section.row(claim.name, f"{claim.most}", *convert(place, MODEL, claim).cells())
+            section.row({"kind": claim.name, "aim": claim.most, **convert(place, MODEL, claim).row()})
     return section
-
-
-if __name__ == "__main__":
-    measure()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.measure import COMPARED, Compared, Run, Section, memory_backed, pairs, remove, reshard, run
+from benchmarks.measure import Compared, Run, Section, memory_backed, pairs, remove, reshard, run
 from benchmarks.synthetic import Model
 from benchmarks.throughput import COLUMNS_CUT, COLUMNS_JOINED, COLUMNS_TO_FULL, SHARDS, Claim, prepare
 
@@ -14,14 +14,14 @@ PAIRS = 6
 
 def measure() -> Section:
     """Measure every kind, and a single rank of a full tensor's columns."""
-    section = Section("Memory maps and explicit reads")
+    section = Section("Memory maps or explicit reads?")
     section.say(f"`--io mmap` over `--io pread`, {MODEL.nbytes / 1e9:.1f} GB, {PAIRS} pairs; `auto` takes the second.")
-    section.table("kind", *COMPARED[:4], "mmap", "pread", *COMPARED[6:])
     for claim in (SHARDS, COLUMNS_JOINED, COLUMNS_CUT, COLUMNS_TO_FULL):
         with memory_backed() as place:
-            section.row(claim.name, *both(place, claim, ["transform-dir"]).cells())
+            section.row({"kind": claim.name, **both(place, claim, ["transform-dir"]).row("mmap", "pread")})
     with memory_backed() as place:
-        section.row(f"{COLUMNS_CUT.name}, one rank", *both(place, COLUMNS_CUT, ["by-rank", 3]).cells())
+        measured = both(place, COLUMNS_CUT, ["by-rank", 3])
+        section.row({"kind": f"{COLUMNS_CUT.name}, one rank", **measured.row("mmap", "pread")})
     return section
 
 
@@ -34,7 +34,3 @@ def both(place: Path, claim: Claim, command: list[object]) -> Compared:
         return run([*words, "--io", io])
 
     return pairs(lambda: through("mmap"), lambda: through("pread"), PAIRS)
-
-
-if __name__ == "__main__":
-    measure()

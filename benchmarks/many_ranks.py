@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from benchmarks.measure import MIB, Section, memory_backed, reshard, run
+from benchmarks.measure import Section, memory_backed, mib, reshard, run
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy, wrong_slices
 
 MODEL = Model(layers=45, matrices=8, rows=3072, columns=4)
@@ -16,11 +16,11 @@ TURNS = 2
 
 def measure() -> Section:
     """Convert every rank."""
-    section = Section("Many ranks")
+    section = Section("How long do many ranks take?")
     parameters = MODEL.layers * MODEL.matrices
     section.say(
-        f"{OLD.ranks:,} source ranks to {NEW.ranks} target ranks, {parameters} small parameters each, at most "
-        f"{OPEN_FILES:,} open files; aims: 30 s and 500 MiB. Median of {TURNS} runs."
+        f"{OLD.ranks:,} ranks to {NEW.ranks}, {parameters} small parameters each, at most {OPEN_FILES:,} "
+        "open files. Aims: 30 s, 500 MiB."
     )
     with memory_backed() as place:
         write_checkpoint(place / "src", MODEL, OLD)
@@ -30,16 +30,13 @@ def measure() -> Section:
         words = reshard("transform-dir", place / "src", place / "made", *strategies, "--overwrite")
         runs = [run(["sh", "-c", f'ulimit -n {OPEN_FILES}; exec "$@"', "sh", *words]) for _ in range(TURNS)]
         assert wrong_slices(place / "made", MODEL, NEW) == 0
-    section.table("time", "per file read or written", "anonymous", "resident")
     seconds = statistics.median(one.seconds for one in runs)
     section.row(
-        f"{seconds:.1f} s",
-        f"{seconds / (OLD.ranks + NEW.ranks) * 1000:.1f} ms",
-        f"{max(one.anonymous for one in runs) / MIB:.0f} MiB",
-        f"{max(one.resident for one in runs) / MIB:.0f} MiB",
+        {
+            "reshard, s": round(seconds, 1),
+            "a file read or written, ms": round(seconds / (OLD.ranks + NEW.ranks) * 1000, 1),
+            "memory, MiB": mib(max(one.anonymous for one in runs)),
+            "resident, MiB": mib(max(one.resident for one in runs)),
+        }
     )
     return section
-
-
-if __name__ == "__main__":
-    measure()

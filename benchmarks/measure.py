@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MIB = 1 << 20
+Cell = str | int | float
 _SAMPLE_SECONDS = 0.01
 
 
@@ -68,56 +69,41 @@ class Compared(NamedTuple):
     anonymous: int
     resident: int
 
-    def cells(self) -> tuple[str, ...]:
-        """As cells of a table with `COMPARED` columns."""
-        return (
-            f"{self.ratio:.2f}",
-            f"{self.low:.2f} to {self.high:.2f}",
-            f"{self.medians:.2f}",
-            f"{self.cpu:.2f}",
-            f"{self.ours:.2f} s",
-            f"{self.theirs:.2f} s",
-            f"{self.anonymous / MIB:.0f} MiB",
-            f"{self.resident / MIB:.0f} MiB",
-        )
+    def row(self, ours: str = "reshard", theirs: str = "cp") -> dict[str, Cell]:
+        """As a part of a row."""
+        return {
+            "ratio": round(self.ratio, 2),
+            "lowest": round(self.low, 2),
+            "highest": round(self.high, 2),
+            "ratio of medians": round(self.medians, 2),
+            "CPU ratio": round(self.cpu, 2),
+            f"{ours}, s": round(self.ours, 2),
+            f"{theirs}, s": round(self.theirs, 2),
+            "anonymous, MiB": mib(self.anonymous),
+            "resident, MiB": mib(self.resident),
+        }
 
 
-COMPARED = ("ratio", "spread", "of medians", "of CPU time", "reshard", "other", "anonymous", "resident")
+def mib(nbytes: float) -> int:
+    return round(nbytes / MIB)
 
 
 class Section:
-    """A part of the page of results; prints every line as it is added."""
+    """What a script found, as its file in `benchmarks/results` has it; prints all as it is added."""
 
     def __init__(self, title: str) -> None:
-        self.lines: list[str] = []
-        self._add(f"## {title}", "")
+        self.results: dict[str, Any] = {"title": title, "tables": []}
+        print(title, flush=True)
 
-    def say(self, text: str) -> None:
-        """Add a paragraph."""
-        self._add(*([""] if self.lines[-1] else []), text, "")
+    def say(self, text: str, detail: bool = False) -> None:
+        """Begin a table, with what it shows; the page leaves out those of details."""
+        self.results["tables"].append({"about": text, **({"detail": True} if detail else {}), "rows": []})
+        print(f"\n{text}", flush=True)
 
-    def table(self, *columns: str) -> None:
-        """Begin a table."""
-        self._add(*([""] if self.lines[-1] else []))
-        self._add("| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns))
-
-    def row(self, *cells: str) -> None:
-        """Add a row."""
-        self._add("| " + " | ".join(cells) + " |")
-
-    def bars(self, heights: Sequence[tuple[str, float]], unit: str) -> None:
-        """Add a plot of labelled values, one line each."""
-        most = max(value for _, value in heights)
-        wide = max(len(label) for label, _ in heights)
-        plot = [
-            f"{label:>{wide}} {'█' * max(1, round(50 * value / most))} {value:.2f}{unit}" for label, value in heights
-        ]
-        self._add(*([""] if self.lines[-1] else []), "```text", *plot, "```", "")
-
-    def _add(self, *lines: str) -> None:
-        self.lines += lines
-        for line in lines:
-            print(line, flush=True)
+    def row(self, cells: Mapping[str, Cell]) -> None:
+        """Add a row: values by column, whose name ends with their unit."""
+        self.results["tables"][-1]["rows"].append(dict(cells))
+        print(*(f"{column}: {value}" for column, value in cells.items()), sep=" | ", flush=True)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.against_mindspore import quietly
-from benchmarks.measure import COMPARED, MIB, Run, Section, against_copy, memory_backed, remove, reshard, run
+from benchmarks.measure import Run, Section, against_copy, memory_backed, mib, remove, reshard, run
 from benchmarks.names import elements, qwen3, read_safetensors, write_safetensors
 from benchmarks.pytorch import torch_python
 
@@ -69,17 +69,15 @@ def wrong(place: Path) -> int:
 
 def measure() -> Section:
     """Measure both."""
-    section = Section("Megatron")
+    section = Section("How fast is Megatron's form?")
     nbytes = sum(2 * int(np.prod(shape)) for shape in qwen3(LAYERS).values())
     section.say(
-        f"`convert --names qwen3` of a `torch_dist` directory of {nbytes / 1e9:.1f} GB, {FILES} files, weights alone, "
-        f"CRCs checked, against `cp -r` of its own output, {PAIRS} alternating pairs after one that warms up. q, k and "
-        "v, gate and up are taken apart, and layers unstacked."
+        f"`convert --names qwen3` of `torch_dist`, {nbytes / 1e9:.1f} GB in {FILES} files, with CRCs "
+        f"checked and packed tensors taken apart, against `cp -r` of its own output, {PAIRS} pairs."
     )
-    section.table("kind", *COMPARED)
     with memory_backed() as place:
         words = prepare(place)
-        section.row("torch_dist to Hugging Face", *against_copy(words, place / "made", PAIRS).cells())
+        section.row({"kind": "torch_dist to Hugging Face", **against_copy(words, place / "made", PAIRS).row()})
         assert wrong(place) == 0
         remove(place / "copied", place / "pattern", place / "whole")
         python = torch_python()
@@ -94,13 +92,10 @@ def measure() -> Section:
             ours.append(run(words))
             theirs.append(quietly([python, "-c", _LOAD, iteration]))
     best, best_other = (min(runs, key=lambda each: each.seconds) for runs in (ours, theirs))
-    section.say(
-        "The same input loaded by torch, alternating, the better of three runs. It only loads: no names, no file is "
-        "written. Its start-up counts, as it does for users."
-    )
-    section.table("", "time", "CPU", "memory")
+    section.say("Against loading with torch, which writes nothing; the better of three runs.")
     for tool, each in (("reshard, converted", best), ("torch, loaded", best_other)):
-        section.row(tool, f"{each.seconds:.2f} s", f"{each.cpu:.2f} s", f"{each.anonymous / MIB:.0f} MiB")
+        seconds, cpu = round(each.seconds, 2), round(each.cpu, 2)
+        section.row({"tool": tool, "whole, s": seconds, "CPU, s": cpu, "memory, MiB": mib(each.anonymous)})
     return section
 
 

@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from benchmarks.measure import MIB, Run, Section, directory_in, memory_backed, remove, reshard, run
+from benchmarks.measure import MIB, Run, Section, directory_in, memory_backed, mib, remove, reshard, run
 from benchmarks.synthetic import Model, Scheme, write_strategy
 from benchmarks.throughput import COLUMNS_CUT, COLUMNS_JOINED, COLUMNS_TO_FULL, SHARDS, Claim, prepare
 from reshard.checkpoints import Data, OutputTensor, lay_out_ckpt
@@ -21,24 +21,32 @@ HUGE = Model(layers=1, matrices=1, rows=64 * 1024, columns=32 * 1024)
 
 def measure() -> Section:
     """Measure all three."""
-    section = Section("Memory")
+    section = Section("How much memory does it need?")
     idle = run(reshard("transform-dir", "--help"))
-    section.say(
-        "Peaks of all processes together. Anonymous memory must stay under `--max-memory` plus 100 MiB; of it, "
-        f"{idle.anonymous / MIB:.0f} MiB are Python and what it loads for `--help`."
-    )
-    section.say(
-        f"Time by `--max-memory`: shortest of {TURNS} runs in turns, {MODEL.nbytes / 1e9:.1f} GB, and the most "
-        f"anonymous and resident memory. The default is {MAX_MEMORY // MIB}M."
-    )
-    section.table("kind", *BUDGETS)
+    swept = {}
     for claim in KINDS:
         with memory_backed() as place:
-            runs = sweep(place, claim)
-            section.row(claim.name, *(f"{min(r.seconds for r in runs):.2f} s" for runs in runs.values()))
-            for label, kind in (("anonymous", "anonymous"), ("resident", "resident")):
-                peaks = [max(getattr(one, kind) for one in runs) for runs in runs.values()]
-                section.row(f"... {label}", *(f"{peak / MIB:.0f} MiB" for peak in peaks))
+            swept[claim.name] = sweep(place, claim)
+    section.say(
+        f"MiB by `--max-memory` (default {MAX_MEMORY // MIB}M), {MODEL.nbytes / 1e9:.1f} GB, all processes "
+        f"together. The limit is `--max-memory` plus 100 MiB; `--help` takes {mib(idle.anonymous)} MiB."
+    )
+    anonymous = {
+        name: {budget: mib(max(one.anonymous for one in runs)) for budget, runs in by_budget.items()}
+        for name, by_budget in swept.items()
+    }
+    most = {budget: max(peaks[budget] for peaks in anonymous.values()) for budget in BUDGETS}
+    section.row({"kind": "the most of four kinds", **most})
+    section.say("The same by kind.", detail=True)
+    for name, peaks in anonymous.items():
+        section.row({"kind": name, **peaks})
+    section.say(f"Seconds by `--max-memory`, shortest of {TURNS} runs.", detail=True)
+    for name, by_budget in swept.items():
+        section.row({"kind": name, **{b: round(min(one.seconds for one in runs), 2) for b, runs in by_budget.items()}})
+    section.say("Resident memory in MiB, pages of mapped files included.", detail=True)
+    for name, by_budget in swept.items():
+        peaks = {budget: mib(max(one.resident for one in runs)) for budget, runs in by_budget.items()}
+        section.row({"kind": name, **peaks})
     one_huge_tensor(section)
     return section
 
@@ -56,10 +64,7 @@ def sweep(place: Path, claim: Claim) -> dict[str, list[Run]]:
 
 def one_huge_tensor(section: Section) -> None:
     """A single tensor of 8 GiB to two ranks, from a sparse file, so that only the result takes room."""
-    section.say(
-        f"One tensor of {HUGE.nbytes / 2**30:.0f} GiB, from a sparse file on disk to memory-backed files; the first "
-        "run also brings it into the cache:"
-    )
+    section.say(f"One tensor of {HUGE.nbytes / 2**30:.0f} GiB.")
     build = Path(__file__).resolve().parent.parent / "build"
     build.mkdir(exist_ok=True)
     with directory_in(str(build)) as disk, memory_backed() as place:
@@ -73,7 +78,6 @@ def one_huge_tensor(section: Section) -> None:
             for segment in layout.segments():
                 if not isinstance(segment, Data):
                     os.pwrite(file.fileno(), segment.data, segment.offset)
-        section.table("kind", "time", "anonymous", "resident")
         for kind, new in (("to 2 row slices", Scheme(model=2)), ("to 2 column slices", Scheme(model=2, cut=1))):
             write_strategy(place / "new", HUGE, new)
             options = ["--src-strategy", "none", "--dst-strategy", place / "new", "--quiet"]
@@ -82,12 +86,10 @@ def one_huge_tensor(section: Section) -> None:
             assert written >= HUGE.nbytes
             remove(place / "made")
             section.row(
-                kind,
-                f"{measured.seconds:.1f} s",
-                f"{measured.anonymous / MIB:.0f} MiB",
-                f"{measured.resident / MIB:.0f} MiB",
+                {
+                    "kind": kind,
+                    "reshard, s": round(measured.seconds, 1),
+                    "memory, MiB": mib(measured.anonymous),
+                    "resident, MiB": mib(measured.resident),
+                }
             )
-
-
-if __name__ == "__main__":
-    measure()

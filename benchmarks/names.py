@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.against_mindformers import ENVIRONMENT, MINDFORMERS, WITH_JOB
-from benchmarks.against_mindspore import CONTEST, OUR_RUNS, contest
-from benchmarks.measure import Run, Section, memory_backed, remove, reshard, run
+from benchmarks.against_mindspore import contest
+from benchmarks.measure import Cell, Run, Section, memory_backed, remove, reshard, run
 from reshard.strategies.files import protobuf_bytes
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 
@@ -260,8 +260,8 @@ def _rounded(words: Array) -> Array:
     return rounded
 
 
-def convert(place: Path, kind: Kind) -> tuple[str, ...]:
-    """Measure a kind at two sizes and `cp -r` of the smaller output, as cells of a table."""
+def convert(place: Path, kind: Kind) -> dict[str, Cell]:
+    """Measure a kind at two sizes and `cp -r` of the smaller output, as a part of a row."""
     places = [place / "small", place / "large"]
     kinds = [replace(kind, layers=max(1, kind.layers // 5)), kind]
     for each in places:
@@ -282,29 +282,28 @@ def convert(place: Path, kind: Kind) -> tuple[str, ...]:
     small, large = (statistics.median(each.seconds for each in of_size[1:]) for of_size in runs)
     cpu_small, cpu_large = (statistics.median(each.cpu for each in of_size[1:]) for of_size in runs)
     more = (sizes[1] - sizes[0]) / 1e9
-    return (
-        " and ".join(f"{size / 1e9:.1f} GB" for size in sizes),
-        f"{small:.2f} and {large:.2f} s",
-        f"{sizes[1] / large / 1e9:.1f} GB/s",
-        f"{more / (large - small):.1f} GB/s",
-        f"{(cpu_large - cpu_small) / more:.2f} s",
-        f"{sizes[0] / statistics.median(copies[1:]) / 1e9:.1f} GB/s",
-    )
+    return {
+        "smaller, GB": round(sizes[0] / 1e9, 1),
+        "larger, GB": round(sizes[1] / 1e9, 1),
+        "smaller, s": round(small, 2),
+        "larger, s": round(large, 2),
+        "whole, GB/s": round(sizes[1] / large / 1e9, 1),
+        "marginal, GB/s": round(more / (large - small), 1),
+        "CPU, s per GB": round((cpu_large - cpu_small) / more, 2),
+        "cp, GB/s": round(sizes[0] / statistics.median(copies[1:]) / 1e9, 1),
+    }
 
 
 def measure() -> Section:
     """Measure every kind, and MindFormers' converter beside."""
-    section = Section("Names, packing and types")
+    section = Section("What do names, packing and casts cost?")
     section.say(
-        f"`convert --names` from a Hugging Face directory to {RANKS} ranks that cut rows, or back to such a directory "
-        f"(taken apart), at two sizes in turns; one kind of rule alone, medians of {RUNS} runs. The marginal rate is "
-        "that of the bytes by which the sizes differ, so it leaves out the start. `cp -r` copies the smaller output "
-        f"with one core. A layer has {EXPERTS} experts of 1024 x 2048."
+        f"`convert --names`, one kind of rule alone, from Hugging Face to {RANKS} ranks or back (taken "
+        "apart). *Marginal* leaves out the start."
     )
-    section.table("kind", "written", "reshard", "whole", "marginal", "CPU per GB, marginal", "`cp -r`")
     for kind in KINDS:
         with memory_backed() as place:
-            section.row(kind.name, *convert(place, kind))
+            section.row({"kind": kind.name, **convert(place, kind)})
     against_mindformers(section)
     return section
 
@@ -325,11 +324,8 @@ def against_mindformers(section: Section) -> None:
     }
     summary["use_interleaved_weight_layout_mlp"] = True
     section.say(
-        f"The same Qwen3 ({_qwen3_size() / 1e9:.1f} GB, one file, whole tensors) by the `weight_converters` of "
-        f"MindFormers {MINDFORMERS}, once; reshard's time is the median of {OUR_RUNS}. Theirs holds the model in "
-        "memory."
+        f"The same Qwen3, {_qwen3_size() / 1e9:.1f} GB, by the `weight_converters` of MindFormers {MINDFORMERS}, once."
     )
-    section.table("kind", *CONTEST)
     with memory_backed() as place:
         hf, target, job = place / "hf", place / "named", place / "job.json"
         hf.mkdir()
@@ -348,7 +344,8 @@ def against_mindformers(section: Section) -> None:
             job.write_text(json.dumps([{**theirs, "out": str(place / "theirs")}]))
             logs = ["env", f"LOG_MF_PATH={place}", f"LOCAL_DEFAULT_PATH={place}"]
             module = [python, "-m", "tests.conformance.workers.mindformers_names", wheel]
-            section.row(kind, *contest(reshard("convert", *words), dst, [*WITH_JOB, job, *logs, *module], start_up))
+            command = [*WITH_JOB, job, *logs, *module]
+            section.row({"kind": kind, **contest(reshard("convert", *words), dst, command, start_up)})
             ours, other = (read_safetensors(path) for path in (dst / "model.safetensors", place / "theirs"))
             assert ours.keys() == other.keys()
             assert all(np.array_equal(array, other[name]) for name, array in ours.items())
@@ -378,7 +375,3 @@ def qwen3(layers: int = LAYERS) -> dict[str, tuple[int, ...]]:
 
 def _qwen3_size() -> int:
     return sum(int(np.prod(shape)) * 4 for shape in qwen3().values())
-
-
-if __name__ == "__main__":
-    measure()

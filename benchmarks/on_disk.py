@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.measure import COMPARED, Run, Section, directory_in, pairs, remove, reshard, run
+from benchmarks.measure import Run, Section, directory_in, pairs, remove, reshard, run
 from benchmarks.synthetic import Model, wrong_slices
 from benchmarks.throughput import COLUMNS_CUT, SHARDS, prepare
 from reshard.storage.local import file_system_of
@@ -20,14 +20,12 @@ BUILD = Path(__file__).resolve().parent.parent / "build"
 
 def measure(base: Path = BUILD) -> Section:
     """Measure a contiguous kind and one whose inner axis moves."""
-    section = Section("On disk")
+    section = Section("How fast on a disk?")
     base.mkdir(exist_ok=True)
     section.say(
-        f"{MODEL.nbytes / 1e9:.1f} GB on {file_system_of(str(base)) or 'an unknown file system'}, sources in the "
-        f"cache, {PAIRS} pairs: `cp -r` and `sync` of the file system, against `transform-dir`, which flushes every "
-        "file before the rename. The times depend mostly on the disk's speed, which varies."
+        f"{MODEL.nbytes / 1e9:.1f} GB on {file_system_of(str(base)) or 'an unknown file system'}, sources "
+        f"cached, against `cp -r` and `sync`, {PAIRS} pairs. Times depend on the disk."
     )
-    section.table("kind", *COMPARED)
     for claim in (SHARDS, COLUMNS_CUT):
         with directory_in(str(base)) as place:
             words = reshard("transform-dir", place / "src", place / "made", *prepare(place, MODEL, claim))
@@ -46,7 +44,7 @@ def measure(base: Path = BUILD) -> Section:
                 script = 'cp -r "$1" "$2" && sync -f "$2"'
                 return run(["sh", "-c", script, "sh", place / "pattern", place / "copied"])
 
-            section.row(claim.name, *pairs(ours, copy, PAIRS).cells())
+            section.row({"kind": claim.name, **pairs(ours, copy, PAIRS).row()})
             assert wrong_slices(place / "made", MODEL, claim.new) == 0
     return section
 

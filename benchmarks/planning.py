@@ -6,7 +6,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from benchmarks.measure import MIB, Section, memory_backed, reshard, run, times
+from benchmarks.measure import Section, memory_backed, mib, reshard, run, times
 from benchmarks.synthetic import Model, Scheme, write_strategy
 from reshard.plan.replicas import ReplicaChoice
 from reshard.strategies import read_strategy
@@ -22,12 +22,8 @@ PANGU_ALPHA = CORPUS / "pangu_alpha_2.6B" / "strategy.ckpt"
 
 def measure() -> Section:
     """Plan the synthetic model and, where it is at hand, a production strategy."""
-    section = Section("Planning")
-    section.say(
-        "Every target rank planned, one after the other, without keeping the plans; then `rank-list` of a single "
-        "rank. Whole processes, strategy files read included. Aims: 10 s, 300 MiB, and 1 s for `rank-list`."
-    )
-    section.table("strategies", "all ranks", "anonymous", "resident", "`rank-list`")
+    section = Section("How long does planning take?")
+    section.say("Every target rank planned, then `rank-list` of one. Aims: 10 s, 300 MiB, 1 s for `rank-list`.")
     parameters = MODEL.layers * MODEL.matrices
     with memory_backed() as place:
         write_strategy(place / "old", MODEL, OLD)
@@ -47,11 +43,13 @@ def row(section: Section, name: str, old: Path, new: Path | None, rank: int) -> 
     process = run([sys.executable, "-m", "benchmarks.planning", old, target])
     listing = times([reshard("rank-list", rank, "--src-strategy", old, "--dst-strategy", target)], 3)[0]
     section.row(
-        name,
-        f"{process.seconds:.2f} s",
-        f"{process.anonymous / MIB:.0f} MiB",
-        f"{process.resident / MIB:.0f} MiB",
-        f"{statistics.median(listing):.2f} s",
+        {
+            "strategies": name,
+            "all ranks, s": round(process.seconds, 2),
+            "memory, MiB": mib(process.anonymous),
+            "resident, MiB": mib(process.resident),
+            "rank-list, s": round(statistics.median(listing), 2),
+        }
     )
 
 

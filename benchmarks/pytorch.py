@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.against_mindspore import quietly
-from benchmarks.measure import COMPARED, MIB, Run, Section, against_copy, memory_backed, remove, reshard, run
+from benchmarks.measure import Run, Section, against_copy, memory_backed, mib, remove, reshard, run
 from benchmarks.synthetic import Scheme, write_strategy
 from benchmarks.synthetic_forms import INDEX, write_huggingface, wrong_in_full_weights
 from benchmarks.throughput import MODEL
@@ -111,19 +111,17 @@ def wrong(place: Path, claim: Claim) -> int:
 
 def measure() -> Section:
     """Measure every kind, and torch's tools where they are."""
-    section = Section("PyTorch")
+    section = Section("How fast are PyTorch's forms?")
     section.say(
-        f"`convert` of {MODEL.nbytes / 1e9:.1f} GB, {RANKS} ranks, against `cp -r` of its own output, {PAIRS} "
-        "alternating pairs after one that warms up. Rows are cut as FSDP cuts them, columns as tensor parallelism."
+        f"`convert` of {MODEL.nbytes / 1e9:.1f} GB, {RANKS} ranks, against `cp -r` of its own output, {PAIRS} pairs."
     )
-    section.table("kind", "at most", *COMPARED)
     for claim in CLAIMS:
         with memory_backed() as place:
             words = prepare(place, claim)
-            cells = against_copy(words, place / "made", PAIRS).cells()
+            measured = against_copy(words, place / "made", PAIRS)
             remove(place / "copied", place / "pattern")
             assert wrong(place, claim) == 0
-            section.row(claim.name, f"{claim.most}", *cells)
+            section.row({"kind": claim.name, "aim": claim.most, **measured.row()})
     python = torch_python()
     if python is None:
         section.say("torch's tools: skipped, `make conformance-transformers` makes an environment with torch.")
@@ -136,11 +134,7 @@ def _against_torch(section: Section, python: str) -> None:
     version_command = [python, "-c", "import torch; print(torch.__version__)"]
     version = subprocess.run(version_command, capture_output=True, text=True).stdout.split()[-1]
     imported = run([python, "-c", "import torch.distributed.checkpoint, safetensors.torch"])
-    section.say(
-        f"The same input through torch {version}, alternating, the better of two runs; its start-up of "
-        f"{imported.seconds:.1f} s ({imported.cpu:.1f} s of processor time) counts, as it does for users."
-    )
-    section.table("kind", "reshard", "torch", "reshard, CPU", "torch, CPU", "memory", "torch's memory")
+    section.say(f"Against torch {version}, the better of two runs; its start-up of {imported.seconds:.1f} s counts.")
     for claim, scripts in (
         (DCP_TO_HF, {"load all, `save_file`": TO_HUGGING_FACE, "`dcp_to_torch_save`": TO_TORCH_SAVE}),
         (HF_TO_DCP, {"load all, `dcp.save`": _TO_DCP}),
@@ -159,13 +153,15 @@ def _against_torch(section: Section, python: str) -> None:
                     theirs_runs.append(quietly([python, "-c", script, source, theirs]))
                 best, best_other = (min(runs, key=lambda each: each.seconds) for runs in (ours, theirs_runs))
                 section.row(
-                    f"{claim.name}; {tool}",
-                    f"{best.seconds:.2f} s",
-                    f"{best_other.seconds:.2f} s",
-                    f"{best.cpu:.2f} s",
-                    f"{best_other.cpu:.2f} s",
-                    f"{best.anonymous / MIB:.0f} MiB",
-                    f"{best_other.anonymous / MIB:.0f} MiB",
+                    {
+                        "kind": f"{claim.name}; {tool}",
+                        "reshard, s": round(best.seconds, 2),
+                        "torch, s": round(best_other.seconds, 2),
+                        "CPU, s": round(best.cpu, 2),
+                        "torch's CPU, s": round(best_other.cpu, 2),
+                        "memory, MiB": mib(best.anonymous),
+                        "torch's memory, MiB": mib(best_other.anonymous),
+                    }
                 )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.against_mindspore import mindspore_python, quietly
-from benchmarks.measure import MIB, Run, Section, memory_backed, pairs, remove, reshard, run
+from benchmarks.measure import MIB, Cell, Run, Section, memory_backed, mib, pairs, remove, reshard, run
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
 
 MANY = Model(layers=48, matrices=42, rows=4096, columns=4096)
@@ -57,7 +57,7 @@ for needed in mindspore.rank_list_for_transform(int(rank), old, new):
 
 def measure() -> Section:
     """Measure all of it."""
-    section = Section("Reading without a conversion")
+    section = Section("How fast is reading without a conversion?")
     python = mindspore_python()
     with memory_backed() as place:
         opening(section, place)
@@ -76,24 +76,24 @@ def opening(section: Section, place: Path) -> None:
     words = [place / "one", place / "many", place / "others", 777]
     both = pairs(lambda: run([sys.executable, "-c", _OPEN_ONLY, *words]), lambda: run(listing), PAIRS)
     section.say(
-        f"`reshard.open` with strategies of {many.ranks:,} and {others.ranks:,} ranks and "
-        f"{MANY.layers * MANY.matrices:,} parameters: {both.ours:.2f} s, where `rank-list` takes {both.theirs:.2f} s."
+        f"Opening with strategies of {many.ranks:,} and {others.ranks:,} ranks and "
+        f"{MANY.layers * MANY.matrices:,} parameters, beside `rank-list`.",
+        detail=True,
     )
+    section.row({"command": "`reshard.open`", "whole, s": round(both.ours, 2)})
+    section.row({"command": "`rank-list`", "whole, s": round(both.theirs, 2)})
     remove(place / "many", place / "others", place / "one")
 
 
 def slices(section: Section, place: Path, python: str | None) -> None:
     """One rank's slices, by `reshard.open`, by `cp` of as many bytes and by MindSpore, and everything."""
     section.say(
-        f"A `.ckpt` checkpoint of {MODEL.nbytes / 1e9:.1f} GB, cut by rows over 8 ranks. All slices of rank {RANK} of "
-        "4, into memory, by `reshard.open` in a process of its own, start-up included (opening alone beside); against "
-        "`cp` of a file of as many bytes; and MindSpore's `load_checkpoint` of the files that it needs for them, whole "
-        "and without cutting them."
+        f"Slices of rank {RANK} of 4 from {MODEL.nbytes / 1e9:.1f} GB of 8 ranks, by `reshard.open`, "
+        "start-up included, against `cp` of as many bytes and MindSpore's `load_checkpoint`."
     )
     write_checkpoint(place / "src", MODEL, OLD)
     write_strategy(place / "old", MODEL, OLD)
     old = place / "old" / "ckpt_strategy_rank_0.ckpt"
-    section.table("slices", "over cp", "of CPU time", "reshard.open", "opening", "cp", "MindSpore", "anonymous")
     pattern, copied = place / "pattern", place / "copied"
     for name, scheme in TARGETS:
         write_strategy(place / "new", MODEL, scheme)
@@ -107,17 +107,11 @@ def slices(section: Section, place: Path, python: str | None) -> None:
 
         command = [sys.executable, "-c", _OPEN, *words]
         measured = pairs(lambda command=command: run(command), copy, PAIRS)  # type: ignore[misc]
-        theirs = "not at hand" if python is None else f"{quietly([python, '-c', _LOAD, *words]).seconds:.1f} s"
-        section.row(
-            name,
-            f"{measured.ratio:.2f}",
-            f"{measured.cpu:.2f}",
-            f"{measured.ours:.2f} s",
-            f"{min(run([sys.executable, '-c', _NAMES, *words]).seconds for _ in range(PAIRS)):.2f} s",
-            f"{measured.theirs:.2f} s",
-            theirs,
-            f"{measured.anonymous / MIB:.0f} MiB",
-        )
+        opening = min(run([sys.executable, "-c", _NAMES, *words]).seconds for _ in range(PAIRS))
+        record: dict[str, Cell] = {"slices": name, **measured.row("reshard.open"), "opening, s": round(opening, 2)}
+        if python is not None:
+            record["MindSpore, s"] = round(quietly([python, "-c", _LOAD, *words]).seconds, 1)
+        section.row(record)
         remove(pattern, copied)
     files = sorted((place / "src").glob("*/*"))
     words = [place / "src", old]
@@ -127,19 +121,17 @@ def slices(section: Section, place: Path, python: str | None) -> None:
         PAIRS,
     )
     section.say(
-        f"All full tensors one after the other by `read_all`, {MODEL.nbytes / 1e9:.1f} GB, against `cp` of all files "
-        f"to /dev/null, which writes nothing: {measured.ours:.2f} s and {measured.theirs:.2f} s, "
-        f"{measured.anonymous / MIB:.0f} MiB."
+        f"All full tensors, {MODEL.nbytes / 1e9:.1f} GB, by `read_all`, against `cp` to /dev/null.", detail=True
     )
+    memory = mib(measured.anonymous)
+    section.row({"command": "`read_all`", "whole, s": round(measured.ours, 2), "memory, MiB": memory})
+    section.row({"command": "`cp`", "whole, s": round(measured.theirs, 2)})
     remove(place / "src")
 
 
 def numbers(section: Section, place: Path) -> None:
     """Bytes that `stats` and `diff` go through in a second of processor time, in whole processes."""
-    section.say(
-        f"`stats` and `diff` of {ELEMENTS:,} elements in {MATRICES} matrices, in GB per second of processor time, less "
-        "the time of the same command for one element. For `diff` the bytes of both checkpoints count. The aim is 1."
-    )
+    section.say(f"`stats` and `diff` of {ELEMENTS:,} elements, per second of processor time. The aim is 1.")
     _write(place / "f32", 0)
     _write(place / "f32b", 1)
     (place / "one").mkdir()
@@ -147,22 +139,21 @@ def numbers(section: Section, place: Path) -> None:
     for name in ("f32", "f32b"):
         narrow = place / name.replace("f32", "bf16")
         run(reshard("convert", place / name, narrow, "--to", "huggingface", "--cast", "BFloat16", "--quiet"))
-    section.table("command", "Float32", "BFloat16")
     rows: list[tuple[str, list[object]]] = [
         ("`stats`", ["stats", "A"]),
         ("`diff`, all the same", ["diff", "A", "A"]),
         ("`diff`, every element another", ["diff", "A", "B"]),
     ]
     for title, words in rows:
-        cells = []
-        for kind, width in (("f32", 4), ("bf16", 2)):
+        rates: dict[str, Cell] = {}
+        for kind, width, column in (("f32", 4, "Float32, GB/s"), ("bf16", 2, "BFloat16, GB/s")):
             sides = {"A": place / kind, "B": place / f"{kind}b"}
             chosen = [sides.get(str(word), word) for word in words]
             small = [place / "one" if str(word) in sides else word for word in words]
             gigabytes = ELEMENTS * width * (2 if words[0] == "diff" else 1) / 1e9
             cpu = _cpu(chosen) - _cpu(small)
-            cells.append(f"{gigabytes / cpu:.1f} GB/s")
-        section.row(title, *cells)
+            rates[column] = round(gigabytes / cpu, 1)
+        section.row({"command": title, **rates})
 
 
 def _cpu(words: list[object]) -> float:
@@ -182,7 +173,3 @@ def _fill(path: Path, nbytes: int) -> None:
     with path.open("wb") as file:
         for first in range(0, nbytes, MIB):
             file.write(os.urandom(1 << 10) * min(1 << 10, (nbytes - first) >> 10))
-
-
-if __name__ == "__main__":
-    measure()

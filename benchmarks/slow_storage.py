@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import forms
-from benchmarks.measure import MIB, Run, Section, memory_backed, remove, run
+from benchmarks.measure import Cell, Run, Section, memory_backed, mib, remove, run
 from benchmarks.synthetic import Model, Scheme, wrong_slices
 from benchmarks.throughput import COLUMNS_CUT, SHARDS, Claim, prepare
 
@@ -24,13 +24,13 @@ KINDS: list[tuple[str, Model, Claim, list[object]]] = [
     (COLUMNS_CUT.name, LARGE, COLUMNS_CUT, ["transform-dir"]),
     (f"{COLUMNS_CUT.name}, one rank", LARGE, COLUMNS_CUT, ["by-rank", 3]),
     (
-        f"{PARAMETERS} small parameters, 64 ranks to 32",
+        f"{PARAMETERS} small ones, 64 ranks to 32",
         SMALL,
         Claim("", 1, WIDE, Scheme(data=4, model=8, sharded=True)),
         ["transform-dir"],
     ),
     (
-        f"{PARAMETERS} small parameters, 16 ranks to 2, of 8 each",
+        f"{PARAMETERS} small ones, 16 ranks to 2",
         SMALL,
         Claim("", 1, Scheme(data=8, model=2, sharded=True), Scheme(model=2)),
         ["transform-dir"],
@@ -51,49 +51,48 @@ FORMS = [
 
 def measure() -> Section:
     """Measure all kinds at all delays, and all forms."""
-    section = Section("Storage with latency")
+    section = Section("Do larger requests help on network file systems?")
     section.say(
-        "A delay in milliseconds before every read and before every file that is opened for reading, on "
-        f"{LARGE.nbytes / 1e9:.2f} GB and on small parameters. *Remote over local* compares requests for network "
-        "file systems, more and larger ones, with those for local disks: one small "
-        "request per CPU. Shorter of two runs each, in turns. `python -m benchmarks slow_storage` measures them."
+        "Time with requests for network file systems (more, larger) over that with those for local disks, "
+        "by the delay before every read and open."
     )
-    section.table("kind", "delay", "requests", "remote over local", "anonymous, remote")
     for name, model, claim, command in KINDS:
         with memory_backed() as place:
             options = prepare(place, model, claim)
             source, target = place / "src", place / "made"
-            for delay in DELAYS:
-                row(section, name, target, delay, [source, target, *options, "--io", "pread"], command)
+            words = [source, target, *options, "--io", "pread"]
+            section.row({"kind": name, **compared("", target, DELAYS, words, command)})
             assert command[0] != "transform-dir" or wrong_slices(target, model, claim.new, claim.ending) == 0
-    section.say("The same for `convert` between forms, `.safetensors` in and out.")
-    section.table("kind", "delay", "requests", "remote over local", "anonymous, remote")
+    section.say("The same between forms.", detail=True)
     for between in FORMS:
+        ratios: dict[str, Cell] = {}
         for model, size in ((LARGE, "large"), (SMALL, f"{PARAMETERS} small")):
             with memory_backed() as place:
                 words = forms.prepare(place, model, between)
                 # Without what starts the program, and the name of the command.
                 words = words[words.index("convert") + 1 :]
-                for delay in DELAYS_OF_FORMS:
-                    row(section, f"{between.name}, {size}", place / "made", delay, words, ["convert"])
+                ratios.update(compared(f"{size}, ", place / "made", DELAYS_OF_FORMS, words, ["convert"]))
                 assert forms.FORMS[between.target].wrong(place / "made", model, between.new) == 0
+        section.row({"kind": between.name, **ratios})
     return section
 
 
-def row(
-    section: Section, name: str, target: Path, delay: int, words: Sequence[object], command: Sequence[object]
-) -> None:
-    """Measure one kind at one delay; the output of the last run stays."""
+def compared(
+    label: str, target: Path, delays: Sequence[int], words: Sequence[object], command: Sequence[object]
+) -> dict[str, Cell]:
+    """Remote over local by delay, as a part of a row; the output of the last run stays."""
     remove(target)
     ranks = ["--ranks", command[1]] if command[0] == "by-rank" else []
-    process = subprocess.run(
-        slowly(delay, "nfs", ["plan", *words, *ranks, "--json"]), check=True, stdout=subprocess.PIPE
-    )
-    requests = json.loads(process.stdout)["requests"]["at_a_time"]
-    measured = [both(target, delay, [*command, *words]) for _ in range(2)]
-    local, remote = (min(runs, key=lambda one: one.seconds) for runs in zip(*measured))
-    ratio = f"{remote.seconds / local.seconds:.2f}"
-    section.row(name, f"{delay} ms", str(requests), ratio, f"{remote.anonymous / MIB:.0f} MiB")
+    plan = slowly(delays[0], "nfs", ["plan", *words, *ranks, "--json"])
+    process = subprocess.run(plan, check=True, stdout=subprocess.PIPE)
+    ratios: dict[str, Cell] = {f"{label}requests": json.loads(process.stdout)["requests"]["at_a_time"]}
+    memory = 0
+    for delay in delays:
+        measured = [both(target, delay, [*command, *words]) for _ in range(2)]
+        local, remote = (min(runs, key=lambda one: one.seconds) for runs in zip(*measured))
+        ratios[f"{label}{delay} ms"] = round(remote.seconds / local.seconds, 2)
+        memory = max(memory, remote.anonymous)
+    return {**ratios, f"{label}memory, MiB": mib(memory)}
 
 
 def both(target: Path, delay: int, words: Sequence[object]) -> list[Run]:
@@ -108,7 +107,3 @@ def both(target: Path, delay: int, words: Sequence[object]) -> list[Run]:
 def slowly(delay: int, file_system: str, words: Sequence[object]) -> list[str]:
     """A command with a delay before every read."""
     return [str(word) for word in [sys.executable, "-m", "benchmarks.slow_reads", delay, file_system, *words]]
-
-
-if __name__ == "__main__":
-    measure()

@@ -6,7 +6,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from benchmarks.measure import Section, memory_backed, reshard, times
+from benchmarks.measure import Cell, Section, memory_backed, reshard, times
 from benchmarks.synthetic import Model, Scheme, write_strategy
 
 TURNS = 20
@@ -17,8 +17,8 @@ NEW = Scheme(data=4, model=8, sharded=True)
 
 def measure() -> Section:
     """Measure `--help` and `rank-list`."""
-    section = Section("Start-up")
-    section.say(f'Against `python -c "import numpy"`: medians of {TURNS} runs in turns.')
+    section = Section("How long does a start take?")
+    section.say(f'Against `python -c "import numpy"`, medians of {TURNS} runs.')
     script = Path(sys.executable).parent / "reshard"
     program: list[object] = [script] if script.exists() else reshard()
     with memory_backed() as place:
@@ -31,19 +31,14 @@ def measure() -> Section:
             [*program, "rank-list", 5, *strategies],
         ]
         numpy, showing, listing = times(commands, TURNS)
-    section.table("command", "at most", "ratio", "time", "quartiles")
     names = ("`reshard --help`", f"`reshard rank-list`, {MODEL.layers * MODEL.matrices} parameters")
-    for name, most, seconds in zip(names, ("1.3", "2.0"), (showing, listing)):
+    for name, aim, seconds in zip(names, (1.3, 2.0), (showing, listing)):
         ratio = statistics.median(seconds) / statistics.median(numpy)
-        section.row(name, most, f"{ratio:.2f}", f"{statistics.median(seconds) * 1000:.0f} ms", quartiles(seconds))
-    section.row("Python with NumPy", "", "1", f"{statistics.median(numpy) * 1000:.0f} ms", quartiles(numpy))
+        section.row({"command": name, "aim": aim, "ratio": round(ratio, 2), **quartiles(seconds)})
+    section.row({"command": "Python with NumPy", "ratio": 1, **quartiles(numpy)})
     return section
 
 
-def quartiles(seconds: list[float]) -> str:
-    low, _, high = statistics.quantiles(seconds, n=4)
-    return f"{low * 1000:.0f} to {high * 1000:.0f} ms"
-
-
-if __name__ == "__main__":
-    measure()
+def quartiles(seconds: list[float]) -> dict[str, Cell]:
+    low, median, high = (round(each * 1000) for each in statistics.quantiles(seconds, n=4))
+    return {"median, ms": median, "lower quartile, ms": low, "upper quartile, ms": high}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.measure import (
-    COMPARED,
+    Cell,
     Compared,
     Run,
     Section,
@@ -50,7 +50,7 @@ TWICE = Model(layers=32, matrices=8, rows=2304, columns=2304)
 # Of 16 and 24 ranks every parameter is there several times.
 SEVERAL_COPIES = Model(layers=5, matrices=8, rows=2304, columns=2304)
 WHOLE = Scheme()
-SHARDS = Claim("optimizer shards joined: dp2 x mp4 to mp4", 0.8, Scheme(data=2, model=4, sharded=True), Scheme(model=4))
+SHARDS = Claim("optimizer shards joined", 0.8, Scheme(data=2, model=4, sharded=True), Scheme(model=4))
 COLUMNS_JOINED = Claim("8 column slices to 2", 1.0, Scheme(model=8, cut=1), Scheme(model=2, cut=1))
 COLUMNS_CUT = Claim("full to 8 column slices", 1.0, WHOLE, Scheme(model=8, cut=1))
 COLUMNS_TO_FULL = Claim("8 column slices to full", 1.0, Scheme(model=8, cut=1), WHOLE)
@@ -65,7 +65,7 @@ CLAIMS = [
     Claim("16 to 24 ranks, columns", 1.0, Scheme(data=4, model=4, cut=1), Scheme(data=3, model=8, cut=1)),
 ]
 BY_RANK = [
-    Claim("optimizer shards joined: dp2 x mp2 to mp2", 0.8, Scheme(data=2, model=2, sharded=True), Scheme(model=2)),
+    Claim("optimizer shards joined", 0.8, Scheme(data=2, model=2, sharded=True), Scheme(model=2)),
     Claim("2 pipeline stages to 1", 0.8, Scheme(stages=2, model=2), Scheme(model=2)),
     COLUMNS_JOINED,
     Claim("full to 2 column slices", 1.0, WHOLE, Scheme(model=2, cut=1)),
@@ -148,32 +148,20 @@ def bytes_touched(model: Model, claim: Claim, rank: int) -> int:
 
 def measure() -> Section:
     """Measure every kind."""
-    section = Section("Throughput")
-    section.say(
-        f"`transform-dir` of {MODEL.nbytes / 1e9:.1f} GB ({SEVERAL_COPIES.nbytes / 1e9:.1f} GB times 3 copies for 16 "
-        f"to 24 ranks) against `cp -r` of its own output, {PAIRS} alternating pairs after one that warms up."
-    )
-    section.table("kind", "at most", *COMPARED)
+    section = Section("Is a conversion as fast as a copy?")
+    section.say(f"`transform-dir` of {MODEL.nbytes / 1e9:.1f} GB against `cp -r` of its own output, {PAIRS} pairs.")
     for claim in CLAIMS:
         with memory_backed() as place:
             model = SEVERAL_COPIES if claim.new.data > 1 else MODEL
-            section.row(claim.name, f"{claim.most}", *transform_dir(place, model, claim).cells())
-    section.say(
-        "`by-rank` of one rank against `cp` of a file with the bytes that it touches: those that it writes, or, for "
-        "columns of wider rows, the memory pages of the source with these columns."
-    )
-    section.table("kind", "touched", "at most", *COMPARED)
+            section.row({"kind": claim.name, "aim": claim.most, **transform_dir(place, model, claim).row()})
+    section.say("`by-rank` of one rank against `cp` of as many bytes as it touches.", detail=True)
     for claim in BY_RANK:
         with memory_backed() as place:
             measured, touched = by_rank(place, TWICE, claim)
-            section.row(claim.name, f"{touched / 1e9:.2f} GB", f"{claim.most}", *measured.cells())
+            record: dict[str, Cell] = {"kind": claim.name, "touched, GB": round(touched / 1e9, 2), "aim": claim.most}
+            section.row({**record, **measured.row()})
     with memory_backed() as place:
         size = TWICE.nbytes // 2
-        section.row(
-            "the floor: one file written, nothing read", f"{size / 1e9:.2f} GB", "", *floor(place, size).cells()
-        )
+        name = "the floor: one file written, nothing read"
+        section.row({"kind": name, "touched, GB": round(size / 1e9, 2), **floor(place, size).row()})
     return section
-
-
-if __name__ == "__main__":
-    measure()

@@ -46,7 +46,7 @@ _LENGTH = struct.Struct("<Q")
 _MESSAGE, _ANSWER, _ERROR = range(3)
 _MAX_DESCRIPTORS = 64
 _SET_PARENT_DEATH_SIGNAL = 1
-# Measured for 16 and 64 workers of a process with a small plan; see docs/benchmarks.md.
+# Measured for 16 and 64 workers of a process with a small plan; see CONTRIBUTING.md, Measured.
 _MIN_PRIVATE = 4 << 20
 # Workers use few of the objects that were made before the plan. A small plan takes fewer blocks of memory than this.
 _BLOCKS, _USUAL_BLOCKS, _BYTES_PER_BLOCK = sys.getallocatedblocks(), 200_000, 100

@@ -1,4 +1,4 @@
-"""Write the command reference, manual page, pictures and outputs of examples anew: `python -m docs.tools [PAGE...]`."""
+"""Write the generated pages, pictures and outputs of examples anew: `python -m docs.tools [PAGE...]`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from docs.tools import chart, commands, explaining, manual, pages, pictures, translations
+from docs.tools import chart, commands, explaining, manual, measured, pages, pictures, translations
 
 commands.PAGE.write_text(commands.reference(), encoding="utf-8")
 manual.PAGE.write_text(manual.manual(), encoding="utf-8")
+measured.PAGE.write_text(measured.page(), encoding="utf-8")
 for name, picture in {**explaining.drawn(), **chart.drawn()}.items():
     (pictures.PLACE / name).write_bytes(picture)
 with tempfile.TemporaryDirectory() as place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from docs.tools.pages import ROOT
 
 PLACE = ROOT / "docs" / "pictures"
 RESULTS = ROOT / "benchmarks" / "results" / "against_others.json"
+TITLE = "Time and memory of reshard, MindSpore and torch, against a copy"
 
 _WIDTH = 900
 # Labels end, bars begin; bars of memory begin; the longest of each.
@@ -34,24 +36,23 @@ def time_words(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 1 else f"{ratio:.1f}"
 
 
-def memory_words(nbytes: int) -> str:
-    mib = nbytes / 2**20
-    return f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB"
+def memory_words(mib: int) -> str:
+    return f"{mib} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB"
 
 
 def _chart(measured: dict[str, Any], ink: str, soft: str, ours: str, grey: str) -> bytes:
-    tools = [tool for group in measured["groups"] for tool in group["tools"]]
+    tools = measured["tables"][0]["rows"]
     slowest = max([1.0, *(tool["ratio"] for tool in tools)])
-    largest = max(tool["memory"] for tool in tools)
+    largest = max(tool["memory, MiB"] for tool in tools)
     one = _BARS + _LONGEST / slowest
 
     def row(tool: dict[str, Any], y: float) -> Iterator[str]:
-        mine = tool["name"] == "reshard"
+        mine = tool["tool"] == "reshard"
         fill, words, bold = (ours, ink, " class='bold'") if mine else (grey, soft, "")
-        yield f'<text x="{_LABELS}" y="{y + 12}" text-anchor="end" fill="{words}"{bold}>{tool["name"]}</text>'
+        yield f'<text x="{_LABELS}" y="{y + 12}" text-anchor="end" fill="{words}"{bold}>{tool["tool"]}</text>'
         for x, part, text in (
             (_BARS, _LONGEST * tool["ratio"] / slowest, time_words(tool["ratio"])),
-            (_MEMORY, _LONGEST_MEMORY * tool["memory"] / largest, memory_words(tool["memory"])),
+            (_MEMORY, _LONGEST_MEMORY * tool["memory, MiB"] / largest, memory_words(tool["memory, MiB"])),
         ):
             yield f'<rect x="{x}" y="{y}" width="{max(2.0, part):.1f}" height="{_HIGH}" rx="2" fill="{fill}"/>'
             # Beside the line of cp, not on it.
@@ -64,24 +65,24 @@ def _chart(measured: dict[str, Any], ink: str, soft: str, ours: str, grey: str) 
         f'<text x="{_MEMORY}" y="24" fill="{ink}" class="bold">Peak memory</text>',
     ]
     y = 40.0
-    for group in measured["groups"]:
-        body.append(f'<text x="16" y="{y + 14}" fill="{ink}" class="bold">{group["title"]}</text>')
+    for kind, group in itertools.groupby(tools, lambda tool: tool["kind"]):
+        body.append(f'<text x="16" y="{y + 14}" fill="{ink}" class="bold">{kind}</text>')
         y += 26
-        for tool in group["tools"]:
+        for tool in group:
             body += row(tool, y)
             y += _ROW
         y += 12
     body += [
         f'<path d="M{one:.1f} 36V{y - 6}" stroke="{ink}" stroke-dasharray="3 3"/>',
         f'<text x="{one + 5:.1f}" y="46" fill="{soft}">cp</text>',
-        f'<text x="16" y="{y + 14}" fill="{soft}">Shorter is better. Geometric means of {measured["rounds"]} rounds on '
-        f"the same input, start-up included; {measured['cores']} cores, {measured['storage']}, {measured['date']}."
+        f'<text x="16" y="{y + 14}" fill="{soft}">Shorter is better. Geometric means of rounds on the same '
+        f"input, start-up included; {measured['cores']} cores, files in memory, {measured['date']}."
         "</text>",
     ]
     height = round(y + 28)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
-        'role="img">\n<title>Time and memory of reshard, MindSpore and torch, against a copy</title>\n'
+        f'role="img">\n<title>{TITLE}</title>\n'
         "<style>text{font:12.5px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
         ".bold{font-weight:600}</style>\n"
     )

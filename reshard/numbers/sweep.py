@@ -36,7 +36,7 @@ CHUNK_ELEMENTS = 1 << 23
 _BLOCK_BYTES = 512 << 10
 # Memory of a thread: blocks of two tensors, and temporaries.
 _THREAD_BYTES = 3 << 20
-# Additional memory of threads; see docs/benchmarks.md.
+# Additional memory of threads, a part of the 100 MiB that a run may take beside --max-memory.
 _SPARE = 32 << 20
 _REPORTED_BYTES = 4 << 20
 # Chunks per thread that are in work, or wait for an earlier one.

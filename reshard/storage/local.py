@@ -255,7 +255,7 @@ class WrittenFile(NewFile):
         written_bytes = 0
         while written_bytes < len(data):
             written_bytes += os.pwrite(self._fd, data[written_bytes:], offset + written_bytes)
-        # Writing to disk starts now, not at the flush; see docs/benchmarks.md.
+        # Writing to disk starts now, not at the flush; see CONTRIBUTING.md, Measured.
         os.posix_fadvise(self._fd, offset, written_bytes, os.POSIX_FADV_DONTNEED)
 
     def window(self, offset: int, count: int) -> memoryview:
