@@ -69,32 +69,29 @@ def test_the_command_reference_equals_help() -> None:
     assert commands.PAGE.read_text(encoding="utf-8") == commands.reference(), "`make docs` writes it anew"
 
 
-@pytest.mark.skipif(metadata.version("click") < "8.1", reason="older click words help in another way")
-def test_the_manual_page_equals_its_generated_text() -> None:
-    assert manual.PAGE.read_text(encoding="utf-8") == manual.manual(), "`make docs` writes it anew"
-
-
 @pytest.mark.parametrize("formatter", ["groff -man -Tutf8 -ww -z", "mandoc -Tlint -Wwarning"])
-def test_groff_accepts_the_manual_page(formatter: str) -> None:
-    printed = formatted(*formatter.split())
+def test_groff_accepts_the_manual_page(formatter: str, tmp_path: Path) -> None:
+    printed = formatted(tmp_path, *formatter.split())
     # A page without a date is the same whenever it is made.
     assert [line for line in printed.splitlines() if "missing date" not in line] == []
 
 
-def test_the_manual_page_contains_every_command_and_example() -> None:
-    words = formatted("man", "--no-hyphenation", "--no-justification", "--encoding=utf-8", "--local-file").split()
-    shown = " ".join(words)
+def test_the_manual_page_contains_every_command_and_example(tmp_path: Path) -> None:
+    words = ["man", "--no-hyphenation", "--no-justification", "--encoding=utf-8", "--local-file"]
+    shown = " ".join(formatted(tmp_path, *words).split())
     for name, command, context in commands.walk():
         for line in (" ".join([name, *command.collect_usage_pieces(context)]), *(command.epilog or "").split("\n")):
             assert " ".join(line.split()) in shown
 
 
-def formatted(*words: str) -> str:
+def formatted(directory: Path, *words: str) -> str:
     """What a program prints of the manual page."""
     if shutil.which(words[0]) is None:
         pytest.skip(f"there is no {words[0]} here")
+    page = directory / manual.PAGE.name
+    page.write_text(manual.manual(), encoding="utf-8")
     environment = {**os.environ, "MANWIDTH": "500"}
-    done = subprocess.run([*words, manual.PAGE], capture_output=True, text=True, encoding="utf-8", env=environment)
+    done = subprocess.run([*words, page], capture_output=True, text=True, encoding="utf-8", env=environment)
     return done.stderr + done.stdout
 
 
