@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
 import subprocess
 import xml.etree.ElementTree
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -120,32 +118,6 @@ def anchors(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.deep
-def test_every_message_in_troubleshooting_exists_in_the_source() -> None:
-    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
-    messages = "\1".join(messages_of_the_program())
-    quoted = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
-    assert len(quoted) > 100
-    for fragment in quoted:
-        pattern = "[^\1]*".join(map(re.escape, fragment.split("...")))
-        assert re.search(pattern, messages), f"no message of the program contains: {fragment}"
-
-
-def messages_of_the_program() -> Iterator[str]:
-    """Every string in the source, docstrings aside, with a blank for each value filled in."""
-    for path in (ROOT / "reshard").rglob("*.py"):
-        docstrings: set[int] = set()
-        # Parents come before their children.
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Expr):
-                docstrings.add(id(node.value))
-            elif isinstance(node, ast.JoinedStr):
-                parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
-                yield "".join(map(str, parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                yield node.value
 
 
 @pytest.mark.deep
