@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,13 @@ def _add_contents(app: Any, page: str, source: list[str]) -> None:
             source[0] += "\n".join(["", "```{toctree}", ":hidden:", f":caption: {group}", "", *pages, "```", ""])
 
 
+def _copy_pictures(app: Any, error: Exception | None) -> None:
+    """Copy the pictures to their place in the clone: Sphinx does not see those in the HTML of the README."""
+    if error is None:
+        shutil.copytree(_ROOT / "docs/pictures", Path(app.outdir) / "docs/pictures", dirs_exist_ok=True)
+
+
 def setup(app: Any) -> None:
     """Connect to Sphinx' events."""
     app.connect("source-read", _add_contents)
+    app.connect("build-finished", _copy_pictures)
