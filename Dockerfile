@@ -6,7 +6,6 @@ FROM python:${PYTHON}-slim AS build
 ARG EXTRAS=crypto,s3
 WORKDIR /src
 COPY pyproject.toml setup.cfg README.md LICENSE ./
-COPY docs/reshard.1 docs/
 COPY reshard reshard
 RUN python -m venv /opt/reshard \
     && /opt/reshard/bin/pip install --no-cache-dir "/src${EXTRAS:+[$EXTRAS]}"

@@ -37,7 +37,7 @@ help:
 	@echo '                   Dockerfile, too (some minutes)'
 	@echo 'make matrix        the tests on Python 3.10, 3.12 and 3.13 with the oldest and the newest dependencies (15 minutes)'
 	@echo 'make bench         speed and memory against cp -r; writes docs/benchmarks.md (half an hour, 16 GB of memory)'
-	@echo 'make docs          write docs/commands.md and the output of the examples in the pages anew'
+	@echo 'make docs          write docs/commands.md, build/reshard.1 and the output of the examples in the pages anew'
 	@echo 'make site          build the documentation as a site in build/site, and look at it in a browser if Chromium is here'
 	@echo 'make clean         remove environments, caches and what the demo wrote'
 	@echo

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +38,27 @@ html_copy_source = False
 html_additional_pages = {"index": "front.html"}
 templates_path = ["."]
 
-_PAGES = re.compile(r"^\| .* \| \[[\w-]+\.md\]\(([\w-]+)\.md\)", re.MULTILINE)
+_GROUP = re.compile(r"^## (.*)$", re.MULTILINE)
+_PAGE = re.compile(r"^\| .* \| \[.*\]\((.*)\.md\) \|$", re.MULTILINE)
 
 
 def _add_contents(app: Any, page: str, source: list[str]) -> None:
-    """Append the order of pages to the front page: that of the table in docs/README.md."""
+    """Append the contents to the front page: the groups of docs/README.md, and the pages of their tables."""
     if page == root_doc:
-        names = _PAGES.findall((_ROOT / "docs/README.md").read_text(encoding="utf-8"))
-        pages = ["docs/README", *(f"docs/{name}" for name in names), "docs/site/api", "CONTRIBUTING", "CHANGELOG"]
-        pages += ["README.zh", "docs/zh/recipes"]
-        source[0] += "\n".join(["\n", "```{toctree}", ":hidden:", "", *pages, "```", ""])
+        source[0] += "\n\n```{toctree}\n:hidden:\n\ndocs/README\n```\n"
+        _, *parts = _GROUP.split((_ROOT / "docs/README.md").read_text(encoding="utf-8"))
+        for group, text in zip(parts[::2], parts[1::2]):
+            pages = [posixpath.normpath(f"docs/{name}") for name in _PAGE.findall(text)]
+            source[0] += "\n".join(["", "```{toctree}", ":hidden:", f":caption: {group}", "", *pages, "```", ""])
+
+
+def _copy_pictures(app: Any, error: Exception | None) -> None:
+    """Copy the pictures to their place in the clone: Sphinx does not see those in the HTML of the README."""
+    if error is None:
+        shutil.copytree(_ROOT / "docs/pictures", Path(app.outdir) / "docs/pictures", dirs_exist_ok=True)
 
 
 def setup(app: Any) -> None:
     """Connect to Sphinx' events."""
     app.connect("source-read", _add_contents)
+    app.connect("build-finished", _copy_pictures)

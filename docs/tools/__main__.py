@@ -9,6 +9,7 @@ from pathlib import Path
 from docs.tools import chart, commands, explaining, manual, measured, pages, pictures, translations
 
 commands.PAGE.write_text(commands.reference(), encoding="utf-8")
+manual.PAGE.parent.mkdir(exist_ok=True)
 manual.PAGE.write_text(manual.manual(), encoding="utf-8")
 measured.PAGE.write_text(measured.page(), encoding="utf-8")
 for name, picture in {**explaining.drawn(), **chart.drawn()}.items():

@@ -1,4 +1,4 @@
-"""docs/reshard.1: the manual page, from the help of every command."""
+"""build/reshard.1: the manual page, from the help of every command."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 
 from docs.tools.commands import walk
+from docs.tools.pages import ROOT
 from reshard import __version__
 from reshard.cli.main import cli
 
-PAGE = Path(__file__).parents[1] / "reshard.1"
+PAGE = ROOT / "build/reshard.1"
 
 _BEGINNING = """\
-.\\" Made by `make docs` from the program itself; a test compares the two.
+.\\" Made by `make docs` from the program itself.
 .TH RESHARD 1 "" "reshard {version}" "User Commands"
 .SH NAME
 reshard \\- {title}

@@ -99,8 +99,7 @@ def test_the_wheel_contains_only_the_package(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         names = archive.namelist()
     package = [name for name in names if not name.startswith(f"{NAME}.dist-info/")]
-    page = f"{NAME}.data/data/share/man/man1/reshard.1"
-    assert sorted(package) == [page, *(name for name in repository_files() if name.startswith("reshard/"))]
+    assert sorted(package) == [name for name in repository_files() if name.startswith("reshard/")]
     assert "reshard/py.typed" in package
 
 
@@ -141,8 +140,6 @@ def test_the_command_works_installed_by_pipx(bare: Bare, tmp_path: Path) -> None
 
     assert Path(shutil.which("reshard", path=bare.commands["PATH"]) or "").resolve().parent == bare.python.parent
     assert __version__ in reshard("--version")
-    # pipx links it to where man looks.
-    assert (bare.python.parents[4] / "man" / "man1" / "reshard.1").is_file()
     assert "convert" in reshard("--help")
 
 
