@@ -118,7 +118,12 @@ def explain(lost: Sequence[LostParameter], most: int) -> list[Message]:
 
 def cure(lost: Iterable[LostParameter]) -> str | None:
     groups = frozenset(group for item in lost for group in item.groups)
-    return f"restore {_in_words(groups)}" if groups else None
+    if not groups:
+        return None
+    return (
+        f"restore {_in_words(groups)} from a copy: no other rank holds these slices, so reshard recover cannot "
+        "rebuild them"
+    )
 
 
 def _in_words(groups: frozenset[frozenset[int]]) -> str:
@@ -155,7 +160,7 @@ def check_ranks(tree: SourceTree, source: Strategy, handles: FileHandles) -> Non
 
 
 # Of names, in a line of an error.
-_MOST_PATTERNS = 6
+_MOST_PATTERNS = 2
 
 
 class Scope(Enum):
