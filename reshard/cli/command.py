@@ -67,8 +67,6 @@ _FOREIGN = {
     "--saver": "Use --to FORM.",
     "--svg": "reshard view draws checkpoints and conversions.",
 }
-
-
 _WHOLE = "Whole weights in one file: reshard convert SRC DST --dst-strategy none."
 _CUT = "Another number of devices: reshard convert SRC DST --dst-strategy FILE, or --shards N for PyTorch."
 # Commands of other tools.

@@ -86,7 +86,7 @@ def test_a_directory_of_an_adapter_points_to_merge_lora(command: str, tmp_path: 
 )
 def test_words_of_other_tools_are_answered_with_what_to_type(option: str, texts: list[str], plain: World) -> None:
     plain.save(tensors())
-    words = [plain.src, plain.root / "out", "--src-strategy", plain.old, option]
+    words: list[Argument] = [plain.src, plain.root / "out", "--src-strategy", plain.old, option]
     fails(3 if option.startswith("--dst-strategy") else 2, "convert", *words, texts=texts)
 
 
@@ -96,7 +96,7 @@ def test_an_option_that_is_near_to_none_suggests_none(option: str, plain: World)
 
 
 def test_strategies_as_arguments_are_answered_with_their_options(plain: World) -> None:
-    words = [plain.src, plain.root / "out", plain.old, plain.new]
+    words: list[Argument] = [plain.src, plain.root / "out", plain.old, plain.new]
     fails(2, "convert", *words, texts=[plain.old, "--src-strategy", "--dst-strategy"])
     fails(2, "replicas", plain.old, texts=[f"reshard replicas --strategy {plain.old}"])
     fails(2, "merge", plain.src, texts=["--dst-strategy none"])
@@ -104,7 +104,7 @@ def test_strategies_as_arguments_are_answered_with_their_options(plain: World) -
 
 def test_a_file_system_without_files_is_no_target(plain: World) -> None:
     plain.save(tensors())
-    words = ["--src-strategy", plain.old, "--dst-strategy", plain.new]
+    words: list[Argument] = ["--src-strategy", plain.old, "--dst-strategy", plain.new]
     assert "again" not in fails(3, "convert", plain.src, "/proc/reshard", *words, texts=["/proc/reshard"]).err
 
 

@@ -478,6 +478,6 @@ class StepSelector:
                 )
                 log(
                     f"{plural(len(unseen), 'parameter')} of stage {stage.number} in no file of {step.label} count as "
-                    "not saved: " + listing(unseen, 3) + f"; if only {rank_ranges(away)} saved them (a de-duplicated "
-                    "save), bring these ranks back"
+                    "not saved: " + listing(unseen, 1) + f"; they are lost only if {rank_ranges(away)} alone saved "
+                    "them (a de-duplicated save): then bring these ranks back"
                 )
