@@ -23,7 +23,7 @@ _MAX_SINGLE = 3
     "status",
     """
 reshard status out/
-until reshard status out/ --exit-code; do sleep 60; done
+reshard status out/ --exit-code || reshard resume out/
 """,
 )
 @argument("dst")
