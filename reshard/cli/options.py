@@ -48,13 +48,11 @@ def _parse_rank(text: str) -> int:
 RANK = Parsed("rank", _parse_rank)
 
 
-_DCP, _RANKS = "--to dcp", "--to ranks, a file for each rank"
-_MEGATRON = "--to megatron"
 # Other words for forms, and what to type.
 _FOREIGN_FORMS = {
-    **dict.fromkeys(("pytorch", "torch", "fsdp", "fsdp2", "torch-dcp", "torchtitan"), _DCP),
-    **dict.fromkeys(("mindspore", "mindformers", "rank"), _RANKS),
-    **dict.fromkeys(("mcore", "megatron-core", "megatron-lm", "mindspeed", "torch-dist"), _MEGATRON),
+    **dict.fromkeys(("pytorch", "torch", "fsdp", "fsdp2", "torch-dcp", "torchtitan"), "--to dcp"),
+    **dict.fromkeys(("mindspore", "mindformers", "rank"), "--to ranks, a file for each rank"),
+    **dict.fromkeys(("mcore", "megatron-core", "megatron-lm", "mindspeed", "torch-dist"), "--to megatron"),
     **dict.fromkeys(("transformers", "vllm"), "--to huggingface"),
     "verl": "verl's form can only be read; --to dcp and --to huggingface can be written",
 }

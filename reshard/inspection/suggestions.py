@@ -393,7 +393,7 @@ class _Advisor:
         """At which sizes Megatron loads this checkpoint."""
         if self._form.side is not Side.MEGATRON:
             return []
-        from reshard.forms.megatron.torch_dist import sizes_note
+        from reshard.forms.megatron.sizes import sizes_note
 
         return [sizes_note(self._inspected.path, self._inspected.shown.step or "latest")]
 

@@ -173,7 +173,7 @@ def writing_error(path: str, error: OSError, action: str = "written", rank: int 
         )
     if error.errno == errno.ENOENT and error.filename and _holds_no_files(os.path.dirname(error.filename)):
         # /proc and its like answer so: no later try makes a difference.
-        problem = f"{path}: cannot be {action}: its file system holds no files"
+        problem = f"{path}: cannot be {action}: {reason}; the file system holds no files"
         return TargetError(problem, file=path, rank=rank, hint="choose another place")
     problem, hint = f"cannot be {action}", None
     if error.errno in _FULL:

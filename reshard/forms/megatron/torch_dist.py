@@ -17,10 +17,9 @@ from typing import Any
 from reshard.checkpoints import FileHandles
 from reshard.errors import CheckpointError
 from reshard.forms.megatron.blocks import unblock
-from reshard.forms.megatron.bucket_state import holds_buckets, name_state
+from reshard.forms.megatron.bucket_state import name_state
 from reshard.forms.megatron.common import Common, common_object, common_of, steps_of, stored_in
-from reshard.forms.megatron.iterations import choose, kind_of_iteration
-from reshard.forms.megatron.keys import EMBEDDING, LEGACY, OUTPUT, STATE, TORCH_DIST, weight_of
+from reshard.forms.megatron.keys import EMBEDDING, OUTPUT, STATE, TORCH_DIST, weight_of
 from reshard.forms.megatron.proofs import CURE, MASTERS, proofs, refuse_unproved
 from reshard.forms.pytorch.dcp import ReadMetadata, StoredValue, checkpoint_of, incomplete, read_metadata
 from reshard.forms.pytorch.form import BACKEND, COMMON, METADATA
@@ -28,7 +27,7 @@ from reshard.forms.recorded import ChunkedCheckpoint
 from reshard.forms.request import Means, Request
 from reshard.forms.tracker import Iteration
 from reshard.storage import names_in, read_small, reading
-from reshard.text.messages import Report, quoted
+from reshard.text.messages import quoted
 from reshard.text.names import TRAINING_STEP
 
 _MTP = "mtp."
@@ -64,24 +63,6 @@ def read_torch_dist(form: str, iteration: Iteration, request: Request, means: Me
     refuse_unproved(checkpoint, to_prove)
     checkpoint.check(request.required)
     return checkpoint
-
-
-def sizes_note(src: str, step: str) -> str:
-    """At which sizes Megatron loads a checkpoint, by the kind of its optimizer state.
-
-    Raises:
-        CheckpointError: there is no such iteration, or its metadata is damaged.
-    """
-    directory = choose(src, step, Report()).path
-    names = names_in(directory)
-    if kind_of_iteration(directory, names) == LEGACY:
-        return "Megatron loads a legacy tree only at its own sizes; this command makes torch_dist of it, for any sizes."
-    metadata = read_metadata([os.path.join(directory, METADATA)])
-    if any(map(holds_buckets, metadata.tensors)):
-        return "Megatron loads this optimizer state, dp_reshardable, at other sizes only after this command."
-    if metadata.flattened or any(map(holds_buckets, metadata.objects)):
-        return "Megatron-Core 0.15 and newer load this optimizer state of 0.14 or older only after this command."
-    return "Megatron loads this checkpoint at any sizes as it is; this command is for other programs."
 
 
 def read_plain(form: str, iteration: Iteration, request: Request, means: Means) -> ChunkedCheckpoint:

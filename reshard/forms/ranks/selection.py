@@ -160,7 +160,7 @@ def check_ranks(tree: SourceTree, source: Strategy, handles: FileHandles) -> Non
 
 
 # Of names, in a line of an error.
-_MOST_PATTERNS = 2
+_MOST_PATTERNS = 4
 
 
 class Scope(Enum):
