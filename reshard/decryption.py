@@ -260,7 +260,7 @@ def _ciphers(mode: str, key: bytes, path: str) -> tuple[Callable[[_Block], Any],
         raise InputError(
             f"{path}: is encrypted; decryption needs the package cryptography, which is not installed",
             file=path,
-            hint="pip install 'reshard[crypto]'; in the clone of reshard: pip install '.[crypto]'",
+            hint="pip install cryptography",
         ) from error
 
     def decryptor_of(block: _Block) -> Any:

@@ -28,17 +28,51 @@ _MAX_COLUMNS = 32
 # Options of MindSpore's functions that have another name here.
 _SPELLINGS = {"src-strategy-file": "src-strategy", "dst-strategy-file": "dst-strategy"}
 
-_ARGUMENTS = "SRC and DST are arguments: reshard convert SRC DST."
+_SRC = "SRC is the first argument: reshard convert SRC DST."
+_DST = "DST is the second argument: reshard convert SRC DST."
 _SHARES = "convert --shard I/N writes share I of N of the target; by-rank RANK writes one target rank."
-# Options of MindSpore and MindFormers, and of other tools that draw.
+_JOBS = f"Use --jobs N for the number of CPUs. {_SHARES}"
+_CAST = "Use --cast TYPE, as in --cast bf16."
+_SIZES = (
+    "A strategy gives the sizes of MindSpore's rank files: see reshard strategy make and reshard strategy derive. "
+    "Use --shards N for PyTorch, and --sizes tp=2,pp=2 for a legacy tree of Megatron."
+)
+_NAMES = "Use --names TABLE --config config.json; reshard names list prints the tables."
+# Options of MindSpore and MindFormers, of Megatron, verl and vLLM, and of other tools that draw.
 _FOREIGN = {
-    "--src-checkpoint": _ARGUMENTS,
-    "--src-checkpoints-dir": _ARGUMENTS,
+    "--src-ckpt-strategy": "Use --src-strategy FILE.",
+    "--dst-ckpt-strategy": "Use --dst-strategy FILE, or --dst-strategy none for whole weights.",
+    **dict.fromkeys(
+        ("--src-checkpoint", "--src-checkpoints-dir", "--src-ckpt-dir", "--src-ckpt", "--ckpt-dir", "--checkpoint"),
+        _SRC,
+    ),
+    **dict.fromkeys(("--load", "--load-dir", "--local-dir", "--input", "--input-path", "--input-dir", "--src"), _SRC),
+    **dict.fromkeys(("--dst-checkpoint", "--dst-checkpoints-dir", "--dst-ckpt-dir", "--dst-ckpt", "--dst"), _DST),
+    **dict.fromkeys(
+        ("--save", "--save-dir", "--target-dir", "--out", "--output-path", "--output-dir", "--output"), _DST
+    ),
     "--transform-rank": "RANK is the first argument of by-rank and rank-list.",
     "--rank-id": _SHARES,
     "--world-size": _SHARES,
+    "--transform-process-num": _JOBS,
+    "--process-num": _JOBS,
+    **dict.fromkeys(("--num-workers", "--workers", "--num-processes", "--max-workers"), "Use --jobs N."),
+    **dict.fromkeys(("--dtype", "--torch-dtype", "--precision"), _CAST),
+    **dict.fromkeys(("--tp", "--pp", "--ep", "--dp", "--tp-size", "--pp-size", "--ep-size"), _SIZES),
+    **dict.fromkeys(("--target-tp", "--target-pp", "--target-ep", "--target-tp-size", "--target-pp-size"), _SIZES),
+    **dict.fromkeys(("--tensor-model-parallel-size", "--target-tensor-parallel-size"), _SIZES),
+    **dict.fromkeys(("--pipeline-model-parallel-size", "--target-pipeline-parallel-size"), _SIZES),
+    **dict.fromkeys(("--model", "--model-type", "--model-name", "--hf-model-path"), _NAMES),
+    **dict.fromkeys(("--loader", "--backend"), "The form of SRC is recognised: leave it out."),
+    "--saver": "Use --to FORM.",
     "--svg": "reshard view draws checkpoints and conversions.",
-    "--transform-process-num": f"Use --jobs N for the number of CPUs. {_SHARES}",
+}
+_WHOLE = "Whole weights in one file: reshard convert SRC DST --dst-strategy none."
+_CUT = "Another number of devices: reshard convert SRC DST --dst-strategy FILE, or --shards N for PyTorch."
+# Commands of other tools.
+_FOREIGN_COMMANDS = {
+    **dict.fromkeys(("merge", "consolidate", "unshard", "gather", "export"), _WHOLE),
+    **dict.fromkeys(("split", "shard", "transform", "transform-checkpoints"), _CUT),
 }
 
 
@@ -77,13 +111,22 @@ class Command(click.Command):
                 name = word.rstrip("=") or (args[place - 1] if place else "")
                 if name.startswith("-"):
                     _refuse_empty(ctx, name.replace("_", "-"))
+        # Extra arguments are refused below, with advice.
+        ctx.allow_extra_args = True
         try:
             remaining = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if error.option_name not in _FOREIGN:
-                raise
-            advice = _FOREIGN[error.option_name]
-            raise click.UsageError(f"No such option: {error.option_name}. {advice}", ctx) from error
+            typed = error.option_name
+            # Without dashes, which make any two options similar.
+            words = {name.lstrip("-"): name for param in self.get_params(ctx) for name in param.opts if name[0] == "-"}
+            near = [words[name] for name in near_names(typed.lstrip("-"), words)]
+            advice = f" Did you mean {' or '.join(near)}?" if near else ""
+            advice = f" {_FOREIGN[typed]}" if typed in _FOREIGN else advice
+            raise click.UsageError(f"No such option: {typed}.{advice}", ctx) from error
+        if remaining and not ctx.resilient_parsing:
+            names = {param.name for param in self.params}
+            advice = " Strategies are options: --src-strategy A --dst-strategy B." if "dst_strategy" in names else ""
+            ctx.fail(f"Got unexpected extra arguments: {' '.join(remaining)}.{advice}")
         for param in self.params:
             if isinstance(param, click.Argument) and param.name is not None and ctx.params.get(param.name) == "":
                 _refuse_empty(ctx, param.human_readable_name)
@@ -130,7 +173,8 @@ class Group(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = spelling(args[0])
         if self.get_command(ctx, name) is None and not name.startswith("-") and not ctx.resilient_parsing:
-            ctx.fail(f"No such command: {args[0]}.{nearest(name, self.names())}")
+            advice = f" {_FOREIGN_COMMANDS[name]}" if name in _FOREIGN_COMMANDS else nearest(name, self.names())
+            ctx.fail(f"No such command: {args[0]}.{advice}")
         return super().resolve_command(ctx, args)
 
     def names(self) -> list[str]:

@@ -239,7 +239,7 @@ def _on_cluster(scheduler: str, asked: Conversion, report: Report) -> WriteElsew
     except ModuleNotFoundError as error:
         raise UsageError(
             f"--scheduler needs Dask, which is not installed ({error})",
-            hint="in the clone of reshard: pip install '.[dask]'",
+            hint="pip install distributed",
         ) from error
     return writer(scheduler, with_absolute_paths(asked), report)
 

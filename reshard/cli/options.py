@@ -48,6 +48,16 @@ def _parse_rank(text: str) -> int:
 RANK = Parsed("rank", _parse_rank)
 
 
+# Other words for forms, and what to type.
+_FOREIGN_FORMS = {
+    **dict.fromkeys(("pytorch", "torch", "fsdp", "fsdp2", "torch-dcp", "torchtitan"), "--to dcp"),
+    **dict.fromkeys(("mindspore", "mindformers", "rank"), "--to ranks, a file for each rank"),
+    **dict.fromkeys(("mcore", "megatron-core", "megatron-lm", "mindspeed", "torch-dist"), "--to megatron"),
+    **dict.fromkeys(("transformers", "vllm"), "--to huggingface"),
+    "verl": "verl's form can only be read; --to dcp and --to huggingface can be written",
+}
+
+
 class FormOrFormat(click.Choice):  # type: ignore[type-arg, unused-ignore]
     """A form of checkpoint, or a format of files; ``hf`` is Hugging Face's form."""
 
@@ -69,6 +79,9 @@ class FormOrFormat(click.Choice):  # type: ignore[type-arg, unused-ignore]
                 self.fail(f"{value} is a form, not a format: --to {value}", param, ctx)
             if dtype_named(value) is not None:
                 self.fail(f"{value} is a type: --cast {value}", param, ctx)
+            advice = _FOREIGN_FORMS.get(str(value).lower().replace("_", "-"))
+            if advice is not None:
+                self.fail(f"{value} is not the name of a form: {advice}", param, ctx)
         return super().convert(name, param, ctx)
 
 

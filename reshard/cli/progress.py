@@ -21,6 +21,10 @@ BETWEEN_LINES = 30.0
 # Shorter transfers show no bar.
 _BEFORE_BAR = 0.5
 _NARROW = 60
+# Of a terminal without a size.
+_USUAL_COLUMNS, _USUAL_ROWS = 80, 24
+# A frame is drawn every 0.1 s: rate and time left follow the last 20 s or so, as bytes move in bursts.
+_SMOOTHING = 0.005
 _WIDE_BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left"
 _NARROW_BAR = "{desc} {percentage:3.0f}% {rate_fmt} {remaining}"
 
@@ -30,17 +34,16 @@ def progress_of() -> Progress:
     requested = progress_requested()
     if is_quiet() if requested is None else not requested:
         return Progress()
-    return _Bar() if _has_room() else _Lines()
+    return _Bar() if sys.stderr is not None and sys.stderr.isatty() else _Lines()
 
 
-def _has_room() -> bool:
-    """Whether standard error is a terminal with a size: pseudo-terminals of other programs often have none."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        return False
+def _columns() -> int:
+    """The columns of the terminal; 0 if it has no size, as pseudo-terminals of other programs often have none."""
     try:
-        return all(os.get_terminal_size(sys.stderr.fileno()))
+        size = os.get_terminal_size(sys.stderr.fileno())
     except OSError:
-        return False
+        return 0
+    return size.columns if all(size) else 0
 
 
 class _Bar(Progress):
@@ -75,19 +78,21 @@ class _Bar(Progress):
 
         # No thread that redraws idle bars: a process with threads starts no workers.
         tqdm.monitor_interval = 0
-        narrow = os.get_terminal_size(sys.stderr.fileno()).columns < _NARROW
+        columns = _columns()
         bar: tqdm[NoReturn] = tqdm(
             desc=self._doing,
             total=self._total,
-            bar_format=_NARROW_BAR if narrow else _WIDE_BAR,
+            bar_format=_NARROW_BAR if 0 < columns < _NARROW else _WIDE_BAR,
             unit="B",
             unit_scale=True,
             unit_divisor=1024,
-            dynamic_ncols=True,
+            ncols=None if columns else _USUAL_COLUMNS,
+            nrows=None if columns else _USUAL_ROWS,
+            dynamic_ncols=columns > 0,
             # The first frame below shows the rate so far.
             delay=1e-9,
             file=sys.stderr,
-            smoothing=0.1,
+            smoothing=_SMOOTHING,
             leave=False,
         )
         bar.start_t = bar.last_print_t = self._begun

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 
+import click
+
 from reshard.cli import options
 from reshard.cli.command import argument, command
 from reshard.cli.output import echo_json, is_json, say
@@ -17,15 +19,23 @@ from reshard.text.messages import byte_size, counted_ranks, number_ranges, plura
 _MAX_SINGLE = 3
 
 
-@command("status", "reshard status out/")
+@command(
+    "status",
+    """
+reshard status out/
+reshard status out/ --exit-code || reshard resume out/
+""",
+)
 @argument("dst")
+@options.flag("Checks", "--exit-code", text="Exit status 1 while targets are missing.")
 @options.json_output
 @options.common
-def status(dst: str) -> None:
+def status(dst: str, exit_code: bool) -> None:
     """Print which target ranks in DST are done and which are missing.
 
     Only the records in DST are read: the source and the strategies are not needed, and runs may be writing
-    meanwhile. Checkpoint files of other conversions in DST are listed.
+    meanwhile. Checkpoint files of other conversions in DST are listed. The exit status is 0, or with
+    --exit-code 1 while targets are missing.
     """
     progress = status_of(dst)
     foreign = beside(dst, progress.record)
@@ -45,15 +55,17 @@ def status(dst: str) -> None:
                 "beside": foreign,
             }
         )
-        return
-    lines = _lines(dst, progress)
-    if foreign:
-        them = "it" if len(foreign) == 1 else "them"
-        lines.append(
-            f"files of other origin: {some_names(foreign)}; remove {them}: loaders may read {them} as part of the "
-            "checkpoint, and conversions into the directory are refused"
-        )
-    say("\n".join(lines))
+    else:
+        lines = _lines(dst, progress)
+        if foreign:
+            them = "it" if len(foreign) == 1 else "them"
+            lines.append(
+                f"files of other origin: {some_names(foreign)}; remove {them}: loaders may read {them} as part of the "
+                "checkpoint, and conversions into the directory are refused"
+            )
+        say("\n".join(lines))
+    if exit_code and not progress.complete:
+        click.get_current_context().exit(1)
 
 
 def _lines(dst: str, progress: Status) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import click
 
 from reshard.asked import Source, Target
@@ -145,7 +147,8 @@ def replicas(strategy: str | None, group_info: tuple[str, ...], more: tuple[str,
     from reshard.strategies.replicas import replicas_of_group_infos, replicas_of_strategy
 
     if more and not group_info:
-        raise UsageError(f"{more[0]}: name a strategy with --strategy, or group_info files with --group-info")
+        hint = f"use: reshard replicas --strategy {shlex.quote(more[0])}, or --group-info for group_info files"
+        raise UsageError(f"{more[0]}: a strategy is an option here", hint=hint)
     if (strategy is None) == (not group_info):
         raise UsageError("pass either --strategy or --group-info", hint="prefer --strategy, if a strategy file exists")
     if strategy is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container, Iterator, Sequence
 
 from reshard.asked import Edits, Effort, Source
@@ -11,6 +12,7 @@ from reshard.cli.command import argument, command
 from reshard.cli.output import echo_json, exit_different, is_json, is_quiet, is_verbose, listener, say, shown_text
 from reshard.cli.progress import progress_of
 from reshard.cli.strategy_show import strategy_words
+from reshard.errors import StrategyError
 from reshard.execute import Budget
 from reshard.source_replicas.contradictions import StrategyCheck, check_strategy
 from reshard.storage import costs_of
@@ -40,10 +42,18 @@ def strategy_check(strategy: str, source: Source, edits: Edits, effort: Effort) 
 
     The slices of every rank must have the shapes that the layouts give, and where S lists replicas, all their
     bytes must be equal. The exit status is 4 if anything does not fit. Parameters without replicas are checked by
-    shape only; the output counts them.
+    shape only; the output counts them. S and CKPT may come in either order.
     """
     report = Report(listener())
-    opened = typed_strategy(strategy, report)
+    try:
+        opened = typed_strategy(strategy, report)
+    except StrategyError as error:
+        # In the other order: no checkpoint is a strategy.
+        try:
+            opened = typed_strategy(source.path, report)
+        except StrategyError:
+            raise error from None
+        strategy, source = source.path, dataclasses.replace(source, path=strategy)
     path = source.path
     with FileHandles() as handles:
         budget = Budget.of(effort.cpus, effort.max_memory, costs_of(path))

@@ -310,7 +310,7 @@ def _write(
             samples = {work[len(work) // 2], work[-1]}
             write_files(groups, handles, budget, progress, finish, checksum, plan.target_file, samples)
     except BaseException:
-        if directory is not None:
+        if directory is not None and progress.written:
             count = f"{len(progress.written)} of {plural(len(work), counted_as(plan.form.name))}"
             report.warn(f"{count} written; run the same command again to continue")
         raise

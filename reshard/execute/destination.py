@@ -51,7 +51,9 @@ def checkpoints_in(dst: str, directories: Collection[str], all_ranks: bool = Tru
         status = status_at(dst)
         dangling = status is None
     if dangling or (status is not None and not status.directory):
-        raise TargetError(f"{dst} is not a directory", file=dst, hint="choose another DST")
+        raise TargetError(
+            f"{dst} is not a directory", file=dst, hint="choose another DST: a new directory, or an empty one"
+        )
     entries = set(directories)
     if all_ranks:
         # One listing of the target directory instead of a look for each of many rank directories.

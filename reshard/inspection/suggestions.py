@@ -39,8 +39,8 @@ from reshard.text.names import WEIGHTS, is_weight, training_globs
 SRC_STRATEGY, DST_STRATEGY, DEVICES, TABLE, CONFIG = "SRC_STRATEGY", "DST_STRATEGY", "DEVICES", "TABLE", "CONFIG"
 """Placeholders of strategies, of the number of devices, of a table of names, and of the model's config.json."""
 
-# Options that no record contains.
-_OF_RESUME = ("--endpoint-url",)
+# The options of stores, which no record contains.
+_OF_STORES = ("--endpoint-url",)
 # Commands for one aim, where several strategies suit it.
 _MAX_TARGETS = 4
 _OPTIMIZER = (
@@ -178,10 +178,12 @@ def _resume(src: str, options: Sequence[str]) -> Iterator[Suggestion]:
     with suppress(ReshardError):
         status = status_of(src)
         if status.record.is_repeatable and not status.complete:
-            pairs = zip(options[::2], options[1::2])
-            words = (word for pair in pairs if pair[0] in _OF_RESUME for word in pair)
-            command = ("reshard", "resume", _argument(src), *words)
+            command = ("reshard", "resume", _argument(src), *_of_stores(options))
             yield Suggestion("resume", "Complete the conversion that writes this checkpoint", command)
+
+
+def _of_stores(options: Sequence[str]) -> list[str]:
+    return [word for pair in zip(options[::2], options[1::2]) if pair[0] in _OF_STORES for word in pair]
 
 
 def _places(src: str) -> list[str]:
@@ -328,7 +330,7 @@ class _Advisor:
             # No step can be converted: problems list what is missing.
             return
         if form.shards:
-            yield self._cluster(self._devices, "", *self._shards(self._inspected.form.name))
+            yield self._cluster(self._devices, "", *self._shards(self._inspected.form.name), notes=self._sizes_notes())
         if self._inspected.undecoded:
             # Codes of an unknown scheme: other forms and programs have no use for them.
             return
@@ -357,6 +359,9 @@ class _Advisor:
                 f"The strategy of {cluster}: a file or a directory. MindSpore writes it when it compiles the network "
                 "for them; `reshard strategy derive` and `make` compute it on any machine." + unfit
             )
+            saved = self._strategy
+            if same_form and self._form.needs_strategy and saved and not saved.is_none and self._devices != 1:
+                yield self._derive(saved)
         for count, strategy in of:
             laid_out = f", laid out as in {strategy}" if len(of) > 1 else ""
             words = ("--dst-strategy", strategy)
@@ -380,10 +385,38 @@ class _Advisor:
         words = ("--to", _HUGGINGFACE, *words, *(word for glob in excluded for word in ("--exclude", glob)))
         return self._convert("huggingface", "Hugging Face, for inference", _HUGGINGFACE, *words, notes=notes)
 
-    def _cluster(self, count: int | None, more: str, *words: str) -> Suggestion:
+    def _cluster(self, count: int | None, more: str, *words: str, notes: Sequence[str] = ()) -> Suggestion:
         """Another number of devices."""
         title = f"Another cluster: {plural(count, 'device')}" if count else "Another cluster"
-        return self._convert("cluster", title + more, f"on-{count}" if count else "resharded", *words)
+        return self._convert("cluster", title + more, f"on-{count}" if count else "resharded", *words, notes=notes)
+
+    def _sizes_notes(self) -> list[str]:
+        """At which sizes Megatron loads this checkpoint."""
+        if self._form.side is not Side.MEGATRON:
+            return []
+        from reshard.forms.megatron.sizes import sizes_note
+
+        return [sizes_note(self._inspected.path, self._inspected.shown.step or "latest")]
+
+    def _derive(self, saved: Strategy) -> Suggestion:
+        """The strategy of the new cluster from that of this checkpoint."""
+        rest = f",pp={len(saved.stages)}" if len(saved.stages) > 1 else ""
+        count = plural(saved.device_count, "device")
+        saved_by = f"of the run that saved this checkpoint, on {count}"
+        cluster = "the new cluster" if self._devices is None else plural(self._devices, "device")
+        texts = {
+            "DP": f"data_parallel {saved_by}.",
+            "MP": f"model_parallel {saved_by}.",
+            "NEW_DP": f"data_parallel of {cluster}.",
+            "NEW_MP": f"model_parallel of {cluster}.",
+        }
+        out = self._out(f"strategy-{self._devices or 'new'}") + ".ckpt"
+        sizes = ("--src-sizes", f"dp=DP,mp=MP{rest}", "--dst-sizes", f"dp=NEW_DP,mp=NEW_MP{rest}")
+        settings = (*sizes, "--shapes", self._src, "--optimizer-shards", "off", *_of_stores(self._options))
+        command = ("reshard", "strategy", "derive", _argument(saved.path), out, *settings)
+        missing = (Missing(placeholder, text) for placeholder, text in texts.items())
+        title = f"If no run compiled it: the strategy of {cluster}, which is then DST_STRATEGY"
+        return Suggestion("derive", title, command, tuple(missing))
 
     def _convert(self, aim: str, title: str, suffix: str, *words: str, notes: Sequence[str] = ()) -> Suggestion:
         """A conversion, proved at its end."""

@@ -120,8 +120,7 @@ def _missing(directory: str, path: str) -> CheckpointError:
         return CheckpointError(
             f"{directory}: is no directory that reshard wrote: it has no {MANIFEST_NAME}",
             file=directory,
-            hint=f"verify needs the DST of a conversion, or its source (reshard verify {name} --src SRC); to check "
-            f"another checkpoint: reshard inspect {name}, reshard fingerprint {name} or reshard diff {name} OTHER",
+            hint=f"name its source: reshard verify {name} --src SRC; or look at it: reshard inspect {name}",
         )
     hint = "it is written when all target files are converted; run the same command again to continue"
     if ledger.record.is_repeatable:

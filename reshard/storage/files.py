@@ -171,6 +171,10 @@ def writing_error(path: str, error: OSError, action: str = "written", rank: int 
             rank=rank,
             hint=f"choose another place, or get {_right_to_write(path)}",
         )
+    if error.errno == errno.ENOENT and error.filename and _holds_no_files(os.path.dirname(error.filename)):
+        # /proc and its like answer so: no later try makes a difference.
+        problem = f"{path}: cannot be {action}: {reason}; the file system holds no files"
+        return TargetError(problem, file=path, rank=rank, hint="choose another place")
     problem, hint = f"cannot be {action}", None
     if error.errno in _FULL:
         # Without inodes no file can be made, whatever space `df -h` shows.
@@ -181,10 +185,21 @@ def writing_error(path: str, error: OSError, action: str = "written", rank: int 
     return kind(f"{path}: {problem}: {reason}", file=path, rank=rank, hint=hint)
 
 
+def _holds_no_files(directory: str) -> bool:
+    """Whether a directory is of a file system without space for files, such as /proc."""
+    try:
+        return os.statvfs(directory or os.curdir).f_blocks == 0
+    except OSError:
+        return False
+
+
 def _right_to_write(path: str) -> str:
     if scheme_of(path):
         return "the permissions that docs/stores.md lists"
-    places = [os.path.dirname(path) or os.curdir, *([path] if os.path.lexists(path) else [])]
+    parent = os.path.dirname(path)
+    while parent and not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    places = [parent or os.curdir, *([path] if os.path.lexists(path) else [])]
     return f"write permission: `{shlex.join(['ls', '-ld', *places])}` shows owner and rights"
 
 

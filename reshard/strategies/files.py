@@ -42,6 +42,15 @@ The file is JSON, but is not named so: MindSpore refuses to merge a directory wi
 ENDINGS = (".ckpt", ".json")
 
 
+CHECKPOINT = "a checkpoint"
+"""The kind of a file that is one."""
+
+_NUMBER_HINT = (
+    "a strategy is a file or a directory, not a number of devices: reshard strategy derive makes one for another "
+    "number; --shards N is for PyTorch's forms"
+)
+
+
 class OtherFile(NamedTuple):
     """A file that is not a strategy: its kind in words, None if unknown; the content of a group_info file."""
 
@@ -58,15 +67,16 @@ def read_content(path: str) -> bytes | OtherFile:
                 head = read_range(file, 0, min(size, _HEAD))
                 kind = _kind_by_head(head, size)
                 content = b""
-                if size <= (MAX_STRATEGY if kind is None else _MAX_GROUP_INFO if kind == "a checkpoint" else 0):
+                if size <= (MAX_STRATEGY if kind is None else _MAX_GROUP_INFO if kind == CHECKPOINT else 0):
                     content = read_range(file, 0, size)
         except UnfitError as error:
             return OtherFile(str(error).replace("is ", "", 1))
         except FileNotFoundError as error:
             problem = f"{path}: no file or directory has this name"
-            raise StrategyError(problem, file=path, hint=similar_path_hint(path)) from error
+            hint = _NUMBER_HINT if path.isdigit() else similar_path_hint(path)
+            raise StrategyError(problem, file=path, hint=hint) from error
     # Groups of ranks look like values of a checkpoint.
-    if kind == "a checkpoint" and content and parse_group_map(content, path) is not None:
+    if kind == CHECKPOINT and content and parse_group_map(content, path) is not None:
         return OtherFile("a group_info file", content)
     if kind is not None:
         return OtherFile(kind)
@@ -134,7 +144,7 @@ def _kind_by_head(head: bytes, size: int) -> str | None:
         return "an encrypted checkpoint"
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
         return "a safetensors file"
-    return "a checkpoint" if is_ckpt(head) else kind_by_head(head)
+    return CHECKPOINT if is_ckpt(head) else kind_by_head(head)
 
 
 class GroupInfo(NamedTuple):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,12 +25,13 @@ from reshard.defaults import MAX_DEVICES, MAX_STAGES
 from reshard.errors import LayoutError, ReshardError, StrategyError, UsageError
 from reshard.layout import Layout
 from reshard.storage import is_directory, names_in, real
-from reshard.strategies.files import ENDINGS, RECORD, OtherFile, parse, read_content, read_strategy_file
+from reshard.strategies.files import CHECKPOINT, ENDINGS, RECORD, OtherFile, parse, read_content, read_strategy_file
 from reshard.strategies.model import NONE, RecordedLayout, Stage, Strategy, StrategyFile
 from reshard.text.messages import Report, joined, listing, plural, quoted, some_names
 from reshard.text.names import natural_order
 
 _RANK_DIRECTORY = re.compile("(rank_|rank|)[0-9]+")
+_MOST_DISAGREEING = 2
 _PREFIXED = re.compile(r"(0|[1-9][0-9]{0,9})-(.+)", re.DOTALL)
 
 
@@ -95,7 +97,9 @@ def required_strategies(source: str | None, target: str | None) -> tuple[str, st
     options = {"--src-strategy": source, "--dst-strategy": target}
     missing = [option for option, value in options.items() if value is None]
     why = "rank files do not record how they are cut: add --src-strategy FILE or DIR"
-    if source is not None:
+    if len(missing) == 2:
+        why += " for the source, and --dst-strategy FILE or DIR for the target"
+    elif source is not None:
         why = "add --dst-strategy FILE or DIR for the layout of the target, same for that of a sharded source"
     raise UsageError(
         f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
@@ -159,11 +163,13 @@ def _records_in(directory: str, leave_out: str | None) -> tuple[list[StageRecord
         files, notes = _read_files(directory, [*(name for name in names if name not in of_ranks), *below])
     if not files:
         detail = f": {'; '.join(notes)}" if notes else ""
-        raise StrategyError(
-            f"{directory} holds no strategy files{detail}",
-            file=directory,
-            hint="pass a strategy file, the directory that holds such files, or none for an unsharded checkpoint",
-        )
+        hint = "pass a strategy file, the directory that holds such files, or none for an unsharded checkpoint"
+        if notes and all(note.endswith(f"({CHECKPOINT})") for note in notes):
+            hint = (
+                "this is the checkpoint, not its strategy: pass the one that MindSpore wrote (reshard suggest "
+                f"{shlex.quote(directory)} looks for it), or none for an unsharded checkpoint"
+            )
+        raise StrategyError(f"{directory} holds no strategy files{detail}", file=directory, hint=hint)
     # Merged JSON may lack items of the stages, so their own files are the first.
     files.sort(key=lambda file: is_merged(file[0]))
     found: list[StageRecord] = []
@@ -332,7 +338,7 @@ def _agreed_stages(records: Mapping[int, Sequence[StageRecord]]) -> tuple[Stage,
                 else:
                     layouts[name] = agreed
             if differing:
-                raise _disagreement(number, differing, copies[: place + 1])
+                raise _disagreement(number, differing, copies, place)
         count = next(iter(layouts.values())).device_count
         paths = tuple(dict.fromkeys(path for record in copies for path in record.paths))
         stages.append(Stage(number, first_rank, count, layouts, paths))
@@ -345,15 +351,16 @@ def _agreed_stages(records: Mapping[int, Sequence[StageRecord]]) -> tuple[Stage,
     return tuple(stages)
 
 
-def _disagreement(number: int, names: Sequence[str], records: Sequence[StageRecord]) -> StrategyError:
-    hint = "keep the files of one run in the directory"
+def _disagreement(number: int, names: Sequence[str], records: Sequence[StageRecord], place: int) -> StrategyError:
+    """The error for a record that disagrees with those before it."""
+    hint = f"name one of: {', '.join(record.file.path for record in records)}; or keep only the files of one run"
     if records[0].number is None:
         # Usually written by hand: MindSpore's own have items.
         hint += "; files of different pipeline stages record their stage in parallel_strategy_item, which these lack"
-    paths = " and ".join(record.file.path for record in records)
+    paths = " and ".join(record.file.path for record in records[: place + 1])
     return StrategyError(
-        f"stage {number}: {paths} disagree on the layout of " + listing(names),
-        file=records[-1].file.path,
+        f"stage {number}: {paths} disagree on the layout of " + listing(names, _MOST_DISAGREEING),
+        file=records[place].file.path,
         parameter=names[0],
         hint=hint,
     )

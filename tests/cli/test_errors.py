@@ -154,7 +154,7 @@ def test_without_cryptography_the_error_names_the_extra_to_install(
     monkeypatch.setitem(sys.modules, "cryptography", None)
     (tmp_path / "key").write_bytes(b"0123456789abcdef")
     words: list[Argument] = ["decrypt", FIXTURES / "ckpt_files" / "encrypted_gcm.ckpt", tmp_path / "plain"]
-    fails(3, *words, "--key-file", tmp_path / "key", texts=["encrypted_gcm", "pip install 'reshard[crypto]'"])
+    fails(3, *words, "--key-file", tmp_path / "key", texts=["encrypted_gcm", "pip install cryptography"])
 
 
 # Checksums.

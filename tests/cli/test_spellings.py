@@ -61,6 +61,53 @@ def test_a_directory_of_an_adapter_points_to_merge_lora(command: str, tmp_path: 
     fails(3, command, adapter, *words.get(command, []), texts=texts)
 
 
+@pytest.mark.parametrize(
+    ("option", "texts"),
+    [
+        ("--dtype=bf16", ["--cast"]),
+        ("--precision=bf16", ["--cast"]),
+        ("--num-workers=4", ["--jobs"]),
+        ("--tp=4", ["strategy make", "--sizes"]),
+        ("--target-tp=4", ["strategy make", "--sizes"]),
+        ("--output=x", ["reshard convert SRC DST"]),
+        ("--src_ckpt_strategy=x", ["Use --src-strategy"]),
+        ("--dst_ckpt_strategy=None", ["Use --dst-strategy"]),
+        ("--src_ckpt_dir=x", ["SRC", "reshard convert SRC DST"]),
+        ("--dst_ckpt_dir=x", ["DST", "reshard convert SRC DST"]),
+        ("--prefx=x", ["--prefix"]),
+        ("--to=fsdp", ["--to dcp"]),
+        ("--to=pytorch", ["--to dcp"]),
+        ("--to=mindspore", ["--to ranks"]),
+        ("--to=mindformers", ["--to ranks"]),
+        ("--to=torch_dist", ["--to megatron"]),
+        ("--to=verl", ["only be read"]),
+        ("--dst-strategy=4", ["strategy derive", "--shards"]),
+    ],
+)
+def test_words_of_other_tools_are_answered_with_what_to_type(option: str, texts: list[str], plain: World) -> None:
+    plain.save(tensors())
+    words: list[Argument] = [plain.src, plain.root / "out", "--src-strategy", plain.old, option]
+    fails(3 if option.startswith("--dst-strategy") else 2, "convert", *words, texts=texts)
+
+
+@pytest.mark.parametrize("option", ["--foobarbaz", "--xyzzy"])
+def test_an_option_that_is_near_to_none_suggests_none(option: str, plain: World) -> None:
+    assert "mean" not in fails(2, "convert", plain.src, plain.root / "out", option, texts=[option]).err
+
+
+def test_strategies_as_arguments_are_answered_with_their_options(plain: World) -> None:
+    words: list[Argument] = [plain.src, plain.root / "out", plain.old, plain.new]
+    fails(2, "convert", *words, texts=[plain.old, "--src-strategy", "--dst-strategy"])
+    fails(2, "replicas", plain.old, texts=[f"reshard replicas --strategy {plain.old}"])
+    fails(2, "merge", plain.src, texts=["--dst-strategy none"])
+
+
+def test_a_file_system_without_files_is_no_target(plain: World) -> None:
+    plain.save(tensors())
+    words: list[Argument] = ["--src-strategy", plain.old, "--dst-strategy", plain.new]
+    assert "again" not in fails(3, "convert", plain.src, "/proc/reshard", *words, texts=["/proc/reshard"]).err
+
+
 def test_an_empty_directory_is_reported_before_a_missing_strategy(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     fails(3, "convert", tmp_path / "empty", tmp_path / "out", texts=["empty directory", "Hugging Face"])

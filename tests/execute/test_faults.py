@@ -102,7 +102,7 @@ def test_a_dead_worker_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "pwrite", dying)
     result = reshard(*world.words("--jobs", "1"))
     assert len(threads) > 1 and result.status == 3
-    assert "0 of 2 ranks written" in result.err
+    assert "ranks written" not in result.err
     monkeypatch.undo()
     world.convert()
     same_ranks(world.found(), world.expected(FULL))

@@ -248,6 +248,25 @@ def test_a_target_strategy_with_weights_that_the_checkpoint_lacks_is_not_offered
     assert any(str(beside) in item["command"] for item in suggested(*words)["suggestions"])
 
 
+def test_the_line_that_derives_the_next_strategy_is_printed(demo: Path, elsewhere: Path) -> None:
+    shutil.copytree(demo / "ranks", elsewhere / "ckpt")
+    shutil.copy(demo / "strategy/src_strategy.ckpt", elsewhere)
+    printed = suggested("ckpt", "--devices", 4)
+    derive, cluster = of_aim(printed, "derive"), of_aim(printed, "cluster")
+    run(derive, DP="2", MP="4", NEW_DP="1", NEW_MP="4")
+    run(cluster, DST_STRATEGY=derive["command"][4])
+    assert "derive" not in [item["aim"] for item in suggested("ckpt", "--devices", 1)["suggestions"]]
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [("legacy_dense", "torch_dist"), ("td_dense_plain", "any sizes"), ("td_moe_fully", "any sizes")],
+)
+def test_suggest_states_at_which_sizes_megatron_loads_a_checkpoint(case: str, text: str) -> None:
+    (note,) = of_aim(suggested(FIXTURES / "megatron" / case / "checkpoint"), "cluster")["missing"][-1:]
+    assert note["placeholder"] is None and text in note["text"]
+
+
 def test_copies_of_a_strategy_in_two_formats_are_one(plain: World, tmp_path: Path) -> None:
     copy = write_strategy(tmp_path / "strategies" / "copy", PLAIN, {"w": (8, 6), "v": (4,)}, "json")
     plain.save(tensors())

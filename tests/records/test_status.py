@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from reshard.execute import Progress
-from tests.running import Argument, Result, done, fails
+from tests.running import Argument, Result, done, fails, reshard
 from tests.small import World, tensors
 from tests.trees import value, write_checkpoint
 
@@ -32,7 +32,10 @@ def test_status_counts_ranks_until_completion(world: World) -> None:
     assert (report["done"], report["missing"], report["complete"], report["manifest"]) == ([1], [0], False, None)
     assert report["bytes_done"] == (world.dst / "rank_1" / "checkpoint_1.ckpt").stat().st_size
     assert "1 rank missing: 0" in done("status", world.dst).out
+    incomplete = reshard("status", world.dst, "--exit-code", "--json")
+    assert incomplete.status == 1 and json.loads(incomplete.out) == report
     world.by_rank(0)
+    done("status", world.dst, "--exit-code")
     report = status(world)
     assert (report["done"], report["missing"], report["complete"]) == ([0, 1], [], True)
     assert report["step"] == "1_10"

@@ -56,6 +56,12 @@ def test_the_right_strategy_fits(tree: Tree) -> None:
     assert not check(tree.true, tree.src, "--quiet").out
 
 
+def test_strategy_and_checkpoint_may_come_in_either_order(tree: Tree) -> None:
+    assert found(tree.src, tree.true) == found(tree.true, tree.src)
+    check(tree.src, tree.wrong, status=4)
+    assert str(tree.src) in check(tree.src, tree.src, status=3).err
+
+
 def test_a_strategy_that_swaps_axes_does_not_fit_and_equal_ranks_are_listed(tree: Tree) -> None:
     output = check(tree.wrong, tree.src, status=4).out
     assert "36 of 54 parameters compared differ between ranks that are replicas in the strategy" in output

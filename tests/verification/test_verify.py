@@ -58,7 +58,7 @@ def test_a_correct_conversion_verifies(world: World) -> None:
 def test_verify_of_another_checkpoint_names_the_commands_that_check_it(world: World) -> None:
     world.save(FULL)
     for place in (world.src, world.src / "rank_0" / "net-1_10.ckpt"):
-        texts = [f"{place}: is no directory that reshard wrote", f"reshard fingerprint {place}", "--src SRC"]
+        texts = [f"{place}: is no directory that reshard wrote", f"reshard inspect {place}", "--src SRC"]
         fails(3, "verify", place, texts=texts)
 
 

@@ -106,7 +106,7 @@ def format_of(path: str) -> str:
         raise CheckpointError(
             f"{path}: is no checkpoint file by its name",
             file=path,
-            hint="checkpoint files end in .ckpt or .safetensors",
+            hint="checkpoint files end in .ckpt or .safetensors; pass one of them, or the directory of a checkpoint",
         )
     return format
 

@@ -116,9 +116,10 @@ def nothing_found(src: str, ranks: Sequence[str], files: Sequence[str], is_rank:
             file=src,
             hint="save the model as safetensors first: model.save_pretrained(DIR, safe_serialization=True)",
         )
-    return CheckpointError(
-        f"{src}: {'holds no checkpoints' if names else 'is an empty directory'}", file=src, hint=hint
-    )
+    if not names:
+        hint = "pass one with rank_0/, rank_1/ ..., or one that MindSpore, PyTorch, Megatron or Hugging Face wrote"
+        return CheckpointError(f"{src}: is an empty directory", file=src, hint=hint)
+    return CheckpointError(f"{src}: holds no checkpoints", file=src, hint=hint)
 
 
 def checkpoint_of_other_tool(directory: str) -> CheckpointError | None:

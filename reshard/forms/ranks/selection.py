@@ -119,7 +119,12 @@ def explain(lost: Sequence[LostParameter], most: int) -> list[Message]:
 
 def cure(lost: Iterable[LostParameter]) -> str | None:
     groups = frozenset(group for item in lost for group in item.groups)
-    return f"restore {_in_words(groups)}" if groups else None
+    if not groups:
+        return None
+    return (
+        f"restore {_in_words(groups)} from a copy: no other rank holds these slices, so reshard recover cannot "
+        "rebuild them"
+    )
 
 
 def _in_words(groups: frozenset[frozenset[int]]) -> str:
@@ -156,7 +161,7 @@ def check_ranks(tree: SourceTree, source: Strategy, handles: FileHandles) -> Non
 
 
 # Of names, in a line of an error.
-_MOST_PATTERNS = 6
+_MOST_PATTERNS = 4
 
 
 class Scope(Enum):
@@ -473,6 +478,6 @@ class StepSelector:
                 log = self._means.report.warn if is_alarming else self._means.report.note
                 log(
                     f"{plural(len(unseen), 'parameter')} of stage {stage.number} in no file of {step.label} count as "
-                    "not saved: " + listing(unseen, 3) + f"; if only {rank_ranges(away)} saved them (a de-duplicated "
-                    "save), bring these ranks back"
+                    "not saved: " + listing(unseen, 1) + f"; they are lost only if {rank_ranges(away)} alone saved "
+                    "them (a de-duplicated save): then bring these ranks back"
                 )

@@ -232,7 +232,7 @@ def find_checkpoints(source: str | Source) -> SourceTree:
         elif not exists(src):
             wild = any(mark in src for mark in "*?[{")
             wildcards = "use wildcards with {rank} for a rank's number: 'run/rank_{rank}/*.ckpt'"
-            hint = wildcards if wild else similar_path_hint(src)
+            hint = wildcards if wild else similar_path_hint(src) or "pass the directory or the file of a checkpoint"
             raise CheckpointError(f"{src}: does not exist", file=src, hint=hint)
         elif is_directory(src):
             files, single = _rank_directories(src), False

@@ -104,7 +104,7 @@ def service(path: str) -> Service:
         raise InputError(
             f"{path}: is in an object store, which needs boto3; boto3 is not installed",
             file=path,
-            hint="pip install 'reshard[s3]'; in the clone of reshard: pip install '.[s3]'",
+            hint="pip install boto3",
         ) from error
     except (ValueError, OSError) as error:
         problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
