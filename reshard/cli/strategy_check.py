@@ -152,6 +152,8 @@ def _verdict(result: StrategyCheck) -> str:
         if by_shapes and result.comparison.differing:
             return "does not fit: another strategy was used, or replicas have diverged"
         return "does not fit: pass the strategy that this checkpoint was saved with"
-    if not result.comparison.check.tested:
-        return "fits by shapes; no replicas were compared"
+    check = result.comparison.check
+    if not check.tested:
+        lacking = "cut parameters have no replicas to compare" if check.samples else "no replicas were compared"
+        return f"fits by shapes; {lacking}"
     return "fits"

@@ -155,7 +155,7 @@ def test_untested_parameters_are_listed(tree: Tree, tmp_path: Path) -> None:
     strategy = write_strategy(tmp_path / "sharded", sharded)
     output = check(strategy, tmp_path / "other").out
     assert "; 36 others without replicas, checked by shape only" in output
-    assert output.splitlines()[-1] == "fits by shapes; no replicas were compared"
+    assert output.splitlines()[-1] == "fits by shapes; cut parameters have no replicas to compare"
     result = found(strategy, tmp_path / "other")
     assert result["replicas"]["untested"] == 36 and not result["replicas"]["tested"] and result["fits"]
 
