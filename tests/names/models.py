@@ -119,6 +119,18 @@ def deepseek(config: Config) -> Shapes:
     return shapes
 
 
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+
+
+def glm(config: Config, norms: bool) -> Shapes:
+    """GLM-4.5 (with norms) and GLM-4.5-Air: the experts of DeepSeek-V3, and attention with biases."""
+    latent = deepseek({**config, **dict.fromkeys(_LATENT, 1)})
+    shapes = {name: shape for name, shape in latent.items() if ".self_attn." not in name}
+    for layer in dict.fromkeys(name.partition(".self_attn.")[0] for name in latent if ".self_attn." in name):
+        _attention(shapes, layer, config, True, norms)
+    return shapes
+
+
 def fused(shapes: Shapes) -> Shapes:
     """The same model as transformers 5 has it: the experts of a layer in two tensors."""
     result: dict[str, tuple[int, ...]] = {}

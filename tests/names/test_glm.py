@@ -10,7 +10,7 @@ import pytest
 
 import reshard
 from tests.model_weights import float32, write_huggingface
-from tests.names.models import Config
+from tests.names.models import Config, glm
 from tests.running import Argument, done, fails
 from tests.trees import Value, read_checkpoint, same_checkpoints
 
@@ -33,37 +33,9 @@ CONFIG: Config = {
 }
 
 
-def shapes(norms: bool) -> dict[str, tuple[int, ...]]:
-    result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (12, HIDDEN), "lm_head.weight": (12, HIDDEN)}
-    result["model.norm.weight"] = (HIDDEN,)
-    for number in range(LAYERS + 1):
-        layer = f"model.layers.{number}"
-        for name, heads in (("q", HEADS), ("k", GROUPS), ("v", GROUPS)):
-            result[f"{layer}.self_attn.{name}_proj.weight"] = (heads * SIZE, HIDDEN)
-            result[f"{layer}.self_attn.{name}_proj.bias"] = (heads * SIZE,)
-        result[f"{layer}.self_attn.o_proj.weight"] = (HIDDEN, HEADS * SIZE)
-        if norms:
-            result.update(
-                dict.fromkeys((f"{layer}.self_attn.q_norm.weight", f"{layer}.self_attn.k_norm.weight"), (SIZE,))
-            )
-        result[f"{layer}.input_layernorm.weight"] = result[f"{layer}.post_attention_layernorm.weight"] = (HIDDEN,)
-        inner = {"mlp": 6} if number == 0 else {f"mlp.experts.{expert}": 5 for expert in range(EXPERTS)}
-        for place, rows in {**inner, **({} if number == 0 else {"mlp.shared_experts": 10})}.items():
-            result[f"{layer}.{place}.gate_proj.weight"] = result[f"{layer}.{place}.up_proj.weight"] = (rows, HIDDEN)
-            result[f"{layer}.{place}.down_proj.weight"] = (HIDDEN, rows)
-        if number:
-            result[f"{layer}.mlp.gate.weight"] = (EXPERTS, HIDDEN)
-            result[f"{layer}.mlp.gate.e_score_correction_bias"] = (EXPERTS,)
-    more = f"model.layers.{LAYERS}"
-    result[f"{more}.eh_proj.weight"] = (HIDDEN, 2 * HIDDEN)
-    result.update({f"{more}.{name}.weight": (HIDDEN,) for name in ("enorm", "hnorm", "shared_head.norm")})
-    result[f"{more}.embed_tokens.weight"] = result[f"{more}.shared_head.head.weight"] = (12, HIDDEN)
-    return result
-
-
 def weights(norms: bool) -> dict[str, Value]:
     random = np.random.default_rng(3)
-    actual = {name: float32(random.standard_normal(shape)) for name, shape in shapes(norms).items()}
+    actual = {name: float32(random.standard_normal(shape)) for name, shape in glm(CONFIG, norms).items()}
     for name, twin in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
         actual[f"model.layers.{LAYERS}.{name}.weight"] = actual[f"{twin}.weight"]
     return actual

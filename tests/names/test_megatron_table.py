@@ -22,7 +22,7 @@ from reshard.text.products import product
 from tests.corpus_dcp import held_in
 from tests.corpus_mcore import McoreCase, digest, mcore_cases
 from tests.layouts import examples
-from tests.names.models import deepseek, dense, fused, mixture
+from tests.names.models import deepseek, dense, fused, glm, mixture
 from tests.names.naive import Array, Shapes, arrays_of, assert_equal, made_by, numbered, redone
 from tests.running import done
 from tests.trees import read_checkpoint
@@ -260,6 +260,8 @@ def model_of(family: str, config: dict[str, Any], layout: Layout, copies: bool =
             shapes = {
                 name: shape for name, shape in shapes.items() if not re.search(r"[0-9]\.(embed_|.*\.head\.)", name)
             }
+    elif family == "glm4_moe":
+        shapes = dict(glm(config, norms=True))
     elif family in MOE:
         shapes = dict(mixture(config))
     else:
@@ -457,6 +459,8 @@ MODELS = [
     model_of("qwen2", _CONFIG, Layout(rows=11)),
     model_of("deepseek_v3", {**_FULL, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}, Layout(rows=11)),
     model_of("deepseek_v3", _FULL, _LEGACY),
+    model_of("glm4_moe", {**_DEEPSEEK, **_PADDED}, _NUMBERED),
+    model_of("glm4_moe", {**_DEEPSEEK, "first_k_dense_replace": 0}, _LEGACY),
 ]
 
 
