@@ -10,7 +10,11 @@ from pathlib import Path
 
 from docs.tools.pages import ROOT
 
-ORIGINALS = {ROOT / "README.zh.md": ROOT / "README.md", ROOT / "docs/zh/recipes.md": ROOT / "docs/recipes.md"}
+_TASKS = ("recipes.md", "where-is-my-strategy.md", "my-loss-jumped.md", "which-tool.md")
+ORIGINALS = {
+    ROOT / "README.zh.md": ROOT / "README.md",
+    **{ROOT / "docs/zh" / name: ROOT / "docs" / name for name in _TASKS},
+}
 
 _FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
