@@ -14,7 +14,9 @@ from reshard.cli import options
 from reshard.cli.command import argument, command, option
 from reshard.cli.opened import (
     check_crcs,
+    compared,
     location_words,
+    no_common_names,
     number_words,
     opened,
     opened_side,
@@ -25,7 +27,7 @@ from reshard.cli.progress import progress_of
 from reshard.cli.tables import alarming_lines, table
 from reshard.errors import UsageError
 from reshard.forms.registry import counted_as
-from reshard.numbers.difference import Differences, TensorPair, differences
+from reshard.numbers.difference import Differences, TensorPair
 from reshard.numbers.statistics import TensorStatistics, statistics_of
 from reshard.opened import OpenedCheckpoint
 from reshard.text.messages import Report, listing, one_line, plural, rank_ranges
@@ -179,10 +181,7 @@ def diff(
         opened_a = stack.enter_context(opened_side("a", read_a, strategy, edits, effort, report))
         selection = Edits(edits.include, edits.exclude)
         opened_b = stack.enter_context(opened_side("b", read_b, strategy, selection, effort, report))
-        progress = progress_of()
-        for one, other in ((opened_a, opened_b), (opened_b, opened_a)) if effort.crc == "auto" else ():
-            check_crcs(one, filter(other.__contains__, one), edits, progress, report)
-        result = differences(opened_a, opened_b, effort.max_memory // 3, progress)
+        result = compared(opened_a, opened_b, edits, effort, report)
         sides = {"a": _side(a, opened_a), "b": _side(b, opened_b)}
     if is_json():
         differing, identical = result.differing, len(result.pairs) - len(result.differing)
@@ -191,10 +190,7 @@ def diff(
     else:
         _print_differences(result)
     if not result.pairs and not result.shapes:
-        raise UsageError(
-            "no tensor was compared: A and B have no names in common",
-            hint="--names and --rename give A's tensors the names of B's; leave them out if A has these already",
-        )
+        raise no_common_names()
     if exit_code and not result.equal:
         exit_different()
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from reshard.asked import Conversion, Edits, Effort, Source, Target
 from reshard.checkpoints import FileHandles
-from reshard.errors import one_error
+from reshard.cli.progress import progress_of
+from reshard.errors import UsageError, one_error
 from reshard.execute import Progress
 from reshard.forms.registry import form_of
 from reshard.forms.request import EditRules, Means
 from reshard.numbers.sweep import Location
 from reshard.opened import OpenedCheckpoint, reading_request
 from reshard.text.messages import Report
+
+if TYPE_CHECKING:
+    from reshard.numbers.difference import Differences
 
 
 def opened(
@@ -62,6 +67,29 @@ def opened_side(
     if not form.options.steps:
         read = replace(read, step="latest")
     return opened(read, edits, effort, report, 2, f"--{side}-strategy ", unrecorded=shared_strategy)
+
+
+def compared(a: OpenedCheckpoint, b: OpenedCheckpoint, edits: Edits, effort: Effort, report: Report) -> Differences:
+    """The differences of two checkpoints, after the CRCs of both are checked if the effort includes them.
+
+    Raises:
+        DamagedCheckpointError: files are damaged.
+    """
+    # Loaded only here: `get` does not need it.
+    from reshard.numbers.difference import differences
+
+    progress = progress_of()
+    for one, other in ((a, b), (b, a)) if effort.crc == "auto" else ():
+        check_crcs(one, filter(other.__contains__, one), edits, progress, report)
+    return differences(a, b, effort.max_memory // 3, progress)
+
+
+def no_common_names() -> UsageError:
+    """The error of two checkpoints without a name in common."""
+    return UsageError(
+        "no tensor was compared: A and B have no names in common",
+        hint="--names and --rename give A's tensors the names of B's; leave them out if A has these already",
+    )
 
 
 def check_crcs(

@@ -82,8 +82,8 @@ def view(
     _check_replaceable(path, named=output is not None)
     cut = target.strategy is not None or target.shards is not None
     if b is None:
-        compared = {"--a-strategy": a_strategy, "--b-strategy": b_strategy, "--b-step": b_step}
-        typed = [name for name, value in compared.items() if value is not None]
+        of_two = {"--a-strategy": a_strategy, "--b-strategy": b_strategy, "--b-step": b_step}
+        typed = [name for name, value in of_two.items() if value is not None]
         if typed:
             raise UsageError(f"{typed[0]} is for two checkpoints", hint="name the other: reshard view SRC B")
         data = _one(source, target, edits, effort, report, stats)
@@ -150,11 +150,9 @@ def _two(
     a: Source, b: Source, shared: str | None, edits: Edits, effort: Effort, report: Report, stats: bool
 ) -> dict[str, Any]:
     """The page's data on two checkpoints."""
-    from reshard.cli.opened import opened_side
-    from reshard.cli.progress import progress_of
+    from reshard.cli.opened import compared, no_common_names, opened_side
     from reshard.forms.registry import form_of
     from reshard.inspection.checkpoint import inspect
-    from reshard.numbers.difference import differences
     from reshard.view.compare import compared_data
 
     inspected, strategies = [], []
@@ -168,11 +166,8 @@ def _two(
         opened_side("b", b, shared, Edits(edits.include, edits.exclude), effort, report) as other,
     ):
         if not any(name in other for name in one):
-            raise UsageError(
-                "no tensor was compared: A and B have no names in common",
-                hint="--names and --rename give A's tensors the names of B's; leave them out if A has these already",
-            )
-        found = differences(one, other, effort.max_memory // 3, progress_of()) if stats else None
+            raise no_common_names()
+        found = compared(one, other, edits, effort, report) if stats else None
         return compared_data((one, other), (inspected[0], inspected[1]), (strategies[0], strategies[1]), found)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,23 @@ from reshard.numbers.sweep import location_of
 from reshard.numbers.widening import doubles
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.strategies import Strategy
+from reshard.text.messages import plural
 from reshard.text.names import kind_of
-from reshard.view.page import Table, by_parts, cluster_of, names_data, page_data, repeats, state_words, title_of
+from reshard.view.page import (
+    Entries,
+    by_parts,
+    cluster_of,
+    described,
+    files_data,
+    names_data,
+    recorded_strategy,
+    repeats,
+    state_words,
+    title_of,
+)
 
 EQUAL, DIFFERS, OTHER, ONLY_A, ONLY_B = range(5)
-"""What the page says of a tensor."""
+"""The result for a tensor; `OTHER`: another type or shape."""
 
 
 def compared_data(
@@ -35,36 +46,35 @@ def compared_data(
         found: differences in values; None if only names, types and shapes are compared.
     """
     a, b = opened
-    data = page_data(inspected[0], [], strategies[0])
-    known = dict(zip(_names(data), zip(data["parameters"]["type"], data["parameters"]["layout"])))
-    types, rows = Table(), [list(type_) for type_ in data["types"]]
-    for row in rows:
-        types.number(str(row), row)
+    cuts = [strategy or recorded_strategy(each) for each, strategy in zip(inspected, strategies)]
+    entries = Entries(inspected[0], cuts[0])
+    known = dict(zip(entries.names, zip(entries.columns["type"], entries.columns["layout"])))
     pairs = {} if found is None else {pair.name: pair for pair in found.pairs}
-    names = by_parts({*a, *b})
+    all_names = {*a, *b}
+    names = by_parts(all_names)
     columns: dict[str, list[int]] = {"type": [], "layout": []}
     results, differing, other_types, other_shapes = [], [], {}, {}
     for place, name in enumerate(names):
-        tensor, other = a[name] if name in a else b[name], b.get(name)
-        type_, layout = known.get(name, (None, -1)) if name in a else (None, -1)
-        row = [tensor.dtype_name, [list(tensor.shape)], tensor.nbytes, tensor.nbytes, 1, _kind(name, tensor, names)]
-        if type_ is not None and rows[type_][0] == tensor.dtype_name and _shapes(rows[type_]) == row[1]:
-            row = rows[type_]
-        columns["type"].append(types.number(str(row), row))
+        one, other = a.get(name), b.get(name)
+        tensor = a[name] if one is not None else b[name]
+        type_, layout = known.get(name, (None, -1)) if one is not None else (None, -1)
+        if type_ is None or entries.types.values[type_][:2] != (tensor.dtype_name, (tensor.shape,)):
+            kind = kind_of(name, tensor.size, all_names)
+            row = (tensor.dtype_name, (tensor.shape,), tensor.nbytes, tensor.nbytes, 1, kind)
+            type_ = entries.types.number(row)
+        columns["type"].append(type_)
         columns["layout"].append(layout)
-        results.append(_result(name, a, b, pairs.get(name)))
-        if other is not None and name in a:
-            if other.dtype_name != tensor.dtype_name:
+        results.append(_result(one, other, pairs.get(name)))
+        if one is not None and other is not None:
+            if other.dtype_name != one.dtype_name:
                 other_types[place] = other.dtype_name
-            if other.shape != tensor.shape:
+            if other.shape != one.shape:
                 other_shapes[place] = list(other.shape)
             if name in pairs and not pairs[name].identical:
-                differing.append([place, tensor.size, *_numbers(pairs[name], tensor, other)])
-    sides = zip(inspected, strategies, opened)
+                differing.append([place, one.size, *_numbers(pairs[name], one, other)])
     return {
-        **data,
+        **described(inspected[0], [], cuts[0], entries),
         "title": " and ".join(title_of(each.path) for each in inspected),
-        "types": types.values,
         "names": names_data(names),
         "parameters": columns,
         "structures": None,
@@ -75,32 +85,15 @@ def compared_data(
             "differing": differing,
             "types": other_types,
             "shapes": other_shapes,
-            "sides": [_side(each, strategy, checkpoint) for each, strategy, checkpoint in sides],
+            "sides": [_side(each, cut, checkpoint) for each, cut, checkpoint in zip(inspected, cuts, opened)],
         },
     }
 
 
-def _names(data: Mapping[str, Any]) -> list[str]:
-    names: list[str] = []
-    runs = data["names"]["shared"]
-    shared = (each for each, count in zip(runs[::2], runs[1::2]) for _ in range(count))
-    for same, rest in zip(shared, data["names"]["rest"]):
-        names.append(".".join([*(names[-1].split(".")[:same] if same else []), rest]))
-    return names
-
-
-def _shapes(row: Sequence[Any]) -> list[list[int]]:
-    return [list(shape) for shape in row[1]]
-
-
-def _kind(name: str, tensor: LazyTensor, names: Sequence[str]) -> str:
-    return kind_of(name, tensor.size, frozenset(names))
-
-
-def _result(name: str, a: OpenedCheckpoint, b: OpenedCheckpoint, pair: TensorPair | None) -> int:
-    if name not in a or name not in b:
-        return ONLY_A if name in a else ONLY_B
-    if a[name].shape != b[name].shape or a[name].dtype_name != b[name].dtype_name:
+def _result(a: LazyTensor | None, b: LazyTensor | None, pair: TensorPair | None) -> int:
+    if a is None or b is None:
+        return ONLY_A if b is None else ONLY_B
+    if a.shape != b.shape or a.dtype_name != b.dtype_name:
         return OTHER
     return EQUAL if pair is None or pair.identical else DIFFERS
 
@@ -129,11 +122,8 @@ def _side(inspected: Inspected, strategy: Strategy | None, checkpoint: OpenedChe
         "form": inspected.form.options.title,
         "step": checkpoint.step,
         "cluster": cluster_of(strategy),
-        "files": f"{len(files)} {inspected.form.options.unit}{'' if len(files) == 1 else 's'}",
-        "bytes": inspected.shown.nbytes,
+        "count": plural(len(files), inspected.form.options.unit),
+        "total": inspected.shown.nbytes,
         "state": state_words(inspected),
-        "numbers": [file.number for file in files],
-        "paths": [file.path for file in files],
-        "sizes": repeats(file.nbytes for file in files),
-        "states": repeats(file.state for file in files),
+        "files": {**files_data(files), "path": [file.path for file in files]},
     }

@@ -46,7 +46,6 @@ def moves_data(request: Request, report: Report) -> dict[str, Any]:
         "targets": targets,
         "bytes": repeats(sizes[number] for number in plan.requested),
         "taken": sum(moved.taken.values()),
-        "copied_bytes": sum(moved.copied.values()),
         "requests": sum(moved.requests.values()),
         **pairs_data(moved, targets),
     }

@@ -99,9 +99,8 @@
   const layoutOf = (p) => data.layouts[data.parameters.layout[p]] || null;
   const unit = data.unit;
   const places = (numbers) => `${unit}${numbers.length === 1 ? "" : "s"} ${ranges(numbers)}`;
-  const files = {
-    number: data.files.number, path: data.files.path, bytes: repeated(data.files.bytes), state: repeated(data.files.state), same: repeated(data.files.same),
-  };
+  const filesOf = (found) => ({ ...found, bytes: repeated(found.bytes), state: repeated(found.state), same: found.same && repeated(found.same) });
+  const files = filesOf(data.files);
   const fileAt = new Map(files.number.map((value, at) => [value, at]));
   const aliases = new Map(data.files.aliases);
   const fileNumber = (holder) => aliases.get(holder) ?? holder;
@@ -294,7 +293,7 @@
   const dot = () => el("span", { class: "sep", "aria-hidden": "true" }, "·");
   const about = [data.form_words, data.architecture, data.step === null ? null : `step ${data.step}${data.steps.length > 1 ? ` (${data.newest ? "newest of" : "one of"} ${data.steps.length})` : ""}`].filter(Boolean).map(clean);
   const sides = () => el("table", { class: "sides" }, el("tbody", {}, compared.sides.map((side, n) => el("tr", {}, el("th", { class: "AB"[n], scope: "row" }, "AB"[n]),
-    el("td", { class: "mono" }, clean(side.path)), [side.form, side.step === null ? "" : `step ${side.step}`, axesText(side.cluster), side.files, bytes(side.bytes), side.state].map((text) => el("td", {}, clean(text)))))));
+    el("td", { class: "mono" }, clean(side.path)), [side.form, side.step === null ? "" : `step ${side.step}`, axesText(side.cluster), side.count, bytes(side.total), side.state].map((text) => el("td", {}, clean(text)))))));
   const header = el("header", {}, el("h1", {}, compared ? compared.titles.map((title, n) => [n ? span("and", " and ") : null, breaks(clean(title))]) : breaks(clean(data.title))),
     compared ? sides() : div("under", el("p", { id: "summary" }, about.flatMap((text) => [text, dot()]), state), paragraph("mono", pathText(data.source))));
   const LEVELS = ["Problem", "Not certain", "Note"];
@@ -1201,7 +1200,7 @@
   const filesTitle = unit === "rank" ? "Ranks and files" : "Files";
   const steps = () => (data.steps.length > 1 ? table([["step", false], ["size", true], ["state", false], ["", false]], data.steps.slice(0, 200).map((step) => [step.step === null ? "no step in the names" : clean(step.step), step.nbytes === null ? "" : bytes(step.nbytes), step.state, step.shown ? "shown here" : ""])) : null);
   const fileSection = el("section", { id: "files" }, el("h2", {}, filesTitle), steps(),
-    compared ? compared.sides.map((side, n) => [el("h4", {}, `${"AB"[n]}: ${clean(side.path)}`), fileList({ number: side.numbers, path: side.paths, bytes: repeated(side.sizes), state: repeated(side.states) }, "file", `Files of ${"AB"[n]}`)])
+    compared ? compared.sides.map((side, n) => [el("h4", {}, `${"AB"[n]}: ${clean(side.path)}`), fileList(filesOf(side.files), "file", `Files of ${"AB"[n]}`)])
       : [paragraph("soft text", `below ${clean(data.files.base)}`), fileList(files, unit, filesTitle)]);
 
   // Everything together.

@@ -31,7 +31,7 @@ from reshard.forms.form import Form
 from reshard.forms.recorded import ChunkedCheckpoint
 from reshard.inspection.checkpoint import Inspected, InspectedFile, Problem
 from reshard.numbers.widening import ONE
-from reshard.storage import absolute, is_regular_file
+from reshard.storage import absolute
 from reshard.strategies import Strategy
 from reshard.text.messages import one_line, plural
 from reshard.text.names import is_weight, kind_of, natural_key
@@ -66,16 +66,25 @@ class Table:
 
 def page_data(inspected: Inspected, problems: Sequence[Problem], strategy: Strategy | None = None) -> dict[str, Any]:
     """The page's data on a checkpoint, as JSON; the strategy describes layouts that its form does not record."""
-    shown, files = inspected.shown, inspected.shown.with_missing()
-    strategy = strategy or _recorded(inspected)
-    parameters = _Parameters(inspected, files, strategy)
-    paths, base = _paths(files)
-    config = _configuration(inspected.path)
+    strategy = strategy or recorded_strategy(inspected)
+    entries = Entries(inspected, strategy)
+    return {
+        **described(inspected, problems, strategy, entries),
+        "names": names_data(entries.names),
+        "parameters": entries.columns,
+        "structures": _structures(inspected.shown.checkpoint, entries.names),
+    }
+
+
+def described(
+    inspected: Inspected, problems: Sequence[Problem], strategy: Strategy | None, entries: Entries
+) -> dict[str, Any]:
+    """What is on the page beside the entries: the checkpoint, its steps and files, and tables of types and layouts."""
+    shown, paths, config = inspected.shown, _paths(entries.files), _configuration(inspected.path)
     return {
         "version": __version__,
         "source": inspected.path,
         "title": title_of(inspected.path),
-        "form": inspected.form.name,
         "form_words": inspected.form.options.title,
         "architecture": _architecture(config),
         "prediction": _prediction(config),
@@ -89,30 +98,34 @@ def page_data(inspected: Inspected, problems: Sequence[Problem], strategy: Strat
         "steps": _steps(inspected),
         "cluster": cluster_of(strategy),
         "files": {
-            "base": base,
-            "number": [file.number for file in files],
-            "path": paths,
-            "bytes": repeats(file.nbytes for file in files),
-            "state": repeats(file.state for file in files),
-            "same": repeats(parameters.replicas()),
-            "aliases": list(parameters.aliases.items()),
+            "base": paths[1],
+            "path": paths[0],
+            **files_data(entries.files),
+            "same": repeats(entries.replicas()),
+            "aliases": list(entries.aliases.items()),
         },
-        "types": parameters.types.values,
-        "layouts": parameters.layouts.layouts.values,
-        "names": names_data(parameters.names),
-        "parameters": parameters.columns,
-        "structures": _structures(shown.checkpoint, parameters.names),
+        "types": entries.types.values,
+        "layouts": entries.layouts.layouts.values,
     }
 
 
-def title_of(path: str) -> str:
-    """The last part of a path, with the part before where it says too little."""
-    *before, last = absolute(path).rstrip("/").split("/")
-    known = last in ("checkpoint", "checkpoints") or _NUMBERED.fullmatch(last)
-    return f"{before[-1]}/{last}" if known and before and before[-1] else last or path
+def files_data(files: Sequence[InspectedFile]) -> dict[str, list[Any]]:
+    """Numbers, sizes and states of files."""
+    return {
+        "number": [file.number for file in files],
+        "bytes": repeats(file.nbytes for file in files),
+        "state": repeats(file.state for file in files),
+    }
 
 
 _NUMBERED = re.compile(r"(step|iter|global_step|checkpoint)[-_]?\d+")
+
+
+def title_of(path: str) -> str:
+    """The last part of a path, after its parent's name if it is a step or ``checkpoint``."""
+    *before, last = absolute(path).rstrip("/").split("/")
+    known = last in ("checkpoint", "checkpoints") or _NUMBERED.fullmatch(last)
+    return f"{before[-1]}/{last}" if known and before and before[-1] else last or path
 
 
 def state_words(inspected: Inspected) -> str:
@@ -129,19 +142,19 @@ def _newest(inspected: Inspected) -> str | None:
     return str(inspected.iterations[-1].number) if inspected.iterations else None
 
 
-def _recorded(inspected: Inspected) -> Strategy | None:
-    """The strategy that a checkpoint records; chunks in a table of places are no ranks."""
+def recorded_strategy(inspected: Inspected) -> Strategy | None:
+    """The strategy that a checkpoint records; the devices of chunks in a table of places are no ranks."""
     checkpoint = inspected.shown.checkpoint
     cut = None if checkpoint is None else inspected.form.cut(checkpoint)
-    if isinstance(checkpoint, ChunkedCheckpoint):
+    if cut is None or isinstance(checkpoint, ChunkedCheckpoint):
         return None
     with suppress(InputError):
-        return None if cut is None else cut.strategy()
+        return cut.strategy()
     return None
 
 
 def cluster_of(strategy: Strategy | None) -> dict[str, Any] | None:
-    """The ranks of a strategy: first rank and devices of each stage, and axes with their sizes if layouts tell.
+    """The ranks of a strategy: first rank and devices of each stage, and sizes of axes if layouts determine them.
 
     The slices of weights tell mp, where all weights outside of experts have the same number or one; the rest of a
     stage's ranks is dp.
@@ -166,11 +179,10 @@ def cluster_of(strategy: Strategy | None) -> dict[str, Any] | None:
 def _configuration(path: str) -> Mapping[str, object]:
     """The config.json of a checkpoint; nothing without one that can be read."""
     # Loaded only here: most pages have none.
-    from reshard.names import read_config
+    from reshard.names import config_beside
 
-    file = os.path.join(path, "config.json")
     with suppress(ReshardError):
-        return read_config(file) if is_regular_file(file) else {}
+        return config_beside(path) or {}
     return {}
 
 
@@ -245,16 +257,16 @@ def _aliases(checkpoint: Checkpoint | None, files: Sequence[InspectedFile]) -> d
     return {number: numbers[path] for number, path in further.items() if path in numbers}
 
 
-class _Parameters:
+class Entries:
     """All entries of a checkpoint, in natural order: the number of the type and of the layout, -1 where there is none.
 
     A type is the dtype, the shapes, bytes of the full tensor, bytes in files, number of files and kind.
     """
 
-    def __init__(self, inspected: Inspected, files: Sequence[InspectedFile], strategy: Strategy | None) -> None:
+    def __init__(self, inspected: Inspected, strategy: Strategy | None) -> None:
         checkpoint, contents = inspected.shown.checkpoint, inspected.shown.contents
-        self._files = files
-        self.aliases = _aliases(checkpoint, files)
+        self.files = inspected.shown.with_missing()
+        self.aliases = _aliases(checkpoint, self.files)
         self.types = Table()
         self.layouts = _Layouts(inspected.form, checkpoint, strategy)
         self.names: list[str] = []
@@ -278,7 +290,7 @@ class _Parameters:
 
     def replicas(self) -> list[int | None]:
         """Per file the first file with the same slices by the layouts; None where layouts are unknown."""
-        numbers = [file.number for file in self._files]
+        numbers = [file.number for file in self.files]
         if not self.layouts.holding or None in numbers:
             return [None] * len(numbers)
         slices_of_file: dict[int, list[tuple[int, int]]] = {}
