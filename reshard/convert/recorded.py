@@ -30,9 +30,10 @@ def record_of(plan: Plan) -> Record:
     request, form, checkpoint = plan.request, plan.form, plan.checkpoint
     asked, task = with_absolute_paths(request.asked), request.task
     # A table leaves other packing than the source's, or none.
-    packing = recorded_packing(request.src)
     if isinstance(checkpoint, EditedCheckpoint) and request.edits.table is not None:
         packing = checkpoint.packing
+    else:
+        packing = recorded_packing(request.src)
     # Files of ranks have the source's format, which may change; those of other forms the form's.
     format = asked.target.format if not request.to.options.by_rank else "same" if task.recover else form.format
     strategy = asked.source.strategy if task.recover else asked.target.strategy
