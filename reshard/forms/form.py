@@ -211,6 +211,13 @@ class RecordedTraining(Protocol):
     def default_strategy(self, asked: Target) -> str | None:
         """The path of the target's strategy where none is given."""
 
+    def sizes_note(self, src: str, step: str) -> str:
+        """A sentence on the sizes at which the trainer loads a source, by its optimizer state.
+
+        Raises:
+            CheckpointError: the step is missing, or its metadata is damaged.
+        """
+
 
 class Form(Protocol):
     """A form of checkpoint; `forms.FORM_CLASSES` lists them.

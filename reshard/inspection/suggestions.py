@@ -330,7 +330,9 @@ class _Advisor:
             # No step can be converted: problems list what is missing.
             return
         if form.shards:
-            yield self._cluster(self._devices, "", *self._shards(self._inspected.form.name), notes=self._sizes_notes())
+            training = self._inspected.form.training
+            notes = [] if training is None else [training.sizes_note(self._inspected.path, shown.step or "latest")]
+            yield self._cluster(self._devices, "", *self._shards(self._inspected.form.name), notes=notes)
         if self._inspected.undecoded:
             # Codes of an unknown scheme: other forms and programs have no use for them.
             return
@@ -389,14 +391,6 @@ class _Advisor:
         """Another number of devices."""
         title = f"Another cluster: {plural(count, 'device')}" if count else "Another cluster"
         return self._convert("cluster", title + more, f"on-{count}" if count else "resharded", *words, notes=notes)
-
-    def _sizes_notes(self) -> list[str]:
-        """At which sizes Megatron loads this checkpoint."""
-        if self._form.side is not Side.MEGATRON:
-            return []
-        from reshard.forms.megatron.sizes import sizes_note
-
-        return [sizes_note(self._inspected.path, self._inspected.shown.step or "latest")]
 
     def _derive(self, saved: Strategy) -> Suggestion:
         """The strategy of the new cluster from that of this checkpoint."""

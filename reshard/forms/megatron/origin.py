@@ -87,7 +87,7 @@ _SHARDS = 16
 
 
 class MegatronTraining:
-    """The facet of the form; see `forms.form.Training`."""
+    """The facet of the form; see `forms.form.RecordedTraining`."""
 
     counters: tuple[str, ...] = (TRAINING_STEP,)
 
@@ -123,3 +123,8 @@ class MegatronTraining:
 
     def default_strategy(self, asked: Target) -> str | None:
         return NONE if asked.format == LEGACY else target_named(None, _SHARDS)
+
+    def sizes_note(self, src: str, step: str) -> str:
+        from reshard.forms.megatron.sizes import sizes_note
+
+        return sizes_note(src, step)
