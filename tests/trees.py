@@ -154,6 +154,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Value]:
     return result
 
 
+def read_weights(directory: Path) -> dict[str, Value]:
+    """Read all safetensors files of a directory."""
+    return {name: each for path in directory.glob("*.safetensors") for name, each in read_checkpoint(path).items()}
+
+
 def read_safetensors(data: bytes) -> dict[str, Value]:
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])

@@ -43,7 +43,7 @@ _HEAD = """\
 #
 # plain: model types whose names stay.
 # conversions: from a name in the model (a regular expression, searched) to a published one; {reader} reads it.
-# models: by type and class. modules: the beginnings of names, two words of modules, or so many as `words` states.
+# models: by type and class. modules: the beginnings of names, of two modules or of `words` modules.
 # parts: types of nested configurations with conversions of their own. apply: conversions in order, each with the
 # prefixes of the names that it is for.
 # counted = false: there are more or fewer experts than config.json states. left_out: why a class is not here.
@@ -209,9 +209,9 @@ def _keep_right_ones(data: dict[str, Any]) -> None:
 
 
 def _distinguish(published: Published, entry: dict[str, Any], shapes: _Shapes, saved: _Shapes) -> None:
-    """Have so many words of modules that published names, such as of a model of transformers 4, are not of the class.
+    """Raise ``words`` until the modules tell published names, as of a model of transformers 4, from those of the class.
 
-    Unless they stay.
+    Names that stay need no more words.
     """
     while any(each.sources != each.targets or each.operations for each in _named(published, entry, saved)):
         words = entry.get("words", 2)

@@ -13,7 +13,7 @@ import pytest
 from reshard.names import rules_named
 from tests.conformance import oracles
 from tests.running import done
-from tests.trees import Value, read_checkpoint, same_checkpoints
+from tests.trees import read_weights, same_checkpoints
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -37,12 +37,8 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # Some types that are published fused cannot be made small; a test below compares their names.
         assert fused or "error" not in answer, answer["error"]
         if "error" not in answer and job["model_type"] not in RENAMED:
-            assert ({*answer["done"]} == huggingface(Path(job["directory"])).keys()) == fused
+            assert ({*answer["done"]} == read_weights(Path(job["directory"])).keys()) == fused
     return root
-
-
-def huggingface(directory: Path) -> dict[str, Value]:
-    return {name: each for path in directory.glob("*.safetensors") for name, each in read_checkpoint(path).items()}
 
 
 @pytest.mark.parametrize(("form", "mesh"), [("dcp", (1, 3, 1)), ("hf-sharded", (1, 2, 1)), ("verl", (2, 2, 1))])
@@ -53,7 +49,7 @@ def test_the_library_loads_experts_that_fsdp2_trained(form: str, mesh: tuple[int
     train = {"do": "train", "model": str(model), "directory": str(tmp_path / form), "form": form, "mesh": mesh}
     (trained,) = oracles.done(oracles.torch_checkpoints([train]))
     done("convert", tmp_path / form, out, "--to", "huggingface", "--config", model, "--verify")
-    assert huggingface(out).keys() == huggingface(model).keys()
+    assert read_weights(out).keys() == read_weights(model).keys()
     (loaded,) = oracles.done(oracles.transformers([{"do": "load", "directory": str(out)}]))
     assert (loaded["missing"], loaded["unknown"]) == ([], [])
     # Logits depend on the number of threads.
@@ -68,7 +64,7 @@ def test_the_state_of_a_model_becomes_what_the_library_saves(
     if not (states / f"{model}-{form}").exists():
         pytest.skip(f"the library makes no small {model}")
     done("convert", states / f"{model}-{form}", tmp_path, "--to", "huggingface", "--config", states / model, "--verify")
-    same_checkpoints(huggingface(tmp_path), huggingface(states / model))
+    same_checkpoints(read_weights(tmp_path), read_weights(states / model))
 
 
 def test_the_table_lists_the_models_that_are_published_fused() -> None:

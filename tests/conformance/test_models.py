@@ -21,8 +21,8 @@ from tests.running import Argument, done
 from tests.trees import (
     Value,
     cut_ranks,
-    read_checkpoint,
     read_tree,
+    read_weights,
     same_checkpoints,
     same_ranks,
     write_checkpoint,
@@ -72,16 +72,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], M
 
 def opened(family: str, tied: bool, directory: Path) -> Model:
     config = json.loads((directory / "config.json").read_text())
-    weights = huggingface(directory)
+    weights = read_weights(directory)
     assert ("lm_head.weight" in weights) != tied
     assert len([*directory.glob("*.safetensors")]) > 2
     if family in ("deepseek_v3", "glm4_moe"):
         predicting_further(directory, config, weights)
     return Model(family, tied, directory, config, weights)
-
-
-def huggingface(directory: Path) -> dict[str, Value]:
-    return {name: each for path in directory.glob("*.safetensors") for name, each in read_checkpoint(path).items()}
 
 
 def predicting_further(directory: Path, config: dict[str, Any], weights: dict[str, Value]) -> None:
@@ -136,7 +132,7 @@ def test_glm_has_its_bytes_and_logits_after_megatron(norms: bool, tmp_path: Path
     assert any("q_norm" in name for name in model.weights) == norms
     model.converted(place, tmp_path / "megatron", "--to", "megatron", "--verify")
     model.converted(tmp_path / "megatron", tmp_path / "back", "--to", "huggingface", "--verify")
-    same_checkpoints(huggingface(tmp_path / "back"), model.weights)
+    same_checkpoints(read_weights(tmp_path / "back"), model.weights)
     first, second = oracles.done(oracles.transformers([load(place), load(tmp_path / "back")]))
     assert second == first
 
@@ -158,7 +154,7 @@ def test_logits_are_equal_after_ranks_and_checkpoint2(
         model.converted(root / "two", root / "back2", *back)
 
         for place in (root / "back", root / "back2"):
-            same_checkpoints(huggingface(place), model.weights)
+            same_checkpoints(read_weights(place), model.weights)
             with_config_of(model, "float32", place)
         places += [model.directory, root / "back", root / "back2"]
 
@@ -187,7 +183,7 @@ def test_bfloat16_from_ranks_equals_the_librarys(
     cast = {"do": "cast", "directory": str(model.directory), "dtype": "bfloat16", "to": str(theirs)}
     _, ours, expected = oracles.done(oracles.transformers([cast, load(tmp_path / "short"), load(theirs)]))
 
-    actual, required = huggingface(tmp_path / "short"), huggingface(theirs)
+    actual, required = read_weights(tmp_path / "short"), read_weights(theirs)
     same_checkpoints(actual, bfloat16(model.weights))
     same_checkpoints({name: actual[name] for name in required}, required)
     assert ours["logits"] == expected["logits"]

@@ -15,7 +15,7 @@ from reshard.names.published import PATH
 from reshard.storage.toml_tables import TomlFile
 from tests.conformance import oracles
 from tests.running import Argument, done, reshard
-from tests.trees import Value, read_checkpoint, same_checkpoints
+from tests.trees import read_weights, same_checkpoints
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -39,10 +39,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     return {each: (root / each, root / f"{each}-dcp", name) for each, name in made.items()}
 
 
-def huggingface(directory: Path) -> dict[str, Value]:
-    return {name: each for path in directory.glob("*.safetensors") for name, each in read_checkpoint(path).items()}
-
-
 @pytest.mark.parametrize("model_type", TYPES)
 def test_the_state_of_a_model_gets_published_names(
     models: dict[str, tuple[Path, Path, Any]], model_type: str, tmp_path: Path
@@ -56,7 +52,7 @@ def test_the_state_of_a_model_gets_published_names(
         assert left_out in reshard(*words).err
         return
     done(*words)
-    same_checkpoints(huggingface(tmp_path), huggingface(directory))
+    same_checkpoints(read_weights(tmp_path), read_weights(directory))
 
 
 SIZES = {
@@ -103,6 +99,6 @@ def test_the_library_loads_published_names(kind: str, tmp_path: Path) -> None:
     job = {"do": "whole", "class": kind, "config": WHOLE[kind], "directory": str(directory), "state": str(state)}
     (weights,) = oracles.done(oracles.transformers([job]))
     done("convert", state, out, "--to", "huggingface", "--config", directory, "--verify")
-    same_checkpoints(huggingface(out), huggingface(directory))
+    same_checkpoints(read_weights(out), read_weights(directory))
     (loaded,) = oracles.done(oracles.transformers([{"do": "load_whole", "class": kind, "directory": str(out)}]))
     assert loaded == {"missing": [], "unknown": [], "weights": weights}

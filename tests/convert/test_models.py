@@ -27,6 +27,7 @@ from tests.trees import (
     cut_ranks,
     read_checkpoint,
     read_tree,
+    read_weights,
     same_checkpoints,
     same_ranks,
     tree_bytes,
@@ -74,10 +75,6 @@ class World:
                     self.hf / "config.json", "--max-shard-size", "4KB", *words)  # fmt: skip
 
 
-def huggingface(root: Path) -> dict[str, Value]:
-    return {name: each for path in root.glob("*.safetensors") for name, each in read_checkpoint(path).items()}
-
-
 @pytest.mark.parametrize(("family", "options"), _ASKED)
 def test_ranks_equal_numpys_slices_and_convert_back_to_the_model(
     tmp_path: Path, family: str, options: Sequence[str]
@@ -88,7 +85,7 @@ def test_ranks_equal_numpys_slices_and_convert_back_to_the_model(
     same_ranks(read_tree(tmp_path / "ranks"), cut_ranks(world.strategy, world.made))
 
     back = world.back(tmp_path / "ranks", "--src-strategy", world.d)
-    same_checkpoints(huggingface(back), world.weights)
+    same_checkpoints(read_weights(back), world.weights)
 
 
 @pytest.mark.deep
@@ -96,14 +93,14 @@ def test_ranks_equal_numpys_slices_and_convert_back_to_the_model(
 def test_a_model_is_unchanged_by_checkpoint2_and_unified_weights(tmp_path: Path, family: str) -> None:
     world = World(tmp_path, family)
     done("convert", world.hf, tmp_path / "two", "--to", "checkpoint2", *world.convert[2:])
-    same_checkpoints(huggingface(world.back(tmp_path / "two")), world.weights)
+    same_checkpoints(read_weights(world.back(tmp_path / "two")), world.weights)
 
     done("convert", world.hf, tmp_path / "unified", "--to", "unified", "--names", world.names)
     whole = {
         name: each for path in (tmp_path / "unified").glob("part*") for name, each in read_checkpoint(path).items()
     }
     same_checkpoints(whole, world.made)
-    same_checkpoints(huggingface(world.back(tmp_path / "unified")), world.weights)
+    same_checkpoints(read_weights(world.back(tmp_path / "unified")), world.weights)
 
 
 @pytest.mark.deep
@@ -117,7 +114,7 @@ def test_casts_apply_in_both_directions(tmp_path: Path, family: str) -> None:
 
     done("convert", world.hf, tmp_path / "long", *world.convert[2:])
     back = world.back(tmp_path / "long", "--src-strategy", world.d, "--cast", "BFloat16", "--verify")
-    same_checkpoints(huggingface(back), bfloat16(world.weights))
+    same_checkpoints(read_weights(back), bfloat16(world.weights))
 
 
 @pytest.mark.deep
@@ -323,10 +320,10 @@ def test_moments_follow_their_weights_on_request(tmp_path: Path) -> None:
     words: list[Argument] = ["--src-strategy", old, "--optimizer", "keep"]
     back = world.back(tmp_path / "training", *words)
     expected = {f"{kind}{name}": each for kind in ("", "adam_m.", "adam_v.") for name, each in world.weights.items()}
-    same_checkpoints(huggingface(back), expected)
+    same_checkpoints(read_weights(back), expected)
 
     left_out = world.back(tmp_path / "training", "--src-strategy", old, "--overwrite")
-    same_checkpoints(huggingface(left_out), world.weights)
+    same_checkpoints(read_weights(left_out), world.weights)
 
 
 def cut_with_state(strategy: Strategy) -> Strategy:
@@ -406,7 +403,7 @@ def test_a_record_decides_which_copies_a_model_gets_back(tmp_path: Path, mtp: st
          world.names, "--config", hf, "--verify")  # fmt: skip
 
     kept = {name: each for name, each in shared.items() if mtp == "shared" or "layers.4." not in name}
-    same_checkpoints(huggingface(tmp_path / "back"), kept)
+    same_checkpoints(read_weights(tmp_path / "back"), kept)
 
 
 def test_the_model_of_the_documentation_equals_its_scripts_output(tmp_path: Path) -> None:
@@ -441,7 +438,7 @@ def test_the_way_back_with_other_packing_is_refused(tmp_path: Path, between: boo
     assert " ".join(recorded) in str(caught.value) and "Edits.names" in str(caught.value)
 
     done("convert", *src, tmp_path / "back", "--to", "huggingface", *recorded)
-    same_checkpoints(huggingface(tmp_path / "back"), world.weights)
+    same_checkpoints(read_weights(tmp_path / "back"), world.weights)
     # Weights with Hugging Face's names have no packing: other code may pack them in another way.
     done(
         "convert",
@@ -478,7 +475,7 @@ def test_the_way_back_with_other_sizes_is_refused(tmp_path: Path) -> None:
     ]
     fails(3, *back, tmp_path / "other.json", texts=texts)
     done(*back, tmp_path / "config.json")
-    same_checkpoints(huggingface(tmp_path / "back"), huggingface(tmp_path / "hf"))
+    same_checkpoints(read_weights(tmp_path / "back"), read_weights(tmp_path / "hf"))
 
 
 def test_records_of_another_directory_are_not_the_packing_of_a_source(tmp_path: Path) -> None:
@@ -490,7 +487,7 @@ def test_records_of_another_directory_are_not_the_packing_of_a_source(tmp_path: 
     (other.root / "made" / ".reshard").rename(tmp_path / "aside")
     words: list[Argument] = ["--src-strategy", other.d, "--names", other.names, "--config", other.hf]
     done("convert", other.root / "made", tmp_path / "back", "--to", "huggingface", *words)
-    same_checkpoints(huggingface(tmp_path / "back"), other.weights)
+    same_checkpoints(read_weights(tmp_path / "back"), other.weights)
 
 
 def test_another_table_with_other_packing_is_a_warning(tmp_path: Path) -> None:

@@ -13,18 +13,19 @@ import reshard
 from reshard.errors import ReshardError, UsageError
 from tests.running import done
 from tests.small import COPIED, World, tensors
-from tests.trees import Checkpoint, layout, read_checkpoint, same_checkpoints, same_ranks, single, value, write_strategy
+from tests.trees import (
+    Checkpoint,
+    layout,
+    read_checkpoint,
+    read_weights,
+    same_checkpoints,
+    same_ranks,
+    single,
+    value,
+    write_strategy,
+)
 
 FULL = tensors()
-
-
-def held(directory: Path) -> Checkpoint:
-    """Every tensor of a directory of unified weights."""
-    return {
-        name: tensor
-        for file in directory.glob("*.safetensors")
-        for name, tensor in read_checkpoint(file).items()
-    }  # fmt: skip
 
 
 def unify(world: World, **options: Any) -> Path:
@@ -34,7 +35,7 @@ def unify(world: World, **options: Any) -> Path:
 
 
 def test_a_rank_tree_becomes_unified_weights(world: World) -> None:
-    same_checkpoints(held(unify(world)), {**FULL, **COPIED})
+    same_checkpoints(read_weights(unify(world)), {**FULL, **COPIED})
     document = json.loads((world.dst / "param_name_map.json").read_text())
     assert document["weight_map"] == dict.fromkeys(FULL, "part0.safetensors")
     assert sorted(path.name for path in world.dst.glob("*.safetensors")) == [
@@ -50,7 +51,7 @@ def test_parameters_excluded_by_the_callback_are_left_out(world: World) -> None:
         requests.append(name)
         return not name.startswith("m.")
 
-    same_checkpoints(held(unify(world, choice_func=choose)), {"w": FULL["w"], "v": FULL["v"], **COPIED})
+    same_checkpoints(read_weights(unify(world, choice_func=choose)), {"w": FULL["w"], "v": FULL["v"], **COPIED})
     assert sorted(requests) == sorted(FULL)
     # A name that is also a pattern means itself.
     assert "m.w" not in json.loads((world.dst / "param_name_map.json").read_text())["weight_map"]
@@ -60,7 +61,7 @@ def test_parameters_renamed_by_the_callback_are_renamed_in_files_and_map(world: 
     """Every name separately; excluded names stay excluded, even if another tensor gets such a name."""
     names: dict[str, Any] = {"w": "net.w", "v": False, "m.w": "v"}
     expected = {"net.w": FULL["w"], "v": FULL["m.w"], **COPIED}
-    same_checkpoints(held(unify(world, choice_func=names.__getitem__)), expected)
+    same_checkpoints(read_weights(unify(world, choice_func=names.__getitem__)), expected)
     weight_map = json.loads((world.dst / "param_name_map.json").read_text())["weight_map"]
     assert sorted(weight_map) == ["net.w", "v"]
     # Another choice is another conversion.
@@ -78,7 +79,7 @@ def test_optimizer_state_keeps_its_name_unless_it_is_given_another(tmp_path: Pat
         str(world.src), str(world.old), str(world.dst), choice_func=lambda name: name == "adam_m.w.weight" or "new"
     )
     expected = {"new": full["w.weight"], "adam_m.w.weight": full["adam_m.w.weight"]}
-    same_checkpoints(held(world.dst), {**expected, **COPIED})
+    same_checkpoints(read_weights(world.dst), {**expected, **COPIED})
 
 
 @pytest.mark.parametrize("name", ["v", "global_step"])
@@ -99,7 +100,7 @@ def test_accumulated_gradients_are_left_out_as_mindspore_does(tmp_path: Path) ->
     full = {"w": value("w", (8, 6)), "accu_grads.w": value("g", (8, 6))}
     world.save(full)
     reshard.unified_safetensors(str(world.src), str(world.old), str(world.dst))
-    same_checkpoints(held(world.dst), {"w": full["w"], **COPIED})
+    same_checkpoints(read_weights(world.dst), {"w": full["w"], **COPIED})
 
 
 def test_several_runs_fill_one_directory(world: World) -> None:
@@ -109,7 +110,7 @@ def test_several_runs_fill_one_directory(world: World) -> None:
     for number in (2, 1):
         assert not (world.dst / "param_name_map.json").exists()
         reshard.unified_safetensors(str(world.src), str(world.old), str(world.dst), split_dst_file=(number, runs))
-    same_checkpoints(held(world.dst), {**FULL, **COPIED})
+    same_checkpoints(read_weights(world.dst), {**FULL, **COPIED})
     assert (world.dst / "param_name_map.json").exists()
 
 

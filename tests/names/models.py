@@ -198,7 +198,7 @@ _QWEN3_32B: Config = {
     "intermediate_size": 25600,
     "num_hidden_layers": 64,
 }
-_QWEN3_235B: Config = {
+QWEN3_235B: Config = {
     **_QWEN3_32B,
     "hidden_size": 4096,
     "num_hidden_layers": 94,
@@ -209,8 +209,8 @@ _QWEN3_235B: Config = {
     "mlp_only_layers": [],
 }
 #: Some of its layers: tests look at every region of a tensor of all layers and experts.
-_QWEN3_SHORT: Config = {**_QWEN3_235B, "num_hidden_layers": 8, "model_type": "qwen3_moe"}
-_DEEPSEEK_V3: Config = {
+_QWEN3_SHORT: Config = {**QWEN3_235B, "num_hidden_layers": 8, "model_type": "qwen3_moe"}
+DEEPSEEK_V3: Config = {
     "vocab_size": 129280,
     "hidden_size": 7168,
     "intermediate_size": 18432,
@@ -233,8 +233,8 @@ REAL: dict[str, tuple[Config, Shapes]] = {
     "llama": (_LLAMA_70B, dense(_LLAMA_70B)),
     "qwen2": (_QWEN2_72B, dense(_QWEN2_72B, bias=True)),
     "qwen3": (_QWEN3_32B, dense(_QWEN3_32B, norms=True)),
-    "qwen3_moe": (_QWEN3_235B, mixture(_QWEN3_235B)),
-    "deepseek_v3": (_DEEPSEEK_V3, deepseek(_DEEPSEEK_V3)),
-    "fused_experts": ({**_DEEPSEEK_V3, "model_type": "deepseek_v3"}, fused(deepseek(_DEEPSEEK_V3))),
+    "qwen3_moe": (QWEN3_235B, mixture(QWEN3_235B)),
+    "deepseek_v3": (DEEPSEEK_V3, deepseek(DEEPSEEK_V3)),
+    "fused_experts": ({**DEEPSEEK_V3, "model_type": "deepseek_v3"}, fused(deepseek(DEEPSEEK_V3))),
     "megatron": (_QWEN3_SHORT, mixture(_QWEN3_SHORT)),
 }

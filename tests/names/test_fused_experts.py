@@ -18,7 +18,7 @@ from tests.model_weights import MODELS, mindformers, weights, write_huggingface
 from tests.names.models import TINY
 from tests.names.naive import made_by
 from tests.running import Argument, done, fails
-from tests.trees import Value, read_checkpoint, read_tree, same_checkpoints
+from tests.trees import Value, read_tree, read_weights, same_checkpoints
 
 PACKING = {"qwen3_moe": "gate_up=interleaved,qkv=grouped", "deepseek_v3": "gate_up=interleaved,mla=separate"}
 
@@ -67,10 +67,6 @@ def config_of(family: str, root: Path, **more: object) -> Path:
     return root
 
 
-def huggingface(directory: Path) -> dict[str, Value]:
-    return {name: each for path in directory.glob("*.safetensors") for name, each in read_checkpoint(path).items()}
-
-
 @pytest.mark.deep
 @pytest.mark.parametrize("form", ["dcp", "hf-sharded"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
@@ -78,7 +74,7 @@ def test_fused_experts_get_their_published_names(family: str, form: str, tmp_pat
     expected = numbered(family)
     source, config = trained(tmp_path, fused(expected), form), config_of(family, tmp_path / "model")
     done("convert", source, tmp_path / "out", "--to", "huggingface", "--config", config, "--verify")
-    same_checkpoints(huggingface(tmp_path / "out"), expected)
+    same_checkpoints(read_weights(tmp_path / "out"), expected)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == family
     done("verify", tmp_path / "out", "--src", source)
     done("resume", tmp_path / "out")
@@ -88,10 +84,10 @@ def test_the_configuration_beside_the_source_decides(tmp_path: Path) -> None:
     source = trained(tmp_path, fused(numbered("qwen3_moe")))
     (config_of("qwen3_moe", tmp_path / "model") / "config.json").rename(source / "config.json")
     done("convert", source, tmp_path / "out", "--to", "huggingface", "--verify")
-    same_checkpoints(huggingface(tmp_path / "out"), numbered("qwen3_moe"))
+    same_checkpoints(read_weights(tmp_path / "out"), numbered("qwen3_moe"))
     done("verify", tmp_path / "out", "--src", source)
     done("convert", source, tmp_path / "renamed", "--to", "huggingface", "--verify", "--rename", "model.*=*")
-    same_checkpoints(huggingface(tmp_path / "renamed"), numbered("qwen3_moe"))
+    same_checkpoints(read_weights(tmp_path / "renamed"), numbered("qwen3_moe"))
 
 
 @pytest.mark.parametrize("model_type", [None, "some_new_moe"])
@@ -105,7 +101,7 @@ def test_an_unknown_model_is_an_error_and_names_can_stay(model_type: str | None,
     assert ("--config" in refused.err) == (model_type is None)
     assert not (tmp_path / "out").exists()
     done(*words, "--names", "none")
-    same_checkpoints(huggingface(tmp_path / "out"), tensors)
+    same_checkpoints(read_weights(tmp_path / "out"), tensors)
     done("verify", tmp_path / "out", "--src", source)
 
 
@@ -114,13 +110,13 @@ def test_experts_that_are_published_fused_stay(model_type: str, tmp_path: Path) 
     tensors = fused(numbered("qwen3_moe"))
     source, config = trained(tmp_path, tensors), config_of("qwen3_moe", tmp_path / "model", model_type=model_type)
     done("convert", source, tmp_path / "out", "--to", "huggingface", "--config", config, "--verify")
-    same_checkpoints(huggingface(tmp_path / "out"), tensors)
+    same_checkpoints(read_weights(tmp_path / "out"), tensors)
 
 
 def test_a_model_without_experts_needs_no_configuration(tmp_path: Path) -> None:
     source = trained(tmp_path, weights("qwen3"))
     done("convert", source, tmp_path / "out", "--to", "huggingface", "--verify")
-    same_checkpoints(huggingface(tmp_path / "out"), weights("qwen3"))
+    same_checkpoints(read_weights(tmp_path / "out"), weights("qwen3"))
 
 
 def test_another_number_of_experts_than_configured_is_an_error(tmp_path: Path) -> None:
@@ -163,7 +159,7 @@ def test_mindformers_experts_become_fused_ones_on_request(tmp_path: Path) -> Non
     done("convert", source, tmp_path / "ranks", "--dst-strategy", "none", *words, names)
     words += [f"{names},expert_names=fused", "--src-strategy", "none", "--to", "hf-sharded", "--shards", 1]
     done("convert", tmp_path / "ranks", tmp_path / "back", *words)
-    same_checkpoints(huggingface(tmp_path / "back"), tensors)
+    same_checkpoints(read_weights(tmp_path / "back"), tensors)
 
 
 def test_numbered_experts_are_fused_only_if_all_are_there() -> None:

@@ -12,7 +12,7 @@ import reshard
 from tests.model_weights import float32, write_huggingface
 from tests.names.models import Config, glm
 from tests.running import Argument, done, fails
-from tests.trees import Value, read_checkpoint, same_checkpoints
+from tests.trees import Value, read_weights, same_checkpoints
 
 HIDDEN, HEADS, GROUPS, SIZE, EXPERTS, LAYERS = 8, 4, 2, 3, 4, 3
 CONFIG: Config = {
@@ -39,10 +39,6 @@ def weights(norms: bool) -> dict[str, Value]:
     for name, twin in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
         actual[f"model.layers.{LAYERS}.{name}.weight"] = actual[f"{twin}.weight"]
     return actual
-
-
-def stored(directory: Path) -> dict[str, Value]:
-    return {name: each for file in directory.glob("*.safetensors") for name, each in read_checkpoint(file).items()}
 
 
 @pytest.mark.parametrize("norms", [False, True])
@@ -75,7 +71,7 @@ def test_megatron_gets_grouped_attention_halves_and_the_bias_of_routers(norms: b
     assert "decoder.layers.0.mlp.linear_fc1.weight" in names
     back: list[Argument] = ["convert", tmp_path / "megatron", tmp_path / "back", "--to", "huggingface", "--verify"]
     done(*back, "--names", "glm4_moe", "--config", hf)
-    same_checkpoints(stored(tmp_path / "back"), model)
+    same_checkpoints(read_weights(tmp_path / "back"), model)
 
 
 def test_a_missing_weight_of_a_router_is_an_error(tmp_path: Path) -> None:

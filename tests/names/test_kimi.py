@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.model_weights import MODELS, mindformers, weights, write_huggingface
 from tests.names.models import Config, table_of
 from tests.running import Argument, done, fails
-from tests.trees import Checkpoint, Value, read_checkpoint, same_checkpoints, value
+from tests.trees import Value, read_weights, same_checkpoints, value
 
 NAMES = table_of("deepseek_v3")
 TOWER = {
@@ -33,10 +33,6 @@ def kimi_k25(root: Path) -> tuple[Path, dict[str, Value], Config]:
     return write_huggingface(root / "whole", {**prefixed, **TOWER}, outer), model, config
 
 
-def stored(directory: Path) -> Checkpoint:
-    return {name: each for file in directory.glob("*.safetensors") for name, each in read_checkpoint(file).items()}
-
-
 def test_kimi_k2_has_the_names_of_deepseek_v3(tmp_path: Path) -> None:
     hf, model, config = kimi_k2(tmp_path / "hf")
     out = done("suggest", hf).out
@@ -44,10 +40,10 @@ def test_kimi_k2_has_the_names_of_deepseek_v3(tmp_path: Path) -> None:
     assert "--names deepseek_v3" in out
     done("convert", hf, tmp_path / "mf", "--names", NAMES, "--to", "unified", "--verify")
     expected = mindformers("deepseek_v3", model, config, ["gate_up=interleaved"])
-    same_checkpoints(stored(tmp_path / "mf"), expected)
+    same_checkpoints(read_weights(tmp_path / "mf"), expected)
     back: list[Argument] = ["convert", tmp_path / "mf", tmp_path / "back", "--names", NAMES, "--to", "huggingface"]
     done(*back, "--config", hf, "--verify")
-    same_checkpoints(stored(tmp_path / "back"), model)
+    same_checkpoints(read_weights(tmp_path / "back"), model)
 
 
 def test_the_language_model_of_kimi_k25_is_converted_without_its_vision_tower(tmp_path: Path) -> None:
@@ -56,13 +52,15 @@ def test_the_language_model_of_kimi_k25_is_converted_without_its_vision_tower(tm
     fails(3, *convert, texts=["no rule matches 'vision_tower.", *(f"--exclude '{each}'" for each in LEAVE_OUT[1::2])])
     assert not (tmp_path / "mf").exists()
     done(*convert, *LEAVE_OUT, "--verify")
-    same_checkpoints(stored(tmp_path / "mf"), mindformers("deepseek_v3", model, config, ["gate_up=interleaved"]))
+    same_checkpoints(read_weights(tmp_path / "mf"), mindformers("deepseek_v3", model, config, ["gate_up=interleaved"]))
 
     back: list[Argument] = ["convert", tmp_path / "mf", "--to", "huggingface", "--config", hf, "--verify"]
     done(*back, tmp_path / "plain", "--names", NAMES)
-    same_checkpoints(stored(tmp_path / "plain"), model)
+    same_checkpoints(read_weights(tmp_path / "plain"), model)
     done(*back, tmp_path / "prefixed", "--names", f"{NAMES},prefix=language_model")
-    same_checkpoints(stored(tmp_path / "prefixed"), {f"language_model.{name}": each for name, each in model.items()})
+    same_checkpoints(
+        read_weights(tmp_path / "prefixed"), {f"language_model.{name}": each for name, each in model.items()}
+    )
 
 
 def test_strategies_are_made_for_the_language_model(tmp_path: Path) -> None:
@@ -84,4 +82,4 @@ def test_a_weight_that_the_table_lists_is_not_left_out_while_names_are_matched(t
     """Its pattern is one of written names, which no such weight has."""
     hf, model, config = kimi_k2(tmp_path / "hf")
     done("convert", hf, tmp_path / "mf", "--names", NAMES, "--to", "unified", "--exclude", "model.*", "--verify")
-    same_checkpoints(stored(tmp_path / "mf"), mindformers("deepseek_v3", model, config, ["gate_up=interleaved"]))
+    same_checkpoints(read_weights(tmp_path / "mf"), mindformers("deepseek_v3", model, config, ["gate_up=interleaved"]))

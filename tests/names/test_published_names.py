@@ -11,9 +11,9 @@ import pytest
 
 from reshard.names import apply_rules, published_table
 from reshard.names.published import UnknownNamesError
-from tests.model_weights import write_huggingface
+from tests.names.test_fused_experts import trained
 from tests.running import done, fails, warns
-from tests.trees import Value, read_checkpoint, same_checkpoints
+from tests.trees import Value, read_weights, same_checkpoints
 
 #: Per type its config.json, the shapes of a model, and of every published tensor what it is made of: a tensor; several,
 #: joined; or a tensor, the number of the expert and its first row.
@@ -52,22 +52,11 @@ def table_of(model_type: str, **changed: object) -> dict[str, Any]:
     return {name: view for name, _, view in apply_rules(table, shapes, config).views()}
 
 
-def trained(root: Path, tensors: dict[str, Value], form: str = "dcp") -> Path:
-    write_huggingface(root / "source", tensors, {})
-    (root / "source" / "config.json").unlink()
-    done("convert", root / "source", root / form, "--to", form, "--shards", 3)
-    return root / form
-
-
 def config_in(root: Path, of: str, **changed: object) -> Path:
     root.mkdir()
     config = {**MODELS[of]["config"], **changed}
     (root / "config.json").write_text(json.dumps({key: each for key, each in config.items() if each is not None}))
     return root
-
-
-def huggingface(directory: Path) -> dict[str, Value]:
-    return {name: each for path in directory.glob("*.safetensors") for name, each in read_checkpoint(path).items()}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +66,7 @@ def test_a_model_gets_published_names(model_type: str, form: str, tmp_path: Path
     source, config = trained(tmp_path, model(model_type), form), config_in(tmp_path / "model", model_type)
     words = ("convert", source, tmp_path / "out", "--to", "huggingface", "--config", config, "--verify")
     warns(done(*words), NOTE)
-    same_checkpoints(huggingface(tmp_path / "out"), published(model_type))
+    same_checkpoints(read_weights(tmp_path / "out"), published(model_type))
     done("verify", tmp_path / "out", "--src", source)
     done("resume", tmp_path / "out")
 
@@ -87,20 +76,20 @@ def test_values_of_a_training_keep_their_names(tmp_path: Path) -> None:
     source, config = trained(tmp_path, {**model("gemma3"), **step}), config_in(tmp_path / "model", "gemma3")
     words = ("convert", source, tmp_path / "out", "--to", "huggingface", "--config", config, "--verify")
     warns(done(*words), NOTE)
-    same_checkpoints(huggingface(tmp_path / "out"), {**published("gemma3"), **step})
+    same_checkpoints(read_weights(tmp_path / "out"), {**published("gemma3"), **step})
 
 
 def test_names_none_keeps_names(tmp_path: Path) -> None:
     source, config = trained(tmp_path, model("gemma3")), config_in(tmp_path / "model", "gemma3")
     words = ("convert", source, tmp_path / "out", "--to", "huggingface", "--config", config, "--verify")
     assert NOTE not in done(*words, "--names", "none").err
-    same_checkpoints(huggingface(tmp_path / "out"), model("gemma3"))
+    same_checkpoints(read_weights(tmp_path / "out"), model("gemma3"))
 
 
 def test_without_a_configuration_names_stay_with_a_note(tmp_path: Path) -> None:
     source = trained(tmp_path, model("gemma3"))
     warns(done("convert", source, tmp_path / "out", "--to", "huggingface", "--verify"), "no config.json", "names stay")
-    same_checkpoints(huggingface(tmp_path / "out"), model("gemma3"))
+    same_checkpoints(read_weights(tmp_path / "out"), model("gemma3"))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +106,7 @@ def test_names_stay_with_a_note_where_others_could_be_wrong(changed: dict[str, A
     source, config = trained(tmp_path, model("gemma3")), config_in(tmp_path / "model", "gemma3", **changed)
     words = ("convert", source, tmp_path / "out", "--to", "huggingface", "--config", config, "--verify")
     warns(done(*words), text, "names stay")
-    same_checkpoints(huggingface(tmp_path / "out"), model("gemma3"))
+    same_checkpoints(read_weights(tmp_path / "out"), model("gemma3"))
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "tipsv2_vision_model"])
@@ -126,7 +115,7 @@ def test_published_names_of_a_source_stay(model_type: str, tmp_path: Path) -> No
     source, config = trained(tmp_path, published(model_type)), config_in(tmp_path / "model", model_type)
     words = ("convert", source, tmp_path / "out", "--to", "huggingface", "--config", config, "--verify")
     warns(done(*words), "names stay")
-    same_checkpoints(huggingface(tmp_path / "out"), published(model_type))
+    same_checkpoints(read_weights(tmp_path / "out"), published(model_type))
 
 
 def test_fused_experts_without_known_names_are_an_error(tmp_path: Path) -> None:
@@ -159,7 +148,7 @@ def test_filters_see_published_names(tmp_path: Path) -> None:
     words = ("convert", source, tmp_path / "out", "--to", "huggingface", "--config", config, "--verify")
     done(*words, "--include", "language_model.lm_head.*")
     expected = {"language_model.lm_head.weight": published("gemma3")["language_model.lm_head.weight"]}
-    same_checkpoints(huggingface(tmp_path / "out"), expected)
+    same_checkpoints(read_weights(tmp_path / "out"), expected)
 
 
 def test_verification_finds_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

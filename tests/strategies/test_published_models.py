@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.names import models
 from tests.names.models import Config, deepseek, dense, mixture
 from tests.names.naive import Shapes
 from tests.running import Argument, done, fails
@@ -24,34 +25,8 @@ LLAMA_8B: Config = {
     "head_dim": 128,
 }
 # Fewer experts than published, whose names differ in their number only.
-QWEN3_235B: Config = {
-    **LLAMA_8B,
-    "vocab_size": 151936,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "num_experts": 8,
-    "mlp_only_layers": [],
-}
-DEEPSEEK_V3: Config = {
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 3,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "num_nextn_predict_layers": 1,
-}
+QWEN3_235B: Config = {**models.QWEN3_235B, "num_experts": 8}
+DEEPSEEK_V3: Config = {**models.DEEPSEEK_V3, "n_routed_experts": 8}
 # Of pretrain_deepseek3_671b.yaml; the layers are in two rounds of the stages.
 SIZES = "dp=4,mp=8,pp=8,ep=32"
 _PARALLEL: tuple[Argument, ...] = ("--sizes", SIZES, "--layers-per-stage", ",".join(["4"] * 15 + ["1"]))
