@@ -238,7 +238,7 @@ def _published() -> Published:
 
 
 def key_of(name: str, words: int = 2) -> str:
-    """The beginning of a name that shows the class of the model: modules, at most so many, without numbers."""
+    """The first modules of a name, at most ``words``, with 0 for each number; they identify the class."""
     parts = name.split(".")
     return _NUMBER.sub("0", ".".join(parts[: min(words, max(1, len(parts) - 1))]))
 
