@@ -405,7 +405,7 @@ def _read_shapes(path: str, strategy: Strategy | None, asked: Edits, weights_onl
     from reshard.forms.model_shapes import read_shapes
     from reshard.forms.registry import form_named
     from reshard.forms.request import Means
-    from reshard.plan.editing import edited
+    from reshard.plan.editing import Editing
     from reshard.plan.edits import edit_rules
     from reshard.strategies.rules import FullTensor, model_tensors
     from reshard.text.messages import Report
@@ -423,7 +423,7 @@ def _read_shapes(path: str, strategy: Strategy | None, asked: Edits, weights_onl
         checkpoint = read_shapes(path, strategy, means)
         edits = edit_rules(path, asked, form_named("ranks"))
         if not edits.is_empty:
-            checkpoint = edited(checkpoint, edits, means.report, contents=False, handles=handles)
+            checkpoint = Editing(checkpoint, edits, means.report, contents=False, handles=handles).edited()
         tensors = (FullTensor(name, each.shape, each.dtype or None) for name, each in checkpoint.tensors.items())
         return model_tensors(path, tensors, ITEM_SIZES)
 

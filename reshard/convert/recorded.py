@@ -14,7 +14,7 @@ from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.registry import form_of
 from reshard.forms.request import EditRules, Request
 from reshard.forms.target import TargetForm
-from reshard.plan.editing import edited
+from reshard.plan.editing import Editing
 from reshard.plan.edits import NO_TABLE
 from reshard.plan.plan import Plan
 from reshard.records import Record, strategy_digest
@@ -183,7 +183,7 @@ def check_rules(checkpoint: Checkpoint, rules: EditRules, out: str, record: Reco
         UsageError: they are others.
     """
     if not rules.is_empty:
-        checkpoint = edited(checkpoint, rules, Report(), handles=handles)
+        checkpoint = Editing(checkpoint, rules, Report(), handles=handles).edited()
     if _edits_digest(checkpoint) == record.digests["edits"]:
         return
     words = " ".join(record.asked.edits.words(CHANGES))

@@ -24,7 +24,7 @@ from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.forms.request import Request
 from reshard.numbers.fingerprint import Fingerprints, fingerprints
-from reshard.plan.editing import edited as make_edits
+from reshard.plan.editing import Editing
 from reshard.plan.edits import edit_rules
 from reshard.plan.planner import read_source
 from reshard.plan.trainers import names_in_model
@@ -182,7 +182,7 @@ def source_fingerprints(request: Request, means: Reading) -> Fingerprints:
         _check_equal(stored.checkpoint, [name for name in stored.tensors if filters.admit(name)], means)
     target = stored if rules.is_empty else edited_source(stored, rules, means.report, means.handles)
     if not rules.is_empty:
-        converted = make_edits(stored.checkpoint, rules, Report(), handles=means.handles)
+        converted = Editing(stored.checkpoint, rules, Report(), handles=means.handles).edited()
         _check_equal(converted, [name for name in target.names if filters.admit(name)], means)
     warn_of_unmatched(filters, (target.names, () if edited else request.source.parameters), means.report)
     if target.names and not any(map(filters.admit, target.names)):

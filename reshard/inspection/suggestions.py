@@ -26,7 +26,7 @@ from reshard.inspection.checkpoint import Inspected, Problem, inspect, problems_
 from reshard.names import Configuration, builtin_names, config_beside, families_of, rules_named, table_of_model
 from reshard.names.rules import settle, side_of
 from reshard.plan.checks import needed
-from reshard.plan.editing import edited
+from reshard.plan.editing import Editing
 from reshard.plan.edits import NO_TABLE, edit_rules
 from reshard.records.ledger import recorded_packing, recorded_strategy
 from reshard.records.status import status_of
@@ -285,7 +285,7 @@ def _written(src: str, inspected: Inspected, table: str = NO_TABLE, config: str 
     with suppress(InputError):
         edits = edit_rules(src, asked, form_named(_HUGGINGFACE))
         complete = bool(inspected.shown.complete)
-        return None if checkpoint is None else edited(checkpoint, edits, Report(), complete=complete)
+        return None if checkpoint is None else Editing(checkpoint, edits, Report(), complete=complete).edited()
     return None
 
 

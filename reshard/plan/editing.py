@@ -32,15 +32,8 @@ if TYPE_CHECKING:
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
 
-def edited(
-    checkpoint: Checkpoint,
-    edits: EditRules,
-    report: Report,
-    complete: bool = True,
-    contents: bool = True,
-    handles: FileHandles | None = None,
-) -> EditedCheckpoint:
-    """The checkpoint that edits make of a source.
+class Editing:
+    """The tensors and values of a source, which edits change one after the other: `STEPS` are methods of this class.
 
     Args:
         checkpoint: the source.
@@ -49,21 +42,6 @@ def edited(
         complete: whether the checkpoint is the whole source.
         contents: whether elements are read, not only names and shapes: packing that changes no shape need not be known.
         handles: open files, which have the shapes of some quantised tensors; None where only names count.
-
-    Raises:
-        InputError: the edits do not fit the source.
-    """
-    if edits.additions is not None and (edits.tables or edits.casts):
-        raise UsageError("additions to tensors exclude rules of names and casts")
-    editing = Editing(checkpoint, edits, report, complete, contents, handles)
-    for option, step in STEPS:
-        if option is None or getattr(editing.edits, option):
-            step(editing)
-    return editing.result()
-
-
-class Editing:
-    """The tensors and values of a source, which edits change one after the other: `STEPS` are methods of this class.
 
     Attributes:
         edits: the edits; a step may choose a table for later ones.
@@ -95,8 +73,17 @@ class Editing:
         self._tied: Sequence[TiedTensors] = ()
         self._packing: Packing | None = None
 
-    def result(self) -> EditedCheckpoint:
-        """The edited checkpoint."""
+    def edited(self) -> EditedCheckpoint:
+        """The checkpoint that the edits make of the source.
+
+        Raises:
+            InputError: the edits do not fit the source.
+        """
+        if self.edits.additions is not None and (self.edits.tables or self.edits.casts):
+            raise UsageError("additions to tensors exclude rules of names and casts")
+        for option, step in STEPS:
+            if option is None or getattr(self.edits, option):
+                step(self)
         checkpoint, nested = self._checkpoint, self._checkpoint.nested
         if nested or self.edits.to_trainer:
             nested = keys_for_trainer(self.edits, self.recipes, nested)
@@ -408,7 +395,7 @@ def step_editor(edits: EditRules, target: Strategy, handles: FileHandles) -> Cal
 
     def edit(checkpoint: Checkpoint) -> EditedStep:
         # The notes are printed when the chosen step is edited.
-        result = edited(checkpoint, edits, Report(), complete=False, handles=handles)
+        result = Editing(checkpoint, edits, Report(), complete=False, handles=handles).edited()
         strategy = target
         if target.path == SAME:
             strategy = same_layouts(target, result)

@@ -51,9 +51,9 @@ def _edited(source: Checkpoint, request: Request, means: Means) -> Checkpoint:
     if request.edits.is_empty:
         return source
     # Loaded only here: most conversions edit nothing.
-    from reshard.plan.editing import edited
+    from reshard.plan.editing import Editing
 
-    checkpoint = edited(source, request.edits, means.report, handles=means.handles)
+    checkpoint = Editing(source, request.edits, means.report, handles=means.handles).edited()
     if request.edits.has_masters:
         from reshard.plan.masters import check_masters
 
