@@ -116,12 +116,10 @@ def _remove_unfinished() -> None:
 signals.at_end.append(_remove_unfinished)
 
 
-def write_all(fd: int, data: bytes) -> None:
-    """Write all bytes of a new file, and flush them to disk."""
+def _write_all(fd: int, data: bytes | memoryview, offset: int = 0) -> None:
     written_bytes = 0
     while written_bytes < len(data):
-        written_bytes += os.pwrite(fd, data[written_bytes:], written_bytes)
-    os.fsync(fd)
+        written_bytes += os.pwrite(fd, data[written_bytes:], offset + written_bytes)
 
 
 def _remove_if_dead(path: str, of_this_machine: bool) -> None:
@@ -252,11 +250,9 @@ class WrittenFile(NewFile):
         return self._fd
 
     def write(self, offset: int, data: memoryview) -> None:
-        written_bytes = 0
-        while written_bytes < len(data):
-            written_bytes += os.pwrite(self._fd, data[written_bytes:], offset + written_bytes)
+        _write_all(self._fd, data, offset)
         # Writing to disk starts now, not at the flush; see CONTRIBUTING.md, Measured.
-        os.posix_fadvise(self._fd, offset, written_bytes, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._fd, offset, len(data), os.POSIX_FADV_DONTNEED)
 
     def window(self, offset: int, count: int) -> memoryview:
         first = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
@@ -354,7 +350,8 @@ class LocalStore(Store):
         """Write a small file atomically, in an existing directory."""
         fd, unnamed = create_temporary(os.path.dirname(path))
         try:
-            write_all(fd, data)
+            _write_all(fd, data)
+            os.fsync(fd)
             rename(unnamed, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -367,7 +364,8 @@ class LocalStore(Store):
         """Write a small file atomically, in an existing directory, unless it exists."""
         fd, unnamed = create_temporary(os.path.dirname(path))
         try:
-            write_all(fd, data)
+            _write_all(fd, data)
+            os.fsync(fd)
             os.link(unnamed, path)
         except FileExistsError:
             return False
