@@ -1,7 +1,4 @@
-"""Pages in Chinese, which have the headings, examples, figures and links of the English pages.
-
-A translation may end before its original does: with the sections that it has.
-"""
+"""Pages in Chinese, which have the headings, examples, figures and links of the English pages."""
 
 from __future__ import annotations
 
@@ -17,6 +14,8 @@ ORIGINALS = {
 }
 
 _FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+_COMMANDS = ("```sh\n", "```console\n")
+_COMMENT = re.compile(r"(?<=\s)# .*")
 
 
 def sections(text: str) -> list[str]:
@@ -25,9 +24,20 @@ def sections(text: str) -> list[str]:
 
 
 def with_examples(translation: str, original: str) -> str:
-    """A translation whose fenced blocks are those of its original, in the same order."""
+    """A translation whose fenced blocks are those of its original in the same order; its comments on commands stay."""
     examples = iter(_FENCED.findall(original))
-    return _FENCED.sub(lambda _: next(examples), translation)
+    return _FENCED.sub(lambda mine: _commented(next(examples), mine[0]), translation)
+
+
+def _commented(example: str, translated: str) -> str:
+    remaining = iter(comments(translated))
+    return _COMMENT.sub(lambda english: next(remaining, english[0]), example)
+
+
+def comments(text: str) -> list[str]:
+    """The comments in the fenced blocks of commands."""
+    blocks = (block for block in _FENCED.findall(text) if block.startswith(_COMMANDS))
+    return [comment for block in blocks for comment in _COMMENT.findall(block)]
 
 
 def rewrite(translation: Path) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from docs.tools.translations import ORIGINALS, sections, with_examples
+from docs.tools.translations import ORIGINALS, comments, sections, with_examples
 
 _CODE = re.compile(r"`[^`]+`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_SAYS_ENGLISH = re.compile(r"\[(English|英文页面)\]\([^)]*\)|\]\([^)]*\)(（|，)英文")
+_SAYS_ENGLISH = re.compile(r"\[English\]\([^)]*\)|\]\([^)]*\)(（|，)英文")
 _FIGURE = re.compile(r"\d+(?:\.\d+)*")
 _PAIRS = [pytest.param(page, original, id=page.name) for page, original in ORIGINALS.items()]
 
@@ -23,31 +23,40 @@ def _headings(page: Path) -> list[int]:
 
 def _pairs_of_sections(page: Path, original: Path) -> list[tuple[str, str]]:
     mine, theirs = (sections(path.read_text(encoding="utf-8")) for path in (page, original))
-    assert len(mine) >= 2
-    return list(zip(mine, theirs))
+    return list(zip(mine, theirs, strict=True))
 
 
 def _links(text: str, page: Path) -> list[Path]:
-    """The targets of links to English pages; links between translations count as links to their originals."""
-    targets = [
-        Path(os.path.normpath(page.parent / link)) for link in _LINK.findall(text) if not link.startswith("http")
-    ]
-    return sorted(ORIGINALS.get(target, target) for target in targets)
+    """The targets of links to English pages; links between translations count as links to their originals.
+
+    Headings of translated pages have anchors of their own, which are left out.
+    """
+    targets = []
+    for link in _LINK.findall(text):
+        if not link.startswith("http"):
+            name, _, anchor = link.partition("#")
+            file = Path(os.path.normpath(page.parent / name))
+            original = ORIGINALS.get(file, file)
+            targets.append(original if original in ORIGINALS.values() else Path(f"{file}#{anchor}"))
+    return sorted(targets)
 
 
 @pytest.mark.parametrize("page, original", _PAIRS)
 def test_a_translation_has_the_headings_of_its_original(page: Path, original: Path) -> None:
-    mine, theirs = _headings(page), _headings(original)
-    assert mine == theirs[: len(mine)]
-    # Of the recipes, only the first are translated.
-    if page.name != "recipes.md":
-        assert len(mine) == len(theirs)
+    assert _headings(page) == _headings(original)
 
 
 @pytest.mark.parametrize("page, original", _PAIRS)
 def test_a_translation_has_the_examples_of_its_original(page: Path, original: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert with_examples(text, original.read_text(encoding="utf-8")) == text, "`make docs` copies them"
+
+
+@pytest.mark.parametrize("page, original", _PAIRS)
+def test_comments_on_commands_are_translated(page: Path, original: Path) -> None:
+    mine, theirs = (comments(path.read_text(encoding="utf-8")) for path in (page, original))
+    assert len(mine) == len(theirs)
+    assert not [comment for comment in mine if comment.isascii()]
 
 
 @pytest.mark.parametrize("page, original", _PAIRS)
@@ -79,3 +88,10 @@ def test_a_link_to_an_english_page_says_so(page: Path) -> None:
         if ".md" in link and Path(os.path.normpath(page.parent / link.split("#")[0])) not in ORIGINALS
     ]
     assert english == []
+
+
+@pytest.mark.parametrize("page, original", _PAIRS)
+def test_a_link_leads_to_the_translation_if_there_is_one(page: Path, original: Path) -> None:
+    links = _LINK.findall(page.read_text(encoding="utf-8"))
+    targets = {Path(os.path.normpath(page.parent / link.split("#")[0])) for link in links}
+    assert targets & set(ORIGINALS.values()) == {original}
