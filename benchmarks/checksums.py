@@ -5,17 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.measure import (
-    Compared,
-    Run,
-    Section,
-    directory_in,
-    memory_backed,
-    pairs,
-    remove,
-    reshard,
-    run,
-)
+from benchmarks.measure import Compared, Run, Section, directory_in, memory_backed, pairs, remove, reshard, run
 from benchmarks.on_disk import BUILD
 from benchmarks.synthetic import Model
 from benchmarks.throughput import COLUMNS_CUT, COLUMNS_JOINED, COLUMNS_TO_FULL, SHARDS, Claim, prepare

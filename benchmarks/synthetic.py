@@ -14,15 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints import (
-    Data,
-    FileHandles,
-    Literal,
-    OutputTensor,
-    lay_out_ckpt,
-    lay_out_safetensors,
-    read_index,
-)
+from reshard.checkpoints import Data, FileHandles, Literal, OutputTensor, lay_out_ckpt, lay_out_safetensors, read_index
 from reshard.layout import Layout
 from reshard.storage import read_range
 from reshard.strategies.files import protobuf_bytes

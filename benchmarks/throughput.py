@@ -8,18 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.measure import (
-    Cell,
-    Compared,
-    Run,
-    Section,
-    against_copy,
-    memory_backed,
-    pairs,
-    remove,
-    reshard,
-    run,
-)
+from benchmarks.measure import Cell, Compared, Run, Section, against_copy, memory_backed, pairs, remove, reshard, run
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy, wrong_slices
 
 PAIRS = 6

@@ -24,18 +24,7 @@ import pytest
 
 from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, reshard
-from tests.trees import (
-    Value,
-    cut_ranks,
-    layout,
-    read_tree,
-    scalar,
-    single,
-    subset,
-    value,
-    write_strategy,
-    write_tree,
-)
+from tests.trees import Value, cut_ranks, layout, read_tree, scalar, single, subset, value, write_strategy, write_tree
 
 SOURCE = single({"w": layout([2, 2], [0, -1]), "v": layout([2, 2], [-1]), "m.w": layout([2, 2], [0, -1], -1, 2)})
 TARGET = single({"w": layout([2], [-1, 0]), "v": layout([2], [-1]), "m.w": layout([2], [0, -1])})

@@ -72,7 +72,11 @@ def strategy_show(path: str, parameter: str | None) -> None:
     if parameter is not None and len(chosen) == 1:
         _show_parameter(strategy, chosen[0])
         return
-    stages = [_narrowed(stage, frozenset(chosen)) for stage in strategy.stages]
+    names = frozenset(chosen)
+    stages = [
+        stage._replace(layouts={name: layout for name, layout in stage.layouts.items() if name in names})
+        for stage in strategy.stages
+    ]
     if is_json():
         rows = ((stage, name, layout) for stage in stages for name, layout in stage.layouts.items())
         echo_json(
@@ -108,10 +112,6 @@ def _chosen(strategy: Strategy, typed: str) -> Sequence[str]:
             hint="reshard strategy show lists them, without PARAM; a part of a name is a pattern: '*.weight'",
         )
     return matches
-
-
-def _narrowed(stage: Stage, names: Container[str]) -> Stage:
-    return stage._replace(layouts={name: layout for name, layout in stage.layouts.items() if name in names})
 
 
 def _group_parameters(stage: Stage) -> None:

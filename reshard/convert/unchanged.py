@@ -16,7 +16,7 @@ from reshard.checkpoints.placed import PlacedFile
 from reshard.errors import CheckpointError
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import form_named
-from reshard.records import DoneRecord, FinishingRecord, Manifest
+from reshard.records import DoneRecord, Manifest
 from reshard.storage import is_directory, names_in, read_range, reading, status_at
 from reshard.threads import thread_pool
 from reshard.verification.files import library_differences, read_written
@@ -51,11 +51,11 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Reading) ->
         differences = [difference for some in pool.map(compare, manifest.files) for difference in some]
     if by_rank:
         return [*differences, *_foreign_ranks(directory, manifest)]
-    differences += [
-        Difference("file", None, (), text, (file.file,))
-        for file in manifest.finishing
-        for text in _finishing_differences(os.path.join(directory, file.file), file)
-    ]
+    for finishing in manifest.finishing:
+        path = os.path.join(directory, finishing.file)
+        wrong = _size_differences(path, finishing.size)
+        wrong = wrong or _crc_differences(path, crc_of_file(path), finishing.crc32)
+        differences += [Difference("file", None, (), text, (finishing.file,)) for text in wrong]
     for name in manifest.beside:
         # Only their existence is checked: users may edit these files.
         if status_at(os.path.join(directory, name)) is None:
@@ -103,10 +103,6 @@ def _differences(path: str, file: DoneRecord, means: Reading, block: int) -> Ite
                 means.progress.wrote(count)
 
         yield from _crc_differences(path, crc_of_file(path, block, count_read), file.crc32)
-
-
-def _finishing_differences(path: str, file: FinishingRecord) -> Iterator[str]:
-    yield from _size_differences(path, file.size) or _crc_differences(path, crc_of_file(path), file.crc32)
 
 
 def _size_differences(path: str, size: int) -> list[str]:

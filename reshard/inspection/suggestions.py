@@ -18,7 +18,7 @@ from typing import NamedTuple
 from reshard.asked import Edits, Source
 from reshard.checkpoints.checkpoint import Checkpoint, Packing
 from reshard.errors import CheckpointError, InputError, ReshardError
-from reshard.forms.form import FormOptions, Names, Side
+from reshard.forms.form import FormOptions, Names
 from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.ranks.tree import find_rank
 from reshard.forms.registry import form_named
@@ -50,7 +50,6 @@ _OPTIMIZER = (
 _HUGGINGFACE, _DCP = "huggingface", "dcp"
 # A side of the built-in tables; the other is Hugging Face's.
 _MINDFORMERS = "mindformers"
-_MEGATRON = "megatron"
 _DTYPE = "BFloat16"
 _NUMBER = re.compile(r"[0-9]+")
 
@@ -77,8 +76,7 @@ class Model(NamedTuple):
     Attributes:
         config: config.json; None if there is none.
         type: its ``model_type``.
-        side: ``huggingface``, ``mindformers`` or ``megatron``: the side of the tables that the names are on; None if on
-            none.
+        side: the side of the tables that the names are on, such as ``huggingface``; None if on none.
         tables: the tables that have these names; only that of the model's type, if there is one.
         undetermined: its options that the user must state, each with its possible values and their meaning.
         packing: of the conversion that wrote the checkpoint.
@@ -92,6 +90,11 @@ class Model(NamedTuple):
     undetermined: Sequence[tuple[str, Sequence[str], str]] = ()
     packing: Packing | None = None
     names: tuple[Sequence[str], Sequence[str]] | None = None
+
+    @property
+    def by_family(self) -> bool:
+        """Whether one table leads from the side to Hugging Face for all models, so that tables are their families."""
+        return self.side is not None and bool(families_of(self.side))
 
 
 @dataclass
@@ -234,8 +237,9 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
     table = table_of_model(type)
     written, contents = _written(src, inspected), inspected.shown.contents
     names = None if written is None else ([*written.tensors], [*written.values()])
-    if inspected.form.options.side is Side.MEGATRON:
-        return _megatron_model(src, inspected, Model(config, type, names=names))
+    families = families_of(inspected.form.options.side.value)
+    if families:
+        return _by_family(src, inspected, Model(config, type, names=names), families)
     if written is not None:
         # Of tensors whose names differ in numbers only, those of the smallest: a weight and its scale are of one layer.
         ordered = sorted(written.tensors, key=lambda each: (len(each), each), reverse=True)
@@ -267,15 +271,16 @@ def _model(src: str, inspected: Inspected, places: Sequence[str], problems: list
     return Model(config, type, side, sides[side], undetermined, names=names)
 
 
-def _megatron_model(src: str, inspected: Inspected, model: Model) -> Model:
-    """The same with the families whose tables lead from Megatron's names to those of Hugging Face."""
+def _by_family(src: str, inspected: Inspected, model: Model, families: Sequence[str]) -> Model:
+    """The same with those families of the form's side whose table has the names of the checkpoint."""
     path = None if model.config is None else model.config.path
-    written = {name: _written(src, inspected, name, path) for name in families_of(_MEGATRON)}
+    written = {name: _written(src, inspected, name, path) for name in families}
     fitting = {name: frozenset(each.tensors) for name, each in written.items() if each is not None}
     # A mixture of experts may have none: its table then gives the same names.
     table = table_of_model(model.type) or model.type
     tables = [table] if table in fitting else [*fitting][: 1 if len({*fitting.values()}) == 1 else None]
-    return model._replace(side=_MEGATRON, tables=tables) if tables else model
+    side = inspected.form.options.side.value
+    return model._replace(side=side, tables=tables) if tables else model
 
 
 def _written(src: str, inspected: Inspected, table: str = NO_TABLE, config: str | None = None) -> Checkpoint | None:
@@ -351,7 +356,7 @@ class _Advisor:
         """Rank files, or the same form, with the layouts of a strategy."""
         same_form = self._form.cut and not self._form.shards and self._form.written
         # A table gives other names than those in the files; the conversion compares them with the strategy.
-        renamed = not same_form and self._model.side in (_MEGATRON, _HUGGINGFACE)
+        renamed = not same_form and self._model.side not in (None, _MINDFORMERS)
         targets, unfit = ([], "") if renamed else self._targets()
         of = [(each.device_count, _argument(each.path)) for each in targets[:_MAX_TARGETS]]
         if not of:
@@ -371,7 +376,7 @@ class _Advisor:
                 yield self._cluster(count, laid_out, *self._same_form(), *words)
             else:
                 title = "MindSpore, a file for each rank" + (f": {plural(count, 'device')}" if count else "") + laid_out
-                notes = [_OPTIMIZER] if self._model.side == _MEGATRON else []
+                notes = [_OPTIMIZER] if self._model.by_family else []
                 yield self._convert("mindspore", title, "ranks", *words, *self._names(_HUGGINGFACE), notes=notes)
 
     def _huggingface(self) -> Suggestion:
@@ -451,8 +456,8 @@ class _Advisor:
     def _names(self, side: str) -> tuple[str, ...]:
         """The table for a target with the names of the other side."""
         model = self._model
-        if model.side == _MEGATRON:
-            # Its arguments are the configuration; other families are as they are named.
+        if model.by_family:
+            # The arguments of the training are the configuration; other families are as they are named.
             if len(model.tables) > 1:
                 self._texts[TABLE] = f"The family of the model: {', '.join(model.tables)}."
             return ("--names", TABLE if len(model.tables) > 1 else model.tables[0])

@@ -27,12 +27,7 @@ from reshard.inspection.contents import Finding, contents_of, conversion_finding
 from reshard.records.ledger import ledger_in
 from reshard.records.manifest import MANIFEST_NAME
 from reshard.records.status import status_of
-from reshard.storage import (
-    absolute,
-    exists,
-    is_directory,
-    status_of_each,
-)
+from reshard.storage import absolute, exists, is_directory, status_of_each
 from reshard.strategies import Strategy
 from reshard.strategies.replicas import replicas_of_strategy
 from reshard.text.messages import Report, plural, rank_ranges, some_names

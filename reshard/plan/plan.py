@@ -302,13 +302,13 @@ class Plan:
         if not recorded:
             return [], []
         paths = {index.path for index in recorded}
-        used: dict[tuple[str, tuple[tuple[int, int], ...]], tuple[int, dict[object, int]]] = {}
+        # Bytes by elements: of equal ones, which several tensors use, once.
+        used: dict[tuple[str, tuple[tuple[int, int], ...]], dict[object, int]] = {}
         for target in tensors:
             for piece in target.pieces:
                 if piece.source.path in paths:
-                    stored = piece.stored_size(target.item_size)
-                    entry = used.setdefault((piece.source.path, piece.source.extents), (stored, {}))
-                    entry[1][piece.elements] = piece.volume
+                    nbytes = piece.volume * piece.stored_size(target.item_size)
+                    used.setdefault((piece.source.path, piece.source.extents), {})[piece.elements] = nbytes
         # Copied values are compared over all files, so all of them are read.
         copied = set(self.sorted.copied) | self._unholdable
         read = {path for path, _ in used}
@@ -320,7 +320,7 @@ class Plan:
                 for name, tensor in index.tensors.items()
                 if name in copied
                 or tensor.nbytes == 0
-                or _bytes_used(*used.get((index.path, tensor.extents), (0, {}))) >= tensor.nbytes
+                or sum(used.get((index.path, tensor.extents), {}).values()) >= tensor.nbytes
             }
             if index.archived:
                 whole.append(index._replace(tensors=read_whole))
@@ -433,7 +433,3 @@ def _intersection(first: frozenset[str] | None, second: Collection[str] | None) 
     if first is None:
         return second
     return first if second is None else first.intersection(second)
-
-
-def _bytes_used(item_size: int, elements: Mapping[object, int]) -> int:
-    return item_size * sum(elements.values())

@@ -93,7 +93,9 @@ class DoneRecord(NamedTuple):
             return False
         # Not by inode and time of change: the rename after the record, copies with their records, and restored backups
         # have others. A file with another content and the old time is found by its checksum, or with --verify.
-        return status.size == self.size and _same_time(status.modified, self.modified)
+        # Some file systems keep whole seconds only.
+        times = (self.modified, self.modified // _SECOND * _SECOND)
+        return status.size == self.size and status.modified in times
 
 
 def header_digest(layout: OutputLayout) -> str | None:
@@ -430,11 +432,6 @@ def _reading_plan(destination: str) -> Iterator[str]:
         path, TargetError, f"choose another DST, or remove this one if it is not needed; {old_hint(destination)}"
     ):
         yield path
-
-
-def _same_time(current: int, recorded: int) -> bool:
-    """Whether a file's time is the recorded one; some file systems keep whole seconds only."""
-    return current == recorded or current == recorded // _SECOND * _SECOND
 
 
 def _parsed(name: str) -> DoneRecord | None:

@@ -16,14 +16,7 @@ from reshard.errors import CheckpointError
 from reshard.forms.ranks.naming import check_inside
 from reshard.records.ledger import DoneRecord, ledger_in
 from reshard.records.record import VERSION, Record, old_hint, read_record
-from reshard.storage import (
-    exists,
-    read_json,
-    reading,
-    remove_file,
-    write_whole,
-    writing,
-)
+from reshard.storage import exists, read_json, reading, remove_file, write_whole, writing
 from reshard.storage.json_text import Fields, JsonError
 from reshard.text.messages import quoted
 from reshard.text.names import similar_path_hint

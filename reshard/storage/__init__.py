@@ -47,13 +47,4 @@ from reshard.storage.registry import (
     store_of,
     use_endpoint,
 )
-from reshard.storage.store import (
-    DirectoryEntry,
-    FileStatus,
-    NewFile,
-    Notify,
-    OpenFile,
-    ReadableFile,
-    Sending,
-    Store,
-)
+from reshard.storage.store import DirectoryEntry, FileStatus, NewFile, Notify, OpenFile, ReadableFile, Sending, Store

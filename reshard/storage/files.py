@@ -330,7 +330,6 @@ def read_json(
     most: int,
     kind: type[InputError] = CheckpointError,
     hint: str | None = None,
-    through_links: bool = True,
     file_names: bool = False,
 ) -> dict[str, Any] | None:
     """The object in a JSON file of at most ``most`` bytes; None if the file is missing.
@@ -340,7 +339,6 @@ def read_json(
         most: maximum size in bytes.
         kind: class of the error for a file that is unfit, damaged or no JSON object.
         hint: of that error.
-        through_links: follow symbolic links.
         file_names: accept bytes that are not UTF-8, as Python represents them in names of files.
     """
     # Imported here: it slows the start of a command.
@@ -348,7 +346,7 @@ def read_json(
 
     with reading(path, kind, hint):
         try:
-            content = parse_json(read_small(path, most, through_links), file_names=file_names)
+            content = parse_json(read_small(path, most), file_names=file_names)
         except (FileNotFoundError, NotADirectoryError):
             return None
         if not isinstance(content, dict):

@@ -138,7 +138,8 @@ def read_records(path: str, leave_out: str | None = None) -> tuple[Strategy, dic
     missing = _missing_stages(records)
     if missing:
         raise StrategyError(
-            f"{path} has {_stage_list(sorted(records))} only ({_names(found)}); {_missing_text(missing)}",
+            f"{path} has {_stage_list(sorted(records))} only ({_names(found)}); "
+            f"{_stage_list(missing)} {'is' if len(missing) == 1 else 'are'} missing",
             file=path,
             hint="pass a merged file, or the directory with the files of all stages",
         )
@@ -401,11 +402,6 @@ def _stage_list(numbers: Sequence[int]) -> str:
     """``stage 1``, ``stages 0, 1 and 3``."""
     words = [str(number) for number in numbers]
     return f"stage {words[0]}" if len(words) == 1 else f"stages {', '.join(words[:-1])} and {words[-1]}"
-
-
-def _missing_text(numbers: Sequence[int]) -> str:
-    """``stage 1 is missing``, ``stages 0 and 3 are missing``."""
-    return f"{_stage_list(numbers)} {'is' if len(numbers) == 1 else 'are'} missing"
 
 
 # Files to open in a directory; those with "strateg" in their names are the first.

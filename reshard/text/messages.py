@@ -86,9 +86,9 @@ def step_words(step: object | None) -> str:
     return "the checkpoint" if step is None else f"step {step}"
 
 
-def some_numbers(numbers: Sequence[int], most: int = 16) -> str:
+def some_numbers(numbers: Sequence[int]) -> str:
     """The first numbers of a list and the count of the others."""
-    return some_names([str(number) for number in numbers], most)
+    return some_names([str(number) for number in numbers], 16)
 
 
 def some_names(names: Sequence[str], most: int = 5) -> str:

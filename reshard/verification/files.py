@@ -14,11 +14,7 @@ from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.errors import InputError, RetryableError
 from reshard.forms.registry import form_named
 from reshard.forms.request import Means, Request
-from reshard.storage import (
-    UnfitError,
-    opened_regular,
-    read_range,
-)
+from reshard.storage import UnfitError, opened_regular, read_range
 from reshard.strategies import Strategy
 from reshard.text.messages import Report, one_line, plural, quoted, some_names
 from reshard.verification.reading import Difference, Reading

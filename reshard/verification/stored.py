@@ -18,13 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, files_alike
-from reshard.checkpoints.checkpoint import (
-    AS_RECORDED,
-    ByName,
-    Checkpoint,
-    GlobalTensor,
-    ShardReading,
-)
+from reshard.checkpoints.checkpoint import AS_RECORDED, ByName, Checkpoint, GlobalTensor, ShardReading
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.forms.registry import form_named

@@ -16,15 +16,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checkpoints import (
-    Data,
-    Literal,
-    OutputLayout,
-    OutputTensor,
-    can_hold,
-    lay_out_ckpt,
-    lay_out_safetensors,
-)
+from reshard.checkpoints import Data, Literal, OutputLayout, OutputTensor, can_hold, lay_out_ckpt, lay_out_safetensors
 from reshard.errors import CheckpointError
 from tests.checkpoint_writing import Source, ckpt_bytes, parts, random_arrays, text
 from tests.checkpoints.test_ckpt_index import index_of

@@ -16,13 +16,7 @@ import safetensors.numpy
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, read_index
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from tests.checkpoint_writing import (
-    header_bytes,
-    random_arrays,
-    safetensors_bytes,
-    write_safetensors,
-    write_sparse,
-)
+from tests.checkpoint_writing import header_bytes, random_arrays, safetensors_bytes, write_safetensors, write_sparse
 
 # Its dtypes are not compared.
 deserialize: Any = safetensors.deserialize

@@ -12,11 +12,7 @@ import pytest
 from tests.corpus import FIXTURES
 from tests.running import Argument, fails, reshard
 from tests.small import World, tensors
-from tests.trees import (
-    same_ranks,
-    tree_bytes,
-    write_checkpoint,
-)
+from tests.trees import same_ranks, tree_bytes, write_checkpoint
 
 FULL = tensors()
 

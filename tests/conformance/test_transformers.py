@@ -14,16 +14,7 @@ import pytest
 from tests.conformance import oracles
 from tests.reference import Strategy
 from tests.running import Argument, done
-from tests.trees import (
-    Checkpoint,
-    cut_ranks,
-    layout,
-    read_checkpoint,
-    read_tree,
-    same_ranks,
-    single,
-    write_strategy,
-)
+from tests.trees import Checkpoint, cut_ranks, layout, read_checkpoint, read_tree, same_ranks, single, write_strategy
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -16,14 +16,7 @@ from tests.conftest import LONG
 from tests.corpus import CORPUS, FIXTURES, needs_corpus
 from tests.reference import uncovered
 from tests.running import done
-from tests.trees import (
-    Value,
-    cut_ranks,
-    read_tree,
-    same_ranks,
-    write_checkpoint,
-    write_tree,
-)
+from tests.trees import Value, cut_ranks, read_tree, same_ranks, write_checkpoint, write_tree
 
 #: Everything that is copied, not cut.
 COPIED = {"global_step": Value("Int32", np.array([41], "<u4"))}

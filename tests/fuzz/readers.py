@@ -31,14 +31,7 @@ from reshard.strategies.written import merge_pipeline
 from reshard.text.messages import Report
 from tests.asking import open_checkpoint
 from tests.checkpoint2_writing import saving
-from tests.checkpoint_writing import (
-    ckpt_bytes,
-    map_record,
-    random_arrays,
-    safetensors_bytes,
-    text,
-    write_safetensors,
-)
+from tests.checkpoint_writing import ckpt_bytes, map_record, random_arrays, safetensors_bytes, text, write_safetensors
 from tests.corpus import FIXTURES
 from tests.encryption import KEY, MODES, encrypted
 from tests.forms.test_hostile_checkpoint2 import SAVED, see_that_it_is_right

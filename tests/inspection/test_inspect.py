@@ -14,15 +14,7 @@ from tests.checkpoint_writing import write_sparse
 from tests.running import Argument, done, fails, flat, warns
 from tests.small import World, tensors
 from tests.strategy_writing import numbers
-from tests.trees import (
-    layout,
-    scalar,
-    single,
-    text,
-    value,
-    write_checkpoint,
-    write_strategy,
-)
+from tests.trees import layout, scalar, single, text, value, write_checkpoint, write_strategy
 from tests.wire import field
 
 FULL = tensors()

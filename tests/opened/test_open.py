@@ -596,8 +596,9 @@ _FORKED = """
 import os, sys
 import numpy as np
 import reshard
-effort = reshard.Effort(jobs=1 if sys.argv[3] == "1" else None)
-opened = reshard.open(reshard.Source(sys.argv[1], strategy=sys.argv[2]), effort=effort)
+src, strategy, jobs, rounds = *sys.argv[1:4], int(sys.argv[4])
+effort = reshard.Effort(jobs=1 if jobs == "1" else None)
+opened = reshard.open(reshard.Source(src, strategy=strategy), effort=effort)
 names = list(opened)
 expected = {name: np.asarray(opened[name]) for name in names}
 children = []
@@ -605,7 +606,7 @@ for number in range(4):
     child = os.fork()
     if not child:
         order = names[number:] + names[:number]
-        equal = all(np.array_equal(opened[name][:, 100:900], expected[name][:, 100:900]) for name in order * 10)
+        equal = all(np.array_equal(opened[name][:, 100:900], expected[name][:, 100:900]) for name in order * rounds)
         os._exit(0 if equal else 1)
     children.append(child)
 sys.exit(max(os.waitpid(child, 0)[1] for child in children) != 0)
@@ -620,7 +621,7 @@ def test_forked_children_read_for_themselves(tmp_path: Path, jobs: str) -> None:
     columns = single({name: layout([2], [-1, 0]) for name in full})
     write_tree(tmp_path / "src", cut_ranks(columns, full))
     strategy = write_strategy(tmp_path / "strategy", columns)
-    words = [sys.executable, "-c", _FORKED, str(tmp_path / "src"), str(strategy), jobs]
+    words = [sys.executable, "-c", _FORKED, str(tmp_path / "src"), str(strategy), jobs, "10"]
     subprocess.run(words, check=True, timeout=100)
 
 
@@ -661,24 +662,6 @@ def test_children_forked_while_a_thread_reads_headers_or_tensors_do_not_wait_for
     subprocess.run(words, check=True, timeout=60)
 
 
-_FORKED_FROM_STORE = """
-import os, sys
-import numpy as np
-import reshard
-
-opened = reshard.open(reshard.Source(sys.argv[1], strategy=sys.argv[2]))
-expected = {name: np.asarray(opened[name]) for name in opened}
-children = []
-for number in range(4):
-    child = os.fork()
-    if not child:
-        equal = all(np.array_equal(opened[name], array) for name, array in expected.items())
-        os._exit(0 if equal else 1)
-    children.append(child)
-sys.exit(max(os.waitpid(child, 0)[1] for child in children) != 0)
-"""
-
-
 @pytest.mark.deep
 def test_forked_children_do_not_share_connections_to_a_store(objects: Objects, tmp_path: Path) -> None:
     """Two readers of one connection would each get a part of the other's bytes."""
@@ -686,5 +669,5 @@ def test_forked_children_do_not_share_connections_to_a_store(objects: Objects, t
     rows = single({name: layout([2], [0, -1]) for name in full})
     write_tree(tmp_path / "src", cut_ranks(rows, full))
     strategy = write_strategy(tmp_path / "strategy", rows)
-    words = [sys.executable, "-c", _FORKED_FROM_STORE, objects.upload(tmp_path / "src", "src"), str(strategy)]
+    words = [sys.executable, "-c", _FORKED, objects.upload(tmp_path / "src", "src"), str(strategy), "default", "1"]
     subprocess.run(words, check=True, timeout=100)

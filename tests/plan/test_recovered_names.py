@@ -16,15 +16,7 @@ from tests.running import Argument, Result, done, fails, warns
 from tests.sampling import some_of
 from tests.small import COPIED, PLAIN_TARGET, World
 from tests.small import tensors as small_tensors
-from tests.trees import (
-    cut_ranks,
-    layout,
-    read_named,
-    read_tree,
-    same_ranks,
-    single,
-    write_checkpoint,
-)
+from tests.trees import cut_ranks, layout, read_named, read_tree, same_ranks, single, write_checkpoint
 
 FULL = small_tensors(names=["w", "v"])
 # How files of one save are named, and how the source is named where it is not their directory.

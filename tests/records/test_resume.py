@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -247,17 +248,23 @@ def test_another_conversion_is_refused_before_the_first_target_of_a_run(world: W
     assert not [path for path in world.dst.glob("rank_*/.*")]
 
 
+def before_writing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Another run acts when this one has looked at the directory."""
+    plain = TargetDirectory.missing
+
+    def missing(self: TargetDirectory, groups: Any) -> Any:
+        act()
+        return plain(self, groups)
+
+    monkeypatch.setattr(TargetDirectory, "missing", missing)
+
+
 def test_a_run_whose_conversion_was_replaced_meanwhile_gives_no_target_its_name(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.save(FULL)
-    plain = TargetDirectory.missing
-
-    def after_another_conversion(self: TargetDirectory, groups: Any) -> Any:
-        done(*world.words("--format", "safetensors", "--overwrite"), subprocess_=True)
-        return plain(self, groups)
-
-    monkeypatch.setattr(TargetDirectory, "missing", after_another_conversion)
+    another = world.words("--format", "safetensors", "--overwrite")
+    before_writing(monkeypatch, lambda: done(*another, subprocess_=True))
     fails(3, *world.words(), texts=["another conversion"])
     assert {path.suffix for path in world.dst.glob("rank_*/[!.]*")} == {".safetensors"}
     assert done("status", world.dst, "--json").json["complete"]
@@ -306,14 +313,12 @@ def test_a_run_adds_nothing_to_the_same_conversion_of_another_source(
     words = world.words(0, command="by-rank")
     world.src = world.root / "other"
     world.save(tensors("other "))
-    plain = TargetDirectory.missing
 
-    def after_overwrite(self: TargetDirectory, groups: Any) -> Any:
+    def overwrite() -> None:
         done(*world.words("--overwrite"), subprocess_=True)
         (world.dst / "rank_0" / "checkpoint_0.ckpt").unlink()
-        return plain(self, groups)
 
-    monkeypatch.setattr(TargetDirectory, "missing", after_overwrite)
+    before_writing(monkeypatch, overwrite)
     fails(3, *words, texts=["source files"])
     monkeypatch.undo()
     world.convert()
@@ -449,12 +454,6 @@ def test_ranks_that_another_run_writes_meanwhile_are_not_counted_as_written(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.save(FULL)
-    plain = TargetDirectory.missing
-
-    def after_another_run(self: TargetDirectory, groups: Any) -> Any:
-        done(*world.words(1, command="by-rank"), subprocess_=True)
-        return plain(self, groups)
-
-    monkeypatch.setattr(TargetDirectory, "missing", after_another_run)
+    before_writing(monkeypatch, lambda: done(*world.words(1, command="by-rank"), subprocess_=True))
     summary = done(*world.words("--json")).json
     assert summary["ranks"] == [0] and summary["done_before"] == [1]

@@ -12,17 +12,7 @@ from tests.corpus import FIXTURES
 from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, reshard, warns
 from tests.source_replicas.test_source_replicas import FULL, NORMS, TRUE, WEIGHTS, Tree, model
-from tests.trees import (
-    cut_ranks,
-    layout,
-    scalar,
-    single,
-    text,
-    value,
-    write_checkpoint,
-    write_strategy,
-    write_tree,
-)
+from tests.trees import cut_ranks, layout, scalar, single, text, value, write_checkpoint, write_strategy, write_tree
 
 DEMO = FIXTURES / "demo"
 

@@ -14,15 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from reshard.storage import (
-    NewFile,
-    Sending,
-    new_file,
-    remove_file,
-    status_at,
-    store_of,
-    write_whole,
-)
+from reshard.storage import NewFile, Sending, new_file, remove_file, status_at, store_of, write_whole
 from reshard.storage.s3.objects import MIN_PART_BYTES as PART
 from reshard.storage.s3.objects import part_bytes
 from reshard.storage.s3.service import service

@@ -27,16 +27,7 @@ from tests.names.test_properties import RandomRule, random_rules
 from tests.packed_model import CONFIG, RULES, SHAPES
 from tests.running import Argument, Result, done, fails, reshard
 from tests.small import COPIED
-from tests.trees import (
-    Value,
-    cut_ranks,
-    layout,
-    read_checkpoint,
-    single,
-    write_checkpoint,
-    write_strategy,
-    write_tree,
-)
+from tests.trees import Value, cut_ranks, layout, read_checkpoint, single, write_checkpoint, write_strategy, write_tree
 from tests.verification.test_verification import flipped
 
 SOURCE = single(

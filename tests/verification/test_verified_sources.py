@@ -23,17 +23,7 @@ from tests.corpus import ROOT
 from tests.reference import Strategy
 from tests.running import Argument, done, fails, warns
 from tests.small import COPIED, World
-from tests.trees import (
-    Checkpoint,
-    Value,
-    cut_ranks,
-    layout,
-    scalar,
-    single,
-    value,
-    write_checkpoint,
-    write_tree,
-)
+from tests.trees import Checkpoint, Value, cut_ranks, layout, scalar, single, value, write_checkpoint, write_tree
 from tests.verification.pairs import Quiet, compare_trees, files_of
 
 Held = dict[int, dict[str, Value]]

@@ -21,12 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, MAP_TENSOR, TEXT
-from reshard.checkpoints.formats.tensors import (
-    CheckpointIndex,
-    TensorTable,
-    content_size,
-    logical_shape,
-)
+from reshard.checkpoints.formats.tensors import CheckpointIndex, TensorTable, content_size, logical_shape
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
 from reshard.storage import ReadableFile, read_range
 from reshard.storage.files import MARK_SIZE, cipher_of

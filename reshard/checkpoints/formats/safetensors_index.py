@@ -15,13 +15,7 @@ import sys
 from typing import Any
 
 from reshard.checkpoints.formats.dtypes import FROM_SAFETENSORS, INT4, ITEM_SIZES, SAFETENSORS_NAMES, SUB_BYTE_TYPES
-from reshard.checkpoints.formats.tensors import (
-    LENGTH_SIZE,
-    LONGEST_HEADER,
-    METADATA,
-    CheckpointIndex,
-    TensorTable,
-)
+from reshard.checkpoints.formats.tensors import LENGTH_SIZE, LONGEST_HEADER, METADATA, CheckpointIndex, TensorTable
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage import ReadableFile, read_range
 from reshard.storage.json_text import JsonError, parse_json

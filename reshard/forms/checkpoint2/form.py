@@ -15,15 +15,7 @@ from reshard.errors import CheckpointError
 from reshard.forms.form import Form, FormOptions, Layouts, RecordedCut, SavedStep
 from reshard.forms.request import Means, Request
 from reshard.forms.tracker import TRACKER, Iteration, IterationNames, read_tracker, saved_steps
-from reshard.storage import (
-    UnfitError,
-    is_directory,
-    is_regular_file,
-    names_in,
-    opened_regular,
-    read_json,
-    reading,
-)
+from reshard.storage import UnfitError, is_directory, is_regular_file, names_in, opened_regular, read_json, reading
 from reshard.text.messages import Report, quoted, some_names
 
 if TYPE_CHECKING:

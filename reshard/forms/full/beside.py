@@ -14,15 +14,7 @@ from reshard.errors import CheckpointError
 from reshard.forms.full.form import CONFIG, OF_VERL, extra_files_in
 from reshard.forms.request import EditRules, Means, Request
 from reshard.forms.target import FinishingFile
-from reshard.storage import (
-    for_each,
-    is_directory,
-    names_in,
-    read_json,
-    read_range,
-    reading,
-    real,
-)
+from reshard.storage import for_each, is_directory, names_in, read_json, read_range, reading, real
 from reshard.text.messages import Report, quoted, some_names
 from reshard.text.names import is_weight
 

@@ -19,16 +19,7 @@ from reshard.forms.ranks.naming import VLLM_FILE, check_inside
 from reshard.forms.ranks.tree import find_rank
 from reshard.forms.request import Means, Request
 from reshard.forms.target import UNFINISHED
-from reshard.storage import (
-    UnfitError,
-    is_directory,
-    is_regular_file,
-    names_in,
-    read_json,
-    read_small,
-    reading,
-    real,
-)
+from reshard.storage import UnfitError, is_directory, is_regular_file, names_in, read_json, read_small, reading, real
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.messages import Report, as_glob, listing, one_line, plural, quoted, some_names
 from reshard.text.names import is_value, is_weight, natural_order, training_globs

@@ -16,16 +16,7 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.forms.form import Form, FormOptions, Layouts, Names, RecordedTraining, SavedStep, Side
 from reshard.forms.megatron.iterations import choose, is_iteration, iterations, kind_of_iteration
 from reshard.forms.megatron.keys import LEGACY, MEGATRON, PLAIN, RANK_DIRECTORY
-from reshard.forms.pytorch.form import (
-    BACKEND,
-    COMMON,
-    DCP,
-    HYPER_PARALLEL,
-    METADATA,
-    OBJECTS,
-    ChunkedForm,
-    DcpForm,
-)
+from reshard.forms.pytorch.form import BACKEND, COMMON, DCP, HYPER_PARALLEL, METADATA, OBJECTS, ChunkedForm, DcpForm
 from reshard.forms.request import Means, Request
 from reshard.forms.tracker import TRACKER, saved_steps
 from reshard.storage import names_in

@@ -27,12 +27,7 @@ from reshard.checkpoints import FileHandles, read_index
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.forms.form import EditedStep
-from reshard.forms.ranks.checkpoint import (
-    RankCheckpoint,
-    listed_by_source,
-    read_parameters,
-    stage_shardings,
-)
+from reshard.forms.ranks.checkpoint import RankCheckpoint, listed_by_source, read_parameters, stage_shardings
 from reshard.forms.ranks.form import stage_sections
 from reshard.forms.ranks.naming import Step
 from reshard.forms.ranks.tree import SourceTree, StepFiles
