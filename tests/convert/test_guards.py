@@ -61,7 +61,7 @@ def test_other_files_of_a_new_target_are_named_and_stay(tmp_path: Path) -> None:
     other = tmp_path / "dst" / "results.csv"
     other.parent.mkdir()
     other.write_text("1")
-    words = [tmp_path / "src", tmp_path / "dst", "--src-strategy", "none", "--dst-strategy", "none"]
+    words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", "none", "--dst-strategy", "none"]
     assert [other.name in done("convert", *words).err for _ in range(2)] == [True, False]
     assert other.read_text() == "1"
 
