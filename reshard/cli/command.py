@@ -46,11 +46,14 @@ _FOREIGN = {
         ("--src-checkpoint", "--src-checkpoints-dir", "--src-ckpt-dir", "--src-ckpt", "--ckpt-dir", "--checkpoint"),
         _SRC,
     ),
-    **dict.fromkeys(("--load", "--load-dir", "--local-dir", "--input", "--input-path", "--input-dir", "--src"), _SRC),
+    **dict.fromkeys(
+        ("--load", "--load-dir", "--local-dir", "--input", "--input-path", "--input-dir", "--src", "--src-dir"), _SRC
+    ),
     **dict.fromkeys(("--dst-checkpoint", "--dst-checkpoints-dir", "--dst-ckpt-dir", "--dst-ckpt", "--dst"), _DST),
     **dict.fromkeys(
         ("--save", "--save-dir", "--target-dir", "--out", "--output-path", "--output-dir", "--output"), _DST
     ),
+    **dict.fromkeys(("--dst-safetensors-dir", "--dst-dir", "-o"), _DST),
     "--transform-rank": "RANK is the first argument of by-rank and rank-list.",
     "--rank-id": _SHARES,
     "--world-size": _SHARES,

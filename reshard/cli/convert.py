@@ -41,7 +41,7 @@ def contents_words(summary: Summary) -> str:
     words = [totals_words(summary.kinds) or "no tensors"]
     for names, where in (
         (summary.left_out, "not in the target strategy, left out"),
-        (summary.missing, "not in the source"),
+        (summary.missing, "in the target strategy only"),
     ):
         if names:
             counts = Counter(kind_of(name, 2, summary.all_names) for name in names)
@@ -249,11 +249,15 @@ def summary_lines(request: Request) -> Callable[[Summary, float], list[str]]:
 
     def lines(summary: Summary, verifying: float) -> list[str]:
         files, shard = request.to.options.unit, request.asked.shard
+        part = request.asked.files is not None or shard is not None
         complete = counted_ranks(summary.done_before, files)
         if summary.ranks:
+            # The number of an only file says nothing.
+            alone = files == "file" and len(summary.target_files) == 1 and not part
+            count = plural(1, files) if alone else counted_ranks(summary.ranks, files)
             rate = summary.bytes_written / summary.seconds if summary.seconds else 0.0
             first = (
-                f"wrote {counted_ranks(summary.ranks, files)} to {request.dst}: "
+                f"wrote {count} to {request.dst}: "
                 f"{byte_size(summary.bytes_written)} in {summary.seconds:.1f} s ({byte_size(int(rate))}/s)"
             )
             first += f"; {complete} already complete" if summary.done_before else ""
@@ -267,7 +271,7 @@ def summary_lines(request: Request) -> Callable[[Summary, float], list[str]]:
             contents.append(f"{plural(len(summary.target_files), 'rank file')} copied, still cut as before")
         if is_verbose():
             contents += detail_lines(summary, request, verifying)
-        elif summary.manifest and (request.asked.files is not None or shard is not None):
+        elif summary.manifest and part:
             # Other runs wrote the rest.
             contents.append(f"complete, all {files}s written: {summary.manifest}")
         return [first, *contents]

@@ -141,7 +141,7 @@ def _lines(run: Run, moved: Transfers) -> list[str]:
             f"  memory   about {memory}, {buffers} of it buffers of {who}",
             *_requests(execution),
             *uploads,
-            "  io       {}, {}".format(*execution.io),
+            *(["  io       {}, {}".format(*execution.io)] if is_verbose() or request.asked.effort.io != "auto" else []),
             *(_room(space, several=len(spaces) > 1) for space in spaces),
         ]
     else:

@@ -25,7 +25,7 @@ _NARROW = 60
 _USUAL_COLUMNS, _USUAL_ROWS = 80, 24
 # A frame is drawn every 0.1 s: rate and time left follow the last 20 s or so, as bytes move in bursts.
 _SMOOTHING = 0.005
-_WIDE_BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left"
+_WIDE_BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}iB of {total_fmt}iB, {rate_fmt}, {remaining} left"
 _NARROW_BAR = "{desc} {percentage:3.0f}% {rate_fmt} {remaining}"
 
 
@@ -83,7 +83,7 @@ class _Bar(Progress):
             desc=self._doing,
             total=self._total,
             bar_format=_NARROW_BAR if 0 < columns < _NARROW else _WIDE_BAR,
-            unit="B",
+            unit="iB",
             unit_scale=True,
             unit_divisor=1024,
             ncols=None if columns else _USUAL_COLUMNS,

@@ -51,6 +51,8 @@ from reshard.storage import (
 )
 from reshard.text.messages import Report, rank_ranges, some_names
 
+# Beginnings of names of records, temporary files, marks and manifests, and of hidden files.
+_OURS = (".", "reshard-")
 # Maximum number of listed files of a replaced model.
 _MOST_REMAINING = 20
 
@@ -124,7 +126,7 @@ class TargetDirectory:
         if not self._plan.form.by_rank:
             existing_files(self._root, _marks(self._record))
         if before is None:
-            self._check_other_forms()
+            self._check_other_files()
             marks = set() if self._overwrite else self._existing_names(_marks(self._record))
             if marks:
                 raise refusals.foreign(self._root, marks)
@@ -170,16 +172,21 @@ class TargetDirectory:
         comparable = not request.task.recover and request.edits.additions is None
         return refusals.existing(self._root, self._record, ranks, modified=modified, comparable=comparable)
 
-    def _check_other_forms(self) -> None:
-        """Refuse checkpoints of another form in this directory."""
+    def _check_other_files(self) -> None:
+        """Refuse checkpoints of another form in this directory; note other files, which stay."""
         names = names_in(self._root)
-        if not forms_among(self._root, names) - {self._record.form}:
+        if not names:
             return
-        own_names = (*(self._name(file) for file in self._everything), *_marks(self._record))
+        finishing = (file.name for file in self._plan.form.finishing())
+        own_names = (*map(self._name, self._everything), *_marks(self._record), *finishing)
         firsts = {name.partition(os.sep)[0] for name in own_names}
-        forms = forms_among(self._root, [name for name in names if name not in firsts])
-        if forms - {self._record.form}:
-            raise refusals.another_form(self._root, sorted(forms - {self._record.form}))
+        others = [name for name in names if name not in firsts]
+        forms = forms_among(self._root, others) - {self._record.form}
+        if forms:
+            raise refusals.another_form(self._root, sorted(forms))
+        foreign = [name for name in others if not name.startswith(_OURS)]
+        if foreign:
+            self._report.note(f"{self._root}: holds other files, which stay: {some_names(foreign)}")
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[list[int]]:

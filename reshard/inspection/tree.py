@@ -187,7 +187,7 @@ class _Inspection:
     def _read_headers(self, number: Step | None, handles: FileHandles) -> None:
         """The contents of the files of one step, complete or not."""
         try:
-            source = RankCheckpoint(self._tree.of_step(number), handles, Report())
+            source = RankCheckpoint(self._tree.of_step(number), handles)
         except InputError as error:
             self._add_refusal("unreadable", error, number)
             return
@@ -205,7 +205,7 @@ class _Inspection:
             check_ranks(self._tree, self._strategy, handles)
             for candidate in self._tree.candidates(_named(requested)):
                 number = candidate.step
-                source = RankCheckpoint(candidate, handles, Report())
+                source = RankCheckpoint(candidate, handles)
                 missing = selector.judge(source)
                 step = self._note_contents(source)
                 _note_verdict(step, source, missing)

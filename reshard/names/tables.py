@@ -150,6 +150,11 @@ def tables_named(text_of_user: str, source: str, target: str) -> tuple[NameRules
     to_family = target == rules.sides[1]
     of_family, others = having(rules, to_family), having(of_side, not to_family)
     unknown = {key: value for key, value in stated.items() if key not in others}
+    for key in sorted(unknown.keys() - {option.name for table in (rules, of_side) for option in table.options}):
+        raise UsageError(
+            f"--names {text_of_user}: the tables {name} and {side} have no option {quoted(key)}",
+            hint=f"leave it out: how {side} packs q, k, v and gate, up follows from its form",
+        )
     return with_options(rules, {**unknown, **of_family}), with_options(of_side, {FAMILY: name, **others})
 
 

@@ -95,7 +95,7 @@ def names_for_trainer(edits: EditRules, names: Collection[str], report: Report) 
             "names",
         )
     if edits.naming.model:
-        report.note(f"names: weights get the prefix {edits.naming.model!r}, as in a trainer's state")
+        report.note(f"tensor names get {edits.naming.model!r} in front, as FSDP trainers save them")
     return edits.naming.add(names)
 
 

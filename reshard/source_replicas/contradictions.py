@@ -227,7 +227,7 @@ def hint_of_swap(request: Request, handles: FileHandles) -> Iterator[None]:
 
 def _fits(strategy: Strategy, files: StepFiles, handles: FileHandles) -> bool:
     """Whether every rank is present, every slice has a shape that fits the layouts, and nothing is missing."""
-    step = RankCheckpoint(files, handles, Report())
+    step = RankCheckpoint(files, handles)
     laid_out = listed_by_source(strategy, step)
     # Without gradients: files alone may not determine their cuts.
     decisive = {name for name in laid_out if not is_gradient(name)}
@@ -325,7 +325,8 @@ def check_strategy(
     Raises:
         ReshardError: the files cannot be read.
     """
-    source = RankCheckpoint(_step(find_checkpoints(read), read.step), handles, report)
+    source = RankCheckpoint(_step(find_checkpoints(read), read.step), handles)
+    source.warn_of_damage(report)
     if not source.indexes:
         raise CheckpointError(f"{read.path}: no file of {source.label} is readable", file=read.path)
     warn_of_unmatched(filters, (strategy.parameters, source.names()), report)

@@ -166,6 +166,7 @@ def _records_in(directory: str, leave_out: str | None) -> tuple[list[StageRecord
         detail = f": {'; '.join(notes)}" if notes else ""
         hint = "pass a strategy file, the directory that holds such files, or none for an unsharded checkpoint"
         if notes and all(note.endswith(f"({CHECKPOINT})") for note in notes):
+            detail = ""
             hint = (
                 "this is the checkpoint, not its strategy: pass the one that MindSpore wrote (reshard suggest "
                 f"{shlex.quote(directory)} looks for it), or none for an unsharded checkpoint"

@@ -13,7 +13,6 @@ from reshard.errors import LayoutError
 from reshard.forms.ranks.checkpoint import RankCheckpoint
 from reshard.forms.ranks.tree import StepFiles
 from reshard.strategies import Stage, Strategy
-from reshard.text.messages import Report
 from reshard.text.names import belongs_to_rank
 from reshard.verification.boxes import shape_of, target_boxes, volume_of
 from reshard.verification.converted import TargetComparison, layout_in, strange_metadata
@@ -46,7 +45,7 @@ def compare_ranks(
     """
     compared = sorted(range(target.device_count) if ranks is None else set(ranks))
     present = {rank: files[rank] for rank in compared if rank in files}
-    written = RankCheckpoint(StepFiles(None, present), means.handles, Report())
+    written = RankCheckpoint(StepFiles(None, present), means.handles)
     beyond = [rank for rank in sorted(files) if ranks is None and rank >= target.device_count]
     differences = [Difference("file", None, (rank,), f"{files[rank]} is not of this conversion") for rank in beyond]
     for rank in compared:

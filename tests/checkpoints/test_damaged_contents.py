@@ -124,6 +124,15 @@ def test_when_all_files_are_damaged_the_error_names_the_needed_ones(joined: Worl
     joined.refuses(3, *paths, "no rank of pipeline stage 0 (ranks 0-3) has a readable file")
 
 
+def test_without_an_intact_replica_a_truncated_file_is_named_once(joined: World) -> None:
+    joined.save(W)
+    paths = saved(joined, 1, 3)
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:-3])
+    result = joined.refuses(3, *paths, "restore one of ranks 1,3")
+    assert [result.err.count(str(path)) for path in paths] == [1, 1]
+
+
 def test_a_single_target_file_is_made_from_intact_files(joined: World) -> None:
     joined.save(W, crc=True)
     first = min(sources_of(joined, 0))

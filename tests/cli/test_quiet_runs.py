@@ -20,7 +20,9 @@ def test_a_successful_conversion_prints_two_lines_and_verify_a_third(tmp_path: P
     result = done("convert", DEMO / "src_checkpoints", tmp_path / "out", *STRATEGIES, "--verify")
     wrote, holds, verified = result.err.splitlines()
     assert wrote.startswith(f"wrote 4 ranks (0-3) to {tmp_path / 'out'}: 363.5 KiB in ")
-    assert holds == ("step 2_10: weights 68 (347.2 KiB), other values 3 (80 B); not in the source: optimizer state 136")
+    assert holds == (
+        "step 2_10: weights 68 (347.2 KiB), other values 3 (80 B); in the target strategy only: optimizer state 136"
+    )
     assert verified == "verified: no differences" and not result.out
     again = done("convert", DEMO / "src_checkpoints", tmp_path / "out", *STRATEGIES).err.splitlines()
     assert again == [f"nothing to write: 4 ranks (0-3) already complete in {tmp_path / 'out'}", holds]

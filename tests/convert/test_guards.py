@@ -56,6 +56,16 @@ def test_an_empty_newest_file_of_an_unsharded_checkpoint_is_skipped(tmp_path: Pa
     assert (tmp_path / "dst/rank_0/checkpoint_0.ckpt").stat().st_size > 0
 
 
+def test_other_files_of_a_new_target_are_named_and_stay(tmp_path: Path) -> None:
+    write_tree(tmp_path / "src", {0: BOTH}, "rank_{rank}/net-1_1.ckpt")
+    other = tmp_path / "dst" / "results.csv"
+    other.parent.mkdir()
+    other.write_text("1")
+    words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", "none", "--dst-strategy", "none"]
+    assert [other.name in done("convert", *words).err for _ in range(2)] == [True, False]
+    assert other.read_text() == "1"
+
+
 def test_a_checkpoint_of_another_model_is_refused(pipeline: World) -> None:
     write_tree(pipeline.src, {rank: {"other": value("o", (4, 6))} for rank in range(4)}, "rank_{rank}/net-1_1.ckpt")
     pipeline.refuses(3, "none of the 2 parameters")

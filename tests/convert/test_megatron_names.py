@@ -271,6 +271,7 @@ def test_the_table_of_megatron_is_chosen_by_the_form(tmp_path: Path) -> None:
     case = mcore_case("td_dense_plain")
     words: list[Argument] = ["convert", case.root, tmp_path / "out", "--to", "huggingface"]
     fails(2, *words, "--names", "megatron", texts=["--names llama"])
+    fails(2, *words, "--names", "llama,qkv=contiguous", texts=["qkv", "leave it out", "megatron"])
     fails(2, *words, "--names", family(case), "--reverse", texts=["--reverse"])
     # A table of one's own is used alone.
     table = tmp_path / "own.toml"

@@ -26,7 +26,6 @@ from reshard.source_replicas import compare
 from reshard.source_replicas.choice import Holder, HolderGroup
 from reshard.source_replicas.compare import ReplicaFiles, compare_replicas, entries_as_tensors
 from reshard.storage import costs_of
-from reshard.text.messages import Report
 from tests.counting import count_opened
 from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, warns
@@ -247,7 +246,7 @@ def test_a_full_comparison_groups_ranks_by_content(tree: Tree, monkeypatch: pyte
         tree.change(rank, "blocks.3.norm")
     tree.change(6, "blocks.3.norm")
     with FileHandles() as handles:
-        step = RankCheckpoint(next(iter(find_checkpoints(str(tree.src)).candidates("latest"))), handles, Report())
+        step = RankCheckpoint(next(iter(find_checkpoints(str(tree.src)).candidates("latest"))), handles)
         tensors, different = entries_as_tensors(["blocks.3.norm", "blocks.2.norm"], step)
         execution = Budget.of(2, 1 << 30, costs=costs_of(str(tree.src)))
         comparison = compare_replicas(tensors, step, handles, execution, Progress(), "all")

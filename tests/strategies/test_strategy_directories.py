@@ -229,10 +229,10 @@ def test_files_that_are_not_strategies_are_listed_and_skipped(tmp_path: Path) ->
         assert (name in text) == ("rank_" not in name)
 
 
-def test_a_directory_without_strategies_lists_its_files(tmp_path: Path) -> None:
+def test_a_directory_without_strategies_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, str(tmp_path), "no strategy files")
     (tmp_path / "weights.ckpt").write_bytes(field(1, field(1, "w") + field(2, b"")))
-    refused(tmp_path, "no strategy files", "weights.ckpt", "a checkpoint")
+    refused(tmp_path, "no strategy files", "this is the checkpoint")
 
 
 @pytest.mark.parametrize("data", [b"", protobuf(SECOND, [1])[:-3], b"\x00" * 100])
@@ -291,7 +291,7 @@ def test_rank_directories_that_disagree_are_named(tmp_path: Path) -> None:
 def test_a_checkpoint_tree_is_not_a_strategy_directory(tmp_path: Path) -> None:
     for rank in range(2):
         write_checkpoint(tmp_path / f"rank_{rank}" / "net-1_1.ckpt", {"w": value("w", (4, 4))})
-    refused(tmp_path, "holds no strategy files", "rank_0/net-1_1.ckpt", "a checkpoint")
+    refused(tmp_path, "holds no strategy files", "this is the checkpoint")
 
 
 def test_merge_pipeline_merges_strategies_of_rank_directories(tmp_path: Path) -> None:

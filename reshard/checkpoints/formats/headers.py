@@ -104,9 +104,9 @@ def format_of(path: str) -> str:
         if kind is not None:
             raise CheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_HINT)
         raise CheckpointError(
-            f"{path}: is no checkpoint file by its name",
+            f"{path}: is not named .ckpt or .safetensors",
             file=path,
-            hint="checkpoint files end in .ckpt or .safetensors; pass one of them, or the directory of a checkpoint",
+            hint="pass a file of a checkpoint, or the directory of one",
         )
     return format
 

@@ -66,7 +66,7 @@ class RankCheckpoint:
     laid_out: frozenset[str] = frozenset()
     unseen: frozenset[str] = frozenset()
 
-    def __init__(self, step_files: StepFiles, handles: FileHandles, report: Report) -> None:
+    def __init__(self, step_files: StepFiles, handles: FileHandles) -> None:
         self.step_files = step_files
         self.files: Mapping[int, str] = step_files.files
         self.indexes: dict[int, CheckpointIndex] = {}
@@ -77,7 +77,6 @@ class RankCheckpoint:
         for rank, index in read_headers(handles, sound):
             if isinstance(index, DamagedCheckpointError):
                 self.damaged[rank] = index.message
-                report.warn(f"{index.message}; rank {rank} counts as absent at {self.label}")
                 continue
             self.indexes[rank] = index
         # The names in files, each set with the ranks of its files.
@@ -99,6 +98,11 @@ class RankCheckpoint:
     def place(self) -> str:
         directories = {absolute(os.path.dirname(path)) for path in self.files.values()}
         return common_directory(directories) if directories else "the source"
+
+    def warn_of_damage(self, report: Report) -> None:
+        """Warn of the files that reading found damaged; an error that lists them takes the place of the warnings."""
+        for rank in sorted(self.damaged.keys() - self.step_files.damaged.keys()):
+            report.warn(f"{self.damaged[rank]}; rank {rank} counts as absent at {self.label}")
 
     @property
     def readable(self) -> frozenset[int]:
@@ -438,7 +442,8 @@ def read_some_ranks(
     """
     for rank, reason in step_files.damaged.items():
         report.warn(f"{reason}; rank {rank} counts as absent")
-    step = RankCheckpoint(step_files, handles, report)
+    step = RankCheckpoint(step_files, handles)
+    step.warn_of_damage(report)
     laid_out = listed_by_source(source, step)
     # With their owners: these decide whether accumulated gradients have their recorded optimizer shards.
     needed = {parameter for name in laid_out if admit(name) for parameter in (name, _owner(name))} & laid_out

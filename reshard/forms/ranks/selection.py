@@ -213,7 +213,7 @@ class StepSelector:
                 candidate = next(remaining, None)
                 if candidate is None:
                     break
-                checkpoint = self._read(RankCheckpoint(candidate, self._means.handles, self._means.report))
+                checkpoint = self._read(RankCheckpoint(candidate, self._means.handles))
             except InputError as error:
                 # Raised only if no newer step is complete in a narrower scope.
                 refused = error
@@ -430,6 +430,8 @@ class StepSelector:
     ) -> None:
         """Report a choice: the scope in which the step is complete, its gaps among everything, and skipped steps."""
         request, report = self._request, self._means.report
+        if scope is not Scope.TARGET:
+            step.warn_of_damage(report)
         for newer in skipped:
             report.warn(f"{newer.label} is not complete and is skipped: " + joined("; ", newer.lines(3)))
         for note in step.step_files.notes:
