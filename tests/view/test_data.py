@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import Counter
 from dataclasses import dataclass
@@ -287,6 +288,17 @@ def test_a_page_permits_only_its_own_script_and_style(tmp_path: Path) -> None:
     text = (tmp_path / "page.html").read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
     assert "default-src 'none'; script-src 'sha256-" in text and "unsafe" not in text
     assert "http:" not in text and "https:" not in text and " src=" not in text and "@import" not in text
+
+
+MOST_BYTES = 87_000
+"""Script and style together in the written page; the design's limit is 60,000. Lower it with every reduction."""
+
+
+def test_script_and_style_are_small(tmp_path: Path) -> None:
+    made(tmp_path, DEMO / "src_checkpoints")
+    text = (tmp_path / "page.html").read_text("utf-8")
+    found = re.findall(r"<(?:style|script)>(.*?)</(?:style|script)>", text, re.S)
+    assert len(found) == 2 and sum(len(part.encode()) for part in found) < MOST_BYTES
 
 
 def test_view_replaces_only_its_own_pages(tmp_path: Path) -> None:
