@@ -168,11 +168,6 @@
     for (let at = 0; at < found.length; at += 2) for (let n = 0; n < found[at + 1]; n++) values.push(found[at]);
     return values;
   };
-  const strided = ([first, ...steps]) => {
-    let values = [first];
-    for (let at = 0; at < steps.length; at += 2) values = Array.from({ length: steps[at] }, (_, n) => values.map((value) => value + n * steps[at + 1])).flat();
-    return values;
-  };
 
   // The tensors, in the natural order of their names.
   const parts = [];
@@ -201,14 +196,13 @@
   const looks = new Map();
   for (const layout of data.layouts) {
     const seen = layout.shardings.map((sharding) => {
-      const { holders, cuts } = sharding, flat = holders.lists ? [] : strided(holders.strides);
+      const { slices, cuts } = sharding;
       sharding.lacking = new Set(sharding.absent);
-      sharding.slices = holders.lists || Array.from({ length: flat.length / holders.copies }, (_, n) => flat.slice(n * holders.copies, (n + 1) * holders.copies));
-      sharding.copies = largest(sharding.slices.map((each) => each.length));
-      sharding.states = sharding.slices.map((each) => { const left = each.filter((file) => !sharding.lacking.has(file)).length; return !left ? "lost" : left < each.length ? "part" : "held"; });
+      sharding.copies = largest(slices.map((each) => each.length));
+      sharding.states = slices.map((each) => { const left = each.filter((file) => !sharding.lacking.has(file)).length; return !left ? "lost" : left < each.length ? "part" : "held"; });
       const cut = cuts.some((n) => n > 1) ? cuts.join(" × ") : unit === "rank" ? "whole" : "";
       layout.cut ??= [cut, sharding.copies > 1 && `${sharding.copies} copies`].filter(Boolean).join(", ");
-      layout.stage = unit === "rank" ? stageOf(sharding.slices[0]?.[0]) : 0;
+      layout.stage = unit === "rank" ? stageOf(slices[0]?.[0]) : 0;
       layout.lost ||= sharding.states.includes("lost");
       return [cuts, sharding.copies, layout.stage, layout.lost, sharding.absent.length > 0];
     });
@@ -219,7 +213,7 @@
 
   // Places in files: per structure, from parameter to offset and size.
   const structureOf = new Map();
-  structures?.files.forEach((found, at) => { for (const file of found.list || strided(found)) structureOf.set(file, at); });
+  structures?.files.forEach((found, at) => { for (const file of found) structureOf.set(file, at); });
   const read = new Map();
   const placesIn = (file) => {
     const at = structureOf.get(file);
