@@ -831,109 +831,91 @@
     const figures = el("div.facts.four", fact("Moved", ...binary(moves.taken), `a target ${real[1]} writes ${bytes(largest(repeated(moves.bytes)))} at most`), fact("Requests", plain(moves.requests), "", `${bytes(moves.requests && moves.taken / moves.requests)} each on average`),
       fans.length > 0 && fact("Sources of a target", extent(fans[0], fans[fans.length - 1]), "", `of ${plural(ends[0], nouns[0])}`), busy > 0 && fact("Busiest source", el(`span.${busy >= 2 ? "warn" : ""}`, `${busy.toFixed(2)} ×`), "", `the mean: ${nouns[0]} ${busiest}, ${bytes(most)}`));
     // One cell is so many ranks, or a stage.
-    const levelOf = (level) => ends.map((total, n) => (level ? Array.from({ length: Math.ceil(total / level) }, (_, at) => [at * level, Math.min(total, (at + 1) * level)]) : stagesOf[n].map(([first, devices]) => [first, first + devices])));
+    const chunks = ([first, end], size) => Array.from({ length: Math.ceil((end - first) / size) }, (_, at) => [first + at * size, Math.min(end, first + (at + 1) * size)]);
     const longest = Math.max(...ends), finest = [1, 8, 64, 512].find((level) => longest / level <= 128) || 4096;
     const levels = [...(staged[0] && staged[1] ? [0] : []), ...(finest * 16 <= longest ? [finest * 8] : []), finest];
-    const unitOf = (high) => byteUnits.indexOf(binary(high)[1]);
-    // Cells with the bytes from rows to columns, and the text of those that have room.
-    const cellsOf = ([rows, columns], width, height) => {
-      const at = [rows, columns].map((found, n) => { const index = new Int32Array(ends[n]).fill(-1); found.forEach(([first, end], cell) => index.fill(cell, first, end)); return index; });
-      const gap = width > 5 ? 1 : 0, cells = rows.flatMap((row, y) => columns.map((column, x) => ({ row, column, x: x * width, y: y * height, width: width - gap, height: height - gap, size: 0, copied: 0, asked: 0 })));
+    let shown = [], size = [1, 1], cells = [], cursor = 0, target = 0, level = 0, inside = false;
+    const ranks = (n, [first, end]) => `${["source", "target"][n]} ${nouns[n]}${end - first > 1 ? "s" : ""} ${extent(first, end - 1)}`;
+    const said = el("p", { id: "cell", "aria-live": "polite" }), detail = el("div", { id: "detail" }), legend = el("div.legend"), axes = el("g");
+    const tell = (at) => {
+      const { row, column, size: amount, copied, asked } = cells[at];
+      said.textContent = `${ranks(0, row)} to ${ranks(1, column)}: ${plain(amount + copied)} bytes in ${plural(asked, "request")}${copied ? `, ${plain(copied)} of them values copied as they are` : ""}`;
+    };
+    // Neighbours with the same label, which is the stage or the first rank.
+    const spansOf = (n) => {
+      const spans = [];
+      shown[n].forEach(([first], at) => {
+        const byStage = staged[n] && !inside, label = String(byStage ? stageAt(n, first) : first), last = spans[spans.length - 1];
+        if (byStage && last?.label === label) last.to++; else spans.push({ label, from: at, to: at + 1, byStage });
+      });
+      return spans;
+    };
+    const point = (at) => {
+      cursor = at;
+      const { x, y, row, column } = cells[at], [width, height] = size;
+      axes.replaceChildren(...[row, column].flatMap((active, n) => {
+        const spans = spansOf(n), index = shown[n].indexOf(active), on = spans.findIndex(({ from, to }) => index >= from && index < to);
+        const every = Math.ceil((n ? 7 * largest(spans.map(({ label }) => label.length)) + 8 : 12) * spans.length / ([height, width][n] * shown[n].length));
+        return spans.flatMap(({ label, from, to }, at) => {
+          const middle = (from + to) / 2 * [height, width][n], chosen = at === on ? "chosen" : "";
+          return chosen || at % every === 0 && Math.abs(at - on) >= every ? [n ? words(chosen, middle, -8, label) : words(`right.${chosen}`, -7, middle + 4, label)] : [];
+        });
+      }), width < 30 ? el("path.guide", { d: `M0 ${y + height / 2}H${x}M${x + width / 2} 0V${y}` }) : "");
+      matrix.mark(at);
+    };
+    const go = (at) => { point(at); tell(at); show(cells[at].column[0]); };
+    // A cell one level finer, in place of all.
+    const divided = (range) => chunks(range, Math.max(1, 8 ** Math.floor(Math.log(range[1] - range[0] - 1) / Math.log(8))));
+    const enter = () => { const { row, column } = cells[cursor]; if (row[1] - row[0] > 1 || column[1] - column[0] > 1) { inside = true; draw([divided(row), divided(column)]); } };
+    const setLevel = (next) => { level = next; inside = false; draw(ends.map((total, n) => (level ? chunks([0, total], level) : stagesOf[n].map(([first, devices]) => [first, first + devices])))); };
+    const matrix = picture({ id: "matrix", "aria-label": `Bytes from ${plural(ends[0], `source ${nouns[0]}`)}, down, to ${plural(ends[1], `target ${nouns[1]}`)}, across. Arrow keys move, Enter goes down, Backspace up.` }, {
+      go, hover: tell, click: (at, event) => { if (event.key) enter(); else go(at); }, keys: { Backspace: () => setLevel(level) },
+    });
+    const draw = (found) => {
+      const [rows, columns] = shown = found, room = between(matrix.host.parentElement?.clientWidth || 720, 240, 720) - 130;
+      const width = between(room / columns.length, 1.5, columns.length <= 8 ? 84 : 48), height = between(560 / rows.length, 1.5, width >= 30 ? 34 : Math.max(width, 3)), gap = width > 5 ? 1 : 0;
+      size = [width, height];
+      cells = rows.flatMap((row, y) => columns.map((column, x) => ({ row, column, x: x * width, y: y * height, width: width - gap, height: height - gap, size: 0, copied: 0, asked: 0 })));
+      const index = shown.map((each, n) => { const at = new Int32Array(ends[n]).fill(-1); each.forEach(([first, end], cell) => at.fill(cell, first, end)); return at; });
       for (const [source, target, taken, requests, copied] of pairs) {
-        const [y, x] = [at[0][source], at[1][target]];
+        const [y, x] = [index[0][source], index[1][target]];
         if (y < 0 || x < 0) continue;
         const cell = cells[y * columns.length + x];
         cell[copied ? "copied" : "size"] += taken;
         cell.asked += requests;
       }
-      const high = largest(cells.map((cell) => cell.size)), power = unitOf(high);
+      const best = cells.reduce((most, cell, at) => (cell.size > cells[most].size ? at : most), 0), high = cells[best].size, power = byteUnits.indexOf(binary(high)[1]), kinds = new Set();
       for (const cell of cells) {
-        const shown = cell.size / 1024 ** power;
-        if (cell.size) Object.assign(cell, { kind: `b${Math.ceil(5 * cell.size / high)}`, text: width > 64 ? bytes(cell.size) : width >= 30 && height >= 14 && shown.toFixed(shown >= 100 || !power ? 0 : 1) });
+        const amount = cell.size / 1024 ** power;
+        if (cell.size) Object.assign(cell, { kind: `b${Math.ceil(5 * cell.size / high)}`, text: width > 64 ? bytes(cell.size) : width >= 30 && height >= 14 && amount.toFixed(amount >= 100 || !power ? 0 : 1) });
         else if (cell.copied) Object.assign(cell, { kind: "amber3", low: true });
+        kinds.add(cell.kind);
       }
-      return [cells, high];
-    };
-    const fullest = (cells) => cells.reduce((best, cell, at) => (cell.size > cells[best].size ? at : best), 0);
-    // Labels of rows (0) or columns (1): stages, or first ranks; that of the active one is bold.
-    const axisOf = (n, found, size, active, byStage) => {
-      const spans = [];
-      found.forEach(([first], at) => {
-        const label = String(byStage ? stageAt(n, first) : first), last = spans[spans.length - 1];
-        if (byStage && last?.label === label) last.to++; else spans.push({ label, from: at, to: at + 1 });
-      });
-      const every = Math.ceil((n ? 7 * largest(spans.map(({ label }) => label.length)) + 8 : 12) * spans.length / (size * found.length)), on = spans.findIndex(({ from, to }) => active >= from && active < to);
-      return spans.map(({ label, from, to }, at) => { const middle = (from + to) / 2 * size; return (at === on || at % every === 0 && (on < 0 || Math.abs(at - on) >= every)) && words(`${n ? "" : "right"}.${at === on ? "chosen" : ""}`, n ? middle : -7, n ? -8 : middle + 4, label); }).filter(Boolean);
-    };
-    let level = finest, shown = [], size = [1, 1], cells = [], cursor = 0, path = [], target = 0;
-    const rangeText = (n, [first, end], bold = (text) => text) => [`${["source", "target"][n]} ${nouns[n]}${end - first > 1 ? "s" : ""} `, bold(extent(first, end - 1)), staged[n] ? `, stage ${stageAt(n, first)}` : ""];
-    const said = el("p", { id: "cell", "aria-live": "polite" }), detail = el("div", { id: "detail" }), legend = el("div.legend"), axes = el("g");
-    const tell = (at) => {
-      const { row, column, size: amount, copied, asked } = cells[at], plainly = (n, each) => rangeText(n, each).slice(0, 2).join("");
-      said.textContent = `${plainly(0, row)} to ${plainly(1, column)}: ${plain(amount + copied)} bytes in ${plural(asked, "request")}${copied ? `, ${plain(copied)} of them values copied as they are` : ""}`;
-    };
-    const point = () => {
-      const { x, y } = cells[cursor], [width, height] = size;
-      axes.replaceChildren(...axisOf(0, shown[0], height, Math.floor(cursor / shown[1].length), staged[0]), ...axisOf(1, shown[1], width, cursor % shown[1].length, staged[1]), width < 30 ? el("path.guide", { d: `M0 ${y + height / 2}H${x}M${x + width / 2} 0V${y}` }) : "");
-      matrix.mark(cursor);
-    };
-    const go = (at) => { cursor = at; path = [cells[at]]; point(); tell(at); show(cells[at].column[0]); };
-    const divided = ({ row, column }) => [row, column].map(([first, end]) => { const step = Math.max(1, (end - first) / 8); return Array.from({ length: Math.ceil((end - first) / step) }, (_, at) => [Math.round(first + at * step), Math.min(end, Math.round(first + (at + 1) * step))]); });
-    const single = ({ row, column }) => row[1] - row[0] === 1 && column[1] - column[0] === 1;
-    const enter = (cell) => { path.push(cell); show(cell.column[0]); };
-    const matrix = picture({ id: "matrix", "aria-label": `Bytes from ${plural(ends[0], `source ${nouns[0]}`)}, down, to ${plural(ends[1], `target ${nouns[1]}`)}, across. Arrow keys move, Enter goes down, Backspace up.` }, {
-      go, hover: tell, click: (at, event) => {
-        const last = path[path.length - 1];
-        if (!event.key) go(at); else if (!single(last)) { const [finer] = cellsOf(divided(last), 42, 24); enter(finer[fullest(finer)]); }
-      },
-      keys: { Backspace: () => { if (path.length > 1) { path.pop(); show(path[path.length - 1].column[0]); } } },
-    });
-    const draw = () => {
-      const [rows, columns] = shown.map((each) => each.length), room = between(matrix.host.parentElement?.clientWidth || 720, 240, 720) - 130, width = between(room / columns, 1.5, columns <= 8 ? 84 : 48), height = between(560 / rows, 1.5, width >= 30 ? 34 : Math.max(width, 3));
-      let high;
-      size = [width, height];
-      [cells, high] = cellsOf(shown, width, height);
-      const [right, bottom] = [width * columns, height * rows], all = (cell) => cell.size + cell.copied, rowSums = [...addedUp(cells, ({ row }) => row, all).values()], columnSums = [...addedUp(cells, ({ column }) => column, all).values()];
-      const [mostRead, mostWritten] = [largest(rowSums) || 1, largest(columnSums) || 1], title = (n) => `${["source", "target"][n]} ${staged[n] ? "stage" : nouns[n]}, ${plural(ends[n], nouns[n])}`;
-      const bounds = (n) => shown[n].flatMap(([first], at) => (staged[n] && at && stageAt(n, first) !== stageAt(n, shown[n][at - 1][0]) ? [at * size[1 - n]] : []));
-      matrix.draw(cells, columns, [-74, -44, right + 130, bottom + 84], rect("panel", 0, 0, right, bottom), el("path.line", { d: bounds(0).map((y) => `M0 ${y}h${right}`).join("") + bounds(1).map((x) => `M${x} 0v${bottom}`).join("") }), axes,
-        words("left.chosen", 0, -32, title(1)), words("right.chosen", 0, 0, title(0)), words("left", right + 6, -8, "read"), words("right", -7, bottom + 18, "written"),
-        rowSums.map((value, y) => rect("b2", right + 6, y * height, 46 * value / mostRead, Math.max(1, height - 1))), columnSums.map((value, x) => rect("b2", x * width, bottom + 6, Math.max(1, width - 1), 24 * value / mostWritten)));
-      matrix.host.querySelectorAll("text.right.chosen")[0].setAttribute("transform", "translate(-60 0) rotate(-90)");
-      const kinds = [...new Set(cells.map((cell) => cell.kind).filter(Boolean))].sort();
-      legend.replaceChildren(...kinds.filter((kind) => kind !== "amber3").map((kind, n) => el("span", el(`i.key.${kind}`), `${n ? "" : "up to "}${bytes(high * kind[1] / 5)}`)), kinds.includes("amber3") ? el("span", el("i.key.amber3"), "values copied as they are") : "",
-        el("span.soft", `${width >= 30 && width <= 64 ? `in ${byteUnits[unitOf(high)]}; ` : ""}at most ${bytes(mostWritten)} written and ${bytes(mostRead)} read by ${level > 1 ? `${level} ${nouns[0]}s` : `one ${level ? nouns[0] : "stage"}`}`));
-    };
-    // The selected cell one level finer.
-    const fine = (last) => {
-      const found = divided(last), [inside, high] = cellsOf(found, 44, 26), wide = found.map(([[first, end]]) => end - first);
-      for (const cell of inside) { cell.kind ||= "ground"; cell.width = 42; cell.height = 24; }
-      const { draw: drawFine } = picture({ class: "fine", "aria-label": "The selected cell, one level finer. Enter goes down." }, { go: () => {}, click: (at) => enter(inside[at]) });
-      return [el("p.soft", `${byteUnits[unitOf(high)]}; ${[1, 0].map((n) => (wide[n] > 1 ? `a ${n ? "column" : "row"} is ${wide[n]} ${["source", "target"][n]} ${nouns[n]}s` : `${["source", "target"][n]} ${nouns[n]}s ${n ? "across" : "down"}`)).join(", ")}`),
-        drawFine(inside, found[1].length, [-44, -20, 46 + 44 * found[1].length, 22 + 26 * found[0].length], axisOf(0, found[0], 26, -1), axisOf(1, found[1], 44, -1))];
+      const [right, bottom] = [width * columns.length, height * rows.length], sums = ["row", "column"].map((side) => [...addedUp(cells, (cell) => cell[side], (cell) => cell.size + cell.copied).values()]), most = sums.map((each) => largest(each) || 1);
+      const title = (n) => `${["source", "target"][n]} ${staged[n] && !inside ? "stage" : nouns[n]}, ${plural(ends[n], nouns[n])}`, bounds = (n) => spansOf(n).filter(({ from, byStage }) => from && byStage).map(({ from }) => from * [height, width][n]);
+      const down = words("right.chosen", 0, 0, title(0));
+      set(down, { transform: "translate(-60 0) rotate(-90)" });
+      matrix.draw(cells, columns.length, [-74, -44, right + 130, bottom + 84], rect("panel", 0, 0, right, bottom), el("path", { d: bounds(0).map((y) => `M0 ${y}h${right}`).join("") + bounds(1).map((x) => `M${x} 0v${bottom}`).join("") }), axes,
+        words("left.chosen", 0, -32, title(1)), down, words("left", right + 6, -8, "read"), words("right", -7, bottom + 18, "written"),
+        sums[0].map((value, y) => rect("b2", right + 6, y * height, 46 * value / most[0], Math.max(1, height - 1))), sums[1].map((value, x) => rect("b2", x * width, bottom + 6, Math.max(1, width - 1), 24 * value / most[1])));
+      legend.replaceChildren(...["b1", "b2", "b3", "b4", "b5"].filter((kind) => kinds.has(kind)).map((kind, n) => el("span", el(`i.key.${kind}`), `${n ? "" : "up to "}${bytes(high * kind[1] / 5)}`)), kinds.has("amber3") ? el("span", el("i.key.amber3"), "values copied as they are") : "",
+        el("span.soft", `${width >= 30 && width <= 64 ? `in ${byteUnits[power]}; ` : ""}${inside ? "here " : ""}at most ${bytes(most[1])} written and ${bytes(most[0])} read by a ${level || inside ? columns[0][1] - columns[0][0] > 1 ? `cell of ${columns[0][1] - columns[0][0]} ${nouns[1]}s` : nouns[1] : "stage"}`));
+      buttons.forEach((each, n) => each.setAttribute("aria-pressed", levels[n] === level && !inside));
+      go(best);
     };
     const input = el("input", { type: "number", id: "targetnumber", min: 0, max: ends[1] - 1, value: 0, oninput: () => { if (input.value !== "" && input.validity.valid) show(Number(input.value), true); } });
     const show = (wanted, only) => {
       target = wanted;
       if (document.activeElement !== input) input.value = target;
       const mine = pairs.filter(([, to]) => to === target), takenBy = addedUp(mine, ([source]) => source, (pair) => pair[2]), asked = addedUp(mine, ([source]) => source, (pair) => pair[3]);
-      const order = [...takenBy].sort((a, b) => b[1] - a[1] || a[0] - b[0]), all = sum([...takenBy.values()]), last = path[path.length - 1], bold = (text) => el("b", text);
-      const selected = only ? [] : [el("h4", `Selected cell: ${plural(last.row[1] - last.row[0], `source ${nouns[0]}`)} × ${plural(last.column[1] - last.column[0], `target ${nouns[1]}`)}`),
-        path.length > 1 && el("p", path.map(({ row, column }, n) => [n > 0 && " › ", el("button.link", { onclick: () => { path.length = n + 1; show(column[0]); } }, n ? `${extent(row[0], row[1] - 1)} × ${extent(column[0], column[1] - 1)}` : "cell")])),
-        el("p", bold(bytes(last.size + last.copied)), " from ", rangeText(0, last.row, bold), " to ", rangeText(1, last.column, bold)), !single(last) && fine(last)];
-      detail.replaceChildren(el("div", selected), el("h4", { id: "target" }, `Target ${nouns[1]} ${target} reads ${bytes(all)} from ${plural(order.length, nouns[0])}`),
+      const order = [...takenBy].sort((a, b) => b[1] - a[1] || a[0] - b[0]), all = sum([...takenBy.values()]), { row, column, size: amount, copied } = cells[cursor], stage = (n, [first]) => (staged[n] ? `, stage ${stageAt(n, first)}` : "");
+      detail.replaceChildren(only ? "" : el("p", el("b", bytes(amount + copied)), ` from ${ranks(0, row)}${stage(0, row)} to ${ranks(1, column)}${stage(1, column)} `, (row[1] - row[0] > 1 || column[1] - column[0] > 1) && el("button.link", { onclick: enter }, "one level finer"), inside && el("button.link", { onclick: () => setLevel(level) }, " back to all")),
+        el("h4", { id: "target" }, `Target ${nouns[1]} ${target} reads ${bytes(all)} from ${plural(order.length, nouns[0])}`),
         table([`source ${nouns[0]}`, ...(staged[0] ? ["stage"] : []), "bytes", "share", "requests"], order.slice(0, 5).map(([source, taken]) => [source, ...(staged[0] ? [stageAt(0, source)] : []), el("span", { title: plain(taken) }, bytes(taken)), share(taken, all), plain(asked.get(source))])),
         order.length > 5 ? el("p.soft", `and ${plain(order.length - 5)} more`) : "", moves.command && !grouped ? command(moves.command.map((word) => (word === "{rank}" ? String(target) : quote(word)))) : "");
     };
-    const setLevel = (next) => {
-      level = next;
-      shown = levelOf(level);
-      buttons.forEach((each, n) => each.setAttribute("aria-pressed", levels[n] === level));
-      draw();
-      go(fullest(cells));
-    };
     const buttons = levels.map((each) => el("button", { onclick: () => setLevel(each) }, each > 1 ? `${each} ${nouns[0]}s` : each ? `${nouns[0][0].toUpperCase()}${nouns[0].slice(1)}s` : "Stages"));
-    redraws.push(() => { draw(); point(); });
+    redraws.push(() => { const at = cursor; draw(shown); go(at); });
     starters.push(() => setLevel(finest));
     const line = clusters.map((each, n) => [axesText(each), plural(totalOf[n], real[n])].filter(Boolean).join(", ")).join(" → ") + (grouped ? `; a group is ${together} neighbours, because there are too many numbers` : "");
     return el("section", { id: "conversion" }, el("div.tools", el("h2", "Conversion"), levels.length > 1 && el("span.modes", buttons), el("span.soft", line), el("span.gap"), el("label.soft", { for: "targetnumber" }, `target ${nouns[1]}`), input), figures,
