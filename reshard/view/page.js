@@ -355,7 +355,7 @@
       hasState && weights ? fact("Weights", ...binary(weights), `${share(weights, allBytes)} of the bytes`, `${plain(weights)} bytes`)
         : topBytes > 0 && fact("Type", SHORT[top] || clean(top), "", `${share(topBytes, allBytes)} of the bytes`, clean(top)));
   };
-  const differences = () => el("div.facts.alone", { id: "facts" }, RESULTS.map((word, code) => {
+  const differences = () => el("div.facts", { id: "facts" }, RESULTS.map((word, code) => {
     const found = groups.filter((group) => group.result === code), tensors = (of) => sum(of.map((group) => group.numbers.length));
     const labels = [...new Set(found.map((group) => (group.kind !== "weights" ? group.kind : group.series ? group.part : shortened(patternText(group.numbers), 30))))];
     const made = filterButton(".fact", "Result", word, (p) => groupOf[p].result === code, el("div.label", el(`i.key.r${code}`), [compared.values ? "Equal in bytes" : "Same type and shape", "Differs", "Other type or shape", "Only in A", "Only in B"][code]),
