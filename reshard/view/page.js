@@ -18,7 +18,7 @@
     for (const [key, value] of Object.entries(attributes)) {
       if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
       else if (key === "style") Object.assign(made.style, value);
-      else if (value !== null && value !== undefined && value !== false) made.setAttribute(key, value);
+      else if ((value ?? false) !== false) made.setAttribute(key, value);
     }
   };
   const el = (what, ...children) => {
@@ -63,6 +63,7 @@
     for (const item of items) found.set(keyOf(item), (found.get(keyOf(item)) || 0) + amountOf(item));
     return found;
   };
+  const mostFirst = (found) => [...found].sort((a, b) => b[1] - a[1] || a[0] - b[0]);
   const number = /^(0|[1-9]\d{0,14})$/;
   const extent = (first, last) => (first === last ? `${first}` : `${first}–${last}`);
   const ranges = (numbers, most = 12, dash = "–") => {
@@ -187,7 +188,7 @@
   const fileNumbers = (holders) => distinct(holders.map(fileNumber));
   const places = (numbers) => `${unit}${numbers.length === 1 ? "" : "s"} ${ranges(numbers)}`;
   const stages = cluster ? cluster.stages : [];
-  const stageOf = (rank) => stages.findIndex(([first, devices]) => rank >= first && rank < first + devices);
+  const stageOf = (rank, of = stages) => of.findIndex(([first, devices]) => rank >= first && rank < first + devices);
   const stageText = (stage) => (stages.length > 1 && stages[stage] ? `${stage}, ranks ${extent(stages[stage][0], stages[stage][0] + stages[stage][1] - 1)}` : "");
   const axesText = (each) => (each?.axes || []).map(([name, size]) => `${name} ${size}`).join(" × ");
   const axis = (name) => (cluster?.axes || []).find((each) => each[0] === name)?.[1] ?? 1;
@@ -316,7 +317,7 @@
   };
   const clearAll = () => { filters.clear(); searched = []; search.value = ""; apply(); };
   // A button that filters; the others of its kind fade.
-  const filterButton = (kind, key, value, test, ...inside) => el(`button${kind}`, { "data-filter": key, "data-value": value, "aria-pressed": "false", onclick: () => toggle(key, value, test) }, ...inside);
+  const filterButton = (kind, key, value, test, ...inside) => el(`button${kind}`, { "data-filter": key, "data-value": value, onclick: () => toggle(key, value, test) }, ...inside);
   listeners.push(() => document.querySelectorAll("[data-filter]").forEach((each) => {
     const filter = filters.get(each.dataset.filter), on = filter?.value === each.dataset.value;
     each.setAttribute("aria-pressed", on);
@@ -330,7 +331,7 @@
   const sides = () => el("table.sides", compared.sides.map((each, n) => el("tr", side(n), el("td.mono", clean(each.path)),
     [each.form, each.step === null ? "" : `step ${each.step}`, axesText(each.cluster), each.count, bytes(each.total), each.state].map((text) => el("td", clean(text))))));
   const header = el("header", el("h1", (compared ? compared.titles : [data.title]).map((title, n) => [n > 0 && el("span.and", " and "), breaks(clean(title))])), compared ? sides()
-    : el("div.under", el("p", { id: "summary" }, about.map((text) => [clean(text), el("span.sep", { "aria-hidden": "true" }, "·")]), el(`span.state.${stateClass}`, el("i.dot"), clean(data.state))), el("p.mono", pathText(data.source))));
+    : el("div.under", el("p", { id: "summary" }, about.map((text) => [clean(text), el("span.sep", "·")]), el(`span.state.${stateClass}`, el("i.dot"), clean(data.state))), el("p.mono", pathText(data.source))));
   const hint = (text) => {
     const [, before, typed] = text.match(/^(?:([^]*): )?(reshard [^]*)$/) || [null, text];
     return [before && el("p.text", before), typed && command([typed])];
@@ -340,11 +341,10 @@
     data.problems.length > 3 && el("details", el("summary", `and ${plain(data.problems.length - 3)} more`), el("ul.problems.rest", { tabindex: 0, "aria-label": "More problems" }, data.problems.slice(3).map(problem))));
 
   // Facts.
-  const SHORT = { Float8E4M3FN: "FP8", Float8E5M2: "FP8", BFloat16: "BF16", Float16: "FP16", Float32: "FP32", Float64: "FP64", Int8: "INT8", Int32: "INT32", UInt8: "UINT8" };
   const hasState = groups.some(({ kind }) => kind === "moments" || kind === "masters");
   const facts = () => {
     const [main] = allSeries, onDisk = sum(files.bytes), extra = main ? main.layers.filter(({ layer }) => predicts(layer)).length : 0;
-    const [top, topBytes] = [...bytesBy(({ dtype }) => dtype)].sort((a, b) => b[1] - a[1])[0] || [];
+    const [top, topBytes] = mostFirst(bytesBy(({ dtype }) => dtype))[0] || [];
     const weights = bytesBy(({ kind }) => kind).get("weights"), stageWords = stages.length > 1 && plural(stages.length, "stage");
     return el("div.facts", { id: "facts" },
       parameters > 0 && wholeShapes && fact("Parameters", ...thousands(parameters), predicted ? `+ ${thousands(predicted).join(" ")} in the prediction layer` : `${plain(parameters)} elements`, `${plain(parameters)} elements`),
@@ -353,7 +353,7 @@
       main && fact("Layers", extra ? `${main.layers.length - extra} + ${extra}` : plain(main.layers.length), "", extra ? "last: multi-token prediction" : stageWords || clean(shortened(main.prefix, 40))),
       cluster && fact("Ranks", plain(cluster.ranks), "", axesText(cluster) || stageWords),
       hasState && weights ? fact("Weights", ...binary(weights), `${share(weights, allBytes)} of the bytes`, `${plain(weights)} bytes`)
-        : topBytes > 0 && fact("Type", SHORT[top] || clean(top), "", `${share(topBytes, allBytes)} of the bytes`, clean(top)));
+        : topBytes > 0 && fact("Type", clean(top.replace(/Float(\d+).*/, "FP$1").replace("BFP", "BF")), "", `${share(topBytes, allBytes)} of the bytes`, clean(top)));
   };
   const differences = () => el("div.facts", { id: "facts" }, RESULTS.map((word, code) => {
     const found = groups.filter((group) => group.result === code), tensors = (of) => sum(of.map((group) => group.numbers.length));
@@ -366,8 +366,8 @@
 
   // What it is made of: stacked bars, each part a filter.
   const SHADES = ["b5", "b3", "b2", "b1", "grey"];
-  const bar = (title, valueOf, order) => {
-    const all = [...bytesBy(valueOf)].filter(([, size]) => size).sort(order ? (a, b) => order.indexOf(a[0]) - order.indexOf(b[0]) : (a, b) => b[1] - a[1]);
+  const bar = (title, valueOf, order = []) => {
+    const all = mostFirst(bytesBy(valueOf)).filter(([, size]) => size).sort((a, b) => order.indexOf(a[0]) - order.indexOf(b[0]));
     if (all.length < 2 || all.some(([value, size]) => value === "other" && size > allBytes / 3)) return null;
     const small = all.filter(([, size], n) => n > 2 && (size < allBytes * 0.0005 || n > 4)), shown = all.filter((entry) => !small.includes(entry));
     const press = (kind, value, ...inside) => filterButton(kind, title, value, (p) => valueOf(groupOf[p]) === value, ...inside);
@@ -417,7 +417,7 @@
         return el("div.block", stages.length > 1 && el("p.soft", el(`i.key.${shade}2`), `stage ${stage}${inside.length ? `: layers ${ranges(inside, 3)}` : ""}`),
           grid(`Ranks of stage ${stage}`, Array.from({ length: devices }, (_, n) => first + n), group, Math.min(wide, Math.ceil(devices / group)), side, () => `${shade}1`));
       });
-      const copiesOf = (kind) => { const [best] = [...bytesBy((each) => each, groups.filter((each) => each.kind === kind && each.cut))].sort((a, b) => b[1] - a[1]); return best && layoutOf(best[0].numbers[0]).shardings[0].copies; };
+      const copiesOf = (kind) => { const [best] = mostFirst(bytesBy((each) => each, groups.filter((each) => each.kind === kind && each.cut))); return best && layoutOf(best[0].numbers[0]).shardings[0].copies; };
       const weights = copiesOf("weights"), moments = copiesOf("moments");
       sentence = [group > 1 ? `One cell is ${group} ranks.` : `One cell is a rank${mp === 1 ? "" : wide > mp ? `, mp ${mp} side by side` : `: mp ${mp} across${dp > 1 ? `, dp ${dp} down` : ""}`}.`,
         weights > 1 ? `Weights: ${weights} copies${dp === weights ? " on dp" : ""}.` : weights && "Weights: each slice once.", moments < weights && `Moments: each of these slices cut in ${weights / moments} over dp.`, "Outlined: holders of the selected slice."];
@@ -586,37 +586,30 @@
     const code = [1, 2, 3, 4].find((each) => codes.has(each)) ?? 0;
     return el(`span.r${code}.text`, row.leaf || !code || codes.size === 1 && code > 1 ? RESULTS[code] : `${plain(codes.get(code))} ${code === 1 ? "differ" : RESULTS[code]}`);
   };
-  const COLUMNS = [
-    {
-      title: "name", sort: "name", cell: (row) => {
-        const text = labelOf(row), alike = row.alike > 1 && !row.leaf ? `${row.alike} alike` : compared && expandable(row) && plain(row.count);
-        return [el(`span.twist.${expandable(row) ? isOpen(row) ? "open" : "shut" : ""}`), nameCell(text || '""'), alike && el("span.alike", alike)];
-      },
-    },
-    ...(compared ? [
-      { title: "result", width: 98, sort: "result", cell: resultCell }, { title: "type", width: 132, drop: 4, cell: typeCell }, { title: "shape", width: 124, drop: 3, cell: shapeCell },
-      { title: "elements", width: 78, drop: 2, cell: value(differing, 2, (amount, row) => (amount === null ? "" : share(amount, row[1]))) }, { title: "largest", width: 78, drop: 1, cell: value(differing, 4) },
-      { title: "relative", width: 92, drop: 5, cell: value(differing, 3, (amount) => el("b.r1.text", short(amount))) },
-    ] : [
-      { title: "", width: 118, drop: 1, cell: (row) => barOf(row.bytes / (totals[count] || 1)), only: "Tree" }, { title: "size", width: 92, sort: "size", cell: (row) => bytes(row.bytes) },
-      { title: "tensors", width: 78, drop: 2, cell: (row) => (expandable(row) ? plain(row.count) : "") }, { title: "type", width: 120, drop: 4, cell: typeCell }, { title: "shape", width: 124, drop: 8, cell: shapeCell },
-      { title: "cut", width: 136, drop: 3, cell: (row) => (row.leaf ? groupOf[firstOf(row)].cut : "") },
-      ...(data.statistics ? [
-        { title: "NaN+Inf", width: 84, drop: 9, cell: value(statistics, 2, (amount, row) => el(`span.${amount + row[3] ? "bad" : ""}`, plain(amount + row[3]))) },
-        { title: "min", width: 84, drop: 7, cell: value(statistics, 5) }, { title: "max", width: 84, drop: 6, cell: value(statistics, 6) }, { title: "norm", width: 84, drop: 5, cell: value(statistics, 8) },
-      ] : []),
-    ]),
-  ];
-  for (const column of COLUMNS) {
-    column.kind = numeric(column.title);
-    column.label = column.sort ? el("button", { onclick: () => { view.down = view.by === column.sort ? !view.down : column.sort !== "name"; view.by = column.sort; refresh(); } }) : el("span");
-    column.head = el(`div.${column.kind}`, { role: "columnheader" }, column.label);
-  }
+  const column = (title, width, drop, cell) => {
+    const sort = title in ORDERS && title, kind = numeric(title), label = el(sort ? "button" : "span", { onclick: () => { if (sort) { view.down = view.by === sort ? !view.down : sort !== "name"; view.by = sort; refresh(); } } });
+    return { title, width, drop, cell, sort, kind, label, head: el(`div.${kind}`, { role: "columnheader" }, label) };
+  };
+  const nameColumn = (row) => {
+    const text = labelOf(row), alike = row.alike > 1 && !row.leaf ? `${row.alike} alike` : compared && expandable(row) && plain(row.count);
+    return [el(`span.twist.${expandable(row) ? isOpen(row) ? "open" : "shut" : ""}`), nameCell(text || '""'), alike && el("span.alike", alike)];
+  };
+  // Title, width, which go first as the list narrows, and cell.
+  const COLUMNS = [column("name", 0, 0, nameColumn), ...(compared ? [
+    column("result", 98, 0, resultCell), column("type", 132, 4, typeCell), column("shape", 124, 3, shapeCell), column("elements", 78, 2, value(differing, 2, (amount, row) => (amount === null ? "" : share(amount, row[1])))),
+    column("largest", 78, 1, value(differing, 4)), column("relative", 92, 5, value(differing, 3, (amount) => el("b.r1.text", short(amount)))),
+  ] : [
+    column("", 118, 1, (row) => barOf(row.bytes / (totals[count] || 1))), column("size", 92, 0, (row) => bytes(row.bytes)), column("tensors", 78, 2, (row) => expandable(row) && plain(row.count)),
+    column("type", 120, 4, typeCell), column("shape", 124, 8, shapeCell), column("cut", 136, 3, (row) => row.leaf && groupOf[firstOf(row)].cut), ...(data.statistics ? [
+      column("NaN+Inf", 84, 9, value(statistics, 2, (amount, row) => el(`span.${amount + row[3] ? "bad" : ""}`, plain(amount + row[3])))),
+      column("min", 84, 7, value(statistics, 5)), column("max", 84, 6, value(statistics, 6)), column("norm", 84, 5, value(statistics, 8)),
+    ] : []),
+  ])];
   // Columns go as the list narrows, so that names keep their room.
   const columnsFor = (width) => {
-    let shown = COLUMNS.filter((column) => !column.only || column.only === view.mode);
-    const room = () => width - sum(shown.map((column) => column.width || 0));
-    for (const drop of [1, 2, 3, 4, 5, 6, 7, 8, 9]) if (room() < (width < 600 ? 170 : view.mode === "Tree" ? 250 : 420)) shown = shown.filter((column) => column.drop !== drop);
+    let shown = COLUMNS.filter(({ title }) => (title || view.mode === "Tree") && (title !== "cut" || groups.some((group) => group.cut)));
+    const room = () => width - sum(shown.map((column) => column.width));
+    for (let drop = 1; drop < 10; drop++) if (room() < (width < 600 ? 170 : view.mode === "Tree" ? 250 : 420)) shown = shown.filter((column) => column.drop !== drop);
     return shown;
   };
 
@@ -654,13 +647,13 @@
   const drawList = () => {
     const shown = columnsFor(list.clientWidth);
     list.style.setProperty("--columns", shown.map(({ width }) => (width ? `${width}px` : "minmax(170px,1fr)")).join(" "));
-    for (const { title, sort, head: cell, label } of COLUMNS) {
-      const on = sort && view.by === sort;
+    for (const column of COLUMNS) {
+      const { title, sort, head: cell, label } = column, on = sort && view.by === sort;
+      cell.hidden = !shown.includes(column);
       label.textContent = `${title}${on ? view.down ? " ▾" : " ▴" : ""}`;
-      label.classList.toggle("on", on);
+      label.className = on ? "on" : "";
       cell.setAttribute("aria-sort", on ? view.down ? "descending" : "ascending" : "none");
     }
-    COLUMNS.forEach((column) => { column.head.hidden = !shown.includes(column); });
     drawRows(list, body, view.rows.length, (at) => {
       const row = sized(view.rows[at]), on = at === view.active;
       return [{
@@ -817,8 +810,7 @@
     const { together } = moves, real = [moves.source_noun, moves.target_noun], totalOf = [moves.sources, moves.targets], grouped = together > 1;
     const nouns = grouped ? ["group", "group"] : real, ends = totalOf.map((total) => Math.ceil(total / together)), clusters = [moves.source_cluster, moves.target_cluster];
     const stagesOf = clusters.map((each) => (each && !grouped ? each.stages : [])), staged = stagesOf.map((found) => found.length > 1);
-    const stageAt = (n, rank) => stagesOf[n].findIndex(([first, devices]) => rank >= first && rank < first + devices);
-    const pairs = [];
+    const ENDS = ["source", "target"], pairs = [];
     [moves.parameters, moves.copied].forEach((relation, copied) => repeated(relation.pattern).forEach((found, target) => {
       if (found < 0) return;
       const [value, ...others] = moves.patterns[found], add = (from, at) => pairs.push([from, target, ...moves.values[at], copied]);
@@ -826,16 +818,15 @@
       add(source, value);
       for (let n = 0; n < others.length; n += 2) add(source += others[n], others[n + 1]);
     }));
-    const reads = addedUp(pairs, ([source]) => source, ([, , taken]) => taken), [busiest, most] = [...reads].sort((a, b) => b[1] - a[1] || a[0] - b[0])[0] || [0, 0];
-    const fans = distinct(addedUp(new Map(pairs.map((pair) => [pair[0] * ends[1] + pair[1], pair[1]])).values(), (target) => target, () => 1).values()), busy = moves.taken ? most * ends[0] / moves.taken : 0;
+    const [busiest, most] = moves.busiest, busy = moves.taken ? most * totalOf[0] / moves.taken : 0;
     const figures = el("div.facts.four", fact("Moved", ...binary(moves.taken), `a target ${real[1]} writes ${bytes(largest(repeated(moves.bytes)))} at most`), fact("Requests", plain(moves.requests), "", `${bytes(moves.requests && moves.taken / moves.requests)} each on average`),
-      fans.length > 0 && fact("Sources of a target", extent(fans[0], fans[fans.length - 1]), "", `of ${plural(ends[0], nouns[0])}`), busy > 0 && fact("Busiest source", el(`span.${busy >= 2 ? "warn" : ""}`, `${busy.toFixed(2)} ×`), "", `the mean: ${nouns[0]} ${busiest}, ${bytes(most)}`));
+      busy > 0 && fact("Sources of a target", extent(...moves.fans), "", `of ${plural(totalOf[0], real[0])}`), busy > 0 && fact("Busiest source", el(`span.${busy >= 2 ? "warn" : ""}`, `${busy.toFixed(2)} ×`), "", `the mean: ${real[0]} ${busiest}, ${bytes(most)}`));
     // One cell is so many ranks, or a stage.
     const chunks = ([first, end], size) => Array.from({ length: Math.ceil((end - first) / size) }, (_, at) => [first + at * size, Math.min(end, first + (at + 1) * size)]);
     const longest = Math.max(...ends), finest = [1, 8, 64, 512].find((level) => longest / level <= 128) || 4096;
     const levels = [...(staged[0] && staged[1] ? [0] : []), ...(finest * 16 <= longest ? [finest * 8] : []), finest];
     let shown = [], size = [1, 1], cells = [], cursor = 0, target = 0, level = 0, inside = false;
-    const ranks = (n, [first, end]) => `${["source", "target"][n]} ${nouns[n]}${end - first > 1 ? "s" : ""} ${extent(first, end - 1)}`;
+    const ranks = (n, [first, end]) => `${ENDS[n]} ${nouns[n]}${end - first > 1 ? "s" : ""} ${extent(first, end - 1)}`;
     const said = el("p", { id: "cell", "aria-live": "polite" }), detail = el("div", { id: "detail" }), legend = el("div.legend"), axes = el("g");
     const tell = (at) => {
       const { row, column, size: amount, copied, asked } = cells[at];
@@ -845,7 +836,7 @@
     const spansOf = (n) => {
       const spans = [];
       shown[n].forEach(([first], at) => {
-        const byStage = staged[n] && !inside, label = String(byStage ? stageAt(n, first) : first), last = spans[spans.length - 1];
+        const byStage = staged[n] && !inside, label = String(byStage ? stageOf(first, stagesOf[n]) : first), last = spans[spans.length - 1];
         if (byStage && last?.label === label) last.to++; else spans.push({ label, from: at, to: at + 1, byStage });
       });
       return spans;
@@ -892,7 +883,7 @@
         kinds.add(cell.kind);
       }
       const [right, bottom] = [width * columns.length, height * rows.length], sums = ["row", "column"].map((side) => [...addedUp(cells, (cell) => cell[side], (cell) => cell.size + cell.copied).values()]), most = sums.map((each) => largest(each) || 1);
-      const title = (n) => `${["source", "target"][n]} ${staged[n] && !inside ? "stage" : nouns[n]}, ${plural(ends[n], nouns[n])}`, bounds = (n) => spansOf(n).filter(({ from, byStage }) => from && byStage).map(({ from }) => from * [height, width][n]);
+      const title = (n) => `${ENDS[n]} ${staged[n] && !inside ? "stage" : nouns[n]}, ${plural(ends[n], nouns[n])}`, bounds = (n) => spansOf(n).filter(({ from, byStage }) => from && byStage).map(({ from }) => from * [height, width][n]);
       const down = words("right.chosen", 0, 0, title(0));
       set(down, { transform: "translate(-60 0) rotate(-90)" });
       matrix.draw(cells, columns.length, [-74, -44, right + 130, bottom + 84], rect("panel", 0, 0, right, bottom), el("path", { d: bounds(0).map((y) => `M0 ${y}h${right}`).join("") + bounds(1).map((x) => `M${x} 0v${bottom}`).join("") }), axes,
@@ -908,10 +899,10 @@
       target = wanted;
       if (document.activeElement !== input) input.value = target;
       const mine = pairs.filter(([, to]) => to === target), takenBy = addedUp(mine, ([source]) => source, (pair) => pair[2]), asked = addedUp(mine, ([source]) => source, (pair) => pair[3]);
-      const order = [...takenBy].sort((a, b) => b[1] - a[1] || a[0] - b[0]), all = sum([...takenBy.values()]), { row, column, size: amount, copied } = cells[cursor], stage = (n, [first]) => (staged[n] ? `, stage ${stageAt(n, first)}` : "");
+      const order = mostFirst(takenBy), all = sum([...takenBy.values()]), { row, column, size: amount, copied } = cells[cursor], stage = (n, [first]) => (staged[n] ? `, stage ${stageOf(first, stagesOf[n])}` : "");
       detail.replaceChildren(only ? "" : el("p", el("b", bytes(amount + copied)), ` from ${ranks(0, row)}${stage(0, row)} to ${ranks(1, column)}${stage(1, column)} `, (row[1] - row[0] > 1 || column[1] - column[0] > 1) && el("button.link", { onclick: enter }, "one level finer"), inside && el("button.link", { onclick: () => setLevel(level) }, " back to all")),
         el("h4", { id: "target" }, `Target ${nouns[1]} ${target} reads ${bytes(all)} from ${plural(order.length, nouns[0])}`),
-        table([`source ${nouns[0]}`, ...(staged[0] ? ["stage"] : []), "bytes", "share", "requests"], order.slice(0, 5).map(([source, taken]) => [source, ...(staged[0] ? [stageAt(0, source)] : []), el("span", { title: plain(taken) }, bytes(taken)), share(taken, all), plain(asked.get(source))])),
+        table([`source ${nouns[0]}`, ...(staged[0] ? ["stage"] : []), "bytes", "share", "requests"], order.slice(0, 5).map(([source, taken]) => [source, ...(staged[0] ? [stageOf(source, stagesOf[0])] : []), el("span", { title: plain(taken) }, bytes(taken)), share(taken, all), plain(asked.get(source))])),
         order.length > 5 ? el("p.soft", `and ${plain(order.length - 5)} more`) : "", moves.command && !grouped ? command(moves.command.map((word) => (word === "{rank}" ? String(target) : quote(word)))) : "");
     };
     const buttons = levels.map((each) => el("button", { onclick: () => setLevel(each) }, each > 1 ? `${each} ${nouns[0]}s` : each ? `${nouns[0][0].toUpperCase()}${nouns[0].slice(1)}s` : "Stages"));
@@ -943,7 +934,7 @@
   // Everything together.
   const listTitle = compared ? "Differences" : "Tensors", madeOf = !compared && made(), cutting = !compared && cut();
   const sections = [["overview", "Overview", el("section", { id: "overview" }, compared ? differences() : facts(), (madeOf || cutting) && el("div.halves", madeOf, cutting)), layerSection()], ["conversion", "Conversion", data.moves && conversion(data.moves)],
-    ["tensors", listTitle, el("section", { id: "tensors" }, el("div.tools", el("h2", listTitle), el("span.searching", search, el("kbd", { "aria-hidden": "true" }, "/")), el("span.modes", modes), chips, el("span.gap"), status), el("div.pane", el("div", list, nothing), inspector))],
+    ["tensors", listTitle, el("section", { id: "tensors" }, el("div.tools", el("h2", listTitle), el("span.searching", search, el("kbd", "/")), el("span.modes", modes), chips, el("span.gap"), status), el("div.pane", el("div", list, nothing), inspector))],
     ["files", filesTitle, fileSection()]].filter(([, , section]) => section);
   const links = sections.map(([, title, section]) => el("a", { href: `#${section.id}`, onclick: (event) => { event.preventDefault(); section.scrollIntoView(); } }, title));
   document.body.append(header, el("nav", { "aria-label": "Sections" }, el("div", links)), el("main", !compared && problems(), sections.map(([, , ...each]) => each)),
@@ -962,7 +953,7 @@
   starters.forEach((start) => start());
   const hashed = () => { try { return indexOf.get(decodeURIComponent(location.hash.slice(1))); } catch { return undefined; } };
   const lost = names.findIndex((_, p) => layoutOf(p)?.lost), weight = ({ numbers: found, size }) => (compared ? worst(found[0]) : size * found.length);
-  const start = hashed() ?? (lost >= 0 ? lost : [...groups].sort((a, b) => weight(b) - weight(a))[0]?.numbers[0]);
+  const start = hashed() ?? (lost >= 0 ? lost : mostFirst(groups.map((group) => [group.numbers[0], weight(group)]))[0]?.[0]);
   if (start !== undefined) choose(start, true);
   addEventListener("hashchange", () => { const p = hashed(); if (p !== undefined) choose(p, true); });
   const again = () => { redraws.forEach((redraw) => redraw()); drawList(); };

@@ -117,6 +117,10 @@ def test_a_conversion_has_the_numbers_of_plan(tmp_path: Path) -> None:
     assert counts == {(each["rank"], to["rank"]): each["bytes"] for to in planned["targets"] for each in to["sources"]}
     assert repeated(moves["bytes"]) == [to["bytes"] for to in planned["targets"]]
     assert moves["sources"] == 8 and moves["targets"] == 4 and moves["taken"] == sum(counts.values())
+    fans = [len(to["sources"]) for to in planned["targets"]]
+    assert moves["fans"] == [min(fans), max(fans)]
+    read = [sum(nbytes for (source, _), nbytes in counts.items() if source == rank) for rank in range(8)]
+    assert moves["busiest"] == [read.index(max(read)), max(read)]
 
 
 def test_commands_of_a_page_repeat_what_was_asked(tmp_path: Path) -> None:
@@ -275,7 +279,7 @@ def test_a_page_permits_only_its_own_script_and_style(tmp_path: Path) -> None:
     assert "http:" not in text and "https:" not in text and " src=" not in text and "@import" not in text
 
 
-MOST_BYTES = 83_000
+MOST_BYTES = 82_000
 """Script and style together in the written page; the design's limit is 60,000. Lower it with every reduction."""
 
 
@@ -380,7 +384,8 @@ def wide_page(parameters: int, ranks: int, targets: int | None = None) -> bytes:
         moved.requests[0, target] += 4
     about: dict[str, Any] = {"source_noun": "rank", "target_noun": "rank", "sources": ranks}
     about |= {"source_cluster": None, "target_cluster": None, "command": None}
-    totals = {"taken": sum(moved.taken.values()), "requests": sum(moved.requests.values())}
+    totals: dict[str, Any] = {"taken": sum(moved.taken.values()), "requests": sum(moved.requests.values())}
+    totals |= {"busiest": [0, 1 << 20], "fans": [16, 17]}
     sizes = {"targets": count, "bytes": repeats([1 << 30] * count)}
     moves = {**about, **totals, **sizes, **pairs_data(moved, count)}
     rows: list[list[Any]] = []
