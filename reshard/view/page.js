@@ -112,8 +112,8 @@
     moves[event.key](event);
   };
   // A picture of cells that the pointer and the arrow keys reach; the active one is outlined.
-  const picture = (attributes, { go, hover = () => {}, click = () => {}, keys }) => {
-    let cells = [], across = 1, active = 0;
+  const picture = (attributes, { go, hover = go, click = go, leave = () => {}, keys }) => {
+    let cells = [], across = 1, active = 0, under = -1;
     const outline = rect("active", 0, 0, 0, 0);
     const mark = (at) => {
       active = at;
@@ -125,10 +125,11 @@
     const pointed = (does) => (event) => {
       const { x, y } = new DOMPoint(event.clientX, event.clientY).matrixTransform(host.getScreenCTM().inverse());
       const at = cells.findIndex((cell) => x >= cell.x && x < cell.x + cell.width && y >= cell.y && y < cell.y + cell.height);
-      if (at >= 0) does(at, event);
+      if (at >= 0 && (at !== under || event.type !== "pointermove")) does(at, event);
+      under = at;
     };
     const host = el("svg", attributes, {
-      tabindex: 0, role: "application", onpointermove: pointed(hover), onpointerdown: pointed(hover), onclick: pointed((at, event) => { mark(at); click(at, event); }),
+      tabindex: 0, role: "application", onpointerleave: () => { under = -1; leave(); }, onpointermove: pointed(hover), onpointerdown: pointed(hover), onclick: pointed((at, event) => { mark(at); click(at, event); }),
       onkeydown: keysOf({
         ArrowRight: step(1, 0), ArrowLeft: step(-1, 0), ArrowDown: step(0, 1), ArrowUp: step(0, -1), Home: (event) => move(0, event), End: (event) => move(cells.length - 1, event), Enter: (event) => click(active, event), ...keys,
       }),
@@ -403,7 +404,7 @@
         const { numbers: wanted, name } = cells[at], held = new Set([...structureOf.keys()].filter((holder) => wanted.includes(fileNumber(holder))).flatMap((holder) => [...placesIn(holder).keys()]));
         if (structureOf.size) toggle("file", name, (p) => held.has(p));
       };
-      const { draw } = picture({ class: "cells", onpointerleave: () => tell(), "aria-label": `${label}. Arrow keys move, Enter filters.` }, { go, hover: go, click });
+      const { draw } = picture({ class: "cells", "aria-label": `${label}. Arrow keys move, Enter filters.` }, { go, click, leave: () => tell() });
       return draw(cells, across, [0, 0, across * (side + step) - step, Math.ceil(cells.length / across) * (tall + step)]);
     };
     let sentence, said, tell, blocks;
@@ -454,8 +455,8 @@
       if (!buttons || type === "pointerdown") pressed = at; else if (at !== pressed) choose(pressed, at);
     };
     const extend = (at, event, again) => { if (!event.shiftKey) anchor = at; choose(anchor, at, again); };
-    const { host, draw } = picture({ class: "strip", "aria-label": `Layers ${clean(prefix)}. Arrow keys choose a layer, with Shift a range.`, onpointerleave: () => tell() }, {
-      go: (at, event) => { hover(at, event); extend(at, event); }, hover, click: (at, event) => { if (event.key || at === pressed) extend(at, event, true); },
+    const { host, draw } = picture({ class: "strip", "aria-label": `Layers ${clean(prefix)}. Arrow keys choose a layer, with Shift a range.` }, {
+      leave: () => tell(), go: (at, event) => { hover(at, event); extend(at, event); }, hover, click: (at, event) => { if (event.key || at === pressed) extend(at, event, true); },
       keys: { Escape: () => { filters.delete(prefix); apply(); } },
     });
     const redraw = () => {
@@ -756,7 +757,7 @@
     const output = el("div.output", { "aria-live": "polite" });
     const select = (at) => {
       const { slice } = cells[at], holders = all[slice], absent = holders.filter((file) => lacking.has(file)), box = edges.map((ends, d) => [ends[along(d, slice)], ends[along(d, slice) + 1]]).slice(missing);
-      const size = product(box.map(([start, stop]) => stop - start)) * typeOf(p).full / product(dims);
+      const size = product(box.map(([start, stop]) => stop - start)) * typeOf(p).full / product(dims) || 0;
       mark(at);
       outline(fileNumbers(holders));
       const [one] = holders, place = whole && holders.length === 1 && placesIn(one)?.get(p), fileSize = files.bytes[fileAt.get(fileNumber(one))];
@@ -783,12 +784,12 @@
     if (dims.length && (across > 1 || width > 60)) label(c, width, 46, 40, (text, x, end) => labels.push(words(end ? "right" : x ? "" : "left", x, -5, text)));
     const said = whole ? copies > 1 ? `Whole on ${plural(copies, unit)}` : "Whole, not cut" : `${plain(all.length)} slices, each on ${copies === 1 ? `one ${unit}` : plural(copies, unit)}`;
     const others = wide.filter((d) => d !== r && d !== c), margin = Math.max(40, 7 * String(shape[r]).length + 10);
-    const { host, draw, mark } = picture({ class: "slices", id: way ? null : "slices", "aria-label": `Slices of ${clean(shortened(names[p], 80))}: ${said}. Arrow keys move.` }, { go: select, hover: select, click: select });
+    const { host, draw, mark } = picture({ class: "slices", id: way ? null : "slices", "aria-label": `Slices of ${clean(shortened(names[p], 80))}: ${said}. Arrow keys move.` }, { go: select });
     draw(cells, columns, [-margin, -28, width + margin + (outer > 1 ? 98 : 12), height + 34], labels, dims.length > 1 ? words("left", 0, -18, `dimension ${c - missing}: ${plain(shape[c])}${across > 1 ? `, cut ${across}` : ""}`) : []);
     const lines = (every, end, line) => { let path = ""; for (let at = every; at < end; at += every) path += line(at / end); return path; };
     if (block) host.append(el("path.edge", { d: lines(block[0], dims[0], (at) => `M0 ${at * height}h${width}`) + lines(block[1], dims[1], (at) => `M${at * width} 0v${height}`) }));
     if (outer > 1) host.append(el("path.edge", { d: lines(1, outer, (at) => `M0 ${at * height}h${width}`) }));
-    select(Math.max(0, cells.findIndex((cell) => cell.state === "lost")));
+    if (cells.length) select(Math.max(0, cells.findIndex((cell) => cell.state === "lost")));
     return el("div", el("h4", way ? `Held also: ${said}` : said), host, block && el("p.soft", `${Math.ceil(dims[0] / block[0])} × ${Math.ceil(dims[1] / block[1])} blocks of ${block[0]} × ${block[1]}, a scale each`),
       others.length > 0 && el("p.soft", `also cut: ${others.map((d) => `dimension ${d} in ${cuts[d]}`).join(", ")}; its first part is shown`), output);
   };
