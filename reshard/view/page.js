@@ -153,7 +153,7 @@
     const said = el("span.soft", { role: "status" }, resting);
     return [said, (text = resting) => { said.textContent = text; }];
   };
-  const redraws = [], starters = [];
+  const redraws = [];
   let printing = false;
   // Rows exist only where they are seen, and some more; on paper the first 60.
   const drawRows = (host, body, total, rowAt) => {
@@ -907,8 +907,10 @@
         order.length > 5 ? el("p.soft", `and ${plain(order.length - 5)} more`) : "", moves.command && !grouped ? command(moves.command.map((word) => (word === "{rank}" ? String(target) : quote(word)))) : "");
     };
     const buttons = levels.map((each) => el("button", { onclick: () => setLevel(each) }, each > 1 ? `${each} ${nouns[0]}s` : each ? `${nouns[0][0].toUpperCase()}${nouns[0].slice(1)}s` : "Stages"));
-    redraws.push(() => { const at = cursor; draw(shown); go(at); });
-    starters.push(() => setLevel(finest));
+    redraws.push(() => {
+      const at = cursor;
+      if (cells.length) { draw(shown); go(at); } else setLevel(finest);
+    });
     const line = clusters.map((each, n) => [axesText(each), plural(totalOf[n], real[n])].filter(Boolean).join(", ")).join(" → ") + (grouped ? `; a group is ${together} neighbours, because there are too many numbers` : "");
     return el("section", { id: "conversion" }, el("div.tools", el("h2", "Conversion"), levels.length > 1 && el("span.modes", buttons), el("span.soft", line), el("span.gap"), el("label.soft", { for: "targetnumber" }, `target ${nouns[1]}`), input), figures,
       el("div.two", el("div", matrix.host, legend, said), detail));
@@ -920,10 +922,9 @@
     const rows = el("div.rows", { role: "rowgroup" }), host = el("div.grid.files", { tabindex: 0, role: "grid", "aria-label": label, "aria-rowcount": order.length, onscroll: () => draw() }, rows);
     const draw = () => drawRows(host, rows, order.length, (at) => {
       const n = order[at], state = found.state[n], path = found.path[n], size = found.bytes[n], same = found.same[n] ?? found.number[n];
-      return [["n", found.number[n]], ["first", path === null ? "none" : pathText(path)], ["n", state !== "missing" && bytes(size)], ["w", barOf(size / most)], [state === "ok" ? "soft" : "bad", state], ["w.soft", same !== found.number[n] && `as ${noun} ${same}`]]
+      return [["n", found.number[n]], ["first", path === null ? "none" : pathText(path)], ["n", state !== "missing" && bytes(size)], ["w", barOf(size / most)], ["", el(state === "ok" ? "span.soft" : "span.bad", state)], ["w.soft", same !== found.number[n] && `as ${noun} ${same}`]]
         .map(([kind, inside]) => el(`div.cell.${kind}`, { role: "gridcell" }, inside));
     });
-    starters.push(draw);
     redraws.push(draw);
     return host;
   };
@@ -951,7 +952,7 @@
   apply();
   open();
   refresh();
-  starters.forEach((start) => start());
+  redraws.forEach((redraw) => redraw());
   const hashed = () => { try { return indexOf.get(decodeURIComponent(location.hash.slice(1))); } catch { return undefined; } };
   const lost = names.findIndex((_, p) => layoutOf(p)?.lost), weight = ({ numbers: found, size }) => (compared ? worst(found[0]) : size * found.length);
   const start = hashed() ?? (lost >= 0 ? lost : mostFirst(groups.map((group) => [group.numbers[0], weight(group)]))[0]?.[0]);

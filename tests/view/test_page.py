@@ -225,6 +225,8 @@ def test_problems_are_first_and_lost_slices_are_marked(window: Browser, tmp_path
     assert "rank 3" in window.text(".problems .l0") and "1 rank missing" in window.text("#summary")
     window.wait("return document.querySelector('.box').textContent.endsWith('is on no rank that is left')")
     assert window.texts("#cut text.lost") == ["3"]
+    # A damaged or missing file comes first, in red.
+    assert window.text("#files .row .bad") == "missing"
 
 
 def test_a_comparison_has_the_numbers_of_diff(window: Browser, other: Path, tmp_path: Path) -> None:
@@ -374,8 +376,12 @@ def test_thousands_of_parameters_and_ranks_render_few_elements(window: Browser, 
     )
     window.type("svg.slices", "End")
     assert window.text(".box").startswith(("slice 4095 ", "slice 63 ", "slice 511 "))
-    window.type("#matrix", "Right", "Enter")
+    window.type("#matrix", "Enter")
     assert window.text("#target").startswith("Target rank ")
+    # The cell is divided in its place; the link leads back.
+    assert window.run("return document.querySelectorAll('#matrix text.in').length") > 0
+    window.run("[...document.querySelectorAll('#detail .link')].pop().click()")
+    assert window.run("return document.querySelectorAll('#matrix text.in').length") == 0
     assert window.errors() == []
 
 
