@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 from reshard.checkpoints import FileHandles
@@ -34,19 +34,25 @@ def moves_data(request: Request, report: Report) -> dict[str, Any]:
         plan = make_plan(request, Means(handles, report))
         moved = transfers_of(plan, plan.requested, reading_budget(plan))
         sizes = plan.file_bytes(plan.requested)
+    read: Counter[int] = Counter()
+    for (source, _), nbytes in moved.taken.items():
+        read[source] += nbytes
+    sources = Counter(target for _, target in moved.taken)
     by_rank = request.form.options.by_rank
-    sources = request.source.device_count if by_rank else max(plan.checkpoint.files, default=-1) + 1
+    count = request.source.device_count if by_rank else max(plan.checkpoint.files, default=-1) + 1
     targets = plan.form.count
     return {
         "source_cluster": cluster_of(plan.request.source),
         "target_cluster": cluster_of(plan.request.target),
         "source_noun": request.form.options.unit,
         "target_noun": request.to.options.unit,
-        "sources": sources,
+        "sources": count,
         "targets": targets,
         "bytes": repeats(sizes[number] for number in plan.requested),
         "taken": sum(moved.taken.values()),
         "requests": sum(moved.requests.values()),
+        "busiest": max(read.items(), key=lambda each: (each[1], -each[0]), default=(0, 0)),
+        "fans": [min(sources.values(), default=0), max(sources.values(), default=0)],
         **pairs_data(moved, targets),
     }
 

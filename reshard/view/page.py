@@ -307,11 +307,11 @@ class _Layouts:
 
     def __init__(self, form: Form, checkpoint: Checkpoint | None, strategy: Strategy | None) -> None:
         self.layouts = Table()
-        self.holding: list[list[Sequence[int]]] = []
         self._checkpoint = checkpoint
         self._cut_of_form = None if checkpoint is None else form.cut(checkpoint)
         self._stages = () if strategy is None else strategy.stages
         self._holders = Table()
+        self.holding: list[tuple[tuple[int, ...], ...]] = self._holders.values
         self._present = Table()
         # Tensors share shardings. Keeping these prevents that a new object gets the identity of a deleted one.
         self._known: dict[tuple[int, ...], tuple[Sequence[Sharding], tuple[Any, ...]]] = {}
@@ -334,7 +334,7 @@ class _Layouts:
                 {
                     "cuts": counts,
                     "edges": dict(edges),
-                    "holders": self._holders.values[holders],
+                    "slices": self.holding[holders],
                     "absent": lacking,
                 }
             )
@@ -348,16 +348,8 @@ class _Layouts:
             for dimension, edges in enumerate(grid.edges)
             if edges != tuple(range(0, edges[-1] + 1, max(1, edges[1])))[: len(edges)] or len(edges) < 2
         )
-        holders = [tuple(sharding.holders(number)) for number in range(grid.slice_count)]
-        flat = [file for files in holders for file in files]
-        copies = len(holders[0]) if holders else 0
-        even = all(len(files) == copies for files in holders)
-        short = strides(flat) if even and copies else None
-        shown = {"lists": holders} if short is None else {"copies": copies, "strides": short}
-        number = self._holders.number(tuple(holders), shown)
-        if number == len(self.holding):
-            self.holding.append(list(holders))
-        return grid.cuts, uneven, number
+        holders = tuple(tuple(sharding.holders(number)) for number in range(grid.slice_count))
+        return grid.cuts, uneven, self._holders.number(holders)
 
     def _split(self, name: str) -> tuple[tuple[int, ...], int]:
         """Cuts per dimension by the tensor map, and optimizer shards; none where no layout is recorded."""
@@ -396,7 +388,7 @@ def _structures(checkpoint: Checkpoint | None, names: Sequence[str]) -> dict[str
             gaps.append(offset - end)
             sizes.append(tensor.nbytes)
             last, end = numbers[tensor.name], offset + tensor.nbytes
-        structures["files"].append(strides(files) or {"list": files})
+        structures["files"].append(files)
         structures["parameters"].append(repeats(parameters))
         structures["gaps"].append(repeats(gaps))
         structures["bytes"].append(repeats(sizes))
@@ -412,37 +404,6 @@ def repeats(values: Iterable[Any]) -> list[Any]:
         else:
             runs += [value, 1]
     return runs
-
-
-def strides(values: Sequence[int]) -> list[int] | None:
-    """Numbers as ``[first, count, stride, count, stride ...]``, the innermost count first.
-
-    The numbers are the first one plus every sum of multiples of the strides, each below its count, like the ranks of a
-    slice. None for other numbers.
-    """
-    array: Numbers = np.asarray(values, np.int64)
-    if not len(array):
-        return None
-    form = [int(array[0])]
-    remaining = array
-    while len(remaining) > 1:
-        stride = int(remaining[1] - remaining[0])
-        unequal = np.flatnonzero(np.diff(remaining) != stride)
-        count = int(unequal[0]) + 1 if len(unequal) else len(remaining)
-        if len(remaining) % count:
-            return None
-        form += [count, stride]
-        remaining = remaining[::count]
-    return form if np.array_equal(from_strides(form), array) else None
-
-
-def from_strides(form: Sequence[int]) -> Numbers:
-    """The numbers that `strides` returned."""
-    numbers: Numbers = np.array([form[0]], np.int64)
-    for count, stride in zip(form[1::2], form[2::2]):
-        steps: Numbers = np.arange(count, dtype=np.int64) * stride
-        numbers = (steps[:, np.newaxis] + numbers).reshape(-1)
-    return numbers
 
 
 def levels(magnitudes: Numbers | None) -> list[Any] | None:

@@ -20,13 +20,6 @@ def repeated(actual: Sequence[Any]) -> list[Any]:
     return [value for value, count in zip(actual[::2], actual[1::2]) for _ in range(count)]
 
 
-def strided(actual: Sequence[int]) -> list[int]:
-    values = [actual[0]]
-    for count, stride in zip(actual[1::2], actual[2::2]):
-        values = [value + number * stride for number in range(count) for value in values]
-    return values
-
-
 def names_of(data: dict[str, Any]) -> list[str]:
     """The names of all tensors, in the page's order."""
     names: list[str] = []
@@ -40,15 +33,6 @@ def columns(data: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
     return zip(names_of(data), data["parameters"]["type"], data["parameters"]["layout"])
 
 
-def holders(sharding: dict[str, Any]) -> list[list[int]]:
-    """Per slice the files that hold it by the layout."""
-    if "lists" in sharding["holders"]:
-        lists: list[list[int]] = sharding["holders"]["lists"]
-        return lists
-    flat, copies = strided(sharding["holders"]["strides"]), sharding["holders"]["copies"]
-    return [flat[at : at + copies] for at in range(0, len(flat), copies)]
-
-
 def places(data: dict[str, Any]) -> dict[tuple[int, str], tuple[int, int]]:
     """Offset and bytes by file and parameter."""
     actual = {}
@@ -58,7 +42,7 @@ def places(data: dict[str, Any]) -> dict[tuple[int, str], tuple[int, int]]:
         columns = (repeated(structures[key][number]) for key in ("parameters", "gaps", "bytes"))
         for step, gap, nbytes in zip(*columns):
             parameter += step
-            for file in strided(files) if isinstance(files, list) else files["list"]:
+            for file in files:
                 actual[file, names[parameter]] = (end + gap, nbytes)
             end += gap + nbytes
     return actual

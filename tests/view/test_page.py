@@ -92,7 +92,7 @@ def test_facts_are_those_of_inspect(window: Browser, demo: Path) -> None:
     assert figures["Tensors"] == str(len(step["contents"]["tensors"]))
     assert figures["Layers"] == "4" and figures["Ranks"] == "8"
     assert "dp 2 × mp 4" in window.texts("#facts .soft")
-    assert len(window.run("return [...document.querySelectorAll('#cut g.cell')]")) == 8
+    assert len(window.run("return [...document.querySelectorAll('#cut [data-at]')]")) == 8
 
 
 def test_search_filters_and_orders_change_the_list(window: Browser, demo: Path) -> None:
@@ -147,7 +147,7 @@ def test_pointer_and_keys_show_box_rank_and_file(window: Browser, demo: Path) ->
     (stage,) = done("strategy", "show", DEMO / "src_strategy.ckpt", WEIGHT, "--json").json["stages"]
     actual = places(data_of(demo))
     for number, each in enumerate(stage["slices"]):
-        window.hover(f"[data-slice='{number}']", 0.5, 0.5)
+        window.hover(f"#slices [data-at='{number}']", 0.5, 0.5)
         (rank,) = each["ranks"]
         start, stop = (6 * edge for edge in each["box"][0])
         assert window.text(".box") == f"slice {number} [{start}:{stop}, 0:48] on rank {rank}"
@@ -157,7 +157,7 @@ def test_pointer_and_keys_show_box_rank_and_file(window: Browser, demo: Path) ->
         # The command reads this slice.
         words = window.text(".output .command code").split()
         assert f"--slice {start}:{stop},0:48 --strategy {CUT[1]}" in " ".join(words)
-        assert window.run("return [...document.querySelectorAll('#cut g.held')].map(each => each.dataset.rank)") == [
+        assert window.run("return [...document.querySelectorAll('#cut .held')].map(each => each.dataset.at)") == [
             str(rank)
         ]
     window.type("svg.slices", "Home", "Down", "Down")
@@ -224,7 +224,9 @@ def test_problems_are_first_and_lost_slices_are_marked(window: Browser, tmp_path
     assert window.run("return document.querySelector('main').firstChild.id") == "problems"
     assert "rank 3" in window.text(".problems .l0") and "1 rank missing" in window.text("#summary")
     window.wait("return document.querySelector('.box').textContent.endsWith('is on no rank that is left')")
-    assert window.texts("#cut g.lost text") == ["3"]
+    assert window.texts("#cut text.lost") == ["3"]
+    # A damaged or missing file comes first, in red.
+    assert window.text("#files .row .bad") == "missing"
 
 
 def test_a_comparison_has_the_numbers_of_diff(window: Browser, other: Path, tmp_path: Path) -> None:
@@ -344,7 +346,7 @@ def test_checkpoint2_is_shown_by_file(window: Browser, tmp_path: Path) -> None:
     done("view", source, "--dst-strategy", "same", "-o", tmp_path / "page.html")
     window.open(tmp_path / "page.html")
     chosen(window, "output_layer.weight")
-    window.hover("[data-slice='1']", 0.5, 0.5)
+    window.hover("#slices [data-at='1']", 0.5, 0.5)
     assert window.text(".box").startswith("slice 1 [12:24, 0:8] on file ")
     assert window.errors() == []
 
@@ -374,8 +376,12 @@ def test_thousands_of_parameters_and_ranks_render_few_elements(window: Browser, 
     )
     window.type("svg.slices", "End")
     assert window.text(".box").startswith(("slice 4095 ", "slice 63 ", "slice 511 "))
-    window.type("#matrix", "Right", "Enter")
+    window.type("#matrix", "Enter")
     assert window.text("#target").startswith("Target rank ")
+    # The cell is divided in its place; the link leads back.
+    assert window.run("return document.querySelectorAll('#matrix text.in').length") > 0
+    window.run("[...document.querySelectorAll('#detail .link')].pop().click()")
+    assert window.run("return document.querySelectorAll('#matrix text.in').length") == 0
     assert window.errors() == []
 
 
