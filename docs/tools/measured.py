@@ -57,7 +57,8 @@ Files are in memory unless a section states otherwise. A ratio is the time of `r
 is faster. It is the geometric mean of pairs of runs in alternating order. Single pairs differ by a factor of four,
 because runs are slower if the machine has no free pages: then `cp` takes twice as long, and ratios are half as large.
 The first section was measured with free pages, most others were not. `cp` uses one core and `reshard` all. From DCP, a
-third of the time is the check of its CRCs. Memory is the anonymous memory of all processes. All output was checked. [Reasons, and what was dropped](../CONTRIBUTING.md#measured).
+third of the processor time is the check of its CRCs. Memory is the anonymous memory of all processes. All output was
+checked. [Reasons, and what was dropped](../CONTRIBUTING.md#measured).
 """
 
 
