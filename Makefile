@@ -28,7 +28,7 @@ help:
 	@echo 'make quick ROOM=layout   the tests of one room (a directory of tests/), as many as run in 20 seconds'
 	@echo 'make test-deep     with the deep ones: storms, object stores, pages, memory (some minutes)'
 	@echo 'make test-all      all tests'
-	@echo 'make check         ruff and mypy'
+	@echo 'make check         ruff and mypy, also on the examples of the pages'
 	@echo 'make conformance   the tests against real MindSpores $(MINDSPORE) and $(MINDFORMERS_MINDSPORE), MindFormers $(MINDFORMERS),'
 	@echo '                   and Megatron-Core $(MEGATRON), in environments of their own (10 minutes and 12 GB of disk the first time)'
 	@echo 'make conformance-megatron   those against Megatron-Core alone (needs torch, which on x86 may bring CUDA along)'
@@ -73,6 +73,7 @@ check:
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m docs.tools.typed
 	@$(VENV)/bin/python -m tests.trunk
 
 conformance:

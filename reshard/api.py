@@ -32,9 +32,23 @@ class Planned(NamedTuple):
     buffers: int
     space: list[Space]
 
+    def __repr__(self) -> str:
+        return f"<Planned: {self.summary!r}, {self.buffers} bytes of buffers>"
+
 
 class Conversion(asked.Conversion):
-    """A conversion that plans, converts and verifies."""
+    """A conversion of a checkpoint to another layout, form, names or types.
+
+    Warnings and notes go to the logger ``reshard``.
+
+    Attributes:
+        source: the checkpoint to read.
+        target: the checkpoint to write.
+        edits: the parameters that are converted, and their names, packing and types; by default all, unchanged.
+        effort: how much of the machine is used, and what is checked.
+        files: write only these target ranks, ``[0, 2]`` or ``"0-7,12"``; of forms without rank files, these files.
+        shard: write only a share of the files: ``(0, 4)`` is the first of four.
+    """
 
     @errors_in_python()
     def plan(self) -> Planned:
@@ -87,10 +101,6 @@ class Conversion(asked.Conversion):
         with reading_sources(self.effort, Progress(), report) as means:
             differences = verify_with_source(self, means)
         _refuse(differences, self.target.path)
-
-
-# The fields, which are the options, are documented where they are declared.
-Conversion.__doc__ = asked.Conversion.__doc__
 
 
 def _check_groups(conversion: Conversion) -> None:

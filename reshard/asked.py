@@ -7,23 +7,35 @@ follow from the fields, so an option is added here and nowhere else. Nothing her
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, NamedTuple, TypeVar, Union
+from typing import Any, Generic, NamedTuple, SupportsIndex, TypeVar, Union
 
 from reshard.defaults import DEFAULT_PREFIX, MAX_DEVICES, MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
 from reshard.forms import FORM_CLASSES, SHORT_NAMES
-from reshard.text.globs import Filters
 from reshard.text.messages import number_ranges
 
 Path = Union[str, "os.PathLike[str]"]
+Sizes = tuple[tuple[str, int], ...]
 G = TypeVar("G", bound="Group")
+Given = TypeVar("Given", contravariant=True)
+Kept = TypeVar("Kept", covariant=True)
+
+
+class Accepts(Generic[Given, Kept]):
+    """The type of a field that accepts more types than it keeps; for type checkers alone."""
+
+    # Dataclasses take the type of a parameter from __set__, and that of an attribute from __get__.
+    def __set__(self, group: Any, value: Given) -> None: ...
+
+    def __get__(self, group: Any, of: Any) -> Kept:
+        raise AttributeError
+
 
 TORCH = "torch"
 """--format torch: a legacy tree of Megatron."""
@@ -221,6 +233,11 @@ def _option(default: Any, help: str, section: str, *names: str, **attributes: An
     return field(default=default, metadata={"option": Option(help, section, names, **attributes)})
 
 
+# Without a default, mypy takes a field for no descriptor.
+def _path() -> Any:
+    return field()
+
+
 def fields_of(group: type) -> dict[str, tuple[Option, Any]]:
     """The option and the default of every field of a group that has an option, by the field's name."""
     fields = [field for field in dataclasses.fields(group) if "option" in field.metadata]
@@ -252,65 +269,75 @@ class Group:
         if "path" in vars(self):
             object.__setattr__(self, "path", _checked("path", Option("", ""), vars(self)["path"]))
 
-    @property
-    def is_typed(self) -> bool:
-        """Whether a command line can ask for the same."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        others = [field for field in fields if "option" not in field.metadata and field.name != "path"]
-        values = ((getattr(self, field.name), field.default) for field in others)
-        return all(value.is_typed if isinstance(value, Group) else value == default for value, default in values)
+    def __repr__(self) -> str:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        values = {name: value for name, value in vars(self).items() if value != defaults[name]}
+        shown = [f"{'' if name in ('path', *GROUPS) else f'{name}='}{value!r}" for name, value in values.items()]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
-    def words(self, names: Sequence[str] | None = None) -> list[str]:
-        """The options, as words; defaults are left out.
 
-        Args:
-            names: only these fields.
-        """
-        words: list[str] = []
-        for name, (option, default) in fields_of(type(self)).items():
-            value = getattr(self, name)
-            if value in (default, None) or (names is not None and name not in names):
-                continue
-            values = value if option.kind is TEXTS else (value,)
-            flag = option.names[0]
-            words += [flag if isinstance(each, bool) else f"{flag}={option.kind.words(each)}" for each in values]
-        return words
+def is_typed(group: Group) -> bool:
+    """Whether a command line can ask for the same."""
+    fields = dataclasses.fields(group)  # type: ignore[arg-type]
+    others = [field for field in fields if "option" not in field.metadata and field.name != "path"]
+    values = ((getattr(group, field.name), field.default) for field in others)
+    return all(is_typed(value) if isinstance(value, Group) else value == default for value, default in values)
 
-    def given(self, identity: bool = False) -> dict[str, Any]:
-        """The fields with options that are not at their defaults; only those whose values agree between runs."""
-        values = {name: (getattr(self, name), *field) for name, field in fields_of(type(self)).items()}
-        return {
-            name: tuple(sorted(value)) if identity and name in _UNORDERED else value
-            for name, (value, option, default) in values.items()
-            if value != default and (option.identity == VALUE or not identity)
-        }
 
-    def to_json(self, identity: bool = False) -> dict[str, Any]:
-        """The path, the groups, and `given`; see `from_json`. The identity has no path."""
-        groups = {name: value.to_json(identity) for name, value in vars(self).items() if isinstance(value, Group)}
-        path = {} if identity or "path" not in vars(self) else {"path": vars(self)["path"]}
-        return {**path, **groups, **self.given(identity)}
+def words_of(group: Group, names: Sequence[str] | None = None) -> list[str]:
+    """The options of a group, as words; defaults are left out.
 
-    @classmethod
-    def from_json(cls: type[G], values: Mapping[str, Any]) -> G:
-        """The group of a record.
+    Args:
+        group: the group.
+        names: only these fields.
+    """
+    words: list[str] = []
+    for name, (option, default) in fields_of(type(group)).items():
+        value = getattr(group, name)
+        if value in (default, None) or (names is not None and name not in names):
+            continue
+        values = value if option.kind is TEXTS else (value,)
+        flag = option.names[0]
+        words += [flag if isinstance(each, bool) else f"{flag}={option.kind.words(each)}" for each in values]
+    return words
 
-        Raises:
-            UsageError: a value is unknown or invalid.
-        """
-        fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        arguments = dict(values)
-        for name, value in values.items():
-            if name not in fields_of(cls) and not (name in fields and name in ("path", *GROUPS)):
-                raise UsageError(f"{name!r} is unknown")
-            if name in GROUPS:
-                if not isinstance(value, dict):
-                    raise UsageError(f"{name} is not an object")
-                arguments[name] = GROUPS[name].from_json(value)
-        try:
-            return cls(**arguments)
-        except TypeError as error:
-            raise UsageError(str(error)) from error
+
+def given(group: Group, identity: bool = False) -> dict[str, Any]:
+    """The fields with options that are not at their defaults; only those whose values agree between runs."""
+    values = {name: (getattr(group, name), *field) for name, field in fields_of(type(group)).items()}
+    return {
+        name: tuple(sorted(value)) if identity and name in _UNORDERED else value
+        for name, (value, option, default) in values.items()
+        if value != default and (option.identity == VALUE or not identity)
+    }
+
+
+def to_json(group: Group, identity: bool = False) -> dict[str, Any]:
+    """The path, the groups within, and `given`; see `from_json`. The identity has no path."""
+    groups = {name: to_json(value, identity) for name, value in vars(group).items() if isinstance(value, Group)}
+    path = {} if identity or "path" not in vars(group) else {"path": vars(group)["path"]}
+    return {**path, **groups, **given(group, identity)}
+
+
+def from_json(of: type[G], values: Mapping[str, Any]) -> G:
+    """The group of a record.
+
+    Raises:
+        UsageError: a value is unknown or invalid.
+    """
+    fields = {field.name: field for field in dataclasses.fields(of)}  # type: ignore[arg-type]
+    arguments = dict(values)
+    for name, value in values.items():
+        if name not in fields_of(of) and not (name in fields and name in ("path", *GROUPS)):
+            raise UsageError(f"{name!r} is unknown")
+        if name in GROUPS:
+            if not isinstance(value, dict):
+                raise UsageError(f"{name} is not an object")
+            arguments[name] = from_json(GROUPS[name], value)
+    try:
+        return of(**arguments)
+    except TypeError as error:
+        raise UsageError(str(error)) from error
 
 
 def _checked(name: str, option: Option, value: Any) -> Any:
@@ -340,17 +367,23 @@ def _checked(name: str, option: Option, value: Any) -> Any:
     return result
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Source(Group):
     """A checkpoint to read.
 
     Attributes:
         path: rank directories, a file, a path with ``{rank}`` in it, or a directory of another form.
+        strategy: strategy that it was saved with, a path; ``"none"`` if it is not sharded.
+        step: step to read, such as ``"3_10"`` or ``20``; ``"latest"`` is the newest complete one, ``"release"`` that of
+            a root of Megatron.
+        file_suffix: read only files whose names end in this text before ``.ckpt`` or ``.safetensors``.
+        without_ranks: count these ranks as lost: replicas on other ranks are read. ``[3, 7]`` or ``"3,8-15"``.
+        fallback: if the newest step is not complete, use an older one; if false, fail.
         files: the file of each rank, in place of those at ``path``.
     """
 
-    path: str
-    strategy: str | None = _option(
+    path: Accepts[Path, str] = _path()
+    strategy: Accepts[Path | None, str | None] = _option(
         None,
         "Strategy that the source was saved with; none if it is not sharded.",
         "Strategies",
@@ -360,7 +393,7 @@ class Source(Group):
         completes="paths",
         identity="source_strategy",
     )
-    step: str = _option(
+    step: Accepts[SupportsIndex | str, str] = _option(
         "latest",
         "Step to read; latest is the newest complete one, release that of a root of Megatron.",
         "Source",
@@ -375,7 +408,7 @@ class Source(Group):
         shown="all files",
         identity=VALUE,
     )
-    without_ranks: tuple[int, ...] = _option(
+    without_ranks: Accepts[str | Iterable[SupportsIndex], tuple[int, ...]] = _option(
         (),
         "Count these source ranks as lost: replicas on other ranks are read.",
         "Source",
@@ -394,17 +427,31 @@ class Source(Group):
     files: Mapping[int, str] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Target(Group):
     """A checkpoint to write.
 
     Attributes:
         path: the target directory.
+        strategy: its strategy, a path; ``"none"`` for one unsharded rank, ``"same"`` for the source's.
+        shards: cut rows over this number of files, as FSDP does, in place of ``strategy``.
+        form: its form, such as ``"ranks"``, ``"huggingface"`` (or ``"hf"``) or ``"dcp"``; None for ``"ranks"``.
+        max_shard_size: largest file of ``"huggingface"`` (by default 5 GB) or ``"unified"`` (3 GiB), in bytes, or
+            ``"500M"``, ``"5GB"`` (decimal) or ``"5GiB"``.
+        prefix: prefix of file names; with ``{rank}``, ``{epoch}`` or ``{step}`` in it, the whole name.
+        format: format of the files: ``"same"`` as the source's, ``"ckpt"``, ``"safetensors"``; ``"torch"`` for a legacy
+            tree of Megatron.
+        args: the arguments of a training with Megatron, as a JSON file, or a checkpoint of Megatron that has them; for
+            the form ``"megatron"``, or with ``Edits.names`` in place of those of the source.
+        sizes: parallel sizes of a legacy tree of Megatron: ``{"tp": 2, "pp": 4}`` or ``"tp=2,pp=4"``; others are 1.
+        overwrite: replace existing targets, including those of another conversion.
+        checksum: ``"crc32"`` records checksums in the manifest, which ``reshard verify`` compares, and CRCs in archives
+            of ``"dcp"``.
         is_file: ``path`` is the file itself.
     """
 
-    path: str
-    strategy: str | None = _option(
+    path: Accepts[Path, str] = _path()
+    strategy: Accepts[Path | None, str | None] = _option(
         None,
         "Strategy of the target; none for one unsharded rank, same for the source's.",
         "Strategies",
@@ -434,7 +481,7 @@ class Target(Group):
         choices=FORM_CLASSES.keys(),
         identity=VALUE,
     )
-    max_shard_size: int | None = _option(
+    max_shard_size: Accepts[int | str | None, int | None] = _option(
         None,
         "Largest file of --to huggingface or unified: 500M, 5GB (decimal) or 5GiB.",
         "Target",
@@ -457,7 +504,7 @@ class Target(Group):
         kind=FORMAT,
         choices=("same", "ckpt", "safetensors", TORCH),
     )
-    args: str | None = _option(
+    args: Accepts[Path | None, str | None] = _option(
         None,
         "The arguments of a training with Megatron, as a JSON file, or a checkpoint of Megatron that has them: for "
         "--to megatron, or with --names in place of those of SRC.",
@@ -467,7 +514,7 @@ class Target(Group):
         shown="those of SRC",
         identity="division",
     )
-    sizes: tuple[tuple[str, int], ...] | None = _option(
+    sizes: Accepts[Mapping[str, int] | Sizes | str | None, Sizes | None] = _option(
         None,
         "Parallel sizes of --to megatron --format torch.",
         "Target",
@@ -491,15 +538,31 @@ class Target(Group):
     is_file: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Edits(Group):
     """The parameters that are converted, and their names, packing and types.
 
+    Patterns have the wildcards of a shell. Where several texts are accepted, one text may stand alone.
+
     Attributes:
+        include: patterns of the parameters to convert; none for all.
+        exclude: patterns of the parameters to skip, also of those that ``include`` selects.
+        allow_missing: patterns of parameters of the target strategy that the source may lack.
+        names: a built-in table (``reshard names list``) or a TOML file that converts names and packing to those of
+            another framework. ``"none"`` keeps them, those of fused experts, too.
+        reverse: apply the table from right to left; by default the side that fits the source is the left.
+        config: the model's ``config.json``, or its directory; by default that of the source. It has sizes for the
+            table. The form ``"huggingface"`` gets a copy, and of a directory also the tokenizer's files.
+        optimizer: ``"keep"`` applies the table to optimizer state, too; by default that is left out.
+        rename: other names, ``"OLD=NEW"``; a ``*`` in both renames all that match.
+        dequantize: turn quantised weights (FP8, Int8 and Int4 with scales, MXFP4) into ``"BFloat16"``, ``"Float16"`` or
+            ``"Float32"``; scales are left out.
+        cast: a type for all floating-point weights, or ``"PATTERN=TYPE"``; the last match wins. Types are
+            ``"Float32"``, ``"Float16"`` and ``"BFloat16"``, in short ``"fp32"``, ``"fp16"`` and ``"bf16"``.
         exactly: other names of single tensors, after the rules; None for skipped ones.
     """
 
-    include: tuple[str, ...] = _option(
+    include: Accepts[str | Iterable[str], tuple[str, ...]] = _option(
         (),
         "Select only parameters that match GLOB (repeatable).",
         "Parameters",
@@ -508,7 +571,7 @@ class Edits(Group):
         shown="all",
         identity=VALUE,
     )
-    exclude: tuple[str, ...] = _option(
+    exclude: Accepts[str | Iterable[str], tuple[str, ...]] = _option(
         (),
         "Skip parameters that match GLOB (repeatable; overrides --include).",
         "Parameters",
@@ -517,7 +580,7 @@ class Edits(Group):
         shown="none",
         identity=VALUE,
     )
-    allow_missing: tuple[str, ...] = _option(
+    allow_missing: Accepts[str | Iterable[str], tuple[str, ...]] = _option(
         (),
         "Go on although the source lacks parameters that match GLOB and that the target strategy lists (repeatable).",
         "Parameters",
@@ -525,7 +588,7 @@ class Edits(Group):
         metavar="GLOB",
         shown="none",
     )
-    names: str | None = _option(
+    names: Accepts[Path | None, str | None] = _option(
         None,
         "Convert names and packing to another framework's: a built-in table (`reshard names list`) or a TOML file. "
         "none: keep them, those of fused experts, too.",
@@ -542,7 +605,7 @@ class Edits(Group):
         kind=FLAG,
         identity="edits",
     )
-    config: str | None = _option(
+    config: Accepts[Path | None, str | None] = _option(
         None,
         "config.json with the model's type, and sizes for the table, such as heads and experts; --to huggingface "
         "copies it, and of a DIR also the tokenizer's files.",
@@ -560,7 +623,7 @@ class Edits(Group):
         shown="left out",
         identity="edits",
     )
-    rename: tuple[str, ...] = _option(
+    rename: Accepts[str | Iterable[str], tuple[str, ...]] = _option(
         (),
         "Rename a parameter; a * in OLD and NEW renames all that match (repeatable).",
         "Names and types",
@@ -578,7 +641,7 @@ class Edits(Group):
         shown="unchanged",
         identity="edits",
     )
-    cast: tuple[str, ...] = _option(
+    cast: Accepts[str | Iterable[str], tuple[str, ...]] = _option(
         (),
         "Cast all floating-point weights, or tensors that match GLOB, to Float32, Float16 or BFloat16 (also fp32, "
         "fp16, bf16; repeatable; the last match wins).",
@@ -591,24 +654,30 @@ class Edits(Group):
     )
     exactly: tuple[tuple[str, str | None], ...] = ()
 
-    @functools.cached_property
-    def filters(self) -> Filters:
-        """The selection of names."""
-        return Filters(self.include, self.exclude)
-
-    @property
-    def changes(self) -> bool:
-        """Whether names, packing or types are asked for."""
-        return any(getattr(self, name) for name in CHANGES)
-
 
 CHANGES = tuple(name for name, (option, _) in fields_of(Edits).items() if option.section == "Names and types")
 """The fields of names and types."""
 
 
-@dataclass(frozen=True)
+def has_changes(edits: Edits) -> bool:
+    """Whether names, packing or types are asked for."""
+    return any(getattr(edits, name) for name in CHANGES)
+
+
+@dataclass(frozen=True, repr=False)
 class Effort(Group):
-    """How much of the machine is used, and what is checked; no byte that is written depends on it."""
+    """How much of the machine is used, and what is checked; no byte that is written depends on it.
+
+    Attributes:
+        jobs: number of CPUs to use; by default all available ones.
+        max_memory: memory of all buffers together, in bytes, or ``"512M"`` or ``"2G"`` (binary); by default 8 MiB for
+            each CPU, at least 64 MiB.
+        io: how sources are read: ``"pread"``, which ``"auto"`` chooses, or ``"mmap"``, with which a file that is
+            truncated meanwhile kills the process.
+        crc: ``"auto"`` checks the CRCs of source files, and of tensors in archives, that are read whole; ``"never"``.
+        check_replicas: compare replicas on the source ranks before writing: ``"auto"`` compares samples, ``"all"`` or
+            ``"never"``.
+    """
 
     jobs: int | None = _option(
         None,
@@ -621,7 +690,7 @@ class Effort(Group):
         limits=(1, 1024),
         shown="all available",
     )
-    max_memory: int = _option(
+    max_memory: Accepts[int | str, int] = _option(
         MAX_MEMORY,
         "Memory for all buffers together (binary units: 512M, 2G).",
         "Effort",
@@ -649,27 +718,24 @@ class Effort(Group):
         choices=("auto", "all", "never"),
     )
 
-    @property
-    def cpus(self) -> int:
-        """The CPUs to keep busy."""
-        return self.jobs or usable_cpus()
+
+def cpus_of(effort: Effort) -> int:
+    """The CPUs to keep busy."""
+    return effort.jobs or usable_cpus()
 
 
 GROUPS: dict[str, type[Group]] = {"source": Source, "target": Target, "edits": Edits, "effort": Effort}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Conversion(Group):
-    """A conversion of a checkpoint to another layout, form, names or types.
-
-    Its fields are the options of `reshard convert`. Warnings and notes go to the logger ``reshard``.
-    """
+    """A conversion of a checkpoint to another layout, form, names or types; `reshard.Conversion` documents it."""
 
     source: Source
     target: Target
     edits: Edits = Edits()
     effort: Effort = Effort()
-    files: tuple[int, ...] | None = _option(
+    files: Accepts[str | Iterable[SupportsIndex] | None, tuple[int, ...] | None] = _option(
         None,
         "Write only these target ranks; with --to, these files.",
         "Target",
@@ -678,7 +744,7 @@ class Conversion(Group):
         metavar="0-7,12",
         shown="all",
     )
-    shard: tuple[int, int] | None = _option(
+    shard: Accepts[Iterable[SupportsIndex] | None, tuple[int, int] | None] = _option(
         None,
         "Write only share I of N, counted from 0; auto reads I/N from Slurm, MPI, Kubernetes, torchrun or MindSpore.",
         "Target",
@@ -686,26 +752,15 @@ class Conversion(Group):
         metavar="I/N|auto",
     )
 
-    @property
-    def in_part(self) -> bool:
-        """Whether only some of the files are written."""
-        return self.files is not None or self.shard is not None
 
-    @property
-    def groups(self) -> Iterator[Group]:
-        """The four groups, and this one for the choice of files."""
-        return iter((self.source, self.target, self.edits, self.effort, self))
+def is_in_part(asked: Conversion) -> bool:
+    """Whether only some of the files are written."""
+    return asked.files is not None or asked.shard is not None
 
 
-# Each field is documented once, by the help of its option.
-for _group in (Source, Target, Edits, Effort, Conversion):
-    _doc = (_group.__doc__ or "").rstrip()
-    # The option of what is on by default turns it off.
-    _entries = [
-        f"        {name}: {f'if false, {option.help[0].lower()}{option.help[1:]}' if default is True else option.help}"
-        for name, (option, default) in fields_of(_group).items()
-    ]
-    _group.__doc__ = "\n".join([_doc, *([] if "Attributes:" in _doc else ["", "    Attributes:"]), *_entries, ""])
+def groups_of(asked: Conversion) -> tuple[Group, ...]:
+    """The four groups, and the conversion itself for the choice of files."""
+    return (asked.source, asked.target, asked.edits, asked.effort, asked)
 
 
 class Task(NamedTuple):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import click
@@ -25,12 +27,17 @@ from reshard.asked import (
     Source,
     Target,
     fields_of,
+    from_json,
+    groups_of,
+    to_json,
+    words_of,
 )
 from reshard.cli.main import cli
 from reshard.cli.options import group
 from reshard.errors import UsageError
 from reshard.in_python import in_python
 from tests import asking
+from tests.corpus import ROOT
 
 GROUPS: list[type[Group]] = [Source, Target, Edits, Effort, Conversion]
 FIELDS = [(group, name) for group in GROUPS for name in fields_of(group)]
@@ -64,13 +71,13 @@ def asked(of: type[Group], name: str) -> Conversion:
 def test_a_field_is_recorded(of: type[Group], name: str) -> None:
     conversion = asked(of, name)
     assert conversion != asking.conversion_of("/src", "/dst")
-    assert Conversion.from_json(json.loads(json.dumps(conversion.to_json()))) == conversion
+    assert from_json(Conversion, json.loads(json.dumps(to_json(conversion)))) == conversion
 
 
 @pytest.mark.parametrize(("of", "name"), FIELDS)
 def test_a_pasted_command_asks_for_the_same(of: type[Group], name: str) -> None:
     conversion = asked(of, name)
-    words = [word for each in conversion.groups for word in each.words()]
+    words = [word for each in groups_of(conversion) for word in words_of(each)]
     assert len(words) == (2 if fields_of(of)[name][0].kind is TEXTS else 1)
     command = cli.get_command(click.Context(cli), "convert")
     assert command is not None and command.callback is not None
@@ -87,12 +94,49 @@ def test_a_pasted_command_asks_for_the_same(of: type[Group], name: str) -> None:
     assert asking.conversion_of(typed["src"], typed["dst"], **flat) == conversion
 
 
-@pytest.mark.parametrize(("of", "name"), FIELDS)
-def test_a_field_is_documented_by_the_help_of_its_option(of: type[Group], name: str) -> None:
-    option, default = fields_of(of)[name]
-    # The option of what is on by default turns it off.
-    text = f"if false, {option.help[0].lower()}{option.help[1:]}" if default is True else option.help
-    assert f"        {name}: {text}\n" in str(of.__doc__)
+@pytest.mark.parametrize("of", GROUPS)
+def test_every_field_is_documented_without_words_of_the_command_line(of: type[Group]) -> None:
+    documented = str(of.__doc__)
+    names = [field.name for field in fields(of)]  # type: ignore[arg-type]
+    assert re.findall(r"^        (\w+): ", documented, re.MULTILINE) == names
+    assert not re.search(r"--[a-z]|\b(repeatable|SRC|DST|DIR|GLOB|DTYPE)\b", documented)
+
+
+@pytest.mark.parametrize("of", GROUPS)
+def test_users_see_the_fields_and_what_a_conversion_does(of: type[Group]) -> None:
+    made = Conversion(Source("a"), Target("b")) if of is Conversion else of(*(["a"] if of in (Source, Target) else []))
+    methods = {"plan", "convert", "verify"} if of is Conversion else set()
+    names = {field.name for field in fields(of)}  # type: ignore[arg-type]
+    assert {name for name in dir(made) if not name.startswith("_")} == names | methods
+
+
+def test_the_page_on_python_has_every_field() -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    for of in GROUPS:
+        for field in fields(of):  # type: ignore[arg-type]
+            assert field.name in reshard.asked.GROUPS or re.search(rf"{of.__name__}\([^)]*\b{field.name}\b", page)
+
+
+def test_a_field_keeps_one_type_of_those_it_accepts() -> None:
+    source = Source(Path("a"), strategy=Path("b"), step=20, without_ranks=[7, 3])
+    assert source == Source("a", "b", "20", without_ranks="3,7")
+    assert (source.path, source.strategy, source.step, source.without_ranks) == ("a", "b", "20", (3, 7))
+    target = Target(Path("a"), max_shard_size="5GB", args=Path("b"), sizes={"pp": 4, "tp": 2})
+    assert target == Target("a", max_shard_size=5 * 10**9, args="b", sizes="tp=2,pp=4")
+    edits = Edits("a", ["b"], names=Path("c"), config=Path("d"), cast="bf16")
+    assert edits == Edits(("a",), ("b",), names="c", config="d", cast=["bf16"])
+    assert Effort(max_memory="2G") == Effort(max_memory=2 << 30)
+    assert Conversion(source, target, files="0-2", shard=[0, 4]) == Conversion(
+        source, target, files=(0, 1, 2), shard=(0, 4)
+    )
+
+
+def test_a_conversion_shows_what_is_asked() -> None:
+    conversion = Conversion(Source("a", "none"), Target(Path("b"), form="hf"), Edits(cast="bf16"), files="0-2")
+    parts = "Source('a', strategy='none'), Target('b', form='huggingface'), Edits(cast=('bf16',)), files=(0, 1, 2)"
+    shown = f"Conversion({parts})"
+    assert repr(conversion) == shown
+    assert eval(shown) == conversion
 
 
 @pytest.mark.parametrize(("of", "name"), FIELDS)
@@ -111,7 +155,7 @@ def test_an_option_is_added_in_one_place() -> None:
     @click.argument("src")
     @group(Coloured)
     def paint(src: str, coloured: Coloured) -> None:
-        click.echo(" ".join([src, *coloured.words()]))
+        click.echo(" ".join([src, *words_of(coloured)]))
 
     run = CliRunner()
     assert "--colour NAME" in run.invoke(paint, ["--help"]).output

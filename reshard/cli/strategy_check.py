@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Iterator, Sequence
 
-from reshard.asked import Edits, Effort, Source
+from reshard.asked import Edits, Effort, Source, cpus_of
 from reshard.checkpoints import FileHandles
 from reshard.cli import options
 from reshard.cli.command import argument, command
@@ -17,6 +17,7 @@ from reshard.execute import Budget
 from reshard.source_replicas.contradictions import StrategyCheck, check_strategy
 from reshard.storage import costs_of
 from reshard.strategies import Strategy, typed_strategy
+from reshard.text.globs import Filters
 from reshard.text.messages import Report, number_ranges, one_line, plural, quoted, rank_ranges, step_words
 from reshard.text.names import is_weight, pattern_lines
 
@@ -56,9 +57,11 @@ def strategy_check(strategy: str, source: Source, edits: Edits, effort: Effort) 
         strategy, source = source.path, dataclasses.replace(source, path=strategy)
     path = source.path
     with FileHandles() as handles:
-        budget = Budget.of(effort.cpus, effort.max_memory, costs_of(path))
+        budget = Budget.of(cpus_of(effort), effort.max_memory, costs_of(path))
         progress = progress_of()
-        result = check_strategy(opened, source, edits.filters, handles, budget, progress, report)
+        result = check_strategy(
+            opened, source, Filters(edits.include, edits.exclude), handles, budget, progress, report
+        )
     comparison = result.comparison
     if is_json():
         compared = {"replicas": comparison.check, "differing": comparison.differing, "gradients": comparison.gradients}

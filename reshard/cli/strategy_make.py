@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from reshard._version import __version__
-from reshard.asked import Edits
+from reshard.asked import Edits, has_changes
 from reshard.cli import options
 from reshard.cli.command import Parsed, argument, command, nearest, option, paths
 from reshard.cli.output import is_quiet, say, show_notes
@@ -414,7 +414,7 @@ def _read_shapes(path: str, strategy: Strategy | None, asked: Edits, weights_onl
     if asked.names is None and unused is not None:
         raise UsageError(f"{unused} needs --names", hint="name a table: `reshard names list`")
     beside = os.path.join(os.path.dirname(path), "config.json")
-    if asked.config is None and asked.changes and not is_directory(path) and is_regular_file(beside):
+    if asked.config is None and has_changes(asked) and not is_directory(path) and is_regular_file(beside):
         asked = replace(asked, config=beside)
     if asked.names is not None and not weights_only:
         asked = replace(asked, optimizer="keep")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from reshard.asked import Source
+from reshard.asked import Source, words_of
 from reshard.cli import options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, fill, is_json, say
@@ -54,7 +54,7 @@ def suggest(source: Source, devices: int | None) -> None:
     from reshard.inspection.suggestions import suggest as suggestions_of
     from reshard.storage.registry import endpoint
 
-    words = [part for word in source.words(options.STORED[1:]) for part in word.split("=", 1)]
+    words = [part for word in words_of(source, options.STORED[1:]) for part in word.split("=", 1)]
     service = endpoint()
     words += [] if service is None else ["--endpoint-url", service]
     suggestions = suggestions_of(source, devices, words)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import click
 
-from reshard.asked import CHANGES, Conversion, Edits, Effort, Source, Target
+from reshard.asked import CHANGES, Conversion, Edits, Effort, Source, Target, has_changes
 from reshard.cli import options
 from reshard.cli.command import argument, command, option, paths
 from reshard.cli.opened import shape_words
@@ -32,6 +32,7 @@ from reshard.numbers.fingerprint import Fingerprints
 from reshard.opened.opening import reading_request
 from reshard.records import Manifest, read_manifest
 from reshard.records.status import status_of
+from reshard.text.globs import Filters
 from reshard.text.messages import MAX_LINES, Report, listing, one_line, plural, printable, quoted, rank_ranges
 from reshard.verification.reading import Difference
 
@@ -103,7 +104,7 @@ def verify(
     With --replicas, ranks of OUT that should hold the same slices are compared with each other.
     """
     report = Report(listener())
-    out, filters = target.path, edits.filters
+    out, filters = target.path, Filters(edits.include, edits.exclude)
     if headers_only and (replicas or src is not None):
         raise UsageError("--headers-only is for OUT alone", hint="--src and --replicas compare contents")
     if strategy is not None and not replicas:
@@ -113,7 +114,7 @@ def verify(
         )
     if replicas and src is None and ranks is not None:
         raise UsageError("--replicas compares the copies on all ranks", hint="leave out --ranks, or add --src SRC")
-    if src is None and edits.changes:
+    if src is None and has_changes(edits):
         raise UsageError("--src is missing", hint="options of names and types need --src SRC")
     if src is None and (source.strategy or target.strategy or target.shards or target.args):
         raise UsageError("--src is missing", hint="--src-strategy, --dst-strategy and --args need --src SRC")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from reshard.asked import CHANGES, Conversion, Edits, Effort, Source, Target
+from reshard.asked import CHANGES, Conversion, Edits, Effort, Source, Target, words_of
 from reshard.cli import options
 from reshard.cli.command import argument, command, option, paths
 from reshard.cli.output import listener, plain
@@ -97,8 +97,8 @@ def view(
         strategies = {"--strategy": source.strategy, "--a-strategy": a_strategy, "--b-strategy": b_strategy}
         strategies["--b-step"] = b_step
     given = [word for name, value in strategies.items() if value is not None for word in (name, value)]
-    given += _typed([*source.words(("step", "file_suffix")), *edits.words(CHANGES)])
-    words = [src, *([] if b is None else [b]), *given, *_typed(target.words(("strategy", "shards")))]
+    given += _typed([*words_of(source, ("step", "file_suffix")), *words_of(edits, CHANGES)])
+    words = [src, *([] if b is None else [b]), *given, *_typed(words_of(target, ("strategy", "shards")))]
     made_by = shlex.join(["reshard", "view", *words, *(["--stats"] if stats else []), "-o", path])
     content = page({**data, "options": given, "command": made_by})
     try:
@@ -198,7 +198,7 @@ def _moves(asked: Conversion, inspected: Inspected, problems: list[Problem]) -> 
     from reshard.view.moves import moves_data
 
     report = Report()
-    conversion = f"conversion with {' '.join(asked.target.words()).replace('=', ' ')}"
+    conversion = f"conversion with {' '.join(words_of(asked.target)).replace('=', ' ')}"
     if asked.target.shards is not None:
         # Rank files are not cut by rows alone; the forms that are move the same bytes.
         form = inspected.form.name if inspected.form.options.shards else "dcp"

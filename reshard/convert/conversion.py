@@ -36,7 +36,7 @@ _SEEN_AFTER = 90.0
 _PHASES = ("planning", "checking", "writing")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Summary:
     """The result of a conversion, in the order of its JSON.
 
@@ -71,28 +71,35 @@ class Summary:
 
     step: str | None
     ranks: Sequence[int] = ()
-    files: Sequence[str] = field(default=(), repr=False)
-    target_files: Mapping[int, str] = field(default_factory=dict, repr=False)
+    files: Sequence[str] = ()
+    target_files: Mapping[int, str] = field(default_factory=dict)
     done_before: Sequence[int] = ()
     manifest: str | None = None
-    kept: Collection[str] = field(default=(), repr=False)
+    kept: Collection[str] = ()
     bytes_written: int = 0
     source_ranks: Sequence[int] = ()
     recovered: Sequence[int] = ()
     parameters: int = 0
     kinds: Mapping[str, Total] = field(default_factory=dict)
-    copied: Sequence[str] = field(default=(), repr=False)
-    excluded: Sequence[str] = field(default=(), repr=False)
-    all_names: Collection[str] = field(default=(), repr=False)
-    left_out: Sequence[str] = field(default=(), repr=False)
-    missing: Sequence[str] = field(default=(), repr=False)
-    unholdable: Sequence[str] = field(default=(), repr=False)
+    copied: Sequence[str] = ()
+    excluded: Sequence[str] = ()
+    all_names: Collection[str] = ()
+    left_out: Sequence[str] = ()
+    missing: Sequence[str] = ()
+    unholdable: Sequence[str] = ()
     replicas: ReplicaCheck | None = None
     warnings: Sequence[str] = ()
     notes: Sequence[str] = ()
     phases: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(_PHASES, 0.0))
     seconds: float = 0.0
     dry_run: bool = False
+
+    def __repr__(self) -> str:
+        step = "" if self.step is None else f" of step {self.step}"
+        counts = (
+            f"{plural(len(self.ranks), 'file')}, {self.bytes_written} bytes, {plural(len(self.warnings), 'warning')}"
+        )
+        return f"<Summary{step}: {'dry run, ' if self.dry_run else ''}{counts}>"
 
 
 class Run(NamedTuple):

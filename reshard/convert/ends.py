@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reshard.asked import TORCH, Conversion, Source, Task
+from reshard.asked import TORCH, Conversion, Source, Task, has_changes, is_in_part
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms import DEFAULT_FORM
@@ -38,7 +38,7 @@ def request_of(asked: Conversion, report: Report, task: Task = Task()) -> Reques
         raise CheckpointError(f"{src}: does not exist", file=src, hint=hint)
     request = with_ends(asked, report, task)
     request = request.with_edits(edit_rules(src, asked.edits, request.to, asked.source.step, asked.target))
-    if task.verify and asked.in_part and not request.to.options.by_rank:
+    if task.verify and is_in_part(asked) and not request.to.options.by_rank:
         raise UsageError(
             f"--verify needs all files of {request.to.name}: they are verified together",
             hint="remove --verify; when all files are written: reshard verify DST --src SRC",
@@ -100,7 +100,7 @@ def with_ends(asked: Conversion, report: Report, task: Task = Task()) -> Request
 
 def _keeps_cut(asked: Conversion, form: Form, to: Form, target: str | None) -> bool:
     """Whether only the format of rank files changes: neither strategy is given, and nothing else is requested."""
-    if not (form.options.by_rank and to.options.by_rank) or asked.edits.changes:
+    if not (form.options.by_rank and to.options.by_rank) or has_changes(asked.edits):
         return False
     return asked.source.strategy is None and target is None and asked.target.format in to.options.formats
 

@@ -6,7 +6,7 @@ import os
 import shlex
 from dataclasses import replace
 
-from reshard.asked import CHANGES, Conversion, Effort
+from reshard.asked import CHANGES, Conversion, Effort, given, has_changes, is_typed, words_of
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, EditedCheckpoint
 from reshard.errors import UsageError
@@ -54,7 +54,7 @@ def record_of(plan: Plan) -> Record:
         form.count,
         form.names,
         form.format,
-        task._replace(by_function=not asked.is_typed),
+        task._replace(by_function=not is_typed(asked)),
         {
             "source_strategy": strategy_digest(request.source),
             "target_strategy": SAME if by_source else strategy_digest(request.target),
@@ -124,7 +124,7 @@ def _names(names: str | None) -> str | None:
 
 def is_copy(request: Request, record: Record | None) -> bool:
     """Whether a directory has its source's names: without records and options, one of the same form."""
-    return record is None and not request.asked.edits.changes and request.form.name == request.to.name
+    return record is None and not has_changes(request.asked.edits) and request.form.name == request.to.name
 
 
 def as_recorded(asked: Conversion, record: Record, report: Report) -> Conversion:
@@ -136,18 +136,18 @@ def as_recorded(asked: Conversion, record: Record, report: Report) -> Conversion
         UsageError: a recorded strategy is missing or was changed, or an adapter was added.
     """
     out, was, source = asked.target.path, record.asked, asked.source
-    if record.task.merge and not asked.edits.changes:
+    if record.task.merge and not has_changes(asked.edits):
         raise UsageError(
             f"{out}: was written by merge-lora, and verify --src has no adapter to add", hint=merge_hint(out)
         )
     if form_of(source.path).options.by_rank:
         unset = {"path": source.path, "step": source.step, "fallback": source.fallback}
-        source = replace(was.source, **{**unset, **source.given()})
-    cut = {"strategy": None, "shards": None} if {"strategy", "shards"} & asked.target.given().keys() else {}
-    target = replace(was.target, path=out, **{**cut, **asked.target.given()})
+        source = replace(was.source, **{**unset, **given(source)})
+    cut = {"strategy": None, "shards": None} if {"strategy", "shards"} & given(asked.target).keys() else {}
+    target = replace(was.target, path=out, **{**cut, **given(asked.target)})
     edits = was.edits
     for names in (CHANGES, ("include", "exclude")):
-        if asked.edits.given().keys() & {*names}:
+        if given(asked.edits).keys() & {*names}:
             edits = replace(edits, **{name: getattr(asked.edits, name) for name in names})
     for option, path, typed, content in (
         ("--src-strategy", source.strategy, asked.source.strategy, "source_strategy"),
@@ -168,8 +168,8 @@ def as_recorded(asked: Conversion, record: Record, report: Report) -> Conversion
             (target, asked.target, ("strategy", "shards", "args")),
             (edits, asked.edits, (*CHANGES, "include", "exclude")),
         )
-        for word in here.words(names)
-        if word not in there.words(names)
+        for word in words_of(here, names)
+        if word not in words_of(there, names)
     ]
     if shown:
         report.note(f"compared with the recorded options: {shlex.join(shown)}")
@@ -186,7 +186,7 @@ def check_rules(checkpoint: Checkpoint, rules: EditRules, out: str, record: Reco
         checkpoint = Editing(checkpoint, rules, Report(), handles=handles).edited()
     if _edits_digest(checkpoint) == record.digests["edits"]:
         return
-    words = " ".join(record.asked.edits.words(CHANGES))
+    words = " ".join(words_of(record.asked.edits, CHANGES))
     raise UsageError(
         f"{out}: was written with other names or types than its source has; "
         + (f"the rules of {words} have changed since" if words else "no recorded option gives them"),

@@ -6,6 +6,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from reshard.asked import cpus_of
 from reshard.checkpoints import FileHandles, files_alike, unchecked
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError, UsageError
@@ -42,7 +43,7 @@ def verify_replicas(
     """
     path, filters, strategy, effort = request.src, request.filters, request.source, request.asked.effort
     by_rank = request.form.options.by_rank
-    budget = Budget.of(effort.cpus, effort.max_memory, costs_of(path))
+    budget = Budget.of(cpus_of(effort), effort.max_memory, costs_of(path))
     files = _files_of_step(request, handles, report) if by_rank else {}
 
     def read(damaged: Mapping[str, str]) -> tuple[Checkpoint, Mapping[str, InputError]]:

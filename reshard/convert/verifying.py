@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from reshard.asked import Conversion, Effort, Task
+from reshard.asked import Conversion, Effort, Task, cpus_of, has_changes
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, tied_among
 from reshard.convert.conversion import Summary
@@ -56,7 +56,7 @@ def reading_sources(effort: Effort, progress: Progress, report: Report) -> Itera
         RetryableError: at the end, if a file has changed.
     """
     with FileHandles() as handles:
-        means = Reading(handles, report, effort.cpus, effort.max_memory, progress, effort.crc == "auto")
+        means = Reading(handles, report, cpus_of(effort), effort.max_memory, progress, effort.crc == "auto")
         yield means
         means.check_unchanged()
 
@@ -119,7 +119,7 @@ def verify_with_source(asked: Conversion, means: Reading) -> list[Difference]:
         )
     if record is not None and manifest is None and not by_rank:
         _check_finished(out)
-    rules_are_asked = asked.edits.changes
+    rules_are_asked = has_changes(asked.edits)
     with _naming_other_source(out, src, record):
         if record is None:
             asked = replace(asked, target=replace(asked.target, form=to.name))
@@ -171,7 +171,7 @@ def source_fingerprints(request: Request, means: Reading) -> Fingerprints:
         CheckpointError: nothing is selected, or tied tensors or pipeline stages differ.
         ReshardError: a file cannot be read.
     """
-    filters, rules, edited = request.filters, request.edits, request.asked.edits.changes
+    filters, rules, edited = request.filters, request.edits, has_changes(request.asked.edits)
 
     def read(damaged: Mapping[str, str]) -> Source:
         checkpoint = read_source(request._replace(damaged=damaged), means)

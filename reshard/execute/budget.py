@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.asked import cpus_of
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
 from reshard.execute.runs import largest_transposed
@@ -214,7 +215,7 @@ def choose_io(requested: str, costs: Costs) -> tuple[str, str]:
 def reading_budget(plan: Plan) -> Budget:
     """The budget for reading a plan's sources alone."""
     effort = plan.request.asked.effort
-    return Budget.of(effort.cpus, effort.max_memory, source_costs(plan))
+    return Budget.of(cpus_of(effort), effort.max_memory, source_costs(plan))
 
 
 def writing_budget(plan: Plan, sizes: Mapping[int, int], max_open: int) -> Budget:
@@ -235,7 +236,7 @@ def writing_budget(plan: Plan, sizes: Mapping[int, int], max_open: int) -> Budge
 
     def budget_of(limits: GroupLimits, work: tuple[int, int] | None = None) -> Budget:
         return Budget.of(
-            effort.cpus,
+            cpus_of(effort),
             effort.max_memory,
             costs,
             io=effort.io,

@@ -235,7 +235,7 @@ class Request(NamedTuple):
     @property
     def filters(self) -> Filters:
         """The selection of names."""
-        return self.asked.edits.filters
+        return Filters(self.asked.edits.include, self.asked.edits.exclude)
 
     @property
     def target_ranks(self) -> tuple[int, ...] | None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from reshard.asked import cpus_of
 from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import tied_among
 from reshard.checkpoints.formats.pickles import NotPlain
@@ -242,7 +243,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                 effort = self._request.asked.effort
                 # The other half is for tensors that are read ahead.
                 budget = Budget.of(
-                    effort.cpus,
+                    cpus_of(effort),
                     effort.max_memory // 2,
                     _for_single_elements(source_costs(plan)),
                     io=effort.io,

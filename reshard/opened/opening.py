@@ -51,7 +51,7 @@ def open(
         effort: CPUs, memory, and how files are read.
 
     Raises:
-        UsageError: options are missing, or contradict each other.
+        UsageError: parameters are missing, or contradict each other.
         ReshardError: the checkpoint is missing, or a strategy cannot be read.
     """
     report = logged(in_python)

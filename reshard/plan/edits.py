@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from reshard.asked import Edits, Target
+from reshard.asked import Edits, Target, has_changes
 from reshard.checkpoints.formats.dtypes import CAST_TO, dtype_named
 from reshard.errors import UsageError
 from reshard.forms.form import Form, Names, Side
@@ -93,7 +93,7 @@ def _asked_rules(src: str, asked: Edits, to: Form | None, step: str, args: str |
     for option, is_set in (("reverse", asked.reverse), ("optimizer", asked.optimizer is not None)):
         if is_set and names in (None, NO_TABLE):
             raise UsageError(f"--{option} needs --names", hint="name a table: `reshard names list`")
-    if not asked.changes:
+    if not has_changes(asked):
         return NO_EDITS._replace(renamed_one_by_one=exactly)
     if not (is_directory(src) or form_of(src).options.by_rank):
         # An index or the one file of a model.

@@ -15,7 +15,18 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from reshard.asked import TEXTS, VALUE, Conversion, Option, Task, fields_of
+from reshard.asked import (
+    TEXTS,
+    VALUE,
+    Conversion,
+    Option,
+    Task,
+    fields_of,
+    from_json,
+    groups_of,
+    to_json,
+    words_of,
+)
 from reshard.checkpoints.checkpoint import Packing
 from reshard.checkpoints.formats.headers import ALL_FORMATS
 from reshard.defaults import MAX_DEVICES
@@ -89,7 +100,7 @@ class Record(NamedTuple):
     @property
     def identity(self) -> str:
         """A text, equal for runs that may fill one directory together."""
-        asked = self.asked.to_json(identity=True)
+        asked = to_json(self.asked, identity=True)
         content = {**self.to_json(), "asked": asked, "task": self.task.recover, "packing": None}
         return json.dumps(content, sort_keys=True)
 
@@ -117,11 +128,11 @@ class Record(NamedTuple):
         """The command, with paths as they are recorded."""
         asked, task = self.asked, self.task
         target = os.path.join(os.curdir, dst) if dst.startswith("-") else dst
-        words = [word for group in asked.groups for word in group.words()]
+        words = [word for group in groups_of(asked) for word in words_of(group)]
         if task.recover:
-            words = [re.sub("^--src-strategy=", "--strategy=", word) for word in asked.source.words()]
-            words += [*asked.edits.words(["allow_missing"]), *asked.effort.words(), *asked.words(["files"])]
-            words += asked.target.words(["checksum"])
+            words = [re.sub("^--src-strategy=", "--strategy=", word) for word in words_of(asked.source)]
+            words += [*words_of(asked.edits, ["allow_missing"]), *words_of(asked.effort), *words_of(asked, ["files"])]
+            words += words_of(asked.target, ["checksum"])
             words += [] if asked.target.prefix is None else [f"--prefix={asked.target.prefix}"]
         flags = [flag for flag, given in (("--verify", task.verify), ("--lost-only", task.lost_only)) if given]
         return [self.command, asked.source.path, target, *words, *flags]
@@ -130,7 +141,7 @@ class Record(NamedTuple):
         """The JSON record, which `from_fields` reads."""
         task = [flag for flag, value in self.task._asdict().items() if value and flag in _FLAGS]
         names, packing = self.names.to_fields(), self.packing and self.packing._asdict()
-        return {**self._asdict(), "asked": self.asked.to_json(), "names": names, "packing": packing, "task": task}
+        return {**self._asdict(), "asked": to_json(self.asked), "names": names, "packing": packing, "task": task}
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Record:
@@ -146,7 +157,7 @@ class Record(NamedTuple):
         if not _FLAGS.issuperset(task):
             raise JsonError(f"task is {task!r}")
         try:
-            asked = Conversion.from_json(dict(fields.fields("asked").items()))
+            asked = from_json(Conversion, dict(fields.fields("asked").items()))
         except UsageError as error:
             raise JsonError(error.message[:_MAX_MESSAGE]) from error
         record = cls(
@@ -218,7 +229,7 @@ def differences(mine: Record, theirs: Record) -> list[str]:
     """What differs in two conversions; what only follows from something else is left out."""
     contents = [name for name in _CONTENTS if mine.digests[name] != theirs.digests[name]]
     words: list[str] = []
-    for here, there in zip(mine.asked.groups, theirs.asked.groups):
+    for here, there in zip(groups_of(mine.asked), groups_of(theirs.asked)):
         for name, (option, _) in fields_of(type(here)).items():
             if option.identity == VALUE or option.identity in contents:
                 words += _both(option.names[0], *(_typed(option, getattr(each, name)) for each in (there, here)))

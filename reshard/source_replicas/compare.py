@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from reshard.asked import Source
+from reshard.asked import Source, words_of
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, FileSharding, GlobalTensor
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
@@ -195,7 +195,7 @@ class ReplicaComparison:
 
     def error(self, strategy: str, source: Source) -> CheckpointError:
         """The error about ranks of a source that differ, by the strategy at a path."""
-        place, words = source.path, source.words(("step", "file_suffix"))
+        place, words = source.path, words_of(source, ("step", "file_suffix"))
         check = shlex.join(["reshard", "strategy", "check", strategy, place, *words])
         verify = shlex.join(["reshard", "verify", place, "--replicas", "--strategy", strategy, *words])
         differing, compared = self.differing, self.check

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from reshard.asked import Effort
+from reshard.asked import Effort, is_in_part
 from reshard.checkpoints import CheckpointIndex, FileHandles, unchecked
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint, tied_among
 from reshard.errors import CheckpointError, DamagedCheckpointError
@@ -161,7 +161,7 @@ class SourceChecks:
 
     def _check_equal(self, plan: Plan, budget: Budget) -> None:
         """Compare tied tensors, of which one is written; a dry run compares only their first bytes."""
-        in_part = plan.request.task.dry_run or plan.request.asked.in_part
+        in_part = plan.request.task.dry_run or is_in_part(plan.request.asked)
         equals = tied_among(plan.checkpoint, [*plan.sorted.resharded, *plan.sorted.copied])
         equals = [equal for equal in equals if not (equal.optional and in_part)]
         if equals:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.asked import has_changes, is_in_part
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, stored_checkpoint
 from reshard.checkpoints.formats.dtypes import PT
 from reshard.defaults import DEFAULT_PREFIX
@@ -130,7 +131,7 @@ def _differences(stored: Source, conversion: Verified, means: Reading) -> list[D
             source.tensors = sums_of(source, matrices, str(reading.src), scale)
     compared = (source.tensors[name] for name in filter(request.filters.admit, source.tensors))
     used = {name for each in compared for name in _stored_names(each)}
-    differences = unequal([*_pairs(stored, source, used, request.asked.in_part)], means)
+    differences = unequal([*_pairs(stored, source, used, is_in_part(request.asked))], means)
     target = steps_listed(_for_trainer(request, target, source.tensors), source.tensors)
     warn_of_unmatched(request.filters, (listed, target.parameters, source.names), means.report)
     return [*differences, *_compared(source, target, conversion, means)]
@@ -294,7 +295,7 @@ def _check_options(conversion: Verified, names: Collection[str], differences: Co
         UsageError: most names or types are not the source's.
     """
     request = conversion.request
-    if conversion.recorded or request.asked.edits.changes:
+    if conversion.recorded or has_changes(request.asked.edits):
         return
     for kind, noun, options in (("extra", "names", "--names, --rename or --optimizer"), ("type", "types", "--cast")):
         others = sorted({each.parameter for each in differences if each.kind == kind and each.parameter is not None})

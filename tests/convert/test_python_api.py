@@ -52,6 +52,14 @@ def test_a_conversion_writes_the_bytes_of_the_command_line(tmp_path: Path, argum
     conversion.verify()
 
 
+def test_results_show_what_was_written(tmp_path: Path) -> None:
+    conversion = conversion_of(SRC, tmp_path / "out", **STRATEGIES, max_memory="64M")
+    planned, summary = conversion.plan(), conversion.convert()
+    written = f"4 files, {summary.bytes_written} bytes, 0 warnings>"
+    assert repr(summary) == f"<Summary of step 2_10: {written}"
+    assert repr(planned) == f"<Planned: <Summary of step 2_10: dry run, {written}, {64 << 20} bytes of buffers>"
+
+
 def test_a_file_holds_one_rank(tmp_path: Path) -> None:
     path = tmp_path / "one.ckpt"
     source, strategy = reshard.Source(str(SRC), str(STRATEGIES["src_strategy"])), str(STRATEGIES["dst_strategy"])

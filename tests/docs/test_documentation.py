@@ -15,11 +15,13 @@ import pytest
 from docs.tools import commands, manual, pages, pictures
 from docs.tools.translations import ORIGINALS
 from reshard.cli.main import cli
+from reshard.forms import FORM_CLASSES, READ_ONLY_CLASSES
 from tests.conftest import LONG
 from tests.corpus import ROOT
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
+CLASSES = ["Conversion", "Edits", "Effort", "Source", "Target"]
 PAGES = [README, *sorted(DOCS.glob("*.md")), *ORIGINALS]
 
 
@@ -108,6 +110,15 @@ def test_every_page_is_in_the_index() -> None:
     for page in PAGES:
         if page.parent == DOCS and page.name != "README.md":
             assert f"]({page.name})" in index, page.name
+
+
+def test_the_glossary_has_every_form_and_class() -> None:
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    for word in (
+        *(f"form `{form}`" for form in [*FORM_CLASSES, *READ_ONLY_CLASSES]),
+        *(f"`{name}`" for name in CLASSES),
+    ):
+        assert f"{word} " in text, word
 
 
 def anchors(page: Path) -> set[str]:
