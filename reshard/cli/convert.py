@@ -21,7 +21,7 @@ from reshard.errors import UsageError
 from reshard.forms.registry import form_named, form_of
 from reshard.forms.request import Request
 from reshard.strategies import typed_strategy
-from reshard.text.messages import Report, byte_size, counted_ranks, listing, plural, rank_ranges, step_words
+from reshard.text.messages import Report, are, byte_size, counted_ranks, listing, plural, rank_ranges, step_words
 from reshard.text.names import KINDS, kind_of
 
 if TYPE_CHECKING:
@@ -354,7 +354,11 @@ def run_recovery(asked: Conversion, task: Task) -> None:
                 f"{rank_ranges(rebuilt)} made from replicas" if rebuilt else "no rank was missing or damaged",
             ]
         else:
-            reason = f"{complete} already complete in {dst}" if summary.done_before else "no rank is lost"
+            reason = "no rank is lost"
+            if summary.done_before:
+                reason = f"{complete} already complete in {dst}"
+            elif asked.files is not None:
+                reason = f"{rank_ranges(asked.files)} {are(asked.files)} not lost"
             rows = [f"nothing to write: {reason}"]
         if is_verbose():
             rows += [f"{step_words(summary.step)}: {contents_words(summary)}", *detail_lines(summary, request)]

@@ -145,7 +145,7 @@ def _lines(run: Run, moved: Transfers) -> list[str]:
             *(_room(space, several=len(spaces) > 1) for space in spaces),
         ]
     else:
-        lines.append("  write    nothing: all requested targets are written")
+        lines.append("  write    nothing" + (": all requested targets are written" if summary.done_before else ""))
     if summary.done_before:
         complete, handling = counted_ranks(summary.done_before, files), left_alone(summary.done_before)
         lines.append(f"  done     {complete} by the same conversion before; {handling}")

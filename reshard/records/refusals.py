@@ -31,8 +31,10 @@ def replacing(mine: Record, whole: bool) -> str:
 def another_conversion(root: str, mine: Record, theirs: Record, whole: bool) -> ReplaceableError:
     """Another conversion has begun in the directory."""
     hint = f"choose another DST, or replace all of it with {replacing(mine, whole)}"
-    if theirs.is_repeatable:
-        hint += f"\nthe earlier command: {shlex.join(['reshard', *theirs.words(root)])}"
+    words = theirs.words(root)
+    # The same command is refused again: the strategy's file, or the ranks that --lost-only finds, are others now.
+    if theirs.is_repeatable and words != mine.words(root):
+        hint += f"\nthe earlier command: {shlex.join(['reshard', *words])}"
     differing = ", ".join(differences(mine, theirs))
     return ReplaceableError(f"{root} holds another conversion, which differs in {differing}", file=root, hint=hint)
 

@@ -114,6 +114,19 @@ def test_a_recovery_of_lost_ranks_is_complete_without_the_others(plain: World) -
     assert report["wanted"] == [0, 1, 2, 3] and report["complete"] and report["manifest"]
 
 
+def test_a_stopped_recovery_whose_ranks_were_copied_back_is_not_sent_to_the_same_command(plain: World) -> None:
+    plain.save({name: FULL[name] for name in ("w", "v")}, ranks=[0, 1])
+    recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old, "--lost-only"]
+    done(*recover)
+    shutil.rmtree(plain.dst / "rank_3")
+    shutil.copytree(plain.dst / "rank_2", plain.src / "rank_2")
+    result = fails(3, *recover, texts=["another conversion", "--lost-only (2 3 there, 3 here)", "--overwrite"])
+    assert "the earlier command" not in result.err
+    assert "rank 2 is not lost" in done(*recover, "--ranks", "2").err
+    done(*recover, "--overwrite")
+    assert [(plain.dst / f"rank_{rank}").exists() for rank in (2, 3)] == [False, True]
+
+
 def test_a_recovery_stays_complete_after_its_ranks_are_copied_back(plain: World) -> None:
     plain.save({name: FULL[name] for name in ("w", "v")}, ranks=[0, 1, 2])
     recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old, "--lost-only"]
