@@ -38,7 +38,7 @@ def on_terminal(columns: int, *words: str) -> str:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("columns", "shown"), [(80, " of 4.00G, "), (40, "% ")])
+@pytest.mark.parametrize(("columns", "shown"), [(80, " of 4.00GiB, "), (40, "% ")])
 def test_a_terminal_shows_progress_speed_and_remaining_time(columns: int, shown: str) -> None:
     output = on_terminal(columns)
     frames = [frame for frame in re.split(r"[\r\n]", output) if frame.startswith("checking CRCs")]
@@ -65,7 +65,7 @@ def test_a_terminal_shows_progress_unless_switched_off(words: list[str], shown: 
 def test_a_terminal_without_a_size_shows_a_bar_of_80_columns(size: tuple[int, int]) -> None:
     output = terminal_output(size, SCRIPT)
     frames = [frame for frame in re.split(r"[\r\n]", output) if frame.startswith("checking CRCs")]
-    assert frames and all(" of 4.00G, " in frame and len(frame) <= 80 for frame in frames)
+    assert frames and all(" of 4.00GiB, " in frame and len(frame) <= 80 for frame in frames)
     assert "checking" not in terminal_output(size, SCRIPT, "--quiet")
 
 
