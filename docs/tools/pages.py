@@ -4,7 +4,8 @@ A fenced block of language ``sh`` is typed into bash, ``python`` into Python, on
 directory per page; ``console``, ``text`` and all others are only shown. An HTML comment in the line before a
 fence says more:
 
-``<!-- output -->``: what the block before printed, standard error included, timings aside.
+``<!-- output -->``: what the block before printed, standard error included, timings aside; with ``...`` as its last
+line, the first lines of that.
 ``<!-- file: NAME -->``: the block is written to this file instead of being typed.
 ``<!-- status: N -->``: the block ends with this exit status.
 """
@@ -141,7 +142,7 @@ def type_page(page: Path, place: Path, commands: Path | None = None) -> list[Pri
         if block.mark == "file":
             (place / block.value).write_text(block.text, encoding="utf-8")
         elif block.mark == "output":
-            entries.append(Printed(block, printed))
+            entries.append(Printed(block, _cut(printed, block)))
         elif block.language in _TYPED:
             done = subprocess.run(
                 [*_TYPED[block.language], block.text],
@@ -158,6 +159,14 @@ def type_page(page: Path, place: Path, commands: Path | None = None) -> list[Pri
             where = f"{page.name}, line {block.start + 1}"
             assert done.returncode == status, f"{where} gave {done.returncode}:\n{block.text}\n{printed}"
     return entries
+
+
+def _cut(printed: str, block: Block) -> str:
+    """What a block shows of an output: all, or with an ellipsis as many of the first lines as it has."""
+    shown = block.text.splitlines()
+    if shown[-1:] != ["..."]:
+        return printed
+    return "".join([*printed.splitlines(keepends=True)[: len(shown) - 1], "...\n"])
 
 
 def rewrite(page: Path, entries: list[Printed]) -> None:
