@@ -5,7 +5,6 @@ Commands are imported when they are run, which keeps --help fast.
 
 from __future__ import annotations
 
-import io
 import signal
 from typing import Any, NoReturn
 
@@ -22,6 +21,8 @@ from reshard.text.messages import is_shortened, printable
 _MANY_LINES = 8
 # Exit statuses of errors that a retry may cure, and of interrupted runs.
 _CURABLE = (1, 129, 130, 143)
+# Shows the help; older versions of click do so without an error.
+_NO_ARGUMENTS = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 # Name on the command line: module, attribute, one line of help (spares importing the module).
 _COMMANDS = {
@@ -42,7 +43,7 @@ _COMMANDS = {
         "merge-lora": ("merge_lora", "merge_lora", "Merge a LoRA adapter into its base model."),
         "decrypt": ("decrypt", "decrypt", "Decrypt .ckpt files that were saved with enc_key."),
     },
-    "Prove": {
+    "Check": {
         "verify": ("verify", "verify", "Prove that a converted checkpoint is right."),
         "diff": ("numbers", "diff", "Compare the tensors of two checkpoints."),
         "fingerprint": ("verify", "fingerprint", "Print layout-independent fingerprints of all parameters."),
@@ -64,6 +65,12 @@ _ALIASES = {"transform-dir": "convert", "transform-all": "convert", "transform-b
 class _Reshard(LazyGroup):
     """A group whose commands end with the documented exit statuses, and never with a traceback."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            _refuse(ctx, error)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -75,11 +82,7 @@ class _Reshard(LazyGroup):
         except MemoryError:
             _finish(ctx, "out of memory; try a smaller --max-memory or fewer --jobs", 1)
         except click.UsageError as error:
-            shown = io.StringIO()
-            error.show(shown)
-            usage, mark, message = shown.getvalue().partition("Error: ")
-            click.echo(usage + alarming(mark + message.rstrip()), err=True)
-            ctx.exit(error.exit_code)
+            _refuse(ctx, error)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except OSError as error:
@@ -88,6 +91,16 @@ class _Reshard(LazyGroup):
         except Exception as error:
             text = f"internal error ({type(error).__name__}: {error})\nthis is a bug; --debug shows where"
             _finish(ctx, text, 3)
+
+
+def _refuse(ctx: click.Context, error: click.UsageError) -> NoReturn:
+    """Show an error of click as the others are shown."""
+    if isinstance(error, _NO_ARGUMENTS):
+        raise error
+    message = error.format_message().strip()
+    path = (error.ctx or ctx).command_path
+    text = f"{message[:1].lower()}{message[1:].rstrip('.')}\n`{path} --help` shows what it takes"
+    _finish(ctx, text, error.exit_code)
 
 
 def _error_text(error: ReshardError) -> str:

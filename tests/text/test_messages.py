@@ -103,7 +103,7 @@ def test_errors_are_red_and_warnings_yellow_on_a_colour_terminal(world: World) -
     world.save(FULL)
     wrong = [str(word) for word in world.words("--ranks", "9")]
     assert f"{RED}reshard: error: target rank 9" in terminal_output(100, ON_TERMINAL, *wrong)
-    assert f"{RED}Error: No such option" in terminal_output(100, ON_TERMINAL, *wrong, "--rank")
+    assert f"{RED}reshard: error: no such option" in terminal_output(100, ON_TERMINAL, *wrong, "--rank")
     assert "\033[" not in terminal_output(100, ON_TERMINAL, *wrong, NO_COLOR="1")
     assert "\033[" not in reshard(*wrong, subprocess_=True).err
     ranks = cut_ranks(SOURCE, FULL, COPIED)
