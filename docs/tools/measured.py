@@ -55,9 +55,9 @@ Each section has the command that measures it again, and the date. The command w
 {machine}.
 Files are in memory unless a section states otherwise. A ratio is the time of `reshard` over the other time: below 1
 is faster. It is the geometric mean of pairs of runs in alternating order. Single pairs differ by a factor of four,
-because runs are slower if the machine has no free pages: then `cp` takes twice as long, and ratios are half as large.
-The first section was measured with free pages, most others were not. `cp` uses one core and `reshard` all. From DCP, a
-third of the processor time is the check of its CRCs. Memory is the anonymous memory of all processes. All output was
+because runs are slower if the machine has no free pages: then `cp` takes twice as long. The first section was measured
+with free pages, most others were not. `cp` uses one core and `reshard` all. From DCP, a third of the processor time is
+the check of its CRCs. Memory is the anonymous memory of all processes. All output was
 checked. [Reasons, and what was dropped](../CONTRIBUTING.md#measured).
 """
 
