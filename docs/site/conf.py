@@ -39,11 +39,11 @@ html_additional_pages = {"index": "front.html"}
 templates_path = ["."]
 
 _GROUP = re.compile(r"^## (.*)$", re.MULTILINE)
-_PAGE = re.compile(r"^\| .* \| \[.*\]\((.*)\.md\) \|$", re.MULTILINE)
+_PAGE = re.compile(r"\]\(([^()]*)\.md\)")
 
 
 def _add_contents(app: Any, page: str, source: list[str]) -> None:
-    """Append the contents to the front page: the groups of docs/README.md, and the pages of their tables."""
+    """Append the contents to the front page: the groups of docs/README.md, and the pages they link to."""
     if page == root_doc:
         source[0] += "\n\n```{toctree}\n:hidden:\n\ndocs/README\n```\n"
         _, *parts = _GROUP.split((_ROOT / "docs/README.md").read_text(encoding="utf-8"))

@@ -106,9 +106,9 @@ def test_every_link_has_a_target(page: Path) -> None:
 
 def test_every_page_is_in_the_index() -> None:
     index = (DOCS / "README.md").read_text(encoding="utf-8")
-    for page in PAGES:
-        if page.parent == DOCS and page.name != "README.md":
-            assert f"]({page.name})" in index, page.name
+    for page in [*DOCS.rglob("*.md"), README.with_name("README.zh.md")]:
+        if page != DOCS / "README.md":
+            assert f"]({os.path.relpath(page, DOCS)})" in index, page
 
 
 def test_the_glossary_has_every_form() -> None:
