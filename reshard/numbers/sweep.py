@@ -122,8 +122,8 @@ def sweep(
     Returns:
         Per item the results of its parts, in order; none for an item without elements.
     """
-    # Once it has freed an array of some size, glibc keeps the memory of smaller ones for the next: measured, `diff` took
-    # four times as long while each temporary array came from the kernel.
+    # Once it has freed an array of some size, glibc keeps the memory of smaller ones for the next. Measured: `diff`
+    # took three times as long while each temporary array came from the kernel.
     np.empty(_THREAD_BYTES, np.uint8)
     most = max(1, (max_memory + _SPARE) // _THREAD_BYTES)
     nbytes = sum(item.nbytes for item in items)
