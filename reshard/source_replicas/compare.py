@@ -27,6 +27,7 @@ from reshard.execute import Budget, Progress
 from reshard.execute.reader import BoxReader, in_order
 from reshard.layout import Box, Grid, boxes_of_range, placed, shape_of, volume_of
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
+from reshard.processes import reuse_memory
 from reshard.source_replicas.choice import (
     Holder,
     ParameterGroup,
@@ -494,6 +495,7 @@ def _compare_everything(
     """
     from concurrent.futures import ThreadPoolExecutor
 
+    reuse_memory(budget.block_bytes)
     lock, stop = threading.Lock(), threading.Event()
 
     def compare(part: _Part) -> tuple[bool, dict[int, bytes]]:

@@ -17,7 +17,7 @@ import numpy as np
 from reshard.checkpoints import CheckpointIndex, unchecked
 from reshard.checkpoints.formats.crc import check_crcs
 from reshard.forms.request import Means
-from reshard.processes import MIN_BYTES_PER_PROCESS, Crew, Notify, may_fork, private_bytes, process_count
+from reshard.processes import MIN_BYTES_PER_PROCESS, Crew, Notify, may_fork, private_bytes, process_count, reuse_memory
 from reshard.storage import FileStatus, costs_of
 from reshard.storage.store import busy_cpus
 from reshard.text.messages import one_line, quoted, rank_ranges, some_names
@@ -318,6 +318,7 @@ def run_tasks(
             break
     if not first:
         return
+    reuse_memory(_MAX_BLOCK_DERIVED)
     threads = max(1, min(_threads(means), means.max_memory // least, len(first)))
     costs = costs_of(next(iter(means.read), "."))
     if not costs.remote and nbytes < len(first) * _TINY:
