@@ -205,6 +205,9 @@ class TargetDirectory:
                         self._remove(before, recorded)
                     elif left:
                         self._unfinish(self._record)
+                    if before is None:
+                        # They say nothing of this conversion, and would be taken for its own.
+                        self._ledger.remove_leftovers()
                     self._ledger.claim()
                     self._add_records()
                 yield left

@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -121,7 +122,7 @@ class Ledger:
         self._destination = destination
         self._root = os.path.join(destination, OWN)
         self._made_destination = False
-        self._plan_seen: tuple[int, int] | None = None
+        self._plan_seen: tuple[int, int, int] | None = None
         # The plan: as this run would record it, or as it was read last.
         content = {"version": VERSION, "conversion": record.to_json()}
         self._plan = (json.dumps(content, sort_keys=True) + "\n").encode()
@@ -155,10 +156,26 @@ class Ledger:
             with writing(self._root):
                 yield
 
+    def remove_leftovers(self) -> None:
+        """Remove records without a plan, such as those of a conversion of which somebody removed only the plan."""
+        # Listed first: those of a run that begins meanwhile come after its plan.
+        left = {kind: [*filter(parsed, self._names(kind))] for kind, parsed in _KINDS.items()}
+        if _plan_in(self._destination) is None:
+            for kind, names in left.items():
+                self._discard(kind, names)
+
+    def renew(self) -> None:
+        """Write the plan again: running runs of the conversion compare their sources with the records once more."""
+        path, plan = os.path.join(self._root, _PLAN), _plan_in(self._destination)
+        if plan is not None:
+            # Another size as well: some stores keep times in whole seconds.
+            with writing(path):
+                store_of(path).write_whole(path, plan + b"\n")
+
     def claim(self) -> bool:
         """Record that the directory is of this conversion; whether the record is new since the last call.
 
-        Then this call made it, or another run removed all records and made them again.
+        Then this call made it, or another run removed all records and made them again, or `renew` was called.
 
         Raises:
             TargetError: it is another conversion's.
@@ -181,8 +198,9 @@ class Ledger:
                 hint="choose another DST, or wait until it ends and replace it with --overwrite for all ranks",
             )
         self._plan, self.record, status = plan, current.record, status_at(path)
-        before, self._plan_seen = self._plan_seen, None if status is None else (status.inode, status.modified)
-        return created or before not in (None, self._plan_seen)
+        seen = None if status is None else (status.inode, status.modified, len(plan))
+        before, self._plan_seen = self._plan_seen, seen
+        return created or before not in (None, seen)
 
     def leave_nothing(self) -> None:
         """Remove the records, and what they made, of a conversion without a finished target; failures are harmless."""
@@ -429,7 +447,9 @@ def _ledger_of(destination: str, plan: bytes) -> Ledger:
 def _reading_plan(destination: str) -> Iterator[str]:
     path = os.path.join(destination, OWN, _PLAN)
     with reading(
-        path, TargetError, f"choose another DST, or remove this one if it is not needed; {old_hint(destination)}"
+        path,
+        TargetError,
+        f"choose another DST, or remove {shlex.quote(destination)} if it is not needed; {old_hint(destination)}",
     ):
         yield path
 
