@@ -254,6 +254,23 @@ class Ledger:
         """Source files that runs of this conversion found damaged, including files of older steps."""
         return set(filter(None, map(SourceFile.parse, self._names("damaged"))))
 
+    def read_damaged(self, damaged: Iterable[SourceFile]) -> list[int]:
+        """Ranks of source files that runs have read and that are damaged, by the records or among ``damaged``."""
+        found = set(map(_same, itertools.chain(self.damaged(), damaged)))
+        return sorted(rank for rank, files in self._sources().items() if not found.isdisjoint(map(_same, files)))
+
+    def settle(self, repaired: Iterable[SourceFile], damaged: Iterable[SourceFile]) -> None:
+        """Drop what `read_damaged` would find, once no finished target can be made from it.
+
+        Args:
+            repaired: files of damaged ones' size, headers and samples that are intact.
+            damaged: files that this run found damaged.
+        """
+        recorded = itertools.chain.from_iterable(self._sources().values())
+        for kind, records, files in (("damaged", self.damaged(), repaired), ("sources", recorded, damaged)):
+            dropped = set(map(_same, files))
+            self._discard(kind, [record.record for record in records if _same(record) in dropped])
+
     def add_damaged(self, sources: Iterable[SourceFile]) -> None:
         """Record source files with damaged contents."""
         self._add("damaged", [source.record for source in sources])
@@ -286,6 +303,14 @@ class Ledger:
                 finished[name] = next((record for record in matching if record.crc32 is not None), matching[0])
         return finished
 
+    def drop_done(self, record: DoneRecord) -> None:
+        """Remove the record of a target that does not get its name."""
+        self._discard("done", [self._done_name(record)])
+
+    def _done_name(self, record: DoneRecord) -> str:
+        rank, _, size, headers, crc, modified = record
+        return f"{rank}.{size}.{modified}.{headers or _NONE}.{crc or _NONE}{self._ending}"
+
     def add_done(self, record: DoneRecord, flush: bool) -> None:
         """Record a finished target.
 
@@ -296,8 +321,7 @@ class Ledger:
         Raises:
             RetryableError: it cannot be written.
         """
-        rank, _, size, headers, crc, modified = record
-        self._add("done", [f"{rank}.{size}.{modified}.{headers or _NONE}.{crc or _NONE}{self._ending}"])
+        self._add("done", [self._done_name(record)])
         if flush:
             with writing(self._root):
                 store_of(self._root).flush(os.path.join(self._root, "done"))
@@ -452,6 +476,11 @@ def _reading_plan(destination: str) -> Iterator[str]:
         f"choose another DST, or remove {shlex.quote(destination)} if it is not needed; {old_hint(destination)}",
     ):
         yield path
+
+
+def _same(source: SourceFile) -> tuple[int, tuple[int, str, str]]:
+    """Equal for records of the same file."""
+    return source.rank, source.content
 
 
 def _parsed(name: str) -> DoneRecord | None:

@@ -91,3 +91,18 @@ def other_source(root: str, files: str, rank: int, how: str, replace: str) -> Re
         rank=rank,
         hint=f"choose another DST, or convert everything again with {replace}",
     )
+
+
+def damaged_sources(root: str, files: str, rank: int, replace: str) -> ReplaceableError:
+    """Existing targets may be made from source files that are damaged.
+
+    Args:
+        files: `source_files`, the first of ``rank``.
+        replace: the options that replace everything, from `replacing`.
+    """
+    return ReplaceableError(
+        f"{root} holds targets for which {files} may have been read, damaged by the recorded CRC",
+        file=root,
+        rank=rank,
+        hint=f"choose another DST, or convert everything again with {replace}",
+    )
