@@ -90,6 +90,8 @@ class TargetDirectory:
         self._requested = requested
         self._sources = source_files(plan.checkpoint.indexes, checks.handles)
         self._damaged = source_files(checks.found, checks.handles)
+        # Of rank files, a run may read only some.
+        self._source_whole = not request.form.options.by_rank
         # Without CRC checks, damaged files are read like others.
         self._checks_crcs = asked.effort.crc != "never"
         self._suspected: list[SourceFile] = []
@@ -141,6 +143,8 @@ class TargetDirectory:
         if in_the_way and not self._overwrite:
             known = before is not None and bool(before.done(frozenset(in_the_way)))
             raise self._existing(in_the_way, known)
+        if joined and not anew:
+            self._note_other_path(before)
         return missing, before, recorded, anew
 
     def _begins_anew(self, before: Ledger, recorded: Mapping[str, DoneRecord]) -> bool:
@@ -152,7 +156,7 @@ class TargetDirectory:
         if not before.joins(self._ledger):
             return True
         done = before.done().keys()
-        changes = before.changed_sources(self._sources)
+        changes = before.changed_sources(self._sources, self._source_whole)
         damaged = self._read_damaged(before)
         # Other runs may be about to finish their first targets.
         stays = not (self._overwrite and (self._whole or (done and done <= set(self._requested))))
@@ -199,9 +203,19 @@ class TargetDirectory:
         changed = sorted([*contents, *values])
         if changed:
             how = "sizes, headers or contents" if contents else "shared values such as global_step"
+            how = f"number, {how}" if contents and self._source_whole else how
             files = refusals.source_files(changed, self._plan.request.form.options.unit)
             replace = refusals.replacing(self._record, self._whole)
             raise refusals.other_source(self._root, files, changed[0], how, replace)
+
+    def _note_other_path(self, before: Ledger | None) -> None:
+        """Note that the finished targets were made from another path, whose files look like those of this run."""
+        theirs, mine = "" if before is None else before.record.asked.source.path, self._record.asked.source.path
+        if before is not None and theirs != mine and before.done():
+            self._report.note(
+                f"{self._root} was begun from {theirs}; the files read of {mine} look the same: equal in size, headers "
+                "and samples of their contents"
+            )
 
     def _existing(self, ranks: Sequence[int], modified: bool) -> ReshardError:
         """Targets of some ranks exist; see `refusals.existing`."""
@@ -273,7 +287,7 @@ class TargetDirectory:
         if anew:
             # Another run failed before its first target and removed the records, or it replaces targets, or it found
             # a source damaged.
-            self._refuse_changed(*self._ledger.changed_sources(self._sources))
+            self._refuse_changed(*self._ledger.changed_sources(self._sources, self._source_whole))
             self._refuse_damaged(self._read_damaged(self._ledger))
             self._add_records()
         return anew
@@ -286,14 +300,16 @@ class TargetDirectory:
         before = ledger_in(self._root)
         if before is None or not before.joins(self._ledger):
             return
-        if any(before.changed_sources(self._sources)) or not before.damaged().issuperset(self._damaged):
+        if any(before.changed_sources(self._sources, self._source_whole)) or not before.damaged().issuperset(
+            self._damaged
+        ):
             before.renew()
 
     def _add_records(self) -> None:
         """Record the sources of this run."""
         if self._checks_crcs:
             self._ledger.settle(self._suspected, self._damaged)
-        self._ledger.add_sources(self._sources)
+        self._ledger.add_sources(self._sources, self._source_whole)
         self._ledger.add_damaged(self._damaged)
 
     def _remove(self, before: Ledger, recorded: Mapping[str, DoneRecord]) -> None:

@@ -215,12 +215,16 @@ class Ledger:
             if self._made_destination:
                 store_of(self._root).remove_directory(self._destination)
 
-    def changed_sources(self, sources: Iterable[SourceFile]) -> tuple[list[int], list[int]]:
+    def changed_sources(self, sources: Collection[SourceFile], whole: bool) -> tuple[list[int], list[int]]:
         """Source ranks whose files differ from the records of earlier runs.
 
+        Args:
+            sources: the files that this run reads.
+            whole: every run reads all files of the source, so that a file that only some of them read is a difference.
+
         Returns:
-            Ranks whose size, headers or contents differ; and ranks that were not read before, and whose values such as
-            ``global_step`` differ from those of other ranks.
+            Ranks whose size, headers or contents differ, or that are new or gone; and ranks that were not read
+            before, and whose values such as ``global_step`` differ from those of other ranks.
         """
         before = self._sources()
         values: dict[str, set[str]] = {}
@@ -234,13 +238,24 @@ class Ledger:
                 contents.append(source.rank)
             elif not recorded and source.values not in values.get(source.value_names, {source.values}):
                 other_values.append(source.rank)
-        return contents, other_values
+        if whole and self.done():
+            # Before the first target, a killed run may have recorded some files only.
+            damaged = {file.rank for file in self.damaged()}
+            contents += (before.keys() ^ {source.rank for source in sources}) - damaged
+        return sorted(contents), other_values
 
-    def add_sources(self, sources: Collection[SourceFile]) -> None:
-        """Record source files, replacing records of the same ranks with other content."""
+    def add_sources(self, sources: Collection[SourceFile], whole: bool) -> None:
+        """Record source files, replacing records of the same ranks with other content; if ``whole``, all records."""
         recorded = self._sources()
         self._add("sources", [source.record for source in sources if source not in recorded.get(source.rank, ())])
-        replaced = [one for source in sources for one in recorded.get(source.rank, ()) if one.content != source.content]
+        now = {source.rank: source.content for source in sources}
+        replaced = [
+            one
+            for rank, files in recorded.items()
+            if whole or rank in now
+            for one in files
+            if one.content != now.get(rank)
+        ]
         self._discard("sources", [one.record for one in replaced])
 
     def _sources(self) -> dict[int, list[SourceFile]]:

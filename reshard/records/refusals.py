@@ -85,8 +85,9 @@ def other_source(root: str, files: str, rank: int, how: str, replace: str) -> Re
         how: what differs.
         replace: the options that replace everything, from `replacing`.
     """
+    verb = "differs" if files.startswith("source file ") else "differ"
     return ReplaceableError(
-        f"the {files} differ from those of the conversion in {root}: {how} differ",
+        f"the {files} {verb} from those of the conversion in {root}: {how} differ",
         file=root,
         rank=rank,
         hint=f"choose another DST, or convert everything again with {replace}",
