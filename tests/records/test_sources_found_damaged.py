@@ -34,8 +34,8 @@ def damaged(tmp_path: Path) -> World:
     return world
 
 
-def flip(world: World) -> None:
-    path = world.src / "rank_0" / "net-1_10.ckpt"
+def flip(world: World, rank: int = 0) -> None:
+    path = world.src / f"rank_{rank}" / "net-1_10.ckpt"
     with FileHandles() as handles:
         ((offset, _),) = read_index(handles, str(path)).tensors["w"].extents
     data = bytearray(path.read_bytes())
@@ -102,3 +102,15 @@ def test_a_copy_of_a_rank_that_is_found_damaged_later_does_not_stay(damaged: Wor
     done(*words, "--overwrite")
     (copy,) = damaged.dst.glob("rank_0/net*")
     assert read_checkpoint(copy)["w"].same(FULL["w"])
+
+
+def test_files_damaged_one_after_the_other_are_all_replaced(tmp_path: Path) -> None:
+    thrice = single({"w": layout([3], [-1, -1]), "v": layout([3], [-1])})
+    world = World(tmp_path, thrice, STAGES)
+    world.save(FULL, crc=True)
+    flip(world)
+    world.by_rank(0)
+    flip(world, 1)
+    world.by_rank(0, "--overwrite")
+    world.by_rank(1)
+    same_ranks(world.found(), world.expected(FULL))
