@@ -157,8 +157,9 @@ def run(
                 replicas = checks.check(plan, [*sizes], budget)
                 break
             except DamagedSourcesError as error:
-                # Damaged files count as lost, once: one that is found damaged after that is an error.
-                if damage is not None:
+                # Damaged files count as lost, once: one that is found damaged after that is an error. Those that
+                # earlier runs found are of other times: the rest of the step was not checked with them.
+                if damage is not None and damage.checkpoint is not None:
                     raise
                 damage = error
                 del times[1:]

@@ -28,6 +28,7 @@ from reshard.records import (
     Ledger,
     Manifest,
     Record,
+    SourceFile,
     header_digest,
     read_manifest,
     refusals,
@@ -89,6 +90,11 @@ class TargetDirectory:
         self._requested = requested
         self._sources = source_files(plan.checkpoint.indexes, checks.handles)
         self._damaged = source_files(checks.found, checks.handles)
+        # Of rank files, a run may read only some.
+        self._source_whole = not request.form.options.by_rank
+        # Without CRC checks, damaged files are read like others.
+        self._checks_crcs = asked.effort.crc != "never"
+        self._suspected: list[SourceFile] = []
         self._record = record_of(plan)
         self._ledger = Ledger(self._root, self._record, report.note)
         self._unfinished = _unfinished(self._root, self._record)
@@ -137,34 +143,79 @@ class TargetDirectory:
         if in_the_way and not self._overwrite:
             known = before is not None and bool(before.done(frozenset(in_the_way)))
             raise self._existing(in_the_way, known)
+        if joined and not anew:
+            self._note_other_path(before)
         return missing, before, recorded, anew
 
     def _begins_anew(self, before: Ledger, recorded: Mapping[str, DoneRecord]) -> bool:
         """Whether finished targets of this run are written again; otherwise it goes on with those that are missing.
 
         Raises:
-            TargetError: finished targets that stay were made from other source files.
+            TargetError: finished targets that stay were made from other source files, or from damaged ones.
         """
         if not before.joins(self._ledger):
             return True
         done = before.done().keys()
-        changes = before.changed_sources(self._sources)
+        changes = before.changed_sources(self._sources, self._source_whole)
+        damaged = self._read_damaged(before)
         # Other runs may be about to finish their first targets.
         stays = not (self._overwrite and (self._whole or (done and done <= set(self._requested))))
         if stays:
             self._refuse_changed(*changes)
+            self._refuse_damaged(damaged)
         # A replacement that was stopped goes on: some of its targets are missing.
         finished = recorded.keys() >= {self._name(rank) for rank in self._requested}
-        return self._overwrite and (finished or any(changes))
+        return self._overwrite and (finished or any(changes) or bool(damaged))
+
+    def _read_damaged(self, before: Ledger) -> list[int]:
+        """Source ranks whose files are damaged, and from which finished targets may be made.
+
+        Raises:
+            RetryableError: another run has found a file of this run damaged meanwhile.
+        """
+        if not self._checks_crcs:
+            return []
+        new = sorted({source.rank for source in self._known_damaged(before)} - {one.rank for one in self._suspected})
+        if new:
+            files = refusals.source_files(new, self._plan.request.form.options.unit)
+            raise RetryableError(
+                f"another run has found the {files} damaged meanwhile",
+                file=self._root,
+                rank=new[0],
+                hint="run the same command again: it treats them as missing",
+            )
+        return before.read_damaged(self._damaged) if before.done() else []
+
+    def _refuse_damaged(self, damaged: Sequence[int]) -> None:
+        """Refuse to go on with targets made from damaged source files, which are recorded."""
+        if not damaged:
+            return
+        if not self._plan.request.task.dry_run:
+            # They may be repaired before the next run.
+            with contextlib.suppress(ReshardError):
+                self._ledger.add_damaged(self._damaged)
+        files = refusals.source_files(damaged, self._plan.request.form.options.unit)
+        replace = refusals.replacing(self._record, self._whole)
+        raise refusals.damaged_sources(self._root, files, damaged[0], replace)
 
     def _refuse_changed(self, contents: Sequence[int], values: Sequence[int]) -> None:
         """Refuse other source files than those of the finished targets; see `Ledger.changed_sources`."""
         changed = sorted([*contents, *values])
         if changed:
             how = "sizes, headers or contents" if contents else "shared values such as global_step"
+            how = f"number, {how}" if contents and self._source_whole else how
             files = refusals.source_files(changed, self._plan.request.form.options.unit)
             replace = refusals.replacing(self._record, self._whole)
             raise refusals.other_source(self._root, files, changed[0], how, replace)
+
+    def _note_other_path(self, before: Ledger | None) -> None:
+        """Note that the finished targets were made from another path, whose files look like those of this run."""
+        theirs, mine = "" if before is None else before.record.asked.source.path, self._record.asked.source.path
+        if before is not None and theirs != mine and before.done():
+            self._report.note(
+                f"{self._root} was begun from {theirs}; the files read of {mine} look the same: equal in size, headers "
+                "and samples of their contents"
+            )
 
     def _existing(self, ranks: Sequence[int], modified: bool) -> ReshardError:
         """Targets of some ranks exist; see `refusals.existing`."""
@@ -200,11 +251,15 @@ class TargetDirectory:
         try:
             try:
                 with self._ledger.locked():
+                    self._renew()
                     left, before, recorded, anew = self._survey()
                     if before is not None and anew:
                         self._remove(before, recorded)
                     elif left:
                         self._unfinish(self._record)
+                    if before is None:
+                        # They say nothing of this conversion, and would be taken for its own.
+                        self._ledger.remove_leftovers()
                     self._ledger.claim()
                     self._add_records()
                 yield left
@@ -221,21 +276,40 @@ class TargetDirectory:
                         self._report.next_command = f"reshard resume {shlex.quote(self._root)}"
             raise
 
-    def _claim(self) -> None:
-        """Check that the directory is still of this conversion and made from this run's sources.
+    def _claim(self) -> bool:
+        """Check that the directory is still of this conversion and made from this run's sources; whether it is so anew.
 
         Raises:
             TargetError: it is not.
             RetryableError: it cannot be recorded.
         """
-        if self._ledger.claim():
-            # Another run failed before its first target and removed the records, or it replaces everything.
-            self._refuse_changed(*self._ledger.changed_sources(self._sources))
+        anew = self._ledger.claim()
+        if anew:
+            # Another run failed before its first target and removed the records, or it replaces targets, or it found
+            # a source damaged.
+            self._refuse_changed(*self._ledger.changed_sources(self._sources, self._source_whole))
+            self._refuse_damaged(self._read_damaged(self._ledger))
             self._add_records()
+        return anew
+
+    def _renew(self) -> None:
+        """Make running runs compare their sources again, if this run read others, or found some damaged.
+
+        It comes before this run lists finished targets, and they do it after they record one.
+        """
+        before = ledger_in(self._root)
+        if before is None or not before.joins(self._ledger):
+            return
+        if any(before.changed_sources(self._sources, self._source_whole)) or not before.damaged().issuperset(
+            self._damaged
+        ):
+            before.renew()
 
     def _add_records(self) -> None:
         """Record the sources of this run."""
-        self._ledger.add_sources(self._sources)
+        if self._checks_crcs:
+            self._ledger.settle(self._suspected, self._damaged)
+        self._ledger.add_sources(self._sources, self._source_whole)
         self._ledger.add_damaged(self._damaged)
 
     def _remove(self, before: Ledger, recorded: Mapping[str, DoneRecord]) -> None:
@@ -276,8 +350,13 @@ class TargetDirectory:
 
         Runs that read only parts of them have to come to the same result as that run.
         """
-        damaged = {(file.rank, file.content) for file in self._ledger.damaged()}
-        return [source.rank for source in self._sources if (source.rank, source.content) in damaged]
+        self._suspected = self._known_damaged(self._ledger)
+        return [source.rank for source in self._suspected]
+
+    def _known_damaged(self, ledger: Ledger) -> list[SourceFile]:
+        """The sources of this run that a run found damaged."""
+        damaged = {(file.rank, file.content) for file in ledger.damaged()}
+        return [source for source in self._sources if (source.rank, source.content) in damaged]
 
     def _tidy(self) -> None:
         """Remove temporary files of killed runs."""
@@ -345,6 +424,13 @@ class TargetDirectory:
         checksum, name = None if crc is None else f"{crc:08x}", self._name(target.rank)
         record = DoneRecord(target.rank, name, status.size, headers, checksum, status.modified)
         self._ledger.add_done(record, flush=True)
+        try:
+            if self._claim():
+                # Perhaps removed with the others.
+                self._ledger.add_done(record, flush=True)
+        except ReshardError:
+            self._ledger.drop_done(record)
+            raise
         self._mark_unfinished()
 
     def _mark_unfinished(self) -> None:

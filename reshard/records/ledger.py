@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -121,7 +122,7 @@ class Ledger:
         self._destination = destination
         self._root = os.path.join(destination, OWN)
         self._made_destination = False
-        self._plan_seen: tuple[int, int] | None = None
+        self._plan_seen: tuple[int, int, int] | None = None
         # The plan: as this run would record it, or as it was read last.
         content = {"version": VERSION, "conversion": record.to_json()}
         self._plan = (json.dumps(content, sort_keys=True) + "\n").encode()
@@ -155,10 +156,26 @@ class Ledger:
             with writing(self._root):
                 yield
 
+    def remove_leftovers(self) -> None:
+        """Remove records without a plan, such as those of a conversion of which somebody removed only the plan."""
+        # Listed first: those of a run that begins meanwhile come after its plan.
+        left = {kind: [*filter(parsed, self._names(kind))] for kind, parsed in _KINDS.items()}
+        if _plan_in(self._destination) is None:
+            for kind, names in left.items():
+                self._discard(kind, names)
+
+    def renew(self) -> None:
+        """Write the plan again: running runs of the conversion compare their sources with the records once more."""
+        path, plan = os.path.join(self._root, _PLAN), _plan_in(self._destination)
+        if plan is not None:
+            # Another size as well: some stores keep times in whole seconds.
+            with writing(path):
+                store_of(path).write_whole(path, plan + b"\n")
+
     def claim(self) -> bool:
         """Record that the directory is of this conversion; whether the record is new since the last call.
 
-        Then this call made it, or another run removed all records and made them again.
+        Then this call made it, or another run removed all records and made them again, or `renew` was called.
 
         Raises:
             TargetError: it is another conversion's.
@@ -181,8 +198,9 @@ class Ledger:
                 hint="choose another DST, or wait until it ends and replace it with --overwrite for all ranks",
             )
         self._plan, self.record, status = plan, current.record, status_at(path)
-        before, self._plan_seen = self._plan_seen, None if status is None else (status.inode, status.modified)
-        return created or before not in (None, self._plan_seen)
+        seen = None if status is None else (status.inode, status.modified, len(plan))
+        before, self._plan_seen = self._plan_seen, seen
+        return created or before not in (None, seen)
 
     def leave_nothing(self) -> None:
         """Remove the records, and what they made, of a conversion without a finished target; failures are harmless."""
@@ -197,12 +215,16 @@ class Ledger:
             if self._made_destination:
                 store_of(self._root).remove_directory(self._destination)
 
-    def changed_sources(self, sources: Iterable[SourceFile]) -> tuple[list[int], list[int]]:
+    def changed_sources(self, sources: Collection[SourceFile], whole: bool) -> tuple[list[int], list[int]]:
         """Source ranks whose files differ from the records of earlier runs.
 
+        Args:
+            sources: the files that this run reads.
+            whole: every run reads all files of the source, so that a file that only some of them read is a difference.
+
         Returns:
-            Ranks whose size, headers or contents differ; and ranks that were not read before, and whose values such as
-            ``global_step`` differ from those of other ranks.
+            Ranks whose size, headers or contents differ, or that are new or gone; and ranks that were not read
+            before, and whose values such as ``global_step`` differ from those of other ranks.
         """
         before = self._sources()
         values: dict[str, set[str]] = {}
@@ -216,13 +238,24 @@ class Ledger:
                 contents.append(source.rank)
             elif not recorded and source.values not in values.get(source.value_names, {source.values}):
                 other_values.append(source.rank)
-        return contents, other_values
+        if whole and self.done():
+            # Before the first target, a killed run may have recorded some files only.
+            damaged = {file.rank for file in self.damaged()}
+            contents += (before.keys() ^ {source.rank for source in sources}) - damaged
+        return sorted(contents), other_values
 
-    def add_sources(self, sources: Collection[SourceFile]) -> None:
-        """Record source files, replacing records of the same ranks with other content."""
+    def add_sources(self, sources: Collection[SourceFile], whole: bool) -> None:
+        """Record source files, replacing records of the same ranks with other content; if ``whole``, all records."""
         recorded = self._sources()
         self._add("sources", [source.record for source in sources if source not in recorded.get(source.rank, ())])
-        replaced = [one for source in sources for one in recorded.get(source.rank, ()) if one.content != source.content]
+        now = {source.rank: source.content for source in sources}
+        replaced = [
+            one
+            for rank, files in recorded.items()
+            if whole or rank in now
+            for one in files
+            if one.content != now.get(rank)
+        ]
         self._discard("sources", [one.record for one in replaced])
 
     def _sources(self) -> dict[int, list[SourceFile]]:
@@ -235,6 +268,23 @@ class Ledger:
     def damaged(self) -> set[SourceFile]:
         """Source files that runs of this conversion found damaged, including files of older steps."""
         return set(filter(None, map(SourceFile.parse, self._names("damaged"))))
+
+    def read_damaged(self, damaged: Iterable[SourceFile]) -> list[int]:
+        """Ranks of source files that runs have read and that are damaged, by the records or among ``damaged``."""
+        found = set(map(_same, itertools.chain(self.damaged(), damaged)))
+        return sorted(rank for rank, files in self._sources().items() if not found.isdisjoint(map(_same, files)))
+
+    def settle(self, repaired: Iterable[SourceFile], damaged: Iterable[SourceFile]) -> None:
+        """Drop what `read_damaged` would find, once no finished target can be made from it.
+
+        Args:
+            repaired: files of damaged ones' size, headers and samples that are intact.
+            damaged: files that this run found damaged.
+        """
+        recorded = itertools.chain.from_iterable(self._sources().values())
+        for kind, records, files in (("damaged", self.damaged(), repaired), ("sources", recorded, damaged)):
+            dropped = set(map(_same, files))
+            self._discard(kind, [record.record for record in records if _same(record) in dropped])
 
     def add_damaged(self, sources: Iterable[SourceFile]) -> None:
         """Record source files with damaged contents."""
@@ -268,6 +318,14 @@ class Ledger:
                 finished[name] = next((record for record in matching if record.crc32 is not None), matching[0])
         return finished
 
+    def drop_done(self, record: DoneRecord) -> None:
+        """Remove the record of a target that does not get its name."""
+        self._discard("done", [self._done_name(record)])
+
+    def _done_name(self, record: DoneRecord) -> str:
+        rank, _, size, headers, crc, modified = record
+        return f"{rank}.{size}.{modified}.{headers or _NONE}.{crc or _NONE}{self._ending}"
+
     def add_done(self, record: DoneRecord, flush: bool) -> None:
         """Record a finished target.
 
@@ -278,8 +336,7 @@ class Ledger:
         Raises:
             RetryableError: it cannot be written.
         """
-        rank, _, size, headers, crc, modified = record
-        self._add("done", [f"{rank}.{size}.{modified}.{headers or _NONE}.{crc or _NONE}{self._ending}"])
+        self._add("done", [self._done_name(record)])
         if flush:
             with writing(self._root):
                 store_of(self._root).flush(os.path.join(self._root, "done"))
@@ -429,9 +486,16 @@ def _ledger_of(destination: str, plan: bytes) -> Ledger:
 def _reading_plan(destination: str) -> Iterator[str]:
     path = os.path.join(destination, OWN, _PLAN)
     with reading(
-        path, TargetError, f"choose another DST, or remove this one if it is not needed; {old_hint(destination)}"
+        path,
+        TargetError,
+        f"choose another DST, or remove {shlex.quote(destination)} if it is not needed; {old_hint(destination)}",
     ):
         yield path
+
+
+def _same(source: SourceFile) -> tuple[int, tuple[int, str, str]]:
+    """Equal for records of the same file."""
+    return source.rank, source.content
 
 
 def _parsed(name: str) -> DoneRecord | None:

@@ -85,8 +85,24 @@ def other_source(root: str, files: str, rank: int, how: str, replace: str) -> Re
         how: what differs.
         replace: the options that replace everything, from `replacing`.
     """
+    verb = "differs" if files.startswith("source file ") else "differ"
     return ReplaceableError(
-        f"the {files} differ from those of the conversion in {root}: {how} differ",
+        f"the {files} {verb} from those of the conversion in {root}: {how} differ",
+        file=root,
+        rank=rank,
+        hint=f"choose another DST, or convert everything again with {replace}",
+    )
+
+
+def damaged_sources(root: str, files: str, rank: int, replace: str) -> ReplaceableError:
+    """Existing targets may be made from source files that are damaged.
+
+    Args:
+        files: `source_files`, the first of ``rank``.
+        replace: the options that replace everything, from `replacing`.
+    """
+    return ReplaceableError(
+        f"{root} holds targets for which {files} may have been read, damaged by the recorded CRC",
         file=root,
         rank=rank,
         hint=f"choose another DST, or convert everything again with {replace}",

@@ -5,20 +5,23 @@ read are the same.
 
 Times are unreliable: copies have others, and another checkpoint can be given the same times. So a source file is
 identified by its size, its headers, and samples of its contents: all of a few small values, such as ``global_step``,
-and some bytes of a few tensors, different ones in each rank's file. Two steps of a training, or two models, differ in
-these; a copy does not. Runs on several machines may have no file in common. Then only the small values that all ranks
-share can be compared.
+and some bytes of every tensor. Two steps of a training, or two models of which only some tensors differ, differ in
+these; a copy does not. In an object store a request costs more, so there the samples are of a few tensors, different
+ones in each rank's file, and the object's ETag is compared as well. Runs on several machines may have no file in
+common. Then only the small values that all ranks share can be compared.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, files_alike
 from reshard.storage import costs_of, read_each, reading
+from reshard.storage.store import LOCAL
 from reshard.text.names import belongs_to_rank, is_value
 from reshard.threads import thread_pool
 
@@ -38,9 +41,13 @@ def digest_of(parts: Iterable[bytes | memoryview]) -> str:
     return hashed.hexdigest()[:_DIGEST_LENGTH]
 
 
-# Number of sampled tensors of a file, and bytes of each sample.
-_TENSORS = 8
+# Bytes of each sample; number of samples of a tensor from this size on, and of a file in an object store.
 _BYTES = 256
+_PLACES = 4
+_LARGE = 4 << 20
+_FEW = 8
+# Number of samples that one thread reads, one after the other.
+_TOGETHER = 64
 # Number of values outside the parameters that are read whole, and their maximum size.
 _VALUES = 8
 _VALUE_BYTES = 256
@@ -57,7 +64,7 @@ class SourceFile(NamedTuple):
         rank: source rank.
         size: bytes.
         headers: digest of its headers and its recorded CRC.
-        contents: digest of samples of its contents.
+        contents: digest of samples of its contents; in an object store also of its ETag.
         value_names: digest of the names of the sampled small values that are shared by all ranks.
         values: digest of their contents.
     """
@@ -96,15 +103,13 @@ class _HeaderStructure(NamedTuple):
         digest: of their tensors' names, types, shapes and places.
         common: small values that all ranks should share, read whole.
         of_rank: likewise the rank's own.
-        names: all other tensors with contents, sorted.
-        tensors: all tensors by name.
+        samples: (offset, bytes) ranges in all other tensors, ascending.
     """
 
     digest: str
     common: tuple[Tensor, ...]
     of_rank: tuple[Tensor, ...]
-    names: tuple[str, ...]
-    tensors: Mapping[str, Tensor]
+    samples: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> _HeaderStructure:
@@ -121,8 +126,7 @@ class _HeaderStructure(NamedTuple):
             digest_of(repr(tuple(tensor)).encode() for tensor in tensors.values()),
             tuple(common),
             tuple(of_rank),
-            tuple(name for name in names if name not in chosen),
-            tensors,
+            tuple(sorted(place for name in names if name not in chosen for place in _places(tensors[name]))),
         )
 
     @property
@@ -130,20 +134,26 @@ class _HeaderStructure(NamedTuple):
         """A digest of the names of the values that all ranks should share."""
         return short_digest(*(repr(tensor.name).encode() for tensor in self.common))
 
-    def values(self) -> list[tuple[int, int]]:
-        """The (offset, bytes) ranges of these values."""
-        return [extent for tensor in self.common for extent in tensor.extents]
+    def groups(self, rank: int, few: bool) -> list[Sequence[tuple[int, int]]]:
+        """The (offset, bytes) ranges of a rank's samples in groups, the values that all ranks should share first."""
+        samples = self.samples
+        if few and len(samples) > _FEW:
+            places = ((rank * _FEW + number + 1) * _GOLDEN % 1 for number in range(_FEW))
+            samples = tuple(samples[int(place * len(samples))] for place in places)
+        values = [extent for tensor in self.common for extent in tensor.extents]
+        of_rank = [extent for tensor in self.of_rank for extent in tensor.extents]
+        parts = [samples[first : first + _TOGETHER] for first in range(0, len(samples), _TOGETHER)]
+        return [values, of_rank, *parts]
 
-    def samples(self, rank: int) -> list[tuple[int, int]]:
-        """The (offset, bytes) ranges of a rank's other samples."""
-        ranges = [extent for tensor in self.of_rank for extent in tensor.extents]
-        for number in range(min(_TENSORS, len(self.names))):
-            place = (rank * _TENSORS + number + 1) * _GOLDEN % 1
-            tensor = self.tensors[self.names[int(place * len(self.names))]]
-            offset, size = tensor.extents[len(tensor.extents) // 2]
-            count = min(_BYTES, size)
-            ranges.append((offset + (size - count) // 2, count))
-        return ranges
+
+def _places(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """The (offset, bytes) ranges of samples of a tensor: its middle, or several places spread evenly."""
+    places = _PLACES if tensor.nbytes >= _LARGE else 1
+    for number in range(places):
+        extent, rest = divmod((2 * number + 1) * len(tensor.extents), 2 * places)
+        offset, size = tensor.extents[extent]
+        count = min(_BYTES, size)
+        yield offset + (size - count) * rest // (2 * places), count
 
 
 def _is_value(tensor: Tensor) -> bool:
@@ -161,27 +171,35 @@ def source_files(indexes: Mapping[int, CheckpointIndex], handles: FileHandles) -
     for alike in files_alike(indexes):
         structures.update(dict.fromkeys(alike, _HeaderStructure.of(indexes[alike[0]].tensors)))
 
-    def sampled(rank: int) -> SourceFile:
-        return _sampled(rank, indexes[rank], structures[rank], handles)
+    costs = costs_of(indexes[ranks[0]].path) if ranks else LOCAL
+    # Objects cannot be mapped, and have an ETag.
+    few = not costs.mappable
+    groups = [(rank, group) for rank in ranks for group in structures[rank].groups(rank, few)]
 
-    costs = costs_of(indexes[ranks[0]].path) if ranks else None
-    if costs is None or not costs.remote:
-        return list(map(sampled, ranks))
-    with thread_pool(4 * costs.in_flight) as pool:
-        return list(pool.map(sampled, ranks))
+    def read(group: tuple[int, Sequence[tuple[int, int]]]) -> str:
+        rank, ranges = group
+        with reading(indexes[rank].path), handles.borrow(indexes[rank].path) as file:
+            version = [str(file.status().changed).encode()] if few and ranges else []
+            return digest_of(itertools.chain(read_each(file, ranges), version))
+
+    if costs.remote:
+        with thread_pool(4 * costs.in_flight) as pool:
+            digests = list(pool.map(read, groups))
+    else:
+        digests = list(map(read, groups))
+    contents: dict[int, list[str]] = {}
+    for (rank, _), digest in zip(groups, digests):
+        contents.setdefault(rank, []).append(digest)
+    return [_source_file(rank, indexes[rank], structures[rank], contents[rank]) for rank in ranks]
 
 
-def _sampled(rank: int, index: CheckpointIndex, structure: _HeaderStructure, handles: FileHandles) -> SourceFile:
+def _source_file(rank: int, index: CheckpointIndex, structure: _HeaderStructure, contents: Sequence[str]) -> SourceFile:
     headers = repr((index.format, structure.digest, index.crc, sorted(index.metadata.items())))
-    runs = structure.values()
-    with reading(index.path), handles.borrow(index.path) as file:
-        contents = list(read_each(file, [*runs, *structure.samples(rank)]))
-    values, samples = contents[: len(runs)], contents[len(runs) :]
     return SourceFile(
         rank,
         index.size,
         short_digest(headers.encode()),
-        short_digest(*values, *samples),
+        short_digest(*map(str.encode, contents)),
         structure.value_names,
-        short_digest(*values),
+        contents[0],
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from reshard.records import Ledger
 from tests.running import done, fails, reshard
 from tests.small import World, tensors
+from tests.trees import same_ranks
 
 FULL = tensors()
 
@@ -66,3 +69,26 @@ def test_sizes_are_shown_as_they_are_typed(world: World) -> None:
         3, "convert", world.src, source, "--src-strategy", world.old, "--to", "unified", "--max-shard-size", "200",
         texts=["--max-shard-size", "1024"],
     )  # fmt: skip
+
+
+def test_a_run_adds_nothing_to_targets_that_another_replaces_one_by_one_from_another_source(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    words = world.words(1, command="by-rank")
+    world.src = world.root / "other"
+    world.save(tensors("other "))
+    plain = Ledger.add_done
+
+    # Also between its last look at the plan and its record.
+    def late(self: Ledger, record: Any, flush: bool) -> None:
+        monkeypatch.setattr(Ledger, "add_done", plain)
+        done(*world.words(0, "--overwrite", command="by-rank"), subprocess_=True)
+        plain(self, record, flush)
+
+    monkeypatch.setattr(Ledger, "add_done", late)
+    fails(3, *words, texts=["source files of ranks 0-3 differ"])
+    monkeypatch.undo()
+    world.by_rank(1)
+    same_ranks(world.found(), world.expected(tensors("other ")))
