@@ -62,7 +62,8 @@ def resume(
     if task.recover and (shard is not None or scheduler is not None):
         raise UsageError(f"--shard and --scheduler: {dst} is a recovery, which one run makes", hint="leave them out")
     # The records do not show whether verification ran.
-    verify = verify or (task.verify and record.is_repeatable)
+    # A share does not write all files, which are verified together.
+    verify = verify or (task.verify and record.is_repeatable and shard is None and scheduler is None)
     if not verify and _is_done(status):
         if not dry_run:
             # Of runs that were killed while another one wrote what was left.

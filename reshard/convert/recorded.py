@@ -14,6 +14,7 @@ from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.registry import form_of
 from reshard.forms.request import EditRules, Request
 from reshard.forms.target import TargetForm
+from reshard.forms.tracker import RELEASE
 from reshard.plan.editing import Editing
 from reshard.plan.edits import NO_TABLE
 from reshard.plan.plan import Plan
@@ -37,18 +38,17 @@ def record_of(plan: Plan) -> Record:
     # Files of ranks have the source's format, which may change; those of other forms the form's.
     format = asked.target.format if not request.to.options.by_rank else "same" if task.recover else form.format
     strategy = asked.source.strategy if task.recover else asked.target.strategy
-    # To resume one of several runs is to resume all of them.
-    several = task.by_rank or asked.shard is not None
     # With other names, the strategy of "same" also lists parameters of absent ranks. It differs between runs
     # with different source ranks that write equal files, and from the source's strategy by its names.
     by_source = request.form.options.by_rank and request.target.path == SAME and not request.edits.is_empty
     return Record(
         Conversion(
-            replace(asked.source, step=checkpoint.step or "latest", fallback=True),
+            replace(asked.source, step=step_to_read(request, checkpoint.step), fallback=True),
             replace(asked.target, path=os.curdir, form=form.name, format=format, strategy=strategy, overwrite=False),
             asked.edits,
             Effort(crc=asked.effort.crc, check_replicas=asked.effort.check_replicas),
-            None if several else asked.files,
+            # To resume one of several runs is to resume all of them.
+            None if task.by_rank or asked.shard is not None else asked.files,
         ),
         checkpoint.step,
         form.count,
@@ -64,6 +64,14 @@ def record_of(plan: Plan) -> Record:
         packing,
         tuple(file for file in range(form.count) if task.lost_only and form.copied_file(file) is None),
     )
+
+
+def step_to_read(request: Request, step: str | None) -> str:
+    """The step that reads the source of a conversion again, which read this one, or one without a name."""
+    # The directory of a single iteration is read without a step: its name may lack the number.
+    if step == RELEASE or request.form.options.by_rank or request.form.steps(request.src):
+        return step or "latest"
+    return "latest"
 
 
 def _edits_digest(checkpoint: Checkpoint) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from reshard import transform_checkpoints
 from reshard.execute import Progress
+from tests.corpus import FIXTURES
 from tests.running import Argument, done, fails, reshard
 from tests.small import COPIED, SOURCE, TARGET, World, tensors
 from tests.trees import layout, same_ranks, scalar, single, tree_bytes, value
@@ -121,6 +122,29 @@ def test_resume_keeps_the_selected_step(world: World) -> None:
     world.save(tensors("newer"), "rank_{rank}/net-2_10.ckpt")
     assert resume(world)["step"] == "1_10"
     same_ranks(world.found(), world.expected(FULL))
+
+
+def test_shares_continue_a_verified_conversion_to_another_form(plain: World) -> None:
+    plain.save({name: FULL[name] for name in ("w", "v")})
+    to = ("--src-strategy", plain.old, "--to", "huggingface", "--max-shard-size", "1")
+    done("convert", plain.src, plain.dst, *to, "--verify")
+    for name in ("model-00001-of-00003.safetensors", "model.safetensors.index.json", "reshard-manifest.json"):
+        (plain.dst / name).unlink()
+    done("resume", plain.dst, "--shard", "0/2")
+    done("resume", plain.dst, "--shard", "1/2")
+    assert done("status", plain.dst, "--json").json["complete"]
+
+
+def test_resume_reads_an_iteration_under_another_name(tmp_path: Path) -> None:
+    iteration = FIXTURES / "checkpoint2" / "a02_dp2mp2_dedup" / "checkpoint" / "iteration_00000010"
+    shutil.copytree(iteration, tmp_path / "backup")
+    whole, dst = tmp_path / "whole", tmp_path / "dst"
+    words = ("--to", "dcp", "--shards", "2")
+    done("convert", tmp_path / "backup", whole, *words)
+    done("convert", tmp_path / "backup", dst, *words, "--shard", "0/2")
+    done("resume", dst)
+    for path in whole.glob("*.distcp"):
+        assert (dst / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("begin", ["by-rank", "shard"])
