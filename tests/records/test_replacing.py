@@ -131,11 +131,24 @@ def test_overwrite_replaces_a_recovery_of_another_step(plain: World) -> None:
     recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
     done(*recover, "--step", "1_10")
     fails(3, *recover, texts=["--step=1_10", "--overwrite"])
-    done(*recover, "--overwrite", "--lost-only")
-    assert list(tree_bytes(plain.dst)) == ["rank_3/net-1_20.ckpt"]
-    assert done("status", plain.dst, "--json").json["complete"]
     done(*recover, "--overwrite")
     assert list(tree_bytes(plain.dst)) == [f"rank_{rank}/net-1_20.ckpt" for rank in range(4)]
+
+
+@pytest.mark.parametrize("command", ["convert", "recover"])
+def test_a_recovery_of_lost_ranks_removes_no_conversion_to_all_ranks(command: str, plain: World) -> None:
+    full = {name: FULL[name] for name in ("w", "v")}
+    plain.save(full, "rank_{rank}/net-1_10.ckpt")
+    plain.save(full, "rank_{rank}/net-1_20.ckpt", ranks=[0, 1, 2])
+    recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
+    if command == "convert":
+        plain.convert("--step", "1_10")
+    else:
+        done(*recover, "--step", "1_10")
+    before = tree_bytes(plain.dst)
+    hint = "recover --overwrite, for all ranks"
+    fails(3, *recover, "--overwrite", "--lost-only", texts=["another conversion", hint])
+    assert tree_bytes(plain.dst) == before
 
 
 @pytest.mark.deep
