@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 
 from reshard.asked import CHANGES, Conversion, Effort, given, has_changes, is_typed, words_of
@@ -20,7 +21,7 @@ from reshard.plan.edits import NO_TABLE
 from reshard.plan.plan import Plan
 from reshard.records import Record, strategy_digest
 from reshard.records.ledger import recorded_packing
-from reshard.records.sources import short_digest
+from reshard.records.sources import digest_of, short_digest
 from reshard.storage import absolute, exists, is_absolute, is_directory, real
 from reshard.strategies import SAME, names_files, read_strategy
 from reshard.text.messages import Report
@@ -81,14 +82,19 @@ def _edits_digest(checkpoint: Checkpoint) -> str:
 
 
 def _division(form: TargetForm) -> str:
-    """A digest of which tensors are in which file of a form."""
-    if form.by_rank:
-        return ""
-    digests = [form.settings]
+    """A digest of which tensors are in which file of a form, and of what options decide beside them."""
+    return "" if form.by_rank else digest_of(_divided(form))
+
+
+def _divided(form: TargetForm) -> Iterator[bytes]:
+    yield form.settings
     for file in range(form.count):
         names = form.names_in(file)
-        digests.append(repr(sorted(form.section_of(file).layouts if names is None else names)).encode())
-    return short_digest(*digests)
+        yield repr(sorted(form.section_of(file).layouts if names is None else names)).encode()
+    for beside in form.finishing():
+        if beside.compared:
+            yield repr(beside.name).encode()
+            yield from beside.make()
 
 
 def with_absolute_paths(asked: Conversion) -> Conversion:
