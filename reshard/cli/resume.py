@@ -82,13 +82,16 @@ def resume(
             hint="run the original command again: it writes the missing files",
         )
     words = shown(record.words(dst))
+    apart = None if task.recover or status.missing or status.changed else completing(record, dst)
     for path in record.paths:
         if not source_exists(path):
-            raise InputError(
+            error = InputError(
                 f"{path}: does not exist here; the conversion in {dst} was begun with it",
                 file=path,
                 hint=f"if it was moved, run the whole command with its new path:\n{words}",
             )
+            error.add_hint(apart, first=True)
+            raise error
     listener()("note", f"resumes {words}")
     checks = record.asked.effort
     asked = replace(
@@ -106,6 +109,9 @@ def resume(
             run_conversion(asked, task, scheduler)
     except ReplaceableError as error:
         error.add_hint(f"the command that has --overwrite:\n{overwriting(record, dst)}")
+        raise
+    except InputError as error:
+        error.add_hint(apart, first=True)
         raise
 
 
@@ -142,6 +148,13 @@ def overwriting(record: Record, dst: str, rank: int | None = None) -> str:
     task = record.task._replace(verify=record.task.verify and rank is None)
     name, *words = record._replace(asked=replace(record.asked, files=None), task=task).words(dst)
     return shown([*([name] if rank is None else ["by-rank", str(rank)]), *words, "--overwrite"])
+
+
+def completing(record: Record, dst: str) -> str:
+    """How a conversion whose targets are all written is completed where no machine has its whole source."""
+    plain = record._replace(asked=replace(record.asked, files=None), task=record.task._replace(verify=False))
+    command = shown(["by-rank", "RANK", "SRC", *plain.words(dst)[2:]])
+    return f"if its parts were made apart, for one RANK, with the files of SRC that it needs: {command}"
 
 
 def shown(words: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +146,32 @@ def test_resume_reads_an_iteration_under_another_name(tmp_path: Path) -> None:
     done("resume", dst)
     for path in whole.glob("*.distcp"):
         assert (dst / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_parts_made_apart_are_completed_by_the_command_that_status_prints(gone: bool, world: World) -> None:
+    world.save(FULL)
+    parts = []
+    for rank in (0, 1):
+        needed = world.root / f"needed{rank}"
+        for source in world.rank_list(rank):
+            shutil.copytree(world.src / f"rank_{source}", needed / f"rank_{source}")
+        parts.append(needed)
+        out = world.root / f"out{rank}"
+        done("by-rank", rank, needed, out, "--src-strategy", world.old, "--dst-strategy", world.new)
+        shutil.copytree(out, world.dst, dirs_exist_ok=True)
+    for part in parts:
+        # The recorded source is one of them.
+        shutil.rmtree(part / "rank_1")
+    if gone:
+        for part in parts:
+            part.rename(part.with_name(f"{part.name}.old"))
+    shown = done("status", world.dst).out
+    command = next(line.partition(": ")[2] for line in shown.splitlines() if "made apart" in line)
+    fails(3, "resume", world.dst, texts=[command])
+    words = [str(world.src) if word == "SRC" else "0" if word == "RANK" else word for word in shlex.split(command)]
+    done(*words[1:])
+    assert done("status", world.dst, "--json").json["complete"]
 
 
 @pytest.mark.parametrize("begin", ["by-rank", "shard"])
