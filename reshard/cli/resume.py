@@ -16,7 +16,7 @@ from reshard.convert import Summary
 from reshard.convert.recorded import source_exists
 from reshard.errors import InputError, ReplaceableError, TargetError, UsageError
 from reshard.execute.destination import tidy
-from reshard.forms.registry import counted_as
+from reshard.forms.registry import counted_as, form_named
 from reshard.records import Ledger, Record
 from reshard.records.status import Status, status_of
 from reshard.text.messages import counted_ranks, rank_ranges
@@ -62,8 +62,11 @@ def resume(
     if task.recover and (shard is not None or scheduler is not None):
         raise UsageError(f"--shard and --scheduler: {dst} is a recovery, which one run makes", hint="leave them out")
     # The records do not show whether verification ran.
-    # A share does not write all files, which are verified together.
-    verify = verify or (task.verify and record.is_repeatable and shard is None and scheduler is None)
+    if not verify and task.verify and record.is_repeatable:
+        verify = shard is None or form_named(record.form).options.by_rank
+        if not verify:
+            together = f"reshard resume {shlex.quote(dst)}, without --shard"
+            listener()("note", f"not verified, since the files are verified together; when all are written: {together}")
     if not verify and _is_done(status):
         if not dry_run:
             # Of runs that were killed while another one wrote what was left.

@@ -131,9 +131,10 @@ def test_shares_continue_a_verified_conversion_to_another_form(plain: World) -> 
     done("convert", plain.src, plain.dst, *to, "--verify")
     for name in ("model-00001-of-00003.safetensors", "model.safetensors.index.json", "reshard-manifest.json"):
         (plain.dst / name).unlink()
-    done("resume", plain.dst, "--shard", "0/2")
-    done("resume", plain.dst, "--shard", "1/2")
+    for share in ("0/2", "1/2"):
+        assert "not verified" in done("resume", plain.dst, "--shard", share).err
     assert done("status", plain.dst, "--json").json["complete"]
+    assert "verified: no differences" in done("resume", plain.dst).err
 
 
 def test_resume_reads_an_iteration_under_another_name(tmp_path: Path) -> None:
