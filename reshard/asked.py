@@ -208,8 +208,8 @@ class Option(NamedTuple):
         choices: the possible values; the kind is then `TEXT`.
         limits: smallest and largest number.
         completes: what a shell completes: ``paths``, ``tables`` or ``types``.
-        identity: how runs that fill one directory together agree: `VALUE` if they have the same value, or the digest of
-            `Record.digests` that must be equal; empty if they may differ, because it decides no byte.
+        identity: how runs that fill one directory together agree: `VALUE` if they have the same value, or the digests
+            of `Record.digests` that must be equal, with spaces; empty if they may differ, because it decides no byte.
     """
 
     help: str
@@ -248,7 +248,7 @@ def _named(option: Option, field: str) -> Option:
     return option if option.names else option._replace(names=(f"--{field.replace('_', '-')}",))
 
 
-# Patterns whose order decides nothing.
+# Patterns whose order and repetition decide nothing.
 _UNORDERED = ("include", "exclude")
 
 
@@ -306,7 +306,7 @@ def given(group: Group, identity: bool = False) -> dict[str, Any]:
     """The fields with options that are not at their defaults; only those whose values agree between runs."""
     values = {name: (getattr(group, name), *field) for name, field in fields_of(type(group)).items()}
     return {
-        name: tuple(sorted(value)) if identity and name in _UNORDERED else value
+        name: tuple(sorted({*value})) if identity and name in _UNORDERED else value
         for name, (value, option, default) in values.items()
         if value != default and (option.identity == VALUE or not identity)
     }
@@ -613,7 +613,7 @@ class Edits(Group):
         metavar="FILE|DIR",
         completes="paths",
         shown="config.json in SRC",
-        identity="edits",
+        identity="edits division",
     )
     optimizer: str | None = _option(
         None,

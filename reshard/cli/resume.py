@@ -16,7 +16,7 @@ from reshard.convert import Summary
 from reshard.convert.recorded import source_exists
 from reshard.errors import InputError, ReplaceableError, TargetError, UsageError
 from reshard.execute.destination import tidy
-from reshard.forms.registry import counted_as
+from reshard.forms.registry import counted_as, form_named
 from reshard.records import Ledger, Record
 from reshard.records.status import Status, status_of
 from reshard.text.messages import counted_ranks, rank_ranges
@@ -62,7 +62,11 @@ def resume(
     if task.recover and (shard is not None or scheduler is not None):
         raise UsageError(f"--shard and --scheduler: {dst} is a recovery, which one run makes", hint="leave them out")
     # The records do not show whether verification ran.
-    verify = verify or (task.verify and record.is_repeatable)
+    if not verify and task.verify and record.is_repeatable:
+        verify = shard is None or form_named(record.form).options.by_rank
+        if not verify:
+            together = f"reshard resume {shlex.quote(dst)}, without --shard"
+            listener()("note", f"not verified, since the files are verified together; when all are written: {together}")
     if not verify and _is_done(status):
         if not dry_run:
             # Of runs that were killed while another one wrote what was left.
@@ -81,13 +85,16 @@ def resume(
             hint="run the original command again: it writes the missing files",
         )
     words = shown(record.words(dst))
+    apart = None if task.recover or status.missing or status.changed else completing(record, dst)
     for path in record.paths:
         if not source_exists(path):
-            raise InputError(
+            error = InputError(
                 f"{path}: does not exist here; the conversion in {dst} was begun with it",
                 file=path,
                 hint=f"if it was moved, run the whole command with its new path:\n{words}",
             )
+            error.add_hint(apart, first=True)
+            raise error
     listener()("note", f"resumes {words}")
     checks = record.asked.effort
     asked = replace(
@@ -105,6 +112,9 @@ def resume(
             run_conversion(asked, task, scheduler)
     except ReplaceableError as error:
         error.add_hint(f"the command that has --overwrite:\n{overwriting(record, dst)}")
+        raise
+    except InputError as error:
+        error.add_hint(apart, first=True)
         raise
 
 
@@ -141,6 +151,13 @@ def overwriting(record: Record, dst: str, rank: int | None = None) -> str:
     task = record.task._replace(verify=record.task.verify and rank is None)
     name, *words = record._replace(asked=replace(record.asked, files=None), task=task).words(dst)
     return shown([*([name] if rank is None else ["by-rank", str(rank)]), *words, "--overwrite"])
+
+
+def completing(record: Record, dst: str) -> str:
+    """How a conversion whose targets are all written is completed where no machine has its whole source."""
+    plain = record._replace(asked=replace(record.asked, files=None), task=record.task._replace(verify=False))
+    command = shown(["by-rank", "RANK", "SRC", *plain.words(dst)[2:]])
+    return f"if its parts were made apart, for one RANK, with the files of SRC that it needs: {command}"
 
 
 def shown(words: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import click
 from reshard.cli import options
 from reshard.cli.command import argument, command
 from reshard.cli.output import echo_json, is_json, say
-from reshard.cli.resume import overwriting, shown
+from reshard.cli.resume import completing, overwriting, shown
 from reshard.convert.target_directory import beside
 from reshard.forms.registry import counted_as, form_named
 from reshard.records.status import Status, status_of
@@ -102,6 +102,8 @@ def _lines(dst: str, progress: Status) -> list[str]:
             lines.append(f"not complete: {rank_ranges(progress.changed, noun)} changed")
         elif lacking and progress.record.is_repeatable:
             lines.append(f"not complete: {lacking}run: reshard resume {shlex.quote(dst)}")
+            if not (recovery or progress.missing or progress.changed):
+                lines.append(completing(progress.record, dst))
         elif not unrequested:
             lines.append(f"not complete: {lacking}run the original command for {dst} again to write the missing files")
         if progress.changed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 
 from reshard.asked import CHANGES, Conversion, Effort, given, has_changes, is_typed, words_of
@@ -14,12 +15,13 @@ from reshard.forms.ranks.naming import RANK, fixed_directory
 from reshard.forms.registry import form_of
 from reshard.forms.request import EditRules, Request
 from reshard.forms.target import TargetForm
+from reshard.forms.tracker import RELEASE
 from reshard.plan.editing import Editing
 from reshard.plan.edits import NO_TABLE
 from reshard.plan.plan import Plan
 from reshard.records import Record, strategy_digest
 from reshard.records.ledger import recorded_packing
-from reshard.records.sources import short_digest
+from reshard.records.sources import digest_of, short_digest
 from reshard.storage import absolute, exists, is_absolute, is_directory, real
 from reshard.strategies import SAME, names_files, read_strategy
 from reshard.text.messages import Report
@@ -37,18 +39,17 @@ def record_of(plan: Plan) -> Record:
     # Files of ranks have the source's format, which may change; those of other forms the form's.
     format = asked.target.format if not request.to.options.by_rank else "same" if task.recover else form.format
     strategy = asked.source.strategy if task.recover else asked.target.strategy
-    # To resume one of several runs is to resume all of them.
-    several = task.by_rank or asked.shard is not None
     # With other names, the strategy of "same" also lists parameters of absent ranks. It differs between runs
     # with different source ranks that write equal files, and from the source's strategy by its names.
     by_source = request.form.options.by_rank and request.target.path == SAME and not request.edits.is_empty
     return Record(
         Conversion(
-            replace(asked.source, step=checkpoint.step or "latest", fallback=True),
+            replace(asked.source, step=step_to_read(request, checkpoint.step), fallback=True),
             replace(asked.target, path=os.curdir, form=form.name, format=format, strategy=strategy, overwrite=False),
             asked.edits,
             Effort(crc=asked.effort.crc, check_replicas=asked.effort.check_replicas),
-            None if several else asked.files,
+            # To resume one of several runs is to resume all of them.
+            None if task.by_rank or asked.shard is not None else asked.files,
         ),
         checkpoint.step,
         form.count,
@@ -66,6 +67,14 @@ def record_of(plan: Plan) -> Record:
     )
 
 
+def step_to_read(request: Request, step: str | None) -> str:
+    """The step that reads the source of a conversion again, which read this one, or one without a name."""
+    # The directory of a single iteration is read without a step: its name may lack the number.
+    if step == RELEASE or request.form.options.by_rank or request.form.steps(request.src):
+        return step or "latest"
+    return "latest"
+
+
 def _edits_digest(checkpoint: Checkpoint) -> str:
     """A digest of the edits of a checkpoint; empty if its names and types are unchanged."""
     text = checkpoint.identity if isinstance(checkpoint, EditedCheckpoint) else ""
@@ -73,14 +82,19 @@ def _edits_digest(checkpoint: Checkpoint) -> str:
 
 
 def _division(form: TargetForm) -> str:
-    """A digest of which tensors are in which file of a form."""
-    if form.by_rank:
-        return ""
-    digests = [form.settings]
+    """A digest of which tensors are in which file of a form, and of what options decide beside them."""
+    return "" if form.by_rank else digest_of(_divided(form))
+
+
+def _divided(form: TargetForm) -> Iterator[bytes]:
+    yield form.settings
     for file in range(form.count):
         names = form.names_in(file)
-        digests.append(repr(sorted(form.section_of(file).layouts if names is None else names)).encode())
-    return short_digest(*digests)
+        yield repr(sorted(form.section_of(file).layouts if names is None else names)).encode()
+    for beside in form.finishing():
+        if beside.compared:
+            yield repr(beside.name).encode()
+            yield from beside.make()
 
 
 def with_absolute_paths(asked: Conversion) -> Conversion:

@@ -115,8 +115,11 @@ class TargetDirectory:
         existing = existing_files(self._root, map(self._name, self._requested))
         before = ledger_in(self._root)
         joined = before is not None and before.joins(self._ledger)
-        if before is not None and not joined and not (self._overwrite and self._whole):
-            raise refusals.another_conversion(self._root, self._record, before.record, self._whole)
+        if before is not None and not joined:
+            # Lost ranks alone replace no conversion to all ranks, only other lost ranks.
+            replaces = self._whole and (not self._record.lost or bool(before.record.lost))
+            if not (self._overwrite and replaces):
+                raise refusals.another_conversion(self._root, self._record, before.record, replaces)
         # Of many by-rank runs, the first one lists all directories, the others their own.
         everywhere = not joined or self._whole
         recorded = {} if before is None else before.finished(None if everywhere else self._requested)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import os
 import threading
 from collections.abc import Iterator
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, read_index
+from reshard.checkpoints import FileHandles, read_index
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.crc import crc_of_file
 from reshard.checkpoints.formats.dtypes import ARCHIVES, PT
@@ -17,7 +15,8 @@ from reshard.errors import CheckpointError
 from reshard.forms.ranks.tree import find_checkpoints
 from reshard.forms.registry import form_named
 from reshard.records import DoneRecord, Manifest
-from reshard.storage import is_directory, names_in, read_range, reading, status_at
+from reshard.records.ledger import stored_header_digest
+from reshard.storage import is_directory, names_in, reading, status_at
 from reshard.threads import thread_pool
 from reshard.verification.files import library_differences, read_written
 from reshard.verification.reading import Difference, Reading
@@ -93,7 +92,7 @@ def _differences(path: str, file: DoneRecord, means: Reading, block: int) -> Ite
         except CheckpointError as error:
             yield error.message
             return
-        if file.headers is not None and _header_digest(index, means.handles) != file.headers:
+        if file.headers is not None and stored_header_digest(index, means.handles) != file.headers:
             yield f"{path}: names, types or shapes of its tensors differ from those written"
         yield from library_differences(index)
     if file.crc32 is not None:
@@ -132,17 +131,6 @@ def _foreign_files(directory: str, manifest: Manifest) -> Iterator[Difference]:
     steps -= {part for place in places for part in (place, os.path.dirname(place))}
     for name in sorted([*weights.difference(recorded), *steps]):
         yield Difference("file", None, (), f"{os.path.join(directory, name)} is not of this conversion", (name,))
-
-
-def _header_digest(index: CheckpointIndex, handles: FileHandles) -> str:
-    """A digest of all bytes that are not tensor contents, in file order; see `records.header_digest`."""
-    hashed = hashlib.sha256()
-    position = 0
-    with reading(index.path), handles.borrow(index.path) as file:
-        for offset, size in itertools.chain(index.extents(), [(index.size, 0)]):
-            hashed.update(read_range(file, position, offset - position))
-            position = offset + size
-    return hashed.hexdigest()[:16]
 
 
 def _foreign_ranks(directory: str, manifest: Manifest) -> Iterator[Difference]:

@@ -14,7 +14,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, tied_among
 from reshard.convert.conversion import Summary
 from reshard.convert.ends import with_ends
-from reshard.convert.recorded import as_recorded, check_rules, is_copy, other_source
+from reshard.convert.recorded import as_recorded, check_rules, is_copy, other_source, step_to_read
 from reshard.convert.unchanged import compare_with_manifest
 from reshard.errors import CheckpointError, InputError, NamesError, TargetError, UsageError
 from reshard.execute import Budget, Progress
@@ -84,7 +84,7 @@ def verify_written(
     files, by_rank = summary.target_files, request.to.options.by_rank
     if not by_rank:
         files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
-    step = recorded_step(request.src, request.form.name, summary.step)
+    step = step_to_read(request, summary.step)
     request = _at(request, step, tuple(files) if by_rank else None)._replace(edits=between_forms(request))
     with reading_sources(request.asked.effort, progress, report) as means:
         conversion = Verified(request, files, partial(read_source, means=means), True, adapter, kept=summary.kept)
@@ -136,7 +136,7 @@ def verify_with_source(asked: Conversion, means: Reading) -> list[Difference]:
             files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
         step = asked.source.step
         if record is not None and step == "latest":
-            step = recorded_step(src, request.form.name, record.step)
+            step = step_to_read(request, record.step)
         # Between some forms names change without an option.
         edits = edit_rules(src, asked.edits, None if is_copy(request, record) else request.to, step, asked.target)
         request = _at(request.with_edits(edits), step, ranks)
@@ -265,14 +265,6 @@ def _manifest(out: str) -> Manifest | None:
     except InputError:
         # A part of the ranks, or another program's output: only the source is compared.
         return None
-
-
-def recorded_step(src: str, form: str, step: str | None) -> str:
-    """The step to read for a conversion that recorded a step, or none."""
-    source_form = form_named(form)
-    # The directory of a single iteration is read without a step: its name may lack the number.
-    several = source_form.options.steps and (source_form.options.by_rank or source_form.steps(src))
-    return step if step is not None and several else "latest"
 
 
 def recorded_conversion(out: str, manifest: Manifest | None, report: Report) -> Record | None:

@@ -11,7 +11,7 @@ import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from reshard.errors import TargetError, UsageError
@@ -32,6 +32,9 @@ from reshard.storage import (
 
 _RANK_DIRECTORY = re.compile(r"rank_?\d+|\d+")
 _CHECKPOINT_ENDINGS = (".ckpt", ".safetensors", ".distcp")
+# The directory of a rank in an iteration of Megatron. Elsewhere, files with its ending may be no checkpoints.
+_LEGACY_DIRECTORY = re.compile(r"(?:^|/)mp_rank_\d+(?:_\d+)*\Z")
+_LEGACY_ENDING = ".pt"
 
 
 def checkpoints_in(dst: str, directories: Collection[str], all_ranks: bool = True) -> list[str]:
@@ -39,7 +42,7 @@ def checkpoints_in(dst: str, directories: Collection[str], all_ranks: bool = Tru
 
     Args:
         directories: directories to list, relative to it; an empty name is the target directory itself.
-        all_ranks: list all rank directories, too.
+        all_ranks: list all rank directories, too, and those of Megatron's legacy trees there.
 
     Raises:
         TargetError: the path is not a directory.
@@ -54,11 +57,10 @@ def checkpoints_in(dst: str, directories: Collection[str], all_ranks: bool = Tru
         raise TargetError(
             f"{dst} is not a directory", file=dst, hint="choose another DST: a new directory, or an empty one"
         )
-    entries = set(directories)
+    # One listing of the target directory instead of a look for each of many rank directories.
+    entries = {name for name in directories if not (all_ranks and _RANK_DIRECTORY.fullmatch(name))}
     if all_ranks:
-        # One listing of the target directory instead of a look for each of many rank directories.
-        entries = {name for name in entries if not _RANK_DIRECTORY.fullmatch(name)}
-        entries.update(filter(_RANK_DIRECTORY.fullmatch, names_in(dst)))
+        entries.update([*filter(_RANK_DIRECTORY.fullmatch, names_in(dst)), *_legacy_trees(dst, entries)])
     # A directory that another run has just removed lists as empty.
     ordered = sorted(entries)
     names_by_entry = for_each(names_in, [os.path.join(dst, entry) if entry else dst for entry in ordered])
@@ -66,8 +68,17 @@ def checkpoints_in(dst: str, directories: Collection[str], all_ranks: bool = Tru
         os.path.join(entry, name)
         for entry, names in zip(ordered, names_by_entry)
         for name in names
-        if name.endswith(_CHECKPOINT_ENDINGS) and name != UNFINISHED
+        if name.endswith(_LEGACY_ENDING if _LEGACY_DIRECTORY.search(entry) else _CHECKPOINT_ENDINGS)
+        and name != UNFINISHED
     )
+
+
+def _legacy_trees(dst: str, directories: Collection[str]) -> Iterator[str]:
+    """The iterations of Megatron among some directories, and the directories of ranks in them."""
+    for iteration in {_LEGACY_DIRECTORY.sub("", name) for name in directories} - {""}:
+        yield iteration
+        names = names_in(os.path.join(dst, iteration))
+        yield from (os.path.join(iteration, name) for name in names if _LEGACY_DIRECTORY.search(name))
 
 
 def existing_files(dst: str, names: Iterable[str]) -> set[str]:

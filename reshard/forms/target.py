@@ -55,12 +55,14 @@ class FinishingFile(NamedTuple):
         make: its content in parts, once all other files are written; the same each time.
         size: bytes of all parts; None where they have to be counted.
         source: its source file, if any; reading errors come from the parts.
+        compared: with another content, it is another conversion.
     """
 
     name: str
     make: Callable[[], Iterable[bytes]]
     size: int | None = None
     source: str | None = None
+    compared: bool = False
 
 
 class TargetForm(Protocol):

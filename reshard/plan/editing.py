@@ -214,7 +214,7 @@ class Editing:
         # Form and names determine all packing of a table for all model families.
         is_recorded = table is edits.table
         if old != HUB_SIDE and is_recorded and edits.source_packing is not None:
-            check_packing(self._checkpoint.place, edits.source_packing, packing, table.packing_options, report)
+            check_packing(self._checkpoint.place, edits.source_packing, packing, table, report)
         self._packing = packing if new != HUB_SIDE and is_recorded else None
         # Rules that move values are refused elsewhere.
         recipes = self.recipes

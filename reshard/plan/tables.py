@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from reshard.checkpoints.checkpoint import Packing
 from reshard.errors import NamesError, UsageError
@@ -13,6 +13,7 @@ from reshard.names import (
     HUB_SIDE,
     Applied,
     Edge,
+    NameRules,
     Path,
     UnknownNamesError,
     apply_rules,
@@ -21,10 +22,13 @@ from reshard.names import (
     settle,
     side_of,
 )
+from reshard.records.ledger import is_touched
 from reshard.storage import absolute
 from reshard.text.globs import matcher
 from reshard.text.messages import Report, quoted
 from reshard.text.names import fused_expert
+
+_OF_OTHERS = "if the files were replaced since, remove .reshard beside them and state their packing with --names"
 
 
 def path_of(edits: EditRules, shapes: Mapping[str, tuple[int, ...]]) -> Path:
@@ -115,15 +119,16 @@ def packing_of(edits: EditRules, applied: Applied) -> Packing:
     return Packing(recorded_name(table), config, options, applied.sizes)
 
 
-def check_packing(place: str, recorded: Packing, packing: Packing, options: Collection[str], report: Report) -> None:
+def check_packing(place: str, recorded: Packing, packing: Packing, table: NameRules, report: Report) -> None:
     """Compare the decisive options and the sizes of a table with those that its records list.
 
-    Other values give the right names and shapes with the wrong numbers.
+    Other values give the right names and shapes with the wrong numbers. Where the records decide, and may be those of
+    files that were there before, a note says so.
 
     Raises:
         NamesError: the same table has other values.
     """
-    decisive = {name: value for name, value in packing.options.items() if name in options}
+    decisive = {name: value for name, value in packing.options.items() if name in table.packing_options}
     differing = [
         (name, before[name], value)
         for before, now in ((recorded.options, decisive), (recorded.sizes, packing.sizes))
@@ -131,11 +136,20 @@ def check_packing(place: str, recorded: Packing, packing: Packing, options: Coll
         if before.get(name, value) != value
     ]
     if not differing:
+        unstated = decisive.keys() & recorded.options.keys() - dict(table.chosen)
+        if unstated and recorded.table == packing.table and is_touched(place):
+            words = ",".join(f"{name}={value}" for name, value in decisive.items())
+            report.note(
+                f"{place}: files have other times than its records, as after a copy; the records decide the packing, "
+                f"{words}; {_OF_OTHERS}"
+            )
         return
     was = ", ".join(f"{name}={value}" for name, value, _ in differing)
     is_now = ", ".join(f"{name}={value}" for name, _, value in differing)
     message = f"{place}: was converted with {was} by the rules {recorded.table}, and {is_now} would be applied"
     hint = f"use the recorded options: {shlex.join(recorded.words)}"
+    if is_touched(place):
+        hint += f"; {_OF_OTHERS}"
     if recorded.table == packing.table:
         raise NamesError(message, file=place, hint=hint)
     report.warn(f"{message}; {hint}")

@@ -26,8 +26,9 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from reshard.checkpoints import Literal, OutputLayout
+from reshard.checkpoints import CheckpointIndex, FileHandles, Literal, OutputLayout, read_index
 from reshard.checkpoints.checkpoint import Packing
+from reshard.checkpoints.formats.dtypes import ARCHIVES, PT
 from reshard.errors import ReshardError, TargetError
 from reshard.forms.ranks.form import STRATEGY_FILE
 from reshard.forms.ranks.naming import RANK, fixed_directory
@@ -42,6 +43,7 @@ from reshard.storage import (
     is_directory,
     is_regular_file,
     names_in,
+    read_range,
     read_small,
     reading,
     remove_file,
@@ -104,6 +106,19 @@ def header_digest(layout: OutputLayout) -> str | None:
     literals = (segment.data for segment in layout.segments() if isinstance(segment, Literal))
     first = next(literals, None)
     return None if first is None else digest_of(itertools.chain([first], literals))
+
+
+def stored_header_digest(index: CheckpointIndex, handles: FileHandles) -> str:
+    """Likewise, of a file that exists."""
+
+    def literals() -> Iterator[bytes]:
+        position = 0
+        for offset, size in itertools.chain(index.extents(), [(index.size, 0)]):
+            yield read_range(file, position, offset - position)
+            position = offset + size
+
+    with reading(index.path), handles.borrow(index.path) as file:
+        return digest_of(literals())
 
 
 class Ledger:
@@ -326,6 +341,16 @@ class Ledger:
         rank, _, size, headers, crc, modified = record
         return f"{rank}.{size}.{modified}.{headers or _NONE}.{crc or _NONE}{self._ending}"
 
+    def touched(self) -> dict[str, list[DoneRecord]]:
+        """The records of targets whose files have another time or size, by path."""
+        finished = self.finished()
+        records = {
+            os.path.join(self._destination, of_rank[0].file): of_rank
+            for of_rank in self.done().values()
+            if of_rank[0].file not in finished
+        }
+        return {path: records[path] for path in records if is_regular_file(path)}
+
     def add_done(self, record: DoneRecord, flush: bool) -> None:
         """Record a finished target.
 
@@ -384,12 +409,40 @@ def recorded_packing(src: str) -> Packing | None:
 
     Args:
         src: a directory, a rank's directory or a file in one, or a path with ``{rank}``.
+
+    Returns:
+        None if it is unknown, or if a file was replaced: its size or headers are not those of its record.
     """
     # Damaged records of a source are no reason to refuse it.
     with contextlib.suppress(ReshardError):
         written = _conversion_of(src)
-        return None if written is None else written[1].record.packing
+        if written is not None and written[1].record.packing is not None:
+            touched = written[1].touched()
+            with FileHandles() as handles:
+                if all(for_each(lambda path: _is_recorded(path, touched[path], handles), [*touched])):
+                    return written[1].record.packing
     return None
+
+
+def is_touched(src: str) -> bool:
+    """Whether a file of the conversion that wrote a checkpoint has another time than its record, as after a copy.
+
+    Args:
+        src: as for `recorded_packing`.
+    """
+    with contextlib.suppress(ReshardError):
+        written = _conversion_of(src)
+        return written is not None and bool(written[1].touched())
+    return False
+
+
+def _is_recorded(path: str, records: Sequence[DoneRecord], handles: FileHandles) -> bool:
+    """Whether a file has the size and, if it is no archive, the headers of one of its records."""
+    with reading(path), handles.borrow(path) as file:
+        headers = {record.headers for record in records if record.size == file.size()}
+    if not headers or None in headers or path.endswith((f".{ARCHIVES}", f".{PT}")):
+        return bool(headers)
+    return stored_header_digest(read_index(handles, path), handles) in headers
 
 
 class RecordedStrategy(NamedTuple):

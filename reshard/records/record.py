@@ -50,7 +50,7 @@ _CONTENTS = {
     "source_strategy": "the source strategy",
     "target_strategy": "the target strategy",
     "edits": "the adapter, or the rules of names and types, which --args and --config complete",
-    "division": "the division into files",
+    "division": "the division into files, or config.json and the files beside it",
 }
 
 
@@ -66,8 +66,8 @@ class Record(NamedTuple):
         format: their ending.
         task: of the first run, as far as others repeat it.
         digests: of both strategies as read (``same`` for the source's under other names), of the names and types that
-            were given, with the rules and sizes behind them, and of the division of tensors into files, if the
-            strategy does not determine it; the last two may be empty.
+            were given, with the rules and sizes behind them, and of the division of tensors into files, with what
+            options decide beside tensors, if the strategy does not determine it; the last two may be empty.
         packing: of the target; that of the source, if no table was requested.
         lost: the lost target ranks, ascending, if only these are recovered.
     """
@@ -231,7 +231,7 @@ def differences(mine: Record, theirs: Record) -> list[str]:
     words: list[str] = []
     for here, there in zip(groups_of(mine.asked), groups_of(theirs.asked)):
         for name, (option, _) in fields_of(type(here)).items():
-            if option.identity == VALUE or option.identity in contents:
+            if {VALUE, *contents} & {*option.identity.split()}:
                 words += _both(option.names[0], *(_typed(option, getattr(each, name)) for each in (there, here)))
     words += _both("the step", theirs.step, mine.step)
     words += _both("the format", theirs.format, mine.format)

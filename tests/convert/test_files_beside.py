@@ -53,18 +53,34 @@ def test_files_beside_weights_are_copied_and_compared_in_blocks(
     assert max(reads) <= 4 << 20
 
 
-def test_a_complete_directory_with_another_configuration_gives_a_warning(world: World, model: Path) -> None:
-    """Else a second run with the right --config would seem to have copied it."""
+def test_runs_with_another_configuration_or_tokenizer_are_another_conversion(world: World, model: Path) -> None:
+    """Else the weights of all of them would lie beside the files of one."""
     done(*words(world, model))
     other = world.root / "other"
-    other.mkdir()
+    write_files(other, "tokenizer.json")
     (other / "config.json").write_text('{"model_type": "y"}')
-    for _ in range(2):
-        warns(done(*words(world, model, "--config", other)), "config.json", "--overwrite")
+    fails(3, *words(world, model, "--config", other), texts=["another conversion", "--config (none there"])
     assert (world.dst / "config.json").read_text() == '{"model_type": "x"}'
     done(*words(world, model, "--config", other, "--overwrite"))
     assert (world.dst / "config.json").read_text() == '{"model_type": "y"}'
+    fails(3, *words(world, model), texts=["another conversion", "--config"])
     assert "existing file kept" not in done(*words(world, model, "--config", other)).err
+    (other / "tokenizer.json").write_text("another")
+    fails(3, *words(world, model, "--config", other), texts=["another conversion", "config.json and the files beside"])
+
+
+def test_shares_with_other_configurations_are_refused(world: World) -> None:
+    world.save(tensors())
+    write_files(world.root, "a/tokenizer.json", "b/tokenizer.json")
+    for name in ("a", "b"):
+        (world.root / name / "config.json").write_text("{}")
+    to: list[Argument] = ["--src-strategy", world.old, "--max-shard-size", "1"]
+    done(*words(world, world.src, *to, "--config", world.root / "a", "--shard", "0/2"))
+    b = words(world, world.src, *to, "--config", world.root / "b", "--shard", "1/2")
+    fails(3, *b, texts=["another conversion", "--config"])
+    fails(3, *words(world, world.src, *to, "--shard", "1/2"), texts=["another conversion", "--config"])
+    done("resume", world.dst)
+    assert done("status", world.dst, "--json").json["complete"] and (world.dst / "config.json").exists()
 
 
 def test_files_of_a_replaced_model_that_the_source_lacks_are_named(world: World, model: Path) -> None:

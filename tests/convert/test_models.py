@@ -490,6 +490,30 @@ def test_records_of_another_directory_are_not_the_packing_of_a_source(tmp_path: 
     same_checkpoints(read_weights(tmp_path / "back"), other.weights)
 
 
+def test_records_of_replaced_files_are_not_the_packing_of_a_source(tmp_path: Path) -> None:
+    world = World(tmp_path, "qwen3", ["gate_up=halves"])
+    unified = ["--to", "unified", "--names"]
+    done("convert", world.hf, tmp_path / "one", *unified, world.names)
+    done("convert", world.hf, tmp_path / "other", *unified, table_of("qwen3", ["gate_up=interleaved"]))
+    shutil.copy(tmp_path / "other" / "part0.safetensors", tmp_path / "one")
+    back: list[Argument] = ["--to", "huggingface", "--names", "qwen3,qkv=grouped", "--config", world.hf]
+    # Other weights of the same names and shapes may be a copy.
+    noted = flat(done("convert", tmp_path / "one", tmp_path / "back", *back).err)
+    assert "the records decide the packing, gate_up=halves" in noted and "remove .reshard" in noted
+    texts = ["was converted with gate_up=halves", "if the files were replaced since, remove .reshard"]
+    back[3] = "qwen3,qkv=grouped,gate_up=interleaved"
+    fails(3, "convert", tmp_path / "one", tmp_path / "stated", *back, texts=texts)
+    back[3] = "qwen3,qkv=grouped"
+    # Of the same size with another type of a weight, and of another size.
+    path = tmp_path / "one" / "part0.safetensors"
+    done("convert", world.hf, tmp_path / "cast", *unified, world.names, "--cast", "fp16")
+    content, cast = path.read_bytes(), (tmp_path / "cast" / path.name).read_bytes()
+    assert len(cast) < len(content) and b'"F32"' in content
+    for other in (content.replace(b'"F32"', b'"I32"', 1), cast):
+        path.write_bytes(other)
+        fails(2, "convert", tmp_path / "one", tmp_path / "not", *back, texts=["gate_up must be stated"])
+
+
 def test_another_table_with_other_packing_is_a_warning(tmp_path: Path) -> None:
     world = World(tmp_path, "qwen3", ["gate_up=halves"])
     done("convert", *world.convert)

@@ -7,11 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import LONG
-from tests.corpus import ROOT
+from tests.corpus import FIXTURES, ROOT
 from tests.faults import CALLS, ERRORS, failing
 from tests.running import Argument, done, fails, reshard
 from tests.sampling import some_of
@@ -131,11 +132,61 @@ def test_overwrite_replaces_a_recovery_of_another_step(plain: World) -> None:
     recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
     done(*recover, "--step", "1_10")
     fails(3, *recover, texts=["--step=1_10", "--overwrite"])
-    done(*recover, "--overwrite", "--lost-only")
-    assert list(tree_bytes(plain.dst)) == ["rank_3/net-1_20.ckpt"]
-    assert done("status", plain.dst, "--json").json["complete"]
     done(*recover, "--overwrite")
     assert list(tree_bytes(plain.dst)) == [f"rank_{rank}/net-1_20.ckpt" for rank in range(4)]
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """All files but the records."""
+    paths = (path for path in root.rglob("*") if path.is_file() and ".reshard" not in path.parts)
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("to", [["--format", "torch"], ["--dst-strategy", "same"]])
+@pytest.mark.parametrize("records", [True, False])
+def test_foreign_files_of_megatrons_legacy_trees_are_refused(records: bool, to: list[str], tmp_path: Path) -> None:
+    """Megatron's loader takes them for ranks of the new checkpoint, and one of rank 0 before it."""
+    source, dst = FIXTURES / "megatron" / "td_dense_plain" / "checkpoint", tmp_path / "dst"
+    first, second, other = (dst / "iter_0000100" / f"mp_rank_{number:02}" for number in range(3))
+    legacy = ["--to", "megatron", "--format", "torch", "--sizes", "tp=2"]
+    done("convert", source, dst, *legacy)
+    if not records:
+        shutil.rmtree(dst / ".reshard")
+        shutil.rmtree(first)
+        (dst / "latest_checkpointed_iteration.txt").unlink()
+    convert: list[Argument] = ["convert", source, dst, "--to", "megatron", *to, "--overwrite"]
+    changed = second / "model_optim_rng.pt"
+    changed.write_bytes(changed.read_bytes() + b"more")
+    for path in (other / "model_optim_rng.pt", second / "distrib_optim.pt"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"other")
+    # Of the conversion itself, or beside it.
+    (dst / "rng_state.pt").write_bytes(b"mine")
+    before = tree(dst)
+    names = [str(path.relative_to(dst)) for path in (changed, second / "distrib_optim.pt", other / changed.name)]
+    fails(3, *convert, texts=["no record of reshard matches", *names])
+    assert tree(dst) == before
+    for directory in (second, other):
+        shutil.rmtree(directory)
+    done(*convert)
+    done(*convert)
+    assert (dst / "rng_state.pt").exists() and not done("status", dst, "--json").json["beside"]
+
+
+@pytest.mark.parametrize("command", ["convert", "recover"])
+def test_a_recovery_of_lost_ranks_removes_no_conversion_to_all_ranks(command: str, plain: World) -> None:
+    full = {name: FULL[name] for name in ("w", "v")}
+    plain.save(full, "rank_{rank}/net-1_10.ckpt")
+    plain.save(full, "rank_{rank}/net-1_20.ckpt", ranks=[0, 1, 2])
+    recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
+    if command == "convert":
+        plain.convert("--step", "1_10")
+    else:
+        done(*recover, "--step", "1_10")
+    before = tree_bytes(plain.dst)
+    hint = "recover --overwrite, for all ranks"
+    fails(3, *recover, "--overwrite", "--lost-only", texts=["another conversion", hint])
+    assert tree_bytes(plain.dst) == before
 
 
 @pytest.mark.deep

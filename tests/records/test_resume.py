@@ -72,6 +72,12 @@ def test_io_options_are_not_part_of_the_identity(world: World, options: tuple[st
     same_ranks(world.found(), world.expected(FULL))
 
 
+def test_order_and_repetition_of_filters_are_not_part_of_the_identity(world: World) -> None:
+    world.save(FULL)
+    world.by_rank(0, "--include", "w", "--include", "v")
+    world.convert("--include", "v", "--include", "w", "--include", "v")
+
+
 @pytest.mark.parametrize(
     "options", [("--format", "safetensors"), ("--prefix", "net"), ("--exclude", "m.*"), ("--include", "w")]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from reshard import transform_checkpoints
 from reshard.execute import Progress
+from tests.corpus import FIXTURES
 from tests.running import Argument, done, fails, reshard
 from tests.small import COPIED, SOURCE, TARGET, World, tensors
 from tests.trees import layout, same_ranks, scalar, single, tree_bytes, value
@@ -121,6 +123,56 @@ def test_resume_keeps_the_selected_step(world: World) -> None:
     world.save(tensors("newer"), "rank_{rank}/net-2_10.ckpt")
     assert resume(world)["step"] == "1_10"
     same_ranks(world.found(), world.expected(FULL))
+
+
+def test_shares_continue_a_verified_conversion_to_another_form(plain: World) -> None:
+    plain.save({name: FULL[name] for name in ("w", "v")})
+    to = ("--src-strategy", plain.old, "--to", "huggingface", "--max-shard-size", "1")
+    done("convert", plain.src, plain.dst, *to, "--verify")
+    for name in ("model-00001-of-00003.safetensors", "model.safetensors.index.json", "reshard-manifest.json"):
+        (plain.dst / name).unlink()
+    for share in ("0/2", "1/2"):
+        assert "not verified" in done("resume", plain.dst, "--shard", share).err
+    assert done("status", plain.dst, "--json").json["complete"]
+    assert "verified: no differences" in done("resume", plain.dst).err
+
+
+def test_resume_reads_an_iteration_under_another_name(tmp_path: Path) -> None:
+    iteration = FIXTURES / "checkpoint2" / "a02_dp2mp2_dedup" / "checkpoint" / "iteration_00000010"
+    shutil.copytree(iteration, tmp_path / "backup")
+    whole, dst = tmp_path / "whole", tmp_path / "dst"
+    words = ("--to", "dcp", "--shards", "2")
+    done("convert", tmp_path / "backup", whole, *words)
+    done("convert", tmp_path / "backup", dst, *words, "--shard", "0/2")
+    done("resume", dst)
+    for path in whole.glob("*.distcp"):
+        assert (dst / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_parts_made_apart_are_completed_by_the_command_that_status_prints(gone: bool, world: World) -> None:
+    world.save(FULL)
+    parts = []
+    for rank in (0, 1):
+        needed = world.root / f"needed{rank}"
+        for source in world.rank_list(rank):
+            shutil.copytree(world.src / f"rank_{source}", needed / f"rank_{source}")
+        parts.append(needed)
+        out = world.root / f"out{rank}"
+        done("by-rank", rank, needed, out, "--src-strategy", world.old, "--dst-strategy", world.new)
+        shutil.copytree(out, world.dst, dirs_exist_ok=True)
+    for part in parts:
+        # The recorded source is one of them.
+        shutil.rmtree(part / "rank_1")
+    if gone:
+        for part in parts:
+            part.rename(part.with_name(f"{part.name}.old"))
+    shown = done("status", world.dst).out
+    command = next(line.partition(": ")[2] for line in shown.splitlines() if "made apart" in line)
+    fails(3, "resume", world.dst, texts=[command])
+    words = [str(world.src) if word == "SRC" else "0" if word == "RANK" else word for word in shlex.split(command)]
+    done(*words[1:])
+    assert done("status", world.dst, "--json").json["complete"]
 
 
 @pytest.mark.parametrize("begin", ["by-rank", "shard"])

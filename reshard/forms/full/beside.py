@@ -35,17 +35,19 @@ def files_beside(
 ) -> list[FinishingFile]:
     """Further files of a Hugging Face directory: copies from the source, and in their place those of --config.
 
-    The files become sources: changes are detected from now on.
+    The files become sources: changes are detected from now on. Other runs into the target must have the same files from
+    --config, and the same configuration.
     """
     handles, report = means.handles, means.report
     paths = {_name_beside(name): os.path.join(checkpoint.place, name) for name in checkpoint.extra_files}
-    config = request.edits.config_path
+    config, compared = request.edits.config_path, {CONFIG}
     if config is not None:
         given = {CONFIG: config}
         if is_directory(config):
             given = {name: os.path.join(config, name) for name in extra_files_in(config, names_in(config), ())}
         if CONFIG not in paths or real(given.get(CONFIG, config)) != real(paths[CONFIG]):
             paths.update(given)
+            compared.update(given)
             report.note(f"copied from {config}: {some_names([*given])}")
     copied = for_each(lambda path: _copied(path, handles), [*paths.values()])
     files = {name: file._replace(name=name) for name, file in zip(paths, copied)}
@@ -53,7 +55,7 @@ def files_beside(
         content = _of_other_types(paths[CONFIG], tensors, request.edits, report)
         if content is not None:
             files[CONFIG] = files[CONFIG]._replace(make=lambda: [content], size=len(content))
-    return [*files.values()]
+    return [file._replace(compared=name in compared) for name, file in files.items()]
 
 
 def _name_beside(path: str) -> str:
