@@ -76,6 +76,10 @@ def test_strategies_are_made_for_the_language_model(tmp_path: Path) -> None:
     fails(3, *make, texts=["--exclude 'vision_tower.*' --exclude 'mm_projector.*'"])
     done(*make, *LEAVE_OUT)
     assert (tmp_path / "one.json").read_text() == (tmp_path / "two.json").read_text()
+    derive: list[Argument] = ["strategy", "derive", tmp_path / "one.json", tmp_path / "out.json", "--weights-only"]
+    derive += ["--shapes", plain, "--names", "deepseek_v3,mla=separate"]
+    texts = ["mp=2 cuts no parameter with certainty", "equal sizes of mp and ep", "--also FILE"]
+    fails(3, *derive, "--src-sizes", "mp=2,ep=2", "--dst-sizes", "mp=2,ep=2", texts=texts)
 
 
 def test_a_weight_that_the_table_lists_is_not_left_out_while_names_are_matched(tmp_path: Path) -> None:
