@@ -176,7 +176,11 @@ def strategy_make(
     from reshard.strategies import read_strategy
     from reshard.strategies.rules import is_builtin, make_strategy, rules_named
 
-    switches = dict(_switch(text) for text in stated)
+    switches: dict[str, str] = {}
+    for name, value in map(_switch, stated):
+        if name in switches:
+            raise UsageError(f"--set: {name} is stated twice", hint="leave one of them out")
+        switches[name] = value
     model_rules = rules_named(rules, switches)
     source = None if src_strategy is None else read_strategy(src_strategy)
     show_notes(source.notes if source is not None else ())

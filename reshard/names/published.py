@@ -145,6 +145,12 @@ class Published:
         """See `published_table`."""
         model_type = str(config.get("model_type"))
         if model_type in self._plain:
+            for key, part in model_types(config):
+                # A model without conversions applies those of the models that it contains.
+                if part not in self._plain:
+                    raise UnknownNamesError(
+                        f"{key} in config.json is a {quoted(part)}, with which {model_type} is not known"
+                    )
             return None
         classes = self._models.get(model_type)
         if classes is None:

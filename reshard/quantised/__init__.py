@@ -1,4 +1,4 @@
 """Quantised weights: how they are recognised, and what their codes and scales stand for."""
 
 from reshard.quantised.decoding import dequantised, quantisation_of, stored_tensors
-from reshard.quantised.schemes import Quantisation, Quantised, describe, looks_quantised, recognise
+from reshard.quantised.schemes import Quantisation, Quantised, describe, holds_codes, looks_quantised, recognise

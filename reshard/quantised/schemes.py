@@ -12,9 +12,11 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.quantised.values import E2M1, FLOATS, INT4, INT8, OFFSET_TYPES, SCALE_TYPES, scale_box
-from reshard.text.messages import listing, quoted
+from reshard.text.messages import as_pattern, listing, quoted
+from reshard.text.names import is_weight
 
 Shape = tuple[int, ...]
 
@@ -68,8 +70,14 @@ _OTHER_SCHEMES = {
     ".weight_scale_second": "two levels of scales (W4A8)",
     ".scale_second": "two levels of scales (W4A8)",
 }
+# Endings of names of codes in words, and of scales after the whole name of their codes.
+_IN_WORDS, _OF_WHOLE_NAMES = "_packed", ("_scale", "_scales", "_scale_inv")
 # Endings that no unquantised model has. Others, such as logit_scale, may be parameters.
 _ONLY_QUANTISED = (".weight_scale", ".weight_scale_inv", "_scale_inv", "_blocks", _SIZES, *_OFFSETS)
+
+# Types that tensors of unquantised models have; Int64 and Bool are those of buffers.
+_UNQUANTISED = ("Float16", "BFloat16", "Float32", "Float64", "Complex64", "Complex128", "Int64", "Bool")
+_OF_CODES = ITEM_SIZES.keys() - set(_UNQUANTISED)
 
 _COPY = "in a copy of the file, and pass that with --config"
 
@@ -194,7 +202,7 @@ def recognise(stored: Mapping[str, TypedShape], quantisation: Quantisation) -> R
             raise CheckpointError(
                 f"{quoted(name)} holds codes of {quoted(new_name)}, which is in the checkpoint, too",
                 parameter=name,
-                hint="leave one of them out with --exclude",
+                hint=f"convert the checkpoint without one of them first: {_first(name)}",
             )
         offsets = _offsets_of(new_name, stored)
         sizes = name.removesuffix(_WORDS) + _SIZES if name.endswith(_WORDS) else None
@@ -230,6 +238,14 @@ def describe(recognised: Recognised) -> dict[str, int]:
 def looks_quantised(stored: Mapping[str, TypedShape]) -> bool:
     """Whether any weight of a checkpoint has a scale."""
     return any(_scale_of(name, stored) is not None for name in stored)
+
+
+def holds_codes(types: Mapping[str, str]) -> bool:
+    """Whether any weight is quantised in any scheme, also in an unknown one, by the types of all tensors by name."""
+    endings = (*_ONLY_QUANTISED, *_OTHER_SCHEMES, *_OF_ACTIVATIONS)
+    return any(
+        name.endswith(endings) or (dtype in _OF_CODES and is_weight(name, types)) for name, dtype in types.items()
+    )
 
 
 def _stated_settings(config: Mapping[str, Any] | None) -> list[Any]:
@@ -510,10 +526,14 @@ def _check_unused(
             raise CheckpointError(
                 f"{quoted(name)} belongs to a quantised weight that is not in the checkpoint",
                 parameter=name,
-                hint=f"if nothing is missing, leave it out with --exclude '{name}'",
+                hint=f"if nothing is missing, convert the checkpoint without it first: {_first(name)}",
             )
-        coded = tensor.dtype in FP8 or (tensor.dtype in _PACKED and name.endswith(".weight"))
-        if coded and (settings is not None or quantised):
+        beside = next((name + end for end in _OF_WHOLE_NAMES if name + end in stored), None)
+        if tensor.dtype in _OF_CODES and (name.endswith(_IN_WORDS) or beside is not None):
+            raise _unknown(name, beside or name, f"codes of type {tensor.dtype} and shape {list(tensor.shape)}")
+        # Beside quantised weights, larger integers may be those of a buffer.
+        coded = tensor.dtype in _OF_CODES and is_weight(name, stored)
+        if coded and (ITEM_SIZES[tensor.dtype] == 1 if quantised else settings is not None):
             raise CheckpointError(
                 f"{quoted(name)} is {tensor.dtype}, but no tensor holds its scales",
                 parameter=name,
@@ -524,6 +544,11 @@ def _check_unused(
             raise CheckpointError(
                 f"{quoted(name)} is quantised as {kind}, but no tensor holds its scales", parameter=name
             )
+
+
+def _first(name: str) -> str:
+    """--dequantize looks at all tensors, also at those that --exclude leaves out."""
+    return f"reshard convert SRC COPY --exclude {as_pattern(name)}"
 
 
 def _without(name: str, missing: str) -> CheckpointError:

@@ -15,6 +15,7 @@ from reshard.text.messages import Report, some_names
 from reshard.text.names import is_weight
 from reshard.verification.reading import Difference
 
+_OF_QUANTISATION = ("quant_model_description.json", "hf_quant_config.json")
 _MOST, _PART = 1 << 22, 1 << 20
 
 
@@ -36,12 +37,15 @@ def beside_differences(
     if given is not None and copied:
         given = os.path.join(given, CONFIG) if is_directory(given) else given
         paths.update({CONFIG: given} if is_regular_file(given) else {})
+    quantised = _are_quantised(target, asked)
+    for name in () if quantised else _OF_QUANTISATION:
+        paths.pop(name, None)
     for name, old in paths.items():
         new = os.path.join(directory, name)
         with reading(new):
             if not is_regular_file(new):
                 yield Difference("file", None, (), f"is missing, and is in {os.path.dirname(old)}", (name,))
-            elif _same_configuration(old, new, target, asked) if name == CONFIG else _same(old, new):
+            elif _same_configuration(old, new, target, asked, quantised) if name == CONFIG else _same(old, new):
                 continue
             elif name == CONFIG and copied:
                 yield Difference("file", None, (), "is not the configuration that was to be copied", (name,))
@@ -50,6 +54,15 @@ def beside_differences(
     if different:
         # Only a warning: a conversion keeps files that the directory held before.
         report.warn(f"{directory}: differs from the file beside the source's weights: {some_names(different)}")
+
+
+def _are_quantised(target: Checkpoint, asked: Conversion) -> bool:
+    """Whether the weights of a written checkpoint are codes."""
+    # Imported only here: most checkpoints have nothing beside the weights.
+    from reshard.quantised import holds_codes
+
+    types = {name: tensor.dtype for name, tensor in target.tensors.items()}
+    return asked.edits.dequantize is None and holds_codes(types)
 
 
 def _same(old: str, new: str) -> bool:
@@ -65,10 +78,10 @@ def _same(old: str, new: str) -> bool:
         return False
 
 
-def _same_configuration(old: str, new: str, target: Checkpoint, asked: Conversion) -> bool:
-    """Whether a configuration is a copy, of which a cast changes types, and nothing else."""
-    dequantised = asked.edits.dequantize is not None
-    if not asked.edits.cast and not dequantised:
+def _same_configuration(old: str, new: str, target: Checkpoint, asked: Conversion, quantised: bool) -> bool:
+    """Whether a configuration is a copy, of which a cast changes types, without keys for codes if there are none."""
+    cast = bool(asked.edits.cast) or asked.edits.dequantize is not None
+    if quantised and not cast:
         return _same(old, new)
     try:
         expected, found = (read_json(path, _MOST) or {} for path in (old, new))
@@ -78,9 +91,11 @@ def _same_configuration(old: str, new: str, target: Checkpoint, asked: Conversio
     weights = (tensor.dtype.lower() for name, tensor in target.tensors.items() if is_weight(name, target.tensors))
     types = {dtype for dtype in weights if "float" in dtype}
     levels: list[Any] = [expected, expected.get("text_config")]
+    unchanged = not cast
     for level in filter(lambda each: isinstance(each, dict), levels):
-        if len(types) == 1:
+        if cast and len(types) == 1:
             level.update(dict.fromkeys(level.keys() & {"dtype", "torch_dtype"}, *types))
-        for key in ("quantization_config", "compression_config") if dequantised else ():
+        for key in () if quantised else ("quantization_config", "compression_config"):
+            unchanged = unchanged and key not in level
             level.pop(key, None)
-    return bool(expected == found)
+    return _same(old, new) if unchanged else bool(expected == found)

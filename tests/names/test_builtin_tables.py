@@ -272,3 +272,28 @@ def test_a_directory_of_the_name_does_not_hide_a_table(tmp_path: Path, monkeypat
     (tmp_path / "qwen3").mkdir()
     assert rules_named("qwen3").path == "qwen3"
     assert rules_named("qwen3,gate_up=halves").chosen == (("gate_up", "halves"),)
+
+
+def _with_biases(family: str) -> dict[str, tuple[int, ...]]:
+    _, shapes = TINY[family]
+    projections = [name for name in shapes if ".self_attn." in name and name.endswith("_proj.weight")]
+    biases = {name.removesuffix("weight") + "bias": shapes[name][:1] for name in projections}
+    return {**shapes, **biases}
+
+
+_BIASED = [table_of("qwen3"), table_of("qwen3_moe"), "megatron,family=qwen3,layer_keys=numbered"]
+
+
+@pytest.mark.parametrize("names", _BIASED)
+def test_biases_of_attention_are_there_together(names: str) -> None:
+    """Also as config.json states them."""
+    family = "qwen3_moe" if "moe" in names else "qwen3"
+    table, (config, plain), shapes = rules_named(names), TINY[family], _with_biases(family)
+    made = apply_rules(table, shapes, config)
+    back = apply_rules(table, {name: view.shape for name, _, view in made.views()}, config)
+    assert {name: view.shape for name, _, view in back.views()} == shapes
+    without = {name: shape for name, shape in shapes.items() if not name.endswith("o_proj.bias")}
+    with pytest.raises(NamesError, match=r"missing: 'model.layers.0.self_attn.o_proj.bias'"):
+        apply_rules(table, without, config)
+    with pytest.raises(NamesError, match=r"missing: 'model.layers.0.self_attn.q_proj.bias'"):
+        apply_rules(table, plain, {**config, "attention_bias": True})

@@ -113,6 +113,21 @@ def test_experts_that_are_published_fused_stay(model_type: str, tmp_path: Path) 
     same_checkpoints(read_weights(tmp_path / "out"), tensors)
 
 
+@pytest.mark.parametrize("nested", ["qwen3_moe", "mixtral"])
+def test_experts_of_a_nested_model_are_an_error_where_its_model_is_not_known_with_them(
+    nested: str, tmp_path: Path
+) -> None:
+    """save_pretrained splits them, though it keeps the names of SmolVLM with other language models."""
+    source = trained(tmp_path, fused(numbered("qwen3_moe")))
+    config = tmp_path / "model" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps({"model_type": "smolvlm", "text_config": {"model_type": nested}}))
+    words: list[Argument] = ["convert", source, tmp_path / "out", "--to", "huggingface", "--config", config]
+    fails(3, *words, texts=["gate_up_proj", f"text_config in config.json is a '{nested}'", "--names none"])
+    config.write_text(json.dumps({"model_type": "smolvlm", "text_config": {"model_type": "llama"}}))
+    done(*words, "--names", "none", "--verify")
+
+
 def test_a_model_without_experts_needs_no_configuration(tmp_path: Path) -> None:
     source = trained(tmp_path, weights("qwen3"))
     done("convert", source, tmp_path / "out", "--to", "huggingface", "--verify")

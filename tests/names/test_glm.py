@@ -82,6 +82,32 @@ def test_a_missing_weight_of_a_router_is_an_error(tmp_path: Path) -> None:
     fails(3, *words, texts=["missing: 'model.layers.2.mlp.gate.e_score_correction_bias'"])
 
 
+@pytest.mark.parametrize(
+    ("left_out", "stated", "missing"),
+    [
+        (".k_norm.", {}, "self_attn.k_norm.weight"),
+        (".q_norm.", {}, "self_attn.q_norm.weight"),
+        ("_norm.weight", {"use_qk_norm": True}, "self_attn.q_norm.weight"),
+        ("_proj.bias", {"attention_bias": True}, "self_attn.q_proj.bias"),
+        ("layers.0.self_attn.v_proj.bias", {}, "layers.0.self_attn.v_proj.bias"),
+    ],
+)
+def test_norms_and_biases_are_there_together(
+    left_out: str, stated: dict[str, bool], missing: str, tmp_path: Path
+) -> None:
+    """Also as config.json states them: without them, the model computes something else."""
+    model = {name: each for name, each in weights(True).items() if left_out not in name}
+    hf = write_huggingface(tmp_path / "hf", model, {**CONFIG, **stated})
+    words: list[Argument] = ["convert", hf, tmp_path / "out", "--to", "megatron", "--names", "glm4_moe"]
+    fails(3, *words, texts=["missing: ", missing])
+
+
+def test_norms_that_the_configuration_denies_are_not_written(tmp_path: Path) -> None:
+    hf = write_huggingface(tmp_path / "hf", weights(True), {**CONFIG, "use_qk_norm": False})
+    words: list[Argument] = ["convert", hf, tmp_path / "out", "--to", "megatron", "--names", "glm4_moe"]
+    fails(3, *words, texts=["no rule matches", "self_attn.q_norm.weight"])
+
+
 def test_names_of_mindformers_are_refused(tmp_path: Path) -> None:
     hf = write_huggingface(tmp_path / "hf", weights(True), CONFIG)
     refused = ["--names glm4_moe: MindFormers has no names of this model for training", "--to megatron"]

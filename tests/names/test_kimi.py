@@ -55,12 +55,12 @@ def test_the_language_model_of_kimi_k25_is_converted_without_its_vision_tower(tm
     same_checkpoints(read_weights(tmp_path / "mf"), mindformers("deepseek_v3", model, config, ["gate_up=interleaved"]))
 
     back: list[Argument] = ["convert", tmp_path / "mf", "--to", "huggingface", "--config", hf, "--verify"]
-    done(*back, tmp_path / "plain", "--names", NAMES)
-    same_checkpoints(read_weights(tmp_path / "plain"), model)
-    done(*back, tmp_path / "prefixed", "--names", f"{NAMES},prefix=language_model")
+    done(*back, tmp_path / "prefixed", "--names", NAMES)
     same_checkpoints(
         read_weights(tmp_path / "prefixed"), {f"language_model.{name}": each for name, each in model.items()}
     )
+    done(*back, tmp_path / "plain", "--names", f"{NAMES},prefix=none")
+    same_checkpoints(read_weights(tmp_path / "plain"), model)
 
 
 def test_strategies_are_made_for_the_language_model(tmp_path: Path) -> None:
@@ -76,6 +76,10 @@ def test_strategies_are_made_for_the_language_model(tmp_path: Path) -> None:
     fails(3, *make, texts=["--exclude 'vision_tower.*' --exclude 'mm_projector.*'"])
     done(*make, *LEAVE_OUT)
     assert (tmp_path / "one.json").read_text() == (tmp_path / "two.json").read_text()
+    derive: list[Argument] = ["strategy", "derive", tmp_path / "one.json", tmp_path / "out.json", "--weights-only"]
+    derive += ["--shapes", plain, "--names", "deepseek_v3,mla=separate"]
+    texts = ["mp=2 cuts no parameter with certainty", "equal sizes of mp and ep", "--also FILE"]
+    fails(3, *derive, "--src-sizes", "mp=2,ep=2", "--dst-sizes", "mp=2,ep=2", texts=texts)
 
 
 def test_a_weight_that_the_table_lists_is_not_left_out_while_names_are_matched(tmp_path: Path) -> None:

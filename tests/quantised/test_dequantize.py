@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import reshard as package
 from reshard.quantised import decoding, values
 from tests.asking import open_checkpoint
-from tests.checkpoint_writing import write_safetensors
+from tests.checkpoint_writing import Parts, write_safetensors
 from tests.layouts import examples, strategies
 from tests.quantised.models import E2M1, SCHEMES, Coded, coded, others, write_model
 from tests.reference import slices
@@ -318,6 +318,55 @@ def test_a_missing_scale_is_an_error_that_names_the_file_of_its_weight(tmp_path:
     )
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_configuration_of_codes_is_not_copied_beside_numbers(tmp_path: Path, own: bool) -> None:
+    """That of the published model is passed for weights that were trained from it."""
+    quantised = write_model(tmp_path / "src", "fp8 blocks")
+    done("convert", tmp_path / "src", tmp_path / "out", "--to", "dcp", "--shards", 2, "--dequantize", "BFloat16")
+    for name in ("quant_model_description.json", "hf_quant_config.json"):
+        (tmp_path / "src" / name).write_text("{}")
+    words: list[Argument] = ["convert", tmp_path / "out", tmp_path / "back", "--to", "huggingface", "--verify"]
+    config = tmp_path / "src" / ("" if own else "config.json")
+
+    warns(done(*words, "--config", config), "quantization_config left out", "not quantised")
+
+    (written,) = (tmp_path / "back").glob("*.safetensors")
+    same_checkpoints(read_checkpoint(written), expected(quantised))
+    rest = {"model_type": "tiny", "torch_dtype": "bfloat16"}
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == rest
+    assert not [*(tmp_path / "back").glob("*quant*")]
+
+    wrong = (tmp_path / "src" / "config.json").read_bytes()
+    (tmp_path / "back" / "config.json").write_bytes(wrong)
+    done("convert", tmp_path / "back", tmp_path / "again", "--to", "huggingface")
+    assert "differs" not in done("verify", tmp_path / "again", "--src", tmp_path / "back").err
+    (tmp_path / "again" / "config.json").write_bytes(wrong)
+    warns(done("verify", tmp_path / "again", "--src", tmp_path / "back"), "differs from the file", "config.json")
+
+
+def test_a_description_of_codes_is_not_copied_beside_dequantised_weights(tmp_path: Path) -> None:
+    codes = coded(("a.weight", "a.weight", "a.weight_scale", "a.weight_offset"), "Int8", (6, 8), (1, 8), offset="Int8")
+    write_safetensors(tmp_path / "src" / "model.safetensors", codes.stored)
+    (tmp_path / "src" / "config.json").write_text("{}")
+    description = tmp_path / "src" / "quant_model_description.json"
+    description.write_text(json.dumps(dict.fromkeys(codes.stored, "W8A8_DYNAMIC")))
+
+    done("convert", tmp_path / "src", tmp_path / "out", "--dequantize", "BFloat16", "--verify")
+    done("convert", tmp_path / "src", tmp_path / "codes", "--to", "huggingface", "--verify")
+
+    assert not (tmp_path / "out" / description.name).exists()
+    assert (tmp_path / "codes" / description.name).read_bytes() == description.read_bytes()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_codes_that_pass_through_another_form_keep_their_configuration(tmp_path: Path, scheme: str) -> None:
+    write_model(tmp_path / "src", scheme)
+    done("convert", tmp_path / "src", tmp_path / "out", "--to", "hf-sharded", "--shards", 2)
+    back: list[Argument] = ["convert", tmp_path / "out", tmp_path / "back", "--to", "huggingface", "--verify"]
+    done(*back, "--config", tmp_path / "src")
+    assert (tmp_path / "back/config.json").read_bytes() == (tmp_path / "src/config.json").read_bytes()
+
+
 def test_without_the_option_codes_and_scales_are_copied(tmp_path: Path) -> None:
     quantised = write_model(tmp_path / "src", "fp8 blocks")
 
@@ -422,3 +471,17 @@ def test_tables_of_names_pack_and_split_swapped_tensors(tmp_path: Path) -> None:
     whole = quantised.as_type("BFloat16").array
     for name, half in zip(("first", "second"), np.split(whole, 2, axis=2)):
         np.testing.assert_array_equal(written[name].array, half.transpose(1, 0, 2))
+
+
+def test_codes_that_are_not_recognised_are_not_written_as_numbers(tmp_path: Path) -> None:
+    quantised = write_model(tmp_path / "src", "int8 channels")
+    fused: dict[str, Parts] = {
+        "e.gate_up_proj": ("Int8", (2, 4, 8), bytes(64)),
+        "e.gate_up_proj_scale": ("Float32", (2, 4, 1), bytes(32)),
+    }
+    stored = {name: parts for each in quantised for name, parts in each.stored.items()}
+    done("convert", tmp_path / "src", tmp_path / "copy", "--to", "huggingface")
+    write_safetensors(tmp_path / "copy" / "model.safetensors", {**stored, **fused})
+    words: list[Argument] = ["convert", tmp_path / "copy", tmp_path / "out", "--dequantize", "BFloat16"]
+    fails(3, *words, texts=["'e.gate_up_proj' beside 'e.gate_up_proj_scale'", "cannot dequantise this scheme"])
+    assert not (tmp_path / "out").exists()

@@ -450,3 +450,34 @@ def test_a_checkpoint_without_scales_is_not_quantised() -> None:
 
     assert not looks_quantised(stored)
     assert recognise(stored, {}) == ({}, [])
+
+
+IN_WORDS = {
+    "e.gate_up_proj_packed": TypedShape("Int32", (4, 16, 4)),
+    "e.gate_up_proj_scale": TypedShape("BFloat16", (4, 16, 1)),
+    "e.gate_up_proj_shape": TypedShape("Int64", (3,)),
+}
+FUSED_INT8 = {
+    "e.gate_up_proj": TypedShape("Int8", (4, 16, 32)),
+    "e.gate_up_proj_scale": TypedShape("BFloat16", (4, 16, 1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("e.gate_up_proj_packed", IN_WORDS),
+        ("e.gate_up_proj", FUSED_INT8),
+        ("e.gate_up_proj", {**INT8, **FUSED_INT8}),
+        ("e.gate_up_proj", {**INT8, "e.gate_up_proj": TypedShape("UInt8", (4, 16, 32))}),
+        ("e.indices", {"e.indices": TypedShape("UInt16", (4, 16)), "e.centroids": TypedShape("Float16", (4, 16))}),
+    ],
+)
+def test_codes_with_names_of_no_known_scheme_are_refused(name: str, stored: dict[str, TypedShape]) -> None:
+    with pytest.raises(CheckpointError, match=f"'{name}'"):
+        recognise(stored, groups({"strategy": "channel"}))
+
+
+def test_values_of_the_training_are_no_codes() -> None:
+    stored = {**INT8, "rng_state": TypedShape("UInt8", (16,)), "note": TypedShape("str", (3,))}
+    assert [*recognise(stored, groups({"strategy": "channel"})).tensors] == ["a.weight"]

@@ -138,6 +138,13 @@ def test_layouts_that_depend_on_the_configuration_stay_undecided() -> None:
         make_strategy(rules_named("llama"), case.model, case.target, "rules")
 
 
+def test_a_switch_has_one_value() -> None:
+    words = ("strategy", "make", "mcore", "out.ckpt", "--shapes", "x", "--sizes", "mp=2")
+    for value in ("false", "true"):
+        texts = ["--set: vocab_emb_dp is stated twice"]
+        fails(2, *words, "--set", "vocab_emb_dp=true", "--set", f"vocab_emb_dp={value}", texts=texts)
+
+
 def test_built_in_rules_are_listed_and_printed() -> None:
     output = done("strategy", "rules").out
     assert done("strategy", "rules", "--list").out == output

@@ -24,6 +24,9 @@ TYPE_KEYS = ("dtype", "torch_dtype")
 QUANTISATION = frozenset(("quantization_config", "compression_config"))
 """Keys of config.json that describe how weights are quantised."""
 
+QUANTISATION_FILES = frozenset(("quant_model_description.json", "hf_quant_config.json"))
+"""Files that do the same."""
+
 # The configuration of the language model in that of a multimodal one.
 _TEXT = "text_config"
 _LARGEST_CONFIG = 1 << 22
@@ -49,6 +52,10 @@ def files_beside(
             paths.update(given)
             compared.update(given)
             report.note(f"copied from {config}: {some_names([*given])}")
+    needless = sorted(QUANTISATION_FILES & paths.keys())
+    if needless and not _are_quantised(tensors, request.edits):
+        report.note(f"not copied, because the written weights are not quantised: {some_names(needless)}")
+        paths = {name: path for name, path in paths.items() if name not in QUANTISATION_FILES}
     copied = for_each(lambda path: _copied(path, handles), [*paths.values()])
     files = {name: file._replace(name=name) for name, file in zip(paths, copied)}
     if CONFIG in paths:
@@ -56,6 +63,14 @@ def files_beside(
         if content is not None:
             files[CONFIG] = files[CONFIG]._replace(make=lambda: [content], size=len(content))
     return [file._replace(compared=name in compared) for name, file in files.items()]
+
+
+def _are_quantised(tensors: Mapping[str, GlobalTensor], edits: EditRules) -> bool:
+    """Whether weights are written as codes."""
+    # Loaded only here: most models have nothing of quantisation beside them.
+    from reshard.quantised import holds_codes
+
+    return edits.quantisation is None and holds_codes({name: tensor.dtype for name, tensor in tensors.items()})
 
 
 def _name_beside(path: str) -> str:
@@ -81,7 +96,7 @@ def _copied(path: str, handles: FileHandles) -> FinishingFile:
 
 
 def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], edits: EditRules, report: Report) -> bytes | None:
-    """A configuration for weights that were cast or dequantised; None to copy it byte for byte."""
+    """A configuration for weights that were cast or are not quantised; None to copy it byte for byte."""
     try:
         config = read_json(path, _LARGEST_CONFIG) or {}
     except CheckpointError as error:
@@ -90,13 +105,19 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], edits: EditR
     types = _types_of_weights(tensors)
     recorded = [(key, level[key]) for level in _levels(config) for key in TYPE_KEYS if key in level]
     key, value = next(((key, value) for key, value in recorded if types != [value]), ("", None))
+    dropped = {key for level in _levels(config) for key in QUANTISATION & level.keys()}
+    if dropped and _are_quantised(tensors, edits):
+        dropped = set()
+    if dropped and edits.quantisation is None:
+        left_out = " and ".join(sorted(dropped))
+        report.note(f"{CONFIG}: {left_out} left out, because the written weights are not quantised")
     if not edits.casts and edits.quantisation is None:
         if types and key and value not in types:
             report.note(
                 f"{path} has {key} {quoted(str(value))}, and the weights are {' and '.join(types)}: loaders cast them; "
                 f"--cast DTYPE writes them in another type and corrects {CONFIG}"
             )
-        return None
+        return _encoded(_rewritten(config, dropped)) if dropped else None
     if key and len(types) == 1:
         report.note(f"{CONFIG}: {key} changed from {quoted(str(value))} to {types[0]}, the type of the weights")
     elif key and types and (edits.casts or value not in types):
@@ -104,9 +125,12 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], edits: EditR
             f"{CONFIG} keeps {key} {quoted(str(value))}, because the weights have several types "
             f"({', '.join(types)}): check that it is the type to load them in"
         )
-    dropped = frozenset() if edits.quantisation is None else QUANTISATION
     rewritten = _rewritten(config, dropped, types[0] if len(types) == 1 else None)
-    return None if rewritten == config else (json.dumps(rewritten, indent=2) + "\n").encode()
+    return None if rewritten == config else _encoded(rewritten)
+
+
+def _encoded(config: Mapping[str, Any]) -> bytes:
+    return (json.dumps(config, indent=2) + "\n").encode()
 
 
 def _levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -267,6 +267,12 @@ def _check_sizes_cut(source: SourceRun, candidates: Mapping[str, Sequence[Candid
             continue
         where = f"{source.strategy.path}: {name}={source.sizes[name]}"
         hint = "give the sizes of this run"
+        equal = [other for other in SIZED if other != name and source.sizes[other] == source.sizes[name]]
+        if equal:
+            hint += (
+                f"; equal sizes of {' and '.join([name, *equal])} cannot be told apart: add a strategy of the model "
+                "for other sizes with --also FILE --also-sizes ..."
+            )
         if name == "cp":
             hint = "count context parallelism that cuts nothing as data parallelism: in dp, without cp"
         raise StrategyError(f"{where} cuts no parameter with certainty", file=source.strategy.path, hint=hint)
