@@ -19,6 +19,7 @@ from reshard.names.tables import (
     families_of,
     is_foreign,
     name_one_of,
+    other_family,
     parse_renames,
     parse_rules,
     path,

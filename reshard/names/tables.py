@@ -222,6 +222,13 @@ def table_of_model(model_type: object) -> str | None:
     return table if table in builtin_names() else None
 
 
+def other_family(table: str, config: Mapping[str, object] | None) -> str | None:
+    """The model family of a config.json, where ``table`` is the built-in one of another family; otherwise None."""
+    model_type = "" if config is None else str(config.get("model_type"))
+    family, families = _MODEL_TYPES.get(model_type, model_type), families_of(_MEGATRON)
+    return family if family != table and {family, table} <= {*families} else None
+
+
 def is_foreign(config: Mapping[str, object], names: Collection[str]) -> bool:
     """Whether no name is one of the family of a config.json, if it has a table; False if that is not known."""
     table = table_of_model(config.get("model_type"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from reshard.checkpoints.checkpoint import Packing
 from reshard.errors import NamesError, UsageError
@@ -16,6 +17,7 @@ from reshard.names import (
     Path,
     UnknownNamesError,
     apply_rules,
+    other_family,
     path,
     published_table,
     settle,
@@ -42,9 +44,10 @@ def path_of(edits: EditRules, shapes: Mapping[str, tuple[int, ...]]) -> Path:
         return tuple(Edge(rules, edits.reverse) for rules in edits.tables)
     source, target = (HUB_SIDE if side is None else side.value for side in (edits.source_side, edits.side))
     if source != of_side.sides[1]:
-        settled = settle(table, edits.config, shapes, edits.recorded_options(table))
-        # A family without a table of its own has Hugging Face's names alone.
-        is_right = edits.reverse or (bool(table.rules) and side_of(table, settled, shapes, None).reverse)
+        with _family_named(edits):
+            settled = settle(table, edits.config, shapes, edits.recorded_options(table))
+            # A family without a table of its own has Hugging Face's names alone.
+            is_right = edits.reverse or (bool(table.rules) and side_of(table, settled, shapes, None).reverse)
         source = table.sides[is_right]
     chosen = path(edits.tables, source, target)
     applied = {name for edge in chosen for name, _ in edge.rules.chosen}
@@ -60,17 +63,36 @@ def path_of(edits: EditRules, shapes: Mapping[str, tuple[int, ...]]) -> Path:
 
 def apply_table(edits: EditRules, edge: Edge, shapes: Mapping[str, tuple[int, ...]], contents: bool = True) -> Applied:
     """Apply rules of names and packing to tensors of these shapes; see `names.apply_rules`."""
-    return apply_rules(
-        edge.rules,
-        shapes,
-        edits.config,
-        edge.reverse,
-        edits.optimizer,
-        recorded=edits.recorded_options(edge.rules),
-        contents=contents,
-        to_huggingface=edits.side is Side.HUGGINGFACE and edits.table_of_side is None,
-        left_out=matcher(edits.exclude),
-    )
+    with _family_named(edits):
+        return apply_rules(
+            edge.rules,
+            shapes,
+            edits.config,
+            edge.reverse,
+            edits.optimizer,
+            recorded=edits.recorded_options(edge.rules),
+            contents=contents,
+            to_huggingface=edits.side is Side.HUGGINGFACE and edits.table_of_side is None,
+            left_out=matcher(edits.exclude),
+        )
+
+
+def family_advice(edits: EditRules) -> str | None:
+    """What to type where config.json is of another model family than the table."""
+    family = None if edits.table is None else other_family(edits.table.path, edits.config)
+    if family is None or edits.config is None:
+        return None
+    return f"config.json has model_type {edits.config['model_type']}: --names {family}"
+
+
+@contextlib.contextmanager
+def _family_named(edits: EditRules) -> Iterator[None]:
+    """Errors name the family of config.json, if it is another one: advice to leave out names would lose weights."""
+    try:
+        yield
+    except NamesError as error:
+        error.hint = family_advice(edits) or error.hint
+        raise
 
 
 def with_published_names(edits: EditRules, shapes: Mapping[str, tuple[int, ...]], report: Report) -> EditRules:
