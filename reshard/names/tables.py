@@ -48,8 +48,15 @@ _MEGATRON, _MINDFORMERS = "megatron", "mindformers"
 # Model types whose names are those of another one. Kimi-K2.5 has a vision tower beside them.
 _MODEL_TYPES = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
 
-_BUILTIN = BuiltinFiles(__file__, "table", NamesError, "reshard names list")
-_OPTIONS = re.compile(r"(?:,[a-z][a-z0-9_]*=[A-Za-z0-9_]+)+\Z")
+_MEANT = {
+    "mcore": "mcore is for reshard strategy make; --names takes the model family: qwen3, qwen3_moe or deepseek_v3",
+    **dict.fromkeys(
+        ("hf", "huggingface"),
+        "--names takes the model family, as in --names qwen3; to Hugging Face's form: --to huggingface",
+    ),
+}
+_BUILTIN = BuiltinFiles(__file__, "table", NamesError, "reshard names list", _MEANT)
+_OPTIONS = re.compile(r"(?:\s*,\s*[a-z][a-z0-9_]*=[A-Za-z0-9_]+)+\s*\Z")
 _LARGEST_CONFIG = 1 << 22
 
 _KEEP = "keep"
@@ -198,8 +205,8 @@ def _typed(text_of_user: str) -> tuple[str, dict[str, str]]:
     options = None if is_regular_file(text_of_user) else _OPTIONS.search(text_of_user)
     table = text_of_user if options is None else text_of_user[: options.start()]
     stated: dict[str, str] = {}
-    for text in options[0][1:].split(",") if options is not None else ():
-        name, _, value = text.partition("=")
+    for text in options[0].split(",")[1:] if options is not None else ():
+        name, _, value = text.strip().partition("=")
         if name in stated:
             raise UsageError(f"{text_of_user}: {name} is stated twice")
         stated[name] = value
@@ -251,7 +258,9 @@ def parse_renames(renames: Sequence[str]) -> NameRules:
     for text in renames:
         old, equals, new = text.partition("=")
         if not equals or not old or not new:
-            raise UsageError(f"{text!r} is not a rename such as 'model.*=backbone.*'")
+            beginning = re.fullmatch(r"[^*{]+\*", old)
+            hint = f"to remove {old[:-1]} from names: --rename '{old}=*'" if equals and beginning else None
+            raise UsageError(f"{text!r} is not a rename such as 'model.*=backbone.*'", hint=hint)
         try:
             left, right = pattern(old), pattern(new)
         except PatternError as error:
