@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -229,11 +229,25 @@ def table_of_model(model_type: object) -> str | None:
     return table if table in builtin_names() else None
 
 
-def other_family(table: str, config: Mapping[str, object] | None) -> str | None:
-    """The model family of a config.json, where ``table`` is the built-in one of another family; otherwise None."""
-    model_type = "" if config is None else str(config.get("model_type"))
+def family_advice(table: NameRules | None, config: Mapping[str, object] | None) -> str | None:
+    """What to type where a table is the built-in one of another model family than that of config.json."""
+    if table is None or config is None:
+        return None
+    model_type = str(config.get("model_type"))
     family, families = _MODEL_TYPES.get(model_type, model_type), families_of(_MEGATRON)
-    return family if family != table and {family, table} <= {*families} else None
+    if family == table.path or not {family, table.path} <= {*families}:
+        return None
+    return f"config.json has model_type {model_type}: --names {family}"
+
+
+@contextlib.contextmanager
+def family_named(table: NameRules | None, config: Mapping[str, object] | None) -> Iterator[None]:
+    """Errors name the family of config.json, if it is another one: advice to leave out names would lose weights."""
+    try:
+        yield
+    except NamesError as error:
+        error.hint = family_advice(table, config) or error.hint
+        raise
 
 
 def is_foreign(config: Mapping[str, object], names: Collection[str]) -> bool:

@@ -200,8 +200,8 @@ class Editing:
         self.unseen = dict.fromkeys(self.unseen)
 
     def _apply_table(self, applied: Applied) -> None:
-        from reshard.names import HUB_SIDE
-        from reshard.plan.tables import check_packing, family_advice, packing_of
+        from reshard.names import HUB_SIDE, family_advice
+        from reshard.plan.tables import check_packing, packing_of
 
         edits, report, table = self.edits, self._report, applied.rules
         old, new = table.sides[:: -1 if applied.reversed else 1]
@@ -218,7 +218,7 @@ class Editing:
         if old != HUB_SIDE and is_recorded and edits.source_packing is not None:
             check_packing(self._checkpoint.place, edits.source_packing, packing, table.packing_options, report)
         self._packing = packing if new != HUB_SIDE and is_recorded else None
-        if any(map(matcher(edits.exclude), applied.dropped)) and (advice := family_advice(edits)):
+        if any(map(matcher(edits.exclude), applied.dropped)) and (advice := family_advice(edits.table, edits.config)):
             report.warn(f"weights that the rules {table.path} lack are left out, and {advice}")
         # Rules that move values are refused elsewhere.
         recipes = self.recipes

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 from reshard.checkpoints.checkpoint import Packing
 from reshard.errors import NamesError, UsageError
@@ -17,7 +16,7 @@ from reshard.names import (
     Path,
     UnknownNamesError,
     apply_rules,
-    other_family,
+    family_named,
     path,
     published_table,
     settle,
@@ -44,7 +43,7 @@ def path_of(edits: EditRules, shapes: Mapping[str, tuple[int, ...]]) -> Path:
         return tuple(Edge(rules, edits.reverse) for rules in edits.tables)
     source, target = (HUB_SIDE if side is None else side.value for side in (edits.source_side, edits.side))
     if source != of_side.sides[1]:
-        with _family_named(edits):
+        with family_named(edits.table, edits.config):
             settled = settle(table, edits.config, shapes, edits.recorded_options(table))
             # A family without a table of its own has Hugging Face's names alone.
             is_right = edits.reverse or (bool(table.rules) and side_of(table, settled, shapes, None).reverse)
@@ -63,7 +62,7 @@ def path_of(edits: EditRules, shapes: Mapping[str, tuple[int, ...]]) -> Path:
 
 def apply_table(edits: EditRules, edge: Edge, shapes: Mapping[str, tuple[int, ...]], contents: bool = True) -> Applied:
     """Apply rules of names and packing to tensors of these shapes; see `names.apply_rules`."""
-    with _family_named(edits):
+    with family_named(edits.table, edits.config):
         return apply_rules(
             edge.rules,
             shapes,
@@ -75,24 +74,6 @@ def apply_table(edits: EditRules, edge: Edge, shapes: Mapping[str, tuple[int, ..
             to_huggingface=edits.side is Side.HUGGINGFACE and edits.table_of_side is None,
             left_out=matcher(edits.exclude),
         )
-
-
-def family_advice(edits: EditRules) -> str | None:
-    """What to type where config.json is of another model family than the table."""
-    family = None if edits.table is None else other_family(edits.table.path, edits.config)
-    if family is None or edits.config is None:
-        return None
-    return f"config.json has model_type {edits.config['model_type']}: --names {family}"
-
-
-@contextlib.contextmanager
-def _family_named(edits: EditRules) -> Iterator[None]:
-    """Errors name the family of config.json, if it is another one: advice to leave out names would lose weights."""
-    try:
-        yield
-    except NamesError as error:
-        error.hint = family_advice(edits) or error.hint
-        raise
 
 
 def with_published_names(edits: EditRules, shapes: Mapping[str, tuple[int, ...]], report: Report) -> EditRules:

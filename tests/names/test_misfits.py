@@ -19,6 +19,7 @@ from tests.names.naive import arrays_of, assert_equal, made_by, numbered
 from tests.running import Argument, done, fails, warns
 
 QWEN3, SHAPES = TINY["qwen3"]
+NAMES = table_of("qwen3")
 PACKING = table_of("qwen3")[len("qwen3") :]
 MIXTURE, EXPERTS = TINY["qwen3_moe"]
 
@@ -273,6 +274,9 @@ def test_the_table_of_another_family_is_answered_with_that_of_config_json(
 ) -> None:
     convert: list[Argument] = ["convert", FIXTURES / "models" / "qwen3", tmp_path / "out", *target]
     assert "--exclude" not in fails(3, *convert, "--names", family, texts=["model_type qwen3: --names qwen3"]).err
+    done(*convert, "--names", "qwen3" if "megatron" in target else NAMES)
+    verify: list[Argument] = ["verify", tmp_path / "out", "--src", FIXTURES / "models" / "qwen3", "--names", family]
+    assert "--exclude" not in fails(3, *verify, texts=["model_type qwen3: --names qwen3"]).err
 
 
 def test_weights_left_out_with_the_table_of_another_family_are_a_warning(tmp_path: Path) -> None:
