@@ -178,7 +178,7 @@ class Kind(NamedTuple):
     words: Callable[[Any], str] = str
 
 
-TEXT = Kind("text", "a text", _text)
+TEXT = Kind("text", "a text or a path", _text)
 STRATEGY = Kind("strategy", "a path", lambda value: "none" if value == "None" else _text(value))
 TEXTS = Kind("texts", "a text or a list of texts", _texts)
 STEP = Kind("step", "a number or a text such as '3_10'", _step)

@@ -152,7 +152,7 @@ def test_a_model_that_is_not_there_is_to_be_downloaded(tmp_path: Path) -> None:
         fails(3, command, "Qwen/Qwen3-8B", *words, texts=["download", "Qwen/Qwen3-8B"])
 
 
-@pytest.mark.parametrize("command", ["inspect", "stats", "fingerprint", "get", "diff", "view"])
+@pytest.mark.parametrize("command", ["inspect", "stats", "fingerprint", "get", "diff", "view", "suggest"])
 def test_a_strategy_in_the_place_of_a_checkpoint_is_named(command: str, plain: World) -> None:
     more: dict[str, list[Argument]] = {"get": ["w"], "diff": [plain.old], "view": ["-o", plain.root / "a.html"]}
     fails(3, command, plain.old, *more.get(command, []), texts=["strategy show", "strategy diff"])
