@@ -13,6 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from reshard.api import Conversion
     from reshard.asked import Edits, Effort, Source, Target
+    from reshard.errors import ReshardError as ReshardError
     from reshard.mindspore_api import (
         ckpt_to_safetensors,
         convert_checkpoint_by_rank,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from reshard.mindspore_unified import load_distributed_checkpoint, unified_safetensors
     from reshard.opened import open as open
 
-# Without `open`, so that `import *` keeps Python's own.
+# Without `open`, so that `import *` keeps Python's own, and without `ReshardError`, which `reshard.errors` has.
 __all__ = [
     "Conversion",
     "Edits",
@@ -63,6 +64,10 @@ def __getattr__(name: str) -> object:
         from reshard import api
 
         return api.Conversion
+    if name == "ReshardError":
+        from reshard import errors
+
+        return errors.ReshardError
     if name in _ASKED:
         from reshard import asked
 
@@ -75,4 +80,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "open"])
+    return sorted([*__all__, "ReshardError", "open"])

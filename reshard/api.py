@@ -50,6 +50,19 @@ class Conversion(asked.Conversion):
         shard: write only a share of the files: ``(0, 4)`` is the first of four.
     """
 
+    def __post_init__(self) -> None:
+        """Check that each part is in its place.
+
+        Raises:
+            UsageError: one is not of its class.
+        """
+        super().__post_init__()
+        for name, group in asked.GROUPS.items():
+            value = getattr(self, name)
+            if not isinstance(value, group):
+                hint = "pass them in this order: Conversion(Source(...), Target(...), Edits(...), Effort(...))"
+                raise UsageError(f"{name}={value!r} is not a reshard.{group.__name__}", hint=hint)
+
     @errors_in_python()
     def plan(self) -> Planned:
         """Plan and check the conversion; nothing is written.
@@ -57,7 +70,6 @@ class Conversion(asked.Conversion):
         Raises:
             ReshardError: the conversion would be refused.
         """
-        _check_groups(self)
         report = logged(in_python)
         result = run(request_of(self, report, Task(dry_run=True)), report)
         moved = transfers_of(result.plan, [*result.sizes], result.budget)
@@ -74,7 +86,6 @@ class Conversion(asked.Conversion):
             VerificationError: the result differs from the source.
             ReshardError: the conversion cannot be made, or failed.
         """
-        _check_groups(self)
         report = logged(in_python)
         request = request_of(self, report, Task(verify=verify))
         result = run(request, report)
@@ -94,20 +105,12 @@ class Conversion(asked.Conversion):
             VerificationError: they differ.
             ReshardError: a file is missing or cannot be read.
         """
-        _check_groups(self)
         from reshard.convert.verifying import reading_sources, verify_with_source
 
         report = logged(in_python)
         with reading_sources(self.effort, Progress(), report) as means:
             differences = verify_with_source(self, means)
         _refuse(differences, self.target.path)
-
-
-def _check_groups(conversion: Conversion) -> None:
-    for name, group in asked.GROUPS.items():
-        value = getattr(conversion, name)
-        if not isinstance(value, group):
-            raise UsageError(f"{name}={value!r} is not a reshard.{group.__name__}")
 
 
 def _refuse(differences: Sequence[object], dst: str) -> None:

@@ -79,7 +79,7 @@ def parse_memory(text: str) -> int:
 
 
 def parse_size(text: str) -> int:
-    """The bytes of ``5GB`` or ``5G`` (decimal, as at Hugging Face), ``5GiB`` (binary) or ``1000``.
+    """The bytes of ``5GB`` or ``5G`` (decimal, as at Hugging Face), ``5GiB`` (binary) or ``1000B``.
 
     Raises:
         ValueError: the text is no size.
@@ -88,6 +88,8 @@ def parse_size(text: str) -> int:
     size = 0 if match is None else _bytes(match, 1024 if match[3] else 1000)
     if not size:
         raise ValueError(f"{text!r} is not a size such as 5GB, 500M (decimal) or 5GiB (binary)")
+    if text.strip()[-1].isdigit():
+        raise ValueError(f"{text!r} has no unit: {text.strip()}MB or {text.strip()}GB")
     return size
 
 
@@ -163,32 +165,40 @@ class Kind(NamedTuple):
 
     Attributes:
         name: the noun for messages.
+        accepts: what callers in Python pass.
         checked: a value as it is kept; raises TypeError or ValueError.
         parse: reads a text as it is typed; None where it is the value.
         words: the text of a value, as it is typed.
     """
 
     name: str
+    accepts: str
     checked: Callable[[Any], Any]
     parse: Callable[[str], Any] | None = None
     words: Callable[[Any], str] = str
 
 
-TEXT = Kind("text", _text)
-STRATEGY = Kind("strategy", lambda value: "none" if value == "None" else _text(value))
-TEXTS = Kind("texts", _texts)
-STEP = Kind("step", _step)
-FLAG = Kind("flag", _flag)
-FORM = Kind("form", lambda value: SHORT_NAMES.get(value, value))
-FORMAT = Kind("format", _text)
-NUMBER = Kind("number", operator.index)
-RANKS = Kind("ranks", _ranks, parse_ranks, number_ranges)
-SIZE = Kind("size", operator.index, parse_size)
-MEMORY = Kind("size", operator.index, parse_memory, lambda size: f"{size}B")
+TEXT = Kind("text", "a text or a path", _text)
+STRATEGY = Kind("strategy", "a path", lambda value: "none" if value == "None" else _text(value))
+TEXTS = Kind("texts", "a text or a list of texts", _texts)
+STEP = Kind("step", "a number or a text such as '3_10'", _step)
+FLAG = Kind("flag", "True or False", _flag)
+FORM = Kind("form", "a text", lambda value: SHORT_NAMES.get(value, value))
+FORMAT = Kind("format", "a text", _text)
+NUMBER = Kind("number", "a whole number", operator.index)
+RANKS = Kind("ranks", "ranks such as [0, 2] or '0-7,12'", _ranks, parse_ranks, number_ranges)
+SIZE = Kind("size", "bytes, or a size such as '2GiB'", operator.index, parse_size, lambda size: f"{size}B")
+MEMORY = SIZE._replace(parse=parse_memory)
 PARALLEL = Kind(
-    "sizes", _parallel_sizes, parse_parallel_sizes, lambda sizes: ",".join(f"{name}={size}" for name, size in sizes)
+    "sizes",
+    "sizes such as {'tp': 2} or 'tp=2,pp=4'",
+    _parallel_sizes,
+    parse_parallel_sizes,
+    lambda sizes: ",".join(f"{name}={size}" for name, size in sizes),
 )
-SHARE = Kind("shard", _share, words=lambda share: "/".join(map(str, share)))
+SHARE = Kind(
+    "shard", "a share such as (0, 4), the first of four", _share, words=lambda share: "/".join(map(str, share))
+)
 
 
 VALUE = "value"
@@ -250,6 +260,8 @@ def _named(option: Option, field: str) -> Option:
 
 # Patterns whose order and repetition decide nothing.
 _UNORDERED = ("include", "exclude")
+# Texts that callers in Python may pass as a dictionary.
+_PAIRS = ("rename", "cast")
 
 
 class Group:
@@ -340,6 +352,30 @@ def from_json(of: type[G], values: Mapping[str, Any]) -> G:
         raise UsageError(str(error)) from error
 
 
+def _advice(option: Option, value: object) -> str | None:
+    """What is meant by a word that is none of the choices, for callers in Python."""
+    if option.kind not in (FORM, FORMAT):
+        return None
+    # Loaded only here, for an error.
+    from reshard.forms.other_words import advice_on
+    from reshard.in_python import in_python
+
+    advice = advice_on(str(value))
+    return None if advice is None else in_python(advice)
+
+
+def _read(name: str, parse: Callable[[str], Any] | None, value: Any) -> Any:
+    """The value of a text; without ``parse``, the texts of a dictionary, as they are typed."""
+    if parse is not None:
+        return parse(value)
+    if name not in _PAIRS:
+        raise TypeError
+    pairs = [(_text(old), _text(new)) for old, new in value.items()]
+    if name == "rename" and any("=" in old for old, _ in pairs):
+        raise ValueError(f"rename={value!r}: a name with = in it cannot be renamed")
+    return ["=".join(pair) for pair in pairs]
+
+
 def _checked(name: str, option: Option, value: Any) -> Any:
     """A value of a field, as it is kept.
 
@@ -347,13 +383,11 @@ def _checked(name: str, option: Option, value: Any) -> Any:
         UsageError: it is not of the field's kind.
     """
     try:
-        if isinstance(value, str) and option.kind.parse is not None:
-            value = option.kind.parse(value)
+        if isinstance(value, Mapping if option.kind.parse is None else str):
+            value = _read(name, option.kind.parse, value)
         result = option.kind.checked(value)
     except (TypeError, ValueError) as error:
-        text = (
-            str(error) if isinstance(error, ValueError) else f"{name}={value!r} is not of the kind {option.kind.name}"
-        )
+        text = str(error) if isinstance(error, ValueError) else f"{name}={value!r}: pass {option.kind.accepts}"
         raise UsageError(text) from error
     texts = result if isinstance(result, tuple) else (result,)
     if "" in texts:
@@ -361,7 +395,9 @@ def _checked(name: str, option: Option, value: Any) -> Any:
     if any(isinstance(text, str) and "\0" in text for text in texts):
         raise UsageError(f"{name} contains a NUL character")
     if option.choices and result not in option.choices:
-        raise UsageError(f"{name}={value!r} is none of {', '.join(map(repr, option.choices))}")
+        raise UsageError(
+            f"{name}={value!r} is none of {', '.join(map(repr, option.choices))}", hint=_advice(option, value)
+        )
     if option.limits is not None and not option.limits[0] <= result <= option.limits[1]:
         raise UsageError(f"{name}={value!r} is not between {option.limits[0]} and {option.limits[1]}")
     return result
@@ -554,11 +590,12 @@ class Edits(Group):
         config: the model's ``config.json``, or its directory; by default that of the source. It has sizes for the
             table. The form ``"huggingface"`` gets a copy, and of a directory also the tokenizer's files.
         optimizer: ``"keep"`` applies the table to optimizer state, too; by default that is left out.
-        rename: other names, ``"OLD=NEW"``; a ``*`` in both renames all that match.
+        rename: other names, ``"OLD=NEW"`` or ``{"OLD": "NEW"}``; a ``*`` in both renames all that match.
         dequantize: turn quantised weights (FP8, Int8 and Int4 with scales, MXFP4) into ``"BFloat16"``, ``"Float16"`` or
             ``"Float32"``; scales are left out.
-        cast: a type for all floating-point weights, or ``"PATTERN=TYPE"``; the last match wins. Types are
-            ``"Float32"``, ``"Float16"`` and ``"BFloat16"``, in short ``"fp32"``, ``"fp16"`` and ``"bf16"``.
+        cast: a type for all floating-point weights, or ``"PATTERN=TYPE"`` or ``{"PATTERN": "TYPE"}``; the last match
+            wins. Types are ``"Float32"``, ``"Float16"`` and ``"BFloat16"``, in short ``"fp32"``, ``"fp16"`` and
+            ``"bf16"``.
         exactly: other names of single tensors, after the rules; None for skipped ones.
     """
 
@@ -623,7 +660,7 @@ class Edits(Group):
         shown="left out",
         identity="edits",
     )
-    rename: Accepts[str | Iterable[str], tuple[str, ...]] = _option(
+    rename: Accepts[str | Iterable[str] | Mapping[str, str], tuple[str, ...]] = _option(
         (),
         "Rename a parameter; a * in OLD and NEW renames all that match (repeatable).",
         "Names and types",
@@ -641,7 +678,7 @@ class Edits(Group):
         shown="unchanged",
         identity="edits",
     )
-    cast: Accepts[str | Iterable[str], tuple[str, ...]] = _option(
+    cast: Accepts[str | Iterable[str] | Mapping[str, str], tuple[str, ...]] = _option(
         (),
         "Cast all floating-point weights, or tensors that match GLOB, to Float32, Float16 or BFloat16 (also fp32, "
         "fp16, bf16; repeatable; the last match wins).",

@@ -35,8 +35,8 @@ _RANKS, _SLICES = 4, 2
 _FORMS: dict[str, tuple[str, list[str]]] = {
     "ranks": ("Rank directories: every rank's file holds its slice", []),
     "checkpoint2": ("Checkpoint 2.0: every slice once, and metadata.json tells where", ["--dst-strategy", "same"]),
-    "unified": ("Unified weights: whole tensors, and a map", ["--exclude", "adam_*", "--max-shard-size", "100"]),
-    "huggingface": ("Hugging Face: whole tensors, and an index", ["--exclude", "adam_*", "--max-shard-size", "100"]),
+    "unified": ("Unified weights: whole tensors, and a map", ["--exclude", "adam_*", "--max-shard-size", "100B"]),
+    "huggingface": ("Hugging Face: whole tensors, and an index", ["--exclude", "adam_*", "--max-shard-size", "100B"]),
 }
 
 _WIDTH, _MARGIN, _GAP = 860.0, 16.0, 10.0

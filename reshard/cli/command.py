@@ -49,6 +49,7 @@ _FOREIGN = {
     **dict.fromkeys(
         ("--load", "--load-dir", "--local-dir", "--input", "--input-path", "--input-dir", "--src", "--src-dir"), _SRC
     ),
+    **dict.fromkeys(("--in", "--from"), _SRC),
     **dict.fromkeys(("--dst-checkpoint", "--dst-checkpoints-dir", "--dst-ckpt-dir", "--dst-ckpt", "--dst"), _DST),
     **dict.fromkeys(
         ("--save", "--save-dir", "--target-dir", "--out", "--output-path", "--output-dir", "--output"), _DST
@@ -69,13 +70,31 @@ _FOREIGN = {
     **dict.fromkeys(("--loader", "--backend"), "The form of SRC is recognised: leave it out."),
     "--saver": "Use --to FORM.",
     "--svg": "reshard view draws checkpoints and conversions.",
+    "--html": "reshard view writes HTML: reshard view CKPT -o FILE.html.",
+    "--devices": f"reshard suggest SRC --devices N prints the commands for N devices. {_SIZES}",
+    **dict.fromkeys(("--no-optimizer", "--weights-only"), "Use --exclude 'adam_*' to leave out the state of Adam."),
+}
+# Options by another name, where the command has them.
+_MEANT = {
+    **dict.fromkeys(("--threads", "--parallel", "--num-threads", "--cpus"), "--jobs"),
+    **dict.fromkeys(("--validate", "--check"), "--verify"),
+    **dict.fromkeys(("--epoch", "--iteration", "--iter", "--ckpt-step"), "--step"),
+    **dict.fromkeys(("--mem", "--memory"), "--max-memory"),
+    "--force": "--overwrite",
+    "--tokenizer": "--config",
 }
 _WHOLE = "Whole weights in one file: reshard convert SRC DST --dst-strategy none."
 _CUT = "Another number of devices: reshard convert SRC DST --dst-strategy FILE, or --shards N for PyTorch."
 # Commands of other tools.
 _FOREIGN_COMMANDS = {
-    **dict.fromkeys(("merge", "consolidate", "unshard", "gather", "export"), _WHOLE),
+    **dict.fromkeys(("merge", "consolidate", "unshard", "gather"), _WHOLE),
     **dict.fromkeys(("split", "shard", "transform", "transform-checkpoints"), _CUT),
+    "export": "For Hugging Face: reshard convert SRC DST --to huggingface.",
+    "compare": "Two checkpoints: reshard diff A B.",
+    **dict.fromkeys(("check", "validate"), "A conversion: reshard verify DST --src SRC."),
+    **dict.fromkeys(("show", "ls", "list", "info"), "The contents of a checkpoint: reshard inspect CKPT."),
+    "cat": "A tensor: reshard get CKPT NAME.",
+    "help": "Use reshard --help, or reshard COMMAND --help.",
 }
 
 
@@ -121,19 +140,34 @@ class Command(click.Command):
         except click.NoSuchOption as error:
             typed = error.option_name
             # Without dashes, which make any two options similar.
-            words = {name.lstrip("-"): name for param in self.get_params(ctx) for name in param.opts if name[0] == "-"}
+            options = {name: param for param in self.get_params(ctx) for name in param.opts if name[:2] == "--"}
+            words = {name.lstrip("-"): name for name in options}
             near = [words[name] for name in near_names(typed.lstrip("-"), words)]
             advice = f" Did you mean {' or '.join(near)}?" if near else ""
             advice = f" {_FOREIGN[typed]}" if typed in _FOREIGN else advice
+            if typed in _MEANT:
+                meant = options.get(_MEANT[typed])
+                advice = "" if meant is None else f" Use {_MEANT[typed]} {meant.metavar or ''}".rstrip() + "."
             raise click.UsageError(f"No such option: {typed}.{advice}", ctx) from error
         if remaining and not ctx.resilient_parsing:
-            names = {param.name for param in self.params}
-            advice = " Strategies are options: --src-strategy A --dst-strategy B." if "dst_strategy" in names else ""
-            ctx.fail(f"Got unexpected extra arguments: {' '.join(remaining)}.{advice}")
+            ctx.fail(f"Got unexpected extra arguments: {' '.join(remaining)}.{self._on_extra(ctx, remaining)}")
         for param in self.params:
             if isinstance(param, click.Argument) and param.name is not None and ctx.params.get(param.name) == "":
                 _refuse_empty(ctx, param.human_readable_name)
         return remaining
+
+    def _on_extra(self, ctx: click.Context, words: list[str]) -> str:
+        """What to type in place of arguments that the command does not take."""
+        if re.fullmatch(r"[a-z_]+=\w+", words[0]):
+            table = ctx.params.get("names")
+            joined = f": --names {','.join([table, *words])}" if table else ""
+            return f" Join the parts of a value with commas{joined}."
+        names = {param.name for param in self.params}
+        if words[-1].lower().endswith((".html", ".htm")):
+            return f" To name the page: -o {words[-1]}."
+        if any("--src" in param.opts for param in self.params):
+            return f" The source is an option: --src {words[0]}."
+        return " Strategies are options: --src-strategy A --dst-strategy B." if "dst_strategy" in names else ""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Do the work, which ends in good order when a signal comes."""
@@ -176,7 +210,8 @@ class Group(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = spelling(args[0])
         if self.get_command(ctx, name) is None and not name.startswith("-") and not ctx.resilient_parsing:
-            advice = f" {_FOREIGN_COMMANDS[name]}" if name in _FOREIGN_COMMANDS else nearest(name, self.names())
+            foreign = _FOREIGN_COMMANDS.get(name) if ctx.parent is None else None
+            advice = nearest(name, self.names()) if foreign is None else f" {foreign}"
             ctx.fail(f"No such command: {args[0]}.{advice}")
         return super().resolve_command(ctx, args)
 

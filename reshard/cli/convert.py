@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import time
@@ -17,9 +18,11 @@ from reshard.cli.progress import progress_of
 from reshard.convert import Summary, WriteElsewhere, run
 from reshard.convert.ends import request_of
 from reshard.convert.recorded import with_absolute_paths
-from reshard.errors import UsageError
+from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.forms.registry import form_named, form_of
 from reshard.forms.request import Request
+from reshard.records.ledger import ledger_in
+from reshard.storage import absolute, is_directory
 from reshard.strategies import typed_strategy
 from reshard.text.messages import Report, are, byte_size, counted_ranks, listing, plural, rank_ranges, step_words
 from reshard.text.names import KINDS, kind_of
@@ -78,6 +81,16 @@ def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> 
     return lines
 
 
+def _swapped(request: Request) -> str | None:
+    """What to say where the source was converted from the target."""
+    ledger = None
+    with contextlib.suppress(ReshardError):
+        ledger = ledger_in(request.src) if is_directory(request.src) else None
+    if ledger is None or ledger.record.asked.source.path != absolute(request.dst):
+        return None
+    return f"{request.src} was converted from {request.dst}: are SRC and DST swapped?"
+
+
 def carry_out(
     request: Request,
     report: Report,
@@ -101,9 +114,11 @@ def carry_out(
     differences = None
     try:
         result = run(request, report, progress, elsewhere)
-    except BaseException:
+    except BaseException as error:
         again = f"to run it again: {shlex.join(['reshard', *sys.argv[1:]])}"
         set_next_command(again if report.next_command is None else f"to continue: {report.next_command}")
+        if isinstance(error, TargetError):
+            error.add_hint(_swapped(request), first=True)
         raise
     summary = result.summary
     if request.task.dry_run:

@@ -97,7 +97,7 @@ def _refuse(ctx: click.Context, error: click.UsageError) -> NoReturn:
     """Show an error of click as the others are shown."""
     if isinstance(error, _NO_ARGUMENTS):
         raise error
-    message = error.format_message().strip()
+    message = error.format_message().strip().replace("a valid integer range", "a whole number")
     path = (error.ctx or ctx).command_path
     text = f"{message[:1].lower()}{message[1:].rstrip('.')}\n`{path} --help` shows what it takes"
     _finish(ctx, text, error.exit_code)

@@ -29,7 +29,7 @@ from reshard.asked import (
 from reshard.cli.command import Parsed, option, paths, tables, types
 from reshard.cli.output import set_debug, set_json, set_progress, set_quiet, set_verbose
 from reshard.errors import UsageError
-from reshard.forms import FORM_CLASSES, SHORT_NAMES
+from reshard.forms import SHORT_NAMES
 from reshard.storage import is_directory, use_endpoint
 
 if TYPE_CHECKING:
@@ -48,16 +48,6 @@ def _parse_rank(text: str) -> int:
 RANK = Parsed("rank", _parse_rank)
 
 
-# Other words for forms, and what to type.
-_FOREIGN_FORMS = {
-    **dict.fromkeys(("pytorch", "torch", "fsdp", "fsdp2", "torch-dcp", "torchtitan"), "--to dcp"),
-    **dict.fromkeys(("mindspore", "mindformers", "rank"), "--to ranks, a file for each rank"),
-    **dict.fromkeys(("mcore", "megatron-core", "megatron-lm", "mindspeed", "torch-dist"), "--to megatron"),
-    **dict.fromkeys(("transformers", "vllm"), "--to huggingface"),
-    "verl": "verl's form can only be read; --to dcp and --to huggingface can be written",
-}
-
-
 class FormOrFormat(click.Choice):  # type: ignore[type-arg, unused-ignore]
     """A form of checkpoint, or a format of files; ``hf`` is Hugging Face's form."""
 
@@ -71,17 +61,11 @@ class FormOrFormat(click.Choice):  # type: ignore[type-arg, unused-ignore]
         name = SHORT_NAMES.get(value, value)
         if name not in self.choices:
             # Loaded only here: help does without.
-            from reshard.checkpoints.formats.dtypes import dtype_named
+            from reshard.forms.other_words import advice_on
 
-            if value in ("ckpt", "safetensors"):
-                self.fail(f"{value} is a format, not a form: --format {value}", param, ctx)
-            if name in FORM_CLASSES:
-                self.fail(f"{value} is a form, not a format: --to {value}", param, ctx)
-            if dtype_named(value) is not None:
-                self.fail(f"{value} is a type: --cast {value}", param, ctx)
-            advice = _FOREIGN_FORMS.get(str(value).lower().replace("_", "-"))
+            advice = advice_on(str(value))
             if advice is not None:
-                self.fail(f"{value} is not the name of a form: {advice}", param, ctx)
+                self.fail(advice, param, ctx)
         return super().convert(name, param, ctx)
 
 

@@ -10,7 +10,7 @@ from reshard.asked import Source, Target
 from reshard.cli import options
 from reshard.cli.command import Group, LazyGroup, argument, command, option, paths, tables
 from reshard.cli.output import echo_json, is_json, is_quiet, say, show_notes
-from reshard.errors import NamesError, UsageError
+from reshard.errors import NamesError, ReshardError, UsageError
 from reshard.text.messages import one_line, plural
 
 
@@ -148,6 +148,11 @@ def replicas(strategy: str | None, group_info: tuple[str, ...], more: tuple[str,
 
     if more and not group_info:
         hint = f"use: reshard replicas --strategy {shlex.quote(more[0])}, or --group-info for group_info files"
+        try:
+            read_strategy(more[0])
+        except ReshardError:
+            hint = "name the strategy that the checkpoint was saved with: reshard replicas --strategy FILE; to compare "
+            hint += f"its copies: reshard verify {shlex.quote(more[0])} --replicas --strategy FILE"
         raise UsageError(f"{more[0]}: a strategy is an option here", hint=hint)
     if (strategy is None) == (not group_info):
         raise UsageError("pass either --strategy or --group-info", hint="prefer --strategy, if a strategy file exists")

@@ -51,9 +51,11 @@ def suggest(source: Source, devices: int | None) -> None:
     recorded it; the first command checks it. Values that only you have are placeholders in capitals. The output is a
     shell script.
     """
+    from reshard.inspection.contents import refuse_other_files
     from reshard.inspection.suggestions import suggest as suggestions_of
     from reshard.storage.registry import endpoint
 
+    refuse_other_files(source.path)
     words = [part for word in words_of(source, options.STORED[1:]) for part in word.split("=", 1)]
     service = endpoint()
     words += [] if service is None else ["--endpoint-url", service]

@@ -73,6 +73,7 @@ def view(
     types apply to SRC. Only headers and strategies are read; --stats reads all tensors. The page is one file that
     loads nothing and opens in any browser.
     """
+    from reshard.inspection.contents import refuse_other_files
     from reshard.storage import write_parts, writing_error
     from reshard.view.page import page
 
@@ -81,6 +82,10 @@ def view(
     path = output or f"{os.path.basename(src.rstrip('/')) or 'checkpoint'}.html".replace("{rank}", "rank")
     _check_replaceable(path, named=output is not None)
     cut = target.strategy is not None or target.shards is not None
+    if b is not None and b.lower().endswith((".html", ".htm")):
+        raise UsageError(f"{b}: is no checkpoint", hint=f"to name the page: -o {shlex.quote(b)}")
+    for each in (src, *([] if b is None else [b])):
+        refuse_other_files(each)
     if b is None:
         of_two = {"--a-strategy": a_strategy, "--b-strategy": b_strategy, "--b-step": b_step}
         typed = [name for name, value in of_two.items() if value is not None]

@@ -10,15 +10,21 @@ from reshard.errors import CheckpointError, UsageError
 from reshard.forms import DEFAULT_FORM
 from reshard.forms.form import Form, Layouts
 from reshard.forms.ranks.naming import RANK
-from reshard.forms.ranks.tree import find_checkpoints
-from reshard.forms.registry import all_forms, check_exists, check_holds_ranks, check_options, form_named, form_of
+from reshard.forms.ranks.tree import find_checkpoints, missing_hint
+from reshard.forms.registry import (
+    all_forms,
+    check_exists,
+    check_holds_ranks,
+    check_options,
+    form_named,
+    form_of,
+)
 from reshard.forms.request import Request
 from reshard.plan.edits import NO_TABLE, edit_rules
 from reshard.records.ledger import ledger_in
 from reshard.storage import exists, is_directory
 from reshard.strategies import NONE, SAME, Strategy, required_strategies, shards_of, target_named, typed_strategy
 from reshard.text.messages import Report, rank_ranges
-from reshard.text.names import similar_path_hint
 
 
 def request_of(asked: Conversion, report: Report, task: Task = Task()) -> Request:
@@ -34,7 +40,7 @@ def request_of(asked: Conversion, report: Report, task: Task = Task()) -> Reques
     """
     src, dst = asked.source.path, asked.target.path
     if RANK not in src and not exists(src) and is_directory(dst) and ledger_in(dst) is None:
-        hint = similar_path_hint(src) or f"{dst} exists: the source comes first, then the target"
+        hint = missing_hint(src) or f"{dst} exists: the source comes first, then the target"
         raise CheckpointError(f"{src}: does not exist", file=src, hint=hint)
     request = with_ends(asked, report, task)
     request = request.with_edits(edit_rules(src, asked.edits, request.to, asked.source.step, asked.target))
@@ -130,6 +136,7 @@ def _check_target(asked: Conversion, strategy: str | None, form: Form, to: Form)
     if not to.options.shards and target.shards is not None:
         sharded = " and ".join(f"--to {each.name}" for each in all_forms() if each.options.shards)
         hint = "name a strategy: --dst-strategy FILE or DIR" if target.form else "add --to dcp"
+        hint = f"--to {to.name} divides by size: --max-shard-size SIZE" if to.options.shard_size else hint
         raise UsageError(f"--shards goes with {sharded}", hint=hint)
     if not to.options.cut and strategy not in (None, NONE):
         raise UsageError(f"--to {to.name} writes full weights, which have no strategy", hint="leave out --dst-strategy")

@@ -34,6 +34,9 @@ def shown_object(handles: FileHandles, stored: StoredObject) -> Any:
                 return plain(Archive(file, stored.offset, stored.length).pickled(_ALLOWED))
             return plain(read_pickle(read_range(file, stored.offset, stored.length), _ALLOWED))
     except (PickleError, InputError) as error:
+        # A pickle that names classes is intact: no advice for damaged files.
+        if isinstance(error, InputError) and isinstance(error.__cause__, PickleError):
+            raise NotPlain(error.message) from error
         raise NotPlain(str(error)) from error
     except OSError as error:
         raise reading_error(stored.path, error) from error

@@ -11,11 +11,10 @@ from reshard.errors import CheckpointError, UsageError
 from reshard.forms import DEFAULT_FORM, FORM_CLASSES, READ_ONLY_CLASSES
 from reshard.forms.form import Form, Layouts
 from reshard.forms.ranks.naming import RANK
-from reshard.forms.ranks.tree import find_checkpoints, named_for_rank
+from reshard.forms.ranks.tree import find_checkpoints, missing_hint, named_for_rank
 from reshard.storage import exists, is_directory, names_in
 from reshard.storage.store import OWN
 from reshard.strategies import NONE
-from reshard.text.names import similar_path_hint
 
 
 @functools.cache
@@ -44,7 +43,7 @@ def form_of(src: str) -> Form:
 def check_exists(src: str) -> None:
     """Refuse a missing source. A path with ``{rank}`` passes: only its readers look for it."""
     if RANK not in src and not exists(src):
-        raise CheckpointError(f"{src}: does not exist", file=src, hint=similar_path_hint(src))
+        raise CheckpointError(f"{src}: does not exist", file=src, hint=missing_hint(src))
 
 
 def check_options(source: Source, form: Form) -> None:

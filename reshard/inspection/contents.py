@@ -12,6 +12,7 @@ from typing import NamedTuple
 from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold, files_alike, read_index
 from reshard.checkpoints.formats.dtypes import INT4, MAP_TENSOR, TEXT
 from reshard.errors import CheckpointError, ReshardError
+from reshard.storage import is_regular_file
 from reshard.text.messages import listing
 from reshard.text.names import KINDS, Total, kind_of
 
@@ -173,6 +174,13 @@ def inspect_file(path: str) -> CheckpointIndex:
             raise error_by_name(path) or error from error
 
 
+def refuse_other_files(path: str) -> None:
+    """Refuse a file that is not a checkpoint but that another command reads."""
+    error = error_by_name(path) if is_regular_file(path) else None
+    if error is not None:
+        raise error
+
+
 def error_by_name(path: str) -> CheckpointError | None:
     """The error for a file that is not a checkpoint but that another command reads."""
     from reshard.strategies import read_group_info, read_strategy_file
@@ -183,6 +191,6 @@ def error_by_name(path: str) -> CheckpointError | None:
         return CheckpointError(f"{path}: is a group_info file, not a checkpoint", file=path, hint=hint)
     with suppress(ReshardError):
         read_strategy_file(path)
-        hint = f"`reshard strategy show {shlex.quote(path)}` reads it"
+        hint = f"`reshard strategy show {shlex.quote(path)}` reads it; two are compared by `reshard strategy diff A B`"
         return CheckpointError(f"{path}: is a strategy file, not a checkpoint", file=path, hint=hint)
     return None

@@ -17,6 +17,8 @@ from reshard.names.tables import (
     builtin_names,
     config_beside,
     families_of,
+    family_advice,
+    family_named,
     is_foreign,
     name_one_of,
     parse_renames,

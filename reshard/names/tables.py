@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -48,8 +48,15 @@ _MEGATRON, _MINDFORMERS = "megatron", "mindformers"
 # Model types whose names are those of another one. Kimi-K2.5 has a vision tower beside them.
 _MODEL_TYPES = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
 
-_BUILTIN = BuiltinFiles(__file__, "table", NamesError, "reshard names list")
-_OPTIONS = re.compile(r"(?:,[a-z][a-z0-9_]*=[A-Za-z0-9_]+)+\Z")
+_MEANT = {
+    "mcore": "mcore is for reshard strategy make; --names takes the model family: qwen3, qwen3_moe or deepseek_v3",
+    **dict.fromkeys(
+        ("hf", "huggingface"),
+        "--names takes the model family, as in --names qwen3; to Hugging Face's form: --to huggingface",
+    ),
+}
+_BUILTIN = BuiltinFiles(__file__, "table", NamesError, "reshard names list", _MEANT)
+_OPTIONS = re.compile(r"(?:\s*,\s*[a-z][a-z0-9_]*=[A-Za-z0-9_]+)+\s*\Z")
 _LARGEST_CONFIG = 1 << 22
 
 _KEEP = "keep"
@@ -198,8 +205,8 @@ def _typed(text_of_user: str) -> tuple[str, dict[str, str]]:
     options = None if is_regular_file(text_of_user) else _OPTIONS.search(text_of_user)
     table = text_of_user if options is None else text_of_user[: options.start()]
     stated: dict[str, str] = {}
-    for text in options[0][1:].split(",") if options is not None else ():
-        name, _, value = text.partition("=")
+    for text in options[0].split(",")[1:] if options is not None else ():
+        name, _, value = text.strip().partition("=")
         if name in stated:
             raise UsageError(f"{text_of_user}: {name} is stated twice")
         stated[name] = value
@@ -220,6 +227,27 @@ def table_of_model(model_type: object) -> str | None:
     """The built-in table for the ``model_type`` of a config.json; None if there is none."""
     table = _MODEL_TYPES.get(str(model_type), str(model_type))
     return table if table in builtin_names() else None
+
+
+def family_advice(table: NameRules | None, config: Mapping[str, object] | None) -> str | None:
+    """What to type where a table is the built-in one of another model family than that of config.json."""
+    if table is None or config is None:
+        return None
+    model_type = str(config.get("model_type"))
+    family, families = _MODEL_TYPES.get(model_type, model_type), families_of(_MEGATRON)
+    if family == table.path or not {family, table.path} <= {*families}:
+        return None
+    return f"config.json has model_type {model_type}: --names {family}"
+
+
+@contextlib.contextmanager
+def family_named(table: NameRules | None, config: Mapping[str, object] | None) -> Iterator[None]:
+    """Errors name the family of config.json, if it is another one: advice to leave out names would lose weights."""
+    try:
+        yield
+    except NamesError as error:
+        error.hint = family_advice(table, config) or error.hint
+        raise
 
 
 def is_foreign(config: Mapping[str, object], names: Collection[str]) -> bool:
@@ -244,7 +272,9 @@ def parse_renames(renames: Sequence[str]) -> NameRules:
     for text in renames:
         old, equals, new = text.partition("=")
         if not equals or not old or not new:
-            raise UsageError(f"{text!r} is not a rename such as 'model.*=backbone.*'")
+            beginning = re.fullmatch(r"[^*{]+\*", old)
+            hint = f"to remove {old[:-1]} from names: --rename '{old}=*'" if equals and beginning else None
+            raise UsageError(f"{text!r} is not a rename such as 'model.*=backbone.*'", hint=hint)
         try:
             left, right = pattern(old), pattern(new)
         except PatternError as error:

@@ -135,6 +135,10 @@ def source_strategy(read: Source, form: Form, report: Report, option: str, unrec
             return recorded.strategy
         if strategy is None:
             check_holds_ranks(src)
+            # Loaded only here, for an error.
+            from reshard.inspection.contents import refuse_other_files
+
+            refuse_other_files(src)
             raise UsageError(
                 f"{src}: rank files do not record how they are cut",
                 hint=f"add {option}FILE or {option}DIR; for an unsharded checkpoint: {option}none",

@@ -41,10 +41,10 @@ class CastRule(NamedTuple):
                 f"--cast {text}: the pattern of names before = is missing", hint=f"for all weights: --cast {dtype}"
             )
         if known_dtype is None or known_dtype not in CAST_TO:
-            raise UsageError(
-                f"--cast {text}: {dtype!r} is no type to cast to",
-                hint=f"use {', '.join(CAST_TO[:-1])} or {CAST_TO[-1]}; fp32, fp16 and bf16 are short for them",
-            )
+            hint = f"use {', '.join(CAST_TO[:-1])} or {CAST_TO[-1]}; fp32, fp16 and bf16 are short for them"
+            if "*" in text or ":" in text:
+                hint += "; for tensors by name: --cast 'GLOB=TYPE'"
+            raise UsageError(f"--cast {text}: {dtype!r} is no type to cast to", hint=hint)
         return cls(pattern if equals else None, known_dtype)
 
 

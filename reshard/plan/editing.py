@@ -22,6 +22,7 @@ from reshard.plan.casts import cast
 from reshard.plan.masters import as_weights, with_masters
 from reshard.plan.trainers import keys_for_trainer, laid_out, names_for_trainer, names_from_trainer, names_in_model
 from reshard.strategies import SAME, Strategy
+from reshard.text.globs import matcher
 from reshard.text.messages import Report, as_pattern, listing, plural, quoted
 from reshard.text.names import is_training_value
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from reshard.names import Applied, SizedOperation
     from reshard.quantised import Quantised
 
+_DROPPED, _EXCLUDED = "dropped by a rule", "left out by --exclude"
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
 
@@ -198,7 +200,7 @@ class Editing:
         self.unseen = dict.fromkeys(self.unseen)
 
     def _apply_table(self, applied: Applied) -> None:
-        from reshard.names import HUB_SIDE
+        from reshard.names import HUB_SIDE, family_advice
         from reshard.plan.tables import check_packing, packing_of
 
         edits, report, table = self.edits, self._report, applied.rules
@@ -216,6 +218,8 @@ class Editing:
         if old != HUB_SIDE and is_recorded and edits.source_packing is not None:
             check_packing(self._checkpoint.place, edits.source_packing, packing, table, report)
         self._packing = packing if new != HUB_SIDE and is_recorded else None
+        if any(map(matcher(edits.exclude), applied.dropped)) and (advice := family_advice(edits.table, edits.config)):
+            report.warn(f"weights that the rules {table.path} lack are left out, and {advice}")
         # Rules that move values are refused elsewhere.
         recipes = self.recipes
         tied = [self._compared(*pair) for pair in applied.tied if recipes.keys() >= {*pair}]
@@ -277,7 +281,9 @@ class Editing:
                         hint=f"values keep their names: remove the rule or --rename that matches {no_layout}, or drop "
                         "it by a rule",
                     )
-        for names, reason in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, _STATE)):
+        excluded = [*filter(matcher(self.edits.exclude), applied.dropped)]
+        dropped = {*applied.dropped}.difference(excluded)
+        for names, reason in ((dropped, _DROPPED), (excluded, _EXCLUDED), (applied.skipped_state, _STATE)):
             if names:
                 self._report.note(f"{len(names)} {reason}: " + listing(sorted(names)))
         for note in applied.notes:

@@ -17,6 +17,7 @@ from reshard.names import (
     Path,
     UnknownNamesError,
     apply_rules,
+    family_named,
     path,
     published_table,
     settle,
@@ -46,9 +47,10 @@ def path_of(edits: EditRules, shapes: Mapping[str, tuple[int, ...]]) -> Path:
         return tuple(Edge(rules, edits.reverse) for rules in edits.tables)
     source, target = (HUB_SIDE if side is None else side.value for side in (edits.source_side, edits.side))
     if source != of_side.sides[1]:
-        settled = settle(table, edits.config, shapes, edits.recorded_options(table))
-        # A family without a table of its own has Hugging Face's names alone.
-        is_right = edits.reverse or (bool(table.rules) and side_of(table, settled, shapes, None).reverse)
+        with family_named(edits.table, edits.config):
+            settled = settle(table, edits.config, shapes, edits.recorded_options(table))
+            # A family without a table of its own has Hugging Face's names alone.
+            is_right = edits.reverse or (bool(table.rules) and side_of(table, settled, shapes, None).reverse)
         source = table.sides[is_right]
     chosen = path(edits.tables, source, target)
     applied = {name for edge in chosen for name, _ in edge.rules.chosen}
@@ -64,17 +66,18 @@ def path_of(edits: EditRules, shapes: Mapping[str, tuple[int, ...]]) -> Path:
 
 def apply_table(edits: EditRules, edge: Edge, shapes: Mapping[str, tuple[int, ...]], contents: bool = True) -> Applied:
     """Apply rules of names and packing to tensors of these shapes; see `names.apply_rules`."""
-    return apply_rules(
-        edge.rules,
-        shapes,
-        edits.config,
-        edge.reverse,
-        edits.optimizer,
-        recorded=edits.recorded_options(edge.rules),
-        contents=contents,
-        to_huggingface=edits.side is Side.HUGGINGFACE and edits.table_of_side is None,
-        left_out=matcher(edits.exclude),
-    )
+    with family_named(edits.table, edits.config):
+        return apply_rules(
+            edge.rules,
+            shapes,
+            edits.config,
+            edge.reverse,
+            edits.optimizer,
+            recorded=edits.recorded_options(edge.rules),
+            contents=contents,
+            to_huggingface=edits.side is Side.HUGGINGFACE and edits.table_of_side is None,
+            left_out=matcher(edits.exclude),
+        )
 
 
 def with_published_names(edits: EditRules, shapes: Mapping[str, tuple[int, ...]], report: Report) -> EditRules:

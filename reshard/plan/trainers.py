@@ -91,8 +91,7 @@ def names_for_trainer(edits: EditRules, names: Collection[str], report: Report) 
     ):
         raise UsageError(
             f"names and packing of the target, those of {side.value}, are not those of the source",
-            hint=f"{name_one_of(families)}, with --config for the config.json of the model; --rename '*=*' keeps all "
-            "names",
+            hint=f"{name_one_of(families)}, with --config for the config.json of the model",
         )
     if edits.naming.model:
         report.note(f"tensor names get {edits.naming.model!r} in front, as FSDP trainers save them")

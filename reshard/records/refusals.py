@@ -44,7 +44,8 @@ def foreign(root: str, names: Collection[str]) -> TargetError:
     return TargetError(
         f"{root} holds checkpoints that no record of reshard matches: {some_names(sorted(names), 3)}",
         file=os.path.join(root, min(names)),
-        hint="choose another DST, or remove them; otherwise loaders read them as part of the new checkpoint",
+        hint="they may be the source of another conversion, and exist nowhere else: choose another DST; remove them "
+        "only if they are not needed: loaders would read them as part of the new checkpoint",
     )
 
 

@@ -100,13 +100,17 @@ class BuiltinFiles:
         kind: their name in messages.
         error: the class of errors.
         listed_by: the command that lists them.
+        meant: what to type in place of names that are others' here.
     """
 
-    def __init__(self, module: str, kind: str, error: type[InputError], listed_by: str) -> None:
+    def __init__(
+        self, module: str, kind: str, error: type[InputError], listed_by: str, meant: Mapping[str, str] = {}
+    ) -> None:
         self._directory = os.path.join(os.path.dirname(os.path.abspath(module)), "builtin")
         self._kind = kind
         self._error = error
         self._listed_by = listed_by
+        self._meant = meant
 
     def names(self) -> list[str]:
         return sorted(name[: -len(_ENDING)] for name in os.listdir(self._directory) if name.endswith(_ENDING))
@@ -121,7 +125,7 @@ class BuiltinFiles:
             raise self._error(
                 f"{text}: no file and no built-in {self._kind} has this name" + did_you_mean(text, names),
                 file=text,
-                hint=f"{self._listed_by} lists the built-in ones",
+                hint=self._meant.get(text) or f"{self._listed_by} lists the built-in ones",
             )
         return None
 

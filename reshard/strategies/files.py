@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -45,9 +46,11 @@ ENDINGS = (".ckpt", ".json")
 CHECKPOINT = "a checkpoint"
 """The kind of a file that is one."""
 
+# What is typed in place of a strategy.
+_NUMBERS = r"[0-9]+|auto|((tp|pp|ep|dp|mp|cp)=?[0-9]+[,x]?)+"
 _NUMBER_HINT = (
-    "a strategy is a file or a directory, not a number of devices: reshard strategy derive makes one for another "
-    "number; --shards N is for PyTorch's forms"
+    "a strategy is a file or a directory, not a number of devices or sizes: reshard strategy derive makes one for "
+    "others; --shards N is for PyTorch's forms"
 )
 
 
@@ -73,7 +76,7 @@ def read_content(path: str) -> bytes | OtherFile:
             return OtherFile(str(error).replace("is ", "", 1))
         except FileNotFoundError as error:
             problem = f"{path}: no file or directory has this name"
-            hint = _NUMBER_HINT if path.isdigit() else similar_path_hint(path)
+            hint = _NUMBER_HINT if re.fullmatch(_NUMBERS, path) else similar_path_hint(path)
             raise StrategyError(problem, file=path, hint=hint) from error
     # Groups of ranks look like values of a checkpoint.
     if kind == CHECKPOINT and content and parse_group_map(content, path) is not None:

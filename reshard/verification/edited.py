@@ -54,7 +54,15 @@ def edited_source(base: Source, edits: EditRules, report: Report, handles: FileH
         InputError: the edits do not fit the source.
     """
     # Imported only here: most checkpoints are compared without rules.
-    from reshard.names import FUSED_EXPERTS, UnknownNamesError, apply_rules, naming_of, plain_names, published_table
+    from reshard.names import (
+        FUSED_EXPERTS,
+        UnknownNamesError,
+        apply_rules,
+        family_named,
+        naming_of,
+        plain_names,
+        published_table,
+    )
 
     base.check_read(lambda name: True)
     tied: list[tuple[Content, Content]] = []
@@ -85,15 +93,16 @@ def edited_source(base: Source, edits: EditRules, report: Report, handles: FileH
             if published is not None:
                 edits = edits._replace(tables=(published,), reverse=False)
     for edge in _path(edits, shapes):
-        applied = apply_rules(
-            edge.rules,
-            shapes(),
-            edits.config,
-            edge.reverse,
-            edits.optimizer,
-            recorded=edits.recorded_options(edge.rules),
-            left_out=matcher(edits.exclude),
-        )
+        with family_named(edits.table, edits.config):
+            applied = apply_rules(
+                edge.rules,
+                shapes(),
+                edits.config,
+                edge.reverse,
+                edits.optimizer,
+                recorded=edits.recorded_options(edge.rules),
+                left_out=matcher(edits.exclude),
+            )
         if edge.rules is published and edits.config is not None and published.path != FUSED_EXPERTS:
             check_published(edits.config, applied, shapes())
         tied += [
@@ -102,7 +111,10 @@ def edited_source(base: Source, edits: EditRules, report: Report, handles: FileH
             if recipes.keys() >= {one, two} and recipes[one] != recipes[two]
         ]
         recipes, kept_values = _ruled(recipes, kept_values, applied)
-        for names, why in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, "optimizer state")):
+        excluded = [*filter(matcher(edits.exclude), applied.dropped)]
+        dropped = {*applied.dropped}.difference(excluded)
+        reasons = ((dropped, "dropped by a rule"), (excluded, "left out"), (applied.skipped_state, "optimizer state"))
+        for names, why in reasons:
             if names:
                 report.note(f"not compared, {why}: " + listing(sorted(names)))
     if edits.renames is not None:

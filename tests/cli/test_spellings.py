@@ -82,12 +82,81 @@ def test_a_directory_of_an_adapter_points_to_merge_lora(command: str, tmp_path: 
         ("--to=torch_dist", ["--to megatron"]),
         ("--to=verl", ["only be read"]),
         ("--dst-strategy=4", ["strategy derive", "--shards"]),
+        ("--dst-strategy=tp=4", ["strategy derive", "--shards"]),
+        ("--dst-strategy=auto", ["strategy derive", "--shards"]),
+        ("--to=HuggingFace", ["--to huggingface"]),
+        ("--to=hugging_face", ["--to huggingface"]),
+        ("--to=DCP", ["--to dcp"]),
+        ("--threads=2", ["--jobs"]),
+        ("--in=x", ["SRC"]),
+        ("--no-optimizer", ["--exclude 'adam_*'"]),
+        ("--weights-only", ["--exclude 'adam_*'"]),
+        ("--force", ["--overwrite"]),
+        ("--validate", ["--verify"]),
+        ("--check", ["Use --verify"]),
+        ("--epoch=3", ["--step"]),
+        ("--devices=8", ["reshard suggest SRC --devices", "--sizes"]),
+        ("--tokenizer=x", ["--config"]),
+        ("--mem=8", ["--max-memory"]),
+        ("--html", ["view", "-o"]),
+        ("--max-shard-size=5", ["5GB"]),
+        ("--max-memory=8", ["8G"]),
     ],
 )
 def test_words_of_other_tools_are_answered_with_what_to_type(option: str, texts: list[str], plain: World) -> None:
     plain.save(tensors())
     words: list[Argument] = [plain.src, plain.root / "out", "--src-strategy", plain.old, option]
     fails(3 if option.startswith("--dst-strategy") else 2, "convert", *words, texts=texts)
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["verify", "out", "src"], ["--src src"]),
+        (["convert", "a", "b", "--names", "qwen3", "gate_up=halves"], ["--names qwen3,gate_up=halves"]),
+        (["view", "a", "out.html"], ["-o out.html"]),
+        (["view", "a", "b", "out.html"], ["-o out.html"]),
+        (["convert", "a", "b", "--to", "hf", "--shards", 4], ["--max-shard-size SIZE"]),
+        (["compare"], ["reshard diff"]),
+        (["check"], ["reshard verify"]),
+        (["ls"], ["reshard inspect"]),
+        (["cat"], ["reshard get"]),
+        (["help"], ["--help"]),
+        (["export"], ["--to huggingface"]),
+    ],
+)
+def test_arguments_in_another_place_are_answered_with_what_to_type(words: list[Argument], texts: list[str]) -> None:
+    fails(2, *words, texts=texts)
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "texts"),
+    [
+        (2, ["--cast", "*.bias:bf16"], ["--cast 'GLOB=TYPE'"]),
+        (2, ["--cast", "bf16=*.bias"], ["--cast 'GLOB=TYPE'"]),
+        (2, ["--shards", "two"], ["a whole number"]),
+        (2, ["--rename", "model.*="], ["--rename 'model.*=*'"]),
+        (3, ["--names", "mcore"], ["strategy make", "qwen3"]),
+        (3, ["--names", "hf"], ["--to huggingface"]),
+    ],
+)
+def test_values_of_another_kind_are_answered_with_what_to_type(
+    status: int, words: list[Argument], texts: list[str], plain: World
+) -> None:
+    plain.save(tensors())
+    fails(status, "plan", plain.src, plain.root / "o", "--src-strategy", plain.old, "--to", "hf", *words, texts=texts)
+
+
+def test_a_model_that_is_not_there_is_to_be_downloaded(tmp_path: Path) -> None:
+    for command, words in (("inspect", []), ("convert", [str(tmp_path / "out"), "--to", "hf"])):
+        fails(3, command, "Qwen/Qwen3-8B", *words, texts=["download", "Qwen/Qwen3-8B"])
+
+
+@pytest.mark.parametrize("command", ["inspect", "stats", "fingerprint", "get", "diff", "view", "suggest"])
+def test_a_strategy_in_the_place_of_a_checkpoint_is_named(command: str, plain: World) -> None:
+    more: dict[str, list[Argument]] = {"get": ["w"], "diff": [plain.old], "view": ["-o", plain.root / "a.html"]}
+    fails(3, command, plain.old, *more.get(command, []), texts=["strategy show", "strategy diff"])
+    assert not (plain.root / "a.html").exists()
 
 
 @pytest.mark.parametrize("option", ["--foobarbaz", "--xyzzy"])
@@ -99,6 +168,8 @@ def test_strategies_as_arguments_are_answered_with_their_options(plain: World) -
     words: list[Argument] = [plain.src, plain.root / "out", plain.old, plain.new]
     fails(2, "convert", *words, texts=[plain.old, "--src-strategy", "--dst-strategy"])
     fails(2, "replicas", plain.old, texts=[f"reshard replicas --strategy {plain.old}"])
+    plain.save(tensors())
+    fails(2, "replicas", plain.src, texts=["replicas --strategy FILE", f"verify {plain.src} --replicas"])
     fails(2, "merge", plain.src, texts=["--dst-strategy none"])
 
 

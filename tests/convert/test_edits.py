@@ -79,7 +79,7 @@ class Side:
     def options(self, root: Path) -> list[Argument]:
         """The options that write it as a target."""
         if self.form == "huggingface":
-            return ["--to", "huggingface", "--max-shard-size", "200"]
+            return ["--to", "huggingface", "--max-shard-size", "200B"]
         strategy = write_strategy(root / "dst.ckpt", self.strategy, shapes_of(self.full), "merged")
         return ["--dst-strategy", strategy, "--format", "ckpt", "--to", self.form]
 

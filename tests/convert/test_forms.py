@@ -90,7 +90,7 @@ def test_output_does_not_depend_on_jobs_shards_and_interruptions(form: str, worl
     world.save(FULL)
     words: list[Argument] = ["--src-strategy", world.old, *to(form, world)]
     if form in ("unified", "huggingface"):
-        words += ["--max-shard-size", "300"]
+        words += ["--max-shard-size", "300B"]
     one, two = world.root / "one", world.root / "two"
     done("convert", world.src, one, *words, "--jobs", 1)
     files = len(json.loads((one / "reshard-manifest.json").read_text())["files"])
@@ -126,7 +126,7 @@ def test_options_that_do_not_apply_to_a_form_are_wrong_usage(world: World) -> No
 @pytest.mark.parametrize("form", FINISHED)
 def test_a_completed_directory_of_another_program_is_not_removed(form: str, world: World) -> None:
     world.save(FULL)
-    words: list[Argument] = ["--src-strategy", world.old, *to(form, world), "--max-shard-size", "300"]
+    words: list[Argument] = ["--src-strategy", world.old, *to(form, world), "--max-shard-size", "300B"]
     words = words[:-2] if form == "checkpoint2" else words
     world.dst.mkdir()
     (world.dst / LAST[form]).write_text("{}")
@@ -140,7 +140,7 @@ def test_a_completed_directory_of_another_program_is_not_removed(form: str, worl
 def test_targets_that_cannot_be_replaced_are_an_error_before_writing(form: str, world: World) -> None:
     world.save(FULL)
     (world.dst / LAST[form]).mkdir(parents=True)
-    limit: list[Argument] = [] if form == "checkpoint2" else ["--max-shard-size", "300"]
+    limit: list[Argument] = [] if form == "checkpoint2" else ["--max-shard-size", "300B"]
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, *to(form, world), *limit]
     fails(3, *words, "--overwrite", texts=[f"{world.dst / LAST[form]} is not a regular file"])
     assert not list(world.dst.rglob("*.safetensors"))
@@ -149,7 +149,7 @@ def test_targets_that_cannot_be_replaced_are_an_error_before_writing(form: str, 
 def test_a_single_file_that_replaces_several_has_no_index(world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "huggingface"]
-    done(*words, "--max-shard-size", "300")
+    done(*words, "--max-shard-size", "300B")
     assert (world.dst / LAST["huggingface"]).is_file()
     done(*words, "--overwrite")
     assert {path.name for path in world.dst.glob("model*")} == {"model.safetensors"}
@@ -160,7 +160,7 @@ def test_a_single_file_that_replaces_several_has_no_index(world: World) -> None:
 def test_replacing_a_form_removes_all_its_files(first: str, second: str, world: World) -> None:
     world.save(FULL)
     source: list[Argument] = ["--src-strategy", world.old]
-    sizes: list[Argument] = ["--max-shard-size", "300"]
+    sizes: list[Argument] = ["--max-shard-size", "300B"]
     for form in (first, second):
         limit = sizes if form in ("unified", "huggingface") else []
         done("convert", world.src, world.dst, *source, *to(form, world), *limit, "--overwrite")

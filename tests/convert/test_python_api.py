@@ -140,7 +140,32 @@ def test_another_conversion_in_the_target_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("groups", [{"source": "ckpt"}, {"target": None}, {"edits": reshard.Effort(jobs=1)}])
 def test_a_value_in_the_place_of_a_group_is_wrong_usage(groups: dict[str, Any]) -> None:
     (name,) = groups
-    conversion = reshard.Conversion(**{"source": reshard.Source("ckpt"), "target": reshard.Target("out"), **groups})
-    for command in (conversion.plan, conversion.convert, conversion.verify):
-        with pytest.raises(UsageError, match=f"{name}=.*reshard.{name.capitalize()}"):
-            command()
+    with pytest.raises(UsageError, match=f"{name}=.*reshard.{name.capitalize()}"):
+        reshard.Conversion(**{"source": reshard.Source("ckpt"), "target": reshard.Target("out"), **groups})
+
+
+def test_parts_in_the_wrong_place_are_refused_at_once() -> None:
+    wrong: list[Any] = [("a", "b"), (reshard.Target("a"), reshard.Source("b"))]
+    for parts in wrong:
+        with pytest.raises(UsageError, match=r"reshard\.Source"):
+            reshard.Conversion(*parts)
+
+
+def test_renames_and_casts_may_be_dictionaries() -> None:
+    edits = reshard.Edits(rename={"a.*": "b.*", "c": "d"}, cast={"*.bias": "bf16"})
+    assert edits == reshard.Edits(rename=["a.*=b.*", "c=d"], cast="*.bias=bf16")
+    wrong: list[dict[str, Any]] = [{"include": {"a": "b"}}, {"rename": {"a": None}}, {"rename": {"a=b": "c"}}]
+    for values in wrong:
+        with pytest.raises(UsageError, match=next(iter(values))):
+            reshard.Edits(**values)
+
+
+def test_words_for_forms_get_the_hints_of_the_command_line() -> None:
+    for form, hint in (("HF", "huggingface"), ("hugging-face", "huggingface"), ("safetensors", "Target.format")):
+        with pytest.raises(UsageError) as caught:
+            reshard.Target("out", form=form)
+        assert hint in str(caught.value.hint)
+
+
+def test_the_base_of_errors_is_at_the_top() -> None:
+    assert reshard.ReshardError is ReshardError and "ReshardError" in dir(reshard)

@@ -20,8 +20,8 @@ FULL = tensors()
 #: The options that write a form, and what its loaders wait for, if they wait.
 FORMS: dict[str, tuple[list[Argument], str]] = {
     "checkpoint2": (["--dst-strategy", "same"], "latest_checkpointed_iteration.txt"),
-    "unified": (["--max-shard-size", "200"], "param_name_map.json"),
-    "huggingface": (["--max-shard-size", "200"], "model.safetensors.index.json"),
+    "unified": (["--max-shard-size", "200B"], "param_name_map.json"),
+    "huggingface": (["--max-shard-size", "200B"], "model.safetensors.index.json"),
     # Only the marker shows loaders that files are missing.
     "hf-sharded": (["--shards", "4"], "reshard-manifest.json"),
     "dcp": (["--shards", "4"], ".metadata"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from reshard.asked import parse_size
+from reshard.asked import parse_memory, parse_size
 from reshard.forms.full.written_files import (
     huggingface_files,
     huggingface_index,
@@ -137,7 +137,7 @@ def test_files_are_divided_as_by_hugging_face() -> None:
         ("200MB", 200 * 10**6),
         ("3KiB", 3072),
         ("2TB", 2 * 10**12),
-        ("1000", 1000),
+        ("1000B", 1000),
     ],
 )
 def test_sizes_are_decimal_unless_the_unit_is_binary(text: str, size: int) -> None:
@@ -148,3 +148,10 @@ def test_sizes_are_decimal_unless_the_unit_is_binary(text: str, size: int) -> No
 def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size such as 5GB, 500M"):
         parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["5", " 300 ", "1.5"])
+def test_a_size_without_a_unit_is_refused(text: str) -> None:
+    for parse in (parse_size, parse_memory):
+        with pytest.raises(ValueError, match="has no unit"):
+            parse(text)

@@ -30,7 +30,7 @@ def test_shapes_are_read_from_every_form(form: str, tmp_path: Path) -> None:
     tree = write_tree(tmp_path / "tree", cut_ranks(SAVED_WITH, FULL))
     expected = {name: list(of.array.shape) for name, of in FULL.items()}
     assert made_shapes(tmp_path, "--shapes", tree, "--src-strategy", old) == expected
-    cut: list[Argument] = ["--dst-strategy", "same"] if form == "checkpoint2" else ["--max-shard-size", "200"]
+    cut: list[Argument] = ["--dst-strategy", "same"] if form == "checkpoint2" else ["--max-shard-size", "200B"]
     done("convert", tree, tmp_path / form, "--src-strategy", old, "--to", form, *cut)
     named = sorted((tmp_path / form).glob("*.index.json")) + sorted((tmp_path / form).glob("param_name_map.json"))
     assert named or form == "checkpoint2"

@@ -22,7 +22,7 @@ def make(form: str, world: World, *options: Argument) -> Path:
     world.save(FULL)
     path = world.root / form
     if form in ("unified", "huggingface"):
-        options = (*options, "--max-shard-size", "300")
+        options = (*options, "--max-shard-size", "300B")
     done("convert", world.src, path, "--src-strategy", world.old, *to(form, world), *options)
     return path
 
@@ -31,7 +31,7 @@ def make(form: str, world: World, *options: Argument) -> Path:
 def test_numbered_files_are_printed_as_files(form: str, world: World) -> None:
     world.save(FULL)
     out = world.root / "out"
-    many: list[Argument] = ["--max-shard-size", "300"] if form != "checkpoint2" else []
+    many: list[Argument] = ["--max-shard-size", "300B"] if form != "checkpoint2" else []
     words: list[Argument] = [world.src, out, "--src-strategy", world.old, *to(form, world), *many]
     planned = done("plan", *words).out
     assert "target file" in planned and "of source ranks" in planned

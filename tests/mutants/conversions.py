@@ -201,8 +201,8 @@ def build(root: Path) -> Mapping[str, list[str]]:
         "--format",
         "safetensors",
     )
-    created.add("full", single(sharded), [], full, "--to", "huggingface", "--max-shard-size", "300")
-    created.add("unified", single(others), [], gradients, "--to", "unified", "--max-shard-size", "600")
+    created.add("full", single(sharded), [], full, "--to", "huggingface", "--max-shard-size", "300B")
+    created.add("unified", single(others), [], gradients, "--to", "unified", "--max-shard-size", "600B")
     created.add(
         "checkpoint2",
         single(sharded),

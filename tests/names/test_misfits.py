@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 
 from reshard.errors import NamesError, ReshardError, UsageError
 from reshard.names import Configuration, NameRules, apply_rules, parse_renames, parse_rules, rules_named
+from tests.corpus import FIXTURES
 from tests.names.models import TINY, table_of
 from tests.names.naive import arrays_of, assert_equal, made_by, numbered
+from tests.running import Argument, done, fails, warns
 
 QWEN3, SHAPES = TINY["qwen3"]
+NAMES = table_of("qwen3")
 PACKING = table_of("qwen3")[len("qwen3") :]
 MIXTURE, EXPERTS = TINY["qwen3_moe"]
 
@@ -261,3 +265,22 @@ def test_heads_that_fit_only_the_packed_tensor_are_an_error_in_reverse() -> None
     created = {name: each.view.shape for name, each in made_by(apply_rules(table, SHAPES, QWEN3)).items()}
     wrong = {**QWEN3, "num_attention_heads": 2, "num_key_value_heads": 3}
     refused(table, created, wrong, ["shape [6, 12] is not [hidden, heads*head_dim] with heads 2, head_dim 3"])
+
+
+@pytest.mark.parametrize("target", [["--dst-strategy", "none"], ["--to", "megatron"]])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "deepseek_v3"])
+def test_the_table_of_another_family_is_answered_with_that_of_config_json(
+    family: str, target: list[str], tmp_path: Path
+) -> None:
+    convert: list[Argument] = ["convert", FIXTURES / "models" / "qwen3", tmp_path / "out", *target]
+    assert "--exclude" not in fails(3, *convert, "--names", family, texts=["model_type qwen3: --names qwen3"]).err
+    done(*convert, "--names", "qwen3" if "megatron" in target else NAMES)
+    verify: list[Argument] = ["verify", tmp_path / "out", "--src", FIXTURES / "models" / "qwen3", "--names", family]
+    assert "--exclude" not in fails(3, *verify, texts=["model_type qwen3: --names qwen3"]).err
+
+
+def test_weights_left_out_with_the_table_of_another_family_are_a_warning(tmp_path: Path) -> None:
+    convert: list[Argument] = ["convert", FIXTURES / "models" / "qwen3", tmp_path / "out", "--dst-strategy", "none"]
+    result = done(*convert, "--names", "llama", "--exclude", "*.q_norm.weight", "--exclude", "*.k_norm.weight")
+    warns(result, "warning:", "--names qwen3", "8 left out by --exclude")
+    assert "dropped by a rule" not in result.err

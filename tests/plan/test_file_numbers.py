@@ -28,7 +28,7 @@ def to(form: str, strategy: Path) -> list[Argument]:
     words: list[Argument] = ["--to", form, "--src-strategy", strategy]
     if form in ("dcp", "hyper-parallel"):
         words += ["--rename", "*=*"]
-    return [*words, *(["--dst-strategy", strategy] if form in CUT else ["--max-shard-size", "200"])]
+    return [*words, *(["--dst-strategy", strategy] if form in CUT else ["--max-shard-size", "200B"])]
 
 
 def contents(root: Path) -> dict[str, bytes]:

@@ -44,3 +44,13 @@ def test_a_directory_without_its_finishing_files_is_not_complete(world: World) -
     done(*words)
     assert done("status", world.dst, "--json").json["complete"]
     assert (world.dst / "param_name_map.json").exists()
+
+
+def test_a_source_in_the_place_of_the_target_is_named_and_not_to_be_removed(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    swapped: list[Argument] = ["convert", world.dst, world.src, "--src-strategy", world.new]
+    for form in (["--dst-strategy", world.old], ["--to", "huggingface"]):
+        fails(3, *swapped, *form, texts=[world.src, "SRC and DST swapped"])
+    error = fails(3, *swapped, "--dst-strategy", world.old, texts=["may be the source"]).err
+    assert error.index("may be the source") < error.index("remove")

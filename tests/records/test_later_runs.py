@@ -66,8 +66,8 @@ def test_sizes_are_shown_as_they_are_typed(world: World) -> None:
     world.save(FULL)
     done("convert", world.src, source, "--src-strategy", world.old, "--to", "unified", "--max-shard-size", "1KiB")
     fails(
-        3, "convert", world.src, source, "--src-strategy", world.old, "--to", "unified", "--max-shard-size", "200",
-        texts=["--max-shard-size", "1024"],
+        3, "convert", world.src, source, "--src-strategy", world.old, "--to", "unified", "--max-shard-size", "200B",
+        texts=["--max-shard-size", "1024B"],
     )  # fmt: skip
 
 

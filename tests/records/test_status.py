@@ -177,7 +177,7 @@ def test_status_lists_missing_files_and_the_command_that_continues(
     src, out = tmp_path / "src", tmp_path / "out"
     full = {f"w{number}": value(f"w{number}", (8, 16)) for number in range(3)}
     write_checkpoint(src / "model.safetensors", full, metadata={"format": "pt"})
-    convert = ("convert", src, out, "--to", "unified", "--max-shard-size", 600, "--jobs", 1)
+    convert = ("convert", src, out, "--to", "unified", "--max-shard-size", "600B", "--jobs", 1)
 
     def interrupt_after(files: int) -> Result:
         committed = Progress.committed

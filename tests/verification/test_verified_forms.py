@@ -116,7 +116,7 @@ def test_missing_added_and_other_kinds_of_entries_are_found(form: str, world: Wo
 @pytest.mark.deep
 @pytest.mark.parametrize("form", FINISHED)
 def test_finishing_files_that_contradict_the_directory_are_found(form: str, world: World) -> None:
-    many: list[Argument] = [] if form == "checkpoint2" else ["--max-shard-size", "300"]
+    many: list[Argument] = [] if form == "checkpoint2" else ["--max-shard-size", "300B"]
     target = make(form, world, "--checksum", "crc32", *many)
     done("verify", target)
     manifest = json.loads((target / "reshard-manifest.json").read_text())
@@ -142,7 +142,7 @@ def test_finishing_files_that_contradict_the_directory_are_found(form: str, worl
 
 @pytest.mark.parametrize("form", FINISHED)
 def test_finishing_files_are_compared_with_the_files_without_a_manifest(form: str, world: World) -> None:
-    many: list[Argument] = [] if form == "checkpoint2" else ["--max-shard-size", "300"]
+    many: list[Argument] = [] if form == "checkpoint2" else ["--max-shard-size", "300B"]
     target = make(form, world, *many)
     (target / "reshard-manifest.json").unlink()
     shutil.rmtree(target / ".reshard", ignore_errors=True)
@@ -202,7 +202,7 @@ def test_a_checkpoint_has_one_fingerprint_in_all_forms(world: World) -> None:
     assert done("fingerprint", ranks, "--strategy", world.new).out == output
     assert "global_step" in output and "m.w" in output
     for form in FORMS[1:]:
-        target = make(form, world, *(["--max-shard-size", "300"] if form in ("unified", "huggingface") else []))
+        target = make(form, world, *(["--max-shard-size", "300B"] if form in ("unified", "huggingface") else []))
         assert done("fingerprint", target).out == output, form
         fails(2, "fingerprint", target, "--strategy", world.new, texts=["needs no strategy"])
         for path in [path for path in weights(target) if "w" in read_checkpoint(path)][:1]:

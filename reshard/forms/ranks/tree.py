@@ -205,6 +205,14 @@ class SourceTree:
         )
 
 
+def missing_hint(src: str) -> str | None:
+    """What to do about a missing source: a similar path, or a model that is still at Hugging Face."""
+    hint = similar_path_hint(src)
+    if hint is None and re.fullmatch(r"[A-Z][\w.-]*/[A-Za-z][\w.-]*", src) and not exists(os.path.dirname(src)):
+        hint = f"of a model at Hugging Face, download it first: hf download {src} --local-dir {os.path.basename(src)}"
+    return hint
+
+
 def find_checkpoints(source: str | Source) -> SourceTree:
     """Find the checkpoint files of a source, or at a path.
 
@@ -232,7 +240,7 @@ def find_checkpoints(source: str | Source) -> SourceTree:
         elif not exists(src):
             wild = any(mark in src for mark in "*?[{")
             wildcards = "use wildcards with {rank} for a rank's number: 'run/rank_{rank}/*.ckpt'"
-            hint = wildcards if wild else similar_path_hint(src) or "pass the directory or the file of a checkpoint"
+            hint = wildcards if wild else missing_hint(src) or "pass the directory or the file of a checkpoint"
             raise CheckpointError(f"{src}: does not exist", file=src, hint=hint)
         elif is_directory(src):
             files, single = _rank_directories(src), False

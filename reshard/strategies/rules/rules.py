@@ -143,7 +143,12 @@ class LayoutRules:
         return self._known[key]
 
 
-_BUILTIN = BuiltinFiles(__file__, "rules", StrategyError, "reshard strategy rules --list")
+_MEANT = {
+    **dict.fromkeys(("qwen3", "qwen3_moe", "deepseek_v3"), "the rules of this model are mcore"),
+    "qwen2": "the rules of this model are llama",
+    "megatron": "rules are for MindSpore's strategies; with MindFormers' mcore models: mcore",
+}
+_BUILTIN = BuiltinFiles(__file__, "rules", StrategyError, "reshard strategy rules --list", _MEANT)
 _TOP: Schema = {"pipeline": ("table", {}), "parameter": ("tables", ()), "optimizer_states": ("texts", None)}
 _PIPELINE: Schema = {"first": ("texts", ()), "last": ("texts", ()), "layers": ("texts", ())}
 _PARAMETER: Schema = {
