@@ -31,6 +31,18 @@ from reshard.view.page import (
 EQUAL, DIFFERS, OTHER, ONLY_A, ONLY_B = range(5)
 """The result for a tensor; `OTHER`: another type or shape."""
 
+_WORDS = [
+    ("equal", "Equal in bytes"),
+    ("differs", "Differs"),
+    ("other type", "Other type or shape"),
+    ("only in A", "Only in A"),
+    ("only in B", "Only in B"),
+]
+"""Each result in a row and as a title."""
+
+_UNREAD = ("same shape", "Same type and shape")
+"""`EQUAL` from headers alone."""
+
 
 def compared_data(
     opened: tuple[OpenedCheckpoint, OpenedCheckpoint],
@@ -83,6 +95,7 @@ def compared_data(
         "structures": None,
         "compared": {
             "values": found is not None,
+            "results": _WORDS if found is not None else [_UNREAD, *_WORDS[1:]],
             "result": repeats(results),
             "differing": differing,
             "types": other_types,

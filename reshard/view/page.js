@@ -243,7 +243,6 @@
     ["MLP", /mlp|ffn|feed_forward|(^|[._])(w1|w2|w3|fc1|fc2|gate_proj|up_proj|down_proj)/], ["other", /^/]];
   const KINDS = { "optimizer state": "moments", "accumulated gradients": "gradients", other: "other values" };
   const STATE = /^(adam_[mv]|moments?|moment[12]|accu_grads|accum|exp_avg|exp_avg_sq|fp32_param|optimizer\.state\.[a-z0-9_]+)\./;
-  const RESULTS = [compared?.values ? "equal" : "same type and shape", "differs", "other type", "only in A", "only in B"];
   const result = compared && repeated(compared.result);
   const differing = new Map((compared?.differing || []).map((row) => [row[0], row]));
   const statistics = new Map((data.statistics || []).map((row) => [indexOf.get(row[0]), row]));
@@ -281,12 +280,12 @@
     if (!group.series || group.result > 2) continue;
     // Bytes of each layer.
     group.series.bytes += sizes[p];
-    const all = group.series.layers, layer = all.get(layers[p]) || { layer: layers[p], bytes: 0, differ: 0, tensors: 0, elements: 0, stage: layoutOf(p)?.stage ?? 0 };
+    const all = group.series.layers, layer = all.get(layers[p]) || { layer: layers[p], bytes: 0, differ: 0, other: 0, tensors: 0, elements: 0, stage: layoutOf(p)?.stage ?? 0 };
     all.set(layers[p], layer);
     layer.bytes += sizes[p];
     layer.tensors++;
     layer.elements += group.elements;
-    if (group.result) layer.differ += sizes[p];
+    if (group.result) layer[group.result > 1 ? "other" : "differ"] += sizes[p];
   }
   const groups = [...byKey.values()], allBytes = sum(sizes);
   const bytesBy = (valueOf, of = groups) => addedUp(of, valueOf, (group) => group.size * group.numbers.length);
@@ -362,11 +361,11 @@
       hasState && weights ? fact("Weights", ...binary(weights), `${share(weights, allBytes)} of the bytes`, `${plain(weights)} bytes`)
         : topBytes > 0 && fact("Type", clean(top.replace(/Float(\d+).*/, "FP$1").replace("BFP", "BF")), "", `${share(topBytes, allBytes)} of the bytes`, clean(top)));
   };
-  const differences = () => el("div.facts", { id: "facts" }, RESULTS.map((word, code) => {
+  const differences = () => el("div.facts", { id: "facts" }, compared.results.map(([word, label], code) => {
     const found = groups.filter((group) => group.result === code), tensors = (of) => sum(of.map((group) => group.numbers.length));
     const labels = [...new Set(found.map((group) => (group.kind !== "weights" ? group.kind : group.series ? group.part : shortened(patternText(group.numbers), 30))))];
     const unread = code === 1 && !compared.values, same = code === 2 && compared.values && sum(found.flatMap(({ numbers }) => numbers).map((p) => differing.get(p)?.[2] === 0));
-    const made = filterButton(".fact", "Result", word, (p) => groupOf[p].result === code, el("div.label", el(`i.key.r${code}`), `${word[0].toUpperCase()}${word.slice(1)}${code === 2 ? " or shape" : ""}`),
+    const made = filterButton(".fact", "Result", word, (p) => groupOf[p].result === code, el("div.label", el(`i.key.r${code}`), label),
       el("div.figure", unread ? "unknown" : plain(tensors(found))), el("div.soft", unread ? "values were not compared: add --stats" : same ? `values equal in ${plain(same)}` : code ? labels.slice(0, 3).join(", ") + (labels.length > 3 ? " …" : "") || "none" : `of ${plural(tensors(groups.filter((group) => group.result < 3)), "tensor")} in both`));
     made.disabled = !found.length;
     return made;
@@ -444,7 +443,7 @@
     const { prefix } = each, group = Math.ceil(each.layers.length / 200), layersOf = [];
     for (let at = 0; at < each.layers.length; at += group) {
       const inside = each.layers.slice(at, at + group), total = (key) => sum(inside.map((layer) => layer[key]));
-      layersOf.push({ first: inside[0].layer, last: inside[inside.length - 1].layer, stage: inside[0].stage, bytes: total("bytes"), differ: total("differ"), tensors: total("tensors"), elements: total("elements") });
+      layersOf.push({ first: inside[0].layer, last: inside[inside.length - 1].layer, stage: inside[0].stage, bytes: total("bytes"), differ: total("differ"), other: total("other"), tensors: total("tensors"), elements: total("elements") });
     }
     const high = largest(layersOf.map((layer) => layer.bytes)), usual = layersOf.map((layer) => layer.bytes).sort((a, b) => a - b)[layersOf.length >> 1];
     const [said, tell] = teller(compared ? "" : `most layers ${bytes(usual)}; outside the layers ${bytes(sum(groups.map((found) => (found.series ? 0 : found.size * found.numbers.length))))}`);
@@ -473,10 +472,10 @@
       let x = 0, begin = 0;
       layersOf.forEach((layer, at) => {
         x += apart[at];
-        const { first, last, stage } = layer, shade = few && stage % 2 ? "t" : "b", tall = Math.max(2, 64 * layer.bytes / high), differs = layer.differ ? Math.max(5, 64 * layer.differ / layer.bytes) : 0;
+        const { first, last, stage } = layer, shade = few && stage % 2 ? "t" : "b", tall = Math.max(2, 64 * layer.bytes / high), part = (size) => (size ? Math.max(5, 64 * size / layer.bytes) : 0), differs = part(layer.differ), others = Math.min(64 - differs, part(layer.other));
         const faded = filters.has(prefix) && (last < low || first > top) ? ".faded" : "";
         const column = (kind, from, size) => rect(kind + faded, x, from, wide - thin, size);
-        shapes.push(compared ? [column("grey", 0, 64), column("amber3", 64 - differs, differs)] : [column("ground", 0, 64), column(`${shade}2`, 64 - tall, tall), column(`${shade}cap`, 64 - tall, 2)]);
+        shapes.push(compared ? [column("grey", 0, 64), column("amber3", 64 - differs, differs), column("r2", 64 - differs - others, others)] : [column("ground", 0, 64), column(`${shade}2`, 64 - tall, tall), column(`${shade}cap`, 64 - tall, 2)]);
         if (first % tick === 0 || predicts(last)) shapes.push(words("", x + wide / 2, 80, String(first)));
         cells.push({ x, y: 0, width: wide, height: 64 });
         if (!at || stage !== layersOf[at - 1].stage) begin = x;
@@ -488,7 +487,7 @@
     listeners.push(redraw);
     redraws.push(redraw);
     return el("div", el("div.between", el("h2", compared ? "Layers: bytes in both" : "Layers: bytes of each", series.size > 1 && el("span.soft", `, ${clean(shortened(prefix, 50))}`)),
-      el("span", said, compared && el("span.soft", el("i.key.r0"), `${RESULTS[0]} `, el("i.key.r1"), compared.values ? "differs, or other type or shape" : "other type or shape"))), host);
+      el("span", said, compared && el("span.soft", compared.results.slice(0, 3).map(([, label], code) => (code !== 1 || compared.values) && [el(`i.key.r${code}`), `${label} `])))), host);
   };
   const layerSection = () => {
     const shown = allSeries.filter((each) => each.bytes >= allBytes * 0.05 && each.layers.length > 1).slice(0, 3);
@@ -592,7 +591,7 @@
   const resultCell = (row) => {
     const codes = addedUp(row.members.flatMap(({ first, end }) => groupOf.slice(first, end).filter((_, at) => mask[first + at])), (group) => group.result, () => 1);
     const code = [1, 2, 3, 4].find((each) => codes.has(each)) ?? 0;
-    return el(`span.text.${row.worst === BAD ? "bad" : `r${code}`}`, row.leaf || !code || codes.size === 1 && code > 1 ? row.count === 1 && differing.get(firstOf(row))?.[6] || RESULTS[code] : `${plain(codes.get(code))} ${code === 1 ? "differ" : RESULTS[code]}`);
+    return el(`span.text.${row.worst === BAD ? "bad" : `r${code}`}`, row.leaf || !code || codes.size === 1 && code > 1 ? row.count === 1 && differing.get(firstOf(row))?.[6] || compared.results[code][0] : `${plain(codes.get(code))} ${code === 1 ? "differ" : compared.results[code][0]}`);
   };
   const column = (title, width, drop, cell) => {
     const sort = title in ORDERS && title, kind = numeric(title), label = el(sort ? "button" : "span", { onclick: () => { if (sort) { view.down = view.by === sort ? !view.down : sort !== "name"; view.by = sort; refresh(); } } });
@@ -604,7 +603,7 @@
   };
   // Title, width, which go first as the list narrows, and cell.
   const COLUMNS = [column("name", 0, 0, nameColumn), ...(compared ? [
-    column("result", compared.values ? 124 : 164, 0, resultCell), column("type", 148, 4, typeCell), column("shape", 110, 3, shapeCell), ...(compared.values ? [
+    column("result", 124, 0, resultCell), column("type", 148, 4, typeCell), column("shape", 110, 3, shapeCell), ...(compared.values ? [
       column("elements", 78, 2, value(differing, 2, (amount, row) => (amount === null ? "" : share(amount, row[1])))), column("largest", 78, 1, value(differing, 4)), column("relative", 92, 5, value(differing, 3, (amount) => amount && el("b.r1.text", short(amount)))),
     ] : []),
   ] : [
@@ -810,7 +809,7 @@
   const difference = (p) => {
     const row = differing.get(p), code = groupOf[p].result;
     const first = (title, found) => found && [el("h4", title), el("table.first", el("tr", el("th", { scope: "row" }, "at"), el("td", shapeText(found[0])), el("td")), [1, 3].map((n) => el("tr", side(n >> 1), el("td", short(found[n])), el("td.soft", pathText(found[n + 1])))))];
-    return el("div", el(`p.r${code}.text`, `${RESULTS[code]}${row && row[2] !== null ? `: ${row[2] ? `${plain(row[2])} of ${plural(row[1], "element")}` : code > 1 ? "all values are equal" : "bits only"}` : ""}`),
+    return el("div", el(`p.r${code}.text`, `${compared.results[code][0]}${row && row[2] !== null ? `: ${row[2] ? `${plain(row[2])} of ${plural(row[1], "element")}` : code > 1 ? "all values are equal" : "bits only"}` : ""}`),
       row && [row[6] && el("p.bad", row[6]), first("First NaN or Inf in one only", row[7]), first("First of the largest differences", row[5])],
       command(["reshard", "diff", ...compared.sides.map((each) => quote(each.path)), "--include", quote(names[p].replace(/[[?*]/g, "[$&]")), ...data.options.map(quote)]));
   };
