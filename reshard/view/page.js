@@ -298,7 +298,7 @@
   }).join(".");
   // What is wrong with a tensor: the worst comes first.
   const BAD = 9;
-  const worst = (p) => { const { bad, result: code } = groupOf[p]; return bad ? BAD : code === 1 ? 2 + differing.get(p)[3] : code && 1; };
+  const worst = (p) => { const { bad, result: code } = groupOf[p]; return bad ? BAD : code && (code === 1 ? 2 : 1) + (differing.get(p)?.[3] || 0); };
 
   // Filters: one byte a tensor and two prefix sums, so that any group is two subtractions.
   const filters = new Map(), listeners = [];

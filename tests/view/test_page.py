@@ -310,6 +310,8 @@ def test_another_type_says_both_and_whether_values_are_equal(window: Browser, tm
     assert set(window.texts("#list .row .cell:nth-child(3)")) == {"Float32 → BFloat16"}
     equal = [pair["name"] for pair in pairs if pair["differing"] == 0]
     assert window.texts("#facts .soft")[2] == f"values equal in {len(equal)}" and 0 < len(equal) < len(pairs)
+    # What differs in values, too, comes first.
+    assert window.run("return document.querySelector('#chosen').title") not in equal
     chosen(window, equal[0])
     assert "other type: all values are equal" in window.text("#inspector")
     chosen(window, "head.weight")
