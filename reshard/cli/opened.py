@@ -85,11 +85,11 @@ def compared(a: OpenedCheckpoint, b: OpenedCheckpoint, edits: Edits, effort: Eff
     return differences(a, b, effort.max_memory // 3, progress)
 
 
-def no_common_names() -> UsageError:
-    """The error of two checkpoints without a name in common."""
+def no_common_names(rename: str | None = None) -> UsageError:
+    """The error of two checkpoints without a name in common; with `rename_by_prefix` if that cures it."""
     return UsageError(
         "no tensor was compared: A and B have no names in common",
-        hint="--names and --rename give A's tensors the names of B's; leave them out if A has these already",
+        hint=rename or "--names and --rename give A's tensors the names of B's; leave them out if A has these already",
     )
 
 

@@ -165,10 +165,10 @@ def _two(
         opened_side("a", a, shared, edits, effort, report) as one,
         opened_side("b", b, shared, Edits(edits.include, edits.exclude), effort, report) as other,
     ):
-        if not any(name in other for name in one):
-            raise no_common_names()
         only = [[name for name in mine if name not in theirs] for mine, theirs in ((one, other), (other, one))]
         rename = rename_by_prefix(*only)
+        if not any(name in other for name in one):
+            raise no_common_names(rename)
         problems = [] if rename is None else [Problem(1, "names differ by a prefix", rename)]
         found = compared(one, other, edits, effort, report) if stats else None
         bad = [] if found is None else [pair for pair in found.differing if pair.first_nonfinite is not None]

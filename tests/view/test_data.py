@@ -234,6 +234,8 @@ def test_names_that_differ_by_a_prefix_have_the_hint_of_diff(tmp_path: Path) -> 
     assert problem["hint"] == "to compare the tensors, add --rename '*=model.*'"
     assert f"{problem['text']}; {problem['hint']}" in done("diff", a, b).out
     assert made(tmp_path, a, b, "--rename", "w=model.w", "--rename", "v=model.v")["problems"] == []
+    write_checkpoint(a / "model.safetensors", full)
+    fails(2, "view", a, b, "-o", tmp_path / "none.html", texts=["no names in common", problem["hint"]])
 
 
 def test_axes_are_those_that_are_known(tmp_path: Path) -> None:
